@@ -1,0 +1,1 @@
+"""Every config struct beside the presets that fill it."""

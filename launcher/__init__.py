@@ -1,0 +1,1 @@
+"""Command line, planning and supervision: the only package that knows what a run consists of."""

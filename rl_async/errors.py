@@ -1,0 +1,58 @@
+"""The error tree. Every error a user can cause says where it is and how to mend it.
+
+RlAsyncError
+├── UserError            bad config, data, paths or user code; the command line prints it and exits with 2
+│   ├── ConfigError      names the key and the file and line, or the argument
+│   └── DataError        names the file, the row and the column
+├── ProtocolError        a malformed or unexpected message from another process
+├── EngineError          an engine refused or failed a request
+│   ├── EngineRejected   it will refuse again (bad request); never retried
+│   └── EngineLost       connection lost or timed out; the request may be replayed elsewhere
+├── WeightSyncError      names the engine, the phase and the bucket
+├── QueueLost            the transfer queue did not answer within the deadline
+└── TrainingDiverged     a NaN or infinite number; names the step and the batch
+"""
+
+
+class RlAsyncError(Exception):
+    """Base of all errors raised by this project."""
+
+
+class UserError(RlAsyncError):
+    """Something the user wrote is wrong; the message names the place and the fix."""
+
+
+class ConfigError(UserError):
+    """A config key, value or combination is wrong."""
+
+
+class DataError(UserError):
+    """A row of a data set is wrong."""
+
+
+class ProtocolError(RlAsyncError):
+    """A message from another process does not follow the protocol."""
+
+
+class EngineError(RlAsyncError):
+    """An engine refused or failed a request."""
+
+
+class EngineRejected(EngineError):
+    """The engine understood the request and refuses it; sending it again is useless."""
+
+
+class EngineLost(EngineError):
+    """The engine cannot be reached or did not answer in time."""
+
+
+class WeightSyncError(RlAsyncError):
+    """A weight transfer failed; names the engine, the phase and the bucket."""
+
+
+class QueueLost(RlAsyncError):
+    """The transfer queue did not answer within the deadline."""
+
+
+class TrainingDiverged(RlAsyncError):
+    """The loss, the gradient or a weight is not finite; names the step and the batch."""

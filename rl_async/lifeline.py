@@ -1,0 +1,24 @@
+"""A child process that must not outlive its supervisor watches a pipe which only the supervisor holds open."""
+
+import os
+import sys
+import threading
+
+LIFELINE_FD = "RL_ASYNC_LIFELINE_FD"
+
+
+def watch_lifeline() -> None:
+    """Exit this process at once when the supervisor is gone. Does nothing when started by hand.
+
+    The supervisor passes the read end of a pipe and keeps the write end; the kernel closes it however it dies.
+    """
+    fd = os.environ.pop(LIFELINE_FD, None)
+    if fd is None:
+        return
+
+    def watch(read_end: int) -> None:
+        os.read(read_end, 1)  # blocks until the write end closes
+        print("the supervisor is gone; exiting", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, args=(int(fd),), name="lifeline", daemon=True).start()

@@ -1,0 +1,450 @@
+"""Every message that crosses a process boundary, in the order in which data flows.
+
+Each struct names its producer and its consumer. Nothing else is sent on the queue's sockets. Change a field that an
+older process would misread, and raise SCHEMA.
+"""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+SCHEMA = 1
+
+
+class Version(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """Names a set of weights: ``step`` counts completed trainer steps, ``lineage`` counts resumes from a checkpoint.
+
+    Written ``lineage.step`` wherever an engine wants a string.
+    """
+
+    lineage: int = 0
+    step: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.lineage}.{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Version":
+        """The inverse of ``str``. Raises ValueError on anything else."""
+        lineage, _, step = text.partition(".")
+        return cls(int(lineage), int(step))
+
+
+class VersionRun(msgspec.Struct, frozen=True, array_like=True):
+    """Sampled tokens number ``start`` to ``end`` (exclusive, counting sampled tokens only) came from ``version``."""
+
+    version: Version
+    start: int
+    end: int
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt with what is needed to act on it and to score it. Task source -> queue -> agent worker."""
+
+    task_id: str
+    data_source: str
+    prompt: list[dict[str, Any]]  # chat messages: role, content
+    ground_truth: str
+    ability: str = ""
+    agent: str = ""  # the loop's name; empty: the config's
+    tools: list[str] | None = None  # None: the config's
+    extra: dict[str, Any] = {}
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """The distribution from which tokens were drawn. temperature 0 is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+
+    @property
+    def truncating(self) -> bool:
+        """Whether some tokens had no chance at all, so that their true log-probability is minus infinity."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """One call that the model asked for, and what came of it. Agent loop -> viewer, reward."""
+
+    name: str
+    arguments: str  # JSON as the model wrote it
+    result: str = ""
+    error: str = ""  # empty: the call succeeded
+    seconds: float = 0.0
+
+
+class Turn(msgspec.Struct, kw_only=True):
+    """One message of the conversation as text, with its place among the tokens. Agent loop -> viewer."""
+
+    role: str  # system | user | assistant | tool
+    text: str
+    start: int = 0
+    end: int = 0  # token_ids[start:end]
+    tool_calls: list[ToolCall] = []
+    reward: float | None = None
+    seconds: float = 0.0
+
+
+class TrajectoryHeader(msgspec.Struct, kw_only=True):
+    """What admission, batching and status need of a trajectory; the queue never reads more. Agent worker -> queue."""
+
+    group_id: int
+    sample: int
+    attempt: int
+    partition: str  # train | eval
+    episode_id: str
+    segment: int
+    tokens: int
+    sampled: int
+    reward: float
+    finish_reason: str
+    versions: list[VersionRun]
+    nbytes: int = 0  # of the payload frames; filled by the queue
+
+
+class Trajectory(msgspec.Struct, kw_only=True):
+    """One row to train on, exactly as it was sampled. Agent worker -> queue (opaque payload) -> trainer.
+
+    token_ids int32[T]; loss_mask bool[T], true only where the policy sampled; logprobs float32[T] under the sampling
+    distribution, 0 where the mask is false.
+    """
+
+    task_id: str
+    group_id: int
+    sample: int
+    attempt: int
+    episode_id: str
+    segment: int = 0
+    partition: str = "train"
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    logprobs: np.ndarray
+    versions: list[VersionRun]
+    sampling: Sampling
+    reward: float
+    reward_parts: dict[str, float] = {}
+    finish_reason: str = "stop"  # stop | length | max_turns | tool_calls | abort | error
+    error: str = ""  # why the episode or its scoring failed; empty: it did not
+    turns: list[Turn] = []
+    timings: dict[str, float] = {}  # seconds: generate, tools, reward, total
+    ground_truth: str = ""
+
+    def header(self) -> TrajectoryHeader:
+        """The control header that travels in front of this trajectory."""
+        return TrajectoryHeader(
+            group_id=self.group_id,
+            sample=self.sample,
+            attempt=self.attempt,
+            partition=self.partition,
+            episode_id=self.episode_id,
+            segment=self.segment,
+            tokens=len(self.token_ids),
+            sampled=int(self.loss_mask.sum()),
+            reward=self.reward,
+            finish_reason=self.finish_reason,
+            versions=self.versions,
+        )
+
+
+# --- requests to the queue ------------------------------------------------------------------------------------------
+
+
+class Request(msgspec.Struct, kw_only=True, tag=True):
+    """Base of all requests. The envelope around them carries the request id."""
+
+
+class Hello(Request):
+    """First message of every connection. Any role -> queue."""
+
+    schema: int
+    role: str
+    name: str
+
+
+class Lease(Request):
+    """Ask for work; answered when there is some or after ``wait_s``. Agent worker -> queue."""
+
+    worker: str
+    max_groups: int
+    wait_s: float
+
+
+class Renew(Request):
+    """Keep this worker's leases alive. Agent worker -> queue."""
+
+    worker: str
+
+
+class Put(Request):
+    """One finished trajectory; its payload is in the frames behind this one. Agent worker -> queue."""
+
+    worker: str
+    header: TrajectoryHeader
+
+
+class Fail(Request):
+    """One sample could not be produced. Agent worker -> queue."""
+
+    worker: str
+    group_id: int
+    sample: int
+    attempt: int
+    error: str
+
+
+class Reserve(Request):
+    """Fix the batch of a step; answers the same however often it is asked. Trainer -> queue."""
+
+    step: int
+    wait_s: float
+
+
+class Fetch(Request):
+    """The payloads of some rows of a reserved or evaluated batch. Trainer ranks -> queue."""
+
+    rows: list[tuple[int, int]]  # (group_id, sample)
+
+
+class Commit(Request):
+    """The batch of ``step`` was trained. Trainer rank 0, after a barrier -> queue."""
+
+    step: int
+
+
+class Publish(Request):
+    """These engines confirmed ``version``; the groups that trained it give back their slots. Trainer -> queue."""
+
+    version: Version
+    engines: list[str]
+
+
+class Confirm(Request):
+    """A late or restarted engine has caught up with ``version``. Trainer -> queue."""
+
+    engine_id: str
+    version: Version
+
+
+class Snapshot(Request):
+    """What a checkpoint must hold so that this queue's unfinished work can be admitted again. Trainer -> queue."""
+
+
+class Resume(Request):
+    """Go back to the checkpoint after ``step`` completed steps. Trainer -> queue.
+
+    A queue that outlived the trainer rolls back by itself; a fresh one starts from ``snapshot``.
+    """
+
+    step: int
+    lineage: int
+    snapshot: bytes = b""
+
+
+class Retire(Request):
+    """The checkpoint after ``step`` completed steps is durable: forget what came before. Trainer -> queue."""
+
+    step: int
+
+
+class Evaluate(Request):
+    """Admit the held-out tasks once, outside the slots, in partition ``eval``. Trainer, ``rl-async eval`` -> queue."""
+
+    eval_id: int
+
+
+class EvalResult(Request):
+    """The finished trajectories of an evaluation, when all are there, else NotReady after ``wait_s``."""
+
+    eval_id: int
+    wait_s: float
+
+
+class RegisterEngine(Request):
+    """An engine process answers its health probe. Launcher -> queue."""
+
+    engine_id: str
+    url: str
+    kind: str
+
+
+class RemoveEngine(Request):
+    """An engine process is gone. Launcher or weight-sync coordinator -> queue."""
+
+    engine_id: str
+    reason: str
+
+
+class Engines(Request):
+    """The registry, at once or when its revision passes ``after``, at the latest after ``wait_s``. Any -> queue."""
+
+    after: int = -1
+    wait_s: float = 0.0
+
+
+class Status(Request):
+    """Counts for the live view and for diagnosis. Launcher, trainer -> queue."""
+
+
+class Finish(Request):
+    """The run is over: workers asking for work are told so, and nothing more is admitted. Trainer -> queue."""
+
+
+RequestType = (
+    Hello
+    | Lease
+    | Renew
+    | Put
+    | Fail
+    | Reserve
+    | Fetch
+    | Commit
+    | Publish
+    | Confirm
+    | Snapshot
+    | Resume
+    | Retire
+    | Evaluate
+    | EvalResult
+    | RegisterEngine
+    | RemoveEngine
+    | Engines
+    | Status
+    | Finish
+)
+
+
+# --- replies of the queue -------------------------------------------------------------------------------------------
+
+
+class Reply(msgspec.Struct, kw_only=True, tag=True):
+    """Base of all replies."""
+
+
+class Welcome(Reply):
+    """The hello was accepted."""
+
+    schema: int
+    run_id: str
+
+
+class Done(Reply):
+    """The request took effect (or had taken effect before)."""
+
+
+class Refused(Reply):
+    """The request was understood and does not apply; nothing changed."""
+
+    code: str  # e.g. fenced, unknown_group, wrong_step, schema
+    reason: str
+
+
+class Malformed(Reply):
+    """The request was not understood; it was counted and dropped."""
+
+    reason: str
+
+
+class LeasedGroup(msgspec.Struct, kw_only=True):
+    """Samples of one group to generate. The attempt number fences: an older one is refused."""
+
+    group_id: int
+    partition: str
+    attempt: int
+    samples: list[int]
+    task: Task
+    min_version: Version  # engines older than this must not serve it
+
+
+class Leased(Reply):
+    """Work; empty when none came within the wait. ``finished`` ends the worker."""
+
+    groups: list[LeasedGroup]
+    finished: bool = False
+
+
+class NotReady(Reply):
+    """Nothing yet; ask again. ``why`` names what is being waited for and for how long."""
+
+    why: str
+
+
+class Reserved(Reply):
+    """The batch of a step or an evaluation: headers ordered by (group, sample)."""
+
+    step: int
+    headers: list[TrajectoryHeader]
+    tasks: dict[int, Task] = {}  # by group, for records and replays
+
+
+class Rows(Reply):
+    """Payload frames follow: ``counts[i]`` frames for the i-th row asked for."""
+
+    counts: list[int]
+
+
+class SnapshotTaken(Reply):
+    """Opaque to the trainer; stored with the checkpoint."""
+
+    snapshot: bytes
+
+
+class Resumed(Reply):
+    """``kept`` groups are still here with their trajectories; ``readmitted`` groups are generated again."""
+
+    kept: int
+    readmitted: int
+
+
+class EngineRecord(msgspec.Struct, kw_only=True):
+    """One engine of the registry. ``version`` is the last one it confirmed; without one it gets no traffic."""
+
+    engine_id: str
+    url: str
+    kind: str
+    version: Version | None = None
+
+
+class EngineList(Reply):
+    """The registry; ``published`` is the newest version that every routable engine has confirmed."""
+
+    revision: int
+    engines: list[EngineRecord]
+    published: Version
+
+
+class StatusReport(Reply):
+    """Groups by state, slots, leases, counters, and the age of what is waited for longest."""
+
+    published: Version
+    waiting: int
+    leased: int
+    ready: int
+    reserved: int
+    committed: int
+    slots_used: int
+    slots: int
+    admitted: int
+    payload_bytes: int
+    counters: dict[str, int]  # dropped, dead_letters, redelivered, fenced, malformed, ...
+    oldest_lease_s: float
+    workers: int
+    finished: bool
+
+
+ReplyType = (
+    Welcome
+    | Done
+    | Refused
+    | Malformed
+    | Leased
+    | NotReady
+    | Reserved
+    | Rows
+    | SnapshotTaken
+    | Resumed
+    | EngineList
+    | StatusReport
+)

@@ -1,0 +1,53 @@
+"""The one loader for users' own functions and classes, given as ``path.py:name`` or ``package.module:name``."""
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from rl_async.errors import ConfigError
+
+
+def is_user_reference(name: str) -> bool:
+    """Whether ``name`` points at user code rather than at something built in."""
+    return ":" in name
+
+
+def load_user_object(reference: str, key: str) -> Any:
+    """Load what ``reference`` names. ``key`` is the config key it stands in, for the error.
+
+    Raises ConfigError naming the key, and what is missing: the file, the module or the name.
+    """
+    place, _, name = reference.rpartition(":")
+    if not place or not name:
+        raise ConfigError(f"{key}: {reference!r} is not path.py:name or package.module:name")
+    if place.endswith(".py"):
+        module = _load_file(Path(place), reference, key)
+    else:
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"{key}: cannot import {place!r} of {reference!r}: {error}") from error
+    if not hasattr(module, name):
+        raise ConfigError(f"{key}: {place} has no {name!r}")
+    return getattr(module, name)
+
+
+def _load_file(path: Path, reference: str, key: str) -> Any:
+    if not path.is_file():
+        raise ConfigError(f"{key}: no file {path} (from {reference!r}); paths are relative to the working directory")
+    module_name = f"rl_async_user_{path.resolve().as_posix().replace('/', '_').replace('.', '_')}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{key}: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception:
+        del sys.modules[module_name]  # a half-loaded module must not be found next time
+        raise
+    return module

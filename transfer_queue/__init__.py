@@ -1,0 +1,1 @@
+"""The transfer queue: the only shared state of a run."""
