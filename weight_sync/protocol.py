@@ -1,0 +1,136 @@
+"""Bodies of the weight routes, and what the coordinator needs of engines and of their registry.
+
+The routes are vLLM's; the embedded engine serves the same ones. Nothing here imports torch, so that an engine client
+can use it anywhere.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from rl_async.messages import EngineList, Version
+
+Backend = Literal["gloo", "ipc"]
+
+
+class InitInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How an engine joins a transfer; ``ipc`` needs the backend only. Coordinator -> engine.
+
+    The sender is rank 0 of a group of ``world_size`` and holds the store at ``master_address:master_port``.
+    """
+
+    backend: Backend
+    master_address: str = ""
+    master_port: int = 0
+    rank_offset: int = 0  # the rank of this engine (of its first worker)
+    world_size: int = 0
+    timeout_s: float = 0.0  # of the rendezvous and of each transfer
+    group_name: str = ""
+
+
+class UpdateInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Manifest of one bucket: what its flat bytes hold, in this order. Coordinator -> engine."""
+
+    names: list[str]
+    dtype_names: list[str]  # as in torch: float32, bfloat16, ...
+    shapes: list[list[int]]
+    checksum: str  # xxh3_128 of the bucket's bytes, in hex
+    shm_name: str = ""  # ipc: the shared memory that holds the bytes
+
+
+class InitBody(msgspec.Struct, frozen=True):
+    """Body of ``POST /init_weight_transfer_engine``."""
+
+    init_info: InitInfo
+
+
+class UpdateBody(msgspec.Struct, frozen=True):
+    """Body of ``POST /update_weights``, sent once per bucket."""
+
+    update_info: UpdateInfo
+
+
+class FinishBody(msgspec.Struct, frozen=True):
+    """Body of ``POST /finish_weight_update``; the version as ``lineage.step``."""
+
+    weight_version: str
+
+
+class EngineControl(Protocol):
+    """One engine as the coordinator sees it.
+
+    Methods raise EngineError: EngineLost when the engine does not answer, anything else when it answers with an error.
+    They set no deadline of their own below that of their caller, who cancels them.
+    """
+
+    async def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
+        """Stop decoding; ``keep`` holds the requests in flight and recomputes their caches on resume."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on decoding."""
+        ...
+
+    async def init_transfer(self, init: InitInfo) -> None:
+        """Join a transfer group, leaving any earlier one; returns when the whole group has met."""
+        ...
+
+    async def start_update(self) -> None:
+        """Begin an update; one that was left unfinished is forgotten."""
+        ...
+
+    async def update(self, info: UpdateInfo) -> None:
+        """Receive and load one bucket; returns when it is loaded and its checksum was right."""
+        ...
+
+    async def finish_update(self, version: Version) -> None:
+        """All buckets were sent: the engine's weights are now ``version``."""
+        ...
+
+    async def version(self) -> Version | None:
+        """The version that the engine serves; None before its first update."""
+        ...
+
+    async def sleep(self, level: int) -> None:
+        """Give up device memory: 1 keeps the weights on the host, 2 forgets them."""
+        ...
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        """Take back device memory for ``weights`` and/or ``kv_cache``."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connections to the engine."""
+        ...
+
+
+class EngineDirectory(Protocol):
+    """The registry of engines, kept by the transfer queue. Methods raise QueueLost after their own deadline."""
+
+    async def engines(self, after: int = -1, wait_s: float = 0.0) -> EngineList:
+        """The registry, at once or when its revision passes ``after``, at the latest after ``wait_s``."""
+        ...
+
+    async def publish(self, version: Version, engines: list[str]) -> object:
+        """These engines confirmed ``version``."""
+        ...
+
+    async def confirm(self, engine_id: str, version: Version) -> object:
+        """A late engine has caught up."""
+        ...
+
+    async def remove_engine(self, engine_id: str, reason: str) -> object:
+        """Route nothing to this engine any more."""
+        ...
+
+
+class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one publication took."""
+
+    version: Version
+    seconds: float  # the whole publication
+    pause_seconds: float  # the longest pause of an engine, from its answer to pause to its answer to resume
+    nbytes: int  # of all buckets, once
+    engines: list[str]  # that confirmed the version
+    failures: list[str]  # engines cut off: which, in which phase and bucket, why
