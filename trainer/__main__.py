@@ -1,0 +1,167 @@
+"""The trainer process: one per rank. Builds the parts from the run's config and hands them to ``train``.
+
+``python -m rl_async.trainer --run RUN --queue ADDRESS [--resume]`` trains from the transfer queue;
+``--replay FOLDER`` trains on the recorded trajectories of another run instead, without queue or engines.
+"""
+
+import argparse
+import logging
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rl_async.configs.load import load_resolved
+from rl_async.configs.schema import RunConfig
+from rl_async.errors import RlAsyncError, UserError
+from rl_async.lifeline import watch_lifeline
+from rl_async.log import setup_logging
+from rl_async.messages import EngineRecord
+from rl_async.rollout_server.vllm import VllmEngine
+from rl_async.trainer import sources
+from rl_async.trainer.checkpoint import list_checkpoints, load_checkpoint
+from rl_async.trainer.evaluation import Evaluations
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.publisher import EnginePublisher, NoEngines
+from rl_async.trainer.records import next_lineage
+from rl_async.trainer.trackers import Tracking
+from rl_async.trainer.train import Run, record_evaluation, train
+from rl_async.transfer_queue.client import SyncQueueClient
+from rl_async.weight_sync.coordinator import WeightCoordinator
+from rl_async.weight_sync.phases import build_phase
+
+log = logging.getLogger("rl_async.trainer")
+
+
+def main() -> None:
+    """Entry point; the exit code is 0 only when the last step was trained and published."""
+    watch_lifeline()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    arguments = _parse()
+    setup_logging(f"trainer-{os.environ.get('RANK', '0')}")
+    try:
+        _run(arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except RlAsyncError as error:
+        log.error("%s: %s", type(error).__name__, error)
+        sys.exit(1)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m rl_async.trainer", description=__doc__)
+    parser.add_argument("--run", type=Path, required=True, help="run folder with config.yaml")
+    parser.add_argument("--queue", help="address of the transfer queue")
+    parser.add_argument("--replay", type=Path, help="train on this run folder's recorded trajectories")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, or from step 0")
+    arguments = parser.parse_args()
+    if (arguments.queue is None) == (arguments.replay is None):
+        parser.error("give either --queue or --replay")
+    return arguments
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    config = load_resolved(arguments.run / "config.yaml")
+    device = _start_process_group(config)
+    try:
+        backend = Fsdp2Backend(config.model.path, config.model.dtype, device, config.trainer)
+        run = _base_run(config, arguments, backend, device)
+        snapshot = _restore(run, arguments.resume)
+        if arguments.queue is None:
+            train(run)
+        else:
+            _train_from_queue(run, arguments.queue, arguments.resume, snapshot)
+    finally:
+        dist.destroy_process_group()
+
+
+def _start_process_group(config: RunConfig) -> str:
+    """Join the trainer's process group and seed this rank. Returns the device of this rank."""
+    torch.set_num_threads(config.launcher.threads)
+    cuda = config.model.device == "cuda" or (config.model.device == "auto" and torch.cuda.is_available())
+    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        os.environ.setdefault(key, value)
+    if "MASTER_PORT" in os.environ:
+        dist.init_process_group("nccl" if cuda else "gloo")
+    else:  # a single rank started by hand
+        dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rank = dist.get_rank()
+    random.seed(config.seed + rank)
+    torch.manual_seed(config.seed + rank)
+    if not cuda:
+        return "cpu"
+    local = rank % torch.cuda.device_count()
+    torch.cuda.set_device(local)
+    return f"cuda:{local}"
+
+
+def _base_run(config: RunConfig, arguments: argparse.Namespace, backend: Fsdp2Backend, device: str) -> Run:
+    reference = None
+    if config.algorithm.kl_coef > 0:
+        path = config.algorithm.reference_path or config.model.path
+        reference = Fsdp2Backend(path, config.model.dtype, device, None)
+    source = sources.RecordedSource((arguments.replay or arguments.run) / "trajectories")
+    return Run(
+        config=config,
+        folder=arguments.run,
+        lineage=0,
+        start_step=0,
+        backend=backend,
+        reference=reference,
+        source=source,
+        publisher=NoEngines(),
+        tracking=Tracking(config, arguments.run) if dist.get_rank() == 0 else None,
+    )
+
+
+def _restore(run: Run, resume: bool) -> bytes:
+    """Take a new lineage and load the newest checkpoint, if resuming and there is one. Returns the queue's snapshot."""
+    lineage = torch.tensor([next_lineage(run.folder, resume) if run.rank == 0 else 0])
+    dist.broadcast(lineage, 0)
+    run.lineage = int(lineage.item())
+    checkpoints = list_checkpoints(run.folder / "checkpoints") if resume else []
+    if not checkpoints:
+        return b""
+    state, snapshot = load_checkpoint(checkpoints[-1], run.backend)
+    run.start_step = state.step
+    log.info("resuming after step %d as lineage %d", state.step, run.lineage)
+    return snapshot
+
+
+def _train_from_queue(run: Run, address: str, resume: bool, snapshot: bytes) -> None:
+    config = run.config
+    with SyncQueueClient(address, role="trainer", name=f"trainer-{run.rank}") as queue:
+        run.source = sources.QueueSource(queue, config.trainer.batch_timeout_s)
+        bucket_bytes = int(config.weight_sync.bucket_mb * 2**20)
+        if run.rank != 0:
+            run.publisher = EnginePublisher(None, bucket_bytes)
+            train(run)
+            return
+        if resume:
+            resumed = queue.resume(run.start_step, run.lineage, snapshot)
+            log.info("the queue kept %d groups and admits %d again", resumed.kept, resumed.readmitted)
+        run.depth = queue
+        if config.data.eval_path:
+            run.evaluations = Evaluations(
+                queue, config.eval.every, lambda step, rows: record_evaluation(run.folder, step, rows)
+            )
+        coordinator = WeightCoordinator.start(config, address, _connect)
+        try:
+            run.publisher = EnginePublisher(build_phase(config, coordinator), bucket_bytes)
+            train(run)
+            queue.finish()
+        finally:
+            coordinator.close()
+
+
+def _connect(record: EngineRecord) -> VllmEngine:
+    return VllmEngine(record.url)
+
+
+if __name__ == "__main__":
+    main()

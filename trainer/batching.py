@@ -1,0 +1,133 @@
+"""Which rank trains which row in which forward pass: a pure function of the headers, and rows to tensors.
+
+Every rank sees the headers of the whole batch, so all of them compute the same layout and advantages without talking.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_async.messages import Trajectory, TrajectoryHeader, VersionRun
+
+RowKey = tuple[int, int]  # (group, sample)
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """One optimizer step. ``ranks[r]`` lists rank r's micro-batches (row indexes into the batch).
+
+    All ranks have the same number of micro-batches, since every forward pass is a collective; short ranks get empty
+    ones. ``tokens`` counts trainable tokens over all ranks.
+    """
+
+    ranks: list[list[list[int]]]
+    tokens: int
+
+
+def fresh_runs(header: TrajectoryHeader, step: int, max_staleness: int | None) -> list[VersionRun]:
+    """The runs of sampled tokens that may be trained at ``step``; None: no bound is applied."""
+    if max_staleness is None:
+        return header.versions
+    return [run for run in header.versions if step - run.version.step <= max_staleness]
+
+
+def layout(
+    headers: Sequence[TrajectoryHeader],
+    *,
+    step: int,
+    minibatches: int,
+    ranks: int,
+    max_tokens: int,
+    seed: int,
+    max_staleness: int | None = None,
+) -> list[MiniBatch]:
+    """Split a batch into mini-batches, ranks and token-budget micro-batches.
+
+    Rows are permuted with (seed, step) and cut into ``minibatches`` equal parts. Within a part the longest rows go
+    first to the rank with the fewest tokens. A micro-batch holds rows of similar length whose padded size is at most
+    ``max_tokens`` (a single longer row stands alone).
+    """
+    order = np.random.default_rng([seed & 0xFFFFFFFF, step]).permutation(len(headers))
+    trainable = [sum(r.end - r.start for r in fresh_runs(h, step, max_staleness)) for h in headers]
+    parts = [part.tolist() for part in np.array_split(order, minibatches) if len(part)]
+    result = []
+    for part in parts:
+        per_rank = [_pack(rows, headers, max_tokens) for rows in _balance(part, headers, ranks)]
+        deepest = max(len(micro) for micro in per_rank)
+        for micro in per_rank:
+            micro.extend([] for _ in range(deepest - len(micro)))
+        result.append(MiniBatch(ranks=per_rank, tokens=sum(trainable[i] for i in part)))
+    return result
+
+
+def _balance(rows: list[int], headers: Sequence[TrajectoryHeader], ranks: int) -> list[list[int]]:
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for row in sorted(rows, key=lambda i: (-headers[i].tokens, i)):
+        lightest = load.index(min(load))
+        shares[lightest].append(row)
+        load[lightest] += headers[row].tokens
+    return shares
+
+
+def _pack(rows: list[int], headers: Sequence[TrajectoryHeader], max_tokens: int) -> list[list[int]]:
+    micro: list[list[int]] = []
+    longest = 0
+    for row in rows:  # longest first, so the first row of a micro-batch sets its width
+        if micro and longest * (len(micro[-1]) + 1) <= max_tokens:
+            micro[-1].append(row)
+        else:
+            micro.append([row])
+            longest = headers[row].tokens
+    return micro
+
+
+class Tensors(msgspec.Struct):
+    """A micro-batch, padded on the right. B rows, T = longest row."""
+
+    tokens: Tensor  # int64 [B, T]
+    mask: Tensor  # bool [B, T-1], true where token t+1 is trained
+    behaviour: Tensor  # float32 [B, T-1], log mu of token t+1
+    advantages: Tensor  # float32 [B, 1]
+    temperature: Tensor  # float32 [B, 1, 1]
+
+
+def collate(
+    rows: Sequence[Trajectory], row_advantages: Sequence[float], *, step: int, max_staleness: int | None, device: str
+) -> Tensors:
+    """Pad rows to tensors. Tokens staler than ``max_staleness`` are masked; None applies no bound.
+
+    No attention mask is needed: padding stands behind every real token, where causal attention never looks.
+    """
+    width = max(max(len(r.token_ids) for r in rows), 2)
+    tokens = np.zeros((len(rows), width), dtype=np.int64)
+    mask = np.zeros((len(rows), width), dtype=bool)
+    behaviour = np.zeros((len(rows), width), dtype=np.float32)
+    for i, row in enumerate(rows):
+        n = len(row.token_ids)
+        tokens[i, :n], behaviour[i, :n] = row.token_ids, row.logprobs
+        sampled = np.flatnonzero(row.loss_mask)
+        for run in fresh_runs(row.header(), step, max_staleness):
+            mask[i, sampled[run.start : run.end]] = True
+    return Tensors(
+        tokens=torch.from_numpy(tokens).to(device),
+        mask=torch.from_numpy(mask[:, 1:]).to(device),
+        behaviour=torch.from_numpy(behaviour[:, 1:]).to(device),
+        advantages=torch.tensor(row_advantages, dtype=torch.float32, device=device)[:, None],
+        temperature=torch.tensor([r.sampling.temperature or 1.0 for r in rows], device=device)[:, None, None],
+    )
+
+
+def empty_tensors(device: str) -> Tensors:
+    """A micro-batch that trains nothing, for a rank that has to join a forward pass without rows."""
+    return Tensors(
+        tokens=torch.zeros((1, 2), dtype=torch.int64, device=device),
+        mask=torch.zeros((1, 1), dtype=torch.bool, device=device),
+        behaviour=torch.zeros((1, 1), device=device),
+        advantages=torch.zeros((1, 1), device=device),
+        temperature=torch.ones((1, 1, 1), device=device),
+    )

@@ -1,0 +1,88 @@
+"""Atomic checkpoints: a folder is complete or not there. ``step-000010`` holds the state after 10 completed steps.
+
+model/               Hugging Face folder (float32 master weights), usable by any other tool
+optimizer.safetensors
+random-rankN.safetensors   torch's random state
+queue.msgpack        what the queue needs to admit unfinished work again
+state.json           step and lineage
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from rl_async.trainer.backend import Backend
+
+PREFIX = "step-"
+
+
+class CheckpointState(msgspec.Struct, frozen=True):
+    """``step`` completed steps, trained in ``lineage``."""
+
+    step: int
+    lineage: int
+
+
+def save_checkpoint(root: Path, backend: Backend, state: CheckpointState, snapshot: bytes, keep: int) -> Path:
+    """Write the checkpoint of ``state.step`` and delete all but the newest ``keep``. A collective.
+
+    Everything is written to a hidden folder, forced to disk, and then renamed, so a reader never sees a part of it.
+    """
+    final = root / f"{PREFIX}{state.step:06d}"
+    temporary = root / f".{final.name}.tmp"
+    rank0 = dist.get_rank() == 0
+    if rank0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    dist.barrier()
+    backend.save(temporary)
+    save_file({"torch": torch.get_rng_state()}, temporary / f"random-rank{dist.get_rank()}.safetensors")
+    dist.barrier()
+    if rank0:
+        (temporary / "queue.msgpack").write_bytes(snapshot)
+        (temporary / "state.json").write_bytes(msgspec.json.encode(state))
+        _force_to_disk(temporary)
+        shutil.rmtree(final, ignore_errors=True)  # only after a resume, from the abandoned lineage
+        temporary.rename(final)
+        _fsync(root)
+        for old in list_checkpoints(root)[:-keep]:
+            shutil.rmtree(old)
+    dist.barrier()
+    return final
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(path for path in root.glob(f"{PREFIX}*") if (path / "state.json").is_file())
+
+
+def load_checkpoint(folder: Path, backend: Backend) -> tuple[CheckpointState, bytes]:
+    """Load model, optimizer and random state; returns the state and the queue's snapshot. A collective.
+
+    The random state is restored only on as many ranks as wrote one.
+    """
+    backend.load(folder)
+    random = folder / f"random-rank{dist.get_rank()}.safetensors"
+    if random.is_file():
+        torch.set_rng_state(load_file(random)["torch"])
+    state = msgspec.json.decode((folder / "state.json").read_bytes(), type=CheckpointState)
+    return state, (folder / "queue.msgpack").read_bytes()
+
+
+def _force_to_disk(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        _fsync(path)
+    _fsync(folder)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

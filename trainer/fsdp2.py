@@ -1,0 +1,172 @@
+"""The FSDP2 backend: a Hugging Face causal LM under ``fully_shard``, on gloo or NCCL, on any number of ranks."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rl_async.configs.schema import TrainerConfig
+from rl_async.errors import TrainingDiverged, UserError
+from rl_async.trainer.backend import LossFn
+from rl_async.trainer.batching import Tensors
+from rl_async.trainer.schedule import learning_rate_factor
+
+FULL_ON_RANK0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FROM_RANK0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+OPTIMIZER_FILE = "optimizer.safetensors"
+MODEL_FOLDER = "model"
+
+
+class Fsdp2Backend:
+    """See ``backend.Backend``. Without a trainer config the model is frozen: a reference.
+
+    Master weights are float32; with dtype bfloat16 they are cast for compute, gradients are reduced in float32.
+    """
+
+    def __init__(self, path: str, dtype: str, device: str, config: TrainerConfig | None) -> None:
+        self.device, self.path, self.config = device, path, config
+        self.dtype = getattr(torch, dtype)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+        except (OSError, ValueError) as error:
+            raise UserError(f"model.path: cannot load a causal LM from {path}: {error}") from error
+        self.hf_config = model.config
+        self.model = _shard(model.to(device), device, self.dtype)
+        self.optimizer: torch.optim.AdamW | None = None
+        self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
+        if config is None:
+            self.model.requires_grad_(False)
+        else:
+            self.optimizer = torch.optim.AdamW(
+                self.model.parameters(),
+                lr=config.learning_rate,
+                betas=(config.beta1, config.beta2),
+                weight_decay=config.weight_decay,
+            )
+            self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_factor(config))
+
+    def logprobs(self, batch: Tensors) -> Tensor:
+        with torch.no_grad():
+            return self._logprobs(batch)
+
+    def _logprobs(self, batch: Tensors) -> Tensor:
+        """[B, T-1]. The recorded temperature makes this the distribution that was sampled from."""
+        logits = self.model(input_ids=batch.tokens, use_cache=False).logits[:, :-1].float() / batch.temperature
+        chosen = logits.gather(2, batch.tokens[:, 1:, None]).squeeze(2)
+        return chosen - logits.logsumexp(-1)
+
+    def step(self, batches: Sequence[Tensors], loss_fn: LossFn) -> tuple[float, float]:
+        assert self.optimizer is not None and self.schedule is not None and self.config is not None
+        world = dist.get_world_size()
+        total = 0.0
+        for number, batch in enumerate(batches):
+            self.model.set_requires_gradient_sync(number == len(batches) - 1)
+            loss = loss_fn(number, self._logprobs(batch))
+            total += loss.item()
+            (loss * world).backward()  # FSDP averages over ranks; the loss is already divided by the global count
+        norm = _full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)).item()
+        finite = torch.tensor([float(total == total and abs(total) != float("inf"))])
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        if not finite.item() or norm != norm or norm == float("inf"):
+            self.optimizer.zero_grad()
+            raise TrainingDiverged(f"loss {total} and gradient norm {norm} must be finite")
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        return total, norm
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next optimizer step."""
+        assert self.schedule is not None
+        return float(self.schedule.get_last_lr()[0])
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        tied = self.hf_config.tie_word_embeddings
+        for name, parameter in self.model.named_parameters():
+            if not (tied and name == "lm_head.weight"):
+                yield name, _full(parameter.detach()).to(self.dtype)
+
+    def save(self, folder: Path) -> None:
+        assert self.optimizer is not None
+        model = get_model_state_dict(self.model, options=FULL_ON_RANK0)
+        optimizer = get_optimizer_state_dict(self.model, self.optimizer, options=FULL_ON_RANK0)
+        if dist.get_rank() != 0:
+            return
+        if self.hf_config.tie_word_embeddings:
+            model.pop("lm_head.weight", None)
+        target = folder / MODEL_FOLDER
+        target.mkdir()
+        save_file({k: v.contiguous() for k, v in model.items()}, target / "model.safetensors", {"format": "pt"})
+        self.hf_config.save_pretrained(target)
+        AutoTokenizer.from_pretrained(self.path).save_pretrained(target)
+        state = {f"{name}|{key}": value for name, entry in optimizer["state"].items() for key, value in entry.items()}
+        assert self.schedule is not None
+        state["schedule|steps"] = torch.tensor(self.schedule.last_epoch)
+        save_file(state, folder / OPTIMIZER_FILE)
+
+    def load(self, folder: Path) -> None:
+        assert self.optimizer is not None and self.schedule is not None
+        rank0 = dist.get_rank() == 0
+        model = load_file(folder / MODEL_FOLDER / "model.safetensors") if rank0 else {}
+        if rank0 and self.hf_config.tie_word_embeddings:
+            model["lm_head.weight"] = model["model.embed_tokens.weight"]
+        set_model_state_dict(self.model, model, options=FROM_RANK0)
+        flat = load_file(folder / OPTIMIZER_FILE)
+        steps = int(flat.pop("schedule|steps"))
+        state: dict[str, dict[str, Tensor]] = {}
+        for key, value in flat.items():
+            name, _, part = key.partition("|")
+            state.setdefault(name, {})[part] = value
+        groups = get_optimizer_state_dict(self.model, self.optimizer)["param_groups"]
+        set_optimizer_state_dict(
+            self.model,
+            self.optimizer,
+            {"state": state if rank0 else {}, "param_groups": groups},
+            options=FROM_RANK0,
+        )
+        self.schedule.last_epoch = steps - 1
+        self.schedule.step()
+
+    def sleep(self) -> None:
+        self._move_optimizer("cpu")
+
+    def wake(self) -> None:
+        self._move_optimizer(self.device)
+
+    def _move_optimizer(self, device: str) -> None:
+        if self.device == "cpu" or self.optimizer is None:
+            return  # it already lives in host memory
+        for state in self.optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    state[key] = value.to(device)
+
+
+def _shard(model: torch.nn.Module, device: str, dtype: torch.dtype) -> FSDPModule:
+    mesh = init_device_mesh(device.partition(":")[0], (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy()
+    if dtype != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    """The whole tensor on every rank; a collective for sharded ones."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,160 @@
+"""THE loop. Every rank runs it; rank 0 also commits, publishes and logs.
+
+        reserve ──> fetch ──> [before_train] ──> update ──> trained.jsonl ──> commit
+           ^                                                                    │
+           │                                                                    v
+         queue <── published <── engines <── [after_train: publish the weights] ┘ ──> checkpoint ──> metrics
+
+Consumes batches from a BatchSource. Produces weights (to the engines, through the phase), checkpoints and metrics.
+Waits for the batch of the step (deadline: trainer.batch_timeout_s) and for engines to confirm weights (deadline:
+weight_sync.timeout_s). Unblocked by agent workers finishing groups, and by engines.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from rl_async.configs.schema import RunConfig
+from rl_async.messages import Trajectory, Version
+from rl_async.trainer.backend import Backend
+from rl_async.trainer.checkpoint import CheckpointState, save_checkpoint
+from rl_async.trainer.evaluation import Evaluations
+from rl_async.trainer.publisher import Publisher
+from rl_async.trainer.records import append_trained, write_trajectories
+from rl_async.trainer.sources import BatchSource
+from rl_async.trainer.step_metrics import batch_metrics, conversation_metrics, conversation_sums
+from rl_async.trainer.trackers import Tracking
+from rl_async.trainer.update import Batch, mask_bound, plan_batch, row_keys, update
+
+
+class QueueDepth(Protocol):
+    """What the metrics say about the queue."""
+
+    def depth(self) -> dict[str, float]: ...
+
+
+@dataclass
+class Run:
+    """Everything the loop works with, built by ``__main__``. Evaluations, depth and tracking exist on rank 0 only."""
+
+    config: RunConfig
+    folder: Path
+    lineage: int
+    start_step: int
+    backend: Backend
+    reference: Backend | None
+    source: BatchSource
+    publisher: Publisher
+    evaluations: Evaluations | None = None
+    depth: QueueDepth | None = None
+    tracking: Tracking | None = None
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+
+def train(run: Run) -> None:
+    """Train from ``run.start_step`` to ``trainer.steps``."""
+    config, steps = run.config, run.config.trainer.steps
+    run.publisher.publish(Version(run.lineage, run.start_step), run.backend)
+    for step in range(run.start_step, steps):
+        began = time.perf_counter()
+        batch = take_batch(run, step)
+        have_batch = time.perf_counter()
+
+        run.publisher.before_train(run.backend)
+        metrics = update(run.backend, run.reference, batch, config)
+        time.sleep(config.trainer.sleep_s)
+        record(run, batch)
+        dist.barrier()  # all ranks have trained and recorded before anyone is told so
+        if run.rank == 0:
+            run.source.commit(step)
+        trained = time.perf_counter()
+
+        version = Version(run.lineage, step + 1)
+        if version.step % config.weight_sync.every == 0 or version.step == steps:
+            metrics |= run.publisher.publish(version, run.backend)
+        synced = time.perf_counter()
+
+        if is_checkpoint_due(config, version.step):
+            checkpoint(run, version.step)
+        metrics |= batch_metrics(batch.headers, step, mask_bound(config)) | conversations(batch)
+        metrics |= {
+            "time/wait_batch_s": have_batch - began,
+            "time/train_s": trained - have_batch,
+            "time/sync_s": synced - trained,
+            "time/checkpoint_s": time.perf_counter() - synced,
+            "time/step_s": time.perf_counter() - began,
+        }
+        report(run, step, metrics)
+    finish(run)
+
+
+def take_batch(run: Run, step: int) -> Batch:
+    """Wait for the batch of ``step`` and fetch this rank's rows of it."""
+    reserved = run.source.reserve(step)
+    plan = plan_batch(reserved.headers, step, run.config, dist.get_world_size())
+    keys = row_keys(reserved.headers)
+    mine = sorted(keys[i] for mini in plan for micro in mini.ranks[run.rank] for i in micro)
+    return Batch(step, reserved.headers, plan, dict(zip(mine, run.source.fetch(mine), strict=True)))
+
+
+def record(run: Run, batch: Batch) -> None:
+    """Write what this rank trained: trajectories for people and replays, ``trained.jsonl`` for the audit."""
+    rows = [batch.rows[key] for key in sorted(batch.rows)]
+    name = f"step-{batch.step:06d}-lineage{run.lineage}-rank{run.rank}.jsonl.gz"
+    write_trajectories(run.folder / "trajectories" / name, rows)
+    append_trained(run.folder / "trained.jsonl", run.lineage, batch.step, rows)
+
+
+def record_evaluation(folder: Path, completed: int, rows: list[Trajectory]) -> None:
+    """Write the trajectories of an evaluation beside those that were trained."""
+    write_trajectories(folder / "trajectories" / f"eval-{completed:06d}.jsonl.gz", rows)
+
+
+def conversations(batch: Batch) -> dict[str, float]:
+    """Turns and tool calls per trajectory, over all ranks."""
+    sums = torch.tensor(conversation_sums(list(batch.rows.values())), dtype=torch.float64)
+    dist.all_reduce(sums)
+    return conversation_metrics(sums.tolist())
+
+
+def is_checkpoint_due(config: RunConfig, completed: int) -> bool:
+    """Every ``trainer.checkpoint_every`` steps, and at the end."""
+    every = config.trainer.checkpoint_every
+    return completed == config.trainer.steps or (every > 0 and completed % every == 0)
+
+
+def checkpoint(run: Run, completed: int) -> None:
+    """Save, and tell the source that what came before will not be asked for again."""
+    snapshot = run.source.snapshot() if run.rank == 0 else b""
+    state = CheckpointState(step=completed, lineage=run.lineage)
+    save_checkpoint(run.folder / "checkpoints", run.backend, state, snapshot, run.config.trainer.keep_checkpoints)
+    if run.rank == 0:
+        run.source.checkpointed(completed)
+
+
+def report(run: Run, step: int, metrics: dict[str, float]) -> None:
+    """Log one step."""
+    if run.tracking is None:
+        return
+    metrics["tokens/per_s"] = metrics["rollout/tokens"] / max(metrics["time/step_s"], 1e-9)
+    metrics |= run.depth.depth() if run.depth else {}
+    metrics |= run.evaluations.after_step(step + 1) if run.evaluations else {}
+    head = {"step": step, "version": step + 1, "lineage": run.lineage, "time": time.time()}
+    run.tracking.log(step, head | metrics)
+
+
+def finish(run: Run) -> None:
+    """Evaluate the final weights, and close what is open."""
+    if run.evaluations:
+        metrics = run.evaluations.finish(run.config.trainer.steps, run.config.trainer.batch_timeout_s)
+        (run.folder / "evaluation.txt").write_text("".join(f"{k} {v:.4f}\n" for k, v in metrics.items()))
+    if run.tracking:
+        run.tracking.close()
+    dist.barrier()
