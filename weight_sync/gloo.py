@@ -1,0 +1,125 @@
+"""Buckets over a gloo process group: one broadcast per bucket, from rank 0 to the engines of one wave.
+
+Facts that shape this file: a broadcast may return although a peer hangs (the bytes fit into socket buffers); a peer
+that dies during a large one is noticed only at the deadline; after any failure the group is useless.
+"""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_async.errors import WeightSyncError
+from rl_async.weight_sync.buckets import Bucket, manifest_bytes
+from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class GlooSender:
+    """Rank 0 of a fresh group with ``engines`` members, meeting at a free port of ``host``."""
+
+    def __init__(self, engines: int, group_name: str, timeout_s: float, host: str = "127.0.0.1") -> None:
+        self._world_size, self._name, self._timeout_s, self._host = engines + 1, group_name, timeout_s, host
+        try:
+            self._store: dist.TCPStore | None = dist.TCPStore(
+                host, 0, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+            )
+        except RuntimeError as error:
+            raise WeightSyncError(f"gloo: no store on {host}: {error}") from error
+        self._port: int = self._store.port
+        self._group: dist.ProcessGroupGloo | None = None
+
+    def init_info(self, member: int) -> InitInfo:
+        """How engine ``member`` joins, as rank ``member + 1``."""
+        return InitInfo(
+            backend="gloo",
+            master_address=self._host,
+            master_port=self._port,
+            rank_offset=member + 1,
+            world_size=self._world_size,
+            timeout_s=self._timeout_s,
+            group_name=self._name,
+        )
+
+    def connect(self) -> None:
+        """Meet all engines."""
+        if self._store is None:
+            raise WeightSyncError(f"gloo group {self._name} is closed")
+        self._group = _make_group(
+            self._store, 0, self._world_size, self._name, self._timeout_s, loopback=self._host in _LOOPBACK
+        )
+
+    def stage(self, bucket: Bucket) -> UpdateInfo:
+        """Nothing to prepare."""
+        return bucket.info
+
+    def send(self, bucket: Bucket) -> None:
+        """Broadcast the bucket's bytes."""
+        if self._group is None:
+            raise WeightSyncError(f"gloo group {self._name} is not connected")
+        _broadcast(self._group, bucket.data, self._timeout_s)
+
+    def unstage(self) -> None:
+        """Nothing was prepared."""
+
+    def close(self) -> None:
+        """Drop the group's sockets, which also fails a peer that still waits for us."""
+        self._group = self._store = None
+
+
+class GlooReceiver:
+    """One engine's side of a group; joins on construction."""
+
+    def __init__(self, info: InitInfo) -> None:
+        self._timeout_s = info.timeout_s
+        try:
+            self._store = dist.TCPStore(
+                info.master_address, info.master_port, is_master=False, timeout=timedelta(seconds=info.timeout_s)
+            )
+        except RuntimeError as error:
+            raise WeightSyncError(f"gloo: no store at {info.master_address}:{info.master_port}: {error}") from error
+        self._group = _make_group(
+            self._store,
+            info.rank_offset,
+            info.world_size,
+            info.group_name,
+            info.timeout_s,
+            loopback=info.master_address in _LOOPBACK,
+        )
+
+    def receive(self, info: UpdateInfo) -> Tensor:
+        """The bytes of one bucket, uint8[nbytes]."""
+        data = torch.empty(manifest_bytes(info), dtype=torch.uint8)
+        _broadcast(self._group, data, self._timeout_s)
+        return data
+
+
+def _make_group(
+    store: dist.TCPStore, rank: int, world_size: int, name: str, timeout_s: float, *, loopback: bool
+) -> dist.ProcessGroupGloo:
+    """Meet the other ranks under ``name``; outside torch's default group, which the trainer's ranks use."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=timeout_s)
+    # The host name may resolve to an interface that is down or filtered; on one machine loopback always works.
+    device = (
+        dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        if loopback
+        else dist.ProcessGroupGloo.create_default_device()
+    )
+    options._devices = [device]
+    try:
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, world_size, options)
+    except RuntimeError as error:
+        raise WeightSyncError(f"gloo group {name}: rank {rank} of {world_size} could not meet: {error}") from error
+
+
+def _broadcast(group: dist.ProcessGroupGloo, data: Tensor, timeout_s: float) -> None:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.timeout = timedelta(seconds=timeout_s)
+    try:
+        group.broadcast([data], options).wait()  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        raise WeightSyncError(f"gloo broadcast of {data.numel()} bytes: {error}") from error

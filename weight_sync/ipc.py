@@ -1,0 +1,83 @@
+"""Buckets through shared memory, for engines on the same host: no sockets, one copy in, no copy out.
+
+The sender owns each segment and unlinks it; should it be killed, Python's resource tracker does.
+"""
+
+import _posixshmem
+import mmap
+import os
+from multiprocessing.shared_memory import SharedMemory
+
+import torch
+from torch import Tensor
+
+from rl_async.errors import WeightSyncError
+from rl_async.weight_sync.buckets import Bucket, manifest_bytes
+from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
+
+
+class SharedMemorySender:
+    """One segment at a time, read by any number of engines."""
+
+    def __init__(self, engines: int, group_name: str, timeout_s: float) -> None:
+        self._segment: SharedMemory | None = None
+
+    def init_info(self, member: int) -> InitInfo:
+        """Engines need nothing to join."""
+        return InitInfo(backend="ipc")
+
+    def connect(self) -> None:
+        """Nobody to meet."""
+
+    def stage(self, bucket: Bucket) -> UpdateInfo:
+        """Copy the bucket into a new segment."""
+        self.unstage()
+        try:
+            self._segment = SharedMemory(create=True, size=bucket.nbytes)
+        except OSError as error:
+            raise WeightSyncError(f"no {bucket.nbytes} bytes of shared memory: {error}") from error
+        assert self._segment.buf is not None  # only after close
+        self._segment.buf[: bucket.nbytes] = memoryview(bucket.data.numpy())
+        info = bucket.info
+        return UpdateInfo(
+            names=info.names,
+            dtype_names=info.dtype_names,
+            shapes=info.shapes,
+            checksum=info.checksum,
+            shm_name=self._segment.name,
+        )
+
+    def send(self, bucket: Bucket) -> None:
+        """The bytes are already there."""
+
+    def unstage(self) -> None:
+        """Unlink the segment; engines that still map it keep their mapping."""
+        if self._segment is not None:
+            self._segment.close()
+            self._segment.unlink()
+            self._segment = None
+
+    def close(self) -> None:
+        """Unlink what is left."""
+        self.unstage()
+
+
+class SharedMemoryReceiver:
+    """One engine's side; needs no connection."""
+
+    def receive(self, info: UpdateInfo) -> Tensor:
+        """The bytes of one bucket, uint8[nbytes], mapped; the mapping lives as long as the tensor and its views."""
+        name = info.shm_name
+        if not name or "/" in name:
+            raise WeightSyncError(f"{name!r} is not the name of a shared memory segment")
+        nbytes = manifest_bytes(info)
+        try:
+            # Not SharedMemory: until Python 3.13 it makes the reader's resource tracker unlink the sender's segment.
+            descriptor = _posixshmem.shm_open(f"/{name}", os.O_RDONLY, mode=0o600)
+            try:
+                region = mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_COPY)
+            finally:
+                os.close(descriptor)
+        except (OSError, ValueError) as error:
+            raise WeightSyncError(f"shared memory {name} with {nbytes} bytes: {error}") from error
+        return torch.frombuffer(region, dtype=torch.uint8, count=nbytes)

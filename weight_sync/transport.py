@@ -1,0 +1,45 @@
+"""What the coordinator needs of a transport on the sending side, and the table of transports."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from rl_async.weight_sync.buckets import Bucket
+from rl_async.weight_sync.gloo import GlooSender
+from rl_async.weight_sync.ipc import SharedMemorySender
+from rl_async.weight_sync.protocol import Backend, InitInfo, UpdateInfo
+
+
+class Sender(Protocol):
+    """Sends buckets to one fixed set of engines. All methods block for at most the sender's deadline.
+
+    They raise WeightSyncError. A sender that has failed is closed and never used again.
+    """
+
+    def init_info(self, member: int) -> InitInfo:
+        """How the engine with this number (from 0) joins."""
+        ...
+
+    def connect(self) -> None:
+        """Meet all engines; they join at the same time."""
+        ...
+
+    def stage(self, bucket: Bucket) -> UpdateInfo:
+        """Make a bucket ready; returns the manifest to give to the engines."""
+        ...
+
+    def send(self, bucket: Bucket) -> None:
+        """Transfer the staged bucket while the engines receive it. Returning proves nothing: ask the engines."""
+        ...
+
+    def unstage(self) -> None:
+        """All engines have the staged bucket, or never will."""
+        ...
+
+    def close(self) -> None:
+        """Release everything; may be called twice."""
+        ...
+
+
+SenderFactory = Callable[[int, str, float], Sender]  # engines, name of the group, deadline in seconds
+
+SENDERS: dict[Backend, SenderFactory] = {"gloo": GlooSender, "ipc": SharedMemorySender}
