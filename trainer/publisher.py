@@ -41,9 +41,9 @@ class EnginePublisher:
         if self._phase is not None:
             result = self._phase.after_train(version, buckets)
             metrics = {
-                "sync/pause_s": result.pause_s,
+                "sync/pause_s": result.pause_seconds,
                 "sync/total_s": result.seconds,
-                "sync/bytes": float(result.bytes),
+                "sync/bytes": float(result.nbytes),
                 "sync/engines": float(len(result.engines)),
                 "sync/failures": float(len(result.failures)),
             }

@@ -1,0 +1,60 @@
+"""A tiny model folder and recorded batches for trainer tests."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from rl_async.messages import Sampling, Trajectory, Version, VersionRun
+
+VOCAB = 64
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 of 2 layers, with a word-level tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w0").save_pretrained(folder)
+    return folder
+
+
+def make_rows(step: int, groups: int = 4, samples: int = 4, seed: int = 0) -> list[Trajectory]:
+    """Random trajectories of unequal length whose behaviour log-probabilities are plausible."""
+    draw = np.random.default_rng([seed, step])
+    rows = []
+    for group in range(step * groups, (step + 1) * groups):
+        for sample in range(samples):
+            length = int(draw.integers(8, 20))
+            mask = np.arange(length) >= 4
+            rows.append(
+                Trajectory(
+                    task_id=f"t{group}",
+                    group_id=group,
+                    sample=sample,
+                    attempt=0,
+                    episode_id=f"{group}-{sample}",
+                    token_ids=draw.integers(0, VOCAB, length).astype(np.int32),
+                    loss_mask=mask,
+                    logprobs=np.where(mask, -np.log(VOCAB) + 0.1 * draw.standard_normal(length), 0).astype(np.float32),
+                    versions=[VersionRun(Version(0, step), 0, int(mask.sum()))],
+                    sampling=Sampling(),
+                    reward=float(draw.integers(0, 2)),
+                )
+            )
+    return rows

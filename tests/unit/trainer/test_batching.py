@@ -1,0 +1,66 @@
+"""The layout of a batch over mini-batches, ranks and micro-batches."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_async.messages import TrajectoryHeader, Version, VersionRun
+from rl_async.trainer.batching import collate, layout
+
+from tests.unit.trainer.conftest import make_rows
+
+
+def header(i: int, tokens: int) -> TrajectoryHeader:
+    return TrajectoryHeader(
+        group_id=i // 4,
+        sample=i % 4,
+        attempt=0,
+        partition="train",
+        episode_id=str(i),
+        segment=0,
+        tokens=tokens,
+        sampled=tokens // 2,
+        reward=0.0,
+        finish_reason="stop",
+        versions=[VersionRun(Version(0, 3), 0, tokens // 2)],
+    )
+
+
+@given(
+    st.lists(st.integers(2, 60), min_size=1, max_size=40),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(20, 200),
+    st.integers(0, 5),
+)
+def test_every_row_is_trained_once_within_the_budget(lengths, minibatches, ranks, budget, step) -> None:
+    headers = [header(i, n) for i, n in enumerate(lengths)]
+    plan = layout(headers, step=step, minibatches=minibatches, ranks=ranks, max_tokens=budget, seed=1)
+    rows = sorted(i for mini in plan for micros in mini.ranks for micro in micros for i in micro)
+    assert rows == list(range(len(lengths)))
+    for mini in plan:
+        assert len({len(micros) for micros in mini.ranks}) == 1
+        assert mini.tokens == sum(headers[i].sampled for micros in mini.ranks for micro in micros for i in micro)
+        for micros in mini.ranks:
+            for micro in micros:
+                assert len(micro) <= 1 or max(lengths[i] for i in micro) * len(micro) <= budget
+
+
+def test_the_layout_depends_on_seed_and_step_only() -> None:
+    headers = [header(i, 10 + i) for i in range(16)]
+    same = [layout(headers, step=2, minibatches=2, ranks=2, max_tokens=99, seed=5) for _ in range(2)]
+    other = layout(headers, step=3, minibatches=2, ranks=2, max_tokens=99, seed=5)
+    assert same[0] == same[1]
+    assert same[0] != other
+
+
+def test_collate_shifts_by_one_and_masks_stale_tokens() -> None:
+    row = make_rows(0)[0]
+    sampled = int(row.loss_mask.sum())
+    row.versions = [VersionRun(Version(0, 1), 0, 3), VersionRun(Version(0, 5), 3, sampled)]
+    free = collate([row], [0.5], step=5, max_staleness=None, device="cpu")
+    bound = collate([row], [0.5], step=5, max_staleness=2, device="cpu")
+    assert np.array_equal(free.mask[0].numpy(), row.loss_mask[1:])
+    assert np.array_equal(free.behaviour[0].numpy(), row.logprobs[1:])
+    assert int(free.mask.sum()) - int(bound.mask.sum()) == 3
+    assert not bound.mask[0, 3:6].any()

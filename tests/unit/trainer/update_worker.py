@@ -1,0 +1,45 @@
+"""One rank that trains recorded rows for some steps and writes the weights; started by test_fsdp2.py."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from rl_async.configs.schema import AlgorithmConfig, DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.update import Batch, plan_batch, row_keys, update
+from tests.unit.trainer.conftest import make_rows
+
+
+def run(model: Path, out: Path, minibatch_tokens: int, correction: str) -> None:
+    """Three steps with small micro-batches; rank 0 writes the weights and prints the metrics."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    config = RunConfig(
+        model=ModelConfig(path=str(model)),
+        data=DataConfig(path="none"),
+        algorithm=AlgorithmConfig(correction=correction, kl_coef=0.05),  # type: ignore[arg-type]
+        trainer=TrainerConfig(learning_rate=1e-3, minibatches=2, max_tokens_per_microbatch=minibatch_tokens),
+    )
+    backend = Fsdp2Backend(str(model), "float32", "cpu", config.trainer)
+    reference = Fsdp2Backend(str(model), "float32", "cpu", None)
+    metrics = {}
+    for step in range(3):
+        rows = make_rows(step)
+        headers = [row.header() for row in rows]
+        plan = plan_batch(headers, step, config, dist.get_world_size())
+        batch = Batch(step, headers, plan, dict(zip(row_keys(headers), rows, strict=True)))
+        metrics = update(backend, reference, batch, config)
+    weights = {name: tensor.clone() for name, tensor in backend.export()}
+    if dist.get_rank() == 0:
+        save_file(weights, out)
+        print({k: round(v, 6) for k, v in metrics.items()})
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    run(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
