@@ -82,6 +82,9 @@ class RolloutConfig(Config):
     max_model_len: Annotated[Positive, _doc("Longest sequence that an engine accepts, in tokens.")] = 256
     request_timeout_s: Annotated[Seconds, _doc("Deadline of one generate request.")] = 120.0
     start_timeout_s: Annotated[Seconds, _doc("Deadline for an engine to answer its health probe.")] = 120.0
+    sleep_s: Annotated[
+        float, Meta(ge=0, description="Embedded engine: added to each decode iteration; for benchmarks of overlap.")
+    ] = 0.0
     port: Annotated[Count, _doc("First engine's port, the others follow; 0: free ports.")] = 0
 
 

@@ -1,0 +1,84 @@
+"""Does asynchrony hide what it should? Wall time per step against the limit, in one run of each mode.
+
+Generation and training are each made to take about a second a step by sleeping inside the real engine (at every decode
+iteration) and inside the real trainer; queue, weight sync, HTTP and processes are the real ones.
+
+    disaggregated_vs_ideal   one-step-off: seconds per step / max(generation, training)     limit 1.0
+    colocated_vs_sum         on-policy, taking turns: seconds per step / (generation + training)   limit 1.0
+
+    python benchmarks/overlap.py [--json FILE]
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+TOKENS = 10  # sampled per response, each behind a sleep in the engine
+SKIPPED = 2  # the first steps fill the pipeline
+
+
+def run(mode: str, staleness: int, arguments: argparse.Namespace) -> dict[str, float]:
+    """One run; returns seconds per step from first to last counted step."""
+    name = f"overlap-{mode}"
+    folder = arguments.runs / name
+    if folder.exists():
+        sys.exit(f"{folder} exists; delete it first")
+    overrides = [
+        f"queue.max_staleness={staleness}",
+        f"trainer.steps={arguments.steps}",
+        f"trainer.sleep_s={arguments.seconds}",
+        f"rollout.sleep_s={arguments.seconds / TOKENS}",
+        f"rollout.max_tokens={TOKENS}",
+        "agent.loop=single_turn",
+        "data.train_batch_groups=8",
+        "rollout.group_size=8",
+        "eval.every=0",
+        "eval.tasks=1",
+        "trainer.checkpoint_every=0",
+        f"launcher.run_dir={arguments.runs}",
+    ]
+    command = [str(Path(sys.executable).with_name("rl-async")), "launch", "--mode", mode, "--config", "sort"]
+    subprocess.run([*command, "--name", name, *overrides], check=True, stdout=subprocess.DEVNULL)
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    counted = metrics[SKIPPED:]
+    wall = (counted[-1]["time"] - metrics[SKIPPED - 1]["time"]) / len(counted)
+    return {
+        "wall_s": wall,
+        "wait_s": statistics.mean(m["time/wait_batch_s"] for m in counted),
+        "train_s": statistics.mean(m["time/train_s"] for m in counted),
+        "sync_s": statistics.mean(m["time/sync_s"] for m in counted),
+        "staleness_max": max(m["staleness/max"] for m in counted),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20 + SKIPPED)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of generation and of training, per step")
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    overlapped = run("disaggregated", 1, arguments)
+    in_turns = run("colocated", 0, arguments)
+    result = {
+        "disaggregated_vs_ideal": overlapped["wall_s"] / arguments.seconds,
+        "colocated_vs_sum": in_turns["wall_s"] / (2 * arguments.seconds),
+    }
+    print(f"{'mode':<15}{'s/step':>8}{'limit':>8}{'ratio':>8}{'waiting':>9}{'training':>10}{'syncing':>9}{'stale':>7}")
+    for mode, row, limit, ratio in (
+        ("disaggregated", overlapped, arguments.seconds, result["disaggregated_vs_ideal"]),
+        ("colocated", in_turns, 2 * arguments.seconds, result["colocated_vs_sum"]),
+    ):
+        print(
+            f"{mode:<15}{row['wall_s']:>8.3f}{limit:>8.2f}{ratio:>8.3f}{row['wait_s']:>9.3f}{row['train_s']:>10.3f}"
+            f"{row['sync_s']:>9.3f}{row['staleness_max']:>7.0f}"
+        )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
