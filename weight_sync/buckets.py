@@ -30,7 +30,7 @@ class Bucket:
         return self.data.numel()
 
 
-def pack(parameters: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
+def make_buckets(parameters: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
     """Copy tensors, from any device, into buckets of at most ``max_bytes``, in the order given.
 
     Only one bucket is built at a time, so a consumer that sends each at once needs the memory of one.
@@ -76,7 +76,7 @@ def manifest_bytes(info: UpdateInfo) -> int:
 
 def checksum(data: Tensor) -> str:
     """xxh3_128 of a host tensor's bytes (uint8[nbytes], contiguous), in hex."""
-    return xxhash.xxh3_128_hexdigest(memoryview(data.numpy()))
+    return xxhash.xxh3_128_hexdigest(data.numpy().data)
 
 
 def verify(data: Tensor, info: UpdateInfo) -> None:

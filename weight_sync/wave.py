@@ -1,0 +1,203 @@
+"""One set of weights to one set of engines, in two phases: everyone gets every bucket, then everyone commits.
+
+    probe -> init (a new group only) -> pause -> [wake weights] -> start -> bucket 0, 1, ... -> finish -> verify
+          -> [wake kv_cache] -> resume
+
+A wave that fails before ``finish`` stops at once and leaves its engines paused: they hold mixed weights until a later
+wave succeeds. From ``finish`` on each engine is on its own.
+"""
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from rl_async.errors import EngineLost, RlAsyncError, WeightSyncError
+from rl_async.messages import EngineRecord, Version
+from rl_async.weight_sync.buckets import Bucket
+from rl_async.weight_sync.protocol import EngineControl
+from rl_async.weight_sync.transport import Sender
+
+T = TypeVar("T")
+
+
+class EngineFailed(WeightSyncError):
+    """One engine failed in one phase. ``lost``: it does not answer, so the fault is its own, not another member's."""
+
+    def __init__(self, engine_id: str, phase: str, why: str, *, lost: bool) -> None:
+        super().__init__(f"{engine_id} failed in {phase}: {why}")
+        self.engine_id, self.lost = engine_id, lost
+
+
+@dataclass
+class Member:
+    """An engine, and the state in which the coordinator has put it."""
+
+    record: EngineRecord
+    control: EngineControl
+    paused_at: float | None = None  # monotonic seconds
+    asleep: set[str] = field(default_factory=set)  # tags: weights, kv_cache
+    pause_seconds: float = 0.0  # its latest pause
+
+    @property
+    def engine_id(self) -> str:
+        """Its name in the registry."""
+        return self.record.engine_id
+
+
+@dataclass
+class Outcome:
+    """Members in neither list were interrupted by the failure of another, or of the sender."""
+
+    done: list[Member] = field(default_factory=list)
+    failures: list[EngineFailed] = field(default_factory=list)
+    sender_error: WeightSyncError | None = None
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing at all went wrong."""
+        return not self.failures and self.sender_error is None
+
+
+async def call(member: Member, phase: str, request: Awaitable[T], timeout_s: float) -> T:
+    """One request to one engine. Raises EngineFailed, naming the phase."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await request
+    except TimeoutError:
+        raise EngineFailed(member.engine_id, phase, f"no answer within {timeout_s:g} s", lost=True) from None
+    except RlAsyncError as error:
+        why = f"{type(error).__name__}: {error}"
+        raise EngineFailed(member.engine_id, phase, why, lost=isinstance(error, EngineLost)) from error
+
+
+async def each(
+    members: Sequence[Member], action: Callable[[Member], Coroutine[Any, Any, object]]
+) -> tuple[list[Member], list[EngineFailed]]:
+    """Run ``action`` on all members at once and wait for all. Returns who came through, and the failures."""
+    results = await asyncio.gather(*(action(member) for member in members), return_exceptions=True)
+    done, failures = [], []
+    for member, result in zip(members, results):
+        if isinstance(result, EngineFailed):
+            failures.append(result)
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            done.append(member)
+    return done, failures
+
+
+async def probe(members: Sequence[Member], timeout_s: float) -> tuple[list[Member], list[EngineFailed]]:
+    """Who answers at all; asked before a group is formed, since a dead member makes the others wait for it."""
+    return await each(members, lambda member: call(member, "probe", member.control.version(), timeout_s))
+
+
+async def connect(members: Sequence[Member], sender: Sender, timeout_s: float) -> Outcome:
+    """Form the sender's group with all members."""
+    meeting = asyncio.create_task(_sending(sender, sender.connect))
+
+    async def join(member: Member) -> None:
+        info = sender.init_info(members.index(member))
+        await call(member, "init", member.control.init_transfer(info), timeout_s)
+
+    _, failures = await each(members, join)
+    return Outcome(failures=failures, sender_error=await meeting)
+
+
+async def transfer(
+    members: Sequence[Member], sender: Sender, buckets: Sequence[Bucket], version: Version, timeout_s: float
+) -> Outcome:
+    """Bring connected members from wherever they are to serving ``version``. Each request has ``timeout_s``.
+
+    Raises WeightSyncError only for a fault of this process (a bucket cannot be staged).
+    """
+    _, failures = await each(members, lambda member: _prepare(member, timeout_s))
+    if failures:
+        return Outcome(failures=failures)
+    for index, bucket in enumerate(buckets):
+        outcome = await _one_bucket(members, sender, bucket, f"update, bucket {index + 1}/{len(buckets)}", timeout_s)
+        if not outcome.clean:
+            return outcome
+    done, failures = await each(members, lambda member: _commit(member, version, timeout_s))
+    return Outcome(done=done, failures=failures)
+
+
+async def suspend(member: Member, timeout_s: float) -> None:
+    """Pause a member, keeping its requests, and let it give up its device memory. Raises EngineFailed."""
+    await _pause(member, timeout_s)
+    if not member.asleep:
+        await call(member, "sleep", member.control.sleep(2), timeout_s)
+        member.asleep = {"weights", "kv_cache"}
+
+
+async def _prepare(member: Member, timeout_s: float) -> None:
+    await _pause(member, timeout_s)
+    await _wake(member, "weights", timeout_s)
+    await call(member, "start", member.control.start_update(), timeout_s)
+
+
+async def _pause(member: Member, timeout_s: float) -> None:
+    if member.paused_at is None:
+        await call(member, "pause", member.control.pause("keep"), timeout_s)
+        member.paused_at = time.monotonic()
+
+
+async def _wake(member: Member, tag: str, timeout_s: float) -> None:
+    if tag in member.asleep:
+        await call(member, f"wake {tag}", member.control.wake([tag]), timeout_s)
+        member.asleep.discard(tag)
+
+
+async def _one_bucket(
+    members: Sequence[Member], sender: Sender, bucket: Bucket, phase: str, timeout_s: float
+) -> Outcome:
+    info = await in_thread(lambda: sender.stage(bucket))
+    try:
+        sending = asyncio.create_task(_sending(sender, lambda: sender.send(bucket)))
+        _, failures = await each(members, lambda member: call(member, phase, member.control.update(info), timeout_s))
+        return Outcome(failures=failures, sender_error=await sending)
+    finally:
+        sender.unstage()
+
+
+async def _commit(member: Member, version: Version, timeout_s: float) -> None:
+    await call(member, "finish", member.control.finish_update(version), timeout_s)
+    served = await call(member, "verify", member.control.version(), timeout_s)
+    if served != version:
+        raise EngineFailed(member.engine_id, "verify", f"it serves {served}, not {version}", lost=False)
+    await _wake(member, "kv_cache", timeout_s)
+    await call(member, "resume", member.control.resume(), timeout_s)
+    if member.paused_at is not None:
+        member.pause_seconds = time.monotonic() - member.paused_at
+        member.paused_at = None
+
+
+async def _sending(sender: Sender, block: Callable[[], None]) -> WeightSyncError | None:
+    """Run the sender's side in a thread. Its error is returned, not raised: the engines say whose fault it is."""
+    try:
+        await in_thread(block)
+    except WeightSyncError as error:
+        sender.close()  # peers that still wait for us fail now instead of at their deadline
+        return error
+    return None
+
+
+async def in_thread(block: Callable[[], T]) -> T:
+    """Run ``block`` off the event loop in a daemon thread.
+
+    Unlike an executor's thread it does not hold up the end of the process, were it to wait for a dead peer.
+    """
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()  # from here on only the thread settles it
+
+    def run() -> None:
+        try:
+            future.set_result(block())
+        except Exception as error:  # handed to whoever awaits, as an executor does
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weight-transfer", daemon=True).start()
+    return await asyncio.wrap_future(future)
