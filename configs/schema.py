@@ -161,7 +161,7 @@ class TrainerConfig(Config):
 class WeightSyncConfig(Config):
     transport: Annotated[
         Literal["auto", "gloo", "ipc", "nccl", "disk"],
-        _doc("auto: ipc when colocated, else nccl on cuda, gloo on cpu."),
+        _doc("auto: ipc when colocated, else gloo."),
     ] = "auto"
     bucket_mb: Annotated[float, Meta(gt=0, description="Size of a bucket in MiB.")] = 64.0
     timeout_s: Annotated[Seconds, _doc("Deadline of one engine's update; beyond it the engine is cut off.")] = 60.0

@@ -17,22 +17,23 @@ import torch.distributed as dist
 
 from rl_async.configs.load import load_resolved
 from rl_async.configs.schema import RunConfig
+from rl_async.configs.transport import resolve_transport
 from rl_async.errors import RlAsyncError, UserError
 from rl_async.lifeline import watch_lifeline
 from rl_async.log import setup_logging
-from rl_async.messages import EngineRecord
 from rl_async.rollout_server.vllm import VllmEngine
 from rl_async.trainer import sources
 from rl_async.trainer.checkpoint import list_checkpoints, load_checkpoint
+from rl_async.trainer.depth import QueueDepth
 from rl_async.trainer.evaluation import Evaluations
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.publisher import EnginePublisher, NoEngines
 from rl_async.trainer.records import next_lineage
 from rl_async.trainer.trackers import Tracking
 from rl_async.trainer.train import Run, record_evaluation, train
-from rl_async.transfer_queue.client import SyncQueueClient
+from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
 from rl_async.weight_sync.coordinator import WeightCoordinator
-from rl_async.weight_sync.phases import build_phase
+from rl_async.weight_sync.phases import Bystander, build_phase
 
 log = logging.getLogger("rl_async.trainer")
 
@@ -137,30 +138,35 @@ def _train_from_queue(run: Run, address: str, resume: bool, snapshot: bytes) -> 
     config = run.config
     with SyncQueueClient(address, role="trainer", name=f"trainer-{run.rank}") as queue:
         run.source = sources.QueueSource(queue, config.trainer.batch_timeout_s)
-        bucket_bytes = int(config.weight_sync.bucket_mb * 2**20)
         if run.rank != 0:
-            run.publisher = EnginePublisher(None, bucket_bytes)
+            run.publisher = _publisher(run, Bystander())
             train(run)
             return
         if resume:
             resumed = queue.resume(run.start_step, run.lineage, snapshot)
             log.info("the queue kept %d groups and admits %d again", resumed.kept, resumed.readmitted)
-        run.depth = queue
+        run.depth = QueueDepth(queue)
         if config.data.eval_path:
             run.evaluations = Evaluations(
                 queue, config.eval.every, lambda step, rows: record_evaluation(run.folder, step, rows)
             )
-        coordinator = WeightCoordinator.start(config, address, _connect)
-        try:
-            run.publisher = EnginePublisher(build_phase(config, coordinator), bucket_bytes)
+        with WeightCoordinator(
+            lambda: QueueClient(address, role="weights", name="coordinator"),
+            lambda record: VllmEngine(record.url),
+            resolve_transport(config),
+            config.weight_sync.timeout_s,
+            config.rollout.start_timeout_s,
+        ) as coordinator:
+            run.publisher = _publisher(run, coordinator)
             train(run)
             queue.finish()
-        finally:
-            coordinator.close()
 
 
-def _connect(record: EngineRecord) -> VllmEngine:
-    return VllmEngine(record.url)
+def _publisher(run: Run, publisher: WeightCoordinator | Bystander) -> EnginePublisher:
+    phase = build_phase(
+        run.config.mode, publisher, barrier=dist.barrier, onload=run.backend.wake, offload=run.backend.sleep
+    )
+    return EnginePublisher(phase, int(run.config.weight_sync.bucket_mb * 2**20))
 
 
 if __name__ == "__main__":

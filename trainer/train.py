@@ -13,7 +13,6 @@ weight_sync.timeout_s). Unblocked by agent workers finishing groups, and by engi
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from rl_async.configs.schema import RunConfig
 from rl_async.messages import Trajectory, Version
 from rl_async.trainer.backend import Backend
 from rl_async.trainer.checkpoint import CheckpointState, save_checkpoint
+from rl_async.trainer.depth import QueueDepth
 from rl_async.trainer.evaluation import Evaluations
 from rl_async.trainer.publisher import Publisher
 from rl_async.trainer.records import append_trained, write_trajectories
@@ -29,12 +29,6 @@ from rl_async.trainer.sources import BatchSource
 from rl_async.trainer.step_metrics import batch_metrics, conversation_metrics, conversation_sums
 from rl_async.trainer.trackers import Tracking
 from rl_async.trainer.update import Batch, mask_bound, plan_batch, row_keys, update
-
-
-class QueueDepth(Protocol):
-    """What the metrics say about the queue."""
-
-    def depth(self) -> dict[str, float]: ...
 
 
 @dataclass
@@ -67,7 +61,7 @@ def train(run: Run) -> None:
         batch = take_batch(run, step)
         have_batch = time.perf_counter()
 
-        run.publisher.before_train(run.backend)
+        run.publisher.before_train()
         metrics = update(run.backend, run.reference, batch, config)
         time.sleep(config.trainer.sleep_s)
         record(run, batch)

@@ -1,0 +1,30 @@
+"""What the queue holds, as metrics of a step."""
+
+from typing import Protocol
+
+from rl_async.messages import StatusReport
+
+
+class StatusVerb(Protocol):
+    """The verb of the queue's blocking client that is used here."""
+
+    def status(self) -> StatusReport: ...
+
+
+class QueueDepth:
+    """Reads the queue's status once per step."""
+
+    def __init__(self, queue: StatusVerb) -> None:
+        self._queue = queue
+
+    def depth(self) -> dict[str, float]:
+        """Groups by state and the queue's counters, as ``queue/...``."""
+        status = self._queue.status()
+        states = {
+            "queue/ready_groups": status.ready,
+            "queue/leased_groups": status.leased,
+            "queue/slots_used": status.slots_used,
+            "queue/payload_bytes": status.payload_bytes,
+        }
+        counters = {f"queue/{name}": count for name, count in status.counters.items()}
+        return {key: float(value) for key, value in (states | counters).items()}
