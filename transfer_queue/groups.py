@@ -1,0 +1,70 @@
+"""The records of the store: a group, its samples, and its state."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from rl_async.messages import Task, TrajectoryHeader
+
+EVAL_GROUPS = 1 << 40  # group ids of evaluations count from here
+TRAIN, EVAL = "train", "eval"
+
+
+class State(StrEnum):
+    """WAITING -> LEASED -> READY -> RESERVED -> COMMITTED; a group whose samples are lost goes back to WAITING."""
+
+    WAITING = "waiting"  # at least one sample is to be leased
+    LEASED = "leased"  # every missing sample is with a worker
+    READY = "ready"
+    RESERVED = "reserved"
+    COMMITTED = "committed"
+
+
+@dataclass(slots=True)
+class Sample:
+    """One trajectory to come. ``attempt`` is that of its newest lease and fences all older ones."""
+
+    attempt: int = -1
+    failures: int = 0
+    worker: str | None = None  # who generates it now
+    header: TrajectoryHeader | None = None  # set once it is here
+    dead: bool = False  # evaluation only: given up
+
+    @property
+    def missing(self) -> bool:
+        """Whether a worker should be found for it."""
+        return self.worker is None and self.header is None and not self.dead
+
+
+@dataclass(slots=True)
+class Group:
+    """The samples of one task."""
+
+    group_id: int
+    task: Task
+    partition: str
+    samples: list[Sample]
+    state: State = State.WAITING
+    leases: int = 0  # handed out so far; the next lease's attempt number
+    oldest: int | None = None  # step of the oldest weights that any of its tokens may come from
+    pinned: int | None = None  # the step whose batch it belongs to whatever happens
+    queued: bool = field(default=False)  # has an entry in the waiting line
+
+    def missing(self) -> list[int]:
+        """Samples for which a worker should be found."""
+        return [index for index, sample in enumerate(self.samples) if sample.missing]
+
+    def untouched(self) -> bool:
+        """Whether no token of it exists or is being generated."""
+        return all(sample.worker is None and sample.header is None for sample in self.samples)
+
+    def progress(self) -> State:
+        """WAITING, LEASED or READY, as its samples say."""
+        if any(sample.missing for sample in self.samples):
+            return State.WAITING
+        if any(sample.worker is not None for sample in self.samples):
+            return State.LEASED
+        return State.READY
+
+    def headers(self) -> list[TrajectoryHeader]:
+        """Of the samples that are here, in order."""
+        return [sample.header for sample in self.samples if sample.header is not None]

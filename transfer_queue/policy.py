@@ -1,0 +1,150 @@
+"""Which task may be admitted, what may be leased, and which groups a step may take: pure functions.
+
+Why staleness stays within the bound S. Let p be the published step, B the groups per step, and n the next step to
+reserve. Groups that hold a slot and have tokens never exceed (S + 1) B, and the n - p steps reserved but not yet
+published hold (n - p) B of them. So at most (p + S - n + 1) B are unreserved: exactly what the steps n to p + S can
+take. A group leased now has tokens of version p or newer and the deadline p + S, hence all of them can meet their
+deadlines if steps take the earliest deadline first. A ready group may pass an unfinished one only while that remains
+true (``choose``).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from rl_async.configs.schema import RunConfig
+
+OnStraggler = Literal["wait", "drop", "mask"]
+
+
+class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers that the store needs of the config."""
+
+    steps: int  # of the whole run
+    batch_groups: int  # groups per step
+    group_size: int  # trajectories per training group
+    eval_samples: int = 1  # trajectories per held-out task
+    max_staleness: int = 1
+    on_straggler: OnStraggler = "wait"
+    lease_s: float = 15.0
+    max_attempts: int = 3
+    max_bytes: int = 1 << 30
+
+    @property
+    def slots(self) -> int:
+        """Most training groups between admission and the publication of what they trained."""
+        return (self.max_staleness + 1) * self.batch_groups
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "QueueSettings":
+        """Pick them from the run's config."""
+        return cls(
+            steps=config.trainer.steps,
+            batch_groups=config.data.train_batch_groups,
+            group_size=config.rollout.group_size,
+            eval_samples=config.eval.samples,
+            max_staleness=config.queue.max_staleness,
+            on_straggler=config.queue.on_straggler,
+            lease_s=config.queue.lease_s,
+            max_attempts=config.queue.max_attempts,
+            max_bytes=config.queue.max_bytes,
+        )
+
+
+class Load(NamedTuple):
+    """What admission looks at."""
+
+    alive: int  # training groups that hold a slot
+    unreserved: int  # of these, in no batch yet
+    kept: int  # training groups admitted so far, without those dropped or dead-lettered
+    expected_bytes: int  # payload bytes held, and those still to come for admitted groups
+    group_bytes: int  # expected of one more group
+
+
+def may_admit(settings: QueueSettings, load: Load) -> bool:
+    """Whether one more training group may be admitted.
+
+    Slots and the run's length are hard limits. The byte budget yields when the next batch could not be filled
+    otherwise: a budget smaller than a batch must slow the run down, not stop it.
+    """
+    if load.alive >= settings.slots or load.kept >= settings.steps * settings.batch_groups:
+        return False
+    fits = load.expected_bytes + load.group_bytes <= settings.max_bytes
+    return fits or load.unreserved < settings.batch_groups
+
+
+def may_lease(settings: QueueSettings, active: int, *, begun: bool) -> bool:
+    """Whether a waiting training group may be leased, ``active`` groups having tokens already.
+
+    Refuses only after a rollback: weights as old as those published then would be too old when the group's turn comes.
+    """
+    return active + (not begun) <= settings.slots
+
+
+class Candidate(NamedTuple):
+    """An unreserved group, as far as the choice of a batch is concerned."""
+
+    group: int
+    ready: bool
+    deadline: int | None  # last step that may train it; None: not leased yet, so there is none
+
+
+class Choice(NamedTuple):
+    """``take`` is the batch; it is empty when ``blocked_by`` must be waited for. ``drop`` is given up for it."""
+
+    take: list[int]
+    drop: list[int]
+    blocked_by: list[int]
+
+
+def choose(
+    candidates: Sequence[Candidate],
+    step: int,
+    seats: int,
+    settings: QueueSettings,
+    pinned: Mapping[int, int],
+) -> Choice:
+    """Choose ``seats`` ready groups for ``step``, earliest deadline first.
+
+    ``pinned`` counts, by later step, the seats that are already given away (after a rollback). With ``mask`` stragglers
+    are passed freely, their stale tokens being masked by the trainer.
+    """
+    ordered = sorted(candidates, key=_urgency)
+    ready = [c for c in ordered if c.ready]
+    take, spare = ready[:seats], ready[seats:]
+    unfinished = [c for c in ordered if not c.ready]
+    if len(take) < seats:
+        return Choice([], [], [c.group for c in unfinished])
+    taken = [c.group for c in take]
+    if settings.on_straggler == "mask":
+        return Choice(taken, [], [])
+    late = _too_late(sorted(spare + unfinished, key=_urgency), step, settings.batch_groups, pinned)
+    if not late:
+        return Choice(taken, [], [])
+    if settings.on_straggler == "drop":
+        return Choice(taken, late, [])
+    return Choice([], [], late)
+
+
+def _urgency(candidate: Candidate) -> tuple[bool, int, int]:
+    deadline = candidate.deadline
+    return deadline is None, deadline or 0, candidate.group
+
+
+def _too_late(left: Sequence[Candidate], step: int, batch_groups: int, pinned: Mapping[int, int]) -> list[int]:
+    """Unfinished groups without which all others of ``left``, most urgent first, still meet their deadlines."""
+    late: list[int] = []
+    ahead: list[Candidate] = []  # kept so far, all of them at least as urgent as the next
+    for candidate in left:
+        if candidate.deadline is None:
+            break
+        ahead.append(candidate)
+        seats = (candidate.deadline - step) * batch_groups
+        seats -= sum(count for at, count in pinned.items() if step < at <= candidate.deadline)
+        if len(ahead) > seats:
+            straggler = next((c for c in ahead if not c.ready), None)
+            if straggler is not None:
+                ahead.remove(straggler)
+                late.append(straggler.group)
+    return late

@@ -1,0 +1,193 @@
+"""What happened in the store, as facts in order.
+
+The store emits one of these for every change that must outlive it. The journal records them, the ledger writes some
+of them down for people and for the audit, the payload table frees bytes by them, and the server wakes waiting
+requests by them.
+"""
+
+from collections.abc import Callable
+
+import msgspec
+
+from rl_async.messages import EngineRecord, Task, TrajectoryHeader, Version
+
+
+class Transition(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all transitions."""
+
+
+class Admitted(Transition, frozen=True, kw_only=True):
+    """A task became a group of ``samples`` trajectories to generate."""
+
+    group: int
+    partition: str  # train | eval
+    samples: int
+    task: Task
+
+
+class LeaseGiven(Transition, frozen=True, kw_only=True):
+    """A worker generates these samples, from weights of ``min_version`` or newer."""
+
+    group: int
+    samples: list[int]
+    attempt: int
+    worker: str
+    min_version: Version
+
+
+class LeaseLost(Transition, frozen=True, kw_only=True):
+    """These samples are taken from the worker and wait again; ``charged``: the loss counts as an attempt."""
+
+    group: int
+    samples: list[int]
+    worker: str
+    charged: bool
+
+
+class SampleStored(Transition, frozen=True, kw_only=True):
+    """One trajectory of a group is here."""
+
+    header: TrajectoryHeader
+
+
+class SampleFailed(Transition, frozen=True, kw_only=True):
+    """One attempt at a sample failed; it waits again, or is ``dead`` (evaluation only)."""
+
+    group: int
+    sample: int
+    attempt: int
+    error: str
+    dead: bool
+
+
+class GroupReady(Transition, frozen=True, kw_only=True):
+    """No sample of the group is outstanding."""
+
+    group: int
+    partition: str
+
+
+class GroupDropped(Transition, frozen=True, kw_only=True):
+    """A straggler was given up; another task takes its slot."""
+
+    group: int
+    reason: str
+
+
+class DeadLettered(Transition, frozen=True, kw_only=True):
+    """A group failed too often; another task takes its slot."""
+
+    group: int
+    error: str
+
+
+class BatchReserved(Transition, frozen=True, kw_only=True):
+    """The members of a step are fixed."""
+
+    step: int
+    groups: list[int]
+
+
+class BatchCommitted(Transition, frozen=True, kw_only=True):
+    """The step's batch was trained."""
+
+    step: int
+
+
+class Published(Transition, frozen=True, kw_only=True):
+    """Every routable engine confirmed ``version``; ``released`` groups gave back their slots."""
+
+    version: Version
+    released: list[int]
+
+
+class Retired(Transition, frozen=True, kw_only=True):
+    """Steps before ``step`` are never asked for again; ``groups`` and their payloads are forgotten."""
+
+    step: int
+    groups: list[int]
+
+
+class ReadmittedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A group that a fresh queue generates again; ``step`` if its batch was already fixed."""
+
+    group: int
+    task: Task
+    step: int | None = None
+
+
+class RolledBack(Transition, frozen=True, kw_only=True):
+    """Training goes on from ``step`` completed steps.
+
+    ``fresh``: this queue had no state; it took ``readmitted`` and ``next_group`` from the checkpoint, so what an
+    earlier queue admitted from ``next_group`` on is void.
+    """
+
+    step: int
+    lineage: int
+    fresh: bool
+    next_group: int
+    readmitted: list[ReadmittedGroup] = []
+
+
+class EvalOpened(Transition, frozen=True, kw_only=True):
+    """The held-out tasks were admitted as ``groups``."""
+
+    eval_id: int
+    groups: list[int]
+
+
+class EvalClosed(Transition, frozen=True, kw_only=True):
+    """An evaluation and its payloads are forgotten."""
+
+    eval_id: int
+    groups: list[int]
+
+
+class EnginesChanged(Transition, frozen=True, kw_only=True):
+    """The registry of engines has a new revision."""
+
+    revision: int
+    engines: list[EngineRecord]
+
+
+class RunFinished(Transition, frozen=True, kw_only=True):
+    """Nothing more is admitted or leased."""
+
+
+TransitionType = (
+    Admitted
+    | LeaseGiven
+    | LeaseLost
+    | SampleStored
+    | SampleFailed
+    | GroupReady
+    | GroupDropped
+    | DeadLettered
+    | BatchReserved
+    | BatchCommitted
+    | Published
+    | Retired
+    | RolledBack
+    | EvalOpened
+    | EvalClosed
+    | EnginesChanged
+    | RunFinished
+)
+
+Consumer = Callable[[Transition], None]
+
+
+class Feed:
+    """Hands every transition to every consumer, in order of subscription, before the store goes on."""
+
+    def __init__(self, *consumers: Consumer) -> None:
+        self._consumers = list(consumers)
+
+    def subscribe(self, consumer: Consumer) -> None:
+        """Add a consumer; it sees only what happens from now on."""
+        self._consumers.append(consumer)
+
+    def __call__(self, transition: Transition) -> None:
+        for consumer in self._consumers:
+            consumer(transition)
