@@ -1,0 +1,233 @@
+"""Weights between real processes: both transports, engines that die, hang or come late."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+import torch
+
+from rl_async.errors import EngineError, EngineLost
+from rl_async.messages import EngineList, EngineRecord, Version
+from rl_async.weight_sync.buckets import Bucket, make_buckets
+from rl_async.weight_sync.coordinator import WeightCoordinator
+from rl_async.weight_sync.protocol import FinishBody, InitBody, UpdateBody
+
+ENGINE = Path(__file__).with_name("weight_engine.py")
+Start = Callable[..., EngineRecord]
+
+
+class Control:
+    """The few routes that a transfer needs, over aiohttp."""
+
+    def __init__(self, record: EngineRecord) -> None:
+        self._session = aiohttp.ClientSession(record.url)
+
+    async def _post(self, path: str, body: object = None) -> None:
+        try:
+            async with self._session.post(path, data=msgspec.json.encode(body)) as response:
+                if response.status != 200:
+                    raise EngineError(f"{response.status}: {await response.text()}")
+        except aiohttp.ClientError as error:
+            raise EngineLost(repr(error)) from error
+
+    async def pause(self, mode="keep"):
+        await self._post("/pause")
+
+    async def resume(self):
+        await self._post("/resume")
+
+    async def init_transfer(self, init):
+        await self._post("/init_weight_transfer_engine", InitBody(init))
+
+    async def start_update(self):
+        await self._post("/start_weight_update")
+
+    async def update(self, info):
+        await self._post("/update_weights", UpdateBody(info))
+
+    async def finish_update(self, version):
+        await self._post("/finish_weight_update", FinishBody(str(version)))
+
+    async def version(self):
+        text = (await self._get("/weight_info"))["weight_version"]
+        return Version.parse(text) if text else None
+
+    async def state(self):
+        return await self._get("/state")
+
+    async def _get(self, path):
+        try:
+            async with self._session.get(path) as response:
+                return await response.json()
+        except aiohttp.ClientError as error:
+            raise EngineLost(repr(error)) from error
+
+    async def close(self):
+        await self._session.close()
+
+
+class Directory:
+    """A registry in this process; ``add`` may be called from any thread."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, EngineRecord] = {}
+        self.revision = 0
+        self.removed: dict[str, str] = {}
+        self.confirmed: list[str] = []
+        self.published = Version()
+
+    def add(self, *records: EngineRecord) -> None:
+        for record in records:
+            self.records[record.engine_id] = record
+        self.revision += 1
+
+    @asynccontextmanager
+    async def open(self):
+        yield self
+
+    async def engines(self, after: int = -1, wait_s: float = 0.0) -> EngineList:
+        deadline = time.monotonic() + wait_s
+        while self.revision <= after and time.monotonic() < deadline:  # noqa: ASYNC110  (add comes from a thread)
+            await asyncio.sleep(0.01)
+        return EngineList(revision=self.revision, engines=list(self.records.values()), published=self.published)
+
+    async def publish(self, version: Version, engines: list[str]) -> None:
+        self.published = version
+        for engine_id in engines:
+            await self._set(engine_id, version)
+
+    async def confirm(self, engine_id: str, version: Version) -> None:
+        await self._set(engine_id, version)
+        self.confirmed.append(engine_id)
+
+    async def remove_engine(self, engine_id: str, reason: str) -> None:
+        self.records.pop(engine_id, None)
+        self.removed[engine_id] = reason
+        self.revision += 1
+
+    async def _set(self, engine_id: str, version: Version) -> None:
+        self.records[engine_id] = msgspec.structs.replace(self.records[engine_id], version=version)
+        self.revision += 1
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., list[EngineRecord]]]:
+    """Start engine processes together; each argument is the command line of one."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def run(**engines: str) -> list[EngineRecord]:
+        new = [
+            subprocess.Popen(
+                [sys.executable, str(ENGINE), *arguments.split()],
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+            for arguments in engines.values()
+        ]
+        processes.extend(new)
+        records = []
+        for name, process in zip(engines, new):
+            assert process.stdout is not None
+            records.append(
+                EngineRecord(engine_id=name, url=f"http://127.0.0.1:{process.stdout.readline().strip()}", kind="test")
+            )
+        return records
+
+    yield run
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def buckets(value: float) -> list[Bucket]:
+    """Three buckets."""
+    named = {f"layer.{i}": torch.full((64, 16), value + i, dtype=torch.bfloat16) for i in range(3)}
+    return list(make_buckets(named.items(), 64 * 16 * 2))
+
+
+def expected(value: float) -> dict[str, float]:
+    return {f"layer.{i}": 1024.0 * (value + i) for i in range(3)}
+
+
+def states(records: list[EngineRecord]) -> dict[str, dict]:
+    async def ask(record: EngineRecord) -> dict:
+        control = Control(record)
+        try:
+            return await control.state()
+        finally:
+            await control.close()
+
+    async def ask_all() -> list[dict]:
+        return await asyncio.gather(*(ask(record) for record in records))
+
+    return dict(zip([record.engine_id for record in records], asyncio.run(ask_all())))
+
+
+def serves(value: float, version: str) -> dict:
+    return {"paused": False, "version": version, "sums": expected(value)}
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("psm_*")}
+
+
+@pytest.mark.parametrize("transport", ["gloo", "ipc"])
+def test_two_engines_get_two_versions(transport, start):
+    directory, records, before = Directory(), start(a="", b=""), shared_memory()
+    directory.add(*records)
+    with WeightCoordinator(directory.open, Control, transport, timeout_s=20) as coordinator:
+        for step in (0, 1):
+            report = coordinator.publish(Version(0, step), buckets(step * 10.0))
+            assert (report.engines, report.failures, report.nbytes) == (["a", "b"], [], 3 * 2048)
+            assert 0 < report.pause_seconds <= report.seconds
+            assert states(records) == {"a": serves(step * 10.0, f"0.{step}"), "b": serves(step * 10.0, f"0.{step}")}
+            assert directory.published == Version(0, step)
+    assert shared_memory() <= before
+
+
+@pytest.mark.parametrize("transport", ["gloo", "ipc"])
+def test_an_engine_killed_in_the_middle_is_named_and_replaced_and_the_others_go_on(transport, start):
+    directory = Directory()
+    *good, replacement, _ = records = start(a="", b="", new="", dying="--fault kill --at 5")
+    before = shared_memory()
+    directory.add(*good, records[-1])
+    with WeightCoordinator(directory.open, Control, transport, timeout_s=10) as coordinator:
+        assert coordinator.publish(Version(0, 0), buckets(0)).engines == ["a", "b", "dying"]
+        report = coordinator.publish(Version(0, 1), buckets(10))
+        assert report.engines == ["a", "b"]
+        assert len(report.failures) == 1
+        assert report.failures[0].startswith("dying failed in update, bucket 2/3: EngineLost")
+        assert directory.removed == {"dying": report.failures[0]}
+        assert states(good) == {"a": serves(10, "0.1"), "b": serves(10, "0.1")}
+
+        directory.add(replacement)
+        deadline = time.monotonic() + 20
+        while directory.confirmed != ["new"] and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert states([replacement]) == {"new": serves(10, "0.1")}
+
+        assert coordinator.publish(Version(0, 2), buckets(20)).engines == ["a", "b", "new"]
+        assert list(states([*good, replacement]).values()) == [serves(20, "0.2")] * 3
+    assert shared_memory() <= before
+
+
+def test_an_engine_that_hangs_is_cut_off_at_the_deadline(start):
+    directory, records = Directory(), start(a="", hanging="--fault stop --at 2")
+    directory.add(*records)
+    with WeightCoordinator(directory.open, Control, "gloo", timeout_s=2) as coordinator:
+        report = coordinator.publish(Version(0, 0), buckets(0))
+    assert report.engines == ["a"]
+    assert report.failures == ["hanging failed in update, bucket 2/3: no answer within 2 s"]
+    assert states(records[:1]) == {"a": serves(0, "0.0")}

@@ -1,0 +1,87 @@
+"""Buckets: round trips for any mix of types and shapes, bounds, and what is refused."""
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_async.errors import WeightSyncError
+from rl_async.weight_sync.buckets import checksum, make_buckets, manifest_bytes, unpack, verify
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int64, torch.bool]
+parameters = st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3)), max_size=12)
+
+
+def tensors(spec):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (f"p{i}", torch.randint(0, 2, shape, generator=generator).to(dtype)) for i, (dtype, shape) in enumerate(spec)
+    ]
+
+
+@settings(deadline=None)
+@given(parameters, st.integers(1, 400))
+def test_every_tensor_comes_back_in_order_within_the_bound(spec, max_bytes):
+    named = tensors(spec)
+    back = []
+    for bucket in make_buckets(named, max_bytes):
+        info = msgspec.json.decode(msgspec.json.encode(bucket.info), type=type(bucket.info))
+        verify(bucket.data, info)
+        assert bucket.nbytes == manifest_bytes(info)
+        assert bucket.nbytes <= max_bytes or len(info.names) == 1
+        back += unpack(bucket.data.clone(), info)
+    assert [name for name, _ in back] == [name for name, _ in named]
+    for (_, sent), (_, received) in zip(named, back):
+        assert sent.dtype == received.dtype
+        assert torch.equal(sent, received)
+
+
+def test_a_tensor_larger_than_the_bound_travels_alone():
+    named = [("small", torch.ones(2)), ("huge", torch.ones(100)), ("last", torch.ones(2))]
+    assert [bucket.info.names for bucket in make_buckets(named, 32)] == [["small"], ["huge"], ["last"]]
+
+
+def test_buckets_are_copies_made_lazily():
+    weight = torch.zeros(4)
+    stream = make_buckets([("a", weight), ("b", weight)], 16)
+    first = next(stream)
+    weight.fill_(1.0)
+    assert unpack(first.data, first.info)[0][1].tolist() == [0.0] * 4
+    assert unpack(next(stream).data, first.info)[0][1].tolist() == [1.0] * 4
+
+
+def test_transposed_and_trained_tensors_are_packed_in_their_logical_order():
+    weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3)).t()
+    (bucket,) = make_buckets([("w", weight)], 1 << 10)
+    assert torch.equal(unpack(bucket.data, bucket.info)[0][1], weight.detach())
+
+
+def test_a_flipped_bit_is_noticed():
+    (bucket,) = make_buckets([("w", torch.arange(6.0))], 1 << 10)
+    bucket.data[3] ^= 1
+    with pytest.raises(WeightSyncError, match="checksum of the bucket from 'w' on"):
+        verify(bucket.data, bucket.info)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shapes": [[7]]}, "the bucket has 24 bytes, its manifest 28"),
+        ({"names": []}, "0 names, 1 dtypes and 1 shapes"),
+        ({"dtype_names": ["Tensor"]}, "unknown dtype 'Tensor'"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_is_refused(change, message):
+    (bucket,) = make_buckets([("w", torch.arange(6.0))], 1 << 10)
+    with pytest.raises(WeightSyncError, match=message):
+        unpack(bucket.data, msgspec.structs.replace(bucket.info, **change))
+
+
+def test_a_bucket_must_be_able_to_hold_something():
+    with pytest.raises(ValueError, match="at least one byte"):
+        next(make_buckets([("w", torch.ones(1))], 0))
+
+
+def test_the_checksum_is_plain_xxh3_128():
+    assert checksum(torch.tensor([], dtype=torch.uint8)) == "99aa06d3014798d86001c324468d497f"  # published test vector

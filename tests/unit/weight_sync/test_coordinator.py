@@ -1,0 +1,66 @@
+"""The blocking facade: errors reach the caller, and the thread ends."""
+
+import asyncio
+import threading
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+
+from rl_async.errors import QueueLost, WeightSyncError
+from rl_async.messages import EngineList, Version
+from rl_async.weight_sync.coordinator import WeightCoordinator
+
+
+class Directory:
+    """A registry without engines."""
+
+    def __init__(self, broken: bool = False) -> None:
+        self.broken, self.opened_in, self.closed = broken, "", False
+
+    @asynccontextmanager
+    async def open(self):
+        self.opened_in = threading.current_thread().name
+        if self.broken:
+            raise QueueLost("no queue")
+        yield self
+        self.closed = True
+
+    async def engines(self, after=-1, wait_s=0.0):
+        await asyncio.sleep(wait_s)
+        return EngineList(revision=0, engines=[], published=Version())
+
+
+def coordinator_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "weight-coordinator"]
+
+
+def test_errors_reach_the_caller_and_close_ends_the_thread():
+    directory = Directory()
+    with WeightCoordinator(directory.open, lambda _: None, "ipc", 1.0, engine_wait_s=0.05) as coordinator:
+        assert directory.opened_in == "weight-coordinator"
+        with pytest.raises(WeightSyncError, match="none was registered"):
+            coordinator.publish(Version(), [])
+        coordinator.suspend()
+    assert directory.closed
+    assert coordinator_threads() == []
+
+
+def test_a_directory_that_cannot_be_opened_is_reported_at_once():
+    with pytest.raises(QueueLost, match="no queue"):
+        WeightCoordinator(Directory(broken=True).open, lambda _: None, "ipc", 1.0)
+    assert coordinator_threads() == []
+
+
+def test_a_catch_up_that_ended_is_not_hidden():
+    class Buggy(Directory):
+        async def engines(self, after=-1, wait_s=0.0):
+            if wait_s > 0:  # only the catch-up waits
+                raise ZeroDivisionError
+            return await super().engines(after, wait_s)
+
+    ended = pytest.raises(WeightSyncError, match="the catch-up of engines has ended")
+    with WeightCoordinator(Buggy().open, lambda _: None, "ipc", 1.0) as coordinator, ended:
+        for _ in range(1000):
+            coordinator.suspend()
+            time.sleep(0.005)

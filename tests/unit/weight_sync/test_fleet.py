@@ -1,0 +1,291 @@
+"""Publication, isolation of failures, catch-up and suspension, with engines that live in this process."""
+
+import asyncio
+from contextlib import suppress
+
+import msgspec
+import pytest
+import torch
+
+from rl_async.errors import EngineError, EngineLost, QueueLost, WeightSyncError
+from rl_async.messages import EngineList, EngineRecord, Version
+from rl_async.weight_sync import fleet as fleet_module
+from rl_async.weight_sync.buckets import make_buckets
+from rl_async.weight_sync.fleet import Fleet
+from rl_async.weight_sync.receiver import WeightReceiver
+
+V0, V1 = Version(0, 0), Version(0, 1)
+
+
+class Engine:
+    """An engine over the real receiver. ``faults`` maps a call, ``update 2`` say, to the error it raises, once."""
+
+    def __init__(self, faults=None) -> None:
+        self.faults = dict(faults or {})
+        self.weights: dict[str, float] = {}
+        self.receiver = WeightReceiver(lambda named: self.weights.update((n, t.sum().item()) for n, t in named))
+        self.serves: Version | None = None
+        self.calls: list[str] = []
+        self.updates = 0
+        self.closed = False
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        error = self.faults.pop(name, None)
+        if error is not None:
+            raise error
+
+    async def pause(self, mode="keep"):
+        self._called(f"pause {mode}")
+
+    async def resume(self):
+        self._called("resume")
+
+    async def init_transfer(self, init):
+        self._called("init")
+        await asyncio.to_thread(self.receiver.init, init)
+
+    async def start_update(self):
+        self._called("start")
+
+    async def update(self, info):
+        self.updates += 1
+        self._called(f"update {self.updates}")
+        try:
+            await asyncio.to_thread(self.receiver.update, info)
+        except WeightSyncError as error:
+            raise EngineError(str(error)) from error
+
+    async def finish_update(self, version):
+        self._called("finish")
+        self.serves = version
+
+    async def version(self):
+        self._called("version")
+        return self.serves
+
+    async def sleep(self, level):
+        self._called(f"sleep {level}")
+
+    async def wake(self, tags):
+        self._called(f"wake {','.join(tags)}")
+
+    async def close(self):
+        self.closed = True
+
+
+class Directory:
+    """A registry whose engines are in this process."""
+
+    def __init__(self, **engines: Engine) -> None:
+        self.engines_by_url = dict(engines)
+        self.records = {name: EngineRecord(engine_id=name, url=name, kind="test") for name in engines}
+        self.revision = 0
+        self.changed = asyncio.Event()
+        self.removed: dict[str, str] = {}
+        self.confirmed: list[tuple[str, Version]] = []
+        self.published: tuple[Version, list[str]] | None = None
+        self.lost = 0  # so many calls to come fail
+
+    def add(self, name: str, engine: Engine) -> None:
+        self.engines_by_url[name] = engine
+        self.records[name] = EngineRecord(engine_id=name, url=name, kind="test")
+        self._bump()
+
+    def connect(self, record: EngineRecord) -> Engine:
+        return self.engines_by_url[record.url]
+
+    async def engines(self, after=-1, wait_s=0.0):
+        if self.lost:
+            self.lost -= 1
+            raise QueueLost("the queue is away")
+        if self.revision <= after:
+            self.changed.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.changed.wait(), wait_s)
+        return EngineList(revision=self.revision, engines=list(self.records.values()), published=V0)
+
+    async def publish(self, version, engines):
+        self.published = (version, engines)
+        for name in engines:
+            self._confirm(name, version)
+
+    async def confirm(self, engine_id, version):
+        self.confirmed.append((engine_id, version))
+        self._confirm(engine_id, version)
+
+    async def remove_engine(self, engine_id, reason):
+        del self.records[engine_id]
+        self.removed[engine_id] = reason
+        self._bump()
+
+    def _bump(self) -> None:
+        self.revision += 1
+        self.changed.set()
+
+    def _confirm(self, name: str, version: Version) -> None:
+        self.records[name] = msgspec.structs.replace(self.records[name], version=version)
+        self._bump()
+
+
+def buckets(value: float = 1.0):
+    return list(make_buckets([("a", torch.full((4,), value)), ("b", torch.full((4,), value))], 16))
+
+
+def make_fleet(directory: Directory, transport="ipc", timeout_s=5.0, engine_wait_s=0.3) -> Fleet:
+    return Fleet(directory, directory.connect, transport, timeout_s, engine_wait_s)
+
+
+async def eventually(condition) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("transport", ["ipc", "gloo"])
+async def test_an_engine_goes_through_all_phases_and_the_group_is_made_once(transport):
+    engine = Engine()
+    directory = Directory(a=engine)
+    fleet = make_fleet(directory, transport)
+    report = await fleet.publish(V0, buckets())
+    update = ["pause keep", "start", "update 1", "update 2", "finish", "version", "resume"]
+    assert engine.calls == ["version", "init", *update]
+    assert directory.published == (V0, ["a"])
+    assert (report.engines, report.failures, report.nbytes) == (["a"], [], 32)
+
+    engine.calls.clear()
+    await fleet.publish(V1, buckets(2.0))
+    assert engine.calls == ["version", *[c.replace("1", "3").replace("2", "4") for c in update]]
+    assert engine.weights == {"a": 8.0, "b": 8.0}
+    await fleet.close()
+    assert engine.closed
+
+
+@pytest.mark.parametrize(
+    ("call", "phase"),
+    [
+        ("version", "probe"),
+        ("init", "init"),
+        ("pause keep", "pause"),
+        ("start", "start"),
+        ("update 2", "update, bucket 2/2"),
+        ("finish", "finish"),
+        ("resume", "resume"),
+    ],
+)
+async def test_a_lost_engine_is_named_with_its_phase_and_the_other_is_served(call, phase):
+    good, bad = Engine(), Engine({call: EngineLost("gone")})
+    directory = Directory(good=good, bad=bad)
+    report = await make_fleet(directory).publish(V0, buckets())
+    assert report.engines == ["good"]
+    assert report.failures == [f"bad failed in {phase}: EngineLost: gone"]
+    assert directory.removed == {"bad": report.failures[0]}
+    assert directory.published == (V0, ["good"])
+    assert good.calls[-1] == "resume"
+    assert good.weights == {"a": 4.0, "b": 4.0}
+    assert bad.closed
+
+
+async def test_an_error_that_may_be_anothers_fault_gets_a_second_chance_alone():
+    engines = {"a": Engine(), "b": Engine({"update 1": EngineError("connection closed by peer")})}
+    directory = Directory(**engines)
+    report = await make_fleet(directory).publish(V0, buckets())
+    assert (sorted(report.engines), report.failures) == (["a", "b"], [])
+    assert [engine.calls.count("resume") for engine in engines.values()] == [1, 1]
+
+
+async def test_an_engine_that_fails_alone_is_cut_off():
+    faults = {f"update {n}": EngineError("out of memory") for n in (1, 2)}
+    directory = Directory(a=Engine(), b=Engine(faults))
+    report = await make_fleet(directory).publish(V0, buckets())
+    assert report.engines == ["a"]
+    assert report.failures == ["b failed in update, bucket 1/2: EngineError: out of memory"]
+
+
+async def test_damaged_bytes_are_never_served():
+    engine, damaged = Engine(), buckets()
+    damaged[1].data[0] ^= 1
+    directory = Directory(a=engine)
+    with pytest.raises(WeightSyncError, match=r"bucket 2/2: EngineError: checksum of the bucket from 'b' on"):
+        await make_fleet(directory).publish(V0, damaged)
+    assert "finish" not in engine.calls
+    assert "resume" not in engine.calls
+    assert "checksum" in directory.removed["a"]
+
+
+async def test_an_engine_that_serves_another_version_is_cut_off():
+    class Stubborn(Engine):
+        async def finish_update(self, version):
+            self.serves = Version(0, 7)
+
+    directory = Directory(a=Engine(), b=Stubborn())
+    report = await make_fleet(directory).publish(V0, buckets())
+    assert report.failures == ["b failed in verify: it serves 0.7, not 0.0"]
+
+
+async def test_an_engine_without_an_answer_is_cut_off_at_the_deadline():
+    class Silent(Engine):
+        async def pause(self, mode="keep"):
+            await asyncio.Event().wait()
+
+    directory = Directory(a=Engine(), b=Silent())
+    report = await make_fleet(directory, timeout_s=0.1).publish(V0, buckets())
+    assert report.failures == ["b failed in pause: no answer within 0.1 s"]
+
+
+async def test_publication_waits_for_a_first_engine():
+    directory, engine = Directory(a=Engine({"version": EngineLost("gone")})), Engine()
+    publication = asyncio.create_task(make_fleet(directory, engine_wait_s=5).publish(V0, buckets()))
+    await eventually(lambda: directory.removed)
+    directory.add("b", engine)
+    assert (await publication).engines == ["b"]
+
+
+async def test_without_any_engine_the_publication_fails_at_the_deadline():
+    with pytest.raises(WeightSyncError, match=r"no engine took version 0\.0 in 0\.1 s: none was registered"):
+        await make_fleet(Directory(), engine_wait_s=0.1).publish(V0, buckets())
+
+
+async def test_late_engines_are_caught_up_whatever_happens_to_one_of_them_or_to_the_queue(monkeypatch):
+    monkeypatch.setattr(fleet_module, "RETRY_S", 0.01)
+    directory = Directory(a=Engine())
+    fleet = make_fleet(directory)
+    loop = asyncio.create_task(fleet.keep_caught_up())
+    await fleet.publish(V0, buckets())
+    directory.lost = 2
+    bad, late = Engine({"start": EngineLost("gone")}), Engine()
+    directory.add("bad", bad)
+    directory.add("late", late)
+    await eventually(lambda: directory.confirmed)
+    assert directory.confirmed == [("late", V0)]
+    assert directory.removed == {"bad": "bad failed in start: EngineLost: gone"}
+    assert late.weights == {"a": 4.0, "b": 4.0}
+    assert sorted((await fleet.publish(V1, buckets())).engines) == ["a", "late"]
+    assert not loop.done()
+    loop.cancel()
+
+
+async def test_suspended_engines_sleep_through_training_and_go_on_with_new_weights():
+    engine, dying = Engine(), Engine({"sleep 2": EngineLost("gone")})
+    directory = Directory(a=engine, dying=dying)
+    fleet = make_fleet(directory)
+    loop = asyncio.create_task(fleet.keep_caught_up())
+    await fleet.publish(V0, buckets())
+    engine.calls.clear()
+    await fleet.suspend()
+    await fleet.suspend()
+    assert engine.calls == ["pause keep", "sleep 2"]
+    assert directory.removed == {"dying": "dying failed in sleep: EngineLost: gone"}
+
+    late = Engine()
+    directory.add("late", late)
+    await asyncio.sleep(0.05)
+    assert late.calls == []  # the devices belong to the trainer
+
+    engine.calls.clear()
+    assert (await fleet.publish(V1, buckets())).engines == ["a", "late"]
+    wake, ready = engine.calls.index("wake weights"), engine.calls.index("wake kv_cache")
+    assert wake < engine.calls.index("start") < engine.calls.index("finish") < ready < engine.calls.index("resume")
+    assert "pause keep" not in engine.calls
+    assert not any(call.startswith("wake") for call in late.calls)
+    loop.cancel()

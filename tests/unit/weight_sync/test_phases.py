@@ -1,0 +1,48 @@
+"""The order in which engines and trainer use shared devices."""
+
+import pytest
+
+from rl_async.messages import Version
+from rl_async.weight_sync.phases import Bystander, build_phase
+from rl_async.weight_sync.protocol import SyncReport
+
+
+class Recorder:
+    """Writes down what is called."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def publish(self, version, buckets):
+        self.calls.append(f"publish {version}")
+        return SyncReport(version=version, seconds=1.0, pause_seconds=0.5, nbytes=3, engines=["a"], failures=[])
+
+    def suspend(self):
+        self.calls.append("suspend")
+
+    def __getattr__(self, name):
+        return lambda: self.calls.append(name)
+
+
+@pytest.mark.parametrize(
+    ("mode", "before", "after"),
+    [
+        ("disaggregated", [], ["publish 0.1"]),
+        ("colocated", ["suspend", "barrier", "onload"], ["offload", "barrier", "publish 0.1"]),
+    ],
+)
+def test_order(mode, before, after):
+    record = Recorder()
+    phase = build_phase(mode, record, barrier=record.barrier, onload=record.onload, offload=record.offload)
+    phase.before_train()
+    assert record.calls == before
+    assert phase.after_train(Version(0, 1), []).engines == ["a"]
+    assert record.calls == before + after
+
+
+def test_other_ranks_move_their_optimizer_but_speak_to_no_engine():
+    record = Recorder()
+    phase = build_phase("colocated", Bystander(), barrier=record.barrier, onload=record.onload, offload=record.offload)
+    phase.before_train()
+    assert phase.after_train(Version(0, 1), []).engines == []
+    assert record.calls == ["barrier", "onload", "offload", "barrier"]

@@ -1,0 +1,87 @@
+"""The receiving side: what it hands to the engine, and what it refuses."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from rl_async.errors import WeightSyncError
+from rl_async.weight_sync.buckets import make_buckets
+from rl_async.weight_sync.gloo import GlooReceiver, GlooSender
+from rl_async.weight_sync.ipc import SharedMemorySender
+from rl_async.weight_sync.protocol import InitInfo
+from rl_async.weight_sync.receiver import WeightReceiver
+
+NAMED = [("a", torch.arange(4.0)), ("b", torch.ones(2, 3, dtype=torch.bfloat16))]
+
+
+@pytest.fixture
+def staged():
+    """A bucket in shared memory, and its manifest."""
+    sender = SharedMemorySender(1, "", 1.0)
+    (bucket,) = make_buckets(NAMED, 1 << 10)
+    yield sender.stage(bucket)
+    sender.close()
+
+
+def receive(staged, load) -> None:
+    receiver = WeightReceiver(load)
+    receiver.init(InitInfo(backend="ipc"))
+    receiver.update(staged)
+
+
+def test_the_loader_gets_the_tensors():
+    loaded = {}
+    sender = SharedMemorySender(1, "", 1.0)
+    (bucket,) = make_buckets(NAMED, 1 << 10)
+    staged = sender.stage(bucket)
+    receive(staged, lambda named: loaded.update((name, tensor.clone()) for name, tensor in named))
+    sender.close()
+    assert not Path("/dev/shm", staged.shm_name).exists()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in NAMED)
+
+
+def test_a_loader_cannot_change_the_bytes_of_other_engines(staged):
+    others = []
+    receive(staged, lambda named: [tensor.zero_() for _, tensor in named])
+    receive(staged, lambda named: others.append(named[0][1].tolist()))
+    assert others == [[0.0, 1.0, 2.0, 3.0]]
+
+
+def test_nothing_is_loaded_if_the_checksum_differs(staged):
+    loaded = []
+    with pytest.raises(WeightSyncError, match="checksum"):
+        receive(msgspec.structs.replace(staged, checksum="0" * 32), loaded.extend)
+    assert loaded == []
+
+
+@pytest.mark.parametrize("name", ["", "../etc/passwd", "psm_missing"])
+def test_a_segment_that_is_not_there_is_refused(staged, name):
+    with pytest.raises(WeightSyncError, match="shared memory"):
+        receive(msgspec.structs.replace(staged, shm_name=name), lambda _: None)
+
+
+def test_a_manifest_larger_than_its_segment_is_refused(staged):
+    with pytest.raises(WeightSyncError, match="shared memory"):
+        receive(msgspec.structs.replace(staged, shapes=[[1 << 20], [2, 3]]), lambda _: None)
+
+
+def test_an_update_needs_an_init(staged):
+    with pytest.raises(WeightSyncError, match="before the transfer was initialised"):
+        WeightReceiver(lambda _: None).update(staged)
+
+
+def test_gloo_gives_up_at_the_deadline_when_nobody_comes():
+    sender = GlooSender(1, "lonely", 0.3)
+    with pytest.raises(WeightSyncError, match="gloo group lonely: rank 0 of 2 could not meet"):
+        sender.connect()
+    sender.close()
+    with pytest.raises(WeightSyncError, match="gloo group lonely is closed"):
+        sender.connect()
+
+
+def test_gloo_gives_up_when_there_is_no_store():
+    info = GlooSender(1, "gone", 0.3).init_info(0)  # the sender is dropped at once, and its store with it
+    with pytest.raises(WeightSyncError, match=f"no store at 127.0.0.1:{info.master_port}"):
+        GlooReceiver(info)
