@@ -1,0 +1,122 @@
+"""Combinations that cannot work, refused before anything starts. Each rule names the keys and the way out."""
+
+from collections.abc import Callable, Iterator
+
+from rl_async.configs.schema import RunConfig
+from rl_async.errors import ConfigError
+
+Rule = Callable[[RunConfig], str | None]
+
+
+def _engine(c: RunConfig) -> str | None:
+    if c.rollout.engine != "embedded":
+        return f"rollout.engine={c.rollout.engine} is not available yet; use embedded"
+    return None
+
+
+def _backend(c: RunConfig) -> str | None:
+    if c.trainer.backend != "fsdp2":
+        return f"trainer.backend={c.trainer.backend} is not available yet; use fsdp2"
+    return None
+
+
+def _tensor_parallel(c: RunConfig) -> str | None:
+    if c.trainer.tensor_parallel > 1:
+        return (
+            f"trainer.tensor_parallel={c.trainer.tensor_parallel} needs a backend with tensor parallelism, and "
+            "trainer.backend=fsdp2 has none; use trainer.ranks for data parallelism"
+        )
+    return None
+
+
+def _journal(c: RunConfig) -> str | None:
+    if c.queue.journal != "memory":
+        return f"queue.journal={c.queue.journal} is not available yet; use memory"
+    return None
+
+
+def _transport(c: RunConfig) -> str | None:
+    transport = c.weight_sync.transport
+    if transport not in ("auto", "gloo", "ipc"):
+        return f"weight_sync.transport={transport} is not available yet; use auto, gloo or ipc"
+    if transport == "gloo" and c.mode == "colocated":
+        return "weight_sync.transport=gloo does not go with --mode colocated; use auto or ipc"
+    return None
+
+
+def _truncation(c: RunConfig) -> str | None:
+    if c.rollout.top_p < 1 or c.rollout.top_k > 0:
+        return (
+            "rollout.top_p < 1 or rollout.top_k > 0 cut tokens off, whose true log-probability the trainer then "
+            "cannot know; train with top_p=1 and top_k=0"
+        )
+    return None
+
+
+def _publish_every(c: RunConfig) -> str | None:
+    if c.weight_sync.every > c.queue.max_staleness + 1:
+        return (
+            f"weight_sync.every={c.weight_sync.every} would wait for ever: all slots are used up after "
+            f"queue.max_staleness + 1 = {c.queue.max_staleness + 1} steps; publish at least that often"
+        )
+    return None
+
+
+def _group_size(c: RunConfig) -> str | None:
+    if c.algorithm.advantage == "grpo" and c.rollout.group_size < 2:
+        return "algorithm.advantage=grpo compares the members of a group; rollout.group_size must be at least 2"
+    return None
+
+
+def _minibatches(c: RunConfig) -> str | None:
+    rows = c.data.train_batch_groups * c.rollout.group_size
+    if rows < c.trainer.minibatches * c.trainer.ranks:
+        return (
+            f"{rows} trajectories per step (data.train_batch_groups * rollout.group_size) cannot fill "
+            f"trainer.minibatches={c.trainer.minibatches} on trainer.ranks={c.trainer.ranks}"
+        )
+    return None
+
+
+def _lengths(c: RunConfig) -> str | None:
+    if c.agent.max_tokens > c.rollout.max_model_len:
+        return (
+            f"agent.max_tokens={c.agent.max_tokens} is longer than an engine accepts "
+            f"(rollout.max_model_len={c.rollout.max_model_len})"
+        )
+    return None
+
+
+def _make(c: RunConfig) -> str | None:
+    if c.data.make and not isinstance(c.data.path, str):
+        return "data.make writes one file; data.path must then be a single path"
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    _engine,
+    _backend,
+    _tensor_parallel,
+    _journal,
+    _transport,
+    _truncation,
+    _publish_every,
+    _group_size,
+    _minibatches,
+    _lengths,
+    _make,
+)
+
+
+def problems(config: RunConfig) -> Iterator[str]:
+    """Every broken rule, as a message."""
+    for rule in RULES:
+        if message := rule(config):
+            yield message
+
+
+def check(config: RunConfig) -> None:
+    """Raise ConfigError with all broken rules."""
+    found = list(problems(config))
+    if found:
+        raise ConfigError("; ".join(found))
