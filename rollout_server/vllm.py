@@ -1,0 +1,213 @@
+"""Client of one engine that speaks vLLM's HTTP dialect: vLLM itself, or the embedded engine.
+
+Routes under /inference need vLLM's ``--enable-scale-out``, the control routes its development mode; start it with
+``--logprobs-mode processed_logprobs``, so that log-probabilities are those of the sampling distribution.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import aiohttp
+import msgspec
+
+from rl_async.errors import EngineLost, EngineRejected
+from rl_async.messages import Version, VersionRun
+from rl_async.rollout_server.api import GenerateRequest, GenerateResult, PauseMode
+from rl_async.weight_sync.protocol import FinishBody, InitBody, InitInfo, UpdateBody, UpdateInfo
+
+MIN_VERSION_HEADER = "X-Min-Weight-Version"
+REQUEST_PREFIX = "generate-tokens-"  # vLLM puts it before the ids of this route, and aborts only by the full id
+
+
+class _SamplingBody(msgspec.Struct, omit_defaults=True):
+    """Every sampling key that is ever sent: vLLM ignores unknown ones without a word."""
+
+    max_tokens: int
+    temperature: float
+    logprobs: int
+    stop_token_ids: list[int]
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+
+
+class _GenerateBody(msgspec.Struct):
+    request_id: str
+    token_ids: list[int]
+    sampling_params: _SamplingBody
+    stream: bool = False
+
+
+class _Logprob(msgspec.Struct):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Logprob]
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int]
+    finish_reason: Literal["stop", "length", "abort"]
+    logprobs: _Logprobs | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class _WeightInfo(msgspec.Struct):
+    weight_version: str | None = None
+
+
+class _Checksums(msgspec.Struct):
+    checksums: dict[str, str]
+
+
+class VllmEngine:
+    """One engine at ``url``. Methods raise EngineRejected for 4xx answers, EngineLost for everything that fails.
+
+    Calls other than ``generate`` leave deadlines to their caller, who cancels them.
+    """
+
+    def __init__(self, url: str, timeout_s: float = 600.0) -> None:
+        self.url = url.rstrip("/")
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=5.0)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def generate(self, request: GenerateRequest, *, session: str = "") -> GenerateResult:
+        """Sample once. Raises EngineLost also when the engine is older than ``request.min_version`` (409)."""
+        sampling = request.sampling
+        body = _GenerateBody(
+            request_id=request.request_id,
+            token_ids=request.token_ids,
+            sampling_params=_SamplingBody(
+                max_tokens=request.max_tokens,
+                temperature=sampling.temperature,
+                logprobs=0,  # the sampled token's only
+                stop_token_ids=request.stop_token_ids,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                seed=request.seed,
+            ),
+        )
+        headers = {MIN_VERSION_HEADER: str(request.min_version)}
+        raw = await self._call("POST", "/inference/v1/generate", body, headers=headers)
+        choice = self._decode(raw, _Answer).choices[0]
+        if choice.logprobs is None or len(choice.logprobs.content) != len(choice.token_ids):
+            raise EngineRejected(f"{self.url} answered without one log-probability per sampled token")
+        return GenerateResult(
+            token_ids=choice.token_ids,
+            logprobs=[item.logprob for item in choice.logprobs.content],
+            versions=[VersionRun(self._version(s.version), s.start, s.end) for s in choice.weight_versions or []],
+            finish_reason=choice.finish_reason,
+        )
+
+    async def abort(self, request_id: str | None = None) -> None:
+        """Abort one request, or all."""
+        body = {"request_ids": [REQUEST_PREFIX + request_id]} if request_id is not None else {}
+        await self._call("POST", "/abort_requests", body)
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop decoding: keep requests (their caches are recomputed), wait for them, or abort them."""
+        await self._call("POST", "/pause", params={"mode": mode})
+
+    async def resume(self) -> None:
+        """Go on decoding."""
+        await self._call("POST", "/resume")
+
+    async def init_transfer(self, init: InitInfo) -> None:
+        """Join a weight-transfer group."""
+        await self._call("POST", "/init_weight_transfer_engine", InitBody(init))
+
+    async def start_update(self) -> None:
+        """Begin a weight update."""
+        await self._call("POST", "/start_weight_update")
+
+    async def update(self, info: UpdateInfo) -> None:
+        """Receive one bucket."""
+        await self._call("POST", "/update_weights", UpdateBody(info))
+
+    async def finish_update(self, version: Version) -> None:
+        """All buckets were sent; the weights are ``version``."""
+        await self._call("POST", "/finish_weight_update", FinishBody(str(version)))
+
+    async def version(self) -> Version | None:
+        """The version that the engine serves; None before its first update."""
+        info = self._decode(await self._call("GET", "/weight_info"), _WeightInfo)
+        if info.weight_version is None or info.weight_version == "default":
+            return None
+        return self._version(info.weight_version)
+
+    async def checksums(self) -> dict[str, str]:
+        """A checksum per loaded tensor."""
+        raw = await self._call("POST", "/weight_checker", {"action": "checksum"})
+        return self._decode(raw, _Checksums).checksums
+
+    async def sleep(self, level: int) -> None:
+        """Free device memory: 1 the KV cache, 2 the weights too."""
+        await self._call("POST", "/sleep", params={"level": str(level)})
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        """Take memory back for ``weights`` and/or ``kv_cache``."""
+        await self._call("POST", "/wake_up", params=[("tags", tag) for tag in tags])
+
+    async def health(self) -> bool:
+        """Whether the engine answers its probe within 5 s."""
+        try:
+            async with asyncio.timeout(5.0):
+                await self._call("GET", "/health")
+        except (EngineLost, EngineRejected, TimeoutError):
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _call(
+        self, method: str, path: str, body: Any = None, *, params: Any = None, headers: dict[str, str] | None = None
+    ) -> bytes:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+            )
+        data = None if body is None else msgspec.json.encode(body)
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        try:
+            async with self._session.request(
+                method, self.url + path, data=data, params=params, headers=sent
+            ) as response:
+                raw = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineLost(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+        if response.status == 200:
+            return raw
+        text = f"{self.url}{path} answered {response.status}: {raw[:500].decode(errors='replace')}"
+        if 400 <= response.status < 500 and response.status != 409:
+            raise EngineRejected(text)
+        raise EngineLost(text)
+
+    def _decode(self, raw: bytes, kind: Any) -> Any:
+        try:
+            return msgspec.json.decode(raw, type=kind)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise EngineLost(f"{self.url} answered what is not {kind.__name__.strip('_')}: {error}") from error
+
+    def _version(self, text: str) -> Version:
+        try:
+            return Version.parse(text)
+        except ValueError as error:
+            raise EngineLost(f"{self.url} serves weights {text!r} that this run did not send") from error
