@@ -1,0 +1,365 @@
+"""Clients of the queue: ``QueueClient`` for an event loop, ``SyncQueueClient`` for a thread that may block.
+
+Every request may be sent twice: the queue answers a repetition as it answered the first. So a client that hears
+nothing opens a new connection, says hello, and sends its unanswered requests again, until their deadline.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self, TypeVar
+
+import zmq
+import zmq.asyncio
+
+from rl_async import codec
+from rl_async import messages as m
+from rl_async.codec import Frame
+from rl_async.errors import ProtocolError, QueueLost
+from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.session import (
+    Session,
+    expect,
+    expect_either,
+    set_options,
+    trajectories,
+    wait_of,
+    wants_hello,
+)
+
+PATIENCE_S = 3.0  # without an answer for this long (beyond the wait asked for), reconnect; doubled each time
+
+R = TypeVar("R", bound=m.Reply)
+S = TypeVar("S", bound=m.Reply)
+
+
+class QueueClient:
+    """Any number of concurrent requests over one DEALER. Use it as ``async with``, on one event loop.
+
+    All methods raise QueueLost when no answer came within ``timeout_s`` beyond the wait asked for, and ProtocolError
+    when the answer makes no sense.
+    """
+
+    def __init__(self, address: str, *, role: str, name: str, timeout_s: float = 60.0) -> None:
+        self._session = Session(address, role, name)
+        self._timeout_s = timeout_s
+        self._context: zmq.asyncio.Context | None = None
+        self._socket: zmq.asyncio.Socket | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._hello_id = b""
+        self._connection = 0  # counts connections
+        self._pending: dict[bytes, asyncio.Future[wire.ReplyMessage]] = {}
+        self._broken: QueueLost | ProtocolError | None = None
+
+    @property
+    def worker(self) -> str:
+        """The name under which this client leases, unique to it."""
+        return self._session.worker
+
+    async def __aenter__(self) -> Self:
+        self._context = zmq.asyncio.Context()
+        await self._connect()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._disconnect()
+        if self._context is not None:
+            self._context.term()
+
+    async def _connect(self) -> None:
+        if self._context is None:
+            raise RuntimeError("use the queue client as `async with`")
+        self._connection += 1
+        self._socket = self._context.socket(zmq.DEALER)
+        set_options(self._socket)
+        self._socket.connect(self._session.address)
+        self._hello_id, frames = self._session.hello()
+        await self._socket.send_multipart(frames)
+        self._reader = asyncio.create_task(self._read(self._socket), name="queue client reader")
+
+    async def _disconnect(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.cancel()
+            await asyncio.wait([reader])
+        if self._socket is not None:
+            self._socket.close(0)
+
+    async def _reconnect(self, connection: int) -> None:
+        """Replace the connection, unless another request has done so since ``connection`` was counted."""
+        if connection == self._connection and self._broken is None:
+            await self._disconnect()
+            await self._connect()
+
+    async def _read(self, socket: zmq.asyncio.Socket) -> None:
+        """Consumes replies; produces the results of pending requests. Waits for the socket; ended by cancellation.
+
+        An error that concerns the whole connection ends every request, present and future.
+        """
+        try:
+            while True:
+                message = wire.decode_reply(await socket.recv_multipart(copy=False))
+                if message.request_id == self._hello_id:
+                    self._session.welcome(message.reply)
+                    continue
+                future = self._pending.get(message.request_id)
+                if future is not None and not future.done():
+                    future.set_result(message)
+        except (QueueLost, ProtocolError) as error:
+            self._broken = error
+            for future in self._pending.values():
+                if not future.done():
+                    future.set_exception(error)
+
+    async def exchange(
+        self, request: m.Request, payload: Sequence[Frame] = (), *, timeout_s: float | None = None
+    ) -> wire.ReplyMessage:
+        """Send a request until it is answered."""
+        wait_s, timeout_s = wait_of(request), self._timeout_s if timeout_s is None else timeout_s
+        began = time.monotonic()
+        deadline = began + wait_s + timeout_s
+        patience = wait_s + PATIENCE_S
+        request_id = self._session.ids.take()
+        frames = wire.encode(request_id, request, payload)
+        try:
+            while True:
+                if self._broken is not None:
+                    raise self._broken
+                future = asyncio.get_running_loop().create_future()
+                self._pending[request_id] = future
+                connection = self._connection
+                if self._socket is None:
+                    raise RuntimeError("use the queue client as `async with`")
+                await self._socket.send_multipart(frames, copy=False)
+                await asyncio.wait([future], timeout=max(0.0, min(patience, deadline - time.monotonic())))
+                if future.done() and not wants_hello(future.result().reply):
+                    return wire.checked(future.result())
+                if time.monotonic() >= deadline:
+                    raise self._session.lost(request, time.monotonic() - began)
+                patience *= 2
+                await self._reconnect(connection)
+        finally:
+            self._pending.pop(request_id, None)
+
+    async def request(
+        self, message: m.Request, frames: Sequence[Frame] = (), *, timeout_s: float | None = None
+    ) -> tuple[m.Reply, list[Frame]]:
+        """Send any request; its reply, which may be Refused, and the reply's payload."""
+        answer = await self.exchange(message, frames, timeout_s=timeout_s)
+        return answer.reply, answer.payload
+
+    async def _ask(self, request: m.Request, kind: type[R]) -> R:
+        return expect((await self.exchange(request)).reply, kind)
+
+    async def _ask_either(self, request: m.Request, kind: type[R], other: type[S]) -> R | S:
+        return expect_either((await self.exchange(request)).reply, kind, other)
+
+    # --- agent workers ----------------------------------------------------------------------------------------------
+
+    async def lease(self, max_groups: int, wait_s: float) -> m.Leased:
+        """Groups to generate, empty if there were none within ``wait_s``."""
+        return await self._ask(m.Lease(worker=self.worker, max_groups=max_groups, wait_s=wait_s), m.Leased)
+
+    async def renew(self) -> m.Done:
+        """Keep this worker's leases."""
+        return await self._ask(m.Renew(worker=self.worker), m.Done)
+
+    async def put(self, trajectory: m.Trajectory) -> m.Done | m.Refused:
+        """Hand over a trajectory; Refused (``fenced``) if it is no longer wanted."""
+        request = m.Put(worker=self.worker, header=trajectory.header())
+        reply = (await self.exchange(request, codec.encode(trajectory))).reply
+        return expect_either(reply, m.Done, m.Refused)
+
+    async def fail(self, group_id: int, sample: int, attempt: int, error: str) -> m.Done | m.Refused:
+        """Give up one attempt at one sample."""
+        request = m.Fail(worker=self.worker, group_id=group_id, sample=sample, attempt=attempt, error=error)
+        return await self._ask_either(request, m.Done, m.Refused)
+
+    # --- engines ----------------------------------------------------------------------------------------------------
+
+    async def engines(self, after: int = -1, wait_s: float = 0.0) -> m.EngineList:
+        """The registry, at once or when its revision passes ``after``."""
+        return await self._ask(m.Engines(after=after, wait_s=wait_s), m.EngineList)
+
+    async def register_engine(self, engine_id: str, url: str, kind: str) -> m.Done:
+        """Announce an engine that answers its health probe."""
+        return await self._ask(m.RegisterEngine(engine_id=engine_id, url=url, kind=kind), m.Done)
+
+    async def remove_engine(self, engine_id: str, reason: str) -> m.Done:
+        """Announce that an engine is gone."""
+        return await self._ask(m.RemoveEngine(engine_id=engine_id, reason=reason), m.Done)
+
+    async def confirm(self, engine_id: str, version: m.Version) -> m.Done | m.Refused:
+        """An engine caught up; Refused if it was removed meanwhile."""
+        return await self._ask_either(m.Confirm(engine_id=engine_id, version=version), m.Done, m.Refused)
+
+    async def publish(self, version: m.Version, engines: Sequence[str]) -> m.Done:
+        """These engines confirmed ``version``."""
+        return await self._ask(m.Publish(version=version, engines=list(engines)), m.Done)
+
+    # --- the run ----------------------------------------------------------------------------------------------------
+
+    async def status(self) -> m.StatusReport:
+        """Counts of everything."""
+        return await self._ask(m.Status(), m.StatusReport)
+
+    async def evaluate(self, eval_id: int) -> m.Done:
+        """Begin an evaluation."""
+        return await self._ask(m.Evaluate(eval_id=eval_id), m.Done)
+
+    async def eval_result(self, eval_id: int, wait_s: float) -> m.Reserved | m.NotReady:
+        """What an evaluation produced, once it is complete."""
+        return await self._ask_either(m.EvalResult(eval_id=eval_id, wait_s=wait_s), m.Reserved, m.NotReady)
+
+    async def fetch(self, rows: Sequence[tuple[int, int]]) -> list[m.Trajectory]:
+        """The trajectories of these (group, sample)."""
+        return trajectories(await self.exchange(m.Fetch(rows=list(rows))))
+
+    async def finish(self) -> m.Done:
+        """The run is over."""
+        return await self._ask(m.Finish(), m.Done)
+
+
+class SyncQueueClient:
+    """One request at a time over one DEALER, blocking. Use it as ``with``, in one thread.
+
+    All methods raise QueueLost when no answer came within ``timeout_s`` beyond the wait asked for, and ProtocolError
+    when the queue refuses or the answer makes no sense.
+    """
+
+    def __init__(self, address: str, *, role: str, name: str, timeout_s: float = 60.0) -> None:
+        self._session = Session(address, role, name)
+        self._timeout_s = timeout_s
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._hello_id = b""
+
+    def __enter__(self) -> Self:
+        self._connect()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; the client cannot be used any more."""
+        if self._socket is not None:
+            self._socket.close(0)
+        self._context.term()
+
+    def _connect(self) -> "zmq.Socket[bytes]":
+        if self._socket is not None:
+            self._socket.close(0)
+        self._socket = self._context.socket(zmq.DEALER)
+        set_options(self._socket)
+        self._socket.connect(self._session.address)
+        self._hello_id, frames = self._session.hello()
+        self._socket.send_multipart(frames)
+        return self._socket
+
+    def exchange(self, request: m.Request, *, timeout_s: float | None = None) -> wire.ReplyMessage:
+        """Send a request until it is answered."""
+        wait_s, timeout_s = wait_of(request), self._timeout_s if timeout_s is None else timeout_s
+        began = time.monotonic()
+        deadline = began + wait_s + timeout_s
+        patience = wait_s + PATIENCE_S
+        request_id = self._session.ids.take()
+        frames = wire.encode(request_id, request)
+        socket = self._socket or self._connect()
+        while True:
+            socket.send_multipart(frames)
+            answer = self._receive(socket, request_id, min(deadline, time.monotonic() + patience))
+            if answer is not None and not wants_hello(answer.reply):
+                return wire.checked(answer)
+            if time.monotonic() >= deadline:
+                raise self._session.lost(request, time.monotonic() - began)
+            patience *= 2
+            socket = self._connect()
+
+    def _receive(self, socket: "zmq.Socket[bytes]", request_id: bytes, until: float) -> wire.ReplyMessage | None:
+        """The reply to ``request_id``; late replies to earlier requests are passed over. None when time is up."""
+        while (left := until - time.monotonic()) > 0:
+            if not socket.poll(max(1, int(left * 1000))):
+                continue
+            message = wire.decode_reply(socket.recv_multipart(copy=False))
+            if message.request_id == self._hello_id:
+                self._session.welcome(message.reply)
+            elif message.request_id == request_id:
+                return message
+        return None
+
+    def request(self, message: m.Request, *, timeout_s: float | None = None) -> tuple[m.Reply, list[Frame]]:
+        """Send any request; its reply, which may be Refused, and the reply's payload."""
+        answer = self.exchange(message, timeout_s=timeout_s)
+        return answer.reply, answer.payload
+
+    def _ask(self, request: m.Request, kind: type[R]) -> R:
+        return expect(self.exchange(request).reply, kind)
+
+    def _ask_either(self, request: m.Request, kind: type[R], other: type[S]) -> R | S:
+        return expect_either(self.exchange(request).reply, kind, other)
+
+    def reserve(self, step: int, wait_s: float) -> m.Reserved | m.NotReady:
+        """Fix the batch of ``step``."""
+        return self._ask_either(m.Reserve(step=step, wait_s=wait_s), m.Reserved, m.NotReady)
+
+    def fetch(self, rows: Sequence[tuple[int, int]]) -> list[m.Trajectory]:
+        """The trajectories of these (group, sample)."""
+        return trajectories(self.exchange(m.Fetch(rows=list(rows))))
+
+    def commit(self, step: int) -> m.Done:
+        """The batch of ``step`` was trained."""
+        return self._ask(m.Commit(step=step), m.Done)
+
+    def publish(self, version: m.Version, engines: Sequence[str]) -> m.Done:
+        """These engines confirmed ``version``."""
+        return self._ask(m.Publish(version=version, engines=list(engines)), m.Done)
+
+    def confirm(self, engine_id: str, version: m.Version) -> m.Done | m.Refused:
+        """An engine caught up; Refused if it was removed meanwhile."""
+        return self._ask_either(m.Confirm(engine_id=engine_id, version=version), m.Done, m.Refused)
+
+    def snapshot(self) -> bytes:
+        """What a checkpoint must keep of the queue."""
+        return self._ask(m.Snapshot(), m.SnapshotTaken).snapshot
+
+    def resume(self, step: int, lineage: int, snapshot: bytes = b"") -> m.Resumed:
+        """Go back to the checkpoint after ``step`` completed steps."""
+        return self._ask(m.Resume(step=step, lineage=lineage, snapshot=snapshot), m.Resumed)
+
+    def retire(self, step: int) -> m.Done:
+        """The checkpoint after ``step`` completed steps is durable."""
+        return self._ask(m.Retire(step=step), m.Done)
+
+    def evaluate(self, eval_id: int) -> m.Done:
+        """Begin an evaluation."""
+        return self._ask(m.Evaluate(eval_id=eval_id), m.Done)
+
+    def eval_result(self, eval_id: int, wait_s: float) -> m.Reserved | m.NotReady:
+        """What an evaluation produced, once it is complete."""
+        return self._ask_either(m.EvalResult(eval_id=eval_id, wait_s=wait_s), m.Reserved, m.NotReady)
+
+    def engines(self, after: int = -1, wait_s: float = 0.0) -> m.EngineList:
+        """The registry, at once or when its revision passes ``after``."""
+        return self._ask(m.Engines(after=after, wait_s=wait_s), m.EngineList)
+
+    def register_engine(self, engine_id: str, url: str, kind: str) -> m.Done:
+        """Announce an engine that answers its health probe."""
+        return self._ask(m.RegisterEngine(engine_id=engine_id, url=url, kind=kind), m.Done)
+
+    def remove_engine(self, engine_id: str, reason: str) -> m.Done:
+        """Announce that an engine is gone."""
+        return self._ask(m.RemoveEngine(engine_id=engine_id, reason=reason), m.Done)
+
+    def status(self) -> m.StatusReport:
+        """Counts of everything."""
+        return self._ask(m.Status(), m.StatusReport)
+
+    def finish(self) -> m.Done:
+        """The run is over."""
+        return self._ask(m.Finish(), m.Done)

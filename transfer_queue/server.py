@@ -1,0 +1,279 @@
+"""The queue's socket: one ROUTER on one event loop around the pure store.
+
+    DEALERs --request--> [decode -> handler -> store] --reply--> DEALERs
+                                |  transitions
+                                v
+                 journal, ledger, payloads; parked long-polls are tried again
+
+Nothing but this loop touches the store, so handlers need no locks. A request that nobody can understand is answered
+Malformed and counted; one that does not apply is answered Refused. Neither changes anything.
+"""
+
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from rl_async import messages as m
+from rl_async.codec import Frame
+from rl_async.errors import ProtocolError, UserError
+from rl_async.transfer_queue import transitions as t
+from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.payloads import Payloads
+from rl_async.transfer_queue.store import Store
+
+log = logging.getLogger("rl_async.queue")
+
+TICK_S = 0.05  # deadlines of waits and leases are kept to within this
+MAX_WAIT_S = 60.0  # longer waits are cut to this
+REMEMBERED = 4096  # answers to leases, and peers that said hello
+
+
+class Answer(NamedTuple):
+    """A reply and its payload frames."""
+
+    reply: m.Reply
+    payload: Sequence[Frame] = ()
+
+
+class Parked(NamedTuple):
+    """A long-poll that waits for the store to change."""
+
+    identity: bytes
+    request: m.Request
+    deadline: float
+
+
+class Outgoing(NamedTuple):
+    """An answer with its address."""
+
+    identity: bytes
+    request_id: bytes
+    answer: Answer
+
+
+# Which transitions can change the answer to a parked request.
+_WAKES: dict[type[m.Request], frozenset[type[t.Transition]]] = {
+    m.Lease: frozenset(
+        {
+            t.LeaseLost,
+            t.SampleFailed,
+            t.GroupDropped,
+            t.DeadLettered,
+            t.BatchReserved,
+            t.Published,
+            t.Retired,
+            t.EvalOpened,
+            t.RunFinished,
+        }
+    ),
+    m.Reserve: frozenset({t.GroupReady, t.GroupDropped, t.DeadLettered, t.BatchReserved}),
+    m.EvalResult: frozenset({t.GroupReady, t.EvalClosed}),
+    m.Engines: frozenset({t.EnginesChanged}),
+}
+
+
+class QueueServer:
+    """Answers requests from the store. ``handle`` and ``tick`` are synchronous; ``serve`` is the loop around them."""
+
+    def __init__(
+        self,
+        store: Store,
+        payloads: Payloads,
+        feed: t.Feed,
+        run_id: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._payloads, self._run_id, self._clock = store, payloads, run_id, clock
+        self._changed: set[type[t.Transition]] = set()
+        feed.subscribe(lambda transition: self._changed.add(type(transition)))
+        self._parked: dict[type[m.Request], dict[bytes, Parked]] = {kind: {} for kind in _WAKES}
+        self._greeted: OrderedDict[bytes, str] = OrderedDict()  # identity -> name; the longest silent first
+        self._leased: OrderedDict[bytes, m.Leased] = OrderedDict()  # by request id, so that a resend gets the same
+        self._polls: dict[type[m.Request], Callable[[Any, bool], Answer | None]] = {
+            m.Lease: self._lease,
+            m.Reserve: self._reserve,
+            m.EvalResult: self._eval_result,
+            m.Engines: self._engines,
+        }
+        self._handlers: dict[type[m.Request], Callable[[Any], Answer]] = {
+            m.Renew: lambda r: Answer(store.renew(r.worker, clock())),
+            m.Fail: lambda r: Answer(store.fail(r.worker, r.group_id, r.sample, r.attempt, r.error, clock())),
+            m.Fetch: self._fetch,
+            m.Commit: lambda r: Answer(store.commit(r.step)),
+            m.Publish: lambda r: Answer(store.publish(r.version, r.engines)),
+            m.Confirm: lambda r: Answer(store.confirm(r.engine_id, r.version)),
+            m.Snapshot: lambda r: Answer(m.SnapshotTaken(snapshot=store.snapshot())),
+            m.Resume: lambda r: Answer(store.resume(r.step, r.lineage, r.snapshot)),
+            m.Retire: lambda r: Answer(store.retire(r.step)),
+            m.Evaluate: lambda r: Answer(store.evaluate(r.eval_id)),
+            m.RegisterEngine: lambda r: Answer(store.register_engine(r.engine_id, r.url, r.kind)),
+            m.RemoveEngine: self._remove_engine,
+            m.Status: lambda r: Answer(store.status(clock())),
+            m.Finish: lambda r: Answer(store.finish()),
+        }
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    async def serve(self, socket: zmq.asyncio.Socket) -> None:
+        """Answer requests until cancelled.
+
+        Consumes: requests of all clients. Produces: replies, and the store's transitions. Waits for: the socket.
+        Unblocked by: a request, or the next tick, which ends leases and waits that are due.
+        """
+        while True:
+            outgoing = self.tick()
+            if await socket.poll(TICK_S * 1000):
+                parts = await socket.recv_multipart(copy=False)
+                outgoing += self.handle(parts)
+            for identity, request_id, answer in outgoing:
+                frames = wire.encode(request_id, answer.reply, answer.payload)
+                await socket.send_multipart([identity, *frames], copy=False)
+
+    def handle(self, parts: Sequence[Any]) -> list[Outgoing]:
+        """Answer one message, and whatever was waiting for its effect."""
+        identity = bytes(wire.body(parts[0]))
+        try:
+            message = wire.decode_request([wire.body(part) for part in parts[1:]])
+            answer = self._answer(identity, message)
+        except ProtocolError as error:
+            self._store.count("malformed")
+            log.warning("malformed message from %s: %s", self._greeted.get(identity, identity.hex()), error)
+            request_id = bytes(wire.body(parts[1])) if len(parts) > 1 else b""
+            return [Outgoing(identity, request_id, Answer(m.Malformed(reason=str(error))))]
+        own = [] if answer is None else [Outgoing(identity, message.request_id, answer)]
+        return own + self._wake()
+
+    def tick(self) -> list[Outgoing]:
+        """End leases and waits whose time is over; the answers that follow."""
+        now = self._clock()
+        self._store.expire(now)
+        outgoing = self._wake()
+        for kind, parked in self._parked.items():
+            due = [request_id for request_id, waiting in parked.items() if waiting.deadline <= now]
+            for request_id in due:
+                waiting = parked.pop(request_id)
+                answer = self._polled(kind, request_id, waiting.request, last=True)
+                if answer is not None:
+                    outgoing.append(Outgoing(waiting.identity, request_id, answer))
+        return outgoing + self._wake()
+
+    def _wake(self) -> list[Outgoing]:
+        """Try parked requests again, until the store does not change any more."""
+        outgoing: list[Outgoing] = []
+        while self._changed:
+            changed, self._changed = self._changed, set()
+            for kind, reasons in _WAKES.items():
+                if changed.isdisjoint(reasons):
+                    continue
+                for request_id, waiting in list(self._parked[kind].items()):
+                    answer = self._polled(kind, request_id, waiting.request, last=False)
+                    if answer is not None:
+                        del self._parked[kind][request_id]
+                        outgoing.append(Outgoing(waiting.identity, request_id, answer))
+        return outgoing
+
+    # --- dispatch ---------------------------------------------------------------------------------------------------
+
+    def _answer(self, identity: bytes, message: wire.RequestMessage) -> Answer | None:
+        """The answer, or None if the request is parked. Raises ProtocolError for a payload in the wrong place."""
+        request, kind = message.request, type(message.request)
+        if isinstance(request, m.Put) != bool(message.payload):
+            raise ProtocolError(f"a {kind.__name__} with {len(message.payload)} payload frames")
+        if isinstance(request, m.Hello):
+            return self._hello(identity, request)
+        if identity not in self._greeted:
+            return Answer(m.Refused(code="hello", reason="say Hello first"))
+        self._greeted.move_to_end(identity)
+        if isinstance(request, m.Put):
+            return self._put(request, message.payload)
+        if kind in self._polls:
+            return self._poll(identity, message.request_id, request)
+        return self._handlers[kind](request)
+
+    def _poll(self, identity: bytes, request_id: bytes, request: Any) -> Answer | None:
+        wait_s = 0.0 if math.isnan(request.wait_s) else min(request.wait_s, MAX_WAIT_S)
+        answer = self._polled(type(request), request_id, request, last=wait_s <= 0)
+        if answer is None:
+            self._parked[type(request)][request_id] = Parked(identity, request, self._clock() + wait_s)
+        return answer
+
+    def _polled(self, kind: type[m.Request], request_id: bytes, request: m.Request, *, last: bool) -> Answer | None:
+        """Try a long-poll; when ``last``, there is always an answer. A lease that was granted is granted again."""
+        granted = self._leased.get(request_id)
+        if granted is not None:
+            return Answer(granted)
+        answer = self._polls[kind](request, last)
+        if answer is not None and isinstance(answer.reply, m.Leased) and answer.reply.groups:
+            self._leased[request_id] = answer.reply
+            if len(self._leased) > REMEMBERED:
+                self._leased.popitem(last=False)
+        return answer
+
+    # --- handlers ---------------------------------------------------------------------------------------------------
+
+    def _hello(self, identity: bytes, request: m.Hello) -> Answer:
+        if request.schema != m.SCHEMA:
+            reason = f"the queue speaks schema {m.SCHEMA}, {request.role} {request.name} speaks {request.schema}"
+            return Answer(m.Refused(code="schema", reason=reason))
+        self._greeted[identity] = request.name
+        self._greeted.move_to_end(identity)
+        if len(self._greeted) > REMEMBERED:
+            self._greeted.popitem(last=False)
+        return Answer(m.Welcome(schema=m.SCHEMA, run_id=self._run_id))
+
+    def _put(self, request: m.Put, payload: Sequence[Frame]) -> Answer:
+        nbytes = sum(memoryview(frame).nbytes for frame in payload)
+        header = msgspec.structs.replace(request.header, nbytes=nbytes)
+        reply = self._store.put(request.worker, header, self._clock())
+        if isinstance(reply, m.Done) and self._payloads.get(header.group_id, header.sample) is None:
+            self._payloads.put(header.group_id, header.sample, payload)
+        return Answer(reply)
+
+    def _fetch(self, request: m.Fetch) -> Answer:
+        rows = [self._payloads.get(group, sample) for group, sample in request.rows]
+        missing = [row for row, frames in zip(request.rows, rows) if frames is None]
+        if missing:
+            return Answer(m.Refused(code="unknown_row", reason=f"no trajectory of (group, sample) {missing[:8]}"))
+        found = [frames for frames in rows if frames is not None]
+        return Answer(m.Rows(counts=[len(frames) for frames in found]), [f for frames in found for f in frames])
+
+    def _remove_engine(self, request: m.RemoveEngine) -> Answer:
+        log.info("engine %s leaves: %s", request.engine_id, request.reason)
+        return Answer(self._store.remove_engine(request.engine_id))
+
+    def _lease(self, request: m.Lease, last: bool) -> Answer | None:
+        reply = self._store.lease(request.worker, request.max_groups, self._clock())
+        return Answer(reply) if reply.groups or reply.finished or last else None
+
+    def _reserve(self, request: m.Reserve, last: bool) -> Answer | None:
+        reply = self._store.reserve(request.step, self._clock())
+        return None if isinstance(reply, m.NotReady) and not last else Answer(reply)
+
+    def _eval_result(self, request: m.EvalResult, last: bool) -> Answer | None:
+        reply = self._store.eval_result(request.eval_id)
+        return None if isinstance(reply, m.NotReady) and not last else Answer(reply)
+
+    def _engines(self, request: m.Engines, last: bool) -> Answer | None:
+        reply = self._store.engines()
+        return Answer(reply) if reply.revision > request.after or last else None
+
+
+def bind(context: zmq.asyncio.Context, address: str) -> zmq.asyncio.Socket:
+    """A ROUTER on ``address``. Raises UserError if it cannot be had."""
+    socket = context.socket(zmq.ROUTER)
+    socket.set(zmq.LINGER, wire.LINGER_MS)
+    socket.set(zmq.SNDHWM, 0)  # a reply is never dropped; there are at most as many as requests
+    socket.set(zmq.HEARTBEAT_IVL, wire.HEARTBEAT_MS)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        socket.close(0)
+        raise UserError(f"the transfer queue cannot listen on {address}: {error.strerror} (queue.port)") from error
+    return socket

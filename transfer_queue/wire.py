@@ -1,0 +1,91 @@
+"""The envelope on the queue's sockets, the same in both directions: ``[request id, msgpack message, payload...]``.
+
+A DEALER sends exactly these frames; a ROUTER sees the sender's identity in front of them.
+"""
+
+import secrets
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rl_async.codec import Frame
+from rl_async.errors import ProtocolError
+from rl_async.messages import Malformed, Reply, ReplyType, Request, RequestType
+
+ID_BYTES = 8
+LINGER_MS = 1000  # for replies that are on their way when a socket closes
+HEARTBEAT_MS = 5000  # a peer whose host is gone is noticed after a few of these
+_COPY_BELOW = 1 << 16  # a small frame's view would hold on to the whole receive buffer
+
+_requests: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(RequestType)
+_replies: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ReplyType)
+
+
+class RequestMessage(NamedTuple):
+    """A decoded request."""
+
+    request_id: bytes
+    request: Request
+    payload: list[Frame]
+
+
+class ReplyMessage(NamedTuple):
+    """A decoded reply."""
+
+    request_id: bytes
+    reply: Reply
+    payload: list[Frame]
+
+
+class RequestIds:
+    """Ids that no other client uses: a random start, then counting."""
+
+    def __init__(self) -> None:
+        self._next = secrets.randbits(8 * ID_BYTES)
+
+    def take(self) -> bytes:
+        """A new id."""
+        self._next = (self._next + 1) % (1 << 8 * ID_BYTES)
+        return self._next.to_bytes(ID_BYTES, "big")
+
+
+def encode(request_id: bytes, message: Request | Reply, payload: Sequence[Frame] = ()) -> list[Frame]:
+    """The frames of one message."""
+    return [request_id, msgspec.msgpack.encode(message), *payload]
+
+
+def decode_request(parts: Sequence[Any]) -> RequestMessage:
+    """Decode the frames behind the sender's identity. Raises ProtocolError saying what is wrong with them."""
+    if len(parts) < 2 or len(parts[0]) != ID_BYTES:
+        raise ProtocolError(f"a request is an id of {ID_BYTES} bytes, a message and its payload")
+    try:
+        request = _requests.decode(body(parts[1]))
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ProtocolError(str(error)) from error
+    return RequestMessage(bytes(parts[0]), request, [body(part) for part in parts[2:]])
+
+
+def decode_reply(parts: Sequence[Any]) -> ReplyMessage:
+    """Decode a reply. Raises ProtocolError if it is none."""
+    if len(parts) < 2:
+        raise ProtocolError("a reply has at least two frames")
+    try:
+        reply = _replies.decode(body(parts[1]))
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ProtocolError(f"malformed reply of the transfer queue: {error}") from error
+    return ReplyMessage(bytes(parts[0]), reply, [body(part) for part in parts[2:]])
+
+
+def body(part: Any) -> Frame:
+    """The bytes of a received ``zmq.Frame``, without a copy if they are many; plain bytes are passed through."""
+    if isinstance(part, bytes | memoryview):
+        return part
+    return part.bytes if len(part) < _COPY_BELOW else part.buffer
+
+
+def checked(message: ReplyMessage) -> ReplyMessage:
+    """The same message. Raises ProtocolError if the queue did not understand the request."""
+    if isinstance(message.reply, Malformed):
+        raise ProtocolError(f"the transfer queue did not understand a request: {message.reply.reason}")
+    return message
