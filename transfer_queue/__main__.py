@@ -33,7 +33,6 @@ async def run_queue(run: Path, address: str) -> None:
     journal = make_journal(config.queue.journal)
     source, eval_tasks = make_sources(config)
     payloads = Payloads()
-    context = zmq.asyncio.Context()
     with contextlib.closing(Ledger(run / "ledger.jsonl")) as ledger, zmq.asyncio.Context() as context:
         feed = Feed(journal.append, ledger.append, payloads.consume)
         store = Store(QueueSettings.of(config), source, eval_tasks, feed)

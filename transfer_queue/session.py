@@ -65,7 +65,7 @@ def expect(reply: m.Reply, kind: type[R]) -> R:
 
 def expect_either(reply: m.Reply, kind: type[R], other: type[S]) -> R | S:
     """The reply, which must be of one of two kinds. Raises ProtocolError with the queue's reason otherwise."""
-    if isinstance(reply, kind) or isinstance(reply, other):
+    if isinstance(reply, (kind, other)):
         return reply
     if isinstance(reply, m.Refused):
         raise ProtocolError(f"the transfer queue refused: {reply.reason} ({reply.code})")

@@ -1,0 +1,184 @@
+"""Compares what was trained (``trained.jsonl``, by the trainer) with what was admitted (``ledger.jsonl``, by the queue).
+
+A correct run trained every admitted group exactly once, with all its samples, in the step that the queue had reserved
+it for. After a resume, what an older lineage trained beyond the checkpoint does not count.
+``python -m rl_async.transfer_queue.audit RUN`` exits with 1 if the run is not correct.
+"""
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from rl_async.errors import DataError, UserError
+
+SHOWN = 20  # violations printed
+T = TypeVar("T")
+
+
+class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
+    """Any line of the ledger; which fields count depends on ``event``."""
+
+    event: str
+    group: int = -1
+    partition: str = ""
+    samples: int = 0
+    step: int = -1
+    groups: list[int] = []
+    lineage: int = 0
+    fresh: bool = False
+    next_group: int = 0
+    readmitted: list[int] = []
+
+
+class TrainedLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One trained row."""
+
+    lineage: int
+    step: int
+    group: int
+    sample: int
+
+
+class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What the comparison found; ``violations`` are sentences."""
+
+    admitted: int  # training groups
+    given_up: int  # of these, dropped or dead-lettered
+    trained: int  # of these, trained at least once
+    rows: int  # trained, after the cut
+    cut: int  # rows of older lineages beyond their checkpoint
+    violations: list[str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every admitted group was trained exactly once."""
+        return not self.violations
+
+    def text(self) -> str:
+        """For people."""
+        lines = [
+            f"{self.admitted} groups admitted, {self.given_up} given up, {self.trained} trained with {self.rows} rows"
+            f" ({self.cut} rows of older lineages cut)"
+        ]
+        lines += [f"violation: {violation}" for violation in self.violations[:SHOWN]]
+        if len(self.violations) > SHOWN:
+            lines.append(f"... and {len(self.violations) - SHOWN} more violations")
+        lines.append("FAILED" if self.violations else "ok: every admitted group was trained exactly once")
+        return "\n".join(lines)
+
+
+class Admissions:
+    """What the ledger says in the end, line by line."""
+
+    def __init__(self) -> None:
+        self.groups: dict[int, int] = {}  # samples by group
+        self.given_up: set[int] = set()
+        self.batches: dict[int, set[int]] = {}  # groups by step
+        self.resumes: list[tuple[int, int]] = []  # (lineage, step)
+
+    def read(self, line: LedgerLine) -> None:
+        """Apply one line."""
+        match line.event:
+            case "admit" if line.partition == "train":
+                self.groups[line.group] = line.samples
+            case "drop" | "dead_letter":
+                self.given_up.add(line.group)
+            case "reserve":
+                self.batches[line.step] = set(line.groups)
+            case "resume":
+                self._resume(line)
+
+    def _resume(self, line: LedgerLine) -> None:
+        self.resumes.append((line.lineage, line.step))
+        self.batches = {step: groups for step, groups in self.batches.items() if step < line.step}
+        if line.fresh:  # another queue took over: what the old one did after the checkpoint is void
+            self.groups = {group: n for group, n in self.groups.items() if group < line.next_group}
+            self.given_up = {g for g in self.given_up if g < line.next_group and g not in line.readmitted}
+
+    def first_void_step(self, lineage: int) -> float:
+        """The first step of ``lineage`` that a later lineage trained again."""
+        return min((step for later, step in self.resumes if later > lineage), default=float("inf"))
+
+
+def audit(run_dir: Path) -> AuditReport:
+    """Compare the two files of a run. Raises DataError naming the file and line of what cannot be read."""
+    admissions = Admissions()
+    for line in _lines(run_dir / "ledger.jsonl", LedgerLine):
+        admissions.read(line)
+    rows: dict[tuple[int, int], list[TrainedLine]] = defaultdict(list)
+    kept = cut = 0
+    for row in _lines(run_dir / "trained.jsonl", TrainedLine):
+        if row.step >= admissions.first_void_step(row.lineage):
+            cut += 1
+        else:
+            kept += 1
+            rows[row.group, row.sample].append(row)
+    return AuditReport(
+        admitted=len(admissions.groups),
+        given_up=len(admissions.given_up & admissions.groups.keys()),
+        trained=len({group for group, _ in rows} & admissions.groups.keys()),
+        rows=kept,
+        cut=cut,
+        violations=[*_violations_of_rows(admissions, rows), *_missing(admissions, rows)],
+    )
+
+
+def _violations_of_rows(admissions: Admissions, rows: dict[tuple[int, int], list[TrainedLine]]) -> Iterator[str]:
+    for (group, sample), trained in sorted(rows.items()):
+        name = f"group {group} sample {sample}"
+        steps = ", ".join(f"{row.lineage}.{row.step}" for row in trained)
+        if len(trained) > 1:
+            yield f"{name} was trained {len(trained)} times (lineage.step {steps})"
+        if group not in admissions.groups:
+            yield f"{name} was trained ({steps}) but never admitted"
+        elif group in admissions.given_up:
+            yield f"{name} was trained ({steps}) although it was dropped or dead-lettered"
+        elif not 0 <= sample < admissions.groups[group]:
+            yield f"{name} was trained ({steps}), but the group has {admissions.groups[group]} samples"
+        elif group not in admissions.batches.get(trained[-1].step, set()):
+            yield f"{name} was trained ({steps}) but not reserved for that step"
+
+
+def _missing(admissions: Admissions, rows: dict[tuple[int, int], list[TrainedLine]]) -> Iterator[str]:
+    for group, samples in sorted(admissions.groups.items()):
+        missing = [sample for sample in range(samples) if (group, sample) not in rows]
+        if missing and group not in admissions.given_up:
+            what = "all samples" if len(missing) == samples else f"samples {missing}"
+            yield f"group {group} was admitted, but {what} were never trained"
+
+
+def _lines(path: Path, kind: type[T]) -> Iterator[T]:
+    """Decode a file line by line; a last line without its end was torn by a crash and does not count."""
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; is this the folder of a run that trained?")
+    decoder = msgspec.json.Decoder(kind)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield decoder.decode(line)
+            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                raise DataError(f"{path}:{number}: {error}") from error
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the report; the exit code is 0 for a correct run, 1 for one that is not, 2 if it cannot be read."""
+    parser = argparse.ArgumentParser(prog="rl-async audit", description="Was every admitted group trained once?")
+    parser.add_argument("run", type=Path, help="run folder")
+    try:
+        report = audit(parser.parse_args(argv).run)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(report.text())
+    return 0 if report.ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
