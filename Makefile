@@ -1,0 +1,34 @@
+# make demo: set up .venv and train a tiny model by reinforcement learning.  make test: set up .venv and pass the tests.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUN_NAME ?=
+
+.PHONY: demo test check setup setup-test clean
+
+demo: setup
+	$(BIN)/rl-async launch --mode disaggregated --config calculator $(if $(RUN_NAME),--name $(RUN_NAME))
+
+test: setup-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+check: setup-test
+	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
+
+setup: $(VENV)/.base
+setup-test: $(VENV)/.test
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rl-async needs Python 3.11 or newer; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.base: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@ $(VENV)/.base
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
