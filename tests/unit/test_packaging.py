@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = "rl_async agent_loop configs launcher reward_loop rollout_server trainer transfer_queue weight_sync".split()
+FOLDERS = sorted(path.name for path in ROOT.iterdir() if (path / "__init__.py").is_file())
 
 
 def packages() -> dict[str, str]:

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from rl_async.messages import TrajectoryHeader, Version, VersionRun
 from rl_async.trainer.batching import collate, layout
-
-from tests.unit.trainer.conftest import make_rows
+from tests.conftest import make_rows
 
 
 def header(i: int, tokens: int) -> TrajectoryHeader:

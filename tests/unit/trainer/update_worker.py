@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from rl_async.configs.schema import AlgorithmConfig, DataConfig, ModelConfig, RunConfig, TrainerConfig
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.update import Batch, plan_batch, row_keys, update
-from tests.unit.trainer.conftest import make_rows
+from tests.conftest import make_rows
 
 
 def run(model: Path, out: Path, minibatch_tokens: int, correction: str) -> None:
