@@ -1,0 +1,83 @@
+"""Rough memory of each role, for ``--dry-run``. Estimates, meant to catch a run that is ten times too large."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_async.configs.schema import RunConfig
+from rl_async.errors import UserError
+
+PYTHON_BYTES = 120 << 20  # an agent worker or the queue: interpreter, tokenizer, numpy
+TORCH_BYTES = 450 << 20  # a process that has imported torch and transformers
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What memory depends on: parameters, and elements of the KV cache per token."""
+
+    parameters: int
+    kv_per_token: int
+
+
+def model_size(config: RunConfig) -> ModelSize | None:
+    """Size of the model at ``model.path``, or of the one that the warm start will make; None if unknown.
+
+    Raises UserError if ``config.json`` is there but cannot be read.
+    """
+    file = Path(config.model.path) / "config.json"
+    if file.is_file():
+        try:
+            return size_of(json.loads(file.read_text()))
+        except json.JSONDecodeError as error:
+            raise UserError(f"model.path: {file} is not valid JSON: {error}") from error
+    if config.sft is None:
+        return None
+    return size_of(
+        {
+            "hidden_size": config.sft.hidden_size,
+            "num_hidden_layers": config.sft.layers,
+            "vocab_size": config.sft.vocab_size,
+            "tie_word_embeddings": True,
+        }
+    )
+
+
+def size_of(model: dict[str, Any]) -> ModelSize | None:
+    """Size from the usual keys of a decoder's ``config.json``; None if they are not there."""
+    if not {"hidden_size", "num_hidden_layers", "vocab_size"} <= model.keys():
+        return None
+    hidden, layers, vocab = model["hidden_size"], model["num_hidden_layers"], model["vocab_size"]
+    heads = model.get("num_attention_heads") or 1
+    kv_heads = model.get("num_key_value_heads") or heads
+    head_dim = model.get("head_dim") or hidden // heads
+    inner = model.get("intermediate_size") or 4 * hidden
+    attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
+    embeddings = vocab * hidden * (1 if model.get("tie_word_embeddings") else 2)
+    return ModelSize(embeddings + layers * (attention + 3 * hidden * inner), 2 * layers * kv_heads * head_dim)
+
+
+def trainer_bytes(config: RunConfig, size: ModelSize | None) -> int | None:
+    """One rank: its shard of float32 weights, gradients and AdamW's two moments."""
+    if size is None:
+        return None
+    return TORCH_BYTES + size.parameters * 4 * (1 + 1 + 2) // config.trainer.ranks
+
+
+def engine_bytes(config: RunConfig, size: ModelSize | None) -> int | None:
+    """Weights, and a KV cache in which every sequence has its full length."""
+    if size is None:
+        return None
+    tokens = config.rollout.max_batch_size * config.rollout.max_model_len
+    return TORCH_BYTES + (size.parameters + tokens * size.kv_per_token) * DTYPE_BYTES[config.model.dtype]
+
+
+def queue_bytes(config: RunConfig) -> int:
+    """The most payload that the queue holds."""
+    return PYTHON_BYTES + config.queue.max_bytes
+
+
+def worker_bytes(config: RunConfig) -> int:
+    """One agent worker with its scorer processes."""
+    return PYTHON_BYTES * (1 + config.reward.processes)

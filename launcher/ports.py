@@ -1,0 +1,43 @@
+"""Ports for the processes of a run: configured ones are checked, the others are chosen free."""
+
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from rl_async.errors import ConfigError
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class PortWish:
+    """A process wants a port. ``port`` 0 means any free one; ``key`` is the config key that fixed it."""
+
+    name: str
+    port: int = 0
+    key: str = ""
+
+
+def assign_ports(wishes: Sequence[PortWish]) -> dict[str, int]:
+    """A port for every wish, by name.
+
+    Raises ConfigError naming the key if a configured port is taken or wished for twice. All sockets are held open
+    until every port is known, so that no port is given out twice.
+    """
+    ports: dict[str, int] = {}
+    with ExitStack() as held:
+        for wish in sorted(wishes, key=lambda wish: wish.port == 0):  # configured ones first
+            listener = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free for a server
+            try:
+                listener.bind((HOST, wish.port))
+                listener.listen(1)
+            except (OSError, OverflowError) as error:
+                place = f"{wish.key}: " if wish.key else ""
+                raise ConfigError(
+                    f"{place}port {wish.port} for {wish.name} cannot be used ({error}); choose another one, or 0 for "
+                    "a free one"
+                ) from error
+            ports[wish.name] = listener.getsockname()[1]
+    return ports

@@ -1,0 +1,90 @@
+"""Run folders: creating them, naming them, finding the one to resume."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from rl_async.configs.check import check
+from rl_async.configs.load import dump, load_config, load_resolved
+from rl_async.configs.schema import RunConfig
+from rl_async.errors import UserError
+
+
+def new_run(
+    name_or_path: str, overrides: Sequence[str] = (), *, mode: str | None = None, name: str = ""
+) -> tuple[RunConfig, Path]:
+    """Load and check the config of a new run and say where its folder will be. Creates nothing.
+
+    Raises UserError if a run of that name exists.
+    """
+    config = load_config(name_or_path, overrides, mode=mode, name=name)
+    root = Path(config.launcher.run_dir)
+    if not config.name:
+        prefix = run_prefix(name_or_path, config.mode)
+        config = msgspec.structs.replace(config, name=f"{prefix}-{_last_number(root, prefix) + 1:03d}")
+    folder = _folder(root, config.name)
+    if folder.exists():
+        raise UserError(f"--name: the run {folder} exists; add --resume to continue it, or choose another name")
+    return config, folder
+
+
+def resumed_run(
+    name_or_path: str, overrides: Sequence[str] = (), *, mode: str | None = None, name: str = ""
+) -> tuple[RunConfig, Path]:
+    """The named run, or the newest of that config, with ``overrides`` on top of its own resolved config.
+
+    Raises UserError if there is no such run, or if it has no complete checkpoint.
+    """
+    preset = load_config(name_or_path, overrides, mode=mode)  # mistakes in the arguments come first
+    root = Path(preset.launcher.run_dir)
+    folder = _folder(root, name) if name else _newest(root, run_prefix(name_or_path, preset.mode))
+    if not folder.is_dir():
+        raise UserError(f"--resume: no run {folder}")
+    if not checkpoints(folder):
+        raise UserError(
+            f"--resume: {folder} has no complete checkpoint to continue from; start it anew without --resume"
+        )
+    config = load_resolved(folder / "config.yaml", overrides)
+    if mode is not None:
+        config = msgspec.structs.replace(config, mode=mode)
+        check(config)
+    return config, folder
+
+
+def create(config: RunConfig, folder: Path) -> None:
+    """Make the folder, if it is new, and write the resolved config into it."""
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    temporary = folder / "config.yaml.part"
+    temporary.write_text(dump(config))
+    temporary.replace(folder / "config.yaml")  # roles never see half a file
+
+
+def checkpoints(folder: Path) -> list[int]:
+    """Completed steps of the complete checkpoints, oldest first. ``state.json`` is written last."""
+    found = (re.fullmatch(r"step-(\d+)", file.parent.name) for file in folder.glob("checkpoints/step-*/state.json"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def run_prefix(name_or_path: str, mode: str) -> str:
+    """Default name of a run, without its number."""
+    return f"{Path(name_or_path).stem}-{mode}"
+
+
+def _folder(root: Path, name: str) -> Path:
+    if not re.fullmatch(r"[\w.+=-]+", name) or name.startswith("."):
+        raise UserError(f"--name: {name!r} is not a folder name; use letters, digits, '-', '_', '.', '+' and '='")
+    return root / name
+
+
+def _last_number(root: Path, prefix: str) -> int:
+    found = (re.fullmatch(rf"{re.escape(prefix)}-(\d+)", item.name) for item in root.glob(f"{prefix}-*"))
+    return max((int(match[1]) for match in found if match), default=0)
+
+
+def _newest(root: Path, prefix: str) -> Path:
+    number = _last_number(root, prefix)
+    if number == 0:
+        raise UserError(f"--resume: no run {root / prefix}-*; name one with --name")
+    return root / f"{prefix}-{number:03d}"
