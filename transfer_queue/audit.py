@@ -1,4 +1,4 @@
-"""Compares what was trained (``trained.jsonl``, by the trainer) with what was admitted (``ledger.jsonl``, by the queue).
+"""Compares what the trainer trained (``trained.jsonl``) with what the queue had admitted (``ledger.jsonl``).
 
 A correct run trained every admitted group exactly once, with all its samples, in the step that the queue had reserved
 it for. After a resume, what an older lineage trained beyond the checkpoint does not count.

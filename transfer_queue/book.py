@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from rl_async.messages import Version
-from rl_async.transfer_queue.groups import EVAL, TRAIN, Group, State
+from rl_async.transfer_queue.groups import EVAL, EVAL_GROUPS, TRAIN, Group, State
 from rl_async.transfer_queue.leases import Leases
 from rl_async.transfer_queue.policy import Load, QueueSettings
 from rl_async.transfer_queue.transitions import GroupReady, Transition
@@ -38,6 +38,7 @@ class Book:
         self.published: Version | None = None  # nothing is admitted or leased without one
         self.alive = 0  # training groups that hold a slot
         self.next_group = 0
+        self.next_eval_group = EVAL_GROUPS
         self.given_up = 0  # training groups dropped or dead-lettered
         self.finished = False
         self.payload_bytes = 0

@@ -4,7 +4,7 @@ import msgspec
 
 from rl_async.messages import Done, Leased, LeasedGroup, Refused, Task, TrajectoryHeader, Version
 from rl_async.transfer_queue.book import Book
-from rl_async.transfer_queue.groups import EVAL, TRAIN, Group, Sample, State
+from rl_async.transfer_queue.groups import EVAL, EVAL_GROUPS, TRAIN, Group, Sample, State
 from rl_async.transfer_queue.policy import may_admit, may_lease
 from rl_async.transfer_queue.source import TaskSource
 from rl_async.transfer_queue.transitions import (
@@ -127,7 +127,7 @@ class Delivery:
     def _find(self, group_id: int, index: int, attempt: int) -> tuple[Group, Sample] | Refused:
         group = self._book.groups.get(group_id)
         if group is None:
-            if 0 <= group_id < self._book.next_group:
+            if 0 <= group_id < self._book.next_group or EVAL_GROUPS <= group_id < self._book.next_eval_group:
                 return self._fenced(group_id, index, attempt)
             return Refused(code="unknown_group", reason=f"there is no group {group_id}")
         if not 0 <= index < len(group.samples):

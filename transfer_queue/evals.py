@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rl_async.messages import Done, NotReady, Refused, Reserved, Task
 from rl_async.transfer_queue.book import Book
 from rl_async.transfer_queue.delivery import Delivery
-from rl_async.transfer_queue.groups import EVAL, EVAL_GROUPS, State
+from rl_async.transfer_queue.groups import EVAL, State
 from rl_async.transfer_queue.transitions import Admitted, EvalClosed, EvalOpened
 
 
@@ -24,7 +24,6 @@ class Evaluations:
     def __init__(self, book: Book, delivery: Delivery, tasks: Sequence[Task]) -> None:
         self._book, self._delivery, self._tasks = book, delivery, tasks
         self._evals: dict[int, Evaluation] = {}
-        self._next_group = EVAL_GROUPS
 
     def open(self, eval_id: int) -> Done | Refused:
         """Admit the held-out tasks; an evaluation that exists is left alone."""
@@ -34,8 +33,9 @@ class Evaluations:
             return Refused(code="finished", reason="the run is over")
         self.close_answered()
         samples = self._book.settings.eval_samples
-        groups = list(range(self._next_group, self._next_group + len(self._tasks)))
-        self._next_group += len(self._tasks)
+        first = self._book.next_eval_group
+        groups = list(range(first, first + len(self._tasks)))
+        self._book.next_eval_group += len(groups)
         for group_id, task in zip(groups, self._tasks, strict=True):
             self._book.emit(Admitted(group=group_id, partition=EVAL, samples=samples, task=task))
             self._delivery.admit(group_id, task, EVAL, samples)

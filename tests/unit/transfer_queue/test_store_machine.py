@@ -1,0 +1,245 @@
+"""Random histories of workers, trainer, crashes and resumes, checked after every step and driven to the end."""
+
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rl_async.messages import (
+    Done,
+    LeasedGroup,
+    Refused,
+    Reserved,
+    Resumed,
+    Task,
+    TrajectoryHeader,
+    Version,
+    VersionRun,
+)
+from rl_async.transfer_queue.policy import QueueSettings
+from rl_async.transfer_queue.store import Store
+from rl_async.transfer_queue.transitions import Admitted, DeadLettered, GroupDropped
+
+STEPS, BATCH, GROUP, LEASE_S = 6, 2, 2, 10.0
+WORKERS = ["a", "b"]
+
+
+class Source:
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def next(self) -> Task:
+        self.taken += 1
+        return Task(task_id=f"t{self.taken - 1}", data_source="", prompt=[], ground_truth="")
+
+    def cursor(self) -> bytes:
+        return str(self.taken).encode()
+
+    def seek(self, cursor: bytes) -> None:
+        self.taken = int(cursor)
+
+
+class Histories(RuleBasedStateMachine):
+    """The model: what workers hold, what each step's batch was, and what the trainer did."""
+
+    @initialize(bound=st.sampled_from([0, 1, 4]), policy=st.sampled_from(["wait", "drop"]))
+    def start(self, bound: int, policy: Any) -> None:
+        self.settings = QueueSettings(
+            steps=STEPS,
+            batch_groups=BATCH,
+            group_size=GROUP,
+            max_staleness=bound,
+            on_straggler=policy,
+            lease_s=LEASE_S,
+            max_attempts=3,
+        )
+        self.now = 0.0
+        self.lineage = 0
+        self.step = 0  # the next one to train
+        self.reserved_until = 0
+        self.retired = 0
+        self.batches: dict[int, list[int]] = {}
+        self.rows: dict[int, list[TrajectoryHeader]] = {}
+        self.same_rows = True  # batches seen before come with the same trajectories, not only the same members
+        self.checkpoint = (0, b"")
+        self.open_queue()
+        self.publish()
+
+    def open_queue(self) -> None:
+        self.source = Source()
+        self.seen: list[Any] = []
+        self.held: list[tuple[str, LeasedGroup, int]] = []
+        self.store = Store(self.settings, self.source, [self.source.next()], self.seen.append)
+        self.source.taken = 0
+
+    def publish(self) -> None:
+        self.published = Version(self.lineage, self.step)
+        assert self.store.publish(self.published, []) == Done()
+
+    # --- workers ----------------------------------------------------------------------------------------------------
+
+    @rule(worker=st.sampled_from(WORKERS), count=st.integers(1, 4))
+    def lease(self, worker: str, count: int) -> None:
+        for group in self.store.lease(worker, count, self.now).groups:
+            assert group.min_version == self.published
+            self.held += [(worker, group, sample) for sample in group.samples]
+
+    def header(self, group: LeasedGroup, sample: int, oldest: int) -> TrajectoryHeader:
+        step = min(max(oldest, group.min_version.step), max(self.published.step, group.min_version.step))
+        return TrajectoryHeader(
+            group_id=group.group_id,
+            sample=sample,
+            attempt=group.attempt,
+            partition=group.partition,
+            episode_id="",
+            segment=0,
+            tokens=1,
+            sampled=1,
+            reward=0.0,
+            finish_reason="stop",
+            versions=[VersionRun(Version(self.lineage, step), 0, 1)],
+            nbytes=3,
+        )
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), oldest=st.integers(0, STEPS), again=st.booleans())
+    def put(self, data: st.DataObject, oldest: int, again: bool) -> None:
+        index = data.draw(st.integers(0, len(self.held) - 1))
+        worker, group, sample = self.held[index] if again else self.held.pop(index)
+        header = self.header(group, sample, oldest)
+        answer = self.store.put(worker, header, self.now)
+        if answer == Done():
+            assert self.store.put(worker, header, self.now) == Done()
+        else:
+            assert isinstance(answer, Refused) and answer.code in {"fenced", "conflict"}
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        worker, group, sample = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        self.store.fail(worker, group.group_id, sample, group.attempt, "boom", self.now)
+
+    @rule(seconds=st.sampled_from([1.0, 6.0, 11.0]), alive=st.sets(st.sampled_from(WORKERS)))
+    def time_passes(self, seconds: float, alive: set[str]) -> None:
+        self.now += seconds
+        for worker in alive:
+            self.store.renew(worker, self.now)
+        self.store.expire(self.now)
+
+    @rule(eval_id=st.integers(0, 3))
+    def evaluate(self, eval_id: int) -> None:
+        assert self.store.evaluate(eval_id) == Done()
+        self.store.eval_result(eval_id)
+
+    # --- trainer ----------------------------------------------------------------------------------------------------
+
+    @rule()
+    def reserve(self) -> None:
+        if self.reserved_until >= STEPS:
+            return
+        batch = self.store.reserve(self.reserved_until, self.now)
+        if isinstance(batch, Reserved):
+            self.check_batch(self.reserved_until, batch)
+            self.reserved_until += 1
+
+    def check_batch(self, step: int, batch: Reserved) -> None:
+        members = sorted({header.group_id for header in batch.headers})
+        assert len(members) == BATCH and sorted(batch.tasks) == members
+        assert [(h.group_id, h.sample) for h in batch.headers] == [(g, s) for g in members for s in range(GROUP)]
+        assert all(task.task_id == f"t{group}" for group, task in batch.tasks.items())
+        for header in batch.headers:
+            assert step - min(run.version.step for run in header.versions) <= self.settings.max_staleness
+        earlier = [group for at, groups in self.batches.items() if at != step for group in groups]
+        assert not set(members) & set(earlier), "a group in two batches"
+        assert self.batches.setdefault(step, members) == members
+        if self.same_rows:
+            assert self.rows.setdefault(step, batch.headers) == batch.headers
+        self.rows[step] = batch.headers
+
+    @precondition(lambda self: self.retired < self.reserved_until)
+    @rule(data=st.data())
+    def reserve_again(self, data: st.DataObject) -> None:
+        step = data.draw(st.integers(self.retired, self.reserved_until - 1))
+        batch = self.store.reserve(step, self.now)
+        assert isinstance(batch, Reserved) and batch.headers == self.rows[step]
+
+    @rule()
+    def train(self) -> None:
+        if self.step < self.reserved_until:
+            assert self.store.commit(self.step) == Done()
+            self.step += 1
+            self.publish()
+
+    @rule()
+    def save_checkpoint(self) -> None:
+        self.checkpoint = (self.step, self.store.snapshot())
+        self.checkpoint_batches = dict(self.batches)
+        assert self.store.retire(self.step) == Done()
+        self.retired = self.step
+
+    @rule()
+    def trainer_crashes(self) -> None:
+        self.lineage += 1
+        self.step, snapshot = self.checkpoint
+        self.reserved_until = self.step
+        assert isinstance(self.store.resume(self.step, self.lineage, snapshot), Resumed)
+        assert self.store.lease("a", 9, self.now).groups == []
+        self.publish()
+
+    @precondition(lambda self: self.checkpoint[1])
+    @rule()
+    def trainer_and_queue_crash(self) -> None:
+        self.lineage += 1
+        self.step, snapshot = self.checkpoint
+        self.reserved_until = self.retired = self.step
+        self.open_queue()
+        answer = self.store.resume(self.step, self.lineage, snapshot)
+        assert isinstance(answer, Resumed)
+        self.batches = dict(self.checkpoint_batches)  # what was reserved later is not in the checkpoint
+        self.same_rows = False
+        self.publish()
+
+    # --- what always holds ------------------------------------------------------------------------------------------
+
+    @invariant()
+    def slots_are_never_exceeded(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        status = self.store.status(self.now)
+        if self.lineage == 0:
+            assert status.slots_used <= status.slots
+        assert min(status.waiting, status.leased, status.ready, status.reserved, status.payload_bytes) >= 0
+        assert status.waiting + status.leased + status.ready + status.reserved <= status.slots_used
+        given_up = len([event for event in self.seen if isinstance(event, GroupDropped | DeadLettered)])
+        admitted = [event.group for event in self.seen if isinstance(event, Admitted) and event.partition == "train"]
+        assert len(admitted) == len(set(admitted))
+        assert len(admitted) - given_up <= STEPS * BATCH
+
+    def teardown(self) -> None:
+        """An honest worker finishes the run: nothing is lost, nothing is left over."""
+        if not hasattr(self, "store"):
+            return
+        for _ in range(4 * STEPS):
+            if self.step == STEPS:
+                break
+            self.now += 2 * LEASE_S
+            self.store.expire(self.now)
+            self.held = []
+            self.lease("z", 100)
+            for worker, group, sample in self.held:
+                assert self.store.put(worker, self.header(group, sample, STEPS), self.now) == Done()
+            self.reserve()
+            self.train()
+        assert self.step == STEPS, self.store.reserve(self.reserved_until, self.now)
+        status = self.store.status(self.now)
+        assert (status.slots_used, status.waiting, status.leased, status.ready, status.reserved) == (0, 0, 0, 0, 0)
+        assert sorted(self.batches) == list(range(STEPS))
+        assert self.store.retire(STEPS) == Done()
+        self.store.evaluate(1000)
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(
+    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
