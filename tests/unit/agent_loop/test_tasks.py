@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+
 from rl_async.agent_loop.arithmetic import evaluate
 from rl_async.agent_loop.tasks import make_data
 from rl_async.errors import ConfigError

@@ -1,0 +1,183 @@
+"""Rows of task files in verl's columns, as Tasks. Every error names the file, the row and the column."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rl_async.errors import ConfigError, DataError
+from rl_async.messages import Task
+
+GENERATED_ROWS = 1_000_000  # a generated data set has no end; an epoch of it has this many rows
+_BATCH = 1024
+
+
+class Rows(Protocol):
+    """A data set: rows by number, as dicts in verl's columns. ``generated``: too many to be read all at once."""
+
+    name: str
+    generated: bool
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> dict[str, Any]: ...
+
+    def __iter__(self) -> Iterator[dict[str, Any]]: ...
+
+
+def open_rows(path: str, *, seed: int = 0) -> Rows:
+    """Open Parquet, JSONL or ``reasoning_gym:NAME``. Raises DataError for files missing, empty or unreadable."""
+    if path.startswith("reasoning_gym:"):
+        return GeneratedRows(path.removeprefix("reasoning_gym:"), seed)
+    file = Path(path)
+    if not file.is_file():
+        raise DataError(f"no file {path}; paths are relative to the working directory")
+    readers: dict[str, Callable[[Path], Rows]] = {".parquet": ParquetRows, ".jsonl": JsonlRows}
+    if file.suffix not in readers:
+        raise DataError(f"{path}: unknown kind of file; known: {', '.join(readers)}, reasoning_gym:NAME")
+    rows = readers[file.suffix](file)
+    if not len(rows):
+        raise DataError(f"{path}: no rows in it")
+    return rows
+
+
+class ParquetRows:
+    """A Parquet file, held in Arrow's columns; rows are made when asked for."""
+
+    generated = False
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        try:
+            self._table = pq.read_table(path)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return self._table.slice(number, 1).to_pylist()[0]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in self._table.to_batches(max_chunksize=_BATCH):
+            yield from batch.to_pylist()
+
+
+class JsonlRows:
+    """One JSON object per line; blank lines do not count as rows."""
+
+    generated = False
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._lines = [line for line in path.read_bytes().splitlines() if line.strip()]
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        try:
+            return msgspec.json.decode(self._lines[number], type=dict[str, Any])
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise DataError(f"{self.name}, row {number}: not a JSON object: {error}") from error
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[number] for number in range(len(self)))
+
+
+class GeneratedRows:
+    """A data set of reasoning-gym, generated row by row. Its scorer makes the same row again from ``extra_info``."""
+
+    generated = True
+
+    def __init__(self, dataset: str, seed: int) -> None:
+        self.name = f"reasoning_gym:{dataset}"
+        self._dataset, self._seed = dataset, seed
+        self._rows = open_reasoning_gym(dataset, seed)
+
+    def __len__(self) -> int:
+        return GENERATED_ROWS
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        item = self._rows[number]
+        return {
+            "data_source": self.name,
+            "prompt": [{"role": "user", "content": item["question"]}],
+            "reward_model": {"style": "rule", "ground_truth": str(item["answer"])},
+            "extra_info": {"dataset": self._dataset, "seed": self._seed, "index": number},
+        }
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[number] for number in range(len(self)))
+
+
+def open_reasoning_gym(dataset: str, seed: int) -> Any:
+    """A reasoning-gym data set of GENERATED_ROWS rows. Raises ConfigError when it or the package is missing."""
+    try:
+        import reasoning_gym
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"data.path: reasoning_gym:{dataset} needs `pip install rl-async[reasoning-gym]`") from error
+    try:
+        return reasoning_gym.create_dataset(dataset, size=GENERATED_ROWS, seed=seed)
+    except ValueError as error:
+        raise ConfigError(f"data.path: reasoning_gym has no data set {dataset!r}: {error}") from error
+
+
+def to_task(row: dict[str, Any], place: str, task_id: str) -> Task:
+    """A row as a Task. ``place`` is "file, row n" for the error.
+
+    Columns: prompt (messages, or one user message as text), reward_model.ground_truth, data_source, ability,
+    extra_info, agent_name, tools.
+    """
+    reward_model = row.get("reward_model")
+    if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
+        raise DataError(f"{place}, column reward_model: needs a ground_truth, got {_short(reward_model)}")
+    truth = reward_model["ground_truth"]
+    extra = row.get("extra_info")
+    if extra is not None and not isinstance(extra, dict):
+        raise DataError(f"{place}, column extra_info: needs a mapping, got {_short(extra)}")
+    tools = row.get("tools")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, str) for tool in tools)):
+        raise DataError(f"{place}, column tools: needs a list of names, got {_short(tools)}")
+    return Task(
+        task_id=task_id,
+        data_source=_text(row, "data_source", place),
+        prompt=_messages(row.get("prompt"), place),
+        ground_truth=truth if isinstance(truth, str) else json.dumps(truth, default=str),
+        ability=_text(row, "ability", place),
+        agent=_text(row, "agent_name", place),
+        tools=tools,
+        extra=extra or {},
+    )
+
+
+def _messages(prompt: Any, place: str) -> list[dict[str, Any]]:
+    if isinstance(prompt, str) and prompt:
+        return [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not prompt:
+        raise DataError(f"{place}, column prompt: needs a list of messages or a text, got {_short(prompt)}")
+    for message in prompt:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(f"{place}, column prompt: a message needs a role, got {_short(message)}")
+        if not isinstance(message.get("content"), str):
+            raise DataError(f"{place}, column prompt: a message needs its content as text, got {_short(message)}")
+    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+
+
+def _text(row: dict[str, Any], column: str, place: str) -> str:
+    value = row.get(column)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise DataError(f"{place}, column {column}: needs text, got {_short(value)}")
+    return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,33 @@
+"""A tiny tokenizer made from generated demonstrations."""
+
+import random
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from rl_async.agent_loop.render import ChatRenderer
+from rl_async.agent_loop.tasks import GENERATORS
+from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
+
+
+def demos(name: str, count: int) -> list[list[dict[str, str]]]:
+    source, generator, found = random.Random(5), GENERATORS[name], []
+    for _ in range(count):
+        sample = generator.sample(source)
+        found.append([{"role": "user", "content": sample.prompt}, *generator.demonstrate(sample, source)])
+    return found
+
+
+@pytest.fixture(scope="session")
+def conversations() -> list[list[dict[str, str]]]:
+    return demos("shop", 400)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(conversations: list[list[dict[str, str]]]) -> PreTrainedTokenizerFast:
+    return train_tokenizer(conversations, 200)
+
+
+@pytest.fixture(scope="session")
+def renderer(tokenizer: PreTrainedTokenizerFast) -> ChatRenderer:
+    return ChatRenderer(tokenizer)
