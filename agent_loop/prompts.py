@@ -97,7 +97,7 @@ def make_sources(config: RunConfig) -> tuple[TaskSource, list[Task]]:
     """
     data = config.data
     parts = (DataSource(path=data.path),) if isinstance(data.path, str) else data.path
-    length = prompt_length(config.model.path)
+    length = prompt_length(config.model.path, data.max_prompt_tokens)
     sources = []
     for index, part in enumerate(parts):
         label = _label(part.path) if len(parts) == 1 else f"{index}-{_label(part.path)}"
@@ -115,17 +115,17 @@ def make_sources(config: RunConfig) -> tuple[TaskSource, list[Task]]:
     return TaskSource(sources), held_out
 
 
-def prompt_length(model_path: str) -> PromptLength:
-    """An upper bound of a prompt's tokens, exact where it is long; the tokenizer is loaded only when one is."""
-    count: list[PromptLength] = []
+def prompt_length(model_path: str, longest: int) -> PromptLength:
+    """An upper bound of a prompt's tokens, exact where it may pass ``longest``; only then the tokenizer is loaded."""
+    exact: list[PromptLength] = []
 
     def length(task: Task) -> int:
         bound = sum(len(message["content"].encode()) + 32 for message in task.prompt)
-        if bound <= 512:  # a token is at least one byte
+        if bound <= longest:  # a token is at least one byte
             return bound
-        if not count:
-            count.append(_exact_length(model_path))
-        return count[0](task)
+        if not exact:
+            exact.append(_exact_length(model_path))
+        return exact[0](task)
 
     return length
 
