@@ -1,0 +1,81 @@
+"""The embedded engine's process: ``python -m rl_async.rollout_server --run RUN --index I --port P``."""
+
+import argparse
+import socket
+import sys
+from pathlib import Path
+
+import torch
+import uvicorn
+from transformers import AutoModelForCausalLM
+
+from rl_async.configs.load import load_resolved
+from rl_async.configs.schema import RunConfig
+from rl_async.errors import UserError
+from rl_async.lifeline import watch_lifeline
+from rl_async.log import setup_logging
+from rl_async.rollout_server.embedded.core import EngineCore
+from rl_async.rollout_server.embedded.engine import Engine
+from rl_async.rollout_server.embedded.server import Server
+
+
+def load_model(config: RunConfig) -> torch.nn.Module:
+    """The config's model on its device. Raises UserError if there is none."""
+    device = config.model.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            config.model.path, dtype=getattr(torch, config.model.dtype), attn_implementation="sdpa"
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path: cannot load a causal LM from {config.model.path}: {error}") from error
+    return model.to(device).eval()
+
+
+def bind(port: int) -> socket.socket:
+    """A listening socket on the loopback address. Raises UserError if the port is taken."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port))
+    except OSError as error:
+        listener.close()
+        raise UserError(f"rollout.port: cannot listen on 127.0.0.1:{port}: {error.strerror}") from error
+    return listener
+
+
+def main() -> None:
+    """Serve until SIGTERM."""
+    watch_lifeline()
+    parser = argparse.ArgumentParser(prog="python -m rl_async.rollout_server", description=__doc__)
+    parser.add_argument("--run", type=Path, required=True, help="run folder with config.yaml")
+    parser.add_argument("--index", type=int, default=0, help="number of this engine in the run")
+    parser.add_argument("--port", type=int, required=True)
+    arguments = parser.parse_args()
+    setup_logging(f"engine-{arguments.index}")
+    try:
+        config = load_resolved(arguments.run / "config.yaml")
+        torch.set_num_threads(config.launcher.threads)
+        torch.manual_seed(config.seed + 10_000 + arguments.index)
+        listener = bind(arguments.port)
+        core = EngineCore(
+            load_model(config),
+            max_batch=config.rollout.max_batch_size,
+            max_length=config.rollout.max_model_len,
+            sleep_s=config.rollout.sleep_s,
+        )
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    engine = Engine(core)
+    server = Server(engine, config.model.path)
+    settings = uvicorn.Config(
+        server.app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
+    )
+    uvicorn.Server(settings).run(sockets=[listener])
+    engine.stop()
+
+
+if __name__ == "__main__":
+    main()

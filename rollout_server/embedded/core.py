@@ -1,0 +1,188 @@
+"""Continuous batching around a Transformers causal LM, one iteration at a time. No threads and no sockets.
+
+An iteration admits waiting sequences and prefills them in one padded pass, then decodes all running ones in another.
+Log-probabilities are those of a plain forward pass; what shares a batch does not matter.
+"""
+
+import time
+from collections import deque
+
+import torch
+from torch import Tensor, nn
+
+from rl_async.errors import UserError
+from rl_async.rollout_server.embedded.cache import SlotCache
+from rl_async.rollout_server.embedded.sampler import Sampler
+from rl_async.rollout_server.embedded.sequence import Sequence
+
+PREFILL_TOKENS = 32_768  # padded tokens per prefill pass
+
+
+class EngineCore:
+    """Waiting and running sequences, their cache, and ``step``. ``version`` names the weights in use."""
+
+    def __init__(self, model: nn.Module, *, max_batch: int, max_length: int, sleep_s: float = 0.0) -> None:
+        config = model.config
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        if kinds != {"full_attention"} or not hasattr(model, "model") or model.get_output_embeddings() is None:
+            raise UserError(
+                f"model.path: the embedded engine serves decoders with full attention (Qwen2, Qwen3, Llama); "
+                f"{type(model).__name__} has layers of kind {', '.join(sorted(kinds))}"
+            )
+        self.model, self.max_batch, self.max_length, self.sleep_s = model, max_batch, max_length, sleep_s
+        self.vocab_size: int = config.vocab_size
+        self.version = "default"
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.sampled_tokens = self.preemptions = 0
+        self._generators: dict[Sequence, torch.Generator] = {}
+        self._sampler: Sampler | None = None
+        self._last: Tensor = torch.zeros(0, dtype=torch.int64)
+        self._new_cache()
+
+    def _new_cache(self) -> None:
+        self.device = next(self.model.parameters()).device
+        self._cache = SlotCache(self.model.config.num_hidden_layers, self.max_batch, self.max_length, self.device)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes that the cache holds."""
+        return self._cache.nbytes()
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence that ``check`` accepted."""
+        if sequence.seed is not None:
+            self._generators[sequence] = torch.Generator(self.device).manual_seed(sequence.seed)
+        self.waiting.append(sequence)
+
+    def refusal(self, tokens: list[int], max_tokens: int) -> str | None:
+        """Why a request cannot be served, or None."""
+        if not tokens:
+            return "token_ids is empty"
+        if len(tokens) + 1 > self.max_length:
+            return f"the prompt has {len(tokens)} tokens; at most {self.max_length - 1} fit (max_model_len)"
+        if not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
+            return f"token_ids must lie in [0, {self.vocab_size})"
+        if max_tokens < 1:
+            return "max_tokens must be at least 1"
+        return None
+
+    def abort(self, request_id: str | None) -> list[Sequence]:
+        """Finish one request, or all, with reason ``abort``; returns them."""
+        gone = [s for s in (*self.running, *self.waiting) if request_id is None or s.request_id == request_id]
+        for sequence in gone:
+            sequence.finish_reason = "abort"
+        self.waiting = deque(s for s in self.waiting if s.finish_reason is None)
+        self._drop_finished()
+        for sequence in gone:
+            self._generators.pop(sequence, None)
+        return gone
+
+    def preempt(self) -> None:
+        """Send all running sequences back to the head of the queue; their caches are computed again."""
+        self.preemptions += len(self.running)
+        self.waiting.extendleft(reversed(self.running))
+        self.running = []
+        self._sampler = None
+
+    def free_cache(self) -> None:
+        """Give the cache's memory back; running sequences are preempted."""
+        self.preempt()
+        self._new_cache()
+
+    @torch.inference_mode()
+    def step(self, admit: bool = True) -> list[Sequence]:
+        """One iteration. Returns the sequences that it finished."""
+        if self.sleep_s:
+            time.sleep(self.sleep_s)
+        finished: list[Sequence] = []
+        admitted = self._admit() if admit else []
+        if admitted:
+            finished += self._prefill(admitted)
+        if self.running:
+            finished += self._decode()
+        return finished
+
+    def _admit(self) -> list[Sequence]:
+        batch: list[Sequence] = []
+        longest = 0
+        while self.waiting and len(self.running) + len(batch) < self.max_batch:
+            longest = max(longest, len(self.waiting[0].tokens))
+            if batch and longest * (len(batch) + 1) > PREFILL_TOKENS:
+                break
+            batch.append(self.waiting.popleft())
+        return batch
+
+    def _prefill(self, batch: list[Sequence]) -> list[Sequence]:
+        lengths = torch.tensor([len(s.tokens) for s in batch], device=self.device)
+        width = int(lengths.max())
+        padded = torch.tensor([s.tokens + [0] * (width - len(s.tokens)) for s in batch], device=self.device)
+        first = len(self.running)
+        self._cache.reserve(first + len(batch), min(width + 1, self.max_length))
+        self._cache.prefill_at(first)
+        hidden = self.model.model(
+            input_ids=padded,
+            position_ids=torch.arange(width, device=self.device)[None],
+            past_key_values=self._cache,
+            use_cache=True,
+        ).last_hidden_state
+        last = hidden[torch.arange(len(batch), device=self.device), lengths - 1]
+        self.running += batch
+        sampler = self._make_sampler(batch)
+        tokens, logprobs = sampler.sample(self.model.lm_head(last))
+        self._last = torch.cat([self._last[:first].to(self.device), tokens])
+        self._sampler = None
+        return self._take(batch, tokens, logprobs)
+
+    def _decode(self) -> list[Sequence]:
+        count = len(self.running)
+        lengths = [len(s.tokens) for s in self.running]
+        view = max(lengths)
+        positions = torch.tensor(lengths, device=self.device) - 1  # of the token that is fed, not yet in the cache
+        self._cache.reserve(count, view)
+        self._cache.decode_at(positions, view)
+        mask = (torch.arange(view, device=self.device)[None] <= positions[:, None])[:, None, None]
+        hidden = self.model.model(
+            input_ids=self._last[:, None],
+            position_ids=positions[:, None],
+            attention_mask=mask,
+            past_key_values=self._cache,
+            use_cache=True,
+        ).last_hidden_state
+        if self._sampler is None:
+            self._sampler = self._make_sampler(self.running)
+        tokens, logprobs = self._sampler.sample(self.model.lm_head(hidden[:, 0]))
+        self._last = tokens
+        return self._take(self.running, tokens, logprobs)
+
+    def _make_sampler(self, batch: list[Sequence]) -> Sampler:
+        return Sampler([s.sampling for s in batch], [self._generators.get(s) for s in batch], self.device)
+
+    def _take(self, batch: list[Sequence], tokens: Tensor, logprobs: Tensor) -> list[Sequence]:
+        self.sampled_tokens += len(batch)
+        finished = []
+        for sequence, token, logprob in zip(batch, tokens.tolist(), logprobs.tolist(), strict=True):
+            if sequence.append(token, logprob, self.version, self.max_length):
+                finished.append(sequence)
+                self._generators.pop(sequence, None)
+            if sequence.progress is not None:
+                sequence.progress(sequence)
+        if finished:
+            self._drop_finished()
+        return finished
+
+    def _drop_finished(self) -> None:
+        """Free the slots of finished sequences; the last running ones move into the gaps."""
+        keep = [s.finish_reason is None for s in self.running]
+        count = sum(keep)
+        if count == len(keep):
+            return
+        gaps = [slot for slot in range(count) if not keep[slot]]
+        movers = [slot for slot in range(count, len(keep)) if keep[slot]]
+        self._cache.move(movers, gaps, max((len(self.running[slot].tokens) for slot in movers), default=0))
+        for gap, mover in zip(gaps, movers, strict=True):
+            self.running[gap] = self.running[mover]
+            self._last[gap] = self._last[mover]
+        del self.running[count:]
+        self._last = self._last[:count]
+        self._sampler = None

@@ -1,0 +1,199 @@
+"""The engine's thread: runs iterations, and executes commands between them, so that nothing races with a forward pass.
+
+Consumes submitted sequences and commands; produces finished sequences (``deliver``) and command results. Waits for
+either when there is nothing to decode, when paused or asleep. Unblocked by ``submit`` and ``call``.
+"""
+
+import concurrent.futures
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import Literal, TypeVar
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from rl_async.errors import WeightSyncError
+from rl_async.rollout_server.embedded.core import EngineCore
+from rl_async.rollout_server.embedded.sequence import Sequence
+
+T = TypeVar("T")
+log = logging.getLogger("rl_async.engine")
+
+
+class Engine:
+    """One EngineCore in a thread of its own. All methods may be called from any thread."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.paused = self.asleep = False
+        self._admitting = True
+        self._weights_changed = False
+        self._shapes: dict[str, torch.Size] = {}
+        self._condition = threading.Condition()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._drained: list[concurrent.futures.Future[None]] = []
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queue a sequence that ``core.refusal`` did not refuse."""
+        self.call(lambda: self.core.add(sequence))
+
+    def call(self, action: Callable[[], T]) -> "concurrent.futures.Future[T]":
+        """Run ``action`` in the engine's thread between two iterations."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def command() -> None:
+            try:
+                future.set_result(action())
+            except Exception as error:  # belongs to the caller, who waits for it
+                future.set_exception(error)
+
+        with self._condition:
+            if self._stopping:
+                raise RuntimeError("the engine has stopped")
+            self._commands.append(command)
+            self._condition.notify()
+        return future
+
+    def stop(self) -> None:
+        """End the thread; sequences in flight are dropped."""
+        with self._condition:
+            self._stopping = True
+            self._condition.notify()
+        self._thread.join(10)
+
+    def abort(self, request_id: str | None) -> "concurrent.futures.Future[int]":
+        """Finish one request, or all, delivering what was sampled. The result is how many."""
+
+        def action() -> int:
+            gone = self.core.abort(request_id)
+            for sequence in gone:
+                sequence.deliver(sequence)
+            return len(gone)
+
+        return self.call(action)
+
+    def pause(self, mode: Literal["keep", "wait", "abort"]) -> "concurrent.futures.Future[None]":
+        """Stop decoding; done when decoding has stopped. New requests are held until ``resume``."""
+        if mode == "wait":
+            done: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+            def drain() -> None:
+                self._admitting = False
+                self._drained.append(done)
+
+            self.call(drain)
+            return done
+
+        def action() -> None:
+            if mode == "abort":
+                for sequence in self.core.abort(None):
+                    sequence.deliver(sequence)
+            self.paused = True
+
+        return self.call(action)
+
+    def resume(self) -> "concurrent.futures.Future[None]":
+        """Go on. Caches that older weights computed are computed again first."""
+
+        def action() -> None:
+            if self._weights_changed:
+                self.core.preempt()
+                self._weights_changed = False
+            self.paused, self._admitting = False, True
+
+        return self.call(action)
+
+    def load_weights(self, tensors: Items[tuple[str, Tensor]]) -> None:
+        """Copy tensors into the parameters of the same Hugging Face name; returns when that is done.
+
+        Raises WeightSyncError for an unknown name or a wrong shape.
+        """
+
+        def action() -> None:
+            with torch.no_grad():
+                parameters = dict(self.core.model.named_parameters())
+                for name, tensor in tensors:
+                    if name not in parameters:
+                        raise WeightSyncError(f"the engine's model has no parameter {name!r}")
+                    if parameters[name].shape != tensor.shape:
+                        raise WeightSyncError(
+                            f"{name} has shape {list(tensor.shape)}, the engine's has {list(parameters[name].shape)}"
+                        )
+                    parameters[name].copy_(tensor)
+            self._weights_changed = True
+
+        self.call(action).result()
+
+    def set_version(self, version: str) -> "concurrent.futures.Future[None]":
+        """Name the weights that later tokens come from."""
+
+        def action() -> None:
+            self.core.version = version
+
+        return self.call(action)
+
+    def sleep(self, level: int) -> "concurrent.futures.Future[None]":
+        """Free the cache, at level 2 the weights too. Requests are held, and computed again after ``wake``."""
+
+        def action() -> None:
+            self.asleep = True
+            self.core.free_cache()
+            if level >= 2 and not self._shapes:
+                self._shapes = {name: p.shape for name, p in self.core.model.named_parameters()}
+                for parameter in self.core.model.parameters():
+                    parameter.data = parameter.data.new_empty(0)
+
+        return self.call(action)
+
+    def wake(self, tags: Items[str]) -> "concurrent.futures.Future[None]":
+        """Take memory back: ``weights`` (their values must then be sent) and ``kv_cache``; no tags: both."""
+
+        def action() -> None:
+            if (not tags or "weights" in tags) and self._shapes:
+                for name, parameter in self.core.model.named_parameters():
+                    parameter.data = parameter.data.new_empty(self._shapes[name])
+                self._shapes = {}
+            if not tags or "kv_cache" in tags:
+                self.asleep = False
+
+        return self.call(action)
+
+    def _run(self) -> None:
+        """See the module. An error in an iteration ends the process: an engine that cannot decode must not look alive."""
+        while True:
+            with self._condition:
+                while not self._commands and not self._stopping and not self._may_step():
+                    self._condition.wait()
+                if self._stopping:
+                    return
+                commands, self._commands = self._commands, deque()
+            for command in commands:
+                command()
+            if self._may_step():
+                for sequence in self.core.step(admit=self._admitting):
+                    sequence.deliver(sequence)
+            if self._drained and not self.core.running:
+                self.paused = True
+                for future in self._drained:
+                    future.set_result(None)
+                self._drained = []
+
+    def _may_step(self) -> bool:
+        if self.paused or self.asleep:
+            return False
+        return bool(self.core.running or (self._admitting and self.core.waiting))
+
+
+def checksums(model: nn.Module) -> dict[str, str]:
+    """xxh3_128 of every parameter's bytes."""
+    return {
+        name: xxhash.xxh3_128_hexdigest(p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        for name, p in model.named_parameters()
+    }

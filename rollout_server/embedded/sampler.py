@@ -1,0 +1,72 @@
+"""Draws one token per row and reports its log-probability under the distribution that it was drawn from."""
+
+from collections.abc import Sequence as Rows
+
+import torch
+from torch import Tensor
+
+from rl_async.messages import Sampling
+
+GREEDY_BELOW = 1e-5
+
+
+class Sampler:
+    """Sampling parameters of the running rows, prepared once per change of the batch, not once per token."""
+
+    def __init__(self, rows: Rows[Sampling], generators: Rows[torch.Generator | None], device: torch.device) -> None:
+        def column(values: list[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+
+        self._generators = generators if any(g is not None for g in generators) else None
+        greedy = [row.temperature < GREEDY_BELOW for row in rows]
+        self._greedy = torch.tensor(greedy, device=device) if any(greedy) else None
+        self._all_greedy = all(greedy)
+        self._temperature = None
+        if any(row.temperature != 1.0 and not g for row, g in zip(rows, greedy, strict=True)):
+            self._temperature = column([1.0 if g else row.temperature for row, g in zip(rows, greedy, strict=True)])
+        self._truncates = any(row.truncating for row in rows)
+        if self._truncates:
+            self._top_p = column([row.top_p for row in rows])
+            self._top_k = torch.tensor([row.top_k or 2**31 for row in rows], device=device)[:, None]
+            self._min_p = column([row.min_p for row in rows])
+
+    def sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """logits [N, V] -> token ids int64 [N], log-probabilities float32 [N].
+
+        The log-probability is that of the processed distribution: temperature, then top-k, top-p, min-p. A row of
+        temperature 0 takes the most likely token and reports its log-probability at temperature 1.
+        """
+        logits = logits.float()
+        if self._temperature is not None:
+            logits = logits / self._temperature
+        if self._truncates:
+            logits = self._truncate(logits)
+        logprobs = torch.log_softmax(logits, -1)
+        if self._all_greedy:
+            tokens = logprobs.argmax(-1)
+        else:
+            # argmax(p / e) with e ~ Exp(1) is a draw from p (the exponential race)
+            tokens = (logprobs.exp() / self._noise(logprobs)).argmax(-1)
+            if self._greedy is not None:
+                tokens = torch.where(self._greedy, logprobs.argmax(-1), tokens)
+        return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
+
+    def _noise(self, like: Tensor) -> Tensor:
+        noise = torch.empty_like(like).exponential_()
+        if self._generators is not None:
+            for row, generator in enumerate(self._generators):
+                if generator is not None:
+                    noise[row].exponential_(generator=generator)
+        return noise
+
+    def _truncate(self, logits: Tensor) -> Tensor:
+        """Minus infinity for tokens outside top-k, top-p and min-p; the most likely token always stays."""
+        ordered, index = logits.sort(-1, descending=True)
+        rank = torch.arange(logits.shape[1], device=logits.device)
+        dropped = rank >= self._top_k
+        p = ordered.masked_fill(dropped, -torch.inf).softmax(-1)
+        dropped |= p.cumsum(-1) - p >= self._top_p
+        p = ordered.masked_fill(dropped, -torch.inf).softmax(-1)
+        dropped |= p < self._min_p * p[:, :1]
+        dropped[:, 0] = False
+        return logits.masked_fill(torch.zeros_like(dropped).scatter(1, index, dropped), -torch.inf)

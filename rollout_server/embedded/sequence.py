@@ -1,0 +1,56 @@
+"""One request on its way through the engine."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rl_async.messages import Sampling
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A prompt with what was sampled for it so far.
+
+    ``tokens`` holds prompt and samples; ``logprobs`` and ``runs`` count samples only. ``deliver`` is called in the
+    engine's thread, once, when the sequence is finished; ``progress``, if set, after each of its tokens.
+    """
+
+    request_id: str
+    tokens: list[int]
+    sampling: Sampling
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+    seed: int | None
+    deliver: Callable[["Sequence"], None]
+    progress: Callable[["Sequence"], None] | None = None
+    logprobs: list[float] = field(default_factory=list)
+    runs: list[tuple[str, int]] = field(default_factory=list)  # (version, number of its first sample)
+    finish_reason: FinishReason | None = None
+    prompt_length: int = 0
+
+    def __post_init__(self) -> None:
+        self.prompt_length = len(self.tokens)
+
+    @property
+    def sampled(self) -> list[int]:
+        """The sampled tokens."""
+        return self.tokens[self.prompt_length :]
+
+    def append(self, token: int, logprob: float, version: str, max_length: int) -> bool:
+        """Take one sampled token. Returns whether the sequence is now finished."""
+        if not self.runs or self.runs[-1][0] != version:
+            self.runs.append((version, len(self.logprobs)))
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if token in self.stop_token_ids:
+            self.finish_reason = "stop"
+        elif len(self.logprobs) >= self.max_tokens or len(self.tokens) >= max_length:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
+
+    def spans(self) -> list[tuple[str, int, int]]:
+        """(version, start, end) over the sampled tokens."""
+        ends = [start for _, start in self.runs[1:]] + [len(self.logprobs)]
+        return [(version, start, end) for (version, start), end in zip(self.runs, ends, strict=True)]

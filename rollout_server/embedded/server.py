@@ -1,0 +1,234 @@
+"""The embedded engine's HTTP application, in vLLM's dialect, so that one client serves both."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from rl_async.errors import WeightSyncError
+from rl_async.messages import Version
+from rl_async.rollout_server.embedded import dialect
+from rl_async.rollout_server.embedded.engine import Engine, checksums
+from rl_async.rollout_server.embedded.sequence import Sequence
+from rl_async.weight_sync.protocol import FinishBody, InitBody, UpdateBody
+from rl_async.weight_sync.receiver import WeightReceiver
+
+T = TypeVar("T")
+MIN_VERSION_HEADER = "x-min-weight-version"
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def _error(status: int, message: str) -> Response:
+    kind = {400: "BadRequestError", 409: "ConflictError"}.get(status, "InternalServerError")
+    return _json({"error": {"message": message, "type": kind, "code": status}}, status)
+
+
+class Server:
+    """Routes over one engine. ``app`` is the ASGI application."""
+
+    def __init__(self, engine: Engine, model_name: str) -> None:
+        self.engine, self.model_name = engine, model_name
+        self._receiver = WeightReceiver(engine.load_weights)
+        self._update_active = False
+        self._numbers = itertools.count()
+        routes: dict[str, Callable[[Request], Any]] = {
+            "POST /inference/v1/generate": self.generate,
+            "POST /abort_requests": self.abort,
+            "POST /pause": self.pause,
+            "POST /resume": self.resume,
+            "GET /is_paused": self.is_paused,
+            "POST /init_weight_transfer_engine": self.init_transfer,
+            "POST /start_weight_update": self.start_update,
+            "POST /update_weights": self.update,
+            "POST /finish_weight_update": self.finish_update,
+            "GET /weight_info": self.weight_info,
+            "POST /weight_checker": self.weight_checker,
+            "POST /sleep": self.sleep,
+            "POST /wake_up": self.wake,
+            "GET /is_sleeping": self.is_sleeping,
+            "GET /health": self.health,
+            "GET /load": self.load,
+            "GET /metrics": self.metrics,
+        }
+        self.app = Starlette(
+            routes=[Route(key.split()[1], self._guarded(f), methods=[key.split()[0]]) for key, f in routes.items()]
+        )
+
+    def _guarded(self, handler: Callable[[Request], Any]) -> Callable[[Request], Any]:
+        """Bad bodies are the client's fault (400); a failed weight transfer is an error of this request (500)."""
+
+        async def guarded(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except (msgspec.DecodeError, msgspec.ValidationError, ValueError) as error:
+                return _error(400, str(error))
+            except WeightSyncError as error:
+                return _error(500, str(error))
+
+        return guarded
+
+    async def generate(self, request: Request) -> Response:
+        """Sample; 409 when the weights are older than the request accepts, 400 when it cannot be served."""
+        body = msgspec.json.decode(await request.body(), type=dialect.GenerateBody)
+        core = self.engine.core
+        if (refusal := core.refusal(body.token_ids, body.sampling_params.max_tokens)) is not None:
+            return _error(400, refusal)
+        if (wanted := request.headers.get(MIN_VERSION_HEADER)) is not None and not self._serves(wanted):
+            return _error(409, f"the weights are {core.version}, older than {wanted}")
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[Sequence] = asyncio.Queue()
+
+        def post(sequence: Sequence) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, sequence)
+
+        params = body.sampling_params
+        sequence = Sequence(
+            request_id=dialect.REQUEST_PREFIX + (body.request_id or f"unnamed-{next(self._numbers)}"),
+            tokens=list(body.token_ids),
+            sampling=body.sampling(),
+            max_tokens=params.max_tokens,
+            stop_token_ids=frozenset() if params.ignore_eos else frozenset(params.stop_token_ids),
+            seed=params.seed,
+            deliver=post,
+            progress=post if body.stream else None,
+        )
+        self.engine.submit(sequence)
+        if body.stream:
+            return StreamingResponse(self._stream(sequence, events), media_type="text/event-stream")
+        if not await self._until_finished(request, sequence, events):
+            return _error(400, "the client has gone")
+        return _json(dialect.answer(sequence, self.model_name))
+
+    async def _until_finished(self, request: Request, sequence: Sequence, events: "asyncio.Queue[Sequence]") -> bool:
+        """Wait for the sequence; abort it when the client hangs up. Returns whether the client is still there."""
+        finished = asyncio.ensure_future(events.get())
+        gone = asyncio.ensure_future(request.receive())  # after the body, the only message is the disconnect
+        await asyncio.wait((finished, gone), return_when=asyncio.FIRST_COMPLETED)
+        if finished.done():
+            gone.cancel()
+            return True
+        finished.cancel()
+        await asyncio.wrap_future(self.engine.abort(sequence.request_id))
+        return False
+
+    async def _stream(self, sequence: Sequence, events: "asyncio.Queue[Sequence]") -> AsyncIterator[bytes]:
+        sent = 0
+        try:
+            while True:
+                await events.get()
+                count, finished = len(sequence.logprobs), sequence.finish_reason is not None
+                if count > sent or finished:
+                    part = dialect.choice(sequence, sent)
+                    if not finished:
+                        del part["weight_versions"]  # as in vLLM, only the last chunk has them
+                    sent = len(sequence.logprobs)
+                    yield b"data: " + msgspec.json.encode({"choices": [part]}) + b"\n\n"
+                if finished:
+                    yield b"data: [DONE]\n\n"
+                    return
+        finally:
+            if sequence.finish_reason is None:
+                self.engine.abort(sequence.request_id)
+
+    def _serves(self, wanted: str) -> bool:
+        current = self.engine.core.version
+        return current != "default" and Version.parse(current) >= Version.parse(wanted)
+
+    async def abort(self, request: Request) -> Response:
+        raw = await request.body()
+        ids = msgspec.json.decode(raw, type=dialect.AbortBody).request_ids if raw else None
+        futures = [self.engine.abort(i) for i in ids] if ids is not None else [self.engine.abort(None)]
+        counts = await asyncio.gather(*map(asyncio.wrap_future, futures))
+        return _json({"aborted": sum(counts)})
+
+    async def pause(self, request: Request) -> Response:
+        mode = request.query_params.get("mode", "abort")
+        if mode not in ("keep", "wait", "abort"):
+            return _error(400, f"mode must be keep, wait or abort, not {mode!r}")
+        await asyncio.wrap_future(self.engine.pause(mode))  # type: ignore[arg-type]
+        return _json({"status": "paused"})
+
+    async def resume(self, request: Request) -> Response:
+        await asyncio.wrap_future(self.engine.resume())
+        return _json({"status": "resumed"})
+
+    async def is_paused(self, request: Request) -> Response:
+        return _json({"is_paused": self.engine.paused})
+
+    async def init_transfer(self, request: Request) -> Response:
+        body = msgspec.json.decode(await request.body(), type=InitBody)
+        await asyncio.to_thread(self._receiver.init, body.init_info)
+        return _json({"message": "initialised"})
+
+    async def start_update(self, request: Request) -> Response:
+        self._update_active = True
+        return _json({"message": "started"})
+
+    async def update(self, request: Request) -> Response:
+        body = msgspec.json.decode(await request.body(), type=UpdateBody)
+        if not self._update_active:
+            return _error(500, "no weight update was started")
+        await asyncio.to_thread(self._receiver.update, body.update_info)
+        return _json({"message": "loaded"})
+
+    async def finish_update(self, request: Request) -> Response:
+        body = msgspec.json.decode(await request.body(), type=FinishBody)
+        Version.parse(body.weight_version)
+        if not self._update_active:
+            return _error(500, "no weight update was started")
+        self._update_active = False
+        await asyncio.wrap_future(self.engine.set_version(body.weight_version))
+        return _json({"message": "finished"})
+
+    async def weight_info(self, request: Request) -> Response:
+        return _json({"weight_version": self.engine.core.version})
+
+    async def weight_checker(self, request: Request) -> Response:
+        body = msgspec.json.decode(await request.body(), type=dialect.CheckerBody)
+        current = await asyncio.wrap_future(self.engine.call(lambda: checksums(self.engine.core.model)))
+        if body.action == "checksum":
+            return _json({"checksums": current})
+        if body.action != "compare":
+            return _error(400, f"action must be checksum or compare, not {body.action!r}")
+        names = current.keys() | body.baseline.keys()
+        mismatches = sorted(n for n in names if current.get(n) != body.baseline.get(n))
+        return _json({"match": not mismatches, "mismatches": mismatches})
+
+    async def sleep(self, request: Request) -> Response:
+        await asyncio.wrap_future(self.engine.sleep(int(request.query_params.get("level", "1"))))
+        return _json({"status": "asleep"})
+
+    async def wake(self, request: Request) -> Response:
+        await asyncio.wrap_future(self.engine.wake(request.query_params.getlist("tags")))
+        return _json({"status": "awake"})
+
+    async def is_sleeping(self, request: Request) -> Response:
+        return _json({"is_sleeping": self.engine.asleep})
+
+    async def health(self, request: Request) -> Response:
+        return Response(status_code=200)
+
+    async def load(self, request: Request) -> Response:
+        core = self.engine.core
+        return _json({"server_load": len(core.running) + len(core.waiting)})
+
+    async def metrics(self, request: Request) -> Response:
+        """Prometheus text."""
+        core = self.engine.core
+        values = {
+            "vllm:num_requests_running": len(core.running),
+            "vllm:num_requests_waiting": len(core.waiting),
+            "vllm:generation_tokens_total": core.sampled_tokens,
+            "vllm:num_preemptions_total": core.preemptions,
+            "rl_async:kv_cache_bytes": core.cache_bytes,
+        }
+        return PlainTextResponse("".join(f"{name} {value}\n" for name, value in values.items()))
