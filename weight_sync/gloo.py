@@ -4,6 +4,7 @@ Facts that shape this file: a broadcast may return although a peer hangs (the by
 that dies during a large one is noticed only at the deadline; after any failure the group is useless.
 """
 
+import socket
 from datetime import timedelta
 
 import torch
@@ -14,7 +15,7 @@ from rl_async.errors import WeightSyncError
 from rl_async.weight_sync.buckets import Bucket, manifest_bytes
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_LOOPBACK = ("127.0.0.1", "localhost")
 
 
 class GlooSender:
@@ -23,10 +24,8 @@ class GlooSender:
     def __init__(self, engines: int, group_name: str, timeout_s: float, host: str = "127.0.0.1") -> None:
         self._world_size, self._name, self._timeout_s, self._host = engines + 1, group_name, timeout_s, host
         try:
-            self._store: dist.TCPStore | None = dist.TCPStore(
-                host, 0, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-            )
-        except RuntimeError as error:
+            self._store: dist.TCPStore | None = _listening_store(host, timeout_s)
+        except (OSError, RuntimeError) as error:
             raise WeightSyncError(f"gloo: no store on {host}: {error}") from error
         self._port: int = self._store.port
         self._group: dist.ProcessGroupGloo | None = None
@@ -94,6 +93,23 @@ class GlooReceiver:
         data = torch.empty(manifest_bytes(info), dtype=torch.uint8)
         _broadcast(self._group, data, self._timeout_s)
         return data
+
+
+def _listening_store(host: str, timeout_s: float) -> dist.TCPStore:
+    """A store on a free port of this one IPv4 address.
+
+    By itself it listens on all interfaces and over IPv6, where it looks up the name of every peer: seconds with a slow
+    resolver.
+    """
+    listener = socket.create_server((host, 0))
+    return dist.TCPStore(
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _make_group(

@@ -6,9 +6,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, Literal
 
 import aiohttp
 import msgspec
@@ -19,10 +20,10 @@ from rl_async.errors import EngineError, EngineLost
 from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.weight_sync.buckets import Bucket, make_buckets
 from rl_async.weight_sync.coordinator import WeightCoordinator
-from rl_async.weight_sync.protocol import FinishBody, InitBody, UpdateBody
+from rl_async.weight_sync.protocol import Backend, FinishBody, InitBody, InitInfo, UpdateBody, UpdateInfo
 
 ENGINE = Path(__file__).with_name("weight_engine.py")
-Start = Callable[..., EngineRecord]
+Start = Callable[..., list[EngineRecord]]
 
 
 class Control:
@@ -39,39 +40,39 @@ class Control:
         except aiohttp.ClientError as error:
             raise EngineLost(repr(error)) from error
 
-    async def pause(self, mode="keep"):
+    async def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
         await self._post("/pause")
 
-    async def resume(self):
+    async def resume(self) -> None:
         await self._post("/resume")
 
-    async def init_transfer(self, init):
+    async def init_transfer(self, init: InitInfo) -> None:
         await self._post("/init_weight_transfer_engine", InitBody(init))
 
-    async def start_update(self):
+    async def start_update(self) -> None:
         await self._post("/start_weight_update")
 
-    async def update(self, info):
+    async def update(self, info: UpdateInfo) -> None:
         await self._post("/update_weights", UpdateBody(info))
 
-    async def finish_update(self, version):
+    async def finish_update(self, version: Version) -> None:
         await self._post("/finish_weight_update", FinishBody(str(version)))
 
-    async def version(self):
+    async def version(self) -> Version | None:
         text = (await self._get("/weight_info"))["weight_version"]
         return Version.parse(text) if text else None
 
-    async def state(self):
+    async def state(self) -> dict[str, Any]:
         return await self._get("/state")
 
-    async def _get(self, path):
+    async def _get(self, path: str) -> dict[str, Any]:
         try:
             async with self._session.get(path) as response:
                 return await response.json()
         except aiohttp.ClientError as error:
             raise EngineLost(repr(error)) from error
 
-    async def close(self):
+    async def close(self) -> None:
         await self._session.close()
 
 
@@ -91,7 +92,7 @@ class Directory:
         self.revision += 1
 
     @asynccontextmanager
-    async def open(self):
+    async def open(self) -> AsyncIterator["Directory"]:
         yield self
 
     async def engines(self, after: int = -1, wait_s: float = 0.0) -> EngineList:
@@ -120,7 +121,7 @@ class Directory:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., list[EngineRecord]]]:
+def start() -> Iterator[Start]:
     """Start engine processes together; each argument is the command line of one."""
     processes: list[subprocess.Popen[str]] = []
 
@@ -184,10 +185,10 @@ def shared_memory() -> set[str]:
 
 
 @pytest.mark.parametrize("transport", ["gloo", "ipc"])
-def test_two_engines_get_two_versions(transport, start):
+def test_two_engines_get_two_versions(transport: Backend, start: Start) -> None:
     directory, records, before = Directory(), start(a="", b=""), shared_memory()
     directory.add(*records)
-    with WeightCoordinator(directory.open, Control, transport, timeout_s=20) as coordinator:
+    with WeightCoordinator(directory.open, Control, transport, timeout_s=30) as coordinator:
         for step in (0, 1):
             report = coordinator.publish(Version(0, step), buckets(step * 10.0))
             assert (report.engines, report.failures, report.nbytes) == (["a", "b"], [], 3 * 2048)
@@ -198,12 +199,14 @@ def test_two_engines_get_two_versions(transport, start):
 
 
 @pytest.mark.parametrize("transport", ["gloo", "ipc"])
-def test_an_engine_killed_in_the_middle_is_named_and_replaced_and_the_others_go_on(transport, start):
+def test_an_engine_killed_in_the_middle_is_named_and_replaced_and_the_others_go_on(
+    transport: Backend, start: Start
+) -> None:
     directory = Directory()
     *good, replacement, _ = records = start(a="", b="", new="", dying="--fault kill --at 5")
     before = shared_memory()
     directory.add(*good, records[-1])
-    with WeightCoordinator(directory.open, Control, transport, timeout_s=10) as coordinator:
+    with WeightCoordinator(directory.open, Control, transport, timeout_s=30) as coordinator:
         assert coordinator.publish(Version(0, 0), buckets(0)).engines == ["a", "b", "dying"]
         report = coordinator.publish(Version(0, 1), buckets(10))
         assert report.engines == ["a", "b"]
@@ -223,10 +226,10 @@ def test_an_engine_killed_in_the_middle_is_named_and_replaced_and_the_others_go_
     assert shared_memory() <= before
 
 
-def test_an_engine_that_hangs_is_cut_off_at_the_deadline(start):
+def test_an_engine_that_hangs_is_cut_off_at_the_deadline(start: Start) -> None:
     directory, records = Directory(), start(a="", hanging="--fault stop --at 2")
     directory.add(*records)
-    with WeightCoordinator(directory.open, Control, "gloo", timeout_s=2) as coordinator:
+    with WeightCoordinator(directory.open, Control, "ipc", timeout_s=2) as coordinator:
         report = coordinator.publish(Version(0, 0), buckets(0))
     assert report.engines == ["a"]
     assert report.failures == ["hanging failed in update, bucket 2/3: no answer within 2 s"]

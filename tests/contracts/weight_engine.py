@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 
 import msgspec
 import torch
@@ -64,7 +65,7 @@ class Engine:
         sums = {name: float(tensor.double().sum()) for name, tensor in self.weights.items()}
         return web.json_response({"paused": self.paused, "version": self.version, "sums": sums})
 
-    async def _run(self, work) -> web.Response:
+    async def _run(self, work: Callable[[], None]) -> web.Response:
         try:
             await asyncio.get_running_loop().run_in_executor(None, work)
         except WeightSyncError as error:

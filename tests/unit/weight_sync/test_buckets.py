@@ -1,5 +1,7 @@
 """Buckets: round trips for any mix of types and shapes, bounds, and what is refused."""
 
+from typing import Any
+
 import msgspec
 import pytest
 import torch
@@ -13,7 +15,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 parameters = st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3)), max_size=12)
 
 
-def tensors(spec):
+def tensors(spec: list[tuple[torch.dtype, list[int]]]) -> list[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     return [
         (f"p{i}", torch.randint(0, 2, shape, generator=generator).to(dtype)) for i, (dtype, shape) in enumerate(spec)
@@ -22,7 +24,9 @@ def tensors(spec):
 
 @settings(deadline=None)
 @given(parameters, st.integers(1, 400))
-def test_every_tensor_comes_back_in_order_within_the_bound(spec, max_bytes):
+def test_every_tensor_comes_back_in_order_within_the_bound(
+    spec: list[tuple[torch.dtype, list[int]]], max_bytes: int
+) -> None:
     named = tensors(spec)
     back = []
     for bucket in make_buckets(named, max_bytes):
@@ -37,12 +41,12 @@ def test_every_tensor_comes_back_in_order_within_the_bound(spec, max_bytes):
         assert torch.equal(sent, received)
 
 
-def test_a_tensor_larger_than_the_bound_travels_alone():
+def test_a_tensor_larger_than_the_bound_travels_alone() -> None:
     named = [("small", torch.ones(2)), ("huge", torch.ones(100)), ("last", torch.ones(2))]
     assert [bucket.info.names for bucket in make_buckets(named, 32)] == [["small"], ["huge"], ["last"]]
 
 
-def test_buckets_are_copies_made_lazily():
+def test_buckets_are_copies_made_lazily() -> None:
     weight = torch.zeros(4)
     stream = make_buckets([("a", weight), ("b", weight)], 16)
     first = next(stream)
@@ -51,13 +55,13 @@ def test_buckets_are_copies_made_lazily():
     assert unpack(next(stream).data, first.info)[0][1].tolist() == [1.0] * 4
 
 
-def test_transposed_and_trained_tensors_are_packed_in_their_logical_order():
+def test_transposed_and_trained_tensors_are_packed_in_their_logical_order() -> None:
     weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3)).t()
     (bucket,) = make_buckets([("w", weight)], 1 << 10)
     assert torch.equal(unpack(bucket.data, bucket.info)[0][1], weight.detach())
 
 
-def test_a_flipped_bit_is_noticed():
+def test_a_flipped_bit_is_noticed() -> None:
     (bucket,) = make_buckets([("w", torch.arange(6.0))], 1 << 10)
     bucket.data[3] ^= 1
     with pytest.raises(WeightSyncError, match="checksum of the bucket from 'w' on"):
@@ -72,16 +76,16 @@ def test_a_flipped_bit_is_noticed():
         ({"dtype_names": ["Tensor"]}, "unknown dtype 'Tensor'"),
     ],
 )
-def test_a_manifest_that_does_not_fit_is_refused(change, message):
+def test_a_manifest_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
     (bucket,) = make_buckets([("w", torch.arange(6.0))], 1 << 10)
     with pytest.raises(WeightSyncError, match=message):
         unpack(bucket.data, msgspec.structs.replace(bucket.info, **change))
 
 
-def test_a_bucket_must_be_able_to_hold_something():
+def test_a_bucket_must_be_able_to_hold_something() -> None:
     with pytest.raises(ValueError, match="at least one byte"):
         next(make_buckets([("w", torch.ones(1))], 0))
 
 
-def test_the_checksum_is_plain_xxh3_128():
+def test_the_checksum_is_plain_xxh3_128() -> None:
     assert checksum(torch.tensor([], dtype=torch.uint8)) == "99aa06d3014798d86001c324468d497f"  # published test vector

@@ -3,7 +3,9 @@
 import asyncio
 import threading
 import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -19,14 +21,14 @@ class Directory:
         self.broken, self.opened_in, self.closed = broken, "", False
 
     @asynccontextmanager
-    async def open(self):
+    async def open(self) -> AsyncIterator[Any]:
         self.opened_in = threading.current_thread().name
         if self.broken:
             raise QueueLost("no queue")
         yield self
         self.closed = True
 
-    async def engines(self, after=-1, wait_s=0.0):
+    async def engines(self, after: int = -1, wait_s: float = 0.0) -> EngineList:
         await asyncio.sleep(wait_s)
         return EngineList(revision=0, engines=[], published=Version())
 
@@ -35,7 +37,7 @@ def coordinator_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "weight-coordinator"]
 
 
-def test_errors_reach_the_caller_and_close_ends_the_thread():
+def test_errors_reach_the_caller_and_close_ends_the_thread() -> None:
     directory = Directory()
     with WeightCoordinator(directory.open, lambda _: None, "ipc", 1.0, engine_wait_s=0.05) as coordinator:
         assert directory.opened_in == "weight-coordinator"
@@ -46,15 +48,15 @@ def test_errors_reach_the_caller_and_close_ends_the_thread():
     assert coordinator_threads() == []
 
 
-def test_a_directory_that_cannot_be_opened_is_reported_at_once():
+def test_a_directory_that_cannot_be_opened_is_reported_at_once() -> None:
     with pytest.raises(QueueLost, match="no queue"):
         WeightCoordinator(Directory(broken=True).open, lambda _: None, "ipc", 1.0)
     assert coordinator_threads() == []
 
 
-def test_a_catch_up_that_ended_is_not_hidden():
+def test_a_catch_up_that_ended_is_not_hidden() -> None:
     class Buggy(Directory):
-        async def engines(self, after=-1, wait_s=0.0):
+        async def engines(self, after: int = -1, wait_s: float = 0.0) -> EngineList:
             if wait_s > 0:  # only the catch-up waits
                 raise ZeroDivisionError
             return await super().engines(after, wait_s)

@@ -1,7 +1,9 @@
 """Publication, isolation of failures, catch-up and suspension, with engines that live in this process."""
 
 import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Literal
 
 import msgspec
 import pytest
@@ -10,8 +12,9 @@ import torch
 from rl_async.errors import EngineError, EngineLost, QueueLost, WeightSyncError
 from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.weight_sync import fleet as fleet_module
-from rl_async.weight_sync.buckets import make_buckets
+from rl_async.weight_sync.buckets import Bucket, make_buckets
 from rl_async.weight_sync.fleet import Fleet
+from rl_async.weight_sync.protocol import Backend, InitInfo, UpdateInfo
 from rl_async.weight_sync.receiver import WeightReceiver
 
 V0, V1 = Version(0, 0), Version(0, 1)
@@ -20,7 +23,7 @@ V0, V1 = Version(0, 0), Version(0, 1)
 class Engine:
     """An engine over the real receiver. ``faults`` maps a call, ``update 2`` say, to the error it raises, once."""
 
-    def __init__(self, faults=None) -> None:
+    def __init__(self, faults: Mapping[str, Exception] | None = None) -> None:
         self.faults = dict(faults or {})
         self.weights: dict[str, float] = {}
         self.receiver = WeightReceiver(lambda named: self.weights.update((n, t.sum().item()) for n, t in named))
@@ -35,20 +38,20 @@ class Engine:
         if error is not None:
             raise error
 
-    async def pause(self, mode="keep"):
+    async def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
         self._called(f"pause {mode}")
 
-    async def resume(self):
+    async def resume(self) -> None:
         self._called("resume")
 
-    async def init_transfer(self, init):
+    async def init_transfer(self, init: InitInfo) -> None:
         self._called("init")
         await asyncio.to_thread(self.receiver.init, init)
 
-    async def start_update(self):
+    async def start_update(self) -> None:
         self._called("start")
 
-    async def update(self, info):
+    async def update(self, info: UpdateInfo) -> None:
         self.updates += 1
         self._called(f"update {self.updates}")
         try:
@@ -56,21 +59,21 @@ class Engine:
         except WeightSyncError as error:
             raise EngineError(str(error)) from error
 
-    async def finish_update(self, version):
+    async def finish_update(self, version: Version) -> None:
         self._called("finish")
         self.serves = version
 
-    async def version(self):
+    async def version(self) -> Version | None:
         self._called("version")
         return self.serves
 
-    async def sleep(self, level):
+    async def sleep(self, level: int) -> None:
         self._called(f"sleep {level}")
 
-    async def wake(self, tags):
+    async def wake(self, tags: Sequence[str]) -> None:
         self._called(f"wake {','.join(tags)}")
 
-    async def close(self):
+    async def close(self) -> None:
         self.closed = True
 
 
@@ -95,7 +98,7 @@ class Directory:
     def connect(self, record: EngineRecord) -> Engine:
         return self.engines_by_url[record.url]
 
-    async def engines(self, after=-1, wait_s=0.0):
+    async def engines(self, after: int = -1, wait_s: float = 0.0) -> EngineList:
         if self.lost:
             self.lost -= 1
             raise QueueLost("the queue is away")
@@ -105,16 +108,16 @@ class Directory:
                 await asyncio.wait_for(self.changed.wait(), wait_s)
         return EngineList(revision=self.revision, engines=list(self.records.values()), published=V0)
 
-    async def publish(self, version, engines):
+    async def publish(self, version: Version, engines: list[str]) -> None:
         self.published = (version, engines)
         for name in engines:
             self._confirm(name, version)
 
-    async def confirm(self, engine_id, version):
+    async def confirm(self, engine_id: str, version: Version) -> None:
         self.confirmed.append((engine_id, version))
         self._confirm(engine_id, version)
 
-    async def remove_engine(self, engine_id, reason):
+    async def remove_engine(self, engine_id: str, reason: str) -> None:
         del self.records[engine_id]
         self.removed[engine_id] = reason
         self._bump()
@@ -128,25 +131,27 @@ class Directory:
         self._bump()
 
 
-def buckets(value: float = 1.0):
+def buckets(value: float = 1.0) -> list[Bucket]:
     return list(make_buckets([("a", torch.full((4,), value)), ("b", torch.full((4,), value))], 16))
 
 
-def make_fleet(directory: Directory, transport="ipc", timeout_s=5.0, engine_wait_s=0.3) -> Fleet:
+def make_fleet(
+    directory: Directory, transport: Backend = "ipc", timeout_s: float = 5.0, engine_wait_s: float = 0.3
+) -> Fleet:
     return Fleet(directory, directory.connect, transport, timeout_s, engine_wait_s)
 
 
-async def eventually(condition) -> None:
+async def eventually(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(5):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("transport", ["ipc", "gloo"])
-async def test_an_engine_goes_through_all_phases_and_the_group_is_made_once(transport):
+async def test_an_engine_goes_through_all_phases_and_the_group_is_made_once(transport: Backend) -> None:
     engine = Engine()
     directory = Directory(a=engine)
-    fleet = make_fleet(directory, transport)
+    fleet = make_fleet(directory, transport, timeout_s=30)
     report = await fleet.publish(V0, buckets())
     update = ["pause keep", "start", "update 1", "update 2", "finish", "version", "resume"]
     assert engine.calls == ["version", "init", *update]
@@ -173,7 +178,7 @@ async def test_an_engine_goes_through_all_phases_and_the_group_is_made_once(tran
         ("resume", "resume"),
     ],
 )
-async def test_a_lost_engine_is_named_with_its_phase_and_the_other_is_served(call, phase):
+async def test_a_lost_engine_is_named_with_its_phase_and_the_other_is_served(call: str, phase: str) -> None:
     good, bad = Engine(), Engine({call: EngineLost("gone")})
     directory = Directory(good=good, bad=bad)
     report = await make_fleet(directory).publish(V0, buckets())
@@ -186,7 +191,7 @@ async def test_a_lost_engine_is_named_with_its_phase_and_the_other_is_served(cal
     assert bad.closed
 
 
-async def test_an_error_that_may_be_anothers_fault_gets_a_second_chance_alone():
+async def test_an_error_that_may_be_anothers_fault_gets_a_second_chance_alone() -> None:
     engines = {"a": Engine(), "b": Engine({"update 1": EngineError("connection closed by peer")})}
     directory = Directory(**engines)
     report = await make_fleet(directory).publish(V0, buckets())
@@ -194,7 +199,7 @@ async def test_an_error_that_may_be_anothers_fault_gets_a_second_chance_alone():
     assert [engine.calls.count("resume") for engine in engines.values()] == [1, 1]
 
 
-async def test_an_engine_that_fails_alone_is_cut_off():
+async def test_an_engine_that_fails_alone_is_cut_off() -> None:
     faults = {f"update {n}": EngineError("out of memory") for n in (1, 2)}
     directory = Directory(a=Engine(), b=Engine(faults))
     report = await make_fleet(directory).publish(V0, buckets())
@@ -202,7 +207,7 @@ async def test_an_engine_that_fails_alone_is_cut_off():
     assert report.failures == ["b failed in update, bucket 1/2: EngineError: out of memory"]
 
 
-async def test_damaged_bytes_are_never_served():
+async def test_damaged_bytes_are_never_served() -> None:
     engine, damaged = Engine(), buckets()
     damaged[1].data[0] ^= 1
     directory = Directory(a=engine)
@@ -213,9 +218,9 @@ async def test_damaged_bytes_are_never_served():
     assert "checksum" in directory.removed["a"]
 
 
-async def test_an_engine_that_serves_another_version_is_cut_off():
+async def test_an_engine_that_serves_another_version_is_cut_off() -> None:
     class Stubborn(Engine):
-        async def finish_update(self, version):
+        async def finish_update(self, version: Version) -> None:
             self.serves = Version(0, 7)
 
     directory = Directory(a=Engine(), b=Stubborn())
@@ -223,9 +228,9 @@ async def test_an_engine_that_serves_another_version_is_cut_off():
     assert report.failures == ["b failed in verify: it serves 0.7, not 0.0"]
 
 
-async def test_an_engine_without_an_answer_is_cut_off_at_the_deadline():
+async def test_an_engine_without_an_answer_is_cut_off_at_the_deadline() -> None:
     class Silent(Engine):
-        async def pause(self, mode="keep"):
+        async def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
             await asyncio.Event().wait()
 
     directory = Directory(a=Engine(), b=Silent())
@@ -233,7 +238,7 @@ async def test_an_engine_without_an_answer_is_cut_off_at_the_deadline():
     assert report.failures == ["b failed in pause: no answer within 0.1 s"]
 
 
-async def test_publication_waits_for_a_first_engine():
+async def test_publication_waits_for_a_first_engine() -> None:
     directory, engine = Directory(a=Engine({"version": EngineLost("gone")})), Engine()
     publication = asyncio.create_task(make_fleet(directory, engine_wait_s=5).publish(V0, buckets()))
     await eventually(lambda: directory.removed)
@@ -241,12 +246,14 @@ async def test_publication_waits_for_a_first_engine():
     assert (await publication).engines == ["b"]
 
 
-async def test_without_any_engine_the_publication_fails_at_the_deadline():
+async def test_without_any_engine_the_publication_fails_at_the_deadline() -> None:
     with pytest.raises(WeightSyncError, match=r"no engine took version 0\.0 in 0\.1 s: none was registered"):
         await make_fleet(Directory(), engine_wait_s=0.1).publish(V0, buckets())
 
 
-async def test_late_engines_are_caught_up_whatever_happens_to_one_of_them_or_to_the_queue(monkeypatch):
+async def test_late_engines_are_caught_up_whatever_happens_to_one_of_them_or_to_the_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(fleet_module, "RETRY_S", 0.01)
     directory = Directory(a=Engine())
     fleet = make_fleet(directory)
@@ -265,7 +272,7 @@ async def test_late_engines_are_caught_up_whatever_happens_to_one_of_them_or_to_
     loop.cancel()
 
 
-async def test_suspended_engines_sleep_through_training_and_go_on_with_new_weights():
+async def test_suspended_engines_sleep_through_training_and_go_on_with_new_weights() -> None:
     engine, dying = Engine(), Engine({"sleep 2": EngineLost("gone")})
     directory = Directory(a=engine, dying=dying)
     fleet = make_fleet(directory)
