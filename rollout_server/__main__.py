@@ -1,6 +1,7 @@
 """The embedded engine's process: ``python -m rl_async.rollout_server --run RUN --index I --port P``."""
 
 import argparse
+import os
 import socket
 import sys
 from pathlib import Path
@@ -68,7 +69,7 @@ def main() -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    engine = Engine(core)
+    engine = Engine(core, on_crash=lambda _: os._exit(1))
     server = Server(engine, config.model.path)
     settings = uvicorn.Config(
         server.app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1

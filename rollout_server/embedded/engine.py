@@ -25,10 +25,13 @@ log = logging.getLogger("rl_async.engine")
 
 
 class Engine:
-    """One EngineCore in a thread of its own. All methods may be called from any thread."""
+    """One EngineCore in a thread of its own. All methods may be called from any thread.
 
-    def __init__(self, core: EngineCore) -> None:
-        self.core = core
+    ``on_crash`` is called in that thread when an iteration fails; nothing is decoded afterwards.
+    """
+
+    def __init__(self, core: EngineCore, on_crash: Callable[[Exception], None]) -> None:
+        self.core, self._on_crash = core, on_crash
         self.paused = self.asleep = False
         self._admitting = True
         self._weights_changed = False
@@ -37,7 +40,7 @@ class Engine:
         self._commands: deque[Callable[[], None]] = deque()
         self._drained: list[concurrent.futures.Future[None]] = []
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._thread.start()
 
     def submit(self, sequence: Sequence) -> None:
@@ -165,8 +168,14 @@ class Engine:
 
         return self.call(action)
 
+    def _main(self) -> None:
+        try:
+            self._run()
+        except Exception as error:  # an engine that cannot decode must not look alive
+            log.exception("the engine's thread has failed")
+            self._on_crash(error)
+
     def _run(self) -> None:
-        """See the module. An error in an iteration ends the process: an engine that cannot decode must not look alive."""
         while True:
             with self._condition:
                 while not self._commands and not self._stopping and not self._may_step():

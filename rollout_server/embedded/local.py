@@ -1,0 +1,63 @@
+"""The engine inside this process, as a Generator: for the warm start's greedy check, where no server is wanted."""
+
+import asyncio
+import itertools
+
+from torch import nn
+
+from rl_async.errors import EngineLost, EngineRejected
+from rl_async.messages import Version, VersionRun
+from rl_async.rollout_server.api import GenerateRequest, GenerateResult
+from rl_async.rollout_server.embedded.core import EngineCore
+from rl_async.rollout_server.embedded.engine import Engine
+from rl_async.rollout_server.embedded.sequence import Sequence
+
+
+class LocalEngine:
+    """Samples from ``model`` as it is at that moment; close it before the model is trained on."""
+
+    def __init__(self, model: nn.Module, *, max_batch: int, max_length: int) -> None:
+        self._engine = Engine(EngineCore(model, max_batch=max_batch, max_length=max_length), self._crashed)
+        self._waiting: set[asyncio.Future[Sequence]] = set()
+        self._numbers = itertools.count()
+
+    async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
+        """See ``rollout_server.api.Generator``; every token carries version 0.0."""
+        if (refusal := self._engine.core.refusal(request.token_ids, request.max_tokens)) is not None:
+            raise EngineRejected(refusal)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Sequence] = loop.create_future()
+        self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
+        sequence = Sequence(
+            request_id=f"{request.request_id}-{next(self._numbers)}",
+            tokens=list(request.token_ids),
+            sampling=request.sampling,
+            max_tokens=request.max_tokens,
+            stop_token_ids=frozenset(request.stop_token_ids),
+            seed=request.seed,
+            deliver=lambda done: loop.call_soon_threadsafe(_resolve, future, done),
+        )
+        self._engine.submit(sequence)
+        done = await future
+        assert done.finish_reason is not None
+        return GenerateResult(
+            token_ids=done.sampled,
+            logprobs=done.logprobs,
+            versions=[VersionRun(Version(), 0, len(done.logprobs))],
+            finish_reason=done.finish_reason,
+        )
+
+    def close(self) -> None:
+        """End the engine's thread."""
+        self._engine.stop()
+
+    def _crashed(self, error: Exception) -> None:
+        for future in list(self._waiting):
+            lost = EngineLost(f"the engine failed: {error}")
+            future.get_loop().call_soon_threadsafe(future.set_exception, lost)
+
+
+def _resolve(future: "asyncio.Future[Sequence]", done: Sequence) -> None:
+    if not future.done():
+        future.set_result(done)
