@@ -1,6 +1,7 @@
 """Walks the config structs by dotted key: names, types, defaults, descriptions."""
 
 import difflib
+import functools
 from typing import Any
 
 import msgspec
@@ -19,9 +20,15 @@ def _struct(kind: inspect.Type) -> inspect.StructType | None:
     return kind if isinstance(kind, inspect.StructType) else None
 
 
+@functools.cache
+def _root() -> inspect.StructType | None:
+    """The whole config's type; working it out takes milliseconds, and every look-up starts here."""
+    return _struct(inspect.type_info(RunConfig))
+
+
 def struct_at(key: str) -> inspect.StructType | None:
     """The struct at a dotted key ('' is the whole config), or None if there is no section of that name."""
-    current = _struct(inspect.type_info(RunConfig))
+    current = _root()
     for part in key.split(".") if key else ():
         field = next((f for f in current.fields if f.name == part), None) if current else None
         current = _struct(field.type) if field else None

@@ -1,6 +1,7 @@
 """What the live view shows, without a terminal: the history of metrics, process states, one conversation."""
 
 import gzip
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +86,7 @@ def sparkline(values: Sequence[float], width: int, low: float = 0.0, high: float
         return ""
     count = min(width, len(values))
     edges = [round(i * len(values) / count) for i in range(count + 1)]
-    means = [mean(values[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    means = [mean(values[a:b]) for a, b in itertools.pairwise(edges)]
     span = max(high - low, 1e-12)
     return "".join(BARS[min(len(BARS) - 1, max(0, int((m - low) / span * len(BARS))))] for m in means)
 
