@@ -67,6 +67,7 @@ class EngineCore:
             return "max_tokens must be at least 1"
         return None
 
+    @torch.inference_mode()
     def abort(self, request_id: str | None) -> list[Sequence]:
         """Finish one request, or all, with reason ``abort``; returns them."""
         gone = [s for s in (*self.running, *self.waiting) if request_id is None or s.request_id == request_id]

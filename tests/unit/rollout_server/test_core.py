@@ -1,0 +1,118 @@
+"""Continuous batching: whatever joins, leaves or is preempted, log-probabilities are those of a plain forward pass."""
+
+import random
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rl_async.messages import Sampling
+from rl_async.rollout_server.embedded.core import EngineCore
+from rl_async.rollout_server.embedded.sequence import Sequence
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=90,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        tie_word_embeddings=True,
+    )
+    model = Qwen3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0 if parameter.dim() == 2 else 1.0)  # away from the flat distribution of a fresh model
+    return model
+
+
+def sequences(count: int, seed: int, **more: object) -> list[Sequence]:
+    draw = random.Random(seed)
+    return [
+        Sequence(
+            request_id=str(i),
+            tokens=[draw.randrange(90) for _ in range(draw.randrange(1, 30))],
+            sampling=Sampling(temperature=draw.choice([0.0, 0.7, 1.0])),
+            max_tokens=draw.randrange(1, 40),
+            stop_token_ids=frozenset([5]),
+            seed=None,
+            deliver=lambda _: None,
+            **more,  # type: ignore[arg-type]
+        )
+        for i in range(count)
+    ]
+
+
+def largest_difference(model: Qwen3ForCausalLM, sequence: Sequence) -> float:
+    with torch.no_grad():
+        logits = model(torch.tensor([sequence.tokens])).logits[0].float()
+    logprobs = (logits / (sequence.sampling.temperature or 1.0)).log_softmax(-1)
+    start = sequence.prompt_length
+    expected = logprobs[range(start - 1, len(sequence.tokens) - 1), sequence.sampled]
+    return (expected - torch.tensor(sequence.logprobs)).abs().max().item()
+
+
+def test_logprobs_agree_with_a_plain_forward_pass(model: Qwen3ForCausalLM) -> None:
+    core = EngineCore(model, max_batch=12, max_length=64)
+    todo = sequences(60, seed=1)
+    finished: list[Sequence] = []
+    for iteration in range(400):
+        for sequence in todo[3 * iteration : 3 * iteration + 3]:  # they join while others run
+            core.add(sequence)
+        if iteration == 9:
+            core.preempt()
+        if iteration == 15:
+            core.free_cache()
+        finished += core.step()
+        if len(finished) == len(todo):
+            break
+    assert len(finished) == len(todo)
+    assert max(largest_difference(model, s) for s in todo) < 1e-5
+    assert core.preemptions > 0
+    for s in todo:
+        assert s.finish_reason == ("stop" if s.tokens[-1] == 5 else "length")
+        assert len(s.logprobs) == len(s.sampled) <= s.max_tokens
+        assert len(s.tokens) <= 64
+
+
+def test_versions_are_recorded_per_token(model: Qwen3ForCausalLM) -> None:
+    core = EngineCore(model, max_batch=4, max_length=64)
+    (sequence,) = sequences(1, seed=2)
+    sequence.max_tokens, sequence.stop_token_ids = 6, frozenset()
+    core.add(sequence)
+    for version in ("0.0", "0.0", "0.1", "0.2"):
+        core.version = version
+        core.step()  # the first iteration samples twice: from the prompt, and decoding
+    core.step()
+    assert sequence.spans()[0] == ("0.0", 0, 3)
+    assert [v for v, _, _ in sequence.spans()] == ["0.0", "0.1", "0.2"]
+    assert sequence.spans()[-1][2] == 6
+
+
+def test_abort_frees_slots_and_keeps_the_others_right(model: Qwen3ForCausalLM) -> None:
+    core = EngineCore(model, max_batch=8, max_length=64)
+    todo = sequences(8, seed=3)
+    for sequence in todo:
+        sequence.max_tokens, sequence.stop_token_ids = 20, frozenset()
+        core.add(sequence)
+    for _ in range(4):
+        core.step()
+    gone = core.abort("2") + core.abort("7")
+    while core.running:
+        core.step()
+    assert [s.finish_reason for s in gone] == ["abort", "abort"]
+    assert all(0 < len(s.logprobs) < 20 for s in gone)
+    assert max(largest_difference(model, s) for s in todo) < 1e-5
+
+
+def test_refusals_name_the_reason(model: Qwen3ForCausalLM) -> None:
+    core = EngineCore(model, max_batch=4, max_length=16)
+    assert "at most 15" in (core.refusal([1] * 16, 4) or "")
+    assert "[0, 90)" in (core.refusal([90], 4) or "")
+    assert "empty" in (core.refusal([], 4) or "")
+    assert core.refusal([1] * 15, 4) is None

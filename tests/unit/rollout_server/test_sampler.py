@@ -1,0 +1,73 @@
+"""Sampling against a plain float64 reference, and greedy, seeded and truncated rows beside one another."""
+
+import pytest
+import torch
+
+from rl_async.messages import Sampling
+from rl_async.rollout_server.embedded.sampler import Sampler
+
+CPU = torch.device("cpu")
+
+
+def reference(logits: torch.Tensor, s: Sampling) -> torch.Tensor:
+    """Log-probabilities [V] of the processed distribution, token by token."""
+    scaled = logits.double() / (s.temperature or 1.0)
+    order = scaled.argsort(descending=True).tolist()
+    if s.top_k:
+        order = order[: s.top_k]
+    p = torch.full_like(scaled, -torch.inf).index_copy(0, torch.tensor(order), scaled[order]).softmax(-1)
+    kept, total = [], 0.0
+    for token in order:
+        if total >= s.top_p and kept:
+            break
+        kept.append(token)
+        total += p[token].item()
+    p = torch.full_like(scaled, -torch.inf).index_copy(0, torch.tensor(kept), scaled[kept]).softmax(-1)
+    kept = [t for t in kept if p[t] >= s.min_p * p.max()]
+    return torch.full_like(scaled, -torch.inf).index_copy(0, torch.tensor(kept), scaled[kept]).log_softmax(-1)
+
+
+SETTINGS = [
+    Sampling(),
+    Sampling(temperature=0.5),
+    Sampling(temperature=1.7, top_k=3),
+    Sampling(top_p=0.6),
+    Sampling(temperature=0.8, top_p=0.9, top_k=7, min_p=0.05),
+    Sampling(min_p=0.3),
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_logprobs_are_those_of_the_processed_distribution(settings: Sampling) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(20) * 2
+    expected = reference(logits, settings)
+    sampler = Sampler([settings] * 2000, [None] * 2000, CPU)
+    tokens, logprobs = sampler.sample(logits.expand(2000, -1))
+    assert torch.allclose(logprobs.double(), expected[tokens], atol=1e-5)
+    seen = torch.bincount(tokens, minlength=20).double() / 2000
+    assert (seen - expected.exp()).abs().max() < 0.05
+    assert not seen[expected == -torch.inf].any()
+
+
+def test_rows_of_different_settings_do_not_disturb_one_another() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(len(SETTINGS) + 1, 20)
+    rows = [*SETTINGS, Sampling(temperature=0.0)]
+    tokens, logprobs = Sampler(rows, [None] * len(rows), CPU).sample(logits)
+    for i, settings in enumerate(rows):
+        assert logprobs[i].item() == pytest.approx(reference(logits[i], settings)[tokens[i]].item(), abs=1e-5)
+    assert tokens[-1] == logits[-1].argmax()
+
+
+def test_a_seed_reproduces_whatever_shares_the_batch() -> None:
+    torch.manual_seed(2)
+    logits = torch.randn(1, 50).expand(4, -1)
+
+    def draw(others: int) -> list[int]:
+        generator = torch.Generator().manual_seed(7)
+        rows = [generator] + [None] * others
+        sampler = Sampler([Sampling()] * len(rows), rows, CPU)
+        return [int(sampler.sample(logits[: len(rows)])[0][0]) for _ in range(10)]
+
+    assert draw(0) == draw(3)
