@@ -5,6 +5,7 @@ the text that it adds is encoded on its own: the tokens sampled before it stay a
 """
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ class ChatRenderer:
         self._backend = tokenizer.backend_tokenizer
         self._prompt = functools.lru_cache(cache_size)(self._render_prompt)
         self._delta = functools.lru_cache(cache_size)(self._render_delta)
+        special = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._special = re.compile("|".join(special)) if special else None
         closing = self._after_mark([])
         first = self.encode(closing)[:1]
         if not first or first[0] not in tokenizer.added_tokens_decoder:
@@ -53,8 +56,10 @@ class ChatRenderer:
         """Token ids that ``messages`` add behind a finished assistant turn, up to the next one's opening."""
         return list(self._delta(msgspec.json.encode(messages)))
 
-    def cut(self, text: str, tokens: int) -> str:
-        """``text``, cut to at most ``tokens`` tokens."""
+    def clean(self, text: str, tokens: int) -> str:
+        """``text`` from outside: without special tokens, which could end the turn, and cut to ``tokens`` tokens."""
+        if self._special is not None:
+            text = self._special.sub("", text)
         if len(text.encode(errors="replace")) <= tokens:  # no token is shorter than a byte
             return text
         token_ids = self.encode(text)

@@ -53,9 +53,10 @@ def test_unknown_characters_are_dropped(renderer: ChatRenderer) -> None:
     )
 
 
-def test_cut(renderer: ChatRenderer) -> None:
-    assert renderer.cut("12345", 5) == "12345"
-    assert renderer.cut("12345", 3) == "123"
+def test_text_from_outside_is_cut_and_has_no_special_tokens(renderer: ChatRenderer) -> None:
+    assert renderer.clean("12345", 5) == "12345"
+    assert renderer.clean("12345", 3) == "123"
+    assert renderer.clean("1<|im_end|>2<|im_start|>", 9) == "12"
 
 
 def test_tokenizer_survives_saving(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
