@@ -144,7 +144,7 @@ class Fleet:
         while pending:
             waves = [pending] if together else [[member] for member in pending]
             outcomes = await asyncio.gather(*(self._one_wave(w, keep_group and together) for w in waves))
-            culprits = [failure for w, outcome in zip(waves, outcomes) for failure in _final(w, outcome)]
+            culprits = [f for w, outcome in zip(waves, outcomes) for f in await self._culprits(w, outcome)]
             await self._cut_off(culprits)
             failures += culprits
             finished = [member for outcome in outcomes for member in outcome.done]
@@ -176,6 +176,22 @@ class Fleet:
             sender.close()
         return outcome
 
+    async def _culprits(self, members: Sequence[Member], outcome: Outcome) -> list[EngineFailed]:
+        """The failures for which the engine itself answers.
+
+        Alone with the sender every failure is its own. Among others it is if the engine no longer answers: an error
+        that a living engine reports may come from a peer that died.
+        """
+        if len(members) == 1:
+            if outcome.failures or outcome.done:
+                return outcome.failures
+            return [EngineFailed(members[0].engine_id, "transfer", f"{outcome.sender_error}", lost=False)]
+        silent = {failure.engine_id for failure in outcome.failures if failure.lost}
+        suspects = {failure.engine_id for failure in outcome.failures} - silent
+        _, dead = await wave.probe([m for m in members if m.engine_id in suspects], self._timeout_s)
+        silent |= {failure.engine_id for failure in dead}
+        return [failure for failure in outcome.failures if failure.engine_id in silent]
+
     async def _refresh(self, after: int = -1, wait_s: float = 0.0) -> None:
         """Make the members those of the registry."""
         listing = await self._directory.engines(after=after, wait_s=wait_s)
@@ -204,12 +220,3 @@ class Fleet:
             kept[1].close()
             return None
         return kept[1] if kept is not None else None
-
-
-def _final(members: Sequence[Member], outcome: Outcome) -> list[EngineFailed]:
-    """The failures for which the engine itself answers: it is lost, or it was alone with the sender."""
-    if len(members) > 1:
-        return [failure for failure in outcome.failures if failure.lost]
-    if outcome.failures or outcome.done:
-        return outcome.failures
-    return [EngineFailed(members[0].engine_id, "transfer", f"{outcome.sender_error}", lost=False)]

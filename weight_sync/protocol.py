@@ -60,8 +60,7 @@ class FinishBody(msgspec.Struct, frozen=True):
 class EngineControl(Protocol):
     """One engine as the coordinator sees it.
 
-    Methods raise EngineError: EngineLost when the engine does not answer, anything else when it answers with an error.
-    They set no deadline of their own below that of their caller, who cancels them.
+    Methods raise EngineError. They set no deadline of their own below that of their caller, who cancels them.
     """
 
     async def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from rl_async.errors import EngineLost, RlAsyncError, WeightSyncError
+from rl_async.errors import RlAsyncError, WeightSyncError
 from rl_async.messages import EngineRecord, Version
 from rl_async.weight_sync.buckets import Bucket
 from rl_async.weight_sync.protocol import EngineControl
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class EngineFailed(WeightSyncError):
-    """One engine failed in one phase. ``lost``: it does not answer, so the fault is its own, not another member's."""
+    """One engine failed in one phase. ``lost``: it did not answer at all, so the fault is its own."""
 
     def __init__(self, engine_id: str, phase: str, why: str, *, lost: bool) -> None:
         super().__init__(f"{engine_id} failed in {phase}: {why}")
@@ -70,8 +70,7 @@ async def call(member: Member, phase: str, request: Awaitable[T], timeout_s: flo
     except TimeoutError:
         raise EngineFailed(member.engine_id, phase, f"no answer within {timeout_s:g} s", lost=True) from None
     except RlAsyncError as error:
-        why = f"{type(error).__name__}: {error}"
-        raise EngineFailed(member.engine_id, phase, why, lost=isinstance(error, EngineLost)) from error
+        raise EngineFailed(member.engine_id, phase, f"{type(error).__name__}: {error}", lost=False) from error
 
 
 async def each(

@@ -6,74 +6,24 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 import torch
 
-from rl_async.errors import EngineError, EngineLost
 from rl_async.messages import EngineList, EngineRecord, Version
+from rl_async.rollout_server.vllm import VllmEngine
 from rl_async.weight_sync.buckets import Bucket, make_buckets
 from rl_async.weight_sync.coordinator import WeightCoordinator
-from rl_async.weight_sync.protocol import Backend, FinishBody, InitBody, InitInfo, UpdateBody, UpdateInfo
+from rl_async.weight_sync.protocol import Backend
 
 ENGINE = Path(__file__).with_name("weight_engine.py")
 Start = Callable[..., list[EngineRecord]]
-
-
-class Control:
-    """The few routes that a transfer needs, over aiohttp."""
-
-    def __init__(self, record: EngineRecord) -> None:
-        self._session = aiohttp.ClientSession(record.url)
-
-    async def _post(self, path: str, body: object = None) -> None:
-        try:
-            async with self._session.post(path, data=msgspec.json.encode(body)) as response:
-                if response.status != 200:
-                    raise EngineError(f"{response.status}: {await response.text()}")
-        except aiohttp.ClientError as error:
-            raise EngineLost(repr(error)) from error
-
-    async def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
-        await self._post("/pause")
-
-    async def resume(self) -> None:
-        await self._post("/resume")
-
-    async def init_transfer(self, init: InitInfo) -> None:
-        await self._post("/init_weight_transfer_engine", InitBody(init))
-
-    async def start_update(self) -> None:
-        await self._post("/start_weight_update")
-
-    async def update(self, info: UpdateInfo) -> None:
-        await self._post("/update_weights", UpdateBody(info))
-
-    async def finish_update(self, version: Version) -> None:
-        await self._post("/finish_weight_update", FinishBody(str(version)))
-
-    async def version(self) -> Version | None:
-        text = (await self._get("/weight_info"))["weight_version"]
-        return Version.parse(text) if text else None
-
-    async def state(self) -> dict[str, Any]:
-        return await self._get("/state")
-
-    async def _get(self, path: str) -> dict[str, Any]:
-        try:
-            async with self._session.get(path) as response:
-                return await response.json()
-        except aiohttp.ClientError as error:
-            raise EngineLost(repr(error)) from error
-
-    async def close(self) -> None:
-        await self._session.close()
 
 
 class Directory:
@@ -152,6 +102,10 @@ def start() -> Iterator[Start]:
         process.stdout.close()
 
 
+def connect(record: EngineRecord) -> VllmEngine:
+    return VllmEngine(record.url)
+
+
 def buckets(value: float) -> list[Bucket]:
     """Three buckets."""
     named = {f"layer.{i}": torch.full((64, 16), value + i, dtype=torch.bfloat16) for i in range(3)}
@@ -162,18 +116,12 @@ def expected(value: float) -> dict[str, float]:
     return {f"layer.{i}": 1024.0 * (value + i) for i in range(3)}
 
 
-def states(records: list[EngineRecord]) -> dict[str, dict]:
-    async def ask(record: EngineRecord) -> dict:
-        control = Control(record)
-        try:
-            return await control.state()
-        finally:
-            await control.close()
-
-    async def ask_all() -> list[dict]:
-        return await asyncio.gather(*(ask(record) for record in records))
-
-    return dict(zip([record.engine_id for record in records], asyncio.run(ask_all())))
+def states(records: list[EngineRecord]) -> dict[str, dict[str, Any]]:
+    answers = {}
+    for record in records:
+        with urllib.request.urlopen(f"{record.url}/state", timeout=10) as response:
+            answers[record.engine_id] = msgspec.json.decode(response.read())
+    return answers
 
 
 def serves(value: float, version: str) -> dict:
@@ -188,7 +136,7 @@ def shared_memory() -> set[str]:
 def test_two_engines_get_two_versions(transport: Backend, start: Start) -> None:
     directory, records, before = Directory(), start(a="", b=""), shared_memory()
     directory.add(*records)
-    with WeightCoordinator(directory.open, Control, transport, timeout_s=30) as coordinator:
+    with WeightCoordinator(directory.open, connect, transport, timeout_s=30) as coordinator:
         for step in (0, 1):
             report = coordinator.publish(Version(0, step), buckets(step * 10.0))
             assert (report.engines, report.failures, report.nbytes) == (["a", "b"], [], 3 * 2048)
@@ -206,7 +154,7 @@ def test_an_engine_killed_in_the_middle_is_named_and_replaced_and_the_others_go_
     *good, replacement, _ = records = start(a="", b="", new="", dying="--fault kill --at 5")
     before = shared_memory()
     directory.add(*good, records[-1])
-    with WeightCoordinator(directory.open, Control, transport, timeout_s=30) as coordinator:
+    with WeightCoordinator(directory.open, connect, transport, timeout_s=30) as coordinator:
         assert coordinator.publish(Version(0, 0), buckets(0)).engines == ["a", "b", "dying"]
         report = coordinator.publish(Version(0, 1), buckets(10))
         assert report.engines == ["a", "b"]
@@ -229,7 +177,7 @@ def test_an_engine_killed_in_the_middle_is_named_and_replaced_and_the_others_go_
 def test_an_engine_that_hangs_is_cut_off_at_the_deadline(start: Start) -> None:
     directory, records = Directory(), start(a="", hanging="--fault stop --at 2")
     directory.add(*records)
-    with WeightCoordinator(directory.open, Control, "ipc", timeout_s=2) as coordinator:
+    with WeightCoordinator(directory.open, connect, "ipc", timeout_s=2) as coordinator:
         report = coordinator.publish(Version(0, 0), buckets(0))
     assert report.engines == ["a"]
     assert report.failures == ["hanging failed in update, bucket 2/3: no answer within 2 s"]

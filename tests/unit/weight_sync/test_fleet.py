@@ -21,7 +21,10 @@ V0, V1 = Version(0, 0), Version(0, 1)
 
 
 class Engine:
-    """An engine over the real receiver. ``faults`` maps a call, ``update 2`` say, to the error it raises, once."""
+    """An engine over the real receiver.
+
+    ``faults`` maps a call, ``update 2`` say, to the error it raises, once; EngineLost kills the engine.
+    """
 
     def __init__(self, faults: Mapping[str, Exception] | None = None) -> None:
         self.faults = dict(faults or {})
@@ -31,10 +34,13 @@ class Engine:
         self.calls: list[str] = []
         self.updates = 0
         self.closed = False
+        self.dead: EngineLost | None = None
 
     def _called(self, name: str) -> None:
         self.calls.append(name)
-        error = self.faults.pop(name, None)
+        error = self.faults.pop(name, None) or self.dead
+        if isinstance(error, EngineLost):
+            self.dead = error
         if error is not None:
             raise error
 
@@ -197,6 +203,14 @@ async def test_an_error_that_may_be_anothers_fault_gets_a_second_chance_alone() 
     report = await make_fleet(directory).publish(V0, buckets())
     assert (sorted(report.engines), report.failures) == (["a", "b"], [])
     assert [engine.calls.count("resume") for engine in engines.values()] == [1, 1]
+
+
+async def test_a_living_engine_is_not_blamed_for_the_death_of_another() -> None:
+    victim, dead = Engine({"update 1": EngineError("connection closed by peer")}), Engine({"update 1": EngineLost("")})
+    report = await make_fleet(Directory(victim=victim, dead=dead)).publish(V0, buckets())
+    assert report.engines == ["victim"]
+    assert [failure.split()[0] for failure in report.failures] == ["dead"]
+    assert victim.calls.count("start") == 2
 
 
 async def test_an_engine_that_fails_alone_is_cut_off() -> None:
