@@ -44,7 +44,10 @@ def result(tokens: int, version: Version, reason: str = "stop", first: int = 0) 
     )
 
 
-def request(version: Version = Version(0, 1), max_tokens: int = 8) -> GenerateRequest:
+V1 = Version(0, 1)
+
+
+def request(version: Version = V1, max_tokens: int = 8) -> GenerateRequest:
     return GenerateRequest(
         request_id="r",
         token_ids=[1, 2],
