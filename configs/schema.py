@@ -23,7 +23,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Base: frozen, keyword-only, unknown keys refused."""
 
 
-class ModelConfig(Config):
+class ModelConfig(Config, frozen=True):
     path: Annotated[
         str, _doc("Folder of a Hugging Face causal LM with its tokenizer; `sft` makes it if it is missing.")
     ]
@@ -31,12 +31,12 @@ class ModelConfig(Config):
     device: Annotated[Literal["auto", "cpu", "cuda"], _doc("auto: cuda if there is one.")] = "auto"
 
 
-class DataSource(Config):
+class DataSource(Config, frozen=True):
     path: Annotated[str, _doc("Parquet or JSONL in verl's columns, or reasoning_gym:NAME.")]
     weight: Annotated[float, Meta(gt=0, description="Share of the tasks drawn from this source.")] = 1.0
 
 
-class DataConfig(Config):
+class DataConfig(Config, frozen=True):
     path: Annotated[
         str | tuple[DataSource, ...],
         _doc("Training tasks: Parquet or JSONL in verl's columns, reasoning_gym:NAME, or a list of {path, weight}."),
@@ -50,7 +50,7 @@ class DataConfig(Config):
     max_prompt_tokens: Annotated[Positive, _doc("Longer prompts are refused, naming the row.")] = 1024
 
 
-class AgentConfig(Config):
+class AgentConfig(Config, frozen=True):
     loop: Annotated[str, _doc("single_turn, tool_agent, or your own as path.py:name; a row's agent_name wins.")] = (
         "single_turn"
     )
@@ -70,7 +70,7 @@ class AgentConfig(Config):
     ] = 0.02
 
 
-class RolloutConfig(Config):
+class RolloutConfig(Config, frozen=True):
     engine: Annotated[Literal["embedded", "vllm", "sglang"], _doc("Kind of rollout engine.")] = "embedded"
     engines: Annotated[Positive, _doc("Engine processes.")] = 1
     group_size: Annotated[Positive, _doc("Trajectories sampled per task.")] = 16
@@ -88,12 +88,12 @@ class RolloutConfig(Config):
     port: Annotated[Count, _doc("First engine's port, the others follow; 0: free ports.")] = 0
 
 
-class RewardTerm(Config):
+class RewardTerm(Config, frozen=True):
     name: Annotated[str, _doc("exact_answer, math, reasoning_gym, or your own as path.py:name.")]
     weight: Annotated[float, _doc("Factor of this part in the reward.")] = 1.0
 
 
-class RewardConfig(Config):
+class RewardConfig(Config, frozen=True):
     functions: Annotated[tuple[RewardTerm, ...], _doc("The reward is the weighted sum of these.")] = (
         RewardTerm(name="exact_answer"),
     )
@@ -103,7 +103,7 @@ class RewardConfig(Config):
     per_minute: Annotated[Count, _doc("Scorings started per minute and worker; 0: no limit.")] = 0
 
 
-class QueueConfig(Config):
+class QueueConfig(Config, frozen=True):
     max_staleness: Annotated[
         Count, _doc("Bound on the staleness of any trained token, in steps. 0: on-policy, 1: one-step-off-policy.")
     ] = 1
@@ -118,7 +118,7 @@ class QueueConfig(Config):
     port: Annotated[Count, _doc("0: a free port.")] = 0
 
 
-class AlgorithmConfig(Config):
+class AlgorithmConfig(Config, frozen=True):
     advantage: Annotated[Literal["grpo"], _doc("Advantage estimator.")] = "grpo"
     loss: Annotated[Literal["ppo", "reinforce"], _doc("ppo: clipped ratio; reinforce: -A log p, no ratio.")] = "ppo"
     correction: Annotated[
@@ -136,7 +136,7 @@ class AlgorithmConfig(Config):
     reference_path: Annotated[str | None, _doc("Reference model; null: model.path.")] = None
 
 
-class TrainerConfig(Config):
+class TrainerConfig(Config, frozen=True):
     backend: Annotated[Literal["fsdp2", "megatron"], _doc("Training backend.")] = "fsdp2"
     learning_rate: Annotated[float, Meta(gt=0, description="Peak learning rate of AdamW.")] = 1e-6
     steps: Annotated[Positive, _doc("Trainer steps in the run.")] = 100
@@ -158,7 +158,7 @@ class TrainerConfig(Config):
     sleep_s: Annotated[float, Meta(ge=0, description="Added to each step; for benchmarks of overlap.")] = 0.0
 
 
-class WeightSyncConfig(Config):
+class WeightSyncConfig(Config, frozen=True):
     transport: Annotated[
         Literal["auto", "gloo", "ipc", "nccl", "disk"],
         _doc("auto: ipc when colocated, else gloo."),
@@ -168,7 +168,7 @@ class WeightSyncConfig(Config):
     every: Annotated[Positive, _doc("Publish every this many steps; at most max_staleness + 1.")] = 1
 
 
-class EvalConfig(Config):
+class EvalConfig(Config, frozen=True):
     every: Annotated[Count, _doc("Steps between evaluations on the held-out tasks; 0: only at the end.")] = 10
     tasks: Annotated[Positive, _doc("Held-out tasks used, from the top of the file.")] = 64
     samples: Annotated[Positive, _doc("Trajectories per held-out task.")] = 1
@@ -178,13 +178,13 @@ class EvalConfig(Config):
 TrackerName = Literal["console", "jsonl", "tensorboard", "swanlab", "wandb", "mlflow"]
 
 
-class TrackingConfig(Config):
+class TrackingConfig(Config, frozen=True):
     backends: Annotated[tuple[TrackerName, ...], _doc("Where metrics go; metrics.jsonl is always written.")] = ()
     project: Annotated[str, _doc("Project name for trackers that have one.")] = "rl-async"
     offline: Annotated[bool, _doc("Keep swanlab and wandb on this machine.")] = True
 
 
-class SftConfig(Config):
+class SftConfig(Config, frozen=True):
     demos_path: Annotated[str, _doc("Demonstrations: a `messages` column of chat messages.")]
     learning_rate: Annotated[float, Meta(gt=0, description="AdamW, constant after 30 steps of warm-up.")] = 3e-3
     batch_size: Annotated[Positive, _doc("Demonstrations per step.")] = 48
@@ -199,14 +199,14 @@ class SftConfig(Config):
     seed: Annotated[int, _doc("Seed of the tiny model and of the demonstrations' order.")] = 0
 
 
-class LauncherConfig(Config):
+class LauncherConfig(Config, frozen=True):
     run_dir: Annotated[str, _doc("Folder of all runs.")] = "runs"
     max_restarts: Annotated[Count, _doc("Restarts per process before the run fails.")] = 3
     threads: Annotated[Positive, _doc("Torch threads per process on CPU.")] = 1
     stop_timeout_s: Annotated[Seconds, _doc("Processes get this long to end before they are killed.")] = 15.0
 
 
-class RunConfig(Config):
+class RunConfig(Config, frozen=True):
     """The whole run. ``mode`` and ``name`` come from the command line."""
 
     model: ModelConfig

@@ -13,5 +13,5 @@ def resolve_transport(config: RunConfig) -> Transport:
     ``configs/check.py`` has refused the transports that are not built yet.
     """
     if config.weight_sync.transport in ("gloo", "ipc"):
-        return config.weight_sync.transport  # type: ignore[return-value]
+        return config.weight_sync.transport
     return "ipc" if config.mode == "colocated" else "gloo"

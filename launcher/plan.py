@@ -36,6 +36,10 @@ class ProcessSpec:
         argv = self.argv + (self.restart_argv if restarted else ())
         return [fill(part, ports) for part in argv]
 
+    def environment(self, ports: Mapping[str, int]) -> dict[str, str]:
+        """``env`` with ports filled in."""
+        return {key: fill(value, ports) for key, value in self.env.items()}
+
 
 @dataclass(frozen=True)
 class Plan:

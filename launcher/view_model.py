@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from rl_async.launcher.tail import LineTail
 from rl_async.messages import Turn
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -33,21 +34,14 @@ class Conversation(msgspec.Struct):
 
 
 class MetricsTail:
-    """Reads the lines that were added to ``metrics.jsonl`` since the last call."""
+    """Reads the records that were added to ``metrics.jsonl`` since the last call."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
+        self._lines = LineTail(path)
 
     def read(self) -> list[Record]:
-        """New complete lines, oldest first; none if there is no file yet."""
-        if not self._path.is_file():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            whole, newline, _ = file.read().rpartition(b"\n")
-        self._offset += len(whole) + len(newline)
-        return [msgspec.json.decode(line, type=Record) for line in whole.splitlines()]
+        """New records, oldest first."""
+        return [msgspec.json.decode(line, type=Record) for line in self._lines.read()]
 
 
 class History:

@@ -31,7 +31,7 @@ def encode(message: msgspec.Struct) -> list[Frame]:
         if value.dtype.name not in _DTYPES:
             raise ProtocolError(f"cannot encode an array of {value.dtype}; known: {', '.join(_DTYPES)}")
         flat = np.ascontiguousarray(value)
-        arrays.append(memoryview(flat.reshape(-1).view(np.uint8)) if flat.size else b"")
+        arrays.append(flat.reshape(-1).view(np.uint8).data if flat.size else b"")
         return [value.dtype.name, value.shape, len(arrays)]
 
     head = msgspec.msgpack.encode(message, enc_hook=hook)

@@ -13,6 +13,10 @@ RlAsyncError
 └── TrainingDiverged     a NaN or infinite number; names the step and the batch
 """
 
+# Exit codes of processes that would fail in the same way if they were started again.
+EXIT_USER = 2  # UserError; one line `error: ...` on standard error, no traceback
+EXIT_DIVERGED = 3  # TrainingDiverged
+
 
 class RlAsyncError(Exception):
     """Base of all errors raised by this project."""

@@ -1,0 +1,325 @@
+"""The supervisor of one machine: starts the processes of a plan, restarts what may be restarted, ends everything.
+
+queue ──> engines (healthy -> registered) ──┐
+      ──> workers                           ├──> the trainer's end, or a role failing for good, or a signal
+      ──> trainer ranks                     ┘              ──> everything is stopped
+"""
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from rl_async.errors import EXIT_DIVERGED, EXIT_USER, QueueLost, RlAsyncError, UserError
+from rl_async.launcher.plan import Plan, ProcessSpec
+from rl_async.launcher.ports import HOST
+from rl_async.launcher.process import Child, Lifeline, describe_exit
+from rl_async.launcher.tail import LineTail
+from rl_async.launcher.view_model import ProcessState
+from rl_async.messages import Status, StatusReport
+from rl_async.rollout_server.vllm import VllmEngine
+from rl_async.transfer_queue.client import QueueClient
+
+HEALTH_POLL_S = 0.2
+REGISTRY_WAIT_S = 10.0
+FIRST_BACKOFF_S = 0.2
+LONGEST_BACKOFF_S = 5.0
+
+log = logging.getLogger("rl_async.launcher")
+EngineHook = Callable[[str, str], Awaitable[None]]  # engine id and URL
+
+
+class RoleFailed(RlAsyncError):
+    """A process failed for good. The message names it, its exit code and its last lines."""
+
+
+class Interrupted(Exception):
+    """A signal asked the run to end. ``number`` is the signal's."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class Supervisor:
+    """Runs the processes of a plan. Use it as ``with``: signals are handled and processes live only inside."""
+
+    def __init__(self, plan: Plan, ports: Mapping[str, int], folder: Path) -> None:
+        self._plan, self._ports, self._folder = plan, ports, folder
+        self._lifeline = Lifeline()
+        self._children: dict[str, Child] = {}
+        self._states = {spec.name: ProcessState(spec.name, "waiting") for spec in plan.processes}
+        self._cut_off: dict[str, asyncio.Event] = {}  # by id of a registered engine
+        self._client: QueueClient | None = None
+        self._signals: list[int] = []
+        self._signalled = asyncio.Event()
+
+    def __enter__(self) -> Self:
+        self._lifeline.__enter__()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().remove_signal_handler(number)
+        for child in self._children.values():
+            child.kill_now()
+        self._lifeline.__exit__(kind, error, trace)
+
+    @property
+    def queue(self) -> QueueClient:
+        """A client of the run's queue. Raises QueueLost outside ``run``."""
+        if self._client is None:
+            raise QueueLost("the queue is not running")
+        return self._client
+
+    @property
+    def address(self) -> str:
+        """Where the queue listens."""
+        return f"tcp://{HOST}:{self._ports['queue']}"
+
+    def states(self) -> Sequence[ProcessState]:
+        """All processes that live as long as the run."""
+        return list(self._states.values())
+
+    async def status(self) -> StatusReport:
+        """What the queue holds. Raises QueueLost."""
+        return await self.queue.status()
+
+    async def run_once(self, spec: ProcessSpec, report: Callable[[str], None]) -> None:
+        """Run a process to its end, passing on its lines as they come.
+
+        Raises UserError or RoleFailed if it fails, Interrupted on a signal.
+        """
+        child = await self._start(spec)
+        await self._first(self._follow(child, report), [self._watch_signals()])
+        if child.returncode:
+            self._give_up(child, child.returncode, 0)
+
+    async def run(self, work: Callable[[], Awaitable[None]] | None = None, on_engine: EngineHook | None = None) -> None:
+        """Start everything and return when the trainer, or instead of it ``work``, is done; then nothing runs any more.
+
+        ``on_engine`` is awaited for each engine after its registration. Raises UserError if a role ended because of a
+        mistake of the user, RoleFailed if one failed for good, Interrupted on a signal.
+        """
+        try:
+            async with QueueClient(self.address, role="launcher", name="launcher") as self._client:
+                queue = await self._start(self._plan.queue)
+                await self._first(self._until_answered(), [self._keep_queue(queue), self._watch_signals()])
+                await self._first(
+                    work() if work else self._keep_trainers(),
+                    [
+                        self._keep_queue(queue),
+                        self._watch_signals(),
+                        self._watch_registry(),
+                        *(self._keep_engine(spec, on_engine) for spec in self._plan.engines),
+                        *(self._keep_worker(spec) for spec in self._plan.workers),
+                    ],
+                )
+        finally:
+            await self._stop_all()
+            self._client = None
+
+    async def _first(self, main: Awaitable[None], keepers: Sequence[Coroutine[Any, Any, None]]) -> None:
+        """Run ``main`` to its end beside ``keepers``, whose errors end it. Waits for all of them to be cancelled."""
+        main_task = asyncio.ensure_future(main)
+        tasks = [main_task, *(asyncio.create_task(keeper) for keeper in keepers)]
+        pending = set(tasks)
+        try:
+            while not main_task.done():
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+        finally:
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # the first error is already on its way
+
+    async def _start(self, spec: ProcessSpec, *, restarts: int = 0) -> Child:
+        log_file = self._folder / "logs" / f"{spec.name}.log"
+        child = await Child.start(
+            spec.name,
+            spec.command(self._ports, restarted=restarts > 0),
+            spec.environment(self._ports),
+            log_file,
+            self._lifeline,
+        )
+        self._children[spec.name] = child
+        self._set_state(spec.name, "running", restarts)
+        log.info("%s started, pid %d", spec.name, child.pid)
+        return child
+
+    async def _follow(self, child: Child, report: Callable[[str], None]) -> None:
+        lines = LineTail(child.log, child.log_start)
+        ended = False
+        while not ended:
+            ended = child.returncode is not None  # before reading, so that the last lines are not missed
+            for line in lines.read():
+                report(line.decode(errors="replace"))
+            await asyncio.sleep(0 if ended else HEALTH_POLL_S)
+        await child.wait()
+
+    # --- the roles --------------------------------------------------------------------------------------------------
+
+    async def _until_answered(self) -> None:
+        await self.queue.request(Status(), timeout_s=self._plan.start_timeout_s)
+
+    async def _keep_queue(self, child: Child) -> None:
+        """Waits for the queue's end, which ends the run: what it knew is in no other process."""
+        code = await child.wait()
+        self._give_up(child, code, 0)
+
+    async def _keep_worker(self, spec: ProcessSpec) -> None:
+        """Produces one running agent worker. Waits for its end; returns when the queue says that the run is over."""
+        restarts = 0
+        while True:
+            child = await self._start(spec, restarts=restarts)
+            code = await child.wait()
+            if code == 0 and (await self.status()).finished:
+                self._set_state(spec.name, "ended", restarts)
+                return
+            restarts = await self._before_restart(spec, child, code, restarts)
+
+    async def _keep_engine(self, spec: ProcessSpec, on_engine: EngineHook | None) -> None:
+        """Produces one healthy, registered engine. Waits for its end, or for the registry to lose it."""
+        restarts = 0
+        url = f"http://{HOST}:{self._ports[spec.name]}"
+        while True:
+            engine_id = f"{spec.name}.{restarts}" if restarts else spec.name
+            child = await self._start(spec, restarts=restarts)
+            self._set_state(spec.name, "starting", restarts)
+            registered = await self._is_healthy(child, url)
+            if registered:
+                await self.queue.register_engine(engine_id, url, self._plan.engine_kind)
+                cut_off = self._cut_off[engine_id] = asyncio.Event()
+                if on_engine is not None:
+                    await on_engine(engine_id, url)
+                self._set_state(spec.name, "running", restarts)
+                await self._until_gone(child, cut_off)
+                del self._cut_off[engine_id]
+            code = await child.kill()
+            if registered:
+                await self.queue.remove_engine(engine_id, f"its process ended: {describe_exit(code)}")
+            restarts = await self._before_restart(spec, child, code, restarts)
+
+    async def _is_healthy(self, child: Child, url: str) -> bool:
+        """Whether the engine answered its health probe before it ended and before the deadline."""
+        deadline = time.monotonic() + self._plan.start_timeout_s
+        engine = VllmEngine(url)
+        try:
+            while child.returncode is None and time.monotonic() < deadline:
+                if await engine.health():
+                    return True
+                await asyncio.sleep(HEALTH_POLL_S)
+            return False
+        finally:
+            await engine.close()
+
+    async def _until_gone(self, child: Child, cut_off: asyncio.Event) -> None:
+        ended, lost = asyncio.ensure_future(child.wait()), asyncio.ensure_future(cut_off.wait())
+        try:
+            await asyncio.wait([ended, lost], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+            lost.cancel()
+
+    async def _watch_registry(self) -> None:
+        """Consumes the registry; produces restarts of engines that somebody else took out of it.
+
+        Waits for a change, REGISTRY_WAIT_S at a time. Runs until cancelled.
+        """
+        revision = -1
+        while True:
+            revision = (await self.queue.engines(revision, REGISTRY_WAIT_S)).revision
+            ours = dict(self._cut_off)
+            listed = {record.engine_id for record in (await self.queue.engines()).engines}
+            for engine_id in ours.keys() - listed:
+                log.warning("%s was cut off; its process is replaced", engine_id)
+                ours[engine_id].set()
+
+    async def _keep_trainers(self) -> None:
+        """Produces all trainer ranks. Waits for all to end well, or for one to end badly: then all start again."""
+        restarts = 0
+        while True:
+            children = [await self._start(spec, restarts=restarts) for spec in self._plan.trainers]
+            failed = await self._until_trained(children)
+            if failed is None:
+                return
+            for child in children:
+                if child is not failed:
+                    await child.kill()
+            code = failed.returncode or 0
+            spec = self._plan.trainers[children.index(failed)]
+            restarts = await self._before_restart(spec, failed, code, restarts)
+
+    async def _until_trained(self, ranks: Sequence[Child]) -> Child | None:
+        """None when all ranks ended with 0 and the run is over; else the rank that ended otherwise."""
+        pending = {asyncio.ensure_future(child.wait()): child for child in ranks}
+        try:
+            while pending:
+                done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    child = pending.pop(task)
+                    self._set_state(child.name, "ended", self._states[child.name].restarts)
+                    if task.result() != 0:
+                        return child
+        finally:
+            for task in pending:
+                task.cancel()
+        return None if (await self.status()).finished else ranks[0]
+
+    # --- endings ----------------------------------------------------------------------------------------------------
+
+    async def _before_restart(self, spec: ProcessSpec, child: Child, code: int, restarts: int) -> int:
+        """Wait a little longer each time, and count. Raises if the process must not be started again."""
+        if code in (EXIT_USER, EXIT_DIVERGED) or restarts >= spec.max_restarts:
+            self._give_up(child, code, restarts)
+        log.warning("%s ended (%s); starting it again", spec.name, describe_exit(code))
+        self._set_state(spec.name, "restarting", restarts)
+        await asyncio.sleep(min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2**restarts))
+        return restarts + 1
+
+    def _give_up(self, child: Child, code: int, restarts: int) -> NoReturn:
+        self._set_state(child.name, "failed", restarts)
+        if code == EXIT_USER:
+            mistakes = [line for line in child.output().splitlines() if line.startswith("error: ")]
+            if mistakes:
+                raise UserError(f"{child.name}: {mistakes[-1].removeprefix('error: ')}")
+        after = f" after {restarts} restarts" if restarts else ""
+        lines = child.tail() or "(it wrote nothing)"
+        raise RoleFailed(f"{child.name} failed ({describe_exit(code)}{after}); the end of {child.log}:\n{lines}")
+
+    async def _watch_signals(self) -> None:
+        await self._signalled.wait()
+        raise Interrupted(self._signals[0])
+
+    def _on_signal(self, number: int) -> None:
+        """The first signal stops the run cleanly; a second one kills everything."""
+        self._signals.append(number)
+        self._signalled.set()
+        if len(self._signals) > 1:
+            for child in self._children.values():
+                child.kill_now()
+
+    async def _stop_all(self) -> None:
+        """End everything within the deadline; the queue last, so that nobody complains that it is gone."""
+        deadline = time.monotonic() + self._plan.stop_timeout_s
+        queue = self._plan.queue.name
+        for names in ([name for name in self._children if name != queue], [queue]):
+            left = max(0.0, deadline - time.monotonic())
+            children = [self._children[name] for name in names if name in self._children]
+            await asyncio.gather(*(child.stop(left) for child in children))
+        for name, state in self._states.items():
+            if state.state != "failed":
+                self._set_state(name, "ended", state.restarts)
+
+    def _set_state(self, name: str, state: str, restarts: int) -> None:
+        if name in self._states:
+            self._states[name] = ProcessState(name, state, restarts)

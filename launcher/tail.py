@@ -1,0 +1,20 @@
+"""Follows a file that another process appends to."""
+
+from pathlib import Path
+
+
+class LineTail:
+    """Reads the complete lines that were added since the last call."""
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self._path, self._offset = path, offset
+
+    def read(self) -> list[bytes]:
+        """New lines without their ends, oldest first; none if there is no file yet."""
+        if not self._path.is_file():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        return whole.splitlines()
