@@ -109,7 +109,7 @@ class GeneratedRows:
             "data_source": self.name,
             "prompt": [{"role": "user", "content": item["question"]}],
             "reward_model": {"style": "rule", "ground_truth": str(item["answer"])},
-            "extra_info": {"dataset": self._dataset, "seed": self._seed, "index": number},
+            "extra_info": {"dataset": self._dataset, "seed": self._seed, "rows": GENERATED_ROWS, "index": number},
         }
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -1,1 +1,1 @@
-"""Rewards: scorers over one trajectory, and the service that runs them with deadlines and limits."""
+"""Rewards: finished conversations in, a number and its parts out, whatever a scorer does."""

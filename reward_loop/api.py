@@ -1,0 +1,63 @@
+"""What a scorer sees and what it answers."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol, SupportsFloat
+
+import msgspec
+
+from rl_async.errors import RlAsyncError
+from rl_async.messages import Turn
+
+
+class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished episode as text. The names are those of verl's reward functions."""
+
+    data_source: str
+    solution_str: str  # what the model said last, without the token that ended the turn
+    ground_truth: str
+    extra_info: dict[str, Any] = {}
+    turns: list[Turn] = []
+    finish_reason: str = "stop"
+
+
+class Score(msgspec.Struct, frozen=True):
+    """``value`` enters the reward; ``extra`` is only recorded."""
+
+    value: float
+    extra: dict[str, float] = {}
+
+
+class ScorerFailed(RlAsyncError):
+    """A scorer raised, died, took too long or answered nonsense. The message says which, and names no scorer."""
+
+
+class Scorer(Protocol):
+    """Scores one conversation. Raises ScorerFailed; anything else it raises counts as a failure too."""
+
+    async def score(self, conversation: Conversation) -> Score: ...
+
+
+def to_score(answer: object) -> Score:
+    """What a reward function returned, as a Score: a number, or verl's mapping with ``score`` and other numbers.
+
+    Raises ScorerFailed for anything else and for a score that is not finite.
+    """
+    extra: dict[str, float] = {}
+    given = answer
+    if isinstance(answer, Mapping):
+        given = answer.get("score")
+        numbers = {str(key): _number(value) for key, value in answer.items() if key != "score"}
+        extra = {key: number for key, number in numbers.items() if number is not None}
+    value = _number(given)
+    if value is None:
+        raise ScorerFailed(f"gave {answer!r:.80}, which is neither a finite number nor a mapping with such a `score`")
+    return Score(value, extra)
+
+
+def _number(value: object) -> float | None:
+    """``value`` as a finite float; NumPy's scalars and truth values count as numbers."""
+    if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else None
