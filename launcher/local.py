@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from rl_async.errors import EXIT_DIVERGED, EXIT_USER, QueueLost, RlAsyncError, UserError
+from rl_async.errors import EXIT_FAILED, EXIT_USER, QueueLost, RlAsyncError, UserError
 from rl_async.launcher.plan import Plan, ProcessSpec
 from rl_async.launcher.ports import HOST
 from rl_async.launcher.process import Child, Lifeline, describe_exit
@@ -279,7 +279,7 @@ class Supervisor:
 
     async def _before_restart(self, spec: ProcessSpec, child: Child, code: int, restarts: int) -> int:
         """Wait a little longer each time, and count. Raises if the process must not be started again."""
-        if code in (EXIT_USER, EXIT_DIVERGED) or restarts >= spec.max_restarts:
+        if code in (EXIT_USER, EXIT_FAILED) or restarts >= spec.max_restarts:
             self._give_up(child, code, restarts)
         log.warning("%s ended (%s); starting it again", spec.name, describe_exit(code))
         self._set_state(spec.name, "restarting", restarts)

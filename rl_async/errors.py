@@ -15,7 +15,7 @@ RlAsyncError
 
 # Exit codes of processes that would fail in the same way if they were started again.
 EXIT_USER = 2  # UserError; one line `error: ...` on standard error, no traceback
-EXIT_DIVERGED = 3  # TrainingDiverged
+EXIT_FAILED = 3  # a named error ended the process: divergence, or a deadline that passed
 
 
 class RlAsyncError(Exception):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from rl_async.configs.load import load_resolved
 from rl_async.configs.schema import RunConfig
 from rl_async.configs.transport import resolve_transport
-from rl_async.errors import RlAsyncError, UserError
+from rl_async.errors import EXIT_FAILED, EXIT_USER, RlAsyncError, UserError
 from rl_async.lifeline import watch_lifeline
 from rl_async.log import setup_logging
 from rl_async.rollout_server.vllm import VllmEngine
@@ -48,10 +48,10 @@ def main() -> None:
         _run(arguments)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(EXIT_USER)
     except RlAsyncError as error:
         log.error("%s: %s", type(error).__name__, error)
-        sys.exit(1)
+        sys.exit(EXIT_FAILED)
 
 
 def _parse() -> argparse.Namespace:
