@@ -11,8 +11,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-import msgspec
-
 from rl_async.errors import ConfigError
 from rl_async.reward_loop import math, reasoning_gym
 from rl_async.reward_loop.api import Conversation, ScorerFailed

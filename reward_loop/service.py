@@ -1,13 +1,10 @@
 """Scores finished trajectories: parts and weights, deadlines, limits. A scorer's failure marks the trajectory only."""
 
 import asyncio
-import contextlib
 import time
 from collections import deque
 from types import TracebackType
 from typing import Self
-
-import msgspec
 
 from rl_async.configs.schema import RewardConfig
 from rl_async.messages import Task, Trajectory
@@ -38,30 +35,26 @@ class RewardService:
     ) -> None:
         await self._pool.__aexit__(kind, error, trace)
 
-    async def score(self, task: Task, trajectory: Trajectory) -> Trajectory:
-        """The trajectory with its reward, the reward's parts, and the seconds it took.
+    async def score(self, task: Task, trajectory: Trajectory) -> None:
+        """Fill in the trajectory's ``reward``, ``reward_parts`` and ``timings["reward"]``.
 
         When a scorer fails, the reward is 0 and ``error`` names the scorer and what happened.
         """
         began = time.monotonic()
         conversation = as_conversation(task, trajectory)
         outcomes = await asyncio.gather(*(self._term(spec, conversation) for spec, _ in self._terms))
-        parts: dict[str, float] = {}
-        reward, errors = 0.0, []
+        reward, errors = 0.0, list[str]()
         for (spec, weight), outcome in zip(self._terms, outcomes):
             if isinstance(outcome, str):
                 errors.append(f"reward {spec.name}: {outcome}")
                 continue
             reward += weight * outcome.value
-            parts[spec.name] = outcome.value
-            parts |= {f"{spec.name}/{key}": value for key, value in outcome.extra.items()}
-        return msgspec.structs.replace(
-            trajectory,
-            reward=0.0 if errors else reward,
-            reward_parts=parts,
-            error="; ".join(filter(None, [trajectory.error, *errors])),
-            timings={**trajectory.timings, "reward": time.monotonic() - began},
-        )
+            trajectory.reward_parts[spec.name] = outcome.value
+            for key, value in outcome.extra.items():
+                trajectory.reward_parts[f"{spec.name}/{key}"] = value
+        trajectory.reward = 0.0 if errors else reward
+        trajectory.error = "; ".join(filter(None, [trajectory.error, *errors]))
+        trajectory.timings["reward"] = time.monotonic() - began
 
     async def _term(self, spec: ScorerSpec, conversation: Conversation) -> Score | str:
         """One part of the reward, or why there is none."""
@@ -77,10 +70,13 @@ class RewardService:
             return describe(error)
 
     async def _awaited(self, spec: ScorerSpec, conversation: Conversation) -> Score:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.timeout_s):
+        try:
+            async with asyncio.timeout(self._config.timeout_s) as deadline:
                 return to_score(await spec.function(conversation))
-        raise ScorerFailed(f"did not answer within {self._config.timeout_s:g} s (reward.timeout_s)")
+        except TimeoutError:
+            if not deadline.expired():  # the function's own
+                raise
+            raise ScorerFailed(f"did not answer within {self._config.timeout_s:g} s (reward.timeout_s)") from None
 
 
 def as_conversation(task: Task, trajectory: Trajectory) -> Conversation:

@@ -1,9 +1,8 @@
-"""Scoring: built-in scorers, users' scorers with every way to fail, weights and limits."""
+"""Rewards: parts and weights, failures that mark one trajectory, limits."""
 
 import asyncio
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,180 +10,222 @@ import pytest
 from rl_async.agent_loop.dataset import open_rows, to_task
 from rl_async.configs.schema import RewardConfig, RewardTerm
 from rl_async.errors import ConfigError
-from rl_async.messages import Sampling, Task, Trajectory, Turn
+from rl_async.messages import Sampling, Task, ToolCall, Trajectory, Turn
 from rl_async.reward_loop.api import Score, ScorerFailed, to_score
-from rl_async.reward_loop.service import RewardService
+from rl_async.reward_loop.service import RateLimit, RewardService
 
-SCORERS = """
-import os, time
-
-def length(data_source, solution_str, ground_truth, extra_info):
-    print("this must not disturb the answers")
-    return {"score": len(solution_str), "words": len(solution_str.split()), "note": "x"}
-
-def raises(data_source, solution_str, ground_truth, extra_info):
-    raise KeyError("gold")
-
-def sometimes_hangs(data_source, solution_str, ground_truth, extra_info):
-    if solution_str == "hang":
-        time.sleep(600)
-    return os.getpid()
-
-def dies(data_source, solution_str, ground_truth, extra_info):
-    os._exit(3)
-
-def nonsense(data_source, solution_str, ground_truth, extra_info):
-    return float("nan")
-
-async def later(data_source, solution_str, ground_truth, extra_info):
-    if solution_str == "hang":
-        import asyncio
-        await asyncio.sleep(600)
-    return float(extra_info["bonus"])
-"""
+USER = Path(__file__).with_name("user_scorers.py")
 
 
-@pytest.fixture
-def scorers(tmp_path: Path) -> str:
-    (tmp_path / "scorers.py").write_text(SCORERS)
-    return str(tmp_path / "scorers.py")
+def task(truth: str = "42") -> Task:
+    prompt = [{"role": "user", "content": "?"}]
+    return Task(task_id="t", data_source="unit", prompt=prompt, ground_truth=truth, extra={"level": 3})
 
 
-def row(answer: str) -> Trajectory:
+def trajectory(answer: str, error: str = "") -> Trajectory:
+    turns = [
+        Turn(role="user", text="?"),
+        Turn(role="assistant", text="call", tool_calls=[ToolCall(name="f", arguments="{}", result="1")]),
+        Turn(role="tool", text="1"),
+        Turn(role="assistant", text=answer),
+    ]
     return Trajectory(
         task_id="t",
         group_id=0,
         sample=0,
-        attempt=0,
+        attempt=1,
         episode_id="e",
-        token_ids=np.zeros(1, np.int32),
-        loss_mask=np.zeros(1, np.bool_),
-        logprobs=np.zeros(1, np.float32),
+        token_ids=np.zeros(3, np.int32),
+        loss_mask=np.ones(3, np.bool_),
+        logprobs=np.zeros(3, np.float32),
         versions=[],
         sampling=Sampling(),
-        reward=-1.0,
-        turns=[Turn(role="user", text="?"), Turn(role="assistant", text=answer), Turn(role="tool", text="no")],
+        reward=0.0,
+        turns=turns,
+        timings={"generate": 1.0},
+        error=error,
     )
 
 
-def task(truth: str = "5", **extra: Any) -> Task:
-    return Task(task_id="t", data_source="d", prompt=[], ground_truth=truth, extra=extra)
-
-
-def config(*names: str, **changes: Any) -> RewardConfig:
-    return RewardConfig(functions=tuple(RewardTerm(name=name) for name in names), **changes)
-
-
-async def score(service: RewardService, answer: str, wanted: Task | None = None) -> Trajectory:
-    scored = row(answer)
+async def score(service: RewardService, answer: str, wanted: Task | None = None, *, error: str = "") -> Trajectory:
+    scored = trajectory(answer, error)
     await service.score(wanted or task(), scored)
     return scored
 
 
-async def test_exact_answer_is_the_last_assistant_text() -> None:
-    async with RewardService(RewardConfig()) as service:
-        assert [(await score(service, text)).reward for text in (" 5\n", "6", "", "5 5")] == [1.0, 0.0, 0.0, 0.0]
+def config(*names: str, timeout_s: float = 10.0, **more: int) -> RewardConfig:
+    return RewardConfig(functions=tuple(RewardTerm(name=name) for name in names), timeout_s=timeout_s, **more)
 
 
-async def test_the_reward_is_the_weighted_sum(scorers: str) -> None:
-    terms = (RewardTerm(name="exact_answer", weight=2.0), RewardTerm(name=f"{scorers}:length", weight=0.5))
+def user(name: str) -> str:
+    return f"{USER}:{name}"
+
+
+@pytest.mark.parametrize(("answer", "reward"), [("42", 1.0), (" 42\n", 1.0), ("43", 0.0), ("the answer is 42", 0.0)])
+async def test_exact_answer_compares_what_was_said_last(answer: str, reward: float) -> None:
+    async with RewardService(config("exact_answer")) as service:
+        scored = await score(service, answer)
+    assert (scored.reward, scored.reward_parts, scored.error) == (reward, {"exact_answer": reward}, "")
+    assert scored.timings["generate"] == 1.0 and scored.timings["reward"] >= 0.0
+
+
+async def test_the_reward_is_the_weighted_sum_of_its_parts() -> None:
+    terms = (
+        RewardTerm(name="exact_answer", weight=2.0),
+        RewardTerm(name=user("verl_style"), weight=0.5),
+        RewardTerm(name=user("judge"), weight=-1.0),
+        RewardTerm(name=user("count_turns"), weight=0.25),
+    )
     async with RewardService(RewardConfig(functions=terms)) as service:
-        scored = await score(service, "5")
-    assert scored.reward == 2.5
-    name = f"{scorers}:length"
-    assert scored.reward_parts == {"exact_answer": 1.0, name: 1.0, f"{name}/words": 1.0}
-    assert scored.timings["reward"] > 0
+        scored = await score(service, "42")
+    assert scored.error == ""
+    assert scored.reward == 2.0 + 0.5 - 0.5 + 1.0
+    assert scored.reward_parts == {
+        "exact_answer": 1.0,
+        user("verl_style"): 1.0,
+        f"{user('verl_style')}/level": 3.0,
+        user("judge"): 0.5,
+        user("count_turns"): 4.0,
+    }
+
+
+async def test_a_failing_scorer_marks_its_trajectory_and_names_itself() -> None:
+    expected = {
+        "raises": "raised KeyError: 'missing'",
+        "dies": "ended its process (exit code 7)",
+        "nonsense": "gave 'good', which is neither",
+        "judge_out_of_reach": "raised TimeoutError: the judge's server is gone",
+    }
+    async with RewardService(config("exact_answer", *map(user, expected))) as service:
+        scored = await score(service, "42")
+    assert scored.reward == 0.0
+    assert scored.reward_parts == {"exact_answer": 1.0}
+    errors = scored.error.split("; ")
+    for error, (name, reason) in zip(errors, expected.items(), strict=True):
+        assert error.startswith(f"reward {user(name)}: {reason}")
+
+
+async def test_a_scorer_that_hangs_is_killed_and_its_place_is_served_again() -> None:
+    async with RewardService(config(user("hangs_on_request"), timeout_s=1.0)) as service:
+        first = await score(service, "go on")
+        stuck, after = await asyncio.gather(score(service, "hang"), score(service, "go on"))
+        assert_ended(int(first.reward))
+    assert_ended(int(after.reward))
+    assert stuck.reward == 0.0
+    assert stuck.error == f"reward {user('hangs_on_request')}: did not answer within 1 s (reward.timeout_s)"
+    assert after.error == "" and after.reward != first.reward, "another process answers"
+
+
+def assert_ended(pid: int) -> None:
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_a_coroutine_that_hangs_is_given_up() -> None:
+    async with RewardService(config(user("endless_judge"), timeout_s=0.05)) as service:
+        scored = await score(service, "x", error="earlier")
+    assert scored.error == f"earlier; reward {user('endless_judge')}: did not answer within 0.05 s (reward.timeout_s)"
+
+
+async def test_a_conversation_given_up_ends_the_process_that_scores_it() -> None:
+    async with RewardService(config(user("hangs_on_request"), timeout_s=3600.0)) as service:
+        first = await score(service, "go on")
+        scoring = asyncio.create_task(score(service, "hang"))
+        await asyncio.sleep(0.05)
+        scoring.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await scoring
+        assert_ended(int(first.reward))
 
 
 @pytest.mark.parametrize(
-    ("name", "error"),
-    [("raises", "raised KeyError: 'gold'"), ("dies", "its process died"), ("nonsense", "returned nan")],
+    ("name", "message"),
+    [
+        ("exact", "no scorer 'exact'; built in: exact_answer, math"),
+        ("nowhere.py:f", "no file nowhere.py"),
+        (user("missing"), "has no 'missing'"),
+        (user("USER_DATA"), "has no 'USER_DATA'"),
+        (user("asks_for_more"), "asks for 'weather'; a reward function may ask for data_source, solution_str"),
+    ],
 )
-async def test_a_failing_scorer_marks_its_trajectory(scorers: str, name: str, error: str) -> None:
-    async with RewardService(config("exact_answer", f"{scorers}:{name}")) as service:
-        scored = await score(service, "5")
-        assert (scored.reward, scored.error) == (0.0, f"scorer {scorers}:{name}: {error}")
-        assert service.failures == 1
+def test_scorers_that_do_not_exist_are_refused_at_once(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=r"^reward\.functions: ") as caught:
+        RewardService(config(name))
+    assert message in str(caught.value)
 
 
-async def test_a_hung_process_is_killed_and_replaced(scorers: str) -> None:
-    async with RewardService(config(f"{scorers}:sometimes_hangs", timeout_s=3.0)) as service:
-        first = await score(service, "x")
-        hung, after = await asyncio.gather(score(service, "hang"), score(service, "x"))
-        assert "no answer within 3 s" in hung.error
-        assert hung.reward == 0.0
-        assert after.error == ""
-        assert after.reward != first.reward, "another process answers"
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(first.reward), 0)
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(after.reward), 0)
+async def test_math_compares_meaning() -> None:
+    pytest.importorskip("math_verify")
+    async with RewardService(config("math", timeout_s=60.0)) as service:
+        for answer, reward in [("It is \\boxed{\\frac{1}{2}}", 1.0), ("0.5", 1.0), ("1/3", 0.0), ("", 0.0)]:
+            scored = await score(service, answer, task("\\frac{1}{2}"))
+            assert (scored.reward, scored.error) == (reward, ""), answer
 
 
-async def test_coroutine_scorers(scorers: str) -> None:
-    async with RewardService(config(f"{scorers}:later", timeout_s=0.05)) as service:
-        assert (await score(service, "x", task(bonus=0.25))).reward == 0.25
-        assert "raised KeyError: 'bonus'" in (await score(service, "x")).error
-        assert "no answer within 0.05 s" in (await score(service, "hang")).error
+async def test_reasoning_gym_scores_the_rows_of_its_source() -> None:
+    pytest.importorskip("reasoning_gym")
+    generated = to_task(open_rows("reasoning_gym:gcd", seed=3)[5], "row 5", "t")
+    async with RewardService(config("reasoning_gym", timeout_s=60.0)) as service:
+        right = await score(service, generated.ground_truth, generated)
+        wrong = await score(service, "nothing", generated)
+        stranger = await score(service, "42")
+    assert (right.reward, right.error) == (1.0, "")
+    assert wrong.reward < 0.5 and wrong.error == ""
+    assert "needs a task of a reasoning_gym:NAME source" in stranger.error
 
 
-async def test_per_minute_spaces_the_starts(scorers: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-    sleep = asyncio.sleep
-
-    async def note(seconds: float) -> None:
-        waits.append(seconds)
-        await sleep(0)
-
-    async with RewardService(config(f"{scorers}:later", per_minute=60)) as service:
-        monkeypatch.setattr("rl_async.reward_loop.service.asyncio.sleep", note)
-        await asyncio.gather(*(score(service, "x", task(bonus=1)) for _ in range(4)))
-    assert [round(wait) for wait in waits] == [0, 1, 2, 3]
+def test_what_reward_functions_may_return() -> None:
+    assert to_score(True) == Score(1.0)
+    assert to_score(np.float32(0.5)) == Score(0.5)
+    assert to_score({"score": 1, "a": 2, "b": "x", "c": float("nan")}) == Score(1.0, {"a": 2.0})
+    for bad in (None, "1", {"a": 1}, float("inf"), [1]):
+        with pytest.raises(ScorerFailed, match="neither a finite number nor a mapping"):
+            to_score(bad)
 
 
-async def test_max_concurrent(tmp_path: Path) -> None:
-    (tmp_path / "count.py").write_text(
+class FakeClock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr("rl_async.reward_loop.service.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("rl_async.reward_loop.service.asyncio.sleep", self.sleep)
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+async def test_the_rate_limit_spaces_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock(monkeypatch)
+    limit = RateLimit(2, 60.0)
+    starts = []
+    for _ in range(5):
+        await limit.wait()
+        starts.append(clock.now - 100.0)
+        clock.now += 10.0
+    assert starts == [0.0, 10.0, 60.0, 70.0, 120.0]
+
+
+async def test_no_rate_limit_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock(monkeypatch)
+    for _ in range(100):
+        await RateLimit(0, 60.0).wait()
+    assert clock.now == 100.0
+
+
+async def test_no_more_scorings_at_once_than_allowed(tmp_path: Path) -> None:
+    module = tmp_path / "counting.py"
+    module.write_text(
         "import asyncio\n"
         "running = most = 0\n"
-        "async def count(data_source, solution_str, ground_truth, extra_info):\n"
+        "async def count(solution_str):\n"
         "    global running, most\n"
         "    running += 1\n"
         "    most = max(most, running)\n"
-        "    await asyncio.sleep(0.01)\n"
+        "    await asyncio.sleep(0.005)\n"
         "    running -= 1\n"
         "    return most\n"
     )
-    async with RewardService(config(f"{tmp_path}/count.py:count", max_concurrent=2)) as service:
-        rows = await asyncio.gather(*(score(service, "x") for _ in range(6)))
-    assert max(scored.reward for scored in rows) == 2
-
-
-async def test_math_and_reasoning_gym() -> None:
-    pytest.importorskip("math_verify")
-    pytest.importorskip("reasoning_gym")
-    rows = open_rows("reasoning_gym:chain_sum", seed=3)
-    wanted = to_task(rows[5], "row 5", "t")
-    async with RewardService(config("math", timeout_s=60.0)) as service:
-        texts = [r"so it is \boxed{\frac{1}{2}}", "the answer is 0.5", r"\boxed{2}", "no idea"]
-        scored = [await score(service, text, task("1/2")) for text in texts]
-    assert [(r.reward, r.error) for r in scored] == [(1.0, ""), (1.0, ""), (0.0, ""), (0.0, "")]
-    async with RewardService(config("reasoning_gym", timeout_s=60.0)) as service:
-        assert (await score(service, wanted.ground_truth, wanted)).reward == 1.0
-        assert (await score(service, "no", wanted)).reward < 1.0
-        assert "does not come from reasoning_gym" in (await score(service, "5")).error
-
-
-def test_unknown_scorers_are_refused_at_once(scorers: str) -> None:
-    with pytest.raises(ConfigError, match="no scorer 'magic'; built in: exact_answer, math"):
-        RewardService(config("magic"))
-    with pytest.raises(ConfigError, match="has no 'nothing'"):
-        RewardService(config(f"{scorers}:nothing"))
-
-
-def test_what_scorers_may_return() -> None:
-    assert to_score(True) == Score(1.0)
-    assert to_score(np.float32(0.5)) == Score(0.5)
-    assert to_score({"score": 1, "a": 2, "b": "x"}) == Score(1.0, {"a": 2.0})
-    for bad in (None, "x", {"a": 1}, float("inf"), [1]):
-        with pytest.raises(ScorerFailed, match="returned"):
-            to_score(bad)
+    async with RewardService(config(f"{module}:count", max_concurrent=3)) as service:
+        scored = await asyncio.gather(*(score(service, "x") for _ in range(12)))
+    assert max(one.reward for one in scored) == 3.0
