@@ -1,0 +1,126 @@
+"""The queue as its own process: the composition root, its ledger, its end, and its one-line errors."""
+
+import json
+import signal
+import socket as sockets
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rl_async.configs.load import dump
+from rl_async.configs.schema import DataConfig, EvalConfig, ModelConfig, RunConfig
+from rl_async.messages import NotReady, Version
+from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
+
+CONFIG = RunConfig(
+    model=ModelConfig(path="no-model-needed"),
+    data=DataConfig(path="tasks.jsonl", eval_path="tasks.jsonl", train_batch_groups=2),
+    eval=EvalConfig(tasks=3),
+    name="unit",
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    rows = [
+        {
+            "data_source": "unit",
+            "prompt": [{"role": "user", "content": f"What is {number}?"}],
+            "ability": "",
+            "reward_model": {"style": "rule", "ground_truth": str(number)},
+            "extra_info": {},
+        }
+        for number in range(8)
+    ]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "config.yaml").write_text(dump(CONFIG))
+    return tmp_path
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with sockets.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        number = probe.getsockname()[1]
+    yield number
+
+
+def start(run: Path, port: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "rl_async.transfer_queue", "--run", str(run)]
+    return subprocess.Popen(
+        [*command, "--address", f"tcp://127.0.0.1:{port}"], cwd=run, stderr=subprocess.PIPE, text=True
+    )
+
+
+async def test_the_process_serves_and_ends_on_sigterm(run, port):
+    process = start(run, port)
+    try:
+        async with QueueClient(f"tcp://127.0.0.1:{port}", role="test", name="w", timeout_s=60) as client:
+            await client.publish(Version(0, 0), [])
+            await client.evaluate(0)
+            groups = (await client.lease(5, 5.0)).groups
+            assert [group.partition for group in groups] == ["eval"] * 3 + ["train"] * 2
+            assert groups[3].samples == list(range(16))
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+    ledger = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+    assert [(line["event"], line["partition"]) for line in ledger] == [("admit", "eval")] * 3 + [("admit", "train")] * 2
+
+
+def test_killed_queue_is_restored_from_a_snapshot(run, port):
+    address = f"tcp://127.0.0.1:{port}"
+    first = start(run, port)
+    try:
+        with SyncQueueClient(address, role="trainer", name="t", timeout_s=60) as trainer:
+            trainer.publish(Version(0, 0), [])
+            snapshot = trainer.snapshot()
+    finally:
+        first.kill()
+        first.communicate()
+    second = start(run, port)
+    try:
+        with SyncQueueClient(address, role="trainer", name="t", timeout_s=60) as trainer:
+            assert trainer.resume(0, 1, snapshot).readmitted == 0
+            trainer.publish(Version(1, 0), [])
+            assert isinstance(trainer.reserve(0, 0.0), NotReady)
+    finally:
+        second.kill()
+        second.communicate()
+
+
+def ends_with(run: Path, port: int, message: str) -> None:
+    process = start(run, port)
+    try:
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 2, errors
+    (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert message in line and "Traceback" not in errors
+
+
+def test_a_taken_port_is_one_clear_line(run):
+    with sockets.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ends_with(run, taken.getsockname()[1], "cannot listen on tcp://127.0.0.1:")
+
+
+def test_a_missing_config_is_one_clear_line(tmp_path, port):
+    ends_with(tmp_path, port, "config.yaml")
+
+
+def test_a_missing_journal_is_one_clear_line(run, port):
+    queue = msgspec.structs.replace(CONFIG.queue, journal="sqlite")
+    (run / "config.yaml").write_text(dump(msgspec.structs.replace(CONFIG, queue=queue)))
+    ends_with(run, port, "queue.journal")

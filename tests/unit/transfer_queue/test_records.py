@@ -1,0 +1,116 @@
+"""Journal, ledger, payloads and the envelope."""
+
+import json
+
+import pytest
+
+from rl_async.errors import ConfigError, ProtocolError
+from rl_async.messages import Done, Malformed, Status, Version
+from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.journal import MemoryJournal, make_journal
+from rl_async.transfer_queue.leases import Leases, Lost
+from rl_async.transfer_queue.ledger import Ledger
+from rl_async.transfer_queue.payloads import Payloads
+from rl_async.transfer_queue.transitions import EvalClosed, Feed, GroupDropped, Published, Retired, RunFinished
+
+
+def test_only_the_memory_journal_exists():
+    journal = make_journal("memory")
+    assert isinstance(journal, MemoryJournal)
+    journal.append(RunFinished())
+    assert list(journal.replay()) == []
+    for kind in ("sqlite", "redis"):
+        with pytest.raises(ConfigError, match=r"queue\.journal"):
+            make_journal(kind)
+
+
+def test_ledger_has_one_line_per_event_and_is_only_appended(make_rig, tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    rig = make_rig(max_staleness=0)
+    rig.publish(0)
+    first, second = rig.lease()
+    rig.put_all([first])
+    for _ in range(2):
+        rig.store.fail("w", second.group_id, 0, second.attempt, "boom", 0.0)
+        second = next((group for group in rig.lease(max_groups=1)), second)
+    rig.put_all([second])
+    rig.store.reserve(0, 0.0)
+    rig.store.commit(0)
+    rig.store.resume(0, 1, b"")
+    rig.store.finish()
+    ledger = Ledger(path)
+    for transition in rig.seen:
+        ledger.append(transition)
+    ledger.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[0] == {"event": "admit", "group": 0, "task": "t0", "partition": "train", "samples": 2}
+    assert [line["event"] for line in lines] == [
+        "admit",
+        "admit",
+        "ready",
+        "dead_letter",
+        "admit",
+        "ready",
+        "reserve",
+        "commit",
+        "resume",
+        "finish",
+    ]
+    assert lines[3]["group"] == 1 and "boom" in lines[3]["error"]
+    assert lines[6] == {"event": "reserve", "step": 0, "groups": [0, 2]}
+    assert (lines[8]["step"], lines[8]["lineage"], lines[8]["fresh"]) == (0, 1, False)
+    again = Ledger(path)
+    again.append(RunFinished())
+    again.close()
+    assert len(path.read_text().splitlines()) == 11
+
+
+def test_payloads_are_freed_with_their_groups():
+    payloads = Payloads()
+    feed = Feed()
+    feed.subscribe(payloads.consume)
+    for group in range(4):
+        payloads.put(group, 0, [b"x"])
+    feed(GroupDropped(group=0, reason=""))
+    feed(Retired(step=1, groups=[1]))
+    feed(EvalClosed(eval_id=1, groups=[2]))
+    feed(Published(version=Version(0, 1), released=[3]))
+    assert [payloads.get(group, 0) for group in range(4)] == [None, None, None, [b"x"]]
+
+
+def test_leases_live_as_long_as_their_worker_is_heard():
+    leases = Leases(10.0)
+    leases.hear("a", 0.0)
+    leases.give("a", 1, [0, 1], 0.0)
+    leases.hear("b", 2.0)
+    leases.give("b", 2, [0], 2.0)
+    leases.hear("a", 9.0)
+    assert leases.expired(11.0) == [] and leases.workers == 2
+    leases.end("a", 1, 0)
+    assert leases.expired(12.0) == [Lost("b", {2: [0]})]
+    leases.end("b", 2, 0)
+    assert (leases.workers, leases.oldest_s(12.0), leases.age("a", 1, 12.0)) == (1, 12.0, 12.0)
+    assert leases.expired(19.0) == [Lost("a", {1: [1]})]
+    leases.end("a", 1, 1)
+    assert leases.holding() == [] and leases.oldest_s(20.0) == 0.0
+
+
+def test_envelope_round_trip():
+    ids = wire.RequestIds()
+    first, second = ids.take(), ids.take()
+    assert first != second and len(first) == wire.ID_BYTES
+    assert wire.decode_request(wire.encode(first, Status(), [b"a", b"b"])) == (first, Status(), [b"a", b"b"])
+    assert wire.decode_reply(wire.encode(first, Done())).reply == Done()
+
+
+@pytest.mark.parametrize("parts", [[], [b"12345678"], [b"12345678", b"\xc1"], [b"1", b""]])
+def test_broken_envelopes_are_protocol_errors(parts):
+    with pytest.raises(ProtocolError):
+        wire.decode_request(parts)
+    with pytest.raises(ProtocolError):
+        wire.decode_reply(parts)
+
+
+def test_malformed_replies_become_errors():
+    with pytest.raises(ProtocolError, match="too short"):
+        wire.checked(wire.ReplyMessage(b"", Malformed(reason="too short"), []))
