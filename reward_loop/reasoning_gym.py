@@ -5,24 +5,23 @@ from typing import Any
 
 from rl_async.reward_loop.api import Conversation, ScorerFailed
 
-DATASET_ROWS = 1_000_000  # the data sets have no end; a row depends on its number and the seed, not on this
-
-
-@functools.cache
-def open_dataset(dataset: str, seed: int) -> Any:
-    """A data set of reasoning-gym. Raises ModuleNotFoundError without the package, ValueError for unknown names."""
-    import reasoning_gym
-
-    return reasoning_gym.create_dataset(dataset, size=DATASET_ROWS, seed=seed)
+_FROM = ("dataset", "rows", "seed", "index")  # the keys of extra_info that say which row of which data set it was
 
 
 def score(conversation: Conversation) -> float:
     """What reasoning-gym gives for the answer, 0 to 1. The task is made again from ``extra_info``."""
-    extra = conversation.extra_info
-    if not {"dataset", "seed", "index"} <= extra.keys():
-        raise ScorerFailed("needs a task of a reasoning_gym:NAME source (extra_info: dataset, seed, index)")
-    dataset = open_dataset(extra["dataset"], extra["seed"])
+    if any(key not in conversation.extra_info for key in _FROM):
+        raise ScorerFailed(f"needs a task of a reasoning_gym:NAME source (extra_info: {', '.join(_FROM)})")
+    name, rows, seed, index = (conversation.extra_info[key] for key in _FROM)
+    dataset = _open(name, rows, seed)
     try:
-        return float(dataset.score_answer(conversation.solution_str.strip(), dataset[extra["index"]]))
+        return float(dataset.score_answer(conversation.solution_str.strip(), dataset[index]))
     except ValueError:  # some scorers raise on an answer that is not a number
         return 0.0
+
+
+@functools.cache
+def _open(name: str, rows: int, seed: int) -> Any:
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(name, size=rows, seed=seed)
