@@ -53,7 +53,6 @@ class Delivery:
             return None
         task, group_id = self._source.next(), book.next_group
         book.next_group += 1
-        book.counters["admitted"] += 1
         book.emit(Admitted(group=group_id, partition=TRAIN, samples=book.settings.group_size, task=task))
         return self.admit(group_id, task, TRAIN, book.settings.group_size)
 
