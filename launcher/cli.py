@@ -1,0 +1,187 @@
+"""The command line. Each command imports what it needs when it runs, so that ``--help`` answers at once."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rl_async.errors import EXIT_USER, RlAsyncError, UserError
+
+MODES = ("colocated", "disaggregated")
+EXIT_INTERRUPTED = 130
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code. 2: a mistake of the user, 1: something failed, 130: interrupted."""
+    arguments = _parse(sys.argv[1:] if argv is None else argv)
+    command: Command = arguments.command
+    try:
+        return command(arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER
+    except RlAsyncError as error:
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Overrides may stand between options, which argparse alone does not allow."""
+    parser = _parser()
+    arguments, left = parser.parse_known_args(argv)
+    if left and not hasattr(arguments, "overrides"):
+        parser.error(f"unknown arguments: {' '.join(left)}")
+    for word in left:
+        if word.startswith("-"):
+            parser.error(f"unknown option {word}")
+        arguments.overrides.append(word)
+    return arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rl-async", description="Asynchronous reinforcement learning.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    launch = commands.add_parser("launch", help="train", description="Train. Ctrl-C ends the run cleanly.")
+    launch.add_argument("--mode", choices=MODES, help="take turns on a device, or work side by side")
+    _add_config(launch)
+    launch.add_argument("--name", default="", help="the run's folder below launcher.run_dir")
+    launch.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
+    launch.add_argument("--resume", action="store_true", help="continue the named run, or the newest of this config")
+    launch.set_defaults(command=_launch)
+
+    sft = commands.add_parser("sft", help="make the data and the warm-started model that a config needs")
+    _add_config(sft)
+    sft.set_defaults(command=_sft)
+
+    evaluate = commands.add_parser("eval", help="mean reward of a model on the held-out tasks")
+    _add_config(evaluate)
+    evaluate.set_defaults(command=_evaluate)
+
+    _add_config_commands(commands.add_parser("config", help="list, show and explain configs"))
+    _add_data_commands(commands.add_parser("data", help="make and inspect data sets"))
+
+    audit = commands.add_parser("audit", help="was every admitted sample of a run trained exactly once?")
+    audit.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    audit.set_defaults(command=_audit)
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", required=True, metavar="NAME|PATH", help="a preset or a YAML file")
+    _add_overrides(parser)
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help="values for config keys")
+
+
+def _add_config_commands(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands.add_parser("list", help="the presets").set_defaults(command=_config_list)
+    show = commands.add_parser("show", help="a preset or file with every value")
+    show.add_argument("config", metavar="NAME|PATH")
+    _add_overrides(show)
+    show.set_defaults(command=_config_show)
+    explain = commands.add_parser("explain", help="what a key or a section means")
+    explain.add_argument("key", metavar="KEY")
+    explain.set_defaults(command=_config_explain)
+
+
+def _add_data_commands(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    make = commands.add_parser("make", help="write tasks, held-out tasks and demonstrations as Parquet")
+    make.add_argument("name", metavar="NAME", help="calculator, shop or sort")
+    make.add_argument("--out", type=Path, metavar="FOLDER", help="default: artifacts/NAME")
+    make.set_defaults(command=_data_make)
+    inspect = commands.add_parser("inspect", help="count and show the rows of a data set")
+    inspect.add_argument("path", metavar="PATH", help="Parquet, JSONL or reasoning_gym:NAME")
+    inspect.set_defaults(command=_data_inspect)
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    from rl_async.launcher.runs import new_run, resumed_run
+
+    find = resumed_run if arguments.resume else new_run
+    config, folder = find(arguments.config, arguments.overrides, mode=arguments.mode, name=arguments.name)
+    if arguments.dry_run:
+        from rl_async.launcher.show import dry_run
+
+        dry_run(config, folder, resume=arguments.resume)
+        return 0
+    from rl_async.launcher.launch import launch
+
+    return launch(config, folder, resume=arguments.resume)
+
+
+def _sft(arguments: argparse.Namespace) -> int:
+    from rl_async.configs.load import load_config
+    from rl_async.launcher.artifacts import needs_preparation
+
+    config = load_config(arguments.config, arguments.overrides)
+    if not needs_preparation(config):
+        print(f"{config.model.path} is there already; delete it to make it again")
+        return 0
+    from rl_async.launcher.prepare import prepare
+
+    prepare(config, lambda line: print(line, flush=True))
+    return 0
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from rl_async.configs.load import load_config
+    from rl_async.launcher.evaluate import evaluate
+
+    return evaluate(load_config(arguments.config, arguments.overrides), arguments.config)
+
+
+def _config_list(arguments: argparse.Namespace) -> int:
+    from rl_async.launcher.show import print_presets
+
+    print_presets()
+    return 0
+
+
+def _config_show(arguments: argparse.Namespace) -> int:
+    from rl_async.configs.load import dump, load_config
+
+    print(dump(load_config(arguments.config, arguments.overrides)), end="")
+    return 0
+
+
+def _config_explain(arguments: argparse.Namespace) -> int:
+    from rl_async.configs.fields import explain
+
+    print(explain(arguments.key))
+    return 0
+
+
+def _data_make(arguments: argparse.Namespace) -> int:
+    from rl_async.agent_loop.tasks import make_data
+
+    folder = arguments.out or Path("artifacts") / arguments.name
+    make_data(arguments.name, folder)
+    print(f"wrote {', '.join(str(file) for file in sorted(folder.glob('*.parquet')))}")
+    return 0
+
+
+def _data_inspect(arguments: argparse.Namespace) -> int:
+    from rl_async.agent_loop.prompts import inspect
+
+    print(inspect(arguments.path))
+    return 0
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    from rl_async.transfer_queue.audit import audit
+
+    report = audit(arguments.run)
+    print(report.text())
+    return 0 if report.ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
