@@ -1,0 +1,101 @@
+"""What a run needs on disk before its processes start: data and a model. Imports nothing heavy."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from rl_async.configs.schema import RunConfig, SftConfig
+from rl_async.errors import DataError, UserError
+
+SFT_FILE = "sft.json"  # in a model folder that a warm start made
+GENERATED_PREFIX = "reasoning_gym:"
+MADE_FILES = ("train.parquet", "test.parquet", "demos.parquet")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def needs_preparation(config: RunConfig) -> bool:
+    """Whether data or the model are still to be made.
+
+    Raises UserError if something is missing that nothing here can make, or cannot be used.
+    """
+    data = needs_data(config)
+    model = needs_model(config)
+    if config.algorithm.kl_coef > 0 and config.algorithm.reference_path:
+        _check_model_folder(Path(config.algorithm.reference_path), "algorithm.reference_path")
+    return data or model
+
+
+def needs_data(config: RunConfig) -> bool:
+    """Whether ``data.make`` has files to write. Raises DataError for a missing file that it does not write."""
+    missing = False
+    for key, path in _data_files(config):
+        if path.is_file():
+            continue
+        if path not in _made_files(config):
+            hint = f"; data.make={config.data.make} writes {', '.join(MADE_FILES)}" if config.data.make else ""
+            raise DataError(f"{key}: no file {path}{hint}")
+        missing = True
+    return missing
+
+
+def needs_model(config: RunConfig) -> bool:
+    """Whether the warm start is still to be done. Raises UserError if the model there is cannot be used."""
+    path = Path(config.model.path)
+    if not path.exists():
+        if config.sft is None:
+            raise UserError(
+                f"model.path: no folder {path}; give the folder of a Hugging Face model, or set sft.demos_path to warm "
+                "up a tiny one"
+            )
+        return True
+    _check_model_folder(path, "model.path")
+    record = path / SFT_FILE
+    if config.sft is not None and record.is_file():
+        try:
+            made_with = json.loads(record.read_text())["fingerprint"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"model.path: {record} cannot be read ({error}); delete {path} to make it again") from error
+        if made_with != fingerprint(config.sft):
+            raise UserError(
+                f"model.path: {path} was warmed up with other sft settings; delete it, or choose another model.path"
+            )
+    return False
+
+
+def fingerprint(sft: SftConfig) -> str:
+    """Equal for equal settings of the warm start."""
+    return hashlib.sha256(msgspec.json.encode(sft, order="sorted")).hexdigest()[:16]
+
+
+def _data_files(config: RunConfig) -> Iterator[tuple[str, Path]]:
+    """Every local file that will be read, with the key that names it."""
+    data = config.data
+    sources = [data.path] if isinstance(data.path, str) else [source.path for source in data.path]
+    named = [("data.path", source) for source in sources]
+    if data.eval_path is not None:
+        named.append(("data.eval_path", data.eval_path))
+    if config.sft is not None and not Path(config.model.path).exists():
+        named.append(("sft.demos_path", config.sft.demos_path))
+    for key, path in named:
+        if not path.startswith(GENERATED_PREFIX):
+            yield key, Path(path)
+
+
+def _made_files(config: RunConfig) -> list[Path]:
+    if config.data.make is None or not isinstance(config.data.path, str):
+        return []
+    return [Path(config.data.path).parent / name for name in MADE_FILES]
+
+
+def _check_model_folder(path: Path, key: str) -> None:
+    if not path.is_dir():
+        raise UserError(f"{key}: {path} is not a folder")
+    if not (path / "config.json").is_file():
+        raise UserError(f"{key}: {path} has no config.json; it is not the folder of a Hugging Face model")
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(f"{key}: {path} has no tokenizer (tokenizer.json); save the model's tokenizer into it")
+    if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
+        raise UserError(f"{key}: {path} has no weights (*.safetensors)")
