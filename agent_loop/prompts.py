@@ -131,11 +131,11 @@ def prompt_length(model_path: str, longest: int) -> PromptLength:
 
 
 def _exact_length(model_path: str) -> PromptLength:
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
     from rl_async.agent_loop.render import ChatRenderer
 
-    renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_path), cache_size=0)
+    renderer = ChatRenderer(PreTrainedTokenizerFast.from_pretrained(model_path), cache_size=0)
     return lambda task: len(renderer.prompt(task.prompt))
 
 

@@ -78,12 +78,12 @@ def train_tokenizer(
 def _pieces(conversations: Iterable[Sequence[dict[str, str]]]) -> Iterator[str]:
     """The stretches between special tokens and between roles, so that no learned token reaches across."""
     tags = re.compile("|".join(map(re.escape, _TAGS)))
-    yield "assistant\n"
-    yield "user\n"
     for conversation in conversations:
         for message in conversation:
             if message["role"] == "tool":
-                yield f"\n{message['content']}\n"
+                yield from ("user\n", f"\n{message['content']}\n")
+            elif message["role"] == "assistant":
+                yield "assistant\n"
+                yield from filter(None, tags.split(message["content"]))
             else:
-                opening = "" if message["role"] == "assistant" else f"{message['role']}\n"
-                yield from filter(None, tags.split(opening + message["content"]))
+                yield f"{message['role']}\n{message['content']}"

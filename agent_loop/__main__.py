@@ -1,0 +1,105 @@
+"""The agent worker process: ``python -m rl_async.agent_loop --run RUN --index I --queue ADDRESS``."""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+from pathlib import Path
+
+import uvloop
+from transformers import PreTrainedTokenizerFast
+
+from rl_async.agent_loop.loops import EpisodeRunner
+from rl_async.agent_loop.render import ChatRenderer
+from rl_async.agent_loop.worker import AgentWorker
+from rl_async.configs.load import load_resolved
+from rl_async.configs.schema import RunConfig
+from rl_async.errors import ConfigError, RlAsyncError, UserError
+from rl_async.lifeline import watch_lifeline
+from rl_async.log import setup_logging
+from rl_async.messages import EngineRecord
+from rl_async.reward_loop.service import RewardService
+from rl_async.rollout_server.pool import EnginePool
+from rl_async.rollout_server.vllm import VllmEngine
+from rl_async.transfer_queue.client import QueueClient
+
+log = logging.getLogger("rl_async.agent_loop")
+
+
+async def run_worker(config: RunConfig, index: int, address: str) -> None:
+    """Run one worker until the run is over, or SIGTERM or SIGINT comes.
+
+    Raises UserError for names in the config that do not exist, in an ExceptionGroup QueueLost or ProtocolError when
+    the queue is gone.
+    """
+    this = asyncio.current_task()
+    if this is not None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, this.cancel)
+    timeout_s = config.rollout.request_timeout_s
+
+    def connect(record: EngineRecord) -> VllmEngine:
+        return VllmEngine(record.url, timeout_s)
+
+    async with contextlib.AsyncExitStack() as stack:
+        pool = EnginePool(connect, timeout_s)
+        runner = EpisodeRunner(config, _renderer(config.model.path), pool)
+        rewards = await stack.enter_async_context(RewardService(config.reward))
+        queue = await stack.enter_async_context(QueueClient(address, role="agent", name=f"agent-{index}"))
+        stack.push_async_callback(pool.close)
+        worker = AgentWorker(
+            queue,
+            runner,
+            rewards,
+            concurrency=config.agent.concurrency,
+            group_size=config.rollout.group_size,
+            lease_s=config.queue.lease_s,
+        )
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(pool.watch(queue), name="engine registry")
+            await worker.run()
+            watching.cancel()
+
+
+def _renderer(model_path: str) -> ChatRenderer:
+    try:
+        return ChatRenderer(PreTrainedTokenizerFast.from_pretrained(model_path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {model_path} has no usable tokenizer with a chat template: {error}") from error
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m rl_async.agent_loop", description=__doc__)
+    parser.add_argument("--run", type=Path, required=True, help="run folder with config.yaml")
+    parser.add_argument("--index", type=int, required=True, help="number of this worker")
+    parser.add_argument("--queue", required=True, help="address of the transfer queue, e.g. tcp://127.0.0.1:5555")
+    arguments = parser.parse_args(argv)
+    setup_logging(f"agent-{arguments.index}")
+    try:
+        config = load_resolved(arguments.run / "config.yaml")
+        with contextlib.suppress(asyncio.CancelledError):
+            uvloop.run(run_worker(config, arguments.index, arguments.queue))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BaseExceptionGroup as group:  # what ended the worker's tasks
+        expected, other = group.split(RlAsyncError)
+        if expected is None or other is not None:
+            raise
+        log.error("the worker ended: %s", "; ".join(_texts(expected)))
+        return 1
+    return 0
+
+
+def _texts(error: BaseException) -> list[str]:
+    if isinstance(error, BaseExceptionGroup):
+        return [text for inner in error.exceptions for text in _texts(inner)]
+    return [f"{type(error).__name__}: {error}"]
+
+
+if __name__ == "__main__":
+    watch_lifeline()
+    sys.exit(main())

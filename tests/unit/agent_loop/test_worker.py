@@ -1,0 +1,145 @@
+"""The worker against a queue in memory: every leased sample is put or failed, and the end of the run ends it."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rl_async.agent_loop.loops import EpisodeRunner
+from rl_async.agent_loop.render import ChatRenderer
+from rl_async.agent_loop.worker import AgentWorker
+from rl_async.configs.schema import RewardConfig
+from rl_async.errors import EngineLost, QueueLost
+from rl_async.messages import Done, Leased, LeasedGroup, Refused, Trajectory, Version, VersionRun
+from rl_async.reward_loop.service import RewardService
+from rl_async.rollout_server.api import GenerateRequest, GenerateResult
+
+from .fakes import leased, run_config
+
+
+class FakeQueue:
+    """Leases the given groups once; the run is over when all samples are in and ``hold`` is not set."""
+
+    def __init__(self, groups: Sequence[LeasedGroup], *, hold: bool = False) -> None:
+        self.groups, self.hold = list(groups), hold
+        self.wanted = sum(len(group.samples) for group in groups)
+        self.rows: list[Trajectory] = []
+        self.failures: list[tuple[int, int, str]] = []
+        self.asked: list[int] = []
+        self.renewed = 0
+        self.changed = asyncio.Event()
+
+    async def lease(self, max_groups: int, wait_s: float) -> Leased:
+        self.asked.append(max_groups)
+        if self.groups:
+            taken, self.groups = self.groups[:max_groups], self.groups[max_groups:]
+            return Leased(groups=taken)
+        while self.hold or len(self.rows) + len(self.failures) < self.wanted:
+            self.changed.clear()
+            await self.changed.wait()
+        return Leased(groups=[], finished=True)
+
+    async def renew(self) -> Done:
+        self.renewed += 1
+        return Done()
+
+    async def put(self, trajectory: Trajectory) -> Done | Refused:
+        self.rows.append(trajectory)
+        self.changed.set()
+        return Refused(code="fenced", reason="late") if trajectory.sample == 99 else Done()
+
+    async def fail(self, group_id: int, sample: int, attempt: int, error: str) -> Done | Refused:
+        self.failures.append((group_id, sample, error))
+        self.changed.set()
+        return Done()
+
+
+class Engine:
+    """Answers 5 to everything after ``seconds``, and counts how many it serves at once."""
+
+    def __init__(self, renderer: ChatRenderer, seconds: float = 0.0) -> None:
+        self.spoken = [*renderer.encode("5"), renderer.end_of_turn]
+        self.seconds, self.running, self.most = seconds, 0, 0
+        self.busy = asyncio.Event()
+
+    async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
+        if session.startswith("7.2."):
+            raise EngineLost("no engine answered")
+        self.running += 1
+        self.most = max(self.most, self.running)
+        self.busy.set()
+        await asyncio.sleep(self.seconds)
+        self.running -= 1
+        runs = [VersionRun(Version(), 0, len(self.spoken))]
+        return GenerateResult(
+            token_ids=self.spoken, logprobs=[-1.0] * len(self.spoken), versions=runs, finish_reason="stop"
+        )
+
+
+async def run(
+    queue: FakeQueue, renderer: ChatRenderer, engine: Engine, *, concurrency: int = 4, loop: str = "single_turn"
+) -> AgentWorker:
+    async with RewardService(RewardConfig()) as rewards:
+        runner = EpisodeRunner(run_config(loop=loop), renderer, engine)
+        worker = AgentWorker(queue, runner, rewards, concurrency=concurrency, group_size=2, lease_s=0.04)
+        await worker.run()
+    return worker
+
+
+async def test_every_sample_is_put_or_failed(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased(samples=5), leased(samples=3, ground_truth="6")])
+    worker = await run(queue, renderer, Engine(renderer))
+    assert sorted((row.sample, row.reward) for row in queue.rows) == [
+        (0, 0.0),
+        (0, 1.0),
+        (1, 0.0),
+        (1, 1.0),
+        (3, 1.0),
+        (4, 1.0),
+    ]
+    assert queue.failures == [(7, 2, "EngineLost: no engine answered")] * 2
+    assert (worker.put, worker.failed, worker.refused) == (6, 2, 0)
+
+
+async def test_concurrency_bounds_conversations_and_leases(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased(samples=2) for _ in range(10)])
+    engine = Engine(renderer, 0.005)
+    await run(queue, renderer, engine, concurrency=4)
+    assert engine.most == 4
+    assert queue.asked[0] == 2
+    assert max(queue.asked) == 2
+    assert queue.renewed > 0
+
+
+async def test_late_rows_are_counted(renderer: ChatRenderer) -> None:
+    group = leased(samples=1)
+    group.samples = [99]
+    assert (await run(FakeQueue([group]), renderer, Engine(renderer))).refused == 1
+
+
+async def test_errors_of_users_loops_fail_the_sample(renderer: ChatRenderer, tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("async def bad(episode):\n    return episode.nothing\n")
+    queue = FakeQueue([leased(samples=1)])
+    await run(queue, renderer, Engine(renderer), loop=f"{tmp_path}/bad.py:bad")
+    assert "AttributeError" in queue.failures[0][2]
+
+
+async def test_a_lost_queue_ends_the_worker(renderer: ChatRenderer) -> None:
+    class Gone(FakeQueue):
+        async def put(self, trajectory: Trajectory) -> Done | Refused:
+            raise QueueLost("no answer")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await run(Gone([leased(samples=1)]), renderer, Engine(renderer))
+    assert caught.value.subgroup(QueueLost) is not None
+
+
+async def test_cancelling_ends_conversations(renderer: ChatRenderer) -> None:
+    queue, engine = FakeQueue([leased(samples=2)], hold=True), Engine(renderer, 60.0)
+    task = asyncio.create_task(run(queue, renderer, engine))
+    await engine.busy.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not queue.rows
