@@ -1,0 +1,85 @@
+"""The worker as a process, with a real queue and no engine: it starts, is leased nothing, and ends when told to."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from rl_async.agent_loop.tasks import make_data
+from rl_async.configs.schema import AgentConfig, DataConfig, ModelConfig, RunConfig
+from rl_async.transfer_queue.client import SyncQueueClient
+
+
+def start(module: str, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", f"rl_async.{module}", *arguments]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+    _, errors = process.communicate(timeout=30)
+    return process.returncode, errors
+
+
+def write_run(folder: Path, tokenizer: PreTrainedTokenizerFast, **agent: Any) -> Path:
+    make_data("sort", folder, train=5, held_out=2, demos=2)
+    tokenizer.save_pretrained(folder / "model")
+    config = RunConfig(
+        model=ModelConfig(path=str(folder / "model")),
+        data=DataConfig(path=str(folder / "train.parquet")),
+        agent=AgentConfig(**agent),
+    )
+    (folder / "config.yaml").write_bytes(msgspec.yaml.encode(config))
+    return folder
+
+
+@pytest.fixture
+def address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.fixture
+def run(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, address: str) -> Iterator[Path]:
+    folder = write_run(tmp_path, tokenizer)
+    queue = start("transfer_queue", "--run", str(folder), "--address", address)
+    yield folder
+    queue.terminate()
+    end(queue)
+
+
+def wait_for_worker(client: SyncQueueClient) -> None:
+    deadline = time.monotonic() + 30
+    while not client.status().workers:
+        assert time.monotonic() < deadline, "no worker came"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "end of the run"])
+def test_a_worker_ends_cleanly(run: Path, address: str, how: str) -> None:
+    worker = start("agent_loop", "--run", str(run), "--index", "0", "--queue", address)
+    with SyncQueueClient(address, role="test", name="test") as client:
+        wait_for_worker(client)
+        if how == "SIGTERM":
+            worker.send_signal(signal.SIGTERM)
+        else:
+            client.finish()
+        code, errors = end(worker)
+    assert code == 0, errors
+    assert "Traceback" not in errors
+
+
+def test_a_wrong_config_is_one_line(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, address: str) -> None:
+    folder = write_run(tmp_path, tokenizer, loop="chess")
+    code, errors = end(start("agent_loop", "--run", str(folder), "--index", "0", "--queue", address))
+    assert code == 2
+    assert errors.splitlines()[-1].startswith("error: agent.loop: no loop 'chess'")
+    assert "Traceback" not in errors
