@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -55,6 +56,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     arguments = parser.parse_args()
     setup_logging(f"engine-{arguments.index}")
+    # also while the model loads; uvicorn takes the signal over while it serves, and raises it again at its end
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         config = load_resolved(arguments.run / "config.yaml")
         torch.set_num_threads(config.launcher.threads)
@@ -74,8 +77,10 @@ def main() -> None:
     settings = uvicorn.Config(
         server.app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
     )
-    uvicorn.Server(settings).run(sockets=[listener])
-    engine.stop()
+    try:
+        uvicorn.Server(settings).run(sockets=[listener])
+    finally:
+        engine.stop()
 
 
 if __name__ == "__main__":

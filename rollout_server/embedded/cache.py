@@ -14,6 +14,9 @@ from transformers.cache_utils import CacheLayerMixin
 class _SlotLayer(CacheLayerMixin):
     """Keys and values of one layer, [slots, kv_heads, length, head_dim]. Where to write is the cache's business."""
 
+    keys: Tensor
+    values: Tensor
+
     def __init__(self, owner: "SlotCache") -> None:
         super().__init__()
         self._owner = owner
@@ -74,7 +77,8 @@ class SlotCache(Cache):
         self.slot_numbers = torch.arange(max_slots, device=device)
         self.first = self.view = 0
         self.positions: Tensor | None = None
-        super().__init__(layers=[_SlotLayer(self) for _ in range(layers)])
+        self._slot_layers = [_SlotLayer(self) for _ in range(layers)]
+        super().__init__(layers=list(self._slot_layers))
 
     def reserve(self, slots: int, length: int) -> None:
         """Make room, in doublings up to the maximum."""
@@ -84,7 +88,7 @@ class SlotCache(Cache):
             self.slots = min(2 * self.slots, self.max_slots)
         while self.length < length:
             self.length = min(2 * self.length, self.max_length)
-        for layer in self.layers:
+        for layer in self._slot_layers:
             layer.grow()
 
     def prefill_at(self, first: int) -> None:
@@ -99,10 +103,9 @@ class SlotCache(Cache):
         """Copy slots onto freed ones."""
         if source:
             a, b = torch.tensor(source, device=self.device), torch.tensor(target, device=self.device)
-            for layer in self.layers:
+            for layer in self._slot_layers:
                 layer.move(a, b, width)
 
     def nbytes(self) -> int:
         """Bytes allocated."""
-        tensors = [t for layer in self.layers if layer.is_initialized for t in (layer.keys, layer.values)]
-        return sum(t.nbytes for t in tensors)
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self._slot_layers if layer.is_initialized)

@@ -6,6 +6,7 @@ Log-probabilities are those of a plain forward pass; what shares a batch does no
 
 import time
 from collections import deque
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +17,37 @@ from rl_async.rollout_server.embedded.sampler import Sampler
 from rl_async.rollout_server.embedded.sequence import Sequence
 
 PREFILL_TOKENS = 32_768  # padded tokens per prefill pass
+SERVED = ("llama", "qwen2", "qwen3")  # log-probabilities are the plain log-softmax of lm_head(model(...))
+ROPES = ("default", "linear", "llama3", "yarn")  # others turn by the longest sequence that shares the batch
+
+
+def _check_served(model: nn.Module) -> None:
+    """Raise UserError for a model whose results in a batch would not be those of a plain forward pass."""
+    config: Any = model.config
+    found = None
+    if config.model_type not in SERVED:
+        found = f"model type {config.model_type!r}"
+    elif kinds := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+        found = f"layers of kind {', '.join(sorted(kinds))}"
+    elif (rope := (config.rope_parameters or {}).get("rope_type", "default")) not in ROPES:
+        found = f"rotary embedding {rope!r}"
+    elif config._attn_implementation != "sdpa":
+        found = f"attn_implementation {config._attn_implementation!r}"
+    if found is not None:
+        raise UserError(
+            f"model.path: the embedded engine serves {', '.join(SERVED)} with full attention (sdpa) and rotary "
+            f"embedding {', '.join(ROPES)}; this model has {found}. Use rollout.engine: vllm"
+        )
 
 
 class EngineCore:
     """Waiting and running sequences, their cache, and ``step``. ``version`` names the weights in use."""
 
     def __init__(self, model: nn.Module, *, max_batch: int, max_length: int, sleep_s: float = 0.0) -> None:
-        config = model.config
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"} or not hasattr(model, "model") or model.get_output_embeddings() is None:
-            raise UserError(
-                f"model.path: the embedded engine serves decoders with full attention (Qwen2, Qwen3, Llama); "
-                f"{type(model).__name__} has layers of kind {', '.join(sorted(kinds))}"
-            )
-        self.model, self.max_batch, self.max_length, self.sleep_s = model, max_batch, max_length, sleep_s
+        _check_served(model)
+        self.model: Any = model  # nn.Module has no types for what a Transformers model holds
+        self.max_batch, self.max_length, self.sleep_s = max_batch, max_length, sleep_s
+        config: Any = model.config
         self.vocab_size: int = config.vocab_size
         self.version = "default"
         self.waiting: deque[Sequence] = deque()
@@ -68,9 +86,10 @@ class EngineCore:
         return None
 
     @torch.inference_mode()
-    def abort(self, request_id: str | None) -> list[Sequence]:
-        """Finish one request, or all, with reason ``abort``; returns them."""
-        gone = [s for s in (*self.running, *self.waiting) if request_id is None or s.request_id == request_id]
+    def abort(self, which: str | Sequence | None) -> list[Sequence]:
+        """Finish the requests of an id, one sequence, or all, with reason ``abort``; returns them."""
+        everyone = (*self.running, *self.waiting)
+        gone = [s for s in everyone if which is None or s is which or s.request_id == which]
         for sequence in gone:
             sequence.finish_reason = "abort"
         self.waiting = deque(s for s in self.waiting if s.finish_reason is None)

@@ -1,6 +1,9 @@
 """Bodies of vLLM's dialect as the embedded engine accepts and answers them. Unknown sampling keys are refused."""
 
+from typing import Annotated, Literal
+
 import msgspec
+from msgspec import Meta
 
 from rl_async.messages import Sampling
 from rl_async.rollout_server.embedded.sequence import Sequence
@@ -9,18 +12,18 @@ REQUEST_PREFIX = "generate-tokens-"
 
 
 class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
-    """``sampling_params`` of a generate request."""
+    """``sampling_params`` of a generate request; values out of range are refused, as they would fail in the engine."""
 
     max_tokens: int = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0 or -1: off
-    min_p: float = 0.0
-    seed: int | None = None
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] = 0  # 0 or -1: off
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
-    logprobs: int | None = 0
-    n: int = 1
+    logprobs: Literal[0] | None = 0  # the sampled token's
+    n: Literal[1] = 1
 
 
 class GenerateBody(msgspec.Struct):
@@ -32,12 +35,8 @@ class GenerateBody(msgspec.Struct):
     stream: bool = False
 
     def sampling(self) -> Sampling:
-        """The distribution asked for. Raises ValueError for values out of range."""
+        """The distribution asked for."""
         p = self.sampling_params
-        if p.temperature < 0 or not 0 < p.top_p <= 1 or p.top_k < -1 or not 0 <= p.min_p <= 1:
-            raise ValueError("sampling_params: temperature >= 0, 0 < top_p <= 1, top_k >= -1, 0 <= min_p <= 1")
-        if p.n != 1 or p.logprobs not in (0, None):
-            raise ValueError("sampling_params: the embedded engine serves n=1 and logprobs=0 (the sampled token's)")
         return Sampling(p.temperature, p.top_p, max(p.top_k, 0), p.min_p)
 
 
@@ -54,15 +53,25 @@ class CheckerBody(msgspec.Struct):
     baseline: dict[str, str] = {}
 
 
-def choice(sequence: Sequence, start: int = 0) -> dict[str, object]:
-    """One entry of ``choices``: the samples from ``start`` on."""
-    tokens, logprobs = sequence.sampled[start:], sequence.logprobs[start:]
+def delta(sequence: Sequence, start: int, end: int) -> dict[str, object]:
+    """One entry of ``choices`` while the sequence still runs: its samples from ``start`` to ``end`` (exclusive).
+
+    The engine's thread may be adding samples meanwhile, so nothing beyond ``end`` is looked at.
+    """
+    tokens, logprobs = sequence.sampled[start:end], sequence.logprobs[start:end]
     return {
         "index": 0,
-        "finish_reason": sequence.finish_reason,
-        "stop_reason": tokens[-1] if sequence.finish_reason == "stop" else None,
+        "finish_reason": None,
         "token_ids": tokens,
         "logprobs": {"content": [{"token_id": t, "logprob": p} for t, p in zip(tokens, logprobs, strict=True)]},
+    }
+
+
+def choice(sequence: Sequence, start: int = 0) -> dict[str, object]:
+    """One entry of ``choices`` of a finished sequence: its samples from ``start`` on, and how it ended."""
+    return delta(sequence, start, len(sequence.logprobs)) | {
+        "finish_reason": sequence.finish_reason,
+        "stop_reason": sequence.tokens[-1] if sequence.finish_reason == "stop" else None,
         "weight_versions": [{"version": v, "start": s, "end": e} for v, s, e in sequence.spans()],
     }
 

@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from rl_async.errors import WeightSyncError
+from rl_async.errors import EngineLost, WeightSyncError
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.sequence import Sequence
 
@@ -32,10 +32,12 @@ class Engine:
 
     def __init__(self, core: EngineCore, on_crash: Callable[[Exception], None]) -> None:
         self.core, self._on_crash = core, on_crash
-        self.paused = self.asleep = False
+        self.paused = False
         self._admitting = True
         self._weights_changed = False
-        self._shapes: dict[str, torch.Size] = {}
+        self._cache_asleep = False
+        self._shapes: dict[str, torch.Size] = {}  # of the parameters, while their memory is given up
+        self._unsent: set[str] = set()  # parameters whose memory came back and whose values did not yet
         self._condition = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
         self._drained: list[concurrent.futures.Future[None]] = []
@@ -43,26 +45,36 @@ class Engine:
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._thread.start()
 
+    @property
+    def asleep(self) -> bool:
+        """Whether the memory of the cache or of the weights is given up."""
+        return self._cache_asleep or bool(self._shapes)
+
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence that ``core.refusal`` did not refuse."""
-        self.call(lambda: self.core.add(sequence))
+        self._enqueue(lambda: self.core.add(sequence))
 
     def call(self, action: Callable[[], T]) -> "concurrent.futures.Future[T]":
         """Run ``action`` in the engine's thread between two iterations."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def command() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # nobody waits any more
             try:
                 future.set_result(action())
             except Exception as error:  # belongs to the caller, who waits for it
                 future.set_exception(error)
 
+        self._enqueue(command)
+        return future
+
+    def _enqueue(self, command: Callable[[], None]) -> None:
         with self._condition:
             if self._stopping:
-                raise RuntimeError("the engine has stopped")
+                raise EngineLost("the engine has stopped")
             self._commands.append(command)
             self._condition.notify()
-        return future
 
     def stop(self) -> None:
         """End the thread; sequences in flight are dropped."""
@@ -71,11 +83,11 @@ class Engine:
             self._condition.notify()
         self._thread.join(10)
 
-    def abort(self, request_id: str | None) -> "concurrent.futures.Future[int]":
-        """Finish one request, or all, delivering what was sampled. The result is how many."""
+    def abort(self, which: str | Sequence | None) -> "concurrent.futures.Future[int]":
+        """Finish the requests of an id, one sequence, or all, delivering what was sampled. The result is how many."""
 
         def action() -> int:
-            gone = self.core.abort(request_id)
+            gone = self.core.abort(which)
             for sequence in gone:
                 sequence.deliver(sequence)
             return len(gone)
@@ -88,10 +100,11 @@ class Engine:
             done: concurrent.futures.Future[None] = concurrent.futures.Future()
 
             def drain() -> None:
-                self._admitting = False
-                self._drained.append(done)
+                if done.set_running_or_notify_cancel():
+                    self._admitting = False
+                    self._drained.append(done)
 
-            self.call(drain)
+            self._enqueue(drain)
             return done
 
         def action() -> None:
@@ -103,9 +116,10 @@ class Engine:
         return self.call(action)
 
     def resume(self) -> "concurrent.futures.Future[None]":
-        """Go on. Caches that older weights computed are computed again first."""
+        """Go on. Caches that older weights computed are computed again first. A pause that still waits is over."""
 
         def action() -> None:
+            self._end_drain()
             if self._weights_changed:
                 self.core.preempt()
                 self._weights_changed = False
@@ -121,6 +135,8 @@ class Engine:
 
         def action() -> None:
             with torch.no_grad():
+                if self._shapes:
+                    raise WeightSyncError("the engine has given up its weights' memory; wake it up for weights first")
                 parameters = dict(self.core.model.named_parameters())
                 for name, tensor in tensors:
                     if name not in parameters:
@@ -130,14 +146,20 @@ class Engine:
                             f"{name} has shape {list(tensor.shape)}, the engine's has {list(parameters[name].shape)}"
                         )
                     parameters[name].copy_(tensor)
+                    self._unsent.discard(name)
             self._weights_changed = True
 
         self.call(action).result()
 
     def set_version(self, version: str) -> "concurrent.futures.Future[None]":
-        """Name the weights that later tokens come from."""
+        """Name the weights that later tokens come from.
+
+        The result is WeightSyncError if some of them are still to be sent after a sleep that gave them up.
+        """
 
         def action() -> None:
+            if self._unsent:
+                raise WeightSyncError(f"still without values: {', '.join(sorted(self._unsent)[:3])}, ...")
             self.core.version = version
 
         return self.call(action)
@@ -146,25 +168,31 @@ class Engine:
         """Free the cache, at level 2 the weights too. Requests are held, and computed again after ``wake``."""
 
         def action() -> None:
-            self.asleep = True
+            self._cache_asleep = True
             self.core.free_cache()
             if level >= 2 and not self._shapes:
                 self._shapes = {name: p.shape for name, p in self.core.model.named_parameters()}
                 for parameter in self.core.model.parameters():
                     parameter.data = parameter.data.new_empty(0)
+            if self.core.device.type == "cuda":
+                torch.cuda.empty_cache()  # other processes cannot use what PyTorch keeps
 
         return self.call(action)
 
     def wake(self, tags: Items[str]) -> "concurrent.futures.Future[None]":
-        """Take memory back: ``weights`` (their values must then be sent) and ``kv_cache``; no tags: both."""
+        """Take memory back: ``weights`` and ``kv_cache``; no tags: both.
+
+        Weights that were given up must then be sent; nothing is decoded before.
+        """
 
         def action() -> None:
             if (not tags or "weights" in tags) and self._shapes:
                 for name, parameter in self.core.model.named_parameters():
                     parameter.data = parameter.data.new_empty(self._shapes[name])
+                self._unsent = set(self._shapes)
                 self._shapes = {}
             if not tags or "kv_cache" in tags:
-                self.asleep = False
+                self._cache_asleep = False
 
         return self.call(action)
 
@@ -173,6 +201,8 @@ class Engine:
             self._run()
         except Exception as error:  # an engine that cannot decode must not look alive
             log.exception("the engine's thread has failed")
+            with self._condition:
+                self._stopping = True
             self._on_crash(error)
 
     def _run(self) -> None:
@@ -190,12 +220,16 @@ class Engine:
                     sequence.deliver(sequence)
             if self._drained and not self.core.running:
                 self.paused = True
-                for future in self._drained:
-                    future.set_result(None)
-                self._drained = []
+                self._end_drain()
+
+    def _end_drain(self) -> None:
+        """Answer those who wait for the running sequences to end."""
+        for future in self._drained:
+            future.set_result(None)
+        self._drained = []
 
     def _may_step(self) -> bool:
-        if self.paused or self.asleep:
+        if self.paused or self.asleep or self._unsent:
             return False
         return bool(self.core.running or (self._admitting and self.core.waiting))
 
@@ -203,6 +237,6 @@ class Engine:
 def checksums(model: nn.Module) -> dict[str, str]:
     """xxh3_128 of every parameter's bytes."""
     return {
-        name: xxhash.xxh3_128_hexdigest(p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        name: xxhash.xxh3_128_hexdigest(p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         for name, p in model.named_parameters()
     }

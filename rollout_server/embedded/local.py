@@ -39,7 +39,11 @@ class LocalEngine:
             deliver=lambda done: loop.call_soon_threadsafe(_resolve, future, done),
         )
         self._engine.submit(sequence)
-        done = await future
+        try:
+            done = await future
+        except asyncio.CancelledError:
+            self._engine.abort(sequence)
+            raise
         assert done.finish_reason is not None
         return GenerateResult(
             token_ids=done.sampled,
@@ -55,9 +59,14 @@ class LocalEngine:
     def _crashed(self, error: Exception) -> None:
         for future in list(self._waiting):
             lost = EngineLost(f"the engine failed: {error}")
-            future.get_loop().call_soon_threadsafe(future.set_exception, lost)
+            future.get_loop().call_soon_threadsafe(_fail, future, lost)
 
 
 def _resolve(future: "asyncio.Future[Sequence]", done: Sequence) -> None:
     if not future.done():
         future.set_result(done)
+
+
+def _fail(future: "asyncio.Future[Sequence]", error: EngineLost) -> None:
+    if not future.done():
+        future.set_exception(error)

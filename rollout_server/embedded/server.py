@@ -39,6 +39,8 @@ class Server:
         self.engine, self.model_name = engine, model_name
         self._receiver = WeightReceiver(engine.load_weights)
         self._update_active = False
+        self._mixed = False  # an update was started and none has been finished since
+        self._transfer = asyncio.Lock()  # the receiver takes one call at a time
         self._numbers = itertools.count()
         routes: dict[str, Callable[[Request], Any]] = {
             "POST /inference/v1/generate": self.generate,
@@ -117,7 +119,7 @@ class Server:
             gone.cancel()
             return True
         finished.cancel()
-        await asyncio.wrap_future(self.engine.abort(sequence.request_id))
+        await asyncio.wrap_future(self.engine.abort(sequence))
         return False
 
     async def _stream(self, sequence: Sequence, events: "asyncio.Queue[Sequence]") -> AsyncIterator[bytes]:
@@ -125,19 +127,18 @@ class Server:
         try:
             while True:
                 await events.get()
-                count, finished = len(sequence.logprobs), sequence.finish_reason is not None
+                finished = sequence.finish_reason is not None
+                count = len(sequence.logprobs)  # the engine's thread adds the log-probability after its token
                 if count > sent or finished:
-                    part = dialect.choice(sequence, sent)
-                    if not finished:
-                        del part["weight_versions"]  # as in vLLM, only the last chunk has them
-                    sent = len(sequence.logprobs)
+                    part = dialect.choice(sequence, sent) if finished else dialect.delta(sequence, sent, count)
+                    sent = count
                     yield b"data: " + msgspec.json.encode({"choices": [part]}) + b"\n\n"
                 if finished:
                     yield b"data: [DONE]\n\n"
                     return
         finally:
             if sequence.finish_reason is None:
-                self.engine.abort(sequence.request_id)
+                self.engine.abort(sequence)
 
     def _serves(self, wanted: str) -> bool:
         current = self.engine.core.version
@@ -154,10 +155,13 @@ class Server:
         mode = request.query_params.get("mode", "abort")
         if mode not in ("keep", "wait", "abort"):
             return _error(400, f"mode must be keep, wait or abort, not {mode!r}")
-        await asyncio.wrap_future(self.engine.pause(mode))  # type: ignore[arg-type]
+        await asyncio.wrap_future(self.engine.pause(mode))
         return _json({"status": "paused"})
 
     async def resume(self, request: Request) -> Response:
+        """Refused while the weights are those of an unfinished update: their samples would belong to no version."""
+        if self._mixed:
+            return _error(409, "a weight update was started and not finished; finish one before resuming")
         await asyncio.wrap_future(self.engine.resume())
         return _json({"status": "resumed"})
 
@@ -166,18 +170,26 @@ class Server:
 
     async def init_transfer(self, request: Request) -> Response:
         body = msgspec.json.decode(await request.body(), type=InitBody)
-        await asyncio.to_thread(self._receiver.init, body.init_info)
+        async with self._transfer:
+            await asyncio.to_thread(self._receiver.init, body.init_info)
         return _json({"message": "initialised"})
 
     async def start_update(self, request: Request) -> Response:
-        self._update_active = True
+        if not (self.engine.paused or self.engine.asleep):
+            return _error(400, "pause the engine before an update: it would sample from mixed weights")
+        self._update_active = self._mixed = True
         return _json({"message": "started"})
 
     async def update(self, request: Request) -> Response:
         body = msgspec.json.decode(await request.body(), type=UpdateBody)
         if not self._update_active:
             return _error(500, "no weight update was started")
-        await asyncio.to_thread(self._receiver.update, body.update_info)
+        async with self._transfer:
+            try:
+                await asyncio.to_thread(self._receiver.update, body.update_info)
+            except WeightSyncError:
+                self._update_active = False
+                raise
         return _json({"message": "loaded"})
 
     async def finish_update(self, request: Request) -> Response:
@@ -185,8 +197,8 @@ class Server:
         Version.parse(body.weight_version)
         if not self._update_active:
             return _error(500, "no weight update was started")
-        self._update_active = False
         await asyncio.wrap_future(self.engine.set_version(body.weight_version))
+        self._update_active = self._mixed = False
         return _json({"message": "finished"})
 
     async def weight_info(self, request: Request) -> Response:
@@ -204,7 +216,10 @@ class Server:
         return _json({"match": not mismatches, "mismatches": mismatches})
 
     async def sleep(self, request: Request) -> Response:
-        await asyncio.wrap_future(self.engine.sleep(int(request.query_params.get("level", "1"))))
+        level = request.query_params.get("level", "1")
+        if level not in ("1", "2"):
+            return _error(400, f"level must be 1 or 2, not {level!r}")
+        await asyncio.wrap_future(self.engine.sleep(int(level)))
         return _json({"status": "asleep"})
 
     async def wake(self, request: Request) -> Response:

@@ -1,6 +1,7 @@
 """Continuous batching: whatever joins, leaves or is preempted, log-probabilities are those of a plain forward pass."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def model() -> Qwen3ForCausalLM:
     return model
 
 
-def sequences(count: int, seed: int, **more: object) -> list[Sequence]:
+def sequences(count: int, seed: int, **more: Any) -> list[Sequence]:
     draw = random.Random(seed)
     return [
         Sequence(
@@ -42,7 +43,7 @@ def sequences(count: int, seed: int, **more: object) -> list[Sequence]:
             stop_token_ids=frozenset([5]),
             seed=None,
             deliver=lambda _: None,
-            **more,  # type: ignore[arg-type]
+            **more,
         )
         for i in range(count)
     ]

@@ -16,7 +16,8 @@ def reference(logits: torch.Tensor, s: Sampling) -> torch.Tensor:
     if s.top_k:
         order = order[: s.top_k]
     p = torch.full_like(scaled, -torch.inf).index_copy(0, torch.tensor(order), scaled[order]).softmax(-1)
-    kept, total = [], 0.0
+    kept: list[int] = []
+    total = 0.0
     for token in order:
         if total >= s.top_p and kept:
             break
