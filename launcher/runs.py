@@ -22,8 +22,8 @@ def new_run(
     config = load_config(name_or_path, overrides, mode=mode, name=name)
     root = Path(config.launcher.run_dir)
     if not config.name:
-        prefix = run_prefix(name_or_path, config.mode)
-        config = msgspec.structs.replace(config, name=f"{prefix}-{_last_number(root, prefix) + 1:03d}")
+        folder = next_folder(root, run_prefix(name_or_path, config.mode))
+        config = msgspec.structs.replace(config, name=folder.name)
     folder = _folder(root, config.name)
     if folder.exists():
         raise UserError(f"--name: the run {folder} exists; add --resume to continue it, or choose another name")
@@ -70,6 +70,11 @@ def checkpoints(folder: Path) -> list[int]:
 def run_prefix(name_or_path: str, mode: str) -> str:
     """Default name of a run, without its number."""
     return f"{Path(name_or_path).stem}-{mode}"
+
+
+def next_folder(root: Path, prefix: str) -> Path:
+    """The first free ``PREFIX-001``, counting on from the highest number."""
+    return root / f"{prefix}-{_last_number(root, prefix) + 1:03d}"
 
 
 def _folder(root: Path, name: str) -> Path:

@@ -9,11 +9,9 @@ from rich.table import Table
 
 from rl_async.configs.load import preset_names
 from rl_async.configs.schema import RunConfig
-from rl_async.errors import UserError
-from rl_async.launcher.artifacts import needs_data, needs_model, needs_preparation
-from rl_async.launcher.devices import count_gpus
-from rl_async.launcher.memory import model_size
-from rl_async.launcher.plan import Plan, plan
+from rl_async.launcher.artifacts import needs_data, needs_model
+from rl_async.launcher.machine import plan_here
+from rl_async.launcher.plan import Plan
 from rl_async.launcher.ports import assign_ports
 
 
@@ -22,11 +20,7 @@ def dry_run(config: RunConfig, folder: Path, *, resume: bool = False) -> None:
 
     Raises UserError for what would end the run at once: missing files, a taken port, no GPU where one is asked for.
     """
-    gpus = count_gpus()
-    if config.model.device == "cuda" and gpus == 0:
-        raise UserError("model.device=cuda, but no GPU is visible; use auto or cpu")
-    needs_preparation(config)
-    planned = plan(config, folder, size=model_size(config), gpus=gpus, resume=resume)
+    planned = plan_here(config, folder, resume=resume)
     assign_ports([wish for wish in planned.ports if wish.port])  # raises for one that is taken
     console = Console()
     console.print(plan_table(planned))

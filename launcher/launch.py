@@ -1,0 +1,103 @@
+"""``rl-async launch``: from a checked config to a finished run."""
+
+import asyncio
+import logging
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from rl_async.configs.schema import RunConfig
+from rl_async.launcher.artifacts import needs_preparation
+from rl_async.launcher.local import Interrupted, Supervisor
+from rl_async.launcher.machine import plan_here
+from rl_async.launcher.plan import Plan
+from rl_async.launcher.ports import assign_ports
+from rl_async.launcher.runs import checkpoints, create
+from rl_async.launcher.view import View
+
+EXIT_SIGNAL = 128  # plus the number of the signal, as shells have it
+
+
+def launch(config: RunConfig, folder: Path, *, resume: bool = False) -> int:
+    """Train, showing the run; the exit code. Raises UserError or RoleFailed."""
+    planned, ports = make_ready(config, folder, resume=resume)
+    with log_into(folder):
+        return asyncio.run(_run(config, folder, planned, ports))
+
+
+def make_ready(config: RunConfig, folder: Path, *, resume: bool = False) -> tuple[Plan, dict[str, int]]:
+    """Check the surroundings, assign ports and create the run folder. Nothing is created if something is wrong."""
+    planned = plan_here(config, folder, resume=resume)
+    ports = assign_ports(planned.ports)
+    create(config, folder)
+    return planned, ports
+
+
+@contextmanager
+def log_into(folder: Path) -> Iterator[None]:
+    """The launcher's own log goes into a file: lines on the terminal would tear the live view."""
+    log = logging.getLogger("rl_async")
+    handler = logging.FileHandler(folder / "logs" / "launcher.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    level, propagate = log.level, log.propagate
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = propagate
+        handler.close()
+
+
+async def prepare(config: RunConfig, planned: Plan, supervisor: Supervisor, console: Console) -> None:
+    """Make missing data and the missing model in a process of its own, whose lines are shown."""
+    if planned.prepare is not None and needs_preparation(config):
+        await supervisor.run_once(planned.prepare, lambda line: console.print(line, markup=False, highlight=False))
+
+
+async def _run(config: RunConfig, folder: Path, planned: Plan, ports: Mapping[str, int]) -> int:
+    console = Console()
+    view: View | None = None
+    try:
+        with Supervisor(planned, ports, folder) as supervisor:
+            await prepare(config, planned, supervisor, console)
+            console.print(f"run folder: {folder}", markup=False, highlight=False, soft_wrap=True)
+            view = View(config, folder, supervisor.states, supervisor.status, console)
+            async with _shown(view):
+                await supervisor.run()
+    except Interrupted as interruption:
+        _print_summary(console, view)
+        hint = f"continue with --resume --name {folder.name}" if checkpoints(folder) else "there is no checkpoint yet"
+        print(f"interrupted; every process has ended; {hint}", file=sys.stderr)
+        return EXIT_SIGNAL + interruption.number
+    _print_summary(console, view)
+    return 0
+
+
+@asynccontextmanager
+async def _shown(view: View) -> AsyncIterator[None]:
+    """Run the view beside the block. A view that fails is reported and does not end the run."""
+    task = asyncio.create_task(view.run())
+    task.add_done_callback(_report_failure)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def _report_failure(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logging.getLogger("rl_async.launcher").error("the view failed", exc_info=error)
+        print(f"the view failed ({error!r}); the run goes on, see metrics.jsonl and logs/", file=sys.stderr)
+
+
+def _print_summary(console: Console, view: View | None) -> None:
+    if view is not None:
+        console.print(view.summary(), markup=False, highlight=False, soft_wrap=True)
