@@ -127,7 +127,7 @@ def _prepare(config: RunConfig, run_dir: Path) -> ProcessSpec | None:
     if config.data.make is None and config.sft is None:
         return None
     argv = _module("launcher.prepare", "--config", str(run_dir / "config.yaml"))
-    return ProcessSpec(name="prepare", role="prepare", argv=argv)
+    return ProcessSpec(name="prepare", role="prepare", argv=argv, env=_env(config))
 
 
 def _queue(config: RunConfig, run_dir: Path) -> ProcessSpec:

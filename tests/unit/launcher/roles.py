@@ -1,0 +1,108 @@
+"""Tiny stand-ins for the roles, as processes: ``python roles.py KIND FOLDER [PORT] [--resume]``.
+
+Each appends its pid to ``FOLDER/KIND.pids``. How it behaves is said by a file ``FOLDER/KIND.do``: lines of
+``work``, ``exit CODE``, ``stubborn`` or ``grandchild``, one line for each start, the last one counting for all that follow.
+"""
+
+import asyncio
+import http.server
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rl_async.lifeline import watch_lifeline
+from rl_async.messages import Task
+
+ADDRESS = "tcp://127.0.0.1:{}"
+
+
+class NoTasks:
+    """The queue of these tests hands out nothing."""
+
+    def next(self) -> Task:
+        return Task(task_id="t", data_source="fake", prompt=[], ground_truth="")
+
+    def cursor(self) -> bytes:
+        return b""
+
+    def seek(self, cursor: bytes) -> None:
+        """There is only one place."""
+
+
+class Healthy(http.server.BaseHTTPRequestHandler):
+    """Answers every GET with 200."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+async def queue(port: int) -> None:
+    import zmq.asyncio
+
+    from rl_async.transfer_queue.payloads import Payloads
+    from rl_async.transfer_queue.policy import QueueSettings
+    from rl_async.transfer_queue.server import QueueServer, bind
+    from rl_async.transfer_queue.store import Store
+    from rl_async.transfer_queue.transitions import Feed
+
+    payloads = Payloads()
+    feed = Feed(payloads.consume)
+    store = Store(QueueSettings(steps=1, batch_groups=1, group_size=2), NoTasks(), [], feed)
+    with zmq.asyncio.Context() as context, bind(context, ADDRESS.format(port)) as socket:
+        await QueueServer(store, payloads, feed, "fake").serve(socket)
+
+
+def trainer(folder: Path, port: int, resumed: bool) -> None:
+    """Trains until ``FOLDER/go`` exists."""
+    from rl_async.transfer_queue.client import SyncQueueClient
+
+    with (folder / "trainer.resumed").open("a") as file:
+        file.write(f"{resumed}\n")
+    while not (folder / "go").exists():
+        time.sleep(0.02)
+    with SyncQueueClient(ADDRESS.format(port), role="trainer", name="trainer") as client:
+        client.finish()
+
+
+def behaviour(folder: Path, kind: str, starts: int) -> list[str]:
+    file = folder / f"{kind}.do"
+    lines = file.read_text().splitlines() if file.exists() else ["work"]
+    return lines[min(starts, len(lines)) - 1].split()
+
+
+def main() -> None:
+    watch_lifeline()
+    kind, folder = sys.argv[1], Path(sys.argv[2])
+    port = int(sys.argv[3]) if len(sys.argv) > 3 else 0
+    with (folder / f"{kind}.pids").open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    what = behaviour(folder, kind, len((folder / f"{kind}.pids").read_text().splitlines()))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in what else lambda *_: sys.exit(0))
+    print(f"{kind} has started", flush=True)
+    if "grandchild" in what:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        with (folder / "grandchild.pids").open("a") as file:
+            file.write(f"{child.pid}\n")
+    if "exit" in what:
+        print("error: the data is wrong" if what[-1] == "2" else "something broke", file=sys.stderr, flush=True)
+        sys.exit(int(what[-1]))
+    if kind == "queue":
+        asyncio.run(queue(port))
+    elif kind == "engine":
+        http.server.ThreadingHTTPServer(("127.0.0.1", port), Healthy).serve_forever()
+    elif kind == "trainer":
+        trainer(folder, port, "--resume" in sys.argv)
+    else:
+        time.sleep(600)
+
+
+if __name__ == "__main__":
+    main()
