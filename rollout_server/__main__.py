@@ -31,7 +31,8 @@ def load_model(config: RunConfig) -> torch.nn.Module:
             config.model.path, dtype=getattr(torch, config.model.dtype), attn_implementation="sdpa"
         )
     except (OSError, ValueError) as error:
-        raise UserError(f"model.path: cannot load a causal LM from {config.model.path}: {error}") from error
+        reason = str(error).strip().partition("\n")[0]  # Transformers adds paragraphs of advice
+        raise UserError(f"model.path: cannot load a causal LM from {config.model.path}: {reason}") from error
     return model.to(device).eval()
 
 

@@ -51,6 +51,8 @@ class EngineCore:
         self.vocab_size: int = config.vocab_size
         self.version = "default"
         self.waiting: deque[Sequence] = deque()
+        self.held: list[Sequence] = []  # came while ``holding``; not taken before ``release``
+        self.holding = False
         self.running: list[Sequence] = []
         self.sampled_tokens = self.preemptions = 0
         self._generators: dict[Sequence, torch.Generator] = {}
@@ -63,6 +65,11 @@ class EngineCore:
         self._cache = SlotCache(self.model.config.num_hidden_layers, self.max_batch, self.max_length, self.device)
 
     @property
+    def unfinished(self) -> int:
+        """Sequences that are running or will be."""
+        return len(self.running) + len(self.waiting) + len(self.held)
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes that the cache holds."""
         return self._cache.nbytes()
@@ -71,7 +78,12 @@ class EngineCore:
         """Queue a sequence that ``check`` accepted."""
         if sequence.seed is not None:
             self._generators[sequence] = torch.Generator(self.device).manual_seed(sequence.seed)
-        self.waiting.append(sequence)
+        (self.held if self.holding else self.waiting).append(sequence)
+
+    def release(self) -> None:
+        """End ``holding``: what came meanwhile joins the queue."""
+        self.waiting.extend(self.held)
+        self.held, self.holding = [], False
 
     def refusal(self, tokens: list[int], max_tokens: int) -> str | None:
         """Why a request cannot be served, or None."""
@@ -88,11 +100,12 @@ class EngineCore:
     @torch.inference_mode()
     def abort(self, which: str | Sequence | None) -> list[Sequence]:
         """Finish the requests of an id, one sequence, or all, with reason ``abort``; returns them."""
-        everyone = (*self.running, *self.waiting)
+        everyone = (*self.running, *self.waiting, *self.held)
         gone = [s for s in everyone if which is None or s is which or s.request_id == which]
         for sequence in gone:
             sequence.finish_reason = "abort"
         self.waiting = deque(s for s in self.waiting if s.finish_reason is None)
+        self.held = [s for s in self.held if s.finish_reason is None]
         self._drop_finished()
         for sequence in gone:
             self._generators.pop(sequence, None)
@@ -111,13 +124,12 @@ class EngineCore:
         self._new_cache()
 
     @torch.inference_mode()
-    def step(self, admit: bool = True) -> list[Sequence]:
+    def step(self) -> list[Sequence]:
         """One iteration. Returns the sequences that it finished."""
         if self.sleep_s:
             time.sleep(self.sleep_s)
         finished: list[Sequence] = []
-        admitted = self._admit() if admit else []
-        if admitted:
+        if admitted := self._admit():
             finished += self._prefill(admitted)
         if self.running:
             finished += self._decode()

@@ -33,7 +33,6 @@ class Engine:
     def __init__(self, core: EngineCore, on_crash: Callable[[Exception], None]) -> None:
         self.core, self._on_crash = core, on_crash
         self.paused = False
-        self._admitting = True
         self._weights_changed = False
         self._cache_asleep = False
         self._shapes: dict[str, torch.Size] = {}  # of the parameters, while their memory is given up
@@ -95,13 +94,16 @@ class Engine:
         return self.call(action)
 
     def pause(self, mode: Literal["keep", "wait", "abort"]) -> "concurrent.futures.Future[None]":
-        """Stop decoding; done when decoding has stopped. New requests are held until ``resume``."""
+        """Stop decoding; done when decoding has stopped: with ``wait``, after all requests taken so far have ended.
+
+        New requests are held until ``resume``.
+        """
         if mode == "wait":
             done: concurrent.futures.Future[None] = concurrent.futures.Future()
 
             def drain() -> None:
                 if done.set_running_or_notify_cancel():
-                    self._admitting = False
+                    self.core.holding = True
                     self._drained.append(done)
 
             self._enqueue(drain)
@@ -123,7 +125,8 @@ class Engine:
             if self._weights_changed:
                 self.core.preempt()
                 self._weights_changed = False
-            self.paused, self._admitting = False, True
+            self.paused = False
+            self.core.release()
 
         return self.call(action)
 
@@ -216,9 +219,9 @@ class Engine:
             for command in commands:
                 command()
             if self._may_step():
-                for sequence in self.core.step(admit=self._admitting):
+                for sequence in self.core.step():
                     sequence.deliver(sequence)
-            if self._drained and not self.core.running:
+            if self._drained and not (self.core.running or self.core.waiting):
                 self.paused = True
                 self._end_drain()
 
@@ -231,7 +234,7 @@ class Engine:
     def _may_step(self) -> bool:
         if self.paused or self.asleep or self._unsent:
             return False
-        return bool(self.core.running or (self._admitting and self.core.waiting))
+        return bool(self.core.running or self.core.waiting)
 
 
 def checksums(model: nn.Module) -> dict[str, str]:

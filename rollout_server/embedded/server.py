@@ -233,15 +233,14 @@ class Server:
         return Response(status_code=200)
 
     async def load(self, request: Request) -> Response:
-        core = self.engine.core
-        return _json({"server_load": len(core.running) + len(core.waiting)})
+        return _json({"server_load": self.engine.core.unfinished})
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus text."""
         core = self.engine.core
         values = {
             "vllm:num_requests_running": len(core.running),
-            "vllm:num_requests_waiting": len(core.waiting),
+            "vllm:num_requests_waiting": len(core.waiting) + len(core.held),
             "vllm:generation_tokens_total": core.sampled_tokens,
             "vllm:num_preemptions_total": core.preemptions,
             "rl_async:kv_cache_bytes": core.cache_bytes,
