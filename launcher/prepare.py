@@ -5,6 +5,7 @@
 
 import argparse
 import asyncio
+import errno
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from pathlib import Path
 import msgspec
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from rl_async.agent_loop.loops import EpisodeRunner
 from rl_async.agent_loop.prompts import make_sources
@@ -46,6 +48,7 @@ def prepare(config: RunConfig, report: Report) -> None:
     if needs_model(config):
         assert config.sft is not None
         make_model(config, config.sft, report)
+        needs_model(config)
 
 
 def make_model(config: RunConfig, sft: SftConfig, report: Report) -> None:
@@ -129,12 +132,16 @@ def save(
     """Write the model folder whole or not at all."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.mkdir(parents=True)
+    disable_progress_bar()  # of a file that takes milliseconds
     try:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         record = {"fingerprint": fingerprint(sft), "steps": result.steps, "gate_reward": result.gate_reward}
         (partial / SFT_FILE).write_text(json.dumps(record) + "\n")
         partial.rename(path)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise  # else another launch was faster; `prepare` looks at what it made
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

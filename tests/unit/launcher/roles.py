@@ -1,7 +1,7 @@
 """Tiny stand-ins for the roles, as processes: ``python roles.py KIND FOLDER [PORT] [--resume]``.
 
 Each appends its pid to ``FOLDER/KIND.pids``. How it behaves is said by a file ``FOLDER/KIND.do``: lines of
-``work``, ``exit CODE``, ``stubborn`` or ``grandchild``, one line for each start, the last one counting for all that follow.
+``work``, ``exit CODE``, ``stubborn`` or ``grandchild``, one for each start; the last one counts for all that follow.
 """
 
 import asyncio
