@@ -52,7 +52,9 @@ class ConsoleTracker:
         self._steps = config.trainer.steps
 
     def log(self, step: int, metrics: Metrics) -> None:
-        shown = {k: metrics[k] for k in ("reward/mean", "staleness/max", "time/step_s", "grad_norm") if k in metrics}
+        shown = {
+            k: metrics[k] for k in ("reward/mean", "staleness/max", "time/step_s", "loss/grad_norm") if k in metrics
+        }
         text = "  ".join(f"{key} {value:.3f}" for key, value in shown.items())
         print(f"step {step + 1}/{self._steps}  {text}", file=sys.stderr, flush=True)
 

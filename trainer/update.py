@@ -158,7 +158,7 @@ def _reduce(totals: Tensor, meter: MismatchMeter, norms: list[float]) -> dict[st
         "loss/policy": loss / len(norms),
         "loss/kl_reference": kl / max(tokens, 1),
         "loss/clip_fraction": clipped / max(tokens, 1),
-        "grad_norm": sum(norms) / len(norms),
+        "loss/grad_norm": sum(norms) / len(norms),
         "tokens/trained": tokens,
         **meter.metrics(),
     }

@@ -1,0 +1,236 @@
+"""Whole runs as real processes: both modes, killed engines, workers and trainers, interruption and resume, bad input."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
+STEPS = 8
+SMALL = [
+    "data.train_batch_groups=4",
+    "rollout.group_size=4",
+    f"trainer.steps={STEPS}",
+    "trainer.checkpoint_every=2",
+    "eval.every=4",
+    "eval.tasks=4",
+    "queue.lease_s=3",
+    "sft.min_steps=1",
+    "sft.max_steps=2",
+    "sft.check_every=1",
+    "sft.gate=0",
+    "launcher.stop_timeout_s=5",
+]
+REQUIRED = [
+    "step",
+    "version",
+    "time",
+    "reward/mean",
+    "reward/std",
+    "rollout/turns_mean",
+    "rollout/tool_calls_mean",
+    "rollout/response_tokens_mean",
+    "staleness/mean",
+    "staleness/max",
+    "correction/kl",
+    "correction/ess",
+    "loss/policy",
+    "loss/grad_norm",
+    "time/step_s",
+    "time/wait_batch_s",
+    "time/train_s",
+    "time/sync_s",
+    "sync/pause_s",
+    "queue/ready_groups",
+    "queue/leased_groups",
+    "tokens/trained",
+]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory with data and a model that was hardly trained."""
+    folder = tmp_path_factory.mktemp("home")
+    done = call(folder, "sft", "--config", "calculator", *SMALL)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def call(cwd: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([RL_ASYNC, *arguments], cwd=cwd, capture_output=True, text=True, timeout=200)
+
+
+@pytest.fixture
+def start(home: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+    """Starts ``rl-async launch`` in the background; what it leaves behind is killed by pid."""
+    launched: list[subprocess.Popen[str]] = []
+
+    def launch(name: str, *more: str, mode: str = "disaggregated", config: str = "calculator") -> Any:
+        command = [RL_ASYNC, "launch", "--mode", mode, "--config", config, "--name", name, *SMALL, *more]
+        process = subprocess.Popen(command, cwd=home, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        launched.append(process)
+        return process
+
+    yield launch
+    for process in launched:
+        if process.poll() is None:
+            process.kill()
+            process.wait(10)
+
+
+def finish(process: "subprocess.Popen[str]", code: int = 0) -> str:
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == code, output[-4000:]
+    return output
+
+
+def metrics(home: Path, name: str) -> list[dict[str, float]]:
+    path = home / "runs" / name / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def role(home: Path, name: str, module: str) -> psutil.Process:
+    """The process of a role in a run."""
+    for process in psutil.process_iter(["cmdline", "cwd"]):
+        line = process.info["cmdline"] or []
+        if module in line and f"runs/{name}" in line and process.info["cwd"] == str(home):
+            return process
+    raise AssertionError(f"no process {module} in run {name}")
+
+
+def wait_for_steps(home: Path, name: str, count: int, process: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + 120
+    while len(metrics(home, name)) < count:
+        assert process.poll() is None, process.communicate()[0][-4000:]
+        assert time.monotonic() < deadline, f"run {name} did not reach step {count}"
+        time.sleep(0.05)
+
+
+def assert_complete(home: Path, name: str, bound: int) -> list[dict[str, float]]:
+    """Every step once (counting the last lineage to train it), the bound held, and the outside audit agrees."""
+    rows = metrics(home, name)
+    assert sorted({m["step"] for m in rows}) == list(range(STEPS))
+    assert max(m["staleness/max"] for m in rows) <= bound
+    audit = call(home, "audit", f"runs/{name}")
+    assert audit.returncode == 0, audit.stdout + audit.stderr
+    left = [p.pid for p in psutil.process_iter(["cmdline"]) if f"runs/{name}" in (p.info["cmdline"] or [])]
+    assert not left, "processes outlived the run"
+    return rows
+
+
+def test_disaggregated(home: Path, start: Callable[..., Any]) -> None:
+    finish(start("disaggregated"))
+    rows = assert_complete(home, "disaggregated", bound=1)
+    assert len(rows) == STEPS
+    for key in REQUIRED:
+        assert all(key in m for m in rows), key
+    assert max(m["staleness/max"] for m in rows) == 1
+    assert rows[0]["correction/logprob_diff_max"] < 1e-4, "engine and trainer disagree about the same weights"
+
+
+def test_colocated(home: Path, start: Callable[..., Any]) -> None:
+    finish(start("colocated", mode="colocated", config="calculator-sync"))
+    rows = assert_complete(home, "colocated", bound=0)
+    assert max(m["correction/logprob_diff_max"] for m in rows) < 1e-4, "on-policy in every step"
+
+
+def test_killed_engine_and_worker(home: Path, start: Callable[..., Any]) -> None:
+    run = start("killed", "trainer.sleep_s=0.5")
+    wait_for_steps(home, "killed", 2, run)
+    role(home, "killed", "rl_async.rollout_server").kill()
+    wait_for_steps(home, "killed", 4, run)
+    role(home, "killed", "rl_async.agent_loop").kill()
+    finish(run)
+    assert len(assert_complete(home, "killed", bound=1)) == STEPS
+
+
+def test_killed_trainer_goes_on_from_its_checkpoint(home: Path, start: Callable[..., Any]) -> None:
+    run = start("trainer", "trainer.sleep_s=0.5")
+    wait_for_steps(home, "trainer", 5, run)
+    role(home, "trainer", "rl_async.trainer").kill()
+    finish(run)
+    rows = assert_complete(home, "trainer", bound=1)
+    assert {m["lineage"] for m in rows} == {0, 1}
+    assert min(m["step"] for m in rows if m["lineage"] == 1) == 4
+
+
+def test_interrupt_and_resume_everything(home: Path, start: Callable[..., Any]) -> None:
+    run = start("resumed", "trainer.sleep_s=0.3")
+    wait_for_steps(home, "resumed", 5, run)
+    run.send_signal(signal.SIGINT)
+    finish(run, code=130)
+    finish(start("resumed", "--resume"))
+    assert_complete(home, "resumed", bound=1)
+
+
+BAD_TOOL = "def broken(x: int) -> int:\n    '''Fails.'''\n    raise RuntimeError('boom')\n"
+HANGING_REWARD = "import time\ndef score(**_):\n    time.sleep(60)\n"
+
+
+def one_clear_error(done: "subprocess.CompletedProcess[str]", *words: str) -> None:
+    text = done.stdout + done.stderr
+    assert done.returncode == 2, text
+    assert "Traceback" not in text
+    errors = [line for line in text.splitlines() if "error:" in line]
+    assert len(errors) == 1, text
+    assert all(word in errors[0] for word in words), errors[0]
+
+
+def bad_launch(home: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return call(home, "launch", "--mode", "disaggregated", "--config", "calculator", *SMALL, *arguments)
+
+
+def test_bad_config_is_one_clear_error(home: Path) -> None:
+    one_clear_error(bad_launch(home, "trainer.stepz=3"), "trainer.stepz", "did you mean trainer.steps")
+    one_clear_error(bad_launch(home, "trainer.steps=many"), "trainer.steps=many", "int")
+    one_clear_error(call(home, "launch", "--mode", "disaggregated", "--config", "no/such.yaml"), "no/such.yaml")
+    one_clear_error(bad_launch(home, "--name", "fresh", "--resume"), "fresh")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        one_clear_error(bad_launch(home, f"queue.port={port}"), "queue.port", str(port))
+
+
+def test_bad_data_is_one_clear_error(home: Path) -> None:
+    (home / "empty.jsonl").write_text("")
+    row = {"data_source": "x", "prompt": [{"role": "user", "content": "hi"}], "reward_model": {}, "extra_info": {}}
+    (home / "untrue.jsonl").write_text(json.dumps(row) + "\n")
+    none = ("data.make=null", "data.eval_path=null")
+    one_clear_error(bad_launch(home, "data.path=missing.jsonl", *none), "missing.jsonl")
+    one_clear_error(bad_launch(home, "data.path=empty.jsonl", *none), "empty.jsonl")
+    one_clear_error(bad_launch(home, "data.path=untrue.jsonl", *none), "untrue.jsonl", "ground_truth")
+    bare = home / "bare"
+    bare.mkdir(exist_ok=True)
+    for file in ("config.json", "model.safetensors"):
+        (bare / file).write_bytes((home / "artifacts" / "calculator" / "model" / file).read_bytes())
+    one_clear_error(bad_launch(home, "model.path=bare", "sft=null"), "bare", "tokenizer")
+
+
+def test_a_broken_tool_and_a_hanging_reward_mark_trajectories_and_the_run_goes_on(
+    home: Path, start: Callable[..., Any]
+) -> None:
+    (home / "user_code.py").write_text(BAD_TOOL + HANGING_REWARD)
+    finish(
+        start(
+            "usercode",
+            "trainer.steps=1",
+            "agent.tools=[calculator, user_code.py:broken]",
+            "reward.functions=[{name: exact_answer}, {name: 'user_code.py:score'}]",
+            "reward.timeout_s=0.5",
+            "reward.processes=2",
+            "eval.tasks=1",
+        )
+    )
+    assert metrics(home, "usercode")[0]["rollout/error_fraction"] == 1.0
+    assert os.path.exists(home / "runs" / "usercode" / "trajectories")
