@@ -1,0 +1,62 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from rl_async.configs.load import load_config
+from rl_async.errors import UserError
+from rl_async.launcher.memory import TORCH_BYTES, ModelSize, engine_bytes, model_size, size_of, trainer_bytes
+
+
+def test_parameters_of_a_known_model() -> None:
+    qwen3_0_6b = {
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    }
+    size = size_of(qwen3_0_6b)
+    assert size is not None
+    assert size.parameters == pytest.approx(596_000_000, rel=0.01)
+    assert size.kv_per_token == 2 * 28 * 8 * 128
+
+
+def test_a_config_of_another_kind_is_unknown() -> None:
+    assert size_of({"d_model": 512}) is None
+
+
+def test_no_model_folder_and_no_warm_start_is_unknown(tmp_path: Path) -> None:
+    assert model_size(load_config("calculator", [f"model.path={tmp_path}/none", "sft=null"])) is None
+
+
+def test_a_model_that_is_yet_to_be_made_has_the_size_in_the_config(tmp_path: Path) -> None:
+    size = model_size(load_config("calculator", [f"model.path={tmp_path}/none"]))
+    assert size is not None
+    assert 50_000 < size.parameters < 500_000
+
+
+def test_a_broken_model_config_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"model\.path: .*config\.json is not valid JSON"):
+        model_size(load_config("calculator", [f"model.path={tmp_path}"]))
+
+
+def test_the_model_folder_is_read(tmp_path: Path) -> None:
+    values = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 10}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    size = model_size(load_config("calculator", [f"model.path={tmp_path}"]))
+    assert size == ModelSize(parameters=2 * 80 + 4 * 64 + 3 * 8 * 32, kv_per_token=16)
+
+
+def test_weights_gradients_and_two_moments() -> None:
+    size = ModelSize(parameters=1000, kv_per_token=1)
+    assert trainer_bytes(load_config("calculator"), size) == TORCH_BYTES + 16_000
+
+
+def test_an_engine_holds_weights_and_a_full_cache() -> None:
+    config = load_config("calculator", ["rollout.max_batch_size=10", "rollout.max_model_len=160"])
+    assert engine_bytes(config, ModelSize(parameters=1000, kv_per_token=3)) == TORCH_BYTES + (1000 + 4800) * 4

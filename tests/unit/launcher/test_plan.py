@@ -1,0 +1,122 @@
+from pathlib import Path
+
+import pytest
+
+from rl_async.configs.load import load_config, preset_names
+from rl_async.launcher.memory import ModelSize
+from rl_async.launcher.plan import Devices, assign_devices, fill, plan
+
+PORTS = {"queue": 1001, "engine-0": 1002, "engine-1": 1003, "rendezvous": 1004}
+RUN = Path("runs/x")
+
+
+@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("mode", ["colocated", "disaggregated"])
+def test_every_preset_has_a_plan_and_it_is_pure(name: str, mode: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(name, mode=mode)
+    assert plan(config, RUN) == plan(config, RUN)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_process_per_engine_worker_and_rank() -> None:
+    config = load_config("calculator", ["rollout.engines=2", "agent.workers=3", "trainer.ranks=2"])
+    names = [spec.name for spec in plan(config, RUN).processes]
+    assert names == [
+        "queue", "engine-0", "engine-1", "worker-0", "worker-1", "worker-2", "trainer-0", "trainer-1"
+    ]  # fmt: skip
+
+
+def test_the_command_lines_of_the_roles() -> None:
+    planned = plan(load_config("calculator"), RUN)
+    commands = {spec.role: " ".join(spec.command(PORTS)[1:]) for spec in planned.processes}
+    assert commands["queue"] == "-m rl_async.transfer_queue --run runs/x --address tcp://127.0.0.1:1001"
+    assert commands["engine"] == "-m rl_async.rollout_server --run runs/x --index 0 --port 1002"
+    assert commands["worker"] == "-m rl_async.agent_loop --run runs/x --index 0 --queue tcp://127.0.0.1:1001"
+    assert commands["trainer"] == "-m rl_async.trainer --run runs/x --queue tcp://127.0.0.1:1001"
+
+
+def test_trainer_ranks_meet_at_one_port() -> None:
+    trainers = plan(load_config("calculator", ["trainer.ranks=2"]), RUN).trainers
+    environments = [spec.environment(PORTS) for spec in trainers]
+    assert [env["RANK"] for env in environments] == ["0", "1"]
+    assert {(env["WORLD_SIZE"], env["MASTER_ADDR"], env["MASTER_PORT"]) for env in environments} == {
+        ("2", "127.0.0.1", "1004")
+    }
+
+
+def test_only_a_trainer_that_starts_again_resumes() -> None:
+    planned = plan(load_config("calculator"), RUN)
+    assert "--resume" not in planned.trainers[0].command(PORTS)
+    assert planned.trainers[0].command(PORTS, restarted=True).count("--resume") == 1
+    resumed = plan(load_config("calculator"), RUN, resume=True).trainers[0]
+    assert resumed.command(PORTS).count("--resume") == resumed.command(PORTS, restarted=True).count("--resume") == 1
+
+
+def test_the_queue_is_never_restarted_and_the_others_as_often_as_configured() -> None:
+    planned = plan(load_config("calculator", ["launcher.max_restarts=7"]), RUN)
+    assert {spec.role: spec.max_restarts for spec in planned.processes} == {
+        "queue": 0,
+        "engine": 7,
+        "worker": 7,
+        "trainer": 7,
+    }
+
+
+def test_the_mode_decides_the_transport() -> None:
+    assert plan(load_config("calculator", mode="colocated"), RUN).transport == "ipc"
+    assert plan(load_config("calculator", mode="disaggregated"), RUN).transport == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("mode", "gpus", "expected"),
+    [
+        ("disaggregated", 0, Devices()),
+        ("disaggregated", 4, Devices(engines=(2, 3), trainers=(0, 1))),
+        ("disaggregated", 1, Devices(engines=(0, 0), trainers=(0, 0))),
+        ("colocated", 4, Devices(engines=(0, 1), trainers=(0, 1))),
+    ],
+)
+def test_devices(mode: str, gpus: int, expected: Devices) -> None:
+    config = load_config("calculator", ["rollout.engines=2", "trainer.ranks=2"], mode=mode)
+    assert assign_devices(config, gpus) == expected
+
+
+def test_an_engine_sees_only_its_own_gpu_and_a_rank_those_of_all_ranks() -> None:
+    config = load_config("calculator", ["rollout.engines=2", "trainer.ranks=2"])
+    planned = plan(config, RUN, gpus=4)
+    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in planned.engines] == ["2", "3"]
+    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in planned.trainers] == ["0,1", "0,1"]
+    assert [spec.device for spec in planned.trainers] == ["cuda:0", "cuda:1"]
+
+
+def test_a_config_for_the_cpu_uses_no_gpu() -> None:
+    planned = plan(load_config("calculator", ["model.device=cpu"]), RUN, gpus=4)
+    assert {spec.device for spec in planned.processes} == {"cpu"}
+
+
+def test_engines_take_configured_ports_in_turn() -> None:
+    planned = plan(load_config("calculator", ["rollout.engines=2", "rollout.port=4000", "queue.port=5000"]), RUN)
+    assert {wish.name: wish.port for wish in planned.ports} == {
+        "queue": 5000,
+        "engine-0": 4000,
+        "engine-1": 4001,
+        "rendezvous": 0,
+    }
+
+
+def test_a_shard_of_the_trainer_is_smaller() -> None:
+    size = ModelSize(parameters=1_000_000_000, kv_per_token=1000)
+    one = plan(load_config("calculator"), RUN, size=size).trainers[0].memory_bytes
+    two = plan(load_config("calculator", ["trainer.ranks=2"]), RUN, size=size).trainers[0].memory_bytes
+    assert one is not None and two is not None
+    assert one - two == 8_000_000_000
+
+
+def test_nothing_to_make_means_no_preparation(tmp_path: Path) -> None:
+    assert plan(load_config("calculator"), RUN).prepare is not None
+    assert plan(load_config("calculator", ["sft=null", "data.make=null"]), RUN).prepare is None
+
+
+def test_only_known_names_in_braces_are_ports() -> None:
+    assert fill("tcp://h:{queue}/{other}/{", PORTS) == "tcp://h:1001/{other}/{"

@@ -1,0 +1,81 @@
+from pathlib import Path
+
+import pytest
+
+from rl_async.configs.load import load_resolved
+from rl_async.errors import UserError
+from rl_async.launcher.runs import checkpoints, create, new_run, resumed_run
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return f"launcher.run_dir={tmp_path}"
+
+
+def make_run(root: str, *overrides: str, name: str = "", mode: str = "disaggregated", steps: tuple[int, ...] = ()):
+    config, folder = new_run("calculator", [root, *overrides], mode=mode, name=name)
+    create(config, folder)
+    for step in steps:
+        state = folder / "checkpoints" / f"step-{step:06d}" / "state.json"
+        state.parent.mkdir(parents=True)
+        state.write_text("{}")
+    return folder
+
+
+def test_default_names_count_up_per_config_and_mode(root: str) -> None:
+    names = [make_run(root).name, make_run(root).name, make_run(root, mode="colocated").name]
+    assert names == ["calculator-disaggregated-001", "calculator-disaggregated-002", "calculator-colocated-001"]
+
+
+def test_finding_a_name_creates_nothing(root: str, tmp_path: Path) -> None:
+    new_run("calculator", [root])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_resolved_config_is_in_the_folder(root: str) -> None:
+    folder = make_run(root, "trainer.steps=3", name="mine")
+    config = load_resolved(folder / "config.yaml")
+    assert (config.trainer.steps, config.name, config.mode) == (3, "mine", "disaggregated")
+
+
+def test_an_existing_name_is_refused(root: str) -> None:
+    make_run(root, name="mine")
+    with pytest.raises(UserError, match=r"--name: the run .*mine exists; add --resume"):
+        new_run("calculator", [root], name="mine")
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "a b"])
+def test_a_name_that_is_no_folder_name_is_refused(root: str, name: str) -> None:
+    with pytest.raises(UserError, match="--name"):
+        new_run("calculator", [root], name=name)
+
+
+def test_resume_takes_the_newest_run_of_the_config(root: str) -> None:
+    make_run(root, steps=(2,))
+    newest = make_run(root, steps=(2,))
+    make_run(root, mode="colocated", steps=(2,))
+    assert resumed_run("calculator", [root], mode="disaggregated")[1] == newest
+
+
+def test_resume_puts_overrides_on_top_of_the_runs_own_config(root: str) -> None:
+    make_run(root, "trainer.steps=3", "seed=7", name="mine", steps=(3,))
+    config, _ = resumed_run("calculator", [root, "trainer.steps=5"], name="mine")
+    assert (config.trainer.steps, config.seed, config.name) == (5, 7, "mine")
+
+
+def test_resume_without_a_complete_checkpoint_is_refused(root: str) -> None:
+    folder = make_run(root, name="mine")
+    (folder / "checkpoints" / "step-000004").mkdir(parents=True)  # no state.json: not complete
+    with pytest.raises(UserError, match="has no complete checkpoint"):
+        resumed_run("calculator", [root], name="mine")
+
+
+def test_resume_without_any_run_is_refused(root: str) -> None:
+    with pytest.raises(UserError, match=r"--resume: no run .*calculator-disaggregated"):
+        resumed_run("calculator", [root])
+    with pytest.raises(UserError, match=r"--resume: no run .*other"):
+        resumed_run("calculator", [root], name="other")
+
+
+def test_complete_checkpoints_in_order(root: str) -> None:
+    assert checkpoints(make_run(root, steps=(10, 2))) == [2, 10]
