@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import uvicorn
@@ -23,11 +24,13 @@ from rl_async.rollout_server.embedded.server import Server
 
 def load_model(config: RunConfig) -> torch.nn.Module:
     """The config's model on its device. Raises UserError if there is none."""
+    if not Path(config.model.path).is_dir():  # Transformers would look for it on the Hub
+        raise UserError(f"model.path: there is no folder {config.model.path}")
     device = config.model.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             config.model.path, dtype=getattr(torch, config.model.dtype), attn_implementation="sdpa"
         )
     except (OSError, ValueError) as error:

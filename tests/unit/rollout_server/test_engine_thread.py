@@ -171,12 +171,15 @@ def test_models_that_a_batch_would_change_are_refused() -> None:
             EngineCore(model, max_batch=4, max_length=64)
 
 
-def test_a_missing_model_is_one_line_that_names_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_or_broken_model_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def from_pretrained(*args: object, **more: object) -> None:
         raise OSError("no such model\nIf this is a private repository, ...")
 
     monkeypatch.setattr("rl_async.rollout_server.__main__.AutoModelForCausalLM.from_pretrained", from_pretrained)
-    config = RunConfig(model=ModelConfig(path=str(tmp_path / "nothing")), data=DataConfig(path="none"))
+    missing = RunConfig(model=ModelConfig(path=str(tmp_path / "nothing")), data=DataConfig(path="none"))
+    with pytest.raises(UserError, match=r"model\.path: there is no folder .*nothing"):
+        load_model(missing)
+    config = RunConfig(model=ModelConfig(path=str(tmp_path)), data=DataConfig(path="none"))
     with pytest.raises(UserError, match=r"model\.path") as caught:
         load_model(config)
     assert str(caught.value).endswith("no such model")
