@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,7 +42,7 @@ class Fsdp2Backend:
         self.device, self.path, self.config = device, path, config
         self.dtype = getattr(torch, dtype)
         try:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
         except (OSError, ValueError) as error:
             raise UserError(f"model.path: cannot load a causal LM from {path}: {error}") from error
         self.hf_config = model.config
@@ -103,8 +104,8 @@ class Fsdp2Backend:
 
     def save(self, folder: Path) -> None:
         assert self.optimizer is not None
-        model = get_model_state_dict(self.model, options=FULL_ON_RANK0)
-        optimizer = get_optimizer_state_dict(self.model, self.optimizer, options=FULL_ON_RANK0)
+        model: dict[str, Any] = get_model_state_dict(self.model, options=FULL_ON_RANK0)
+        optimizer: Any = get_optimizer_state_dict(self.model, self.optimizer, options=FULL_ON_RANK0)
         if dist.get_rank() != 0:
             return
         if self.hf_config.tie_word_embeddings:
@@ -122,17 +123,17 @@ class Fsdp2Backend:
     def load(self, folder: Path) -> None:
         assert self.optimizer is not None and self.schedule is not None
         rank0 = dist.get_rank() == 0
-        model = load_file(folder / MODEL_FOLDER / "model.safetensors") if rank0 else {}
+        model: dict[str, Any] = load_file(folder / MODEL_FOLDER / "model.safetensors") if rank0 else {}
         if rank0 and self.hf_config.tie_word_embeddings:
             model["lm_head.weight"] = model["model.embed_tokens.weight"]
         set_model_state_dict(self.model, model, options=FROM_RANK0)
         flat = load_file(folder / OPTIMIZER_FILE)
         steps = int(flat.pop("schedule|steps"))
-        state: dict[str, dict[str, Tensor]] = {}
+        state: dict[str, Any] = {}
         for key, value in flat.items():
             name, _, part = key.partition("|")
             state.setdefault(name, {})[part] = value
-        groups = get_optimizer_state_dict(self.model, self.optimizer)["param_groups"]
+        groups: Any = get_optimizer_state_dict(self.model, self.optimizer)["param_groups"]
         set_optimizer_state_dict(
             self.model,
             self.optimizer,
@@ -157,7 +158,8 @@ class Fsdp2Backend:
                     state[key] = value.to(device)
 
 
-def _shard(model: torch.nn.Module, device: str, dtype: torch.dtype) -> FSDPModule:
+def _shard(model: Any, device: str, dtype: torch.dtype) -> Any:
+    """The model under ``fully_shard``: still the module it was, and an FSDPModule too."""
     mesh = init_device_mesh(device.partition(":")[0], (dist.get_world_size(),))
     policy = MixedPrecisionPolicy()
     if dtype != torch.float32:

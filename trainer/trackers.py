@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -173,7 +174,7 @@ class Tracking:
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         """Send one step's metrics everywhere; a tracker other than jsonl that fails is dropped with a warning."""
         for name, tracker in list(self._live.items()):
-            self._guard(name, lambda t=tracker: t.log(step, metrics))
+            self._guard(name, partial(tracker.log, step, metrics))
 
     def close(self) -> None:
         """Close all trackers."""

@@ -37,7 +37,7 @@ class SharedMemorySender:
         except OSError as error:
             raise WeightSyncError(f"no {bucket.nbytes} bytes of shared memory: {error}") from error
         assert self._segment.buf is not None  # only after close
-        self._segment.buf[: bucket.nbytes] = memoryview(bucket.data.numpy())
+        self._segment.buf[: bucket.nbytes] = bucket.data.numpy().data
         info = bucket.info
         return UpdateInfo(
             names=info.names,

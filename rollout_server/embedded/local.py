@@ -29,6 +29,9 @@ class LocalEngine:
         future: asyncio.Future[Sequence] = loop.create_future()
         self._waiting.add(future)
         future.add_done_callback(self._waiting.discard)
+        def deliver(done: Sequence) -> None:
+            loop.call_soon_threadsafe(_resolve, future, done)
+
         sequence = Sequence(
             request_id=f"{request.request_id}-{next(self._numbers)}",
             tokens=list(request.token_ids),
@@ -36,7 +39,7 @@ class LocalEngine:
             max_tokens=request.max_tokens,
             stop_token_ids=frozenset(request.stop_token_ids),
             seed=request.seed,
-            deliver=lambda done: loop.call_soon_threadsafe(_resolve, future, done),
+            deliver=deliver,
         )
         self._engine.submit(sequence)
         try:

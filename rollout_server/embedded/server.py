@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from rl_async.errors import WeightSyncError
 from rl_async.messages import Version
+from rl_async.rollout_server.api import PauseMode
 from rl_async.rollout_server.embedded import dialect
 from rl_async.rollout_server.embedded.engine import Engine, checksums
 from rl_async.rollout_server.embedded.sequence import Sequence
@@ -152,9 +153,7 @@ class Server:
         return _json({"aborted": sum(counts)})
 
     async def pause(self, request: Request) -> Response:
-        mode = request.query_params.get("mode", "abort")
-        if mode not in ("keep", "wait", "abort"):
-            return _error(400, f"mode must be keep, wait or abort, not {mode!r}")
+        mode = msgspec.convert(request.query_params.get("mode", "abort"), PauseMode)
         await asyncio.wrap_future(self.engine.pause(mode))
         return _json({"status": "paused"})
 
