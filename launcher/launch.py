@@ -58,7 +58,9 @@ def log_into(folder: Path) -> Iterator[None]:
 async def prepare(config: RunConfig, planned: Plan, supervisor: Supervisor, console: Console) -> None:
     """Make missing data and the missing model in a process of its own, whose lines are shown."""
     if planned.prepare is not None and needs_preparation(config):
-        await supervisor.run_once(planned.prepare, lambda line: console.print(line, markup=False, highlight=False))
+        await supervisor.run_once(
+            planned.prepare, lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
+        )
 
 
 async def _run(config: RunConfig, folder: Path, planned: Plan, ports: Mapping[str, int]) -> int:
