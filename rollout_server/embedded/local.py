@@ -29,6 +29,7 @@ class LocalEngine:
         future: asyncio.Future[Sequence] = loop.create_future()
         self._waiting.add(future)
         future.add_done_callback(self._waiting.discard)
+
         def deliver(done: Sequence) -> None:
             loop.call_soon_threadsafe(_resolve, future, done)
 
