@@ -164,10 +164,12 @@ class Tracking:
             try:
                 tracker.start(config, folder)
             except ImportError as error:
+                self.close()
                 raise ConfigError(
                     f"tracking.backends: {name} is not installed; pip install 'rl-async[{name}]' ({error})"
                 ) from error
             except Exception as error:  # whatever a third party raises at start means: misconfigured
+                self.close()
                 raise ConfigError(f"tracking.backends: {name} could not start: {error}") from error
             self._live[name] = tracker
 

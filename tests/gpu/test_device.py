@@ -1,0 +1,66 @@
+"""The same code on a CUDA device: trainer log-probabilities, a step, the engine's sampling, the weights' way across."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rl_async.configs.schema import AlgorithmConfig, DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.messages import Sampling
+from rl_async.rollout_server.embedded.core import EngineCore
+from rl_async.rollout_server.embedded.sequence import Sequence
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.update import Batch, plan_batch, row_keys, update
+from rl_async.weight_sync.buckets import make_buckets, unpack
+from tests.conftest import make_rows
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+
+def test_training_step_and_export_on_cuda(model_folder: Path) -> None:
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        config = RunConfig(
+            model=ModelConfig(path=str(model_folder), device="cuda"),
+            data=DataConfig(path="none"),
+            algorithm=AlgorithmConfig(),
+            trainer=TrainerConfig(learning_rate=1e-3),
+        )
+        backend = Fsdp2Backend(str(model_folder), "float32", "cuda:0", config.trainer)
+        rows = make_rows(0)
+        headers = [row.header() for row in rows]
+        batch = Batch(0, headers, plan_batch(headers, 0, config, 1), dict(zip(row_keys(headers), rows, strict=True)))
+        metrics = update(backend, None, batch, config)
+        assert metrics["loss/grad_norm"] > 0
+        backend.sleep()
+        backend.wake()
+        exported = dict(backend.export())
+        for bucket in make_buckets(iter(exported.items()), 1 << 16):
+            for name, tensor in unpack(bucket.data, bucket.info):
+                assert torch.equal(tensor, exported[name].cpu())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_engine_agrees_with_a_plain_forward_pass_on_cuda(model_folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).cuda().eval()
+    core = EngineCore(model, max_batch=8, max_length=64)
+    todo = [
+        Sequence(str(i), list(range(3, 8 + i)), Sampling(), 20, frozenset(), None, lambda _: None) for i in range(20)
+    ]
+    for sequence in todo:
+        core.add(sequence)
+    while core.waiting or core.running:
+        core.step()
+    for sequence in todo:
+        with torch.no_grad():
+            logprobs = model(torch.tensor([sequence.tokens], device="cuda")).logits[0].float().log_softmax(-1).cpu()
+        start = sequence.prompt_length
+        expected = logprobs[range(start - 1, len(sequence.tokens) - 1), sequence.sampled]
+        assert (expected - torch.tensor(sequence.logprobs)).abs().max() < 1e-3  # tf32 and other kernels
