@@ -1,6 +1,8 @@
 """The live view of a run: a panel that refreshes on a terminal, one line per trainer step anywhere else."""
 
 import asyncio
+import re
+import textwrap
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -19,6 +21,7 @@ from rl_async.launcher.view_model import (
     MetricsTail,
     ProcessState,
     Record,
+    arguments_text,
     bar,
     mean,
     newest_conversation,
@@ -31,6 +34,8 @@ from rl_async.messages import StatusReport
 
 REFRESH_S = 0.5
 STATE_COLOURS = {"running": "green", "starting": "yellow", "restarting": "yellow", "ended": "dim"}
+INDENT = 10  # of what is said
+MARKUP = re.compile(r"<tool_call>.*?(</tool_call>|$)", re.DOTALL)
 ROLE_COLOURS = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
@@ -171,13 +176,19 @@ def _processes_text(states: Sequence[ProcessState]) -> Text:
 
 
 def render_conversation(talk: Conversation) -> Text:
-    """A conversation with its tool calls."""
+    """A conversation; each tool call on a line of its own with its result, instead of markup and tool message."""
     text = Text()
     for turn in talk.turns:
-        text.append(f"{turn.role:<10}", style=ROLE_COLOURS.get(turn.role, ""))
-        text.append(turn.text.strip() + "\n")
-        for call in turn.tool_calls:
-            text.append(f"{'':<10}{call.name}({call.arguments}) -> {call.error or call.result}\n", style="magenta")
+        if turn.role == "tool" and any(turn.tool_calls for turn in talk.turns):
+            continue
+        spoken = MARKUP.sub("", turn.text).strip() if turn.tool_calls else turn.text.strip()
+        text.append(f"{turn.role:<{INDENT}}", style=ROLE_COLOURS.get(turn.role, ""))
+        text.append(textwrap.indent(spoken, " " * INDENT).removeprefix(" " * INDENT))
+        for number, call in enumerate(turn.tool_calls):
+            text.append("\n" + " " * INDENT if spoken or number else "")
+            text.append(f"{call.name}({arguments_text(call.arguments)}) -> ", style=ROLE_COLOURS["tool"])
+            text.append(call.error or call.result, style="red" if call.error else "")
+        text.append("\n")
     if talk.error:
         text.append(f"error: {talk.error}\n", style="red")
     text.rstrip()

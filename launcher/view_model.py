@@ -159,3 +159,16 @@ def newest_conversation(folder: Path) -> tuple[str, Conversation] | None:
         return None
     step = files[-1].name.removeprefix("step-").partition("-")[0]
     return str(int(step) + 1), msgspec.json.decode(line, type=Conversation)
+
+
+def arguments_text(arguments: str) -> str:
+    """The arguments of a tool call as people write them; as the model wrote them if they are not a JSON object."""
+    try:
+        values = msgspec.json.decode(arguments)
+    except msgspec.DecodeError:
+        return arguments
+    if isinstance(values, dict) and isinstance(values.get("arguments"), dict):
+        values = values["arguments"]  # the whole call was recorded
+    if not isinstance(values, dict):
+        return arguments
+    return ", ".join(f"{name}={value}" for name, value in values.items())

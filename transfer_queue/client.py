@@ -65,6 +65,7 @@ class QueueClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._end(QueueLost("the client of the transfer queue was closed"))
         await self._disconnect()
         if self._context is not None:
             self._context.term()
@@ -109,10 +110,14 @@ class QueueClient:
                 if future is not None and not future.done():
                     future.set_result(message)
         except (QueueLost, ProtocolError) as error:
-            self._broken = error
-            for future in self._pending.values():
-                if not future.done():
-                    future.set_exception(error)
+            self._end(error)
+
+    def _end(self, error: QueueLost | ProtocolError) -> None:
+        """Every request, present and future, fails with ``error``."""
+        self._broken = error
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(error)
 
     async def exchange(
         self, request: m.Request, payload: Sequence[Frame] = (), *, timeout_s: float | None = None

@@ -395,3 +395,13 @@ async def test_a_request_without_answer_is_sent_again_on_a_new_connection(addres
 def test_worker_names_are_unique_to_a_client():
     one, two = (session.Session("tcp://x", "agent", "worker-0") for _ in range(2))
     assert one.worker != two.worker and one.worker.startswith("worker-0-")
+
+
+async def test_closing_a_client_ends_its_requests(queue):
+    async with QueueClient(queue.address, role="launcher", name="launcher") as client:
+        waiting = asyncio.create_task(client.engines(after=10**6, wait_s=60.0))
+        await client.status()  # the other request is on its way
+    with pytest.raises(QueueLost, match="closed"):
+        await waiting
+    with pytest.raises(QueueLost, match="closed"):
+        await client.status()

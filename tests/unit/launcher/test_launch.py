@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from rl_async.configs.load import load_config
+from rl_async.configs.schema import RunConfig
 from rl_async.launcher import launch as module
 from rl_async.launcher.launch import launch, log_into, make_ready
 from rl_async.launcher.local import RoleFailed
@@ -16,7 +17,7 @@ from rl_async.launcher.view import View
 
 
 @pytest.fixture
-def config():
+def config() -> RunConfig:
     return msgspec.structs.replace(load_config("calculator"), name="fake")
 
 

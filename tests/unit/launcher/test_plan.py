@@ -12,7 +12,9 @@ RUN = Path("runs/x")
 
 @pytest.mark.parametrize("name", preset_names())
 @pytest.mark.parametrize("mode", ["colocated", "disaggregated"])
-def test_every_preset_has_a_plan_and_it_is_pure(name: str, mode: str, tmp_path: Path, monkeypatch) -> None:
+def test_every_preset_has_a_plan_and_it_is_pure(
+    name: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     config = load_config(name, mode=mode)
     assert plan(config, RUN) == plan(config, RUN)

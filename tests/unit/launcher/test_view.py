@@ -12,16 +12,18 @@ from rich.console import Console
 from rl_async.configs.load import load_config
 from rl_async.errors import QueueLost
 from rl_async.launcher.tail import LineTail
-from rl_async.launcher.view import View
+from rl_async.launcher.view import View, render_conversation
 from rl_async.launcher.view_model import (
+    Conversation,
     History,
     ProcessState,
+    arguments_text,
     bar,
     newest_conversation,
     sparkline,
     summary_lines,
 )
-from rl_async.messages import StatusReport, Version
+from rl_async.messages import StatusReport, ToolCall, Turn, Version
 
 STATUS = StatusReport(
     published=Version(),
@@ -150,10 +152,40 @@ async def test_on_a_terminal_everything_is_shown(tmp_path: Path) -> None:
     text = await show(tmp_path, terminal=True)
     for part in ("mine", "2/40", "0.777", "waiting 1.00", "training 0.80", "syncing 0.20", "bound 1", "5 groups ready"):
         assert part in text
-    for part in ("redelivered 3", "engine-0", "1,234", "what is 1+2?", "calculator(", "-> 3", "42"):
+    for part in ("redelivered 3", "engine-0", "1,234", "what is 1+2?", "calculator(expression=1+2)", "42"):
         assert part in text
     assert "fenced" not in text
 
 
 async def test_a_queue_that_does_not_answer_is_shown_as_such(tmp_path: Path) -> None:
     assert "no answer" in await show(tmp_path, terminal=True, lost=True)
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ('{"a": 1, "b": "x"}', "a=1, b=x"),
+        ('{"name": "calculator", "arguments": {"expression": "1+2"}}', "expression=1+2"),
+        ("{not json", "{not json"),
+        ("[1]", "[1]"),
+    ],
+)
+def test_arguments_are_written_as_people_do(written: str, shown: str) -> None:
+    assert arguments_text(written) == shown
+
+
+def test_a_conversation_shows_each_call_once() -> None:
+    call = ToolCall(name="calculator", arguments='{"expression": "1+2"}', result="3")
+    turns = [
+        Turn(role="user", text="what is 1+2?"),
+        Turn(role="assistant", text="let me see\n<tool_call>\n{...}\n</tool_call>", tool_calls=[call]),
+        Turn(role="tool", text="3"),
+        Turn(role="assistant", text="first line\nsecond line"),
+    ]
+    assert render_conversation(Conversation(turns=turns, reward=1.0)).plain.splitlines() == [
+        "user      what is 1+2?",
+        "assistant let me see",
+        "          calculator(expression=1+2) -> 3",
+        "assistant first line",
+        "          second line",
+    ]
