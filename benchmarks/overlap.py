@@ -1,7 +1,8 @@
 """Does asynchrony hide what it should? Wall time per step against the limit, in one run of each mode.
 
-Generation and training are each made to take about a second a step by sleeping inside the real engine (at every decode
-iteration) and inside the real trainer; queue, weight sync, HTTP and processes are the real ones.
+Generation and training are each made to take a second a step by sleeping inside the real engine (at every decode
+iteration; the first one samples twice, from the prompt and decoding) and inside the real trainer (for what is left of
+the second); queue, weight sync, HTTP and processes are the real ones.
 
     disaggregated_vs_ideal   one-step-off: seconds per step / max(generation, training)     limit 1.0
     colocated_vs_sum         on-policy, taking turns: seconds per step / (generation + training)   limit 1.0
@@ -16,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-TOKENS = 10  # sampled per response, each behind a sleep in the engine
+ITERATIONS = 10  # of decoding per response, each behind a sleep in the engine
 SKIPPED = 2  # the first steps fill the pipeline
 
 
@@ -29,9 +30,9 @@ def run(mode: str, staleness: int, arguments: argparse.Namespace) -> dict[str, f
     overrides = [
         f"queue.max_staleness={staleness}",
         f"trainer.steps={arguments.steps}",
-        f"trainer.sleep_s={arguments.seconds}",
-        f"rollout.sleep_s={arguments.seconds / TOKENS}",
-        f"rollout.max_tokens={TOKENS}",
+        f"trainer.min_train_s={arguments.seconds}",
+        f"rollout.sleep_s={arguments.seconds / ITERATIONS}",
+        f"rollout.max_tokens={ITERATIONS + 1}",
         "agent.loop=single_turn",
         "data.train_batch_groups=8",
         "rollout.group_size=8",

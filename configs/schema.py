@@ -155,7 +155,9 @@ class TrainerConfig(Config, frozen=True):
     checkpoint_every: Annotated[Count, _doc("Steps between checkpoints; 0: only at the end.")] = 10
     keep_checkpoints: Annotated[Positive, _doc("Older checkpoints are deleted.")] = 2
     batch_timeout_s: Annotated[Seconds, _doc("A batch that takes longer ends the run, naming what is missing.")] = 300.0
-    sleep_s: Annotated[float, Meta(ge=0, description="Added to each step; for benchmarks of overlap.")] = 0.0
+    min_train_s: Annotated[
+        float, Meta(ge=0, description="Training of a step is stretched to this; for benchmarks of overlap.")
+    ] = 0.0
 
 
 class WeightSyncConfig(Config, frozen=True):

@@ -63,7 +63,7 @@ def train(run: Run) -> None:
 
         run.publisher.before_train()
         metrics = update(run.backend, run.reference, batch, config)
-        time.sleep(config.trainer.sleep_s)
+        time.sleep(max(0.0, have_batch + config.trainer.min_train_s - time.perf_counter()))
         record(run, batch)
         dist.barrier()  # all ranks have trained and recorded before anyone is told so
         if run.rank == 0:

@@ -27,11 +27,11 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(folder: Path, recorded: Path, model: Path, *more: str, sleep_s: float = 0.0) -> subprocess.Popen[str]:
+def start(folder: Path, recorded: Path, model: Path, *more: str, min_train_s: float = 0.0) -> subprocess.Popen[str]:
     config = RunConfig(
         model=ModelConfig(path=str(model)),
         data=DataConfig(path="none"),
-        trainer=TrainerConfig(learning_rate=1e-3, steps=STEPS, checkpoint_every=2, sleep_s=sleep_s),
+        trainer=TrainerConfig(learning_rate=1e-3, steps=STEPS, checkpoint_every=2, min_train_s=min_train_s),
     )
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(dump(config))
@@ -54,7 +54,7 @@ def test_kill_and_resume_ends_with_identical_weights(recorded: Path, model_folde
     undisturbed, interrupted = tmp_path / "a", tmp_path / "b"
     first = start(undisturbed, recorded, model_folder)
 
-    victim = start(interrupted, recorded, model_folder, sleep_s=0.3)
+    victim = start(interrupted, recorded, model_folder, min_train_s=0.3)
     deadline = time.monotonic() + 120
     metrics = interrupted / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:

@@ -128,7 +128,7 @@ def test_colocated(home: Path, start: Callable[..., Any]) -> None:
 
 
 def test_killed_engine_and_worker(home: Path, start: Callable[..., Any]) -> None:
-    run = start("killed", "trainer.sleep_s=0.5")
+    run = start("killed", "trainer.min_train_s=0.5")
     wait_for_steps(home, "killed", 2, run)
     role(home, "killed", "rl_async.rollout_server").kill()
     wait_for_steps(home, "killed", 4, run)
@@ -138,7 +138,7 @@ def test_killed_engine_and_worker(home: Path, start: Callable[..., Any]) -> None
 
 
 def test_killed_trainer_goes_on_from_its_checkpoint(home: Path, start: Callable[..., Any]) -> None:
-    run = start("trainer", "trainer.sleep_s=0.5")
+    run = start("trainer", "trainer.min_train_s=0.5")
     wait_for_steps(home, "trainer", 5, run)
     role(home, "trainer", "rl_async.trainer").kill()
     finish(run)
@@ -148,7 +148,7 @@ def test_killed_trainer_goes_on_from_its_checkpoint(home: Path, start: Callable[
 
 
 def test_interrupt_and_resume_everything(home: Path, start: Callable[..., Any]) -> None:
-    run = start("resumed", "trainer.sleep_s=0.3")
+    run = start("resumed", "trainer.min_train_s=0.3")
     wait_for_steps(home, "resumed", 5, run)
     run.send_signal(signal.SIGINT)
     finish(run, code=130)
