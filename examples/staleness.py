@@ -1,8 +1,9 @@
 """What staleness does to training, with and without off-policy correction.
 
 Trains the calculator task from one warm start with ``queue.max_staleness=4``, once per arm, as real runs of
-``rl-async launch``: engine, agent workers, queue and trainer are separate processes, and the lag is real, because
-the slots let the engine run five batches ahead of the trainer. Then it plots reward over steps.
+``rl-async launch``: engine, agent workers, queue and trainer are separate processes. The lag is real: the slots let the
+engine run five batches ahead, and each step is stretched until the engine has filled them, so that all arms train on
+data of the same age. Then it plots reward over steps.
 
     python examples/staleness.py                 # all arms, one seed
     python examples/staleness.py --seeds 1 2 3 --arms naive corrected
@@ -41,6 +42,7 @@ def run_arm(arm: str, seed: int, arguments: argparse.Namespace) -> list[dict[str
         f"trainer.steps={arguments.steps}",
         f"trainer.minibatches={arguments.minibatches}",
         f"trainer.learning_rate={arguments.learning_rate}",
+        f"trainer.min_train_s={arguments.min_train_s}",
         "eval.every=0",
         *arguments.override,
     ]
@@ -87,6 +89,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--minibatches", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=4e-4)
+    parser.add_argument(
+        "--min-train-s", type=float, default=2.5, help="a step lasts at least this, so that every arm's slots are full"
+    )
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--out", type=Path, default=Path("staleness.png"))
     parser.add_argument("override", nargs="*", help="more a.b=c overrides")

@@ -12,7 +12,7 @@ from rl_async.errors import TrainingDiverged
 from rl_async.messages import Trajectory, TrajectoryHeader
 from rl_async.trainer import batching
 from rl_async.trainer.advantages import advantages
-from rl_async.trainer.backend import Backend
+from rl_async.trainer.backend import Backend, LossFn
 from rl_async.trainer.batching import MiniBatch, RowKey, Tensors
 from rl_async.trainer.correction import CORRECTIONS, MismatchMeter, truncated_importance_weights
 from rl_async.trainer.losses import LOSSES, LossInputs, k3_kl, token_mean
@@ -116,7 +116,7 @@ def _collate(batch: Batch, mini: MiniBatch, gains: list[float], device: str, con
     return micros
 
 
-def _loss_fn(parts: list[Micro], tokens: int, config: RunConfig, totals: Tensor, meter: MismatchMeter | None):  # type: ignore[no-untyped-def]
+def _loss_fn(parts: list[Micro], tokens: int, config: RunConfig, totals: Tensor, meter: MismatchMeter | None) -> LossFn:
     """The loss of one mini-batch's micro-batches; adds KL and clip counts to ``totals`` as it goes.
 
     When old log-probabilities are bypassed, nothing was recomputed, so the mismatch is measured here, in the first
