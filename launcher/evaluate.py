@@ -60,6 +60,7 @@ def without_training(config: RunConfig) -> RunConfig:
         rollout=msgspec.structs.replace(config.rollout, group_size=2),
         queue=msgspec.structs.replace(config.queue, max_staleness=0),
         trainer=msgspec.structs.replace(config.trainer, steps=1, minibatches=1, ranks=1),
+        weight_sync=msgspec.structs.replace(config.weight_sync, every=1),
     )
 
 

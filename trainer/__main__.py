@@ -28,7 +28,7 @@ from rl_async.trainer.depth import QueueDepth
 from rl_async.trainer.evaluation import Evaluations
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.publisher import EnginePublisher, NoEngines
-from rl_async.trainer.records import next_lineage
+from rl_async.trainer.records import drop_torn_line, next_lineage
 from rl_async.trainer.trackers import Tracking
 from rl_async.trainer.train import Run, record_evaluation, train
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
@@ -87,10 +87,11 @@ def _start_process_group(config: RunConfig) -> str:
     cuda = config.model.device == "cuda" or (config.model.device == "auto" and torch.cuda.is_available())
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.setdefault(key, value)
+    backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"  # counts and flags are reduced on the host
     if "MASTER_PORT" in os.environ:
-        dist.init_process_group("nccl" if cuda else "gloo")
+        dist.init_process_group(backends)
     else:  # a single rank started by hand
-        dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)
     rank = dist.get_rank()
     random.seed(config.seed + rank)
     torch.manual_seed(config.seed + rank)
@@ -122,6 +123,8 @@ def _base_run(config: RunConfig, arguments: argparse.Namespace, backend: Fsdp2Ba
 
 def _restore(run: Run, resume: bool) -> bytes:
     """Take a new lineage and load the newest checkpoint, if resuming and there is one. Returns the queue's snapshot."""
+    if resume and run.rank == 0:
+        drop_torn_line(run.folder / "trained.jsonl")
     lineage = torch.tensor([next_lineage(run.folder, resume) if run.rank == 0 else 0])
     dist.broadcast(lineage, 0)
     run.lineage = int(lineage.item())

@@ -90,12 +90,6 @@ class Fsdp2Backend:
         self.optimizer.zero_grad()
         return total, norm
 
-    @property
-    def learning_rate(self) -> float:
-        """The rate of the next optimizer step."""
-        assert self.schedule is not None
-        return float(self.schedule.get_last_lr()[0])
-
     def export(self) -> Iterator[tuple[str, Tensor]]:
         tied = self.hf_config.tie_word_embeddings
         for name, parameter in self.model.named_parameters():

@@ -43,6 +43,13 @@ def append_trained(path: Path, lineage: int, step: int, rows: Iterable[Trajector
         os.fsync(file.fileno())
 
 
+def drop_torn_line(path: Path) -> None:
+    """Cut off a last line without its newline, which a killed process left, so that the next line stands alone."""
+    if path.exists():
+        whole = path.read_bytes()
+        os.truncate(path, whole.rfind(b"\n") + 1)
+
+
 def write_trajectories(path: Path, rows: Sequence[Trajectory]) -> None:
     """Write rows as compressed JSON lines, atomically. Floats keep every bit.
 

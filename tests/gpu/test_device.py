@@ -22,7 +22,7 @@ pytestmark = [
 
 
 def test_training_step_and_export_on_cuda(model_folder: Path) -> None:
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         config = RunConfig(
             model=ModelConfig(path=str(model_folder), device="cuda"),

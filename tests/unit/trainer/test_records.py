@@ -1,0 +1,34 @@
+"""What the trainer writes can be read back exactly, also after a crash in the middle of a line."""
+
+from pathlib import Path
+
+import numpy as np
+
+from rl_async.trainer.records import append_trained, drop_torn_line, next_lineage, read_trajectories, write_trajectories
+from tests.conftest import make_rows
+
+
+def test_trajectories_keep_every_bit(tmp_path: Path) -> None:
+    rows = make_rows(3)
+    write_trajectories(tmp_path / "x.jsonl.gz", rows)
+    for before, after in zip(rows, read_trajectories(tmp_path / "x.jsonl.gz"), strict=True):
+        assert np.array_equal(before.token_ids, after.token_ids)
+        assert np.array_equal(before.loss_mask, after.loss_mask)
+        assert before.logprobs.tobytes() == after.logprobs.tobytes()
+        assert before.header() == after.header()
+
+
+def test_a_torn_line_is_cut_off_before_the_next_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "trained.jsonl"
+    append_trained(path, 0, 0, make_rows(0)[:2])
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"lineage":0,"st')
+    drop_torn_line(path)
+    assert path.read_bytes() == whole
+    drop_torn_line(path)
+    assert path.read_bytes() == whole
+    drop_torn_line(tmp_path / "missing.jsonl")
+
+
+def test_every_resume_is_a_lineage_of_its_own(tmp_path: Path) -> None:
+    assert [next_lineage(tmp_path, resuming) for resuming in (False, True, True)] == [0, 1, 2]
