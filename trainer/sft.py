@@ -13,6 +13,8 @@ from rl_async.configs.schema import SftConfig
 from rl_async.errors import UserError
 
 WARMUP_STEPS = 30
+PATIENCE = 3  # checks without a better reward after which the learning rate is halved
+COPIES = 0.3  # greedy reward from which the model copies; before that, a lower learning rate only delays it
 IGNORED = -100
 TokenRow = tuple[list[int], list[bool]]  # token ids, and which of them to learn
 
@@ -36,15 +38,16 @@ def warm_start(
     """Train ``model`` on demonstrations until ``check()`` (greedy reward on held-out tasks) reaches ``config.gate``.
 
     Copying appears abruptly, somewhere between 200 and over 400 steps depending on the seed, so a fixed number of
-    steps cannot be trusted. Raises UserError if the gate is not reached in ``config.max_steps``.
+    steps cannot be trusted. A seed that copies but hovers below the gate needs smaller steps: the learning rate is
+    halved when greedy reward stops rising. Raises UserError if the gate is not reached in ``config.max_steps``.
     """
     began = time.perf_counter()
     draw = random.Random(config.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    reward, best = 0.0, 0.0
+    best, stalled, scale = 0.0, 0, 1.0
     for step in range(1, config.max_steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = config.learning_rate * min(1.0, step / WARMUP_STEPS)
+            group["lr"] = config.learning_rate * scale * min(1.0, step / WARMUP_STEPS)
         loss = _loss(model, [rows[draw.randrange(len(rows))] for _ in range(config.batch_size)])
         optimizer.zero_grad()
         loss.backward()
@@ -52,10 +55,13 @@ def warm_start(
         optimizer.step()
         if step >= config.min_steps and step % config.check_every == 0:
             reward = check()
+            stalled = 0 if reward > best else stalled + 1
             best = max(best, reward)
             report(f"warm start: step {step}, loss {loss.item():.3f}, greedy reward {reward:.2f} (gate {config.gate})")
             if reward >= config.gate:
                 return SftResult(step, reward, time.perf_counter() - began)
+            if stalled == PATIENCE and best >= COPIES:
+                scale, stalled = scale / 2, 0
     raise UserError(
         f"the warm start reached a greedy reward of {best:.2f}, not sft.gate={config.gate}, in sft.max_steps="
         f"{config.max_steps} steps; raise sft.max_steps, or try another sft.seed"
