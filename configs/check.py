@@ -1,7 +1,10 @@
 """Combinations that cannot work, refused before anything starts. Each rule names the keys and the way out."""
 
+import difflib
 from collections.abc import Callable, Iterator
 
+from rl_async.configs.algorithm import ADVANTAGES, LOSSES
+from rl_async.configs.correction import PRESETS
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import ConfigError
 
@@ -62,6 +65,18 @@ def _publish_every(c: RunConfig) -> str | None:
     return None
 
 
+def _names(c: RunConfig) -> str | None:
+    a = c.algorithm
+    known = (("advantage", a.advantage, ADVANTAGES), ("loss", a.loss, LOSSES), ("correction", a.correction, PRESETS))
+    for key, name, names in known:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+            return f"algorithm.{key}: no {name!r}" + (
+                f"; did you mean {close[0]}?" if close else f"; known: {', '.join(names)}"
+            )
+    return None
+
+
 def _group_size(c: RunConfig) -> str | None:
     if c.algorithm.advantage == "grpo" and c.rollout.group_size < 2:
         return "algorithm.advantage=grpo compares the members of a group; rollout.group_size must be at least 2"
@@ -94,6 +109,7 @@ def _make(c: RunConfig) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
+    _names,
     _engine,
     _backend,
     _tensor_parallel,

@@ -23,8 +23,9 @@ def needs_preparation(config: RunConfig) -> bool:
     """
     data = needs_data(config)
     model = needs_model(config)
-    if config.algorithm.kl_coef > 0 and config.algorithm.reference_path:
-        _check_model_folder(Path(config.algorithm.reference_path), "algorithm.reference_path")
+    kl = config.algorithm.kl
+    if kl.coef > 0 and kl.reference_path:
+        _check_model_folder(Path(kl.reference_path), "algorithm.kl.reference_path")
     return data or model
 
 

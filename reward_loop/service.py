@@ -38,7 +38,8 @@ class RewardService:
     async def score(self, task: Task, trajectory: Trajectory) -> None:
         """Fill in the trajectory's ``reward``, ``reward_parts`` and ``timings["reward"]``.
 
-        When a scorer fails, the reward is 0 and ``error`` names the scorer and what happened.
+        When a scorer fails, ``error`` names the scorer and what happened, and the trajectory is not ``scored``: its
+        reward is 0 and no estimator learns from it.
         """
         began = time.monotonic()
         conversation = as_conversation(task, trajectory)
@@ -53,6 +54,7 @@ class RewardService:
             for key, value in outcome.extra.items():
                 trajectory.reward_parts[f"{spec.name}/{key}"] = value
         trajectory.reward = 0.0 if errors else reward
+        trajectory.scored = not errors
         trajectory.error = "; ".join(filter(None, [trajectory.error, *errors]))
         trajectory.timings["reward"] = time.monotonic() - began
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 class Version(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -102,6 +102,8 @@ class TrajectoryHeader(msgspec.Struct, kw_only=True):
     reward: float
     finish_reason: str
     versions: list[VersionRun]
+    reward_parts: dict[str, float] = {}
+    scored: bool = True  # false: a scorer failed, so that there is no reward to learn from
     nbytes: int = 0  # of the payload frames; filled by the queue
 
 
@@ -126,6 +128,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     sampling: Sampling
     reward: float
     reward_parts: dict[str, float] = {}
+    scored: bool = True  # false: a scorer failed, so that there is no reward to learn from
     finish_reason: str = "stop"  # stop | length | max_turns | tool_calls | abort | error
     error: str = ""  # why the episode or its scoring failed; empty: it did not
     turns: list[Turn] = []
@@ -146,6 +149,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
             reward=self.reward,
             finish_reason=self.finish_reason,
             versions=self.versions,
+            reward_parts=self.reward_parts,
+            scored=self.scored,
         )
 
 

@@ -23,6 +23,7 @@ from rl_async.lifeline import watch_lifeline
 from rl_async.log import setup_logging
 from rl_async.rollout_server.vllm import VllmEngine
 from rl_async.trainer import sources
+from rl_async.trainer.algorithm import build
 from rl_async.trainer.checkpoint import list_checkpoints, load_checkpoint
 from rl_async.trainer.depth import QueueDepth
 from rl_async.trainer.evaluation import Evaluations
@@ -31,6 +32,7 @@ from rl_async.trainer.publisher import EnginePublisher, NoEngines
 from rl_async.trainer.records import drop_torn_line, next_lineage
 from rl_async.trainer.trackers import Tracking
 from rl_async.trainer.train import Run, record_evaluation, train
+from rl_async.trainer.update import Models
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
 from rl_async.weight_sync.coordinator import WeightCoordinator
 from rl_async.weight_sync.phases import Bystander, build_phase
@@ -104,8 +106,8 @@ def _start_process_group(config: RunConfig) -> str:
 
 def _base_run(config: RunConfig, arguments: argparse.Namespace, backend: Fsdp2Backend, device: str) -> Run:
     reference = None
-    if config.algorithm.kl_coef > 0:
-        path = config.algorithm.reference_path or config.model.path
+    if config.algorithm.kl.coef > 0:
+        path = config.algorithm.kl.reference_path or config.model.path
         reference = Fsdp2Backend(path, config.model.dtype, device, None)
     source = sources.RecordedSource((arguments.replay or arguments.run) / "trajectories")
     return Run(
@@ -113,8 +115,8 @@ def _base_run(config: RunConfig, arguments: argparse.Namespace, backend: Fsdp2Ba
         folder=arguments.run,
         lineage=0,
         start_step=0,
-        backend=backend,
-        reference=reference,
+        models=Models(backend, reference),
+        algorithm=build(config),
         source=source,
         publisher=NoEngines(),
         tracking=Tracking(config, arguments.run) if dist.get_rank() == 0 else None,
@@ -131,7 +133,7 @@ def _restore(run: Run, resume: bool) -> bytes:
     checkpoints = list_checkpoints(run.folder / "checkpoints") if resume else []
     if not checkpoints:
         return b""
-    state, snapshot = load_checkpoint(checkpoints[-1], run.backend)
+    state, snapshot = load_checkpoint(checkpoints[-1], run.models.policy)
     run.start_step = state.step
     log.info("resuming after step %d as lineage %d", state.step, run.lineage)
     return snapshot
@@ -167,7 +169,7 @@ def _train_from_queue(run: Run, address: str, resume: bool, snapshot: bytes) -> 
 
 def _publisher(run: Run, publisher: WeightCoordinator | Bystander) -> EnginePublisher:
     phase = build_phase(
-        run.config.mode, publisher, barrier=dist.barrier, onload=run.backend.wake, offload=run.backend.sleep
+        run.config.mode, publisher, barrier=dist.barrier, onload=run.models.policy.wake, offload=run.models.policy.sleep
     )
     return EnginePublisher(phase, int(run.config.weight_sync.bucket_mb * 2**20))
 

@@ -1,38 +1,66 @@
-"""Advantage estimators: rewards of a batch in, one advantage per trajectory out."""
+"""Advantage estimators: the rewards of a whole batch in, an advantage for each sampled token out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from rl_async.configs.algorithm import AdvantageOptions
+
 EPSILON = 1e-4
 
 
-def grpo(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Group-relative advantage, normalised by the group's standard deviation.
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What an estimator may look at: a whole step's batch, the same on every rank. N rows, T predicted tokens.
+
+    Groups may differ in size, and rows without a valid reward (``scored`` false: a scorer failed) belong to no
+    statistic and get advantage 0.
+    """
+
+    rewards: Tensor  # float64 [N], the outcome reward
+    token_rewards: Tensor  # float64 [N, T], the outcome on the last sampled token, turn rewards on their turn's last
+    mask: Tensor  # bool [N, T], sampled tokens that train
+    groups: Tensor  # int64 [N], any ids
+    scored: Tensor  # bool [N]
+    row_weights: Tensor  # float64 [N], 1 / rows of the row's episode
+    turns: Tensor  # int64 [N, T], assistant turn that a sampled token belongs to, from 0; -1 elsewhere
+    options: AdvantageOptions
+    parts: dict[str, Tensor]  # float64 [N] each: the named parts of the reward
+    baselines: Tensor | None = None  # float64 [N], reward of the group's greedy episode
+    values: Tensor | None = None  # float64 [N, T], the critic's
+    logprobs: Tensor | None = None  # float64 [N, T], log pi_old
+    sum_squares: Tensor | None = None  # float64 [N, T], sum of pi_old^2 over the vocabulary
+
+
+Advantage = Callable[[AdvantageInputs], Tensor]  # float64 [N, T], 0 where nothing was sampled
+
+
+def grpo(x: AdvantageInputs) -> Tensor:
+    """Group-relative advantage, normalised by the group's standard deviation, the same for every token of a row.
 
     A_i = (r_i - mean(group)) / (std(group) + 1e-4), with the unbiased standard deviation. Source: DeepSeekMath
-    (arXiv:2402.03300), section 4.1.2, outcome supervision. Groups may differ in size; a group of one, or one whose
-    rewards are all equal, gets 0.
-
-    Args:
-        rewards: float [N].
-        groups: int64 [N], the group of each trajectory; any ids.
-
-    Returns:
-        float [N].
+    (arXiv:2402.03300), section 4.1.2, outcome supervision. A group of one, or one whose rewards are all equal, gets 0.
     """
-    _, index, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
-    count = sizes.to(rewards.dtype)
-    mean = torch.zeros_like(count).index_add_(0, index, rewards) / count
-    centred = rewards - mean[index]
-    variance = torch.zeros_like(count).index_add_(0, index, centred**2) / (count - 1).clamp(min=1)
-    return centred / (variance.sqrt()[index] + EPSILON)
+    centred, group, count = group_centred(x.rewards, x.groups, x.scored)
+    variance = torch.zeros_like(count).index_add_(0, group, centred**2) / (count - 1).clamp(min=1)
+    return spread(centred / (variance.sqrt()[group] + EPSILON), x.mask)
 
 
-ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"grpo": grpo}
+def group_centred(values: Tensor, groups: Tensor, scored: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Values [N] minus their group's mean over scored rows (0 for unscored ones), each row's group index [N], and
+    the number of scored rows per group [G]."""
+    _, index = torch.unique(groups, return_inverse=True)
+    size = int(index.max()) + 1 if len(index) else 0
+    count = torch.zeros(size, dtype=values.dtype).index_add_(0, index, scored.to(values.dtype))
+    total = torch.zeros(size, dtype=values.dtype).index_add_(0, index, torch.where(scored, values, 0.0))
+    return torch.where(scored, values - (total / count.clamp(min=1))[index], 0.0), index, count
 
 
-def advantages(name: str, rewards: Sequence[float], groups: Sequence[int]) -> Tensor:
-    """Advantages [N] of a batch by the estimator ``name``, in float64 for sums that do not depend on row order."""
-    return ADVANTAGES[name](torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups)).to(torch.float32)
+def spread(rows: Tensor, mask: Tensor) -> Tensor:
+    """One number per row [N] on each of its sampled tokens [N, T]."""
+    return torch.where(mask, rows[:, None], 0.0)
+
+
+ADVANTAGES: dict[str, Advantage] = {"grpo": grpo}

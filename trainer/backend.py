@@ -2,25 +2,59 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
+import msgspec
 from torch import Tensor
 
 from rl_async.trainer.batching import Tensors
 
-LossFn = Callable[[int, Tensor], Tensor]  # (micro-batch number, log-probabilities [B, T-1]) -> scalar
+Want = Literal["entropy", "sum_squares", "distribution"]
+
+
+class Outputs(msgspec.Struct, frozen=True):
+    """What one forward pass says about tokens 1..T-1 of a micro-batch, at the recorded temperature.
+
+    ``values`` comes from a value head, everything else from a policy head; what was not asked for is None.
+    """
+
+    logprobs: Tensor | None = None  # [B, T-1] of the tokens that are there
+    entropy: Tensor | None = None  # [B, T-1] of the distribution over the next token
+    sum_squares: Tensor | None = None  # [B, T-1] sum over the vocabulary of pi^2
+    distribution: Tensor | None = None  # [B, T-1, V] log-probabilities of all tokens
+    values: Tensor | None = None  # [B, T-1] value of the state in which each token was chosen
+
+
+def policy_outputs(logits: Tensor, chosen: Tensor, wants: frozenset[Want]) -> Outputs:
+    """Outputs from logits [B, T, V] and the tokens that follow them, int64 [B, T]."""
+    normaliser = logits.logsumexp(-1)
+    logprobs = logits.gather(2, chosen[..., None]).squeeze(2) - normaliser
+    if not wants:
+        return Outputs(logprobs)  # a distribution over the vocabulary is never built
+    distribution = logits - normaliser[..., None]
+    return Outputs(
+        logprobs=logprobs,
+        entropy=-(distribution.exp() * distribution).sum(-1) if "entropy" in wants else None,
+        sum_squares=(2 * distribution).exp().sum(-1) if "sum_squares" in wants else None,
+        distribution=distribution if "distribution" in wants else None,
+    )
+
+
+LossFn = Callable[[int, Outputs], Tensor]  # (micro-batch number, outputs that carry gradient) -> scalar
 
 
 class Backend(Protocol):
-    """One policy, sharded over the ranks of a process group. Every method is a collective."""
+    """One model, sharded over the ranks of a process group. Every method is a collective."""
 
     device: str
 
-    def logprobs(self, batch: Tensors) -> Tensor:
-        """Log-probabilities [B, T-1] of tokens 1..T-1 at the recorded temperature, without gradient."""
+    def forward(self, batch: Tensors, wants: frozenset[Want] = frozenset()) -> Outputs:
+        """Outputs without gradient."""
         ...
 
-    def step(self, batches: Sequence[Tensors], loss_fn: LossFn) -> tuple[float, float]:
+    def step(
+        self, batches: Sequence[Tensors], loss_fn: LossFn, wants: frozenset[Want] = frozenset()
+    ) -> tuple[float, float]:
         """One optimizer step over micro-batches. Returns the summed loss of this rank and the global gradient norm.
 
         Raises TrainingDiverged, before any weight changes, when either is not finite.

@@ -21,11 +21,11 @@ class MiniBatch:
     """One optimizer step. ``ranks[r]`` lists rank r's micro-batches (row indexes into the batch).
 
     All ranks have the same number of micro-batches, since every forward pass is a collective; short ranks get empty
-    ones. ``tokens`` counts trainable tokens over all ranks.
+    ones. ``rows`` are those of all ranks.
     """
 
     ranks: list[list[list[int]]]
-    tokens: int
+    rows: list[int]
 
 
 def fresh_runs(header: TrajectoryHeader, step: int, max_staleness: int | None) -> list[VersionRun]:
@@ -43,7 +43,6 @@ def layout(
     ranks: int,
     max_tokens: int,
     seed: int,
-    max_staleness: int | None = None,
 ) -> list[MiniBatch]:
     """Split a batch into mini-batches, ranks and token-budget micro-batches.
 
@@ -52,7 +51,6 @@ def layout(
     ``max_tokens`` (a single longer row stands alone).
     """
     order = np.random.default_rng([seed & 0xFFFFFFFF, step]).permutation(len(headers))
-    trainable = [sum(r.end - r.start for r in fresh_runs(h, step, max_staleness)) for h in headers]
     parts = [part.tolist() for part in np.array_split(order, minibatches) if len(part)]
     result = []
     for part in parts:
@@ -60,7 +58,7 @@ def layout(
         deepest = max(len(micro) for micro in per_rank)
         for micro in per_rank:
             micro.extend([] for _ in range(deepest - len(micro)))
-        result.append(MiniBatch(ranks=per_rank, tokens=sum(trainable[i] for i in part)))
+        result.append(MiniBatch(ranks=per_rank, rows=sorted(part)))
     return result
 
 
@@ -87,39 +85,55 @@ def _pack(rows: list[int], headers: Sequence[TrajectoryHeader], max_tokens: int)
 
 
 class Tensors(msgspec.Struct):
-    """A micro-batch, padded on the right. B rows, T = longest row."""
+    """A micro-batch, padded on the right. B rows, T = longest row; position t stands for token t+1."""
 
     tokens: Tensor  # int64 [B, T]
     mask: Tensor  # bool [B, T-1], true where token t+1 is trained
     behaviour: Tensor  # float32 [B, T-1], log mu of token t+1
-    advantages: Tensor  # float32 [B, 1]
+    age: Tensor  # int32 [B, T-1], staleness of token t+1 in steps
+    turns: Tensor  # int32 [B, T-1], assistant turn that sampled token t+1; -1 where none did
+    turn_rewards: Tensor  # float32 [B, T-1], a turn's own reward on its last token
     temperature: Tensor  # float32 [B, 1, 1]
 
 
-def collate(
-    rows: Sequence[Trajectory], row_advantages: Sequence[float], *, step: int, max_staleness: int | None, device: str
-) -> Tensors:
+def collate(rows: Sequence[Trajectory], *, step: int, max_staleness: int | None, device: str) -> Tensors:
     """Pad rows to tensors. Tokens staler than ``max_staleness`` are masked; None applies no bound.
 
     No attention mask is needed: padding stands behind every real token, where causal attention never looks.
     """
     width = max(max(len(r.token_ids) for r in rows), 2)
-    tokens = np.zeros((len(rows), width), dtype=np.int64)
-    mask = np.zeros((len(rows), width), dtype=bool)
-    behaviour = np.zeros((len(rows), width), dtype=np.float32)
+    shape = len(rows), width
+    tokens, age = np.zeros(shape, np.int64), np.zeros(shape, np.int32)
+    mask, behaviour = np.zeros(shape, bool), np.zeros(shape, np.float32)
+    turns, turn_rewards = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
     for i, row in enumerate(rows):
         n = len(row.token_ids)
         tokens[i, :n], behaviour[i, :n] = row.token_ids, row.logprobs
         sampled = np.flatnonzero(row.loss_mask)
+        for run in row.versions:
+            age[i, sampled[run.start : run.end]] = step - run.version.step
         for run in fresh_runs(row.header(), step, max_staleness):
             mask[i, sampled[run.start : run.end]] = True
+        _mark_turns(row, turns[i], turn_rewards[i])
     return Tensors(
         tokens=torch.from_numpy(tokens).to(device),
         mask=torch.from_numpy(mask[:, 1:]).to(device),
         behaviour=torch.from_numpy(behaviour[:, 1:]).to(device),
-        advantages=torch.tensor(row_advantages, dtype=torch.float32, device=device)[:, None],
+        age=torch.from_numpy(age[:, 1:]).to(device),
+        turns=torch.from_numpy(turns[:, 1:]).to(device),
+        turn_rewards=torch.from_numpy(turn_rewards[:, 1:]).to(device),
         temperature=torch.tensor([r.sampling.temperature or 1.0 for r in rows], device=device)[:, None, None],
     )
+
+
+def _mark_turns(row: Trajectory, turns: np.ndarray, rewards: np.ndarray) -> None:
+    """Write the number of the assistant turn on its sampled tokens [T], and its reward on the last of them."""
+    spans = [turn for turn in row.turns if turn.role == "assistant"]
+    for number, turn in enumerate(spans):
+        sampled = turn.start + np.flatnonzero(row.loss_mask[turn.start : turn.end])
+        turns[sampled] = number
+        if len(sampled) and turn.reward is not None:
+            rewards[sampled[-1]] = turn.reward
 
 
 def empty_tensors(device: str) -> Tensors:
@@ -128,6 +142,8 @@ def empty_tensors(device: str) -> Tensors:
         tokens=torch.zeros((1, 2), dtype=torch.int64, device=device),
         mask=torch.zeros((1, 1), dtype=torch.bool, device=device),
         behaviour=torch.zeros((1, 1), device=device),
-        advantages=torch.zeros((1, 1), device=device),
+        age=torch.zeros((1, 1), dtype=torch.int32, device=device),
+        turns=torch.full((1, 1), -1, dtype=torch.int32, device=device),
+        turn_rewards=torch.zeros((1, 1), device=device),
         temperature=torch.ones((1, 1, 1), device=device),
     )

@@ -1,88 +1,65 @@
-"""Off-policy correction: which policy the ratio is clipped around, and how much each token counts.
+"""Off-policy correction carried out: a weight and a verdict for each token, and what they add up to.
 
-Three policies meet here: the behaviour policy mu that sampled a token, the proximal policy pi_old that the trainer
-held when the step began, and the policy pi_theta that is being trained.
+What can be asked for is in ``configs/correction.py``.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Correction:
-    """``proximal``: recompute pi_old, or take mu for it. ``weight``: token importance weights pi_old/mu, or none."""
-
-    proximal: Literal["recompute", "behaviour"]
-    weight: Literal["token", "none"]
-
-
-CORRECTIONS: dict[str, Correction] = {
-    "decoupled_token_is": Correction(proximal="recompute", weight="token"),
-    "bypass_ppo_clip": Correction(proximal="behaviour", weight="none"),
-    "disabled": Correction(proximal="recompute", weight="none"),
-}
+from rl_async.configs.correction import Correction
 
 LOG_RATIO_LIMIT = 20.0  # exp of more than this is no weight but an accident
 
 
-def truncated_importance_weights(proximal: Tensor, behaviour: Tensor, cap: float) -> Tensor:
-    """Token-level truncated importance sampling: w = min(pi_old / mu, cap), detached.
+@dataclass(frozen=True)
+class Corrected:
+    """What became of each token of B whole rows; nothing carries gradient."""
 
-    Source: decoupled PPO objective, Hilton et al. (arXiv:2110.00641), eq. 4, truncated as in IMPALA
-    (arXiv:1802.01561), eq. 1.
+    weights: Tensor  # [B, T], 1 where there is nothing to weigh
+    keep: Tensor  # bool [B, T], tokens that train
+    rule: Tensor  # uint8 [B, T], index into RULES of what masked a token or set its weight to 0; 0: nothing did
+
+
+RULES = ("", "band")
+
+
+def correct(target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, correction: Correction) -> Corrected:
+    """Weigh and judge tokens. Every rule is local to a row, so any split into whole rows gives the same.
 
     Args:
-        proximal, behaviour: float [B, T] log-probabilities of the sampled tokens.
-        cap: largest weight, above 0.
-
-    Returns:
-        float [B, T].
+        target: float [B, T], log pi_old (decoupled) or log pi_theta (bypass).
+        behaviour: float [B, T], log mu.
+        mask: bool [B, T], sampled tokens.
+        age: int [B, T], staleness of each token in steps.
+        correction: what to do; batch normalisation is not local and left to ``normalise``.
     """
-    return (proximal - behaviour).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=cap)
+    log_ratio = torch.where(mask, target.detach() - behaviour, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    weights = torch.ones_like(log_ratio)
+    if correction.weight == "token":
+        weights = log_ratio.exp()
+    if correction.cap is not None:
+        weights = weights.clamp(max=correction.cap)
+    return Corrected(weights, mask, torch.zeros_like(mask, dtype=torch.uint8))
 
 
-class MismatchMeter:
-    """Accumulates how far the trainer's log-probabilities are from the engine's, over a step's tokens.
+def correction_metrics(
+    target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, corrected: Corrected
+) -> dict[str, float]:
+    """How far the policy was from the one that sampled, over the tokens of a whole batch [N, T] where ``mask``.
 
-    Sums are kept as a float64 vector so that ranks can add theirs up (``sums``; the last entry is a maximum).
+    ``correction/kl``: mean of log mu - log pi, an estimate of KL(mu || pi) (k1). ``correction/k3``: its low-variance
+    form. ``correction/ess``: (sum r)^2 / (n sum r^2), 1 when on-policy. ``correction/logprob_diff_max``: largest
+    |log pi - log mu|.
     """
-
-    def __init__(self) -> None:
-        self.sums = torch.zeros(5, dtype=torch.float64)  # tokens, k1, k3, w, w^2
-        self.largest = torch.zeros(1, dtype=torch.float64)
-
-    def add(self, proximal: Tensor, behaviour: Tensor, mask: Tensor) -> None:
-        """Add tokens [B, T] where ``mask`` is true."""
-        log_ratio = (proximal.detach() - behaviour)[mask].to(torch.float64).cpu()
-        if log_ratio.numel() == 0:
-            return
-        weight = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-        self.sums += torch.stack(
-            [
-                torch.tensor(float(log_ratio.numel()), dtype=torch.float64),
-                (-log_ratio).sum(),
-                (weight - 1 - log_ratio).sum(),
-                weight.sum(),
-                (weight**2).sum(),
-            ]
-        )
-        self.largest = torch.maximum(self.largest, log_ratio.abs().max().reshape(1))
-
-    def metrics(self) -> dict[str, float]:
-        """``correction/kl``: mean of log mu - log pi_old, an estimate of KL(mu || pi_old) (k1).
-
-        ``correction/k3``: its low-variance form. ``correction/ess``: (sum w)^2 / (n sum w^2), 1 when on-policy.
-        ``correction/logprob_diff_max``: largest |log pi_old - log mu|.
-        """
-        tokens, k1, k3, weight, squared = self.sums.tolist()
-        if tokens == 0:
-            return {}
-        return {
-            "correction/kl": k1 / tokens,
-            "correction/k3": k3 / tokens,
-            "correction/ess": weight**2 / (tokens * squared),
-            "correction/logprob_diff_max": self.largest.item(),
-        }
+    log_ratio = (target - behaviour)[mask].double()
+    if log_ratio.numel() == 0:
+        return {}
+    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return {
+        "correction/kl": -log_ratio.mean().item(),
+        "correction/k3": (ratio - 1 - log_ratio).mean().item(),
+        "correction/ess": (ratio.sum() ** 2 / (ratio.numel() * (ratio**2).sum())).item(),
+        "correction/logprob_diff_max": log_ratio.abs().max().item(),
+    }

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_async.configs.schema import TrainerConfig
 from rl_async.errors import TrainingDiverged, UserError
-from rl_async.trainer.backend import LossFn
+from rl_async.trainer.backend import LossFn, Outputs, Want, policy_outputs
 from rl_async.trainer.batching import Tensors
 from rl_async.trainer.schedule import learning_rate_factor
 
@@ -60,23 +60,24 @@ class Fsdp2Backend:
             )
             self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_factor(config))
 
-    def logprobs(self, batch: Tensors) -> Tensor:
+    def forward(self, batch: Tensors, wants: frozenset[Want] = frozenset()) -> Outputs:
         with torch.no_grad():
-            return self._logprobs(batch)
+            return self._forward(batch, wants)
 
-    def _logprobs(self, batch: Tensors) -> Tensor:
-        """[B, T-1]. The recorded temperature makes this the distribution that was sampled from."""
+    def _forward(self, batch: Tensors, wants: frozenset[Want]) -> Outputs:
+        """The recorded temperature makes this the distribution that was sampled from."""
         logits = self.model(input_ids=batch.tokens, use_cache=False).logits[:, :-1].float() / batch.temperature
-        chosen = logits.gather(2, batch.tokens[:, 1:, None]).squeeze(2)
-        return chosen - logits.logsumexp(-1)
+        return policy_outputs(logits, batch.tokens[:, 1:], wants)
 
-    def step(self, batches: Sequence[Tensors], loss_fn: LossFn) -> tuple[float, float]:
+    def step(
+        self, batches: Sequence[Tensors], loss_fn: LossFn, wants: frozenset[Want] = frozenset()
+    ) -> tuple[float, float]:
         assert self.optimizer is not None and self.schedule is not None and self.config is not None
         world = dist.get_world_size()
         total = 0.0
         for number, batch in enumerate(batches):
             self.model.set_requires_gradient_sync(number == len(batches) - 1)
-            loss = loss_fn(number, self._logprobs(batch))
+            loss = loss_fn(number, self._forward(batch, wants))
             total += loss.item()
             (loss * world).backward()  # FSDP averages over ranks; the loss is already divided by the global count
         norm = _full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)).item()

@@ -1,21 +1,47 @@
-"""Policy losses per token, the KL term, and their aggregation. Pure functions over [B, T] tensors."""
+"""Policy losses per token. Pure functions over [B, T] tensors; ``aggregation.py`` makes one number of them."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-import msgspec
 import torch
 from torch import Tensor
 
+from rl_async.configs.algorithm import AlgorithmConfig
 
-class LossInputs(msgspec.Struct, frozen=True):
-    """What a loss may look at; all [B, T] (T counts predicted tokens), advantages [B, 1]."""
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss may look at: a micro-batch of whole rows, all [B, T] (T counts predicted tokens)."""
 
     logprobs: Tensor  # log pi_theta, carries the gradient
     proximal: Tensor  # log pi_old, or log mu when old log-probabilities are bypassed
+    behaviour: Tensor  # log mu
     advantages: Tensor
-    weights: Tensor  # importance weights, detached
-    clip_low: float
-    clip_high: float
+    weights: Tensor  # the correction's, detached
+    mask: Tensor  # bool, tokens that train; whatever stands elsewhere is finite and must not matter
+    options: AlgorithmConfig
+    selected: Tensor | None = None  # bool, what the loss's ``select`` picked from the whole mini-batch
+
+
+@dataclass(frozen=True)
+class SelectInputs:
+    """A whole mini-batch before its forward passes, the same on every rank and for every split; all [N, T]."""
+
+    proximal: Tensor
+    behaviour: Tensor
+    advantages: Tensor
+    mask: Tensor
+    options: AlgorithmConfig
+    seed: int  # of this mini-batch, for losses that draw tokens
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """``per_token`` gives the loss of each token [B, T]; ``select`` picks tokens [N, T] by a rule over the whole
+    mini-batch, so that the outcome does not depend on how it is split into micro-batches."""
+
+    per_token: Callable[[LossInputs], Tensor]
+    select: Callable[[SelectInputs], Tensor] | None = None
 
 
 def ppo(x: LossInputs) -> Tensor:
@@ -24,7 +50,7 @@ def ppo(x: LossInputs) -> Tensor:
     r = pi_theta / pi_old. Sources: PPO (arXiv:1707.06347), eq. 7; clip-higher: DAPO (arXiv:2503.14476), eq. 10.
     """
     ratio = (x.logprobs - x.proximal).exp()
-    clipped = ratio.clamp(1 - x.clip_low, 1 + x.clip_high)
+    clipped = ratio.clamp(1 - x.options.clip_low, 1 + x.options.clip_high)
     return -x.weights * torch.minimum(ratio * x.advantages, clipped * x.advantages)
 
 
@@ -33,21 +59,4 @@ def reinforce(x: LossInputs) -> Tensor:
     return -x.weights * x.advantages * x.logprobs
 
 
-LOSSES: dict[str, Callable[[LossInputs], Tensor]] = {"ppo": ppo, "reinforce": reinforce}
-
-
-def k3_kl(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Per-token k3 estimate of KL(pi_theta || pi_ref): exp(d) - d - 1 with d = log pi_ref - log pi_theta, [B, T].
-
-    Source: Schulman, "Approximating KL divergence" (2020), estimator k3.
-    """
-    d = (reference - logprobs).clamp(-20, 20)
-    return d.exp() - d - 1
-
-
-def token_mean(values: Tensor, mask: Tensor, total_tokens: int) -> Tensor:
-    """Sum of ``values`` [B, T] where ``mask``, over the tokens of the whole global mini-batch.
-
-    Dividing by the global count makes the gradient independent of how rows were split into micro-batches and ranks.
-    """
-    return torch.where(mask, values, 0.0).sum() / total_tokens
+LOSSES: dict[str, PolicyLoss] = {"ppo": PolicyLoss(ppo), "reinforce": PolicyLoss(reinforce)}

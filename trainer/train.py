@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from rl_async.configs.schema import RunConfig
 from rl_async.messages import Trajectory, Version
-from rl_async.trainer.backend import Backend
+from rl_async.trainer.algorithm import Algorithm
 from rl_async.trainer.checkpoint import CheckpointState, save_checkpoint
 from rl_async.trainer.depth import QueueDepth
 from rl_async.trainer.evaluation import Evaluations
@@ -28,7 +28,7 @@ from rl_async.trainer.records import append_trained, write_trajectories
 from rl_async.trainer.sources import BatchSource
 from rl_async.trainer.step_metrics import batch_metrics, conversation_metrics, conversation_sums
 from rl_async.trainer.trackers import Tracking
-from rl_async.trainer.update import Batch, mask_bound, plan_batch, row_keys, update
+from rl_async.trainer.update import Batch, Models, mask_bound, plan_batch, row_keys, update
 
 
 @dataclass
@@ -39,8 +39,8 @@ class Run:
     folder: Path
     lineage: int
     start_step: int
-    backend: Backend
-    reference: Backend | None
+    models: Models
+    algorithm: Algorithm
     source: BatchSource
     publisher: Publisher
     evaluations: Evaluations | None = None
@@ -55,14 +55,14 @@ class Run:
 def train(run: Run) -> None:
     """Train from ``run.start_step`` to ``trainer.steps``."""
     config, steps = run.config, run.config.trainer.steps
-    run.publisher.publish(Version(run.lineage, run.start_step), run.backend)
+    run.publisher.publish(Version(run.lineage, run.start_step), run.models.policy)
     for step in range(run.start_step, steps):
         began = time.perf_counter()
         batch = take_batch(run, step)
         have_batch = time.perf_counter()
 
         run.publisher.before_train()
-        metrics = update(run.backend, run.reference, batch, config)
+        metrics = update(run.models, batch, run.algorithm, config).metrics
         time.sleep(max(0.0, have_batch + config.trainer.min_train_s - time.perf_counter()))
         record(run, batch)
         dist.barrier()  # all ranks have trained and recorded before anyone is told so
@@ -72,7 +72,7 @@ def train(run: Run) -> None:
 
         version = Version(run.lineage, step + 1)
         if version.step % config.weight_sync.every == 0 or version.step == steps:
-            metrics |= run.publisher.publish(version, run.backend)
+            metrics |= run.publisher.publish(version, run.models.policy)
         synced = time.perf_counter()
 
         if is_checkpoint_due(config, version.step):
@@ -128,7 +128,7 @@ def checkpoint(run: Run, completed: int) -> None:
     """Save, and tell the source that what came before will not be asked for again."""
     snapshot = run.source.snapshot() if run.rank == 0 else b""
     state = CheckpointState(step=completed, lineage=run.lineage)
-    save_checkpoint(run.folder / "checkpoints", run.backend, state, snapshot, run.config.trainer.keep_checkpoints)
+    save_checkpoint(run.folder / "checkpoints", run.models.policy, state, snapshot, run.config.trainer.keep_checkpoints)
     if run.rank == 0:
         run.source.checkpointed(completed)
 

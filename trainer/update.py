@@ -1,4 +1,9 @@
-"""One trainer step on one batch: advantages, old log-probabilities, mini-batches, loss, optimizer, metrics."""
+"""One trainer step on one batch: look, judge, then mini-batches of loss and optimizer.
+
+look      forward passes without gradient: pi_old, reference        -> whole-batch tensors on every rank
+judge     advantages and correction, pure functions of the whole batch
+train     epochs of mini-batches: the objective on each micro-batch, cut out of the whole batch
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +16,13 @@ from rl_async.configs.schema import RunConfig
 from rl_async.errors import TrainingDiverged
 from rl_async.messages import Trajectory, TrajectoryHeader
 from rl_async.trainer import batching
-from rl_async.trainer.advantages import advantages
-from rl_async.trainer.backend import Backend, LossFn
-from rl_async.trainer.batching import MiniBatch, RowKey, Tensors
-from rl_async.trainer.correction import CORRECTIONS, MismatchMeter, truncated_importance_weights
-from rl_async.trainer.losses import LOSSES, LossInputs, k3_kl, token_mean
+from rl_async.trainer.advantages import AdvantageInputs
+from rl_async.trainer.algorithm import Algorithm
+from rl_async.trainer.backend import Backend, Outputs
+from rl_async.trainer.batching import MiniBatch, RowKey
+from rl_async.trainer.correction import Corrected, correction_metrics
+from rl_async.trainer.objective import Looked, Objective, Tally
+from rl_async.trainer.whole_batch import Micro, WholeBatch, assemble, gather
 
 
 @dataclass(frozen=True)
@@ -28,13 +35,20 @@ class Batch:
     rows: dict[RowKey, Trajectory]
 
 
-@dataclass
-class Micro:
-    """One forward pass of this rank with what the loss needs beside it, all [B, T-1]."""
+@dataclass(frozen=True)
+class Models:
+    """Those that take part in a step."""
 
-    tensors: Tensors
-    proximal: Tensor | None = None
-    reference: Tensor | None = None
+    policy: Backend
+    reference: Backend | None = None
+
+
+@dataclass(frozen=True)
+class Updated:
+    """Metrics of the step, equal on all ranks, and what became of each token of the batch, [N, T]."""
+
+    metrics: dict[str, float]
+    corrected: Corrected
 
 
 def row_keys(headers: Sequence[TrajectoryHeader]) -> list[RowKey]:
@@ -51,7 +65,6 @@ def plan_batch(headers: Sequence[TrajectoryHeader], step: int, config: RunConfig
         ranks=ranks,
         max_tokens=config.trainer.max_tokens_per_microbatch,
         seed=config.seed,
-        max_staleness=mask_bound(config),
     )
 
 
@@ -60,105 +73,106 @@ def mask_bound(config: RunConfig) -> int | None:
     return config.queue.max_staleness if config.queue.on_straggler == "mask" else None
 
 
-def update(backend: Backend, reference: Backend | None, batch: Batch, config: RunConfig) -> dict[str, float]:
-    """Train on ``batch`` and return the step's loss and correction metrics, equal on all ranks.
+def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig) -> Updated:
+    """Train on ``batch``.
 
     Raises TrainingDiverged naming the step and the batch's groups when a number is not finite; no weight has changed
     in the mini-batch that failed.
     """
-    algorithm, correction = config.algorithm, CORRECTIONS[config.algorithm.correction]
-    gains = advantages(
-        algorithm.advantage, [h.reward for h in batch.headers], [h.group_id for h in batch.headers]
-    ).tolist()
-    micros = [_collate(batch, mini, gains, backend.device, config) for mini in batch.plan]
-    meter = MismatchMeter()
-    with torch.no_grad():
-        for micro in (m for mini in micros for m in mini):
-            if correction.proximal == "recompute":
-                micro.proximal = backend.logprobs(micro.tensors)
-                meter.add(micro.proximal, micro.tensors.behaviour, micro.tensors.mask)
-            if reference is not None:
-                micro.reference = reference.logprobs(micro.tensors)
-    totals = torch.zeros(4, dtype=torch.float64)  # loss, kl, clipped tokens, tokens
-    norms = []
-    for number, (mini, parts) in enumerate(zip(batch.plan, micros, strict=True)):
-        loss_fn = _loss_fn(parts, mini.tokens, config, totals, meter if number == 0 else None)
-        try:
-            loss, norm = backend.step([p.tensors for p in parts], loss_fn)
-        except TrainingDiverged as error:
-            groups = sorted({h.group_id for h in batch.headers})
-            raise TrainingDiverged(
-                f"step {batch.step}, mini-batch {number} of {len(batch.plan)}, groups {groups}: {error}"
-            ) from error
-        totals[0] += loss
-        norms.append(norm)
-    return _reduce(totals, meter, norms)
+    minis = [_collate(batch, mini, models.policy.device, config) for mini in batch.plan]
+    micros = [micro for mini in minis for micro in mini]
+    whole = assemble(batch.headers, micros)
+    looked, outputs = look(models, whole, micros, algorithm)
+    gains = algorithm.advantage(advantage_inputs(whole, outputs, config)).to(torch.float32)
+    corrected = algorithm.correct(looked.proximal, whole.behaviour, whole.mask, whole.age)
+    tally = Tally()
+    objective = Objective(
+        whole, looked, gains, corrected if algorithm.decoupled else None, algorithm, config.algorithm, tally
+    )
+    metrics = train_minibatches(models.policy, objective, batch, minis, config)
+    target = looked.proximal
+    if not algorithm.decoupled:
+        target = tally.first_pass(micros, whole.shape)
+        corrected = algorithm.correct(target, whole.behaviour, whole.mask, whole.age)
+    metrics |= tally.metrics() | correction_metrics(target, whole.behaviour, whole.mask, whole.age, corrected)
+    return Updated({**metrics, "tokens/trained": float(corrected.keep.sum())}, corrected)
 
 
-def _collate(batch: Batch, mini: MiniBatch, gains: list[float], device: str, config: RunConfig) -> list[Micro]:
+def look(
+    models: Models, whole: WholeBatch, micros: Sequence[Micro], algorithm: Algorithm
+) -> tuple[Looked, list[Outputs]]:
+    """The passes without gradient, and all that the policy's own brought. A collective."""
+    proximal, reference, outputs = whole.behaviour, None, list[Outputs]()
+    if algorithm.decoupled:
+        outputs = [models.policy.forward(micro.tensors, algorithm.looks) for micro in micros]
+        proximal = gather(micros, [_logprobs(o) for o in outputs], whole.shape)
+    if models.reference is not None:
+        passes = [models.reference.forward(micro.tensors) for micro in micros]
+        reference = gather(micros, [_logprobs(o) for o in passes], whole.shape)
+    return Looked(proximal, reference), outputs
+
+
+def advantage_inputs(whole: WholeBatch, outputs: Sequence[Outputs], config: RunConfig) -> AdvantageInputs:
+    """The batch as an advantage estimator sees it."""
+    headers = whole.headers
+    rewards = torch.tensor([h.reward for h in headers], dtype=torch.float64)
+    return AdvantageInputs(
+        rewards=rewards,
+        token_rewards=whole.turn_rewards.double() + on_last_token(rewards, whole.mask),
+        mask=whole.mask,
+        groups=torch.tensor([h.group_id for h in headers]),
+        scored=torch.tensor([h.scored for h in headers]),
+        row_weights=whole.row_weights,
+        turns=whole.turns,
+        options=config.algorithm.advantage_options,
+        parts={
+            name: torch.tensor([h.reward_parts.get(name, 0.0) for h in headers], dtype=torch.float64)
+            for name in sorted({name for h in headers for name in h.reward_parts})
+        },
+    )
+
+
+def train_minibatches(
+    policy: Backend, objective: Objective, batch: Batch, minis: Sequence[Sequence[Micro]], config: RunConfig
+) -> dict[str, float]:
+    """Every epoch's optimizer steps. Returns the loss, summed over ranks, and the gradient norm, as means."""
+    losses, norms = torch.zeros(1, dtype=torch.float64), list[float]()
+    for epoch in range(config.algorithm.epochs):
+        for number, (mini, parts) in enumerate(zip(batch.plan, minis, strict=True)):
+            seed = hash((config.seed, batch.step, epoch, number))
+            loss_fn = objective.minibatch(parts, mini.rows, config.rollout.max_model_len, seed)
+            try:
+                loss, norm = policy.step([part.tensors for part in parts], loss_fn, objective.algorithm.wants)
+            except TrainingDiverged as error:
+                groups = sorted({h.group_id for h in batch.headers})
+                raise TrainingDiverged(
+                    f"step {batch.step}, mini-batch {number} of {len(batch.plan)}, groups {groups}: {error}"
+                ) from error
+            losses += loss
+            norms.append(norm)
+    dist.all_reduce(losses)
+    return {"loss/policy": losses.item() / len(norms), "loss/grad_norm": sum(norms) / len(norms)}
+
+
+def on_last_token(rows: Tensor, mask: Tensor) -> Tensor:
+    """Each row's number [N] on the last token that its mask [N, T] is true for, 0 elsewhere."""
+    last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+    return torch.where(last, rows[:, None], 0.0)
+
+
+def _collate(batch: Batch, mini: MiniBatch, device: str, config: RunConfig) -> list[Micro]:
     keys = row_keys(batch.headers)
     micros = []
     for rows in mini.ranks[dist.get_rank()]:
-        if not rows:
-            micros.append(Micro(batching.empty_tensors(device)))
-            continue
-        micros.append(
-            Micro(
-                batching.collate(
-                    [batch.rows[keys[i]] for i in rows],
-                    [gains[i] for i in rows],
-                    step=batch.step,
-                    max_staleness=mask_bound(config),
-                    device=device,
-                )
+        tensors = batching.empty_tensors(device)
+        if rows:
+            tensors = batching.collate(
+                [batch.rows[keys[i]] for i in rows], step=batch.step, max_staleness=mask_bound(config), device=device
             )
-        )
+        micros.append(Micro(rows, tensors))
     return micros
 
 
-def _loss_fn(parts: list[Micro], tokens: int, config: RunConfig, totals: Tensor, meter: MismatchMeter | None) -> LossFn:
-    """The loss of one mini-batch's micro-batches; adds KL and clip counts to ``totals`` as it goes.
-
-    When old log-probabilities are bypassed, nothing was recomputed, so the mismatch is measured here, in the first
-    mini-batch, where the policy still is the one that the step began with.
-    """
-    algorithm, correction = config.algorithm, CORRECTIONS[config.algorithm.correction]
-
-    def loss_fn(number: int, logprobs: Tensor) -> Tensor:
-        part = parts[number]
-        x = part.tensors
-        bypass = part.proximal is None
-        proximal = x.behaviour if part.proximal is None else part.proximal
-        if bypass and meter is not None:
-            meter.add(logprobs, x.behaviour, x.mask)
-        weights = torch.ones_like(logprobs)
-        if correction.weight == "token":
-            weights = truncated_importance_weights(proximal, x.behaviour, algorithm.importance_cap)
-        inputs = LossInputs(logprobs, proximal, x.advantages, weights, algorithm.clip_low, algorithm.clip_high)
-        per_token = LOSSES[algorithm.loss](inputs)
-        if part.reference is not None:
-            kl = k3_kl(logprobs, part.reference)
-            per_token = per_token + algorithm.kl_coef * kl
-            totals[1] += torch.where(x.mask, kl.detach(), 0.0).sum().item()
-        ratio = (logprobs.detach() - proximal).exp()
-        outside = (ratio < 1 - algorithm.clip_low) | (ratio > 1 + algorithm.clip_high)
-        totals[2] += (outside & x.mask).sum().item()
-        totals[3] += x.mask.sum().item()
-        return token_mean(per_token, x.mask, max(tokens, 1))
-
-    return loss_fn
-
-
-def _reduce(totals: Tensor, meter: MismatchMeter, norms: list[float]) -> dict[str, float]:
-    dist.all_reduce(totals)
-    dist.all_reduce(meter.sums)
-    dist.all_reduce(meter.largest, op=dist.ReduceOp.MAX)
-    loss, kl, clipped, tokens = totals.tolist()
-    return {
-        "loss/policy": loss / len(norms),
-        "loss/kl_reference": kl / max(tokens, 1),
-        "loss/clip_fraction": clipped / max(tokens, 1),
-        "loss/grad_norm": sum(norms) / len(norms),
-        "tokens/trained": tokens,
-        **meter.metrics(),
-    }
+def _logprobs(outputs: Outputs) -> Tensor:
+    assert outputs.logprobs is not None, "a policy gives log-probabilities"
+    return outputs.logprobs

@@ -88,8 +88,8 @@ def test_a_model_folder_with_a_part_missing_is_a_mistake(tmp_path: Path, left_ou
 def test_a_reference_model_is_looked_at_as_well(tmp_path: Path) -> None:
     write_data(tmp_path)
     write_model(tmp_path)
-    with pytest.raises(UserError, match=r"algorithm\.reference_path"):
-        needs_preparation(config(tmp_path, "algorithm.kl_coef=0.1", "algorithm.reference_path=nowhere"))
+    with pytest.raises(UserError, match=r"algorithm\.kl\.reference_path"):
+        needs_preparation(config(tmp_path, "algorithm.kl.coef=0.1", "algorithm.kl.reference_path=nowhere"))
 
 
 def test_a_model_of_other_warm_start_settings_is_not_taken(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ import torch.distributed as dist
 
 from rl_async.configs.schema import DataConfig, ModelConfig, RunConfig, TrainerConfig
 from rl_async.errors import TrainingDiverged
+from rl_async.trainer.algorithm import build
 from rl_async.trainer.fsdp2 import Fsdp2Backend
-from rl_async.trainer.update import Batch, plan_batch, row_keys, update
+from rl_async.trainer.update import Batch, Models, plan_batch, row_keys, update
 from tests.conftest import make_rows
 
 if __name__ == "__main__":
@@ -23,7 +24,7 @@ if __name__ == "__main__":
     headers = [row.header() for row in rows]
     batch = Batch(7, headers, plan_batch(headers, 7, config, 1), dict(zip(row_keys(headers), rows, strict=True)))
     try:
-        update(backend, None, batch, config)
+        update(Models(backend), batch, build(config), config)
     except TrainingDiverged as error:
         assert all((tensor == before[name]).all() for name, tensor in backend.export()), "weights changed"
         print(error)

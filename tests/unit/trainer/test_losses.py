@@ -8,35 +8,57 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_async.trainer.advantages import EPSILON, advantages
-from rl_async.trainer.correction import MismatchMeter, truncated_importance_weights
-from rl_async.trainer.losses import LossInputs, k3_kl, ppo, reinforce, token_mean
+from rl_async.configs.algorithm import AdvantageOptions, AlgorithmConfig
+from rl_async.configs.correction import Correction
+from rl_async.trainer.advantages import EPSILON, AdvantageInputs, grpo
+from rl_async.trainer.aggregation import AGGREGATIONS, count
+from rl_async.trainer.correction import correct, correction_metrics
+from rl_async.trainer.kl import k3
+from rl_async.trainer.losses import LossInputs, ppo, reinforce
+
+
+def advantage_inputs(rewards: list[float], groups: list[int]) -> AdvantageInputs:
+    """One sampled token per row."""
+    mask = torch.ones(len(rewards), 1, dtype=torch.bool)
+    values = torch.tensor(rewards, dtype=torch.float64)
+    return AdvantageInputs(
+        rewards=values,
+        token_rewards=values[:, None],
+        mask=mask,
+        groups=torch.tensor(groups),
+        scored=mask[:, 0],
+        row_weights=torch.ones(len(rewards), dtype=torch.float64),
+        turns=torch.zeros_like(mask, dtype=torch.int64),
+        options=AdvantageOptions(),
+        parts={},
+    )
 
 
 @given(st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=6), min_size=1, max_size=5), st.randoms())
 def test_grpo_matches_plain_statistics_in_any_row_order(groups: list[list[float]], random) -> None:
     rows = [(g, r) for g, rewards in enumerate(groups) for r in rewards]
     random.shuffle(rows)
-    result = advantages("grpo", [r for _, r in rows], [g for g, _ in rows])
-    for (group, reward), got in zip(rows, result.tolist(), strict=True):
+    result = grpo(advantage_inputs([r for _, r in rows], [g for g, _ in rows]))
+    for (group, reward), got in zip(rows, result[:, 0].tolist(), strict=True):
         values = np.array(groups[group], dtype=np.float64)
         std = values.std(ddof=1) if len(values) > 1 else 0.0
         assert got == pytest.approx((reward - values.mean()) / (std + EPSILON), rel=1e-4, abs=1e-4)
 
 
 def test_grpo_gives_nothing_to_groups_without_signal() -> None:
-    assert advantages("grpo", [1.0, 1.0, 1.0, 5.0], [7, 7, 7, 9]).tolist() == [0, 0, 0, 0]
+    assert grpo(advantage_inputs([1.0, 1.0, 1.0, 5.0], [7, 7, 7, 9]))[:, 0].tolist() == [0, 0, 0, 0]
 
 
 def inputs(log_ratio: list[float], advantage: float, weight: float = 1.0) -> LossInputs:
     proximal = torch.full((1, len(log_ratio)), -1.0, dtype=torch.float64)
     return LossInputs(
-        proximal + torch.tensor([log_ratio], dtype=torch.float64),
-        proximal,
-        torch.tensor([[advantage]], dtype=torch.float64),
-        torch.full_like(proximal, weight),
-        0.2,
-        0.28,
+        logprobs=proximal + torch.tensor([log_ratio], dtype=torch.float64),
+        proximal=proximal,
+        behaviour=proximal,
+        advantages=torch.full_like(proximal, advantage),
+        weights=torch.full_like(proximal, weight),
+        mask=torch.ones_like(proximal, dtype=torch.bool),
+        options=AlgorithmConfig(),
     )
 
 
@@ -53,40 +75,40 @@ def test_reinforce_ignores_the_ratio() -> None:
 
 @given(st.lists(st.floats(-30, 30), min_size=1, max_size=8), st.floats(0.1, 10))
 def test_truncated_weights(log_ratios: list[float], cap: float) -> None:
-    behaviour = torch.zeros(1, len(log_ratios), dtype=torch.float64)
-    got = truncated_importance_weights(torch.tensor([log_ratios], dtype=torch.float64), behaviour, cap)
+    target = torch.tensor([log_ratios], dtype=torch.float64)
+    mask = torch.ones_like(target, dtype=torch.bool)
+    got = correct(target, torch.zeros_like(target), mask, mask.long(), Correction(weight="token", cap=cap)).weights
     for value, log_ratio in zip(got[0].tolist(), log_ratios, strict=True):
         assert value == pytest.approx(min(math.exp(min(max(log_ratio, -20), 20)), cap))
 
 
 @given(st.floats(-5, 0), st.floats(-5, 0))
 def test_k3_is_never_negative_and_zero_only_at_equality(a: float, b: float) -> None:
-    got = k3_kl(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)).item()
+    got = k3(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)).item()
     assert got == pytest.approx(math.exp(b - a) - (b - a) - 1, abs=1e-12)
     assert got >= 0
 
 
-def test_token_mean_does_not_depend_on_the_split() -> None:
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_aggregation_does_not_depend_on_the_split(mode: str) -> None:
     torch.manual_seed(0)
-    values, mask = torch.randn(7, 5, dtype=torch.float64), torch.rand(7, 5) > 0.4
-    total = int(mask.sum())
-    whole = token_mean(values, mask, total)
+    values, mask, weights = torch.randn(7, 5).double(), torch.rand(7, 5) > 0.4, torch.rand(7).double()
+    counts = count(mask, weights, width=5)
+    whole = AGGREGATIONS[mode](values, mask, weights, counts)
     for parts in (1, 2, 4, 7):
-        split = sum(token_mean(v, m, total) for v, m in zip(values.chunk(parts), mask.chunk(parts), strict=True))
+        chunks = zip(values.chunk(parts), mask.chunk(parts), weights.chunk(parts), strict=True)
+        split = sum(AGGREGATIONS[mode](v, m, w, counts) for v, m, w in chunks)
         assert split.item() == pytest.approx(whole.item(), abs=1e-12)
 
 
-def test_mismatch_meter_matches_its_formulas_however_tokens_arrive() -> None:
+def test_correction_metrics_match_their_formulas() -> None:
     torch.manual_seed(1)
-    proximal, behaviour = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+    target, behaviour = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
     mask = torch.rand(6, 4) > 0.3
-    meter = MismatchMeter()
-    for part in range(3):
-        rows = slice(2 * part, 2 * part + 2)
-        meter.add(proximal[rows], behaviour[rows], mask[rows])
-    d = (proximal - behaviour)[mask].numpy()
+    age = torch.zeros_like(mask, dtype=torch.int64)
+    got = correction_metrics(target, behaviour, mask, age, correct(target, behaviour, mask, age, Correction()))
+    d = (target - behaviour)[mask].numpy()
     w = np.exp(d)
-    got = meter.metrics()
     assert got["correction/kl"] == pytest.approx((-d).mean())
     assert got["correction/k3"] == pytest.approx((w - 1 - d).mean())
     assert got["correction/ess"] == pytest.approx(w.sum() ** 2 / (len(w) * (w**2).sum()))

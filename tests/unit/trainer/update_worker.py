@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from rl_async.configs.schema import AlgorithmConfig, DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.configs.algorithm import AlgorithmConfig, KlConfig
+from rl_async.configs.schema import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.trainer.algorithm import build
 from rl_async.trainer.fsdp2 import Fsdp2Backend
-from rl_async.trainer.update import Batch, plan_batch, row_keys, update
+from rl_async.trainer.update import Batch, Models, plan_batch, row_keys, update
 from tests.conftest import make_rows
 
 
@@ -21,7 +23,7 @@ def run(model: Path, out: Path, minibatch_tokens: int, correction: str) -> None:
     config = RunConfig(
         model=ModelConfig(path=str(model)),
         data=DataConfig(path="none"),
-        algorithm=AlgorithmConfig(correction=correction, kl_coef=0.05),  # type: ignore[arg-type]
+        algorithm=AlgorithmConfig(correction=correction, kl=KlConfig(coef=0.05)),
         trainer=TrainerConfig(learning_rate=1e-3, minibatches=2, max_tokens_per_microbatch=minibatch_tokens),
     )
     backend = Fsdp2Backend(str(model), "float32", "cpu", config.trainer)
@@ -32,7 +34,7 @@ def run(model: Path, out: Path, minibatch_tokens: int, correction: str) -> None:
         headers = [row.header() for row in rows]
         plan = plan_batch(headers, step, config, dist.get_world_size())
         batch = Batch(step, headers, plan, dict(zip(row_keys(headers), rows, strict=True)))
-        metrics = update(backend, reference, batch, config)
+        metrics = update(Models(backend, reference), batch, build(config), config).metrics
     weights = {name: tensor.clone() for name, tensor in backend.export()}
     if dist.get_rank() == 0:
         save_file(weights, out)

@@ -1,0 +1,86 @@
+"""The objective: which advantage, loss, correction and regularisation, and their numbers."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from rl_async.configs.base import Config, Fraction, Positive, doc
+from rl_async.configs.correction import CorrectionOptions
+
+ADVANTAGES = ("grpo",)
+LOSSES = ("ppo", "reinforce")
+
+Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+
+
+class AdvantageOptions(Config, frozen=True):
+    """Numbers of the advantage estimators; each says who reads it."""
+
+    gamma: Annotated[Fraction, doc("gae, reinforce_plus_plus: discount per token.")] = 1.0
+    lam: Annotated[Fraction, doc("gae: lambda.")] = 0.95
+
+
+class LossOptions(Config, frozen=True):
+    """Numbers of the losses; each says who reads it."""
+
+    clip_dual: Annotated[
+        Annotated[float, Meta(gt=1)] | None, doc("ppo: dual clip, the bound c of -c A for negative advantages.")
+    ] = None
+
+
+class KlConfig(Config, frozen=True):
+    """Distance to a reference model."""
+
+    coef: Annotated[float, Meta(ge=0, description="Weight of the KL; 0: no reference model.")] = 0.0
+    estimator: Annotated[
+        Literal["k1", "k2", "k3", "abs", "full", "k1+", "k3+"],
+        doc("Estimator of KL(pi || reference) per token; full needs both logits; + : k2's gradient."),
+    ] = "k3"
+    place: Annotated[Literal["loss", "reward"], doc("Added to the loss, or taken from each token's reward.")] = "loss"
+    controller: Annotated[Literal["fixed", "adaptive"], doc("adaptive: coef follows `target`.")] = "fixed"
+    target: Annotated[float, Meta(gt=0, description="adaptive: wanted KL per token.")] = 0.01
+    horizon: Annotated[Positive, doc("adaptive: time constant, in trajectories.")] = 10_000
+    reference_path: Annotated[str | None, doc("Reference model; null: model.path.")] = None
+
+
+class ShapingConfig(Config, frozen=True):
+    """What happens to rewards and groups before advantages are computed."""
+
+    reward_clip: Annotated[
+        Annotated[float, Meta(gt=0)] | None, doc("Rewards are clipped to [-reward_clip, reward_clip].")
+    ] = None
+
+
+class GuardConfig(Config, frozen=True):
+    """Watches how far the data is from the policy."""
+
+    action: Annotated[
+        Literal["off", "warn", "stop", "adapt"],
+        doc("When out of band: log, end the run, or halve the staleness that is admitted until back in band."),
+    ] = "warn"
+    min_ess: Annotated[Fraction, doc("Smallest effective sample size of the token weights, as a share.")] = 0.3
+    max_kl: Annotated[float, Meta(gt=0, description="Largest k3 estimate of KL(mu || pi_old) per token.")] = 0.3
+    patience: Annotated[Positive, doc("Steps in a row before it acts.")] = 3
+
+
+class AlgorithmConfig(Config, frozen=True):
+    advantage: Annotated[str, doc(f"Advantage estimator: {', '.join(ADVANTAGES)}, or your own as path.py:name.")] = (
+        "grpo"
+    )
+    loss: Annotated[str, doc(f"Policy loss: {', '.join(LOSSES)}, or your own as path.py:name.")] = "ppo"
+    correction: Annotated[str, doc("Off-policy correction: a preset, or your own as path.py:name.")] = (
+        "decoupled_token_is"
+    )
+    correction_options: Annotated[CorrectionOptions, doc("Changes to the correction's preset.")] = CorrectionOptions()
+    aggregation: Annotated[Aggregation, doc("How token losses become one number, over the global mini-batch.")] = (
+        "token-mean"
+    )
+    clip_low: Annotated[float, Meta(gt=0, le=1, description="Ratio is clipped below 1 - clip_low.")] = 0.2
+    clip_high: Annotated[float, Meta(gt=0, description="Ratio is clipped above 1 + clip_high.")] = 0.28
+    entropy_coef: Annotated[float, Meta(ge=0, description="Weight of the entropy bonus.")] = 0.0
+    epochs: Annotated[Positive, doc("Passes over each batch.")] = 1
+    advantage_options: AdvantageOptions = AdvantageOptions()
+    loss_options: LossOptions = LossOptions()
+    kl: KlConfig = KlConfig()
+    shaping: ShapingConfig = ShapingConfig()
+    guard: GuardConfig = GuardConfig()

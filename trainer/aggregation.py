@@ -1,0 +1,66 @@
+"""From a loss per token to one number, by the counts of the global mini-batch.
+
+Every rank divides its micro-batches' sums by the same global counts, so the gradient does not depend on how the
+mini-batch was split into micro-batches and ranks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a mini-batch is normalised by, over all ranks."""
+
+    tokens: int  # that train
+    sequences: float  # sum of the row weights of rows in which any token trains
+    width: int  # tokens of the longest possible response, the constant of seq-mean-token-sum-norm
+
+
+def count(mask: Tensor, row_weights: Tensor, width: int) -> Counts:
+    """Counts of a mini-batch from its mask [N, T] and row weights [N]; never zero, so that nothing divides by it."""
+    rows = mask.any(1)
+    sequences = row_weights[rows].sum().item()
+    return Counts(tokens=max(int(mask.sum()), 1), sequences=sequences or 1.0, width=width)
+
+
+def token_mean(values: Tensor, mask: Tensor, row_weights: Tensor, counts: Counts) -> Tensor:
+    """Every token of the mini-batch counts the same (DAPO, arXiv:2503.14476, eq. 12)."""
+    return _tokens(values, mask).sum() / counts.tokens
+
+
+def token_sum(values: Tensor, mask: Tensor, row_weights: Tensor, counts: Counts) -> Tensor:
+    """The plain sum."""
+    return _tokens(values, mask).sum()
+
+
+def seq_mean_token_sum(values: Tensor, mask: Tensor, row_weights: Tensor, counts: Counts) -> Tensor:
+    """Sum over a sequence's tokens, mean over sequences."""
+    return (_tokens(values, mask).sum(1) * row_weights).sum() / counts.sequences
+
+
+def seq_mean_token_sum_norm(values: Tensor, mask: Tensor, row_weights: Tensor, counts: Counts) -> Tensor:
+    """``seq_mean_token_sum`` over a constant length, free of length bias (Dr. GRPO, arXiv:2503.20783, section 3.1)."""
+    return seq_mean_token_sum(values, mask, row_weights, counts) / counts.width
+
+
+def seq_mean_token_mean(values: Tensor, mask: Tensor, row_weights: Tensor, counts: Counts) -> Tensor:
+    """Mean over a sequence's tokens, mean over sequences (GRPO, arXiv:2402.03300, eq. 3)."""
+    means = _tokens(values, mask).sum(1) / mask.sum(1).clamp(min=1)
+    return (means * row_weights).sum() / counts.sequences
+
+
+def _tokens(values: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, values, 0.0)
+
+
+AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Counts], Tensor]] = {
+    "token-mean": token_mean,
+    "token-sum": token_sum,
+    "seq-mean-token-sum": seq_mean_token_sum,
+    "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
+    "seq-mean-token-mean": seq_mean_token_mean,
+}

@@ -1,0 +1,144 @@
+"""The loss of a mini-batch, micro-batch by micro-batch, and what it noticed on the way."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_async.configs.algorithm import AlgorithmConfig
+from rl_async.trainer.aggregation import count
+from rl_async.trainer.algorithm import Algorithm
+from rl_async.trainer.backend import LossFn, Outputs
+from rl_async.trainer.correction import Corrected
+from rl_async.trainer.losses import LossInputs, SelectInputs
+from rl_async.trainer.whole_batch import Micro, WholeBatch, gather
+
+SUMS = ("kl", "entropy", "clipped", "tokens")
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What the passes without gradient found, [N, T]."""
+
+    proximal: Tensor  # log pi_old; log mu when bypassed
+    reference: Tensor | None
+
+
+@dataclass
+class Tally:
+    """What the loss saw: sums over this rank's tokens, and log pi_theta of the first pass over each row."""
+
+    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0.0))
+    first: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # rows -> [B, T-1]
+
+    def add(self, name: str, values: Tensor, mask: Tensor) -> None:
+        """Add the tokens where ``mask`` is true."""
+        self.sums[name] += torch.where(mask, values.detach().double(), 0.0).sum().item()
+
+    def first_pass(self, micros: Sequence[Micro], shape: tuple[int, int]) -> Tensor:
+        """log pi_theta [N, T] of every token when its mini-batch was first trained. A collective."""
+        return gather(micros, [self.first[tuple(m.rows)] if m.rows else m.tensors.behaviour for m in micros], shape)
+
+    def metrics(self) -> dict[str, float]:
+        """Means per token over all ranks. A collective."""
+        totals = torch.tensor([self.sums[name] for name in SUMS], dtype=torch.float64)
+        dist.all_reduce(totals)
+        kl, entropy, clipped, tokens = totals.tolist()
+        return {
+            "loss/kl_reference": kl / max(tokens, 1),
+            "loss/entropy": entropy / max(tokens, 1),
+            "loss/clip_fraction": clipped / max(tokens, 1),
+        }
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The policy's loss on any mini-batch of a step."""
+
+    whole: WholeBatch
+    looked: Looked
+    advantages: Tensor  # float32 [N, T]
+    corrected: Corrected | None  # None: bypassed, so judged by log pi_theta as the loss sees it
+    algorithm: Algorithm
+    config: AlgorithmConfig
+    tally: Tally
+
+    def minibatch(self, parts: Sequence[Micro], rows: Sequence[int], width: int, seed: int) -> LossFn:
+        """The loss of this rank's ``parts`` of the mini-batch ``rows`` (of all ranks).
+
+        Args:
+            width: tokens of the longest possible response, for seq-mean-token-sum-norm.
+            seed: of this mini-batch, for losses that draw tokens.
+        """
+        whole, row_weights = self.whole, self.whole.row_weights
+        mask = whole.mask if self.corrected is None else self.corrected.keep
+        counts = count(mask[rows], row_weights[rows], width)
+        selected = self._select(mask, rows, seed)
+
+        def loss_fn(number: int, outputs: Outputs) -> Tensor:
+            micro, logprobs = parts[number], outputs.logprobs
+            assert logprobs is not None
+            self.tally.first.setdefault(tuple(micro.rows), logprobs.detach())
+            corrected = self._corrected(micro, logprobs)
+            inputs = LossInputs(
+                logprobs=torch.where(corrected.keep, logprobs, 0.0),
+                proximal=torch.where(corrected.keep, micro.cut(self.looked.proximal), 0.0),
+                behaviour=torch.where(corrected.keep, micro.tensors.behaviour, 0.0),
+                advantages=micro.cut(self.advantages),
+                weights=corrected.weights,
+                mask=corrected.keep,
+                options=self.config,
+                selected=None if selected is None else micro.cut(selected),
+            )
+            per_token = self.algorithm.loss.per_token(inputs) + self._regularisation(micro, outputs, inputs)
+            self._notice(inputs)
+            weights = row_weights[micro.rows].to(logprobs) if micro.rows else torch.ones(1).to(logprobs)
+            return self.algorithm.aggregate(per_token, inputs.mask, weights, counts)
+
+        return loss_fn
+
+    def _select(self, mask: Tensor, rows: Sequence[int], seed: int) -> Tensor | None:
+        """What the loss picks from the mini-batch, as a mask over the batch [N, T]."""
+        if self.algorithm.loss.select is None:
+            return None
+        selected = torch.zeros_like(self.whole.mask)
+        selected[rows] = self.algorithm.loss.select(
+            SelectInputs(
+                proximal=self.looked.proximal[rows],
+                behaviour=self.whole.behaviour[rows],
+                advantages=self.advantages[rows],
+                mask=mask[rows],
+                options=self.config,
+                seed=seed,
+            )
+        )
+        return selected
+
+    def _corrected(self, micro: Micro, logprobs: Tensor) -> Corrected:
+        """The batch's verdict on this micro-batch, or one by the policy as it is now."""
+        if self.corrected is None:
+            x = micro.tensors
+            return self.algorithm.correct(logprobs, x.behaviour, x.mask, x.age)
+        return Corrected(
+            *(micro.cut(part) for part in (self.corrected.weights, self.corrected.keep, self.corrected.rule))
+        )
+
+    def _regularisation(self, micro: Micro, outputs: Outputs, inputs: LossInputs) -> Tensor:
+        """KL to the reference and entropy bonus per token [B, T]."""
+        total = torch.zeros_like(inputs.logprobs)
+        if self.looked.reference is not None and self.config.kl.place == "loss":
+            kl = self.algorithm.kl(inputs.logprobs, torch.where(inputs.mask, micro.cut(self.looked.reference), 0.0))
+            self.tally.add("kl", kl, inputs.mask)
+            total = total + self.config.kl.coef * kl
+        if outputs.entropy is not None:
+            self.tally.add("entropy", outputs.entropy, inputs.mask)
+            total = total - self.config.entropy_coef * outputs.entropy
+        return total
+
+    def _notice(self, x: LossInputs) -> None:
+        ratio = (x.logprobs.detach() - x.proximal).exp()
+        outside = (ratio < 1 - self.config.clip_low) | (ratio > 1 + self.config.clip_high)
+        self.tally.add("clipped", outside, x.mask)
+        self.tally.add("tokens", torch.ones_like(ratio), x.mask)
