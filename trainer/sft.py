@@ -13,8 +13,6 @@ from rl_async.configs.schema import SftConfig
 from rl_async.errors import UserError
 
 WARMUP_STEPS = 30
-PATIENCE = 3  # checks without a better reward after which the learning rate is halved
-COPIES = 0.3  # greedy reward from which the model copies; before that, a lower learning rate only delays it
 IGNORED = -100
 TokenRow = tuple[list[int], list[bool]]  # token ids, and which of them to learn
 
@@ -26,6 +24,27 @@ class SftResult:
     steps: int
     gate_reward: float
     seconds: float
+
+
+class Plateau:
+    """Halves the learning rate when greedy reward has not risen for ``PATIENCE`` checks.
+
+    Not before the model copies at all: until then a lower rate only delays the jump.
+    """
+
+    PATIENCE = 3
+    COPIES = 0.3  # greedy reward
+
+    def __init__(self) -> None:
+        self.best, self.scale = 0.0, 1.0
+        self._stalled = 0
+
+    def observe(self, reward: float) -> None:
+        """Take in the reward of one check."""
+        self._stalled = 0 if reward > self.best else self._stalled + 1
+        self.best = max(self.best, reward)
+        if self._stalled >= self.PATIENCE and self.best >= self.COPIES:
+            self.scale, self._stalled = self.scale / 2, 0
 
 
 def warm_start(
@@ -44,10 +63,10 @@ def warm_start(
     began = time.perf_counter()
     draw = random.Random(config.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    best, stalled, scale = 0.0, 0, 1.0
+    plateau = Plateau()
     for step in range(1, config.max_steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = config.learning_rate * scale * min(1.0, step / WARMUP_STEPS)
+            group["lr"] = config.learning_rate * plateau.scale * min(1.0, step / WARMUP_STEPS)
         loss = _loss(model, [rows[draw.randrange(len(rows))] for _ in range(config.batch_size)])
         optimizer.zero_grad()
         loss.backward()
@@ -55,15 +74,12 @@ def warm_start(
         optimizer.step()
         if step >= config.min_steps and step % config.check_every == 0:
             reward = check()
-            stalled = 0 if reward > best else stalled + 1
-            best = max(best, reward)
             report(f"warm start: step {step}, loss {loss.item():.3f}, greedy reward {reward:.2f} (gate {config.gate})")
             if reward >= config.gate:
                 return SftResult(step, reward, time.perf_counter() - began)
-            if stalled == PATIENCE and best >= COPIES:
-                scale, stalled = scale / 2, 0
+            plateau.observe(reward)
     raise UserError(
-        f"the warm start reached a greedy reward of {best:.2f}, not sft.gate={config.gate}, in sft.max_steps="
+        f"the warm start reached a greedy reward of {plateau.best:.2f}, not sft.gate={config.gate}, in sft.max_steps="
         f"{config.max_steps} steps; raise sft.max_steps, or try another sft.seed"
     )
 
