@@ -1,0 +1,126 @@
+"""The loss and the gradient that a real trainer process applies to a recorded batch, against a plain float64 reference.
+
+The reference knows nothing of the trainer: row by row, token by token, from the recorded trajectories and the model.
+"""
+
+import json
+import math
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rl_async.configs.algorithm import AlgorithmConfig
+from rl_async.configs.correction import CorrectionOptions
+from rl_async.configs.load import dump
+from rl_async.configs.schema import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.messages import Sampling, Trajectory
+from rl_async.trainer.records import write_trajectories
+from tests.conftest import make_rows
+
+pytestmark = pytest.mark.e2e
+TEMPERATURE = 0.8
+TokenLoss = Callable[[Tensor, float, float], Tensor]  # log pi_theta, log mu, advantage
+
+
+def trained(folder: Path, model: Path, rows: list[Trajectory], algorithm: AlgorithmConfig) -> dict[str, float]:
+    """Metrics of one step on the recorded rows, as the trainer wrote them."""
+    write_trajectories(folder / "trajectories" / "step-000000-lineage0-rank0.jsonl.gz", rows)
+    config = RunConfig(
+        model=ModelConfig(path=str(model)),
+        data=DataConfig(path="none"),
+        algorithm=algorithm,
+        trainer=TrainerConfig(steps=1, minibatches=1, max_tokens_per_microbatch=60, grad_clip=1e9),
+    )
+    (folder / "config.yaml").write_text(dump(config))
+    command = [sys.executable, "-m", "rl_async.trainer", "--run", str(folder), "--replay", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    metrics: dict[str, float] = json.loads((folder / "metrics.jsonl").read_text())
+    return metrics
+
+
+def recorded() -> list[Trajectory]:
+    rows = make_rows(0)
+    for row in rows:
+        row.sampling = Sampling(temperature=TEMPERATURE)
+    rows[3].reward = 0.25  # groups with a standard deviation that is not one half
+    return rows
+
+
+def advantages(rows: list[Trajectory]) -> list[float]:
+    """GRPO: the reward in standard deviations of its group."""
+    result = []
+    for row in rows:
+        group = [r.reward for r in rows if r.group_id == row.group_id]
+        result.append((row.reward - statistics.mean(group)) / (statistics.stdev(group) + 1e-4))
+    return result
+
+
+def reference(folder: Path, rows: list[Trajectory], per_token: TokenLoss, by_row: bool) -> tuple[float, float]:
+    """Loss and gradient norm in float64: mean over tokens, or over rows of the mean over their tokens."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    means, tokens = list[Tensor](), list[Tensor]()
+    for row, advantage in zip(rows, advantages(rows), strict=True):
+        ids = torch.tensor(row.token_ids.tolist())
+        logits = model(ids[None]).logits[0] / TEMPERATURE
+        losses = [
+            per_token(logits[t - 1].log_softmax(0)[ids[t]], float(row.logprobs[t]), advantage)
+            for t in range(1, len(ids))
+            if row.loss_mask[t]
+        ]
+        means.append(torch.stack(losses).mean())
+        tokens += losses
+    loss = torch.stack(means if by_row else tokens).mean()
+    loss.backward()
+    squares = sum(float((p.grad**2).sum()) for p in model.parameters() if p.grad is not None)
+    return loss.item(), math.sqrt(squares)
+
+
+def decoupled(logprob: Tensor, behaviour: float, advantage: float) -> Tensor:
+    """Around recomputed old log-probabilities, which are the policy's own here, weighted by min(pi_old / mu, 1.05)."""
+    old = logprob.item()
+    weight = min(math.exp(old - behaviour), 1.05)
+    ratio = (logprob - old).exp()
+    return -weight * torch.min(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+
+
+def bypassed(logprob: Tensor, behaviour: float, advantage: float) -> Tensor:
+    """Clipped around the rollout's own log-probabilities."""
+    ratio = (logprob - behaviour).exp()
+    return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+
+
+def plain(logprob: Tensor, behaviour: float, advantage: float) -> Tensor:
+    return -advantage * logprob
+
+
+CASES = {
+    "decoupled": (
+        AlgorithmConfig(correction="decoupled_token_is", correction_options=CorrectionOptions(cap=1.05)),
+        decoupled,
+        False,
+    ),
+    "bypassed": (AlgorithmConfig(correction="bypass_ppo_clip"), bypassed, False),
+    "plain": (
+        AlgorithmConfig(loss="reinforce", correction="disabled", aggregation="seq-mean-token-mean"),
+        plain,
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_trainer_applies_the_reference_loss(model_folder: Path, tmp_path: Path, case: str) -> None:
+    algorithm, per_token, by_row = CASES[case]
+    rows = recorded()
+    metrics = trained(tmp_path, model_folder, rows, algorithm)
+    loss, norm = reference(model_folder, rows, per_token, by_row)
+    assert metrics["loss/policy"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
+    assert metrics["loss/grad_norm"] == pytest.approx(norm, rel=1e-4)
