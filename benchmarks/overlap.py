@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ITERATIONS = 10  # of decoding per response, each behind a sleep in the engine
+ITERATIONS = 5  # of decoding per response, each behind a sleep; no answer of the task ends before its last token
 SKIPPED = 2  # the first steps fill the pipeline
 
 
