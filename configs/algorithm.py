@@ -78,7 +78,6 @@ class AlgorithmConfig(Config, frozen=True):
     clip_low: Annotated[float, Meta(gt=0, le=1, description="Ratio is clipped below 1 - clip_low.")] = 0.2
     clip_high: Annotated[float, Meta(gt=0, description="Ratio is clipped above 1 + clip_high.")] = 0.28
     entropy_coef: Annotated[float, Meta(ge=0, description="Weight of the entropy bonus.")] = 0.0
-    epochs: Annotated[Positive, doc("Passes over each batch.")] = 1
     advantage_options: AdvantageOptions = AdvantageOptions()
     loss_options: LossOptions = LossOptions()
     kl: KlConfig = KlConfig()

@@ -111,7 +111,10 @@ class TrainerConfig(Config, frozen=True):
     steps: Annotated[Positive, doc("Trainer steps in the run.")] = 100
     ranks: Annotated[Positive, doc("Trainer processes.")] = 1
     tensor_parallel: Annotated[Positive, doc("Tensor-parallel size; above 1 needs the megatron backend.")] = 1
-    minibatches: Annotated[Positive, doc("Optimizer steps per trainer step.")] = 2
+    minibatches: Annotated[Positive, doc("Optimizer steps per pass over a batch.")] = 2
+    epochs: Annotated[
+        Positive, doc("Passes over each batch; old log-probabilities are computed once, before the first.")
+    ] = 1
     max_tokens_per_microbatch: Annotated[Positive, doc("Padded tokens per forward pass.")] = 16384
     grad_clip: Annotated[float, Meta(gt=0, description="Gradient norm is clipped to this.")] = 1.0
     weight_decay: Annotated[float, Meta(ge=0, description="AdamW weight decay.")] = 0.0

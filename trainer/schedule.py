@@ -8,7 +8,7 @@ from rl_async.configs.schema import TrainerConfig
 
 def learning_rate_factor(config: TrainerConfig) -> Callable[[int], float]:
     """Factor on the peak learning rate by optimizer step: linear warm-up, then constant, linear or cosine to 0."""
-    total = config.steps * config.minibatches
+    total = config.steps * config.epochs * config.minibatches
 
     def factor(step: int) -> float:
         if step < config.warmup_steps:

@@ -137,7 +137,7 @@ def train_minibatches(
 ) -> dict[str, float]:
     """Every epoch's optimizer steps. Returns the loss, summed over ranks, and the gradient norm, as means."""
     losses, norms = torch.zeros(1, dtype=torch.float64), list[float]()
-    for epoch in range(config.algorithm.epochs):
+    for epoch in range(config.trainer.epochs):
         for number, (mini, parts) in enumerate(zip(batch.plan, minis, strict=True)):
             seed = hash((config.seed, batch.step, epoch, number))
             loss_fn = objective.minibatch(parts, mini.rows, config.rollout.max_model_len, seed)
