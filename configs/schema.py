@@ -127,6 +127,9 @@ class TrainerConfig(Config, frozen=True):
     checkpoint_every: Annotated[Count, doc("Steps between checkpoints; 0: only at the end.")] = 10
     keep_checkpoints: Annotated[Positive, doc("Older checkpoints are deleted.")] = 2
     batch_timeout_s: Annotated[Seconds, doc("A batch that takes longer ends the run, naming what is missing.")] = 300.0
+    collective_timeout_s: Annotated[
+        Seconds, doc("A rank that waits longer for the others ends, and the run goes on from the last checkpoint.")
+    ] = 600.0
     min_train_s: Annotated[
         float, Meta(ge=0, description="Training of a step is stretched to this; for benchmarks of overlap.")
     ] = 0.0

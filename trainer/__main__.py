@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -54,6 +55,17 @@ def main() -> None:
     except RlAsyncError as error:
         log.error("%s: %s", type(error).__name__, error)
         sys.exit(EXIT_FAILED)
+    except RuntimeError as error:
+        if not is_collective_failure(error):
+            raise
+        rank = os.environ.get("RANK", "0")
+        log.error("rank %s lost the other ranks (one died, or hung for trainer.collective_timeout_s): %s", rank, error)
+        sys.exit(1)  # not this rank's fault: all of them start again from the last checkpoint
+
+
+def is_collective_failure(error: RuntimeError) -> bool:
+    """Whether the error is of a collective among ranks: gloo raises plain RuntimeErrors that only their text tells."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error) or "pair closure" in str(error)
 
 
 def _parse() -> argparse.Namespace:
@@ -90,10 +102,11 @@ def _start_process_group(config: RunConfig) -> str:
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.setdefault(key, value)
     backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"  # counts and flags are reduced on the host
+    timeout = timedelta(seconds=config.trainer.collective_timeout_s)
     if "MASTER_PORT" in os.environ:
-        dist.init_process_group(backends)
+        dist.init_process_group(backends, timeout=timeout)
     else:  # a single rank started by hand
-        dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     rank = dist.get_rank()
     random.seed(config.seed + rank)
     torch.manual_seed(config.seed + rank)

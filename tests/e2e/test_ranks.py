@@ -1,0 +1,59 @@
+"""Two trainer ranks: when one is lost, the other ends with a clear message instead of waiting for ever."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rl_async.configs.load import dump
+from rl_async.configs.schema import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.trainer.records import write_trajectories
+from tests.conftest import make_rows
+
+pytestmark = pytest.mark.e2e
+STEPS = 40
+
+
+def start(folder: Path, model: Path) -> list["subprocess.Popen[str]"]:
+    """Both ranks, training on recorded rows for longer than the test lasts."""
+    for step in range(STEPS):
+        write_trajectories(folder / "trajectories" / f"step-{step:06d}-lineage0-rank0.jsonl.gz", make_rows(step))
+    config = RunConfig(
+        model=ModelConfig(path=str(model)),
+        data=DataConfig(path="none"),
+        trainer=TrainerConfig(ranks=2, steps=STEPS, min_train_s=0.5, collective_timeout_s=15),
+    )
+    (folder / "config.yaml").write_text(dump(config))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "rl_async.trainer", "--run", str(folder), "--replay", str(folder)]
+    return [
+        subprocess.Popen(command, env=shared | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_ends_the_other(model_folder: Path, tmp_path: Path, how: signal.Signals) -> None:
+    ranks = start(tmp_path, model_folder)
+    try:
+        metrics, deadline = tmp_path / "metrics.jsonl", time.monotonic() + 120
+        while not metrics.exists() or not metrics.read_text().count("\n"):
+            assert time.monotonic() < deadline and all(rank.poll() is None for rank in ranks)
+            time.sleep(0.05)
+        ranks[1].send_signal(how)
+        _, errors = ranks[0].communicate(timeout=60)
+        assert ranks[0].returncode == 1, errors[-3000:]
+        assert "rank 0 lost the other ranks" in errors
+        assert "Traceback" not in errors
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
