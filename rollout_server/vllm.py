@@ -69,6 +69,10 @@ class _WeightInfo(msgspec.Struct):
     weight_version: str | None = None
 
 
+class _Sleeping(msgspec.Struct):
+    is_sleeping: bool
+
+
 class _Checksums(msgspec.Struct):
     checksums: dict[str, str]
 
@@ -161,6 +165,10 @@ class VllmEngine:
     async def wake(self, tags: Sequence[str]) -> None:
         """Take memory back for ``weights`` and/or ``kv_cache``."""
         await self._call("POST", "/wake_up", params=[("tags", tag) for tag in tags])
+
+    async def is_sleeping(self) -> bool:
+        """Whether it gave up device memory and has not taken all of it back."""
+        return self._decode(await self._call("GET", "/is_sleeping"), _Sleeping).is_sleeping
 
     async def health(self) -> bool:
         """Whether the engine answers its probe within 5 s."""

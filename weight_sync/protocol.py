@@ -99,6 +99,10 @@ class EngineControl(Protocol):
         """Take back device memory for ``weights`` and/or ``kv_cache``."""
         ...
 
+    async def is_sleeping(self) -> bool:
+        """Whether it gave up device memory and has not taken all of it back."""
+        ...
+
     async def close(self) -> None:
         """Close the connections to the engine."""
         ...

@@ -23,6 +23,8 @@ from rl_async.weight_sync.transport import Sender
 
 T = TypeVar("T")
 
+TAGS = ("weights", "kv_cache")
+
 
 class EngineFailed(WeightSyncError):
     """One engine failed in one phase. ``lost``: it did not answer at all, so the fault is its own."""
@@ -39,7 +41,7 @@ class Member:
     record: EngineRecord
     control: EngineControl
     paused_at: float | None = None  # monotonic seconds
-    asleep: set[str] = field(default_factory=set)  # tags: weights, kv_cache
+    asleep: set[str] | None = None  # tags: weights, kv_cache; None: not known, as an earlier trainer left it
     pause_seconds: float = 0.0  # its latest pause
 
     @property
@@ -127,12 +129,13 @@ async def transfer(
 async def suspend(member: Member, timeout_s: float) -> None:
     """Pause a member, keeping its requests, and let it give up its device memory. Raises EngineFailed."""
     await _pause(member, timeout_s)
-    if not member.asleep:
+    if not await _asleep(member, timeout_s):
         await call(member, "sleep", member.control.sleep(2), timeout_s)
-        member.asleep = {"weights", "kv_cache"}
+        member.asleep = set(TAGS)
 
 
 async def _prepare(member: Member, timeout_s: float) -> None:
+    await _asleep(member, timeout_s)  # before the pause, which it would lengthen
     await _pause(member, timeout_s)
     await _wake(member, "weights", timeout_s)
     await call(member, "start", member.control.start_update(), timeout_s)
@@ -144,10 +147,19 @@ async def _pause(member: Member, timeout_s: float) -> None:
         member.paused_at = time.monotonic()
 
 
+async def _asleep(member: Member, timeout_s: float) -> set[str]:
+    """The tags that are to be woken. An engine can outlive the trainer that put it to sleep, so a new one asks."""
+    if member.asleep is None:
+        sleeping = await call(member, "is_sleeping", member.control.is_sleeping(), timeout_s)
+        member.asleep = set(TAGS) if sleeping else set()
+    return member.asleep
+
+
 async def _wake(member: Member, tag: str, timeout_s: float) -> None:
-    if tag in member.asleep:
+    asleep = await _asleep(member, timeout_s)
+    if tag in asleep:
         await call(member, f"wake {tag}", member.control.wake([tag]), timeout_s)
-        member.asleep.discard(tag)
+        asleep.discard(tag)
 
 
 async def _one_bucket(

@@ -147,6 +147,17 @@ def test_killed_trainer_goes_on_from_its_checkpoint(home: Path, start: Callable[
     assert min(m["step"] for m in rows if m["lineage"] == 1) == 4
 
 
+def test_a_killed_colocated_trainer_wakes_the_engines_it_left_asleep(home: Path, start: Callable[..., Any]) -> None:
+    run = start("asleep", "trainer.min_train_s=0.5", mode="colocated", config="calculator-sync")
+    wait_for_steps(home, "asleep", 5, run)
+    engine = role(home, "asleep", "rl_async.rollout_server").pid
+    role(home, "asleep", "rl_async.trainer").kill()  # most of a step is training, while the engine sleeps
+    wait_for_steps(home, "asleep", 7, run)
+    assert role(home, "asleep", "rl_async.rollout_server").pid == engine, "the engine was replaced"
+    finish(run)
+    assert {m["lineage"] for m in assert_complete(home, "asleep", bound=0)} == {0, 1}
+
+
 def test_interrupt_and_resume_everything(home: Path, start: Callable[..., Any]) -> None:
     run = start("resumed", "trainer.min_train_s=0.3")
     wait_for_steps(home, "resumed", 5, run)

@@ -34,6 +34,7 @@ class Engine:
         self.calls: list[str] = []
         self.updates = 0
         self.closed = False
+        self.asleep: set[str] = set()
         self.dead: EngineLost | None = None
 
     def _called(self, name: str) -> None:
@@ -56,6 +57,8 @@ class Engine:
 
     async def start_update(self) -> None:
         self._called("start")
+        if "weights" in self.asleep:
+            raise EngineError("the weights are asleep")
 
     async def update(self, info: UpdateInfo) -> None:
         self.updates += 1
@@ -75,9 +78,15 @@ class Engine:
 
     async def sleep(self, level: int) -> None:
         self._called(f"sleep {level}")
+        self.asleep |= {"weights", "kv_cache"}
 
     async def wake(self, tags: Sequence[str]) -> None:
         self._called(f"wake {','.join(tags)}")
+        self.asleep -= set(tags)
+
+    async def is_sleeping(self) -> bool:
+        self._called("is_sleeping")
+        return bool(self.asleep)
 
     async def close(self) -> None:
         self.closed = True
@@ -160,7 +169,7 @@ async def test_an_engine_goes_through_all_phases_and_the_group_is_made_once(tran
     fleet = make_fleet(directory, transport, timeout_s=30)
     report = await fleet.publish(V0, buckets())
     update = ["pause keep", "start", "update 1", "update 2", "finish", "version", "resume"]
-    assert engine.calls == ["version", "init", *update]
+    assert engine.calls == ["version", "init", "is_sleeping", *update]
     assert directory.published == (V0, ["a"])
     assert (report.engines, report.failures, report.nbytes) == (["a"], [], 32)
 
@@ -310,3 +319,17 @@ async def test_suspended_engines_sleep_through_training_and_go_on_with_new_weigh
     assert "pause keep" not in engine.calls
     assert not any(call.startswith("wake") for call in late.calls)
     loop.cancel()
+
+
+async def test_a_new_trainer_wakes_engines_that_sleep_since_the_last_one_died() -> None:
+    engine = Engine()
+    directory = Directory(a=engine)
+    first = make_fleet(directory)
+    await first.publish(V0, buckets())
+    await first.suspend()  # and here its trainer is killed
+
+    second = make_fleet(directory)
+    assert (await second.publish(V1, buckets())).engines == ["a"]
+    assert engine.asleep == set()
+    assert engine.serves == V1
+    assert directory.removed == {}
