@@ -68,7 +68,7 @@ class AlgorithmConfig(Config, frozen=True):
         "grpo"
     )
     loss: Annotated[str, doc(f"Policy loss: {', '.join(LOSSES)}, or your own as path.py:name.")] = "ppo"
-    correction: Annotated[str, doc("Off-policy correction: a preset, or your own as path.py:name.")] = (
+    correction: Annotated[str, doc("Off-policy correction: a preset; correction_options changes its values.")] = (
         "decoupled_token_is"
     )
     correction_options: Annotated[CorrectionOptions, doc("Changes to the correction's preset.")] = CorrectionOptions()
