@@ -78,9 +78,9 @@ class CorrectionOptions(Config, frozen=True):
     age_weights: Annotated[Factors | None, doc("Factor of tokens by age in steps.")] = None
 
 
-_GEO = {"seq_mean_k1": "0.999_1.001"}
-_K3 = {"seq_mean_k3": 0.01}
-_SEQ = {"seq_sum_k1": "0.5_2.0"}
+_GEO: dict[str, Limit] = {"seq_mean_k1": "0.999_1.001"}
+_K3: dict[str, Limit] = {"seq_mean_k3": 0.01}
+_SEQ: dict[str, Limit] = {"seq_sum_k1": "0.5_2.0"}
 
 # Names and numbers as the class methods of verl's RolloutCorrectionConfig have them (verl/trainer/config/algorithm.py,
 # commit 0482624a). One difference: verl tests -log r against the logarithms of a k1 band, so that it keeps

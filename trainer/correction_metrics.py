@@ -21,7 +21,7 @@ def correction_metrics(
     """
     log_ratio = torch.where(mask, (target - behaviour).double(), 0.0)
     entropies = -target.double(), -behaviour.double()
-    metrics = {}
+    metrics: dict[str, float] = {}
     for name, chosen in [("", mask), *_buckets(mask, age)]:
         if chosen.any():
             found = _policies(log_ratio, chosen) | _perplexities(*entropies, chosen) | _weights(corrected, chosen)
