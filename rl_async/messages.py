@@ -254,6 +254,15 @@ class Retire(Request):
     step: int
 
 
+class Tighten(Request):
+    """Admit only what keeps staleness within ``max_staleness``, or within the configured bound if that is smaller.
+
+    Holds until the next one, or a resume. Trainer -> queue.
+    """
+
+    max_staleness: int
+
+
 class Evaluate(Request):
     """Admit the held-out tasks once, outside the slots, in partition ``eval``. Trainer, ``rl-async eval`` -> queue."""
 
@@ -311,6 +320,7 @@ RequestType = (
     | Snapshot
     | Resume
     | Retire
+    | Tighten
     | Evaluate
     | EvalResult
     | RegisterEngine
@@ -431,6 +441,7 @@ class StatusReport(Reply):
     committed: int
     slots_used: int
     slots: int
+    max_staleness: int  # for which groups are admitted now; the configured one unless the trainer tightened it
     admitted: int
     payload_bytes: int
     counters: dict[str, int]  # dropped, dead_letters, redelivered, fenced, malformed, ...
