@@ -154,6 +154,22 @@ class Trajectory(msgspec.Struct, kw_only=True):
         )
 
 
+class RuleRun(msgspec.Struct, frozen=True, array_like=True):
+    """Sampled tokens number ``start`` to ``end`` (exclusive) were masked, or given weight 0, by ``rule``."""
+
+    rule: str  # of configs/correction.py's RULES
+    start: int
+    end: int
+
+
+class Explanation(msgspec.Struct, kw_only=True):
+    """What the correction made of a row's sampled tokens; stands as ``correction`` beside a recorded trajectory's own
+    fields. Trainer -> viewer."""
+
+    weights: list[float]  # of each sampled token, rounded; 0 where it did not train
+    rules: list[RuleRun]
+
+
 # --- requests to the queue ------------------------------------------------------------------------------------------
 
 

@@ -22,8 +22,10 @@ from rl_async.configs.schema import RunConfig
 from rl_async.messages import Trajectory, Version
 from rl_async.trainer.algorithm import Algorithm
 from rl_async.trainer.checkpoint import CheckpointState, save_checkpoint
+from rl_async.trainer.correction import Corrected
 from rl_async.trainer.depth import QueueDepth
 from rl_async.trainer.evaluation import Evaluations
+from rl_async.trainer.explanation import explain
 from rl_async.trainer.guard import Guard
 from rl_async.trainer.publisher import Publisher
 from rl_async.trainer.records import append_trained, write_trajectories
@@ -67,9 +69,10 @@ def train(run: Run) -> None:
         have_batch = time.perf_counter()
 
         run.publisher.before_train()
-        metrics = update(run.models, batch, run.algorithm, config).metrics
+        updated = update(run.models, batch, run.algorithm, config)
+        metrics = updated.metrics
         time.sleep(max(0.0, have_batch + config.trainer.min_train_s - time.perf_counter()))
-        record(run, batch)
+        record(run, batch, updated.corrected)
         dist.barrier()  # all ranks have trained and recorded before anyone is told so
         if run.rank == 0:
             run.source.commit(step)
@@ -104,11 +107,13 @@ def take_batch(run: Run, step: int) -> Batch:
     return Batch(step, reserved.headers, plan, dict(zip(mine, run.source.fetch(mine), strict=True)))
 
 
-def record(run: Run, batch: Batch) -> None:
+def record(run: Run, batch: Batch, corrected: Corrected) -> None:
     """Write what this rank trained: trajectories for people and replays, ``trained.jsonl`` for the audit."""
+    places = {key: index for index, key in enumerate(row_keys(batch.headers))}
     rows = [batch.rows[key] for key in sorted(batch.rows)]
+    explanations = [explain(batch.rows[key], places[key], corrected) for key in sorted(batch.rows)]
     name = f"step-{batch.step:06d}-lineage{run.lineage}-rank{run.rank}.jsonl.gz"
-    write_trajectories(run.folder / "trajectories" / name, rows)
+    write_trajectories(run.folder / "trajectories" / name, rows, explanations)
     append_trained(run.folder / "trained.jsonl", run.lineage, batch.step, rows)
 
 
