@@ -3,7 +3,7 @@
 import gzip
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,8 +17,10 @@ from rl_async.errors import UserError
 from rl_async.messages import Explanation
 
 LESS = 0.9  # a weight below this is marked
-LEGEND = "dim: not sampled; [red]{text}(rule)[/]: masked; [magenta]{text}(band)[/]: weight 0; [yellow]{text}(x0.5)[/]: "
-LEGEND += f"smallest weight of tokens below {LESS:g}"
+LEGEND = (
+    "[dim]not sampled[/]  trained  [red]{masked}(rule)[/]  [magenta]{weight 0}(band)[/]  "
+    f"[yellow]{{weight below {LESS:g}}}(smallest)[/]"
+)
 
 
 class RecordedRow(msgspec.Struct):
@@ -44,7 +46,7 @@ CONTEXT, TRAINED, LESSENED = Mark("dim"), Mark(""), Mark("yellow", "less")
 
 
 def show(run: Path, step: int | None, group: int | None, sample: int | None, console: Console | None = None) -> None:
-    """Print the rows of a step (the newest), and one of them token by token: the one named, else the most corrected.
+    """Print the groups of a step (the newest) or the rows of one, and a row token by token: the most corrected one.
 
     Raises UserError if there is no such run, step or row.
     """
@@ -54,7 +56,9 @@ def show(run: Path, step: int | None, group: int | None, sample: int | None, con
     if not chosen:
         raise UserError(f"step {number} trained no trajectory of --group {group} --sample {sample}")
     if group is None:
-        console.print(_table(number, chosen))
+        console.print(_table(f"step {number}", chosen, lambda row: row.group_id, "group"))
+    elif sample is None:
+        console.print(_table(f"step {number}, group {group}", chosen, lambda row: row.sample, "sample"))
     row = max(chosen, key=_corrected)
     console.print(f"\ngroup {row.group_id}, sample {row.sample}, reward {row.reward:g}", highlight=False)
     console.print(render(row, _decoder(run)), soft_wrap=True, highlight=False)
@@ -124,23 +128,32 @@ def _corrected(row: RecordedRow) -> int:
     return sum(mark not in (CONTEXT, TRAINED) for mark in marks(row))
 
 
-def _table(step: int, rows: Sequence[RecordedRow]) -> Table:
-    table = Table(title=f"step {step}", title_justify="left")
-    for heading in ("group", "sample", "reward", "tokens", "mean weight", "masked or weight 0"):
-        table.add_column(heading, justify="right" if heading != "masked or weight 0" else "left")
-    for row in rows:
-        weights = row.correction.weights if row.correction else []
-        mean = f"{sum(weights) / len(weights):.3f}" if weights else ""
-        cells = [f"{row.group_id}", f"{row.sample}", f"{row.reward:g}", f"{len(_sampled(row))}", mean]
-        table.add_row(*cells, ", ".join(_counts(row)))
+def _table(title: str, rows: Sequence[RecordedRow], key: Callable[[RecordedRow], int], heading: str) -> Table:
+    """One line per value of ``key`` in the rows, which are sorted by it."""
+    table = Table(title=title, title_justify="left")
+    for name in (heading, "rows", "reward", "tokens", "mean weight"):
+        table.add_column(name, justify="right")
+    table.add_column("masked or weight 0")
+    for value, together in itertools.groupby(rows, key=key):
+        part = list(together)
+        weights = [weight for row in part if row.correction for weight in row.correction.weights]
+        table.add_row(
+            f"{value}",
+            f"{len(part)}",
+            f"{sum(row.reward for row in part) / len(part):.3g}",
+            f"{sum(len(_sampled(row)) for row in part)}",
+            f"{sum(weights) / len(weights):.3f}" if weights else "",
+            _counts(part),
+        )
     return table
 
 
-def _counts(row: RecordedRow) -> Iterator[str]:
+def _counts(rows: Sequence[RecordedRow]) -> str:
+    """Tokens by rule."""
     counts: Counter[str] = Counter()
-    for run in row.correction.rules if row.correction else ():
+    for run in (run for row in rows if row.correction for run in row.correction.rules):
         counts[run.rule] += run.end - run.start
-    yield from (f"{name} {count}" for name, count in counts.items())
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
 def _place(file: Path) -> tuple[int, int]:

@@ -55,7 +55,8 @@ def test_a_step_is_read_from_all_ranks_of_its_newest_lineage(tmp_path: Path) -> 
     write(tmp_path, "step-000002-lineage0-rank0.jsonl.gz", row(9))
     write(tmp_path, "step-000002-lineage10-rank0.jsonl.gz", row(1))
     write(tmp_path, "step-000002-lineage10-rank1.jsonl.gz", row(0))
-    write(tmp_path, "step-000001-lineage11-rank0.jsonl.gz", row(5))
+    write(tmp_path, "step-000003-lineage9-rank0.jsonl.gz", row(7))  # abandoned by a resume
+    write(tmp_path, "step-000001-lineage0-rank0.jsonl.gz", row(5))
     step, rows = read_step(tmp_path, None)
     assert step == 2 and [r.sample for r in rows] == [0, 1]
     assert [r.sample for r in read_step(tmp_path, 1)[1]] == [5]
@@ -84,5 +85,7 @@ def test_the_most_corrected_row_is_shown_below_the_table(run: Path) -> None:
 def test_a_row_can_be_named_on_the_command_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(run), "--step", "3", "--group", "4", "--sample", "2"]) == 0
     assert "group 4, sample 2" in capsys.readouterr().out
+    assert main(["show", str(run), "--group", "4"]) == 0
+    assert "step 3, group 4" in (told := capsys.readouterr().out) and "group 4, sample 1" in told
     assert main(["show", str(run), "--group", "5"]) == 2
     assert "--group 5" in capsys.readouterr().err
