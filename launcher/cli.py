@@ -76,11 +76,8 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--step", type=int, help="default: the newest")
     parser.add_argument("--group", type=int, help="only the rows of this group")
-    parser.add_argument(
-        "--sample",
-        type=int,
-        help="only this row of each group; of what is left, the most corrected row is shown token by token",
-    )
+    parser.add_argument("--sample", type=int, help="only this row of each group")
+    parser.description = "Of the rows asked for, the most corrected one is shown token by token."
     parser.set_defaults(command=_show)
 
 

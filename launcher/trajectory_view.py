@@ -62,7 +62,7 @@ def show(run: Path, step: int | None, group: int | None, sample: int | None, con
     row = max(chosen, key=_corrected)
     console.print(f"\ngroup {row.group_id}, sample {row.sample}, reward {row.reward:g}", highlight=False)
     console.print(render(row, _decoder(run)), soft_wrap=True, highlight=False)
-    console.print(LEGEND, highlight=False)
+    console.print(LEGEND, highlight=False, soft_wrap=True)
 
 
 def read_step(folder: Path, step: int | None) -> tuple[int, list[RecordedRow]]:

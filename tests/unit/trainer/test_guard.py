@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -9,6 +11,7 @@ from rl_async.configs.algorithm import GuardConfig
 from rl_async.configs.load import load_config
 from rl_async.errors import PolicyDrifted
 from rl_async.trainer.guard import Guard, Verdict
+from rl_async.trainer.train import Run, watch
 
 IN = {"correction/ess": 0.9, "correction/k3": 0.01}
 LOW_ESS = {"correction/ess": 0.1, "correction/k3": 0.01}
@@ -60,6 +63,26 @@ def test_adapt_halves_while_out_of_band_and_gives_back_step_by_step() -> None:
 def test_adapt_starts_counting_again_after_a_step_on_the_other_side() -> None:
     verdicts = observe(Guard(config("adapt"), 4), [LOW_ESS, LOW_ESS, IN, LOW_ESS, IN, IN, HIGH_KL])
     assert [verdict.max_staleness for verdict in verdicts] == [None, 2, None, None, None, 3, None]
+
+
+class Source:
+    """Remembers the bounds that the queue was asked for."""
+
+    def __init__(self) -> None:
+        self.bounds: list[int] = []
+
+    def tighten(self, max_staleness: int) -> None:
+        self.bounds.append(max_staleness)
+
+
+@pytest.mark.parametrize(("rank", "bounds"), [(0, [2, 1]), (1, [])])
+def test_only_rank_0_asks_the_queue_and_warns(rank: int, bounds: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    run = SimpleNamespace(rank=rank, guard=Guard(config("adapt"), 4), source=Source())
+    for step in range(4):
+        watch(cast(Run, run), step, LOW_ESS)
+    assert run.source.bounds == bounds
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == (rank == 0) and all("correction/ess" in warning for warning in warnings)
 
 
 def test_adapt_leaves_the_slots_that_rare_publication_needs() -> None:
