@@ -130,6 +130,13 @@ def test_an_asymmetric_band_keeps_the_ratios_it_names_and_not_their_inverses() -
     assert rejected([math.log(4.0), math.log(1e-8), math.log(6.0)], "token_k1", "0_5") == [False, False, True]
 
 
+@pytest.mark.parametrize("rule", ["seq_max_k1", "seq_mean_k1", "seq_sum_k1", "token_k1"])
+def test_tokens_that_were_not_sampled_are_in_no_band(rule: str) -> None:
+    target, mask = torch.tensor([[0.0, math.log(2.0), 0.0]]), torch.tensor([[False, True, False]])
+    got = correct(target, torch.zeros(1, 3), mask, mask.long(), Correction(reject={rule: "1.5_3.0"}))
+    assert torch.equal(got.keep, mask)
+
+
 def test_one_number_is_a_band_with_its_inverse() -> None:
     ratios = [0.49, 0.51, 1.99, 2.01]
     assert rejected([math.log(r) for r in ratios], "token_k1", 2.0) == [True, False, False, True]
