@@ -56,11 +56,14 @@ class GuardConfig(Config, frozen=True):
 
     action: Annotated[
         Literal["off", "warn", "stop", "adapt"],
-        doc("When out of band: log, end the run, or halve the staleness that is admitted until back in band."),
+        doc(
+            "When out of band: warn logs it, stop ends the run, adapt halves the staleness that the queue admits for, "
+            "and gives it back step by step once back in band."
+        ),
     ] = "warn"
-    min_ess: Annotated[Fraction, doc("Smallest effective sample size of the token weights, as a share.")] = 0.3
-    max_kl: Annotated[float, Meta(gt=0, description="Largest k3 estimate of KL(mu || pi_old) per token.")] = 0.3
-    patience: Annotated[Positive, doc("Steps in a row before it acts.")] = 3
+    min_ess: Annotated[Fraction, doc("Smallest correction/ess, the tokens' effective share.")] = 0.3
+    max_kl: Annotated[float, Meta(gt=0, description="Largest correction/k3: estimate of KL(mu || pi) per token.")] = 0.3
+    patience: Annotated[Positive, doc("Steps in a row, out of band or back in it, before it acts.")] = 3
 
 
 class AlgorithmConfig(Config, frozen=True):
@@ -68,7 +71,7 @@ class AlgorithmConfig(Config, frozen=True):
         "grpo"
     )
     loss: Annotated[str, doc(f"Policy loss: {', '.join(LOSSES)}, or your own as path.py:name.")] = "ppo"
-    correction: Annotated[str, doc("Off-policy correction: a preset, or your own as path.py:name.")] = (
+    correction: Annotated[str, doc("Off-policy correction: a preset; correction_options changes its values.")] = (
         "decoupled_token_is"
     )
     correction_options: Annotated[CorrectionOptions, doc("Changes to the correction's preset.")] = CorrectionOptions()

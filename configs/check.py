@@ -3,8 +3,8 @@
 import difflib
 from collections.abc import Callable, Iterator
 
-from rl_async.configs.algorithm import ADVANTAGES, LOSSES
-from rl_async.configs.correction import PRESETS
+from rl_async.configs.algorithm import ADVANTAGES, LOSSES, AlgorithmConfig
+from rl_async.configs.correction import PRESETS, Correction, resolve
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import ConfigError
 
@@ -77,6 +77,46 @@ def _names(c: RunConfig) -> str | None:
     return None
 
 
+def _correction(c: RunConfig) -> str | None:
+    if c.algorithm.correction not in PRESETS:
+        return None  # _names says so
+    try:
+        correction = resolve(c.algorithm.correction, c.algorithm.correction_options)
+    except ConfigError as error:
+        return str(error)
+    return _correction_loss(c.algorithm, correction) or _bypass(c.algorithm, correction)
+
+
+def _correction_loss(a: AlgorithmConfig, correction: Correction) -> str | None:
+    if correction.loss is not None and correction.loss not in LOSSES:
+        return f"algorithm.correction={a.correction} trains with the loss {correction.loss}, which is not available yet"
+    if correction.loss is not None and a.loss not in (AlgorithmConfig().loss, correction.loss):
+        return (
+            f"algorithm.correction={a.correction} brings its own loss, {correction.loss}, and algorithm.loss={a.loss} "
+            "asks for another; leave algorithm.loss out, or choose a correction without a loss"
+        )
+    return None
+
+
+def _bypass(a: AlgorithmConfig, correction: Correction) -> str | None:
+    if correction.proximal == "recompute":
+        return None
+    if correction.normalise:
+        return (
+            f"algorithm.correction_options.normalise needs the mean weight of the whole batch, and with "
+            f"algorithm.correction={a.correction} weights follow from the policy as it changes from mini-batch to "
+            "mini-batch; use a decoupled correction"
+        )
+    loss = correction.loss or a.loss
+    if correction.weight != "none" and loss != "reinforce":
+        return (
+            f"algorithm.correction_options.weight={correction.weight} with algorithm.correction={a.correction} would "
+            f"correct twice, since the ratio of algorithm.loss={loss} is pi/mu already; use a decoupled or a bypass_pg "
+            "correction"
+        )
+    return None
+
+
 def _group_size(c: RunConfig) -> str | None:
     if c.algorithm.advantage == "grpo" and c.rollout.group_size < 2:
         return "algorithm.advantage=grpo compares the members of a group; rollout.group_size must be at least 2"
@@ -110,6 +150,7 @@ def _make(c: RunConfig) -> str | None:
 
 RULES: tuple[Rule, ...] = (
     _names,
+    _correction,
     _engine,
     _backend,
     _tensor_parallel,

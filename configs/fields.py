@@ -2,13 +2,17 @@
 
 import difflib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from msgspec import inspect
 
+from rl_async.configs import correction_text
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import ConfigError
+
+MORE: dict[str, Callable[[], str]] = {"algorithm.correction": correction_text.explanation}  # below the key's own lines
 
 
 def _struct(kind: inspect.Type) -> inspect.StructType | None:
@@ -73,7 +77,8 @@ def explain(key: str) -> str:
     assert struct is not None
     field = next(f for f in struct.fields if f.name == leaf)
     kind, description = _unwrap(field.type)
-    return f"{key}\n  {description}\n  type: {_type_name(kind)}\n  default: {_default(field)}"
+    more = f"\n\n{MORE[key]()}" if key in MORE else ""
+    return f"{key}\n  {description}\n  type: {_type_name(kind)}\n  default: {_default(field)}{more}"
 
 
 def _line(key: str) -> str:

@@ -18,6 +18,20 @@ from rl_async.errors import ConfigError
 Places = dict[str, str]  # dotted key -> where it was given: file:line, or the argument
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 0_5 as an octal 5 and 0.5_5 as 0.55; here they stay text, for they mean bands."""
+
+
+def _number_or_band(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
+    if "_" in node.value:
+        return node.value
+    return loader.construct_yaml_float(node) if node.tag.endswith("float") else loader.construct_yaml_int(node)
+
+
+for _tag in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _number_or_band)
+
+
 def preset_names() -> list[str]:
     """Names that ``--config`` accepts besides paths."""
     folder = resources.files("rl_async.configs")
@@ -61,7 +75,7 @@ def _read(name_or_path: str, places: Places) -> dict[str, Any]:
     text, origin = _find(name_or_path)
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        values = yaml.safe_load(text)
+        values = yaml.load(text, Loader=_Loader)  # a SafeLoader
     except yaml.YAMLError as error:
         raise ConfigError(f"{origin}: not valid YAML: {error}") from error
     if not isinstance(values, dict) or not isinstance(node, yaml.MappingNode):
@@ -105,7 +119,7 @@ def _apply(values: dict[str, Any], override: str, places: Places) -> None:
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", key):
         raise ConfigError(f"argument {override!r}: overrides are written a.b=c, e.g. trainer.steps=10")
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, Loader=_Loader)  # a SafeLoader
     except yaml.YAMLError as error:
         raise ConfigError(f"argument {override!r}: the value is not valid YAML: {error}") from error
     if isinstance(value, str):

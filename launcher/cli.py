@@ -64,10 +64,21 @@ def _parser() -> argparse.ArgumentParser:
     _add_config_commands(commands.add_parser("config", help="list, show and explain configs"))
     _add_data_commands(commands.add_parser("data", help="make and inspect data sets"))
 
+    _add_show(commands.add_parser("show", help="the trajectories of a step, and why each token trained as it did"))
+
     audit = commands.add_parser("audit", help="was every admitted sample of a run trained exactly once?")
     audit.add_argument("run", type=Path, metavar="RUN", help="run folder")
     audit.set_defaults(command=_audit)
     return parser
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("--step", type=int, help="default: the newest")
+    parser.add_argument("--group", type=int, help="only the rows of this group")
+    parser.add_argument("--sample", type=int, help="only this row of each group")
+    parser.description = "Of the rows asked for, the most corrected one is shown token by token."
+    parser.set_defaults(command=_show)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
@@ -172,6 +183,13 @@ def _data_inspect(arguments: argparse.Namespace) -> int:
     from rl_async.agent_loop.prompts import inspect
 
     print(inspect(arguments.path))
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from rl_async.launcher.trajectory_view import show
+
+    show(arguments.run, arguments.step, arguments.group, arguments.sample)
     return 0
 
 

@@ -10,7 +10,8 @@ RlAsyncError
 │   └── EngineLost       connection lost or timed out; the request may be replayed elsewhere
 ├── WeightSyncError      names the engine, the phase and the bucket
 ├── QueueLost            the transfer queue did not answer within the deadline
-└── TrainingDiverged     a NaN or infinite number; names the step and the batch
+├── TrainingDiverged     a NaN or infinite number; names the step and the batch
+└── PolicyDrifted        the data is too far from the policy; names the metric, its value, the limit and the step
 """
 
 # Exit codes of processes that would fail in the same way if they were started again.
@@ -60,3 +61,7 @@ class QueueLost(RlAsyncError):
 
 class TrainingDiverged(RlAsyncError):
     """The loss, the gradient or a weight is not finite; names the step and the batch."""
+
+
+class PolicyDrifted(RlAsyncError):
+    """The guard ends the run: the data is too far off-policy; names the metric, its value, the limit and the step."""

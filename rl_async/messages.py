@@ -154,6 +154,22 @@ class Trajectory(msgspec.Struct, kw_only=True):
         )
 
 
+class RuleRun(msgspec.Struct, frozen=True, array_like=True):
+    """Sampled tokens number ``start`` to ``end`` (exclusive) were masked, or given weight 0, by ``rule``."""
+
+    rule: str  # of configs/correction.py's RULES
+    start: int
+    end: int
+
+
+class Explanation(msgspec.Struct, kw_only=True):
+    """What the correction made of a row's sampled tokens; stands as ``correction`` beside a recorded trajectory's own
+    fields. Trainer -> viewer."""
+
+    weights: list[float]  # of each sampled token, rounded; 0 where it did not train
+    rules: list[RuleRun]
+
+
 # --- requests to the queue ------------------------------------------------------------------------------------------
 
 
@@ -254,6 +270,15 @@ class Retire(Request):
     step: int
 
 
+class Tighten(Request):
+    """Admit only what keeps staleness within ``max_staleness``, or within the configured bound if that is smaller.
+
+    Holds until the next one, or a resume. Trainer -> queue.
+    """
+
+    max_staleness: int
+
+
 class Evaluate(Request):
     """Admit the held-out tasks once, outside the slots, in partition ``eval``. Trainer, ``rl-async eval`` -> queue."""
 
@@ -311,6 +336,7 @@ RequestType = (
     | Snapshot
     | Resume
     | Retire
+    | Tighten
     | Evaluate
     | EvalResult
     | RegisterEngine
@@ -431,6 +457,7 @@ class StatusReport(Reply):
     committed: int
     slots_used: int
     slots: int
+    max_staleness: int  # for which groups are admitted now; the configured one unless the trainer tightened it
     admitted: int
     payload_bytes: int
     counters: dict[str, int]  # dropped, dead_letters, redelivered, fenced, malformed, ...

@@ -29,6 +29,7 @@ from rl_async.trainer.checkpoint import list_checkpoints, load_checkpoint
 from rl_async.trainer.depth import QueueDepth
 from rl_async.trainer.evaluation import Evaluations
 from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.guard import Guard
 from rl_async.trainer.publisher import EnginePublisher, NoEngines
 from rl_async.trainer.records import drop_torn_line, next_lineage
 from rl_async.trainer.trackers import Tracking
@@ -132,6 +133,7 @@ def _base_run(config: RunConfig, arguments: argparse.Namespace, backend: Fsdp2Ba
         algorithm=build(config),
         source=source,
         publisher=NoEngines(),
+        guard=Guard.of(config),
         tracking=Tracking(config, arguments.run) if dist.get_rank() == 0 else None,
     )
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rl_async.configs.correction import Correction, resolve
+from rl_async.configs.correction import Correction, resolve, rules
 from rl_async.configs.schema import RunConfig
 from rl_async.trainer.advantages import ADVANTAGES, Advantage
 from rl_async.trainer.aggregation import AGGREGATIONS, Counts
 from rl_async.trainer.backend import Want
-from rl_async.trainer.correction import Corrected, correct
+from rl_async.trainer.correction import Corrected, correct, normalise
 from rl_async.trainer.kl import ESTIMATORS
 from rl_async.trainer.losses import LOSSES, PolicyLoss
 
@@ -22,6 +22,8 @@ class Algorithm:
     advantage: Advantage
     loss: PolicyLoss
     correct: Callable[[Tensor, Tensor, Tensor, Tensor], Corrected]  # target, behaviour, mask, age; all [B, T]
+    finish: Callable[[Corrected], Corrected]  # of a whole batch, once all of it is corrected; identity when bypassed
+    rules: tuple[str, ...]  # that the correction may apply to a token
     decoupled: bool
     aggregate: Callable[[Tensor, Tensor, Tensor, Counts], Tensor]
     kl: Callable[[Tensor, Tensor], Tensor]
@@ -40,6 +42,8 @@ def build(config: RunConfig) -> Algorithm:
         advantage=ADVANTAGES[algorithm.advantage],
         loss=LOSSES[correction.loss or algorithm.loss],
         correct=_with(correction),
+        finish=normalise if correction.normalise else lambda corrected: corrected,
+        rules=rules(correction),
         decoupled=correction.proximal == "recompute",
         aggregate=AGGREGATIONS[algorithm.aggregation],
         kl=ESTIMATORS[algorithm.kl.estimator],

@@ -1,14 +1,19 @@
-"""Off-policy correction carried out: a weight and a verdict for each token, and what they add up to.
+"""Off-policy correction carried out: a weight and a verdict for each token.
 
-What can be asked for is in ``configs/correction.py``.
+What can be asked for is in ``configs/correction.py``; what the verdicts add up to, in ``correction_metrics.py``.
+
+Every rule looks at all sampled tokens of its row, whatever the other rules decided, so their order is of no consequence
+but for which of them is named. The ratio of a token is r = pi/mu.
 """
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rl_async.configs.correction import Correction
+from rl_async.configs.correction import RULES, Correction, band, limits
 
 LOG_RATIO_LIMIT = 20.0  # exp of more than this is no weight but an accident
 
@@ -17,16 +22,16 @@ LOG_RATIO_LIMIT = 20.0  # exp of more than this is no weight but an accident
 class Corrected:
     """What became of each token of B whole rows; nothing carries gradient."""
 
-    weights: Tensor  # [B, T], 1 where there is nothing to weigh
+    weights: Tensor  # [B, T], 0 where ``keep`` is false
     keep: Tensor  # bool [B, T], tokens that train
     rule: Tensor  # uint8 [B, T], index into RULES of what masked a token or set its weight to 0; 0: nothing did
 
 
-RULES = ("", "band")
-
-
 def correct(target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, correction: Correction) -> Corrected:
     """Weigh and judge tokens. Every rule is local to a row, so any split into whole rows gives the same.
+
+    Three policies instead of two: Hilton et al. (arXiv:2110.00641). A band zeroes weights outside it and leaves the
+    mask alone: IcePop, Ring-1T (arXiv:2510.18855), section 2.3.2.
 
     Args:
         target: float [B, T], log pi_old (decoupled) or log pi_theta (bypass).
@@ -35,31 +40,78 @@ def correct(target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, correc
         age: int [B, T], staleness of each token in steps.
         correction: what to do; batch normalisation is not local and left to ``normalise``.
     """
-    log_ratio = torch.where(mask, target.detach() - behaviour, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    weights = torch.ones_like(log_ratio)
-    if correction.weight == "token":
-        weights = log_ratio.exp()
-    if correction.cap is not None:
-        weights = weights.clamp(max=correction.cap)
-    return Corrected(weights, mask, torch.zeros_like(mask, dtype=torch.uint8))
+    log_ratio = torch.where(mask, target.detach() - behaviour, 0.0)
+    keep, rule = mask.clone(), torch.zeros_like(mask, dtype=torch.uint8)
+    for name, rejected in _rejected(log_ratio, mask, age, correction):
+        rule[rejected & keep] = RULES.index(name)
+        keep &= ~rejected
+    weights = _weights(log_ratio, mask, correction)
+    if correction.band is not None:
+        low, high = band(correction.band)
+        outside = (weights < low) | (weights > high)
+        rule[outside & keep] = RULES.index("band")
+        weights = torch.where(outside, 0.0, weights)
+    if correction.age_weights:
+        factors = torch.tensor(correction.age_weights, dtype=weights.dtype, device=weights.device)
+        weights = weights * factors[age.long().clamp(0, len(factors) - 1)]
+    return Corrected(torch.where(keep, weights, 0.0), keep, rule)
 
 
-def correction_metrics(
-    target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, corrected: Corrected
-) -> dict[str, float]:
-    """How far the policy was from the one that sampled, over the tokens of a whole batch [N, T] where ``mask``.
+def normalise(corrected: Corrected) -> Corrected:
+    """Weights of a whole batch over their mean over the tokens that train, so that this mean is 1.
 
-    ``correction/kl``: mean of log mu - log pi, an estimate of KL(mu || pi) (k1). ``correction/k3``: its low-variance
-    form. ``correction/ess``: (sum r)^2 / (n sum r^2), 1 when on-policy. ``correction/logprob_diff_max``: largest
-    |log pi - log mu|.
+    It comes last: a factor that all tokens share, of age for instance, is divided out. Unchanged if all weights are 0.
     """
-    log_ratio = (target - behaviour)[mask].double()
-    if log_ratio.numel() == 0:
-        return {}
-    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    return {
-        "correction/kl": -log_ratio.mean().item(),
-        "correction/k3": (ratio - 1 - log_ratio).mean().item(),
-        "correction/ess": (ratio.sum() ** 2 / (ratio.numel() * (ratio**2).sum())).item(),
-        "correction/logprob_diff_max": log_ratio.abs().max().item(),
-    }
+    mean = corrected.weights[corrected.keep].double().mean().item() if corrected.keep.any() else 0.0
+    if mean == 0:
+        return corrected
+    return Corrected((corrected.weights.double() / mean).to(corrected.weights.dtype), corrected.keep, corrected.rule)
+
+
+def _weights(log_ratio: Tensor, mask: Tensor, correction: Correction) -> Tensor:
+    """[B, T]: 1, r, or the product of r over the row, truncated at the cap.
+
+    Truncated importance sampling: Espeholt et al. (arXiv:1802.01561), rho-bar of section 4.1. The product over a
+    sequence is the importance weight of the whole trajectory, e.g. Precup, Sutton & Singh (2000), section 3.
+    """
+    if correction.weight == "none":
+        return torch.ones_like(log_ratio)
+    total = log_ratio if correction.weight == "token" else _sum(log_ratio).to(log_ratio).expand_as(log_ratio)
+    weights = total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return weights if correction.cap is None else weights.clamp(max=correction.cap)
+
+
+def _rejected(log_ratio: Tensor, mask: Tensor, age: Tensor, correction: Correction) -> Iterator[tuple[str, Tensor]]:
+    """Each rejecting rule with what it rejects, bool [B, T] or [B, 1], in the order of ``configs.correction.rules``."""
+    if correction.max_age is not None:
+        yield "max_age", age > correction.max_age
+    if correction.veto is not None:
+        yield "veto", (log_ratio < math.log(correction.veto)).any(1, keepdim=True)  # 0 where nothing was sampled
+    for name, limit in correction.reject.items():
+        level, _, measure = name.rpartition("_")
+        low, high = limits(name, limit)
+        yield name, _outside(log_ratio, mask, level, measure, low, high)
+
+
+def _outside(log_ratio: Tensor, mask: Tensor, level: str, measure: str, low: float, high: float) -> Tensor:
+    """Where a measure, over a token [B, T] or a row [B, 1], is outside [low, high].
+
+    k1 is log r, so that its sum and mean are the logarithms of the product and the geometric mean of r; a row's
+    seq_max_k1 is outside if any r is. k2 = log(r)^2 / 2 and k3 = r - 1 - log r estimate KL(mu || pi). Source of the
+    estimators: Schulman, "Approximating KL divergence" (2020).
+    """
+    clamped = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    values = {"k1": log_ratio, "k2": log_ratio**2 / 2, "k3": clamped.exp() - 1 - clamped}[measure]
+    if measure == "k1":
+        low, high = math.log(low) if low > 0 else -math.inf, math.log(high)
+    if level == "seq_sum":
+        values = _sum(values)
+    if level == "seq_mean":
+        values = _sum(values) / mask.sum(1, keepdim=True).clamp(min=1)
+    outside = (values < low) | (values > high)
+    return (outside & mask).any(1, keepdim=True) if level == "seq_max" else outside
+
+
+def _sum(values: Tensor) -> Tensor:
+    """Of each row, float64 [B, 1], in which padding cannot change a verdict through the order of additions."""
+    return values.sum(1, keepdim=True, dtype=torch.float64)

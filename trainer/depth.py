@@ -24,6 +24,7 @@ class QueueDepth:
             "queue/ready_groups": status.ready,
             "queue/leased_groups": status.leased,
             "queue/slots_used": status.slots_used,
+            "queue/max_staleness": status.max_staleness,
             "queue/payload_bytes": status.payload_bytes,
         }
         counters = {f"queue/{name}": count for name, count in status.counters.items()}

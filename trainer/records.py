@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rl_async.messages import Trajectory
+from rl_async.messages import Explanation, Trajectory
 
 
 class TrainedRow(msgspec.Struct, frozen=True):
@@ -50,16 +50,22 @@ def drop_torn_line(path: Path) -> None:
         os.truncate(path, whole.rfind(b"\n") + 1)
 
 
-def write_trajectories(path: Path, rows: Sequence[Trajectory]) -> None:
+def write_trajectories(
+    path: Path, rows: Sequence[Trajectory], explanations: Sequence[Explanation] | None = None
+) -> None:
     """Write rows as compressed JSON lines, atomically. Floats keep every bit.
 
+    ``explanations``, one per row, are added as ``correction``; who reads trajectories passes over it.
     Read them with ``import gzip, json`` and ``rows = [json.loads(line) for line in gzip.open(path, "rt")]``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     with gzip.open(temporary, "wb", compresslevel=1) as file:
-        for row in rows:
-            file.write(msgspec.json.encode(row, enc_hook=_array_to_list) + b"\n")
+        for number, row in enumerate(rows):
+            line = msgspec.structs.asdict(row)
+            if explanations is not None:
+                line["correction"] = explanations[number]
+            file.write(msgspec.json.encode(line, enc_hook=_array_to_list) + b"\n")
     temporary.replace(path)
 
 

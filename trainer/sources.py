@@ -21,6 +21,7 @@ class BatchSource(Protocol):
     def commit(self, step: int) -> None: ...
     def checkpointed(self, step: int) -> None: ...
     def snapshot(self) -> bytes: ...
+    def tighten(self, max_staleness: int) -> None: ...
 
 
 class QueueVerbs(Protocol):
@@ -31,6 +32,7 @@ class QueueVerbs(Protocol):
     def commit(self, step: int) -> Reply: ...
     def retire(self, step: int) -> Reply: ...
     def snapshot(self) -> bytes: ...
+    def tighten(self, max_staleness: int) -> Reply: ...
 
 
 class QueueSource:
@@ -64,6 +66,10 @@ class QueueSource:
     def snapshot(self) -> bytes:
         return self._queue.snapshot()
 
+    def tighten(self, max_staleness: int) -> None:
+        """Admit no more than keeps staleness within this bound."""
+        self._queue.tighten(max_staleness)
+
 
 class RecordedSource:
     """The batches in a run's ``trajectories/`` again, the newest lineage of each step. Nothing is sent anywhere."""
@@ -93,6 +99,9 @@ class RecordedSource:
 
     def snapshot(self) -> bytes:
         return b""
+
+    def tighten(self, max_staleness: int) -> None:
+        """Recorded batches have the staleness that they have."""
 
 
 def _lineage(path: Path) -> int:

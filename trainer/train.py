@@ -10,6 +10,7 @@ Waits for the batch of the step (deadline: trainer.batch_timeout_s) and for engi
 weight_sync.timeout_s). Unblocked by agent workers finishing groups, and by engines.
 """
 
+import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +22,19 @@ from rl_async.configs.schema import RunConfig
 from rl_async.messages import Trajectory, Version
 from rl_async.trainer.algorithm import Algorithm
 from rl_async.trainer.checkpoint import CheckpointState, save_checkpoint
+from rl_async.trainer.correction import Corrected
 from rl_async.trainer.depth import QueueDepth
 from rl_async.trainer.evaluation import Evaluations
+from rl_async.trainer.explanation import explain
+from rl_async.trainer.guard import Guard
 from rl_async.trainer.publisher import Publisher
 from rl_async.trainer.records import append_trained, write_trajectories
 from rl_async.trainer.sources import BatchSource
 from rl_async.trainer.step_metrics import batch_metrics, conversation_metrics, conversation_sums
 from rl_async.trainer.trackers import Tracking
 from rl_async.trainer.update import Batch, Models, mask_bound, plan_batch, row_keys, update
+
+log = logging.getLogger("rl_async.trainer")
 
 
 @dataclass
@@ -43,6 +49,7 @@ class Run:
     algorithm: Algorithm
     source: BatchSource
     publisher: Publisher
+    guard: Guard
     evaluations: Evaluations | None = None
     depth: QueueDepth | None = None
     tracking: Tracking | None = None
@@ -62,9 +69,10 @@ def train(run: Run) -> None:
         have_batch = time.perf_counter()
 
         run.publisher.before_train()
-        metrics = update(run.models, batch, run.algorithm, config).metrics
+        updated = update(run.models, batch, run.algorithm, config)
+        metrics = updated.metrics
         time.sleep(max(0.0, have_batch + config.trainer.min_train_s - time.perf_counter()))
-        record(run, batch)
+        record(run, batch, updated.corrected)
         dist.barrier()  # all ranks have trained and recorded before anyone is told so
         if run.rank == 0:
             run.source.commit(step)
@@ -86,6 +94,7 @@ def train(run: Run) -> None:
             "time/step_s": time.perf_counter() - began,
         }
         report(run, step, metrics)
+        watch(run, step, metrics)
     finish(run)
 
 
@@ -98,11 +107,13 @@ def take_batch(run: Run, step: int) -> Batch:
     return Batch(step, reserved.headers, plan, dict(zip(mine, run.source.fetch(mine), strict=True)))
 
 
-def record(run: Run, batch: Batch) -> None:
+def record(run: Run, batch: Batch, corrected: Corrected) -> None:
     """Write what this rank trained: trajectories for people and replays, ``trained.jsonl`` for the audit."""
+    places = {key: index for index, key in enumerate(row_keys(batch.headers))}
     rows = [batch.rows[key] for key in sorted(batch.rows)]
+    explanations = [explain(batch.rows[key], places[key], corrected) for key in sorted(batch.rows)]
     name = f"step-{batch.step:06d}-lineage{run.lineage}-rank{run.rank}.jsonl.gz"
-    write_trajectories(run.folder / "trajectories" / name, rows)
+    write_trajectories(run.folder / "trajectories" / name, rows, explanations)
     append_trained(run.folder / "trained.jsonl", run.lineage, batch.step, rows)
 
 
@@ -142,6 +153,18 @@ def report(run: Run, step: int, metrics: dict[str, float]) -> None:
     metrics |= run.evaluations.after_step(step + 1) if run.evaluations else {}
     head = {"step": step, "version": step + 1, "lineage": run.lineage, "time": time.time()}
     run.tracking.log(step, head | metrics)
+
+
+def watch(run: Run, step: int, metrics: dict[str, float]) -> None:
+    """Let the guard look at the step, logged by now. Raises PolicyDrifted, on all ranks alike, if it ends the run."""
+    verdict = run.guard.observe(step, metrics)
+    if run.rank != 0:
+        return
+    if verdict.warning:
+        log.warning(verdict.warning)
+    if verdict.max_staleness is not None:
+        log.info("guard: groups are admitted for a staleness of at most %d", verdict.max_staleness)
+        run.source.tighten(verdict.max_staleness)
 
 
 def finish(run: Run) -> None:

@@ -20,7 +20,8 @@ from rl_async.trainer.advantages import AdvantageInputs
 from rl_async.trainer.algorithm import Algorithm
 from rl_async.trainer.backend import Backend, Outputs
 from rl_async.trainer.batching import MiniBatch, RowKey
-from rl_async.trainer.correction import Corrected, correction_metrics
+from rl_async.trainer.correction import Corrected
+from rl_async.trainer.correction_metrics import correction_metrics
 from rl_async.trainer.objective import Looked, Objective, Tally
 from rl_async.trainer.whole_batch import Micro, WholeBatch, assemble, gather
 
@@ -84,7 +85,7 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     whole = assemble(batch.headers, micros)
     looked, outputs = look(models, whole, micros, algorithm)
     gains = algorithm.advantage(advantage_inputs(whole, outputs, config)).to(torch.float32)
-    corrected = algorithm.correct(looked.proximal, whole.behaviour, whole.mask, whole.age)
+    corrected = algorithm.finish(algorithm.correct(looked.proximal, whole.behaviour, whole.mask, whole.age))
     tally = Tally()
     objective = Objective(
         whole, looked, gains, corrected if algorithm.decoupled else None, algorithm, config.algorithm, tally
@@ -94,7 +95,8 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     if not algorithm.decoupled:
         target = tally.first_pass(micros, whole.shape)
         corrected = algorithm.correct(target, whole.behaviour, whole.mask, whole.age)
-    metrics |= tally.metrics() | correction_metrics(target, whole.behaviour, whole.mask, whole.age, corrected)
+    metrics |= tally.metrics()
+    metrics |= correction_metrics(target, whole.behaviour, whole.mask, whole.age, corrected, algorithm.rules)
     return Updated({**metrics, "tokens/trained": float(corrected.keep.sum())}, corrected)
 
 

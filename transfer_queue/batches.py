@@ -18,6 +18,7 @@ from rl_async.transfer_queue.transitions import (
     ReadmittedGroup,
     Retired,
     RolledBack,
+    Tightened,
 )
 
 
@@ -178,6 +179,17 @@ class Batches:
         self._book.emit(Retired(step=step, groups=forgotten))
         return Done()
 
+    def tighten(self, max_staleness: int) -> Done | Refused:
+        """Admit for this bound, at most the configured one. What was admitted stays, so it takes effect by and by."""
+        book = self._book
+        if max_staleness < 0:
+            return Refused(code="bad_bound", reason=f"max_staleness={max_staleness} is negative")
+        bound = min(max_staleness, book.settings.max_staleness)
+        if bound != book.max_staleness:
+            book.max_staleness = bound
+            book.emit(Tightened(max_staleness=bound))
+        return Done()
+
     # --- checkpoint and resume --------------------------------------------------------------------------------------
 
     def snapshot(self) -> bytes:
@@ -206,6 +218,7 @@ class Batches:
         if isinstance(answer, Resumed):
             self._resumed = (step, lineage, answer)
             self._book.lineage, self._book.published = lineage, None
+            self._book.max_staleness = self._book.settings.max_staleness
         return answer
 
     def _roll_back(self, step: int, lineage: int) -> Resumed | Refused:

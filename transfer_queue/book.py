@@ -36,6 +36,7 @@ class Book:
         self.counters: Counter[str] = Counter()
         self.lineage = 0
         self.published: Version | None = None  # nothing is admitted or leased without one
+        self.max_staleness = settings.max_staleness  # for which groups are admitted; the trainer may tighten it
         self.alive = 0  # training groups that hold a slot
         self.next_group = 0
         self.next_eval_group = EVAL_GROUPS
@@ -60,6 +61,7 @@ class Book:
     def load(self) -> Load:
         """What admission looks at."""
         return Load(
+            slots=self.settings.slots_at(self.max_staleness),
             alive=self.alive,
             unreserved=len(self.open),
             kept=self.next_group - self.given_up,

@@ -341,6 +341,10 @@ class SyncQueueClient:
         """The checkpoint after ``step`` completed steps is durable."""
         return self._ask(m.Retire(step=step), m.Done)
 
+    def tighten(self, max_staleness: int) -> m.Done:
+        """Admit only what keeps staleness within this bound, or the configured one if that is smaller."""
+        return self._ask(m.Tighten(max_staleness=max_staleness), m.Done)
+
     def evaluate(self, eval_id: int) -> m.Done:
         """Begin an evaluation."""
         return self._ask(m.Evaluate(eval_id=eval_id), m.Done)

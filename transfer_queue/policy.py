@@ -34,7 +34,11 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def slots(self) -> int:
         """Most training groups between admission and the publication of what they trained."""
-        return (self.max_staleness + 1) * self.batch_groups
+        return self.slots_at(self.max_staleness)
+
+    def slots_at(self, max_staleness: int) -> int:
+        """Those of a bound that the trainer tightened."""
+        return (max_staleness + 1) * self.batch_groups
 
     @classmethod
     def of(cls, config: RunConfig) -> "QueueSettings":
@@ -55,6 +59,7 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
 class Load(NamedTuple):
     """What admission looks at."""
 
+    slots: int  # that may be held; fewer than the settings' while the bound is tightened
     alive: int  # training groups that hold a slot
     unreserved: int  # of these, in no batch yet
     kept: int  # training groups admitted so far, without those dropped or dead-lettered
@@ -68,7 +73,7 @@ def may_admit(settings: QueueSettings, load: Load) -> bool:
     Slots and the run's length are hard limits. The byte budget yields when the next batch could not be filled
     otherwise: a budget smaller than a batch must slow the run down, not stop it.
     """
-    if load.alive >= settings.slots or load.kept >= settings.steps * settings.batch_groups:
+    if load.alive >= load.slots or load.kept >= settings.steps * settings.batch_groups:
         return False
     fits = load.expected_bytes + load.group_bytes <= settings.max_bytes
     return fits or load.unreserved < settings.batch_groups

@@ -69,6 +69,7 @@ _WAKES: dict[type[m.Request], frozenset[type[t.Transition]]] = {
             t.BatchReserved,
             t.Published,
             t.Retired,
+            t.Tightened,
             t.EvalOpened,
             t.RunFinished,
         }
@@ -112,6 +113,7 @@ class QueueServer:
             m.Snapshot: lambda r: Answer(m.SnapshotTaken(snapshot=store.snapshot())),
             m.Resume: lambda r: Answer(store.resume(r.step, r.lineage, r.snapshot)),
             m.Retire: lambda r: Answer(store.retire(r.step)),
+            m.Tighten: lambda r: Answer(store.tighten(r.max_staleness)),
             m.Evaluate: lambda r: Answer(store.evaluate(r.eval_id)),
             m.RegisterEngine: lambda r: Answer(store.register_engine(r.engine_id, r.url, r.kind)),
             m.RemoveEngine: self._remove_engine,

@@ -94,6 +94,10 @@ class Store:
         """Forget the steps before ``step``."""
         return self._batches.retire(step)
 
+    def tighten(self, max_staleness: int) -> Done | Refused:
+        """Admit for this bound, at most the configured one."""
+        return self._batches.tighten(max_staleness)
+
     def snapshot(self) -> bytes:
         """For a checkpoint."""
         return self._batches.snapshot()
@@ -157,6 +161,7 @@ class Store:
             committed=book.count(State.COMMITTED),
             slots_used=book.alive,
             slots=book.settings.slots,
+            max_staleness=book.max_staleness,
             admitted=book.next_group,
             payload_bytes=book.payload_bytes,
             counters=dict(book.counters),

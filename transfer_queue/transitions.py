@@ -108,6 +108,12 @@ class Retired(Transition, frozen=True, kw_only=True):
     groups: list[int]
 
 
+class Tightened(Transition, frozen=True, kw_only=True):
+    """Groups are admitted for this bound from now on; the configured one if nothing else is asked for."""
+
+    max_staleness: int
+
+
 class ReadmittedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A group that a fresh queue generates again; ``step`` if its batch was already fixed."""
 
@@ -117,7 +123,7 @@ class ReadmittedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolledBack(Transition, frozen=True, kw_only=True):
-    """Training goes on from ``step`` completed steps.
+    """Training goes on from ``step`` completed steps, and groups are admitted for the configured bound.
 
     ``fresh``: this queue had no state; it took ``readmitted`` and ``next_group`` from the checkpoint, so what an
     earlier queue admitted from ``next_group`` on is void.
@@ -168,6 +174,7 @@ TransitionType = (
     | BatchCommitted
     | Published
     | Retired
+    | Tightened
     | RolledBack
     | EvalOpened
     | EvalClosed

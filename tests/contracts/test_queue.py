@@ -182,6 +182,19 @@ async def test_long_polls_are_woken_by_what_they_wait_for(queue, trainer):
         assert engine.version == Version(0, 0)
 
 
+async def test_loosening_a_tightened_bound_wakes_a_worker(queue, trainer):
+    trainer.tighten(0)
+    trainer.publish(Version(0, 0), [])
+    async with worker(queue) as agent:
+        assert len((await agent.lease(9, 1.0)).groups) == 2
+        lease = asyncio.create_task(agent.lease(9, 30.0))
+        assert (await agent.status()).max_staleness == 0 and not lease.done()
+        trainer.tighten(1)
+        assert len((await lease).groups) == 2
+    with pytest.raises(ProtocolError, match="bad_bound"):
+        trainer.tighten(-1)
+
+
 async def test_long_polls_end_at_their_deadline(queue, trainer):
     async with worker(queue) as agent:
         assert (await agent.lease(1, 0.1)).groups == []

@@ -2,6 +2,8 @@
 
 import pytest
 
+from rl_async.configs.correction import PRESETS, Correction
+from rl_async.configs.correction_text import describe
 from rl_async.configs.fields import all_keys, explain, field_names, struct_at
 from rl_async.errors import ConfigError
 
@@ -27,6 +29,20 @@ def test_a_key_is_explained_with_type_and_default() -> None:
     assert "one-step-off-policy" in text and "whole number >= 0" in text and "default: 1" in text
     assert "fsdp2 | megatron" in explain("trainer.backend")
     assert "(required)" in explain("model.path")
+
+
+def test_every_correction_is_explained_with_its_numbers() -> None:
+    lines = explain("algorithm.correction").splitlines()
+    told = {line.split()[0]: line for line in lines[lines.index("Presets:") + 1 :]}
+    assert list(told) == list(PRESETS)
+    assert "w = min(R, 2); keeps sequences with R in [0.5, 2]" in told["decoupled_seq_is_rs"]
+    assert "bypass; loss reinforce; w = r, 0 outside [0.5, 5]" in told["bypass_pg_token_icepop"]
+    assert "mean k3 up to 0.01" in told["decoupled_k3_rs"] and "geometric mean of r" in told["decoupled_geo_rs"]
+    aged = Correction(max_age=3, veto=0.001, age_weights=(1, 0.5), reject={"seq_max_k1": 2, "token_k2": 1})
+    assert describe(aged) == (
+        "decoupled; keeps sequences with every r in [0.5, 2]; keeps tokens with k2 up to 1; "
+        "masks sequences with any r < 0.001; masks tokens over 3 steps old; times 1, 0.5, … by age"
+    )
 
 
 def test_a_section_lists_its_keys() -> None:

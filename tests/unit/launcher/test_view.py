@@ -34,6 +34,7 @@ STATUS = StatusReport(
     committed=0,
     slots_used=12,
     slots=48,
+    max_staleness=1,
     admitted=12,
     payload_bytes=0,
     counters={"redelivered": 3, "fenced": 0},

@@ -43,13 +43,15 @@ def train(model: Path, out: Path, ranks: int, tokens: int, correction: str) -> s
     return outputs[0][0]
 
 
-@pytest.mark.parametrize("correction", ["decoupled_token_is", "bypass_ppo_clip"])
+@pytest.mark.parametrize("correction", ["decoupled_seq_is", "bypass_ppo_clip", "bypass_pg_is"])
 def test_ranks_and_micro_batches_do_not_change_what_is_learned(
     model_folder: Path, tmp_path: Path, correction: str
 ) -> None:
     metrics = {}
     for name, ranks, tokens in (("one", 1, 10_000), ("small", 1, 40), ("two", 2, 60)):
         metrics[name] = train(model_folder, tmp_path / f"{name}.safetensors", ranks, tokens, correction)
+    if correction.startswith("decoupled"):
+        assert all("'correction/weight_mean': 1.0," in told for told in metrics.values()), "not normalised"
     whole = load_file(tmp_path / "one.safetensors")
     before = load_file(model_folder / "model.safetensors")
     assert any((whole[k] - before[k]).abs().max() > 1e-4 for k in whole)

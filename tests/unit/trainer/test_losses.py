@@ -9,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_async.configs.algorithm import AdvantageOptions, AlgorithmConfig
-from rl_async.configs.correction import Correction
 from rl_async.trainer.advantages import EPSILON, AdvantageInputs, grpo
 from rl_async.trainer.aggregation import AGGREGATIONS, count
-from rl_async.trainer.correction import correct, correction_metrics
 from rl_async.trainer.kl import k3
 from rl_async.trainer.losses import LossInputs, ppo, reinforce
 
@@ -73,15 +71,6 @@ def test_reinforce_ignores_the_ratio() -> None:
     assert reinforce(inputs([0.5], 2.0, 1.5)).item() == pytest.approx(-1.5 * 2.0 * (-1.0 + 0.5))
 
 
-@given(st.lists(st.floats(-30, 30), min_size=1, max_size=8), st.floats(0.1, 10))
-def test_truncated_weights(log_ratios: list[float], cap: float) -> None:
-    target = torch.tensor([log_ratios], dtype=torch.float64)
-    mask = torch.ones_like(target, dtype=torch.bool)
-    got = correct(target, torch.zeros_like(target), mask, mask.long(), Correction(weight="token", cap=cap)).weights
-    for value, log_ratio in zip(got[0].tolist(), log_ratios, strict=True):
-        assert value == pytest.approx(min(math.exp(min(max(log_ratio, -20), 20)), cap))
-
-
 @given(st.floats(-5, 0), st.floats(-5, 0))
 def test_k3_is_never_negative_and_zero_only_at_equality(a: float, b: float) -> None:
     got = k3(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)).item()
@@ -99,17 +88,3 @@ def test_aggregation_does_not_depend_on_the_split(mode: str) -> None:
         chunks = zip(values.chunk(parts), mask.chunk(parts), weights.chunk(parts), strict=True)
         split = sum(AGGREGATIONS[mode](v, m, w, counts) for v, m, w in chunks)
         assert split.item() == pytest.approx(whole.item(), abs=1e-12)
-
-
-def test_correction_metrics_match_their_formulas() -> None:
-    torch.manual_seed(1)
-    target, behaviour = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
-    mask = torch.rand(6, 4) > 0.3
-    age = torch.zeros_like(mask, dtype=torch.int64)
-    got = correction_metrics(target, behaviour, mask, age, correct(target, behaviour, mask, age, Correction()))
-    d = (target - behaviour)[mask].numpy()
-    w = np.exp(d)
-    assert got["correction/kl"] == pytest.approx((-d).mean())
-    assert got["correction/k3"] == pytest.approx((w - 1 - d).mean())
-    assert got["correction/ess"] == pytest.approx(w.sum() ** 2 / (len(w) * (w**2).sum()))
-    assert got["correction/logprob_diff_max"] == pytest.approx(np.abs(d).max())

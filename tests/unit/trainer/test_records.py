@@ -1,9 +1,17 @@
 """What the trainer writes can be read back exactly, also after a crash in the middle of a line."""
 
+import gzip
+import json
 from pathlib import Path
 
 import numpy as np
+import pytest
+import torch
 
+from rl_async.configs.correction import RULES
+from rl_async.messages import Trajectory
+from rl_async.trainer.correction import Corrected
+from rl_async.trainer.explanation import explain
 from rl_async.trainer.records import append_trained, drop_torn_line, next_lineage, read_trajectories, write_trajectories
 from tests.conftest import make_rows
 
@@ -16,6 +24,41 @@ def test_trajectories_keep_every_bit(tmp_path: Path) -> None:
         assert np.array_equal(before.loss_mask, after.loss_mask)
         assert before.logprobs.tobytes() == after.logprobs.tobytes()
         assert before.header() == after.header()
+
+
+def corrected(rows: list[Trajectory]) -> Corrected:
+    """What became of the rows' tokens: row 0 in part zeroed and masked, the rest trained with weight 1/3."""
+    width = max(len(row.token_ids) for row in rows) - 1
+    keep = torch.zeros(len(rows), width, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        keep[i, : len(row.token_ids) - 1] = torch.from_numpy(row.loss_mask[1:])
+    rule = torch.zeros(len(rows), width, dtype=torch.uint8)
+    rule[0, 4:6], rule[0, 6] = RULES.index("band"), RULES.index("token_k3")
+    keep[0, 6:8] = False
+    return Corrected(torch.where(keep & (rule == 0), 1 / 3, 0.0), keep, rule)
+
+
+def test_tokens_are_explained_beside_rows_that_replay_as_before(tmp_path: Path) -> None:
+    rows = make_rows(3)[:4]
+    verdicts = corrected(rows)
+    write_trajectories(tmp_path / "x.jsonl.gz", rows, [explain(row, index, verdicts) for index, row in enumerate(rows)])
+    with gzip.open(tmp_path / "x.jsonl.gz", "rt") as file:
+        first, second = (json.loads(line)["correction"] for line in list(file)[:2])
+    sampled = int(rows[0].loss_mask.sum())  # positions 3 and on
+    assert first["weights"] == [0.3333, *[0.0] * 4, *[0.3333] * (sampled - 5)]
+    assert first["rules"] == [["band", 1, 3], ["token_k3", 3, 4], ["max_staleness", 4, 5]]
+    assert second == {"weights": [0.3333] * int(rows[1].loss_mask.sum()), "rules": []}
+    for before, after in zip(rows, read_trajectories(tmp_path / "x.jsonl.gz"), strict=True):
+        assert before.header() == after.header() and np.array_equal(before.token_ids, after.token_ids)
+
+
+@pytest.mark.parametrize(("weight", "told"), [(0.0, 0.0), (1.0, 1.0), (1.23456, 1.235), (1.23456e-7, 1.235e-7)])
+def test_weights_are_told_with_four_digits(weight: float, told: float) -> None:
+    row = make_rows(0)[0]
+    n = len(row.token_ids) - 1
+    keep = torch.from_numpy(row.loss_mask[1:])[None]
+    verdicts = Corrected(torch.full((1, n), weight), keep, torch.zeros(1, n, dtype=torch.uint8))
+    assert explain(row, 0, verdicts).weights == [told] * int(row.loss_mask.sum())
 
 
 def test_a_torn_line_is_cut_off_before_the_next_is_written(tmp_path: Path) -> None:

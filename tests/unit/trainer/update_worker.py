@@ -9,6 +9,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from rl_async.configs.algorithm import AlgorithmConfig, KlConfig
+from rl_async.configs.correction import CorrectionOptions
 from rl_async.configs.schema import DataConfig, ModelConfig, RunConfig, TrainerConfig
 from rl_async.trainer.algorithm import build
 from rl_async.trainer.fsdp2 import Fsdp2Backend
@@ -23,7 +24,11 @@ def run(model: Path, out: Path, minibatch_tokens: int, correction: str) -> None:
     config = RunConfig(
         model=ModelConfig(path=str(model)),
         data=DataConfig(path="none"),
-        algorithm=AlgorithmConfig(correction=correction, kl=KlConfig(coef=0.05)),
+        algorithm=AlgorithmConfig(
+            correction=correction,
+            correction_options=CorrectionOptions(normalise=correction.startswith("decoupled")),
+            kl=KlConfig(coef=0.05),
+        ),
         trainer=TrainerConfig(learning_rate=1e-3, minibatches=2, max_tokens_per_microbatch=minibatch_tokens),
     )
     backend = Fsdp2Backend(str(model), "float32", "cpu", config.trainer)

@@ -12,7 +12,7 @@ SETTINGS = QueueSettings(steps=5, batch_groups=2, group_size=4, max_staleness=1,
 
 
 def load(**changes: int) -> Load:
-    values = {"alive": 0, "unreserved": 0, "kept": 0, "expected_bytes": 0, "group_bytes": 100}
+    values = {"slots": SETTINGS.slots, "alive": 0, "unreserved": 0, "kept": 0, "expected_bytes": 0, "group_bytes": 100}
     return Load(**(values | changes))
 
 
@@ -30,6 +30,7 @@ def test_settings_come_from_the_config():
 def test_admission_stops_at_slots_run_length_and_bytes():
     assert may_admit(SETTINGS, load(alive=3))
     assert not may_admit(SETTINGS, load(alive=4))
+    assert may_admit(SETTINGS, load(alive=1, slots=2)) and not may_admit(SETTINGS, load(alive=2, slots=2))
     assert may_admit(SETTINGS, load(kept=9))
     assert not may_admit(SETTINGS, load(kept=10))
     assert may_admit(SETTINGS, load(unreserved=2, expected_bytes=900))

@@ -8,7 +8,14 @@ import pytest
 from rl_async.messages import Done, NotReady, Refused, Reserved, Resumed, Version, VersionRun
 from rl_async.transfer_queue.batches import QueueSnapshot
 from rl_async.transfer_queue.groups import EVAL_GROUPS
-from rl_async.transfer_queue.transitions import DeadLettered, GroupDropped, LeaseLost, RolledBack, SampleStored
+from rl_async.transfer_queue.transitions import (
+    DeadLettered,
+    GroupDropped,
+    LeaseLost,
+    RolledBack,
+    SampleStored,
+    Tightened,
+)
 
 
 def train_step(rig, step, lineage=0):
@@ -38,6 +45,40 @@ def test_slots_bound_what_is_admitted(make_rig, bound):
     rig.publish(0)
     assert len(rig.lease()) == (bound + 1) * 2
     assert rig.store.status(0.0).slots_used == rig.store.status(0.0).slots == (bound + 1) * 2
+
+
+def test_a_tightened_bound_admits_less_until_it_is_loosened(make_rig):
+    rig = make_rig(max_staleness=3)
+    rig.publish(0)
+    rig.put_all(rig.lease())
+    assert rig.store.tighten(1) == rig.store.tighten(1) == Done()
+    assert [event.max_staleness for event in rig.of(Tightened)] == [1]
+    assert rig.store.status(0.0).max_staleness == 1
+    for step in range(2):  # eight groups were admitted before; four may be alive
+        train_step(rig, step)
+        assert rig.source.taken == 8 and rig.lease() == []
+    assert rig.store.status(0.0).slots_used == 4
+    train_step(rig, 2)
+    assert len(rig.lease()) == 2 and rig.store.status(0.0).slots_used == 4
+    rig.store.tighten(2)
+    assert len(rig.lease()) == 2
+
+
+def test_a_bound_is_never_loosened_beyond_the_configured_one(make_rig):
+    rig = make_rig(max_staleness=1)
+    rig.publish(0)
+    assert rig.store.tighten(7) == Done() and rig.of(Tightened) == []
+    assert rig.store.tighten(-1).code == "bad_bound"
+    assert len(rig.lease()) == 4
+
+
+def test_a_resume_forgets_that_the_bound_was_tightened(make_rig):
+    rig = make_rig(max_staleness=2)
+    rig.publish(0)
+    rig.store.tighten(0)
+    assert isinstance(rig.store.resume(0, 1, b""), Resumed)
+    rig.publish(0, lineage=1)
+    assert len(rig.lease()) == 6
 
 
 def test_publication_frees_slots_and_commit_alone_does_not(make_rig):

@@ -184,6 +184,10 @@ class Histories(RuleBasedStateMachine):
             self.step += 1
             self.publish()
 
+    @rule(bound=st.integers(0, 4))
+    def tighten(self, bound: int) -> None:
+        assert self.store.tighten(bound) == Done()
+
     @rule()
     def save_checkpoint(self) -> None:
         self.checkpoint = (self.step, self.store.snapshot())
