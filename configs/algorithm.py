@@ -2,12 +2,18 @@
 
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 from rl_async.configs.base import Config, Fraction, Positive, doc
 from rl_async.configs.correction import CorrectionOptions
 
-ADVANTAGES = ("grpo",)
+ADVANTAGES = (
+    *("grpo", "dr_grpo", "grpo_passk", "gdpo", "rloo", "opo", "gpg", "remax"),
+    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"),
+    *("optimal_token_baseline", "tir_optimal_token_baseline"),
+)
+WITHOUT_GROUPS = ("remax", "reinforce_plus_plus", "gae")  # the others compare the members of a group
 LOSSES = ("ppo", "reinforce")
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
@@ -18,6 +24,9 @@ class AdvantageOptions(Config, frozen=True):
 
     gamma: Annotated[Fraction, doc("gae, reinforce_plus_plus: discount per token.")] = 1.0
     lam: Annotated[Fraction, doc("gae: lambda.")] = 0.95
+    gdpo_weights: Annotated[dict[str, float], doc("gdpo: factor per part of the reward; 1 if not named.")] = (
+        msgspec.field(default_factory=dict)
+    )
 
 
 class LossOptions(Config, frozen=True):

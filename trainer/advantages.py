@@ -1,4 +1,7 @@
-"""Advantage estimators: the rewards of a whole batch in, an advantage for each sampled token out."""
+"""What an advantage estimator looks at, and which there are.
+
+``group_advantages.py`` compares the episodes of a group, ``token_advantages.py`` looks at every token.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,18 +11,17 @@ from torch import Tensor
 
 from rl_async.configs.algorithm import AdvantageOptions
 
-EPSILON = 1e-4
-
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What an estimator may look at: a whole step's batch, the same on every rank. N rows, T predicted tokens.
+    """A whole step's batch, the same on every rank. N rows, T predicted tokens.
 
-    Groups may differ in size, and rows without a valid reward (``scored`` false: a scorer failed) belong to no
-    statistic and get advantage 0.
+    Groups may differ in size, and lack members that were lost. An episode that yielded several rows counts once in
+    every statistic (``row_weights``); its rows share its reward. Rows without a valid reward (``scored`` false: a scorer
+    failed) belong to no statistic and get advantage 0.
     """
 
-    rewards: Tensor  # float64 [N], the outcome reward
+    rewards: Tensor  # float64 [N], of the whole row: outcome and turn rewards
     token_rewards: Tensor  # float64 [N, T], the outcome on the last sampled token, turn rewards on their turn's last
     mask: Tensor  # bool [N, T], sampled tokens that train
     groups: Tensor  # int64 [N], any ids
@@ -33,34 +35,58 @@ class AdvantageInputs:
     logprobs: Tensor | None = None  # float64 [N, T], log pi_old
     sum_squares: Tensor | None = None  # float64 [N, T], sum of pi_old^2 over the vocabulary
 
+    @property
+    def weights(self) -> Tensor:
+        """float64 [N]: what each row counts for in a statistic over episodes."""
+        return torch.where(self.scored, self.row_weights, 0.0)
+
 
 Advantage = Callable[[AdvantageInputs], Tensor]  # float64 [N, T], 0 where nothing was sampled
 
 
-def grpo(x: AdvantageInputs) -> Tensor:
-    """Group-relative advantage, normalised by the group's standard deviation, the same for every token of a row.
+@dataclass(frozen=True)
+class Groups:
+    """The groups of N rows and their weighted sums."""
 
-    A_i = (r_i - mean(group)) / (std(group) + 1e-4), with the unbiased standard deviation. Source: DeepSeekMath
-    (arXiv:2402.03300), section 4.1.2, outcome supervision. A group of one, or one whose rewards are all equal, gets 0.
-    """
-    centred, group, count = group_centred(x.rewards, x.groups, x.scored)
-    variance = torch.zeros_like(count).index_add_(0, group, centred**2) / (count - 1).clamp(min=1)
-    return spread(centred / (variance.sqrt()[group] + EPSILON), x.mask)
+    index: Tensor  # int64 [N], the group's number, from 0
+    weights: Tensor  # float64 [N]
+    count: int
 
+    @classmethod
+    def of(cls, groups: Tensor, weights: Tensor) -> "Groups":
+        """Number the groups [N] in the order of their ids."""
+        ids, index = torch.unique(groups, return_inverse=True)
+        return cls(index, weights, len(ids))
 
-def group_centred(values: Tensor, groups: Tensor, scored: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Values [N] minus their group's mean over scored rows (0 for unscored ones), each row's group index [N], and
-    the number of scored rows per group [G]."""
-    _, index = torch.unique(groups, return_inverse=True)
-    size = int(index.max()) + 1 if len(index) else 0
-    count = torch.zeros(size, dtype=values.dtype).index_add_(0, index, scored.to(values.dtype))
-    total = torch.zeros(size, dtype=values.dtype).index_add_(0, index, torch.where(scored, values, 0.0))
-    return torch.where(scored, values - (total / count.clamp(min=1))[index], 0.0), index, count
+    def sum(self, values: Tensor) -> Tensor:
+        """Weighted sum of values [N] per group, at every row of the group [N]."""
+        weighted = torch.where(self.weights > 0, self.weights * values, 0.0)
+        return torch.zeros(self.count, dtype=torch.float64).index_add_(0, self.index, weighted)[self.index]
+
+    @property
+    def size(self) -> Tensor:
+        """Scored episodes of each row's group, float64 [N]."""
+        return self.sum(torch.ones_like(self.weights))
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean over each row's group, [N]; 0 for a group without a scored episode."""
+        return self.sum(values) / self.size.clamp(min=1)
+
+    def std(self, values: Tensor) -> Tensor:
+        """Unbiased standard deviation over each row's group, [N]; 0 for a group of one."""
+        variance = self.sum((values - self.mean(values)) ** 2) / (self.size - 1).clamp(min=1)
+        return variance.sqrt()
+
+    def max(self, values: Tensor, where: Tensor) -> Tensor:
+        """Largest of the values [N] where ``where`` [N], over each row's group [N]; -inf if there is none."""
+        start = torch.full((self.count,), -torch.inf, dtype=values.dtype)
+        return start.scatter_reduce(0, self.index[where], values[where], "amax")[self.index]
+
+    def centred(self, values: Tensor) -> Tensor:
+        """Values [N] minus their group's mean; 0 for rows that do not count."""
+        return torch.where(self.weights > 0, values - self.mean(values), 0.0)
 
 
 def spread(rows: Tensor, mask: Tensor) -> Tensor:
     """One number per row [N] on each of its sampled tokens [N, T]."""
     return torch.where(mask, rows[:, None], 0.0)
-
-
-ADVANTAGES: dict[str, Advantage] = {"grpo": grpo}
