@@ -7,7 +7,7 @@ from msgspec import Meta
 from rl_async.configs.base import Config, Fraction, Positive, doc
 from rl_async.configs.correction import CorrectionOptions
 
-ADVANTAGES = ("grpo",)
+ADVANTAGES = ("grpo", "gae")
 LOSSES = ("ppo", "reinforce")
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rl_async.configs.algorithm import AdvantageOptions
+from rl_async.trainer.gae import gae, whiten
 
 EPSILON = 1e-4
 
@@ -48,6 +49,14 @@ def grpo(x: AdvantageInputs) -> Tensor:
     return spread(centred / (variance.sqrt()[group] + EPSILON), x.mask)
 
 
+def gae_whitened(x: AdvantageInputs) -> Tensor:
+    """Generalised advantages (``gae.gae``), whitened over the batch's sampled tokens of scored rows."""
+    assert x.values is not None, "the config's rules give gae a critic"
+    mask = x.mask & x.scored[:, None]
+    advantages, _ = gae(x.token_rewards, x.values, mask, x.options.gamma, x.options.lam)
+    return whiten(advantages, mask)
+
+
 def group_centred(values: Tensor, groups: Tensor, scored: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Values [N] minus their group's mean over scored rows (0 for unscored ones), each row's group index [N], and
     the number of scored rows per group [G]."""
@@ -63,4 +72,4 @@ def spread(rows: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, rows[:, None], 0.0)
 
 
-ADVANTAGES: dict[str, Advantage] = {"grpo": grpo}
+ADVANTAGES: dict[str, Advantage] = {"grpo": grpo, "gae": gae_whitened}
