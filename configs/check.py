@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 from rl_async.configs.algorithm import ADVANTAGES, LOSSES
 from rl_async.configs.correction import PRESETS
+from rl_async.configs.critic import NEEDS_CRITIC
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import ConfigError
 
@@ -83,6 +84,32 @@ def _group_size(c: RunConfig) -> str | None:
     return None
 
 
+def _critic(c: RunConfig) -> str | None:
+    name = c.algorithm.advantage
+    if name in NEEDS_CRITIC and c.critic is None:
+        return f"algorithm.advantage={name} needs the values of a critic; add a section critic, or critic={{}}"
+    if c.critic is None:
+        return None
+    if name not in NEEDS_CRITIC:
+        return f"algorithm.advantage={name} never asks the critic; use algorithm.advantage=gae, or critic=null"
+    if c.critic.shared and c.critic.path is not None:
+        return "critic.path names a second model, but critic.shared=true has none; use critic.shared=false"
+    return None
+
+
+def _critic_warmup(c: RunConfig) -> str | None:
+    if c.critic is None or c.critic.warmup_steps == 0:
+        return None
+    if c.critic.shared:
+        return (
+            "critic.warmup_steps would train the policy's backbone too, as critic.shared=true; use "
+            "critic.shared=false, or critic.warmup_steps=0"
+        )
+    if c.critic.warmup_steps >= c.trainer.steps:
+        return f"critic.warmup_steps={c.critic.warmup_steps} leaves the policy none of trainer.steps={c.trainer.steps}"
+    return None
+
+
 def _minibatches(c: RunConfig) -> str | None:
     rows = c.data.train_batch_groups * c.rollout.group_size
     if rows < c.trainer.minibatches * c.trainer.ranks:
@@ -118,6 +145,8 @@ RULES: tuple[Rule, ...] = (
     _truncation,
     _publish_every,
     _group_size,
+    _critic,
+    _critic_warmup,
     _minibatches,
     _lengths,
     _make,

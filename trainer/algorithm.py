@@ -33,9 +33,13 @@ def build(config: RunConfig) -> Algorithm:
     """Raises ConfigError naming the key for a name that is not there."""
     algorithm = config.algorithm
     correction = resolve(algorithm.correction, algorithm.correction_options)
+    looks: set[Want] = set()
     wants: set[Want] = set()
     if algorithm.entropy_coef > 0:
         wants.add("entropy")
+    if config.critic is not None and config.critic.shared:
+        looks.add("values")
+        wants.add("values")
     return Algorithm(
         advantage=ADVANTAGES[algorithm.advantage],
         loss=LOSSES[correction.loss or algorithm.loss],
@@ -43,7 +47,7 @@ def build(config: RunConfig) -> Algorithm:
         decoupled=correction.proximal == "recompute",
         aggregate=AGGREGATIONS[algorithm.aggregation],
         kl=ESTIMATORS[algorithm.kl.estimator],
-        looks=frozenset(),
+        looks=frozenset(looks),
         wants=frozenset(wants),
     )
 

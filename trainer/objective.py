@@ -24,6 +24,7 @@ class Looked:
 
     proximal: Tensor  # log pi_old; log mu when bypassed
     reference: Tensor | None
+    values: Tensor | None = None  # the critic's
 
 
 @dataclass
