@@ -128,7 +128,8 @@ class Fsdp2Backend:
         if not self.optimizer.state:  # no step yet, and asking would make one up
             return {}
         optimizer: Any = get_optimizer_state_dict(self.model, self.optimizer, options=FULL_ON_RANK0)
-        return {f"{name}|{key}": value for name, entry in optimizer["state"].items() for key, value in entry.items()}
+        entries = optimizer.get("state", {}).items()  # other ranks get nothing at all
+        return {f"{name}|{key}": value for name, entry in entries for key, value in entry.items()}
 
     def load(self, folder: Path) -> None:
         assert self.optimizer is not None and self.schedule is not None

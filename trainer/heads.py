@@ -18,21 +18,29 @@ MODEL_FOLDER = "model"
 VALUE_HEAD_FILE = "value_head.safetensors"
 
 
-class Headed(torch.nn.Module):
-    """``lm`` is a Hugging Face causal LM, or with head "value" the decoder without its logits.
+class ValueHead(torch.nn.Linear):
+    """Hidden states [B, T, H] to one number each [B, T]; 0 at first.
 
-    The value head is one linear layer on the last hidden state. It starts at zero: every rank starts alike, and the
-    first gradients leave the backbone alone.
+    So every rank starts alike, and the first gradients leave the backbone alone. The result is no view of another
+    tensor: FSDP's hooks would be lost if somebody wrote to one.
     """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size, 1)
+        torch.nn.init.zeros_(self.weight)
+        torch.nn.init.zeros_(self.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.weight[0] + self.bias
+
+
+class Headed(torch.nn.Module):
+    """``lm`` is a Hugging Face causal LM, or with head "value" the decoder without its logits."""
 
     def __init__(self, lm: Any, head: Head) -> None:
         super().__init__()
         self.lm = lm
-        self.value_head: torch.nn.Linear | None = None
-        if head != "policy":
-            self.value_head = torch.nn.Linear(lm.config.hidden_size, 1)
-            torch.nn.init.zeros_(self.value_head.weight)
-            torch.nn.init.zeros_(self.value_head.bias)
+        self.value_head = None if head == "policy" else ValueHead(lm.config.hidden_size)
         self.has_logits = head != "value"
 
     def forward(self, tokens: Tensor, want_values: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -46,7 +54,7 @@ class Headed(torch.nn.Module):
 
     def _values(self, hidden: Tensor) -> Tensor:
         assert self.value_head is not None, "values are wanted of a model without a value head"
-        return self.value_head(hidden).squeeze(-1)
+        return self.value_head(hidden)
 
 
 def load_headed(path: str, head: Head) -> Headed:
