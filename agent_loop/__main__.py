@@ -15,6 +15,7 @@ from rl_async.agent_loop.loops import EpisodeRunner
 from rl_async.agent_loop.render import ChatRenderer
 from rl_async.agent_loop.worker import AgentWorker
 from rl_async.configs.load import load_resolved
+from rl_async.configs.samples import samples_per_group
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import ConfigError, RlAsyncError, UserError
 from rl_async.lifeline import watch_lifeline
@@ -54,7 +55,7 @@ async def run_worker(config: RunConfig, index: int, address: str) -> None:
             runner,
             rewards,
             concurrency=config.agent.concurrency,
-            group_size=config.rollout.group_size,
+            group_size=samples_per_group(config),
             lease_s=config.queue.lease_s,
         )
         async with asyncio.TaskGroup() as group:

@@ -9,6 +9,7 @@ import numpy as np
 from rl_async.agent_loop.parsers import BAD_CALL, ParsedCall
 from rl_async.agent_loop.render import ChatRenderer, Message
 from rl_async.agent_loop.tools import Tool, ToolResult
+from rl_async.configs.samples import is_baseline
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import DataError
 from rl_async.messages import LeasedGroup, Sampling, ToolCall, Trajectory, Turn, VersionRun
@@ -40,7 +41,8 @@ class Episode:
         self._group, self._sample = group, sample
         self._renderer, self._generator = renderer, generator
         self._id = f"{group.group_id}.{sample}.{group.attempt}"
-        self._sampling = _sampling(config, group.partition)
+        self._baseline = is_baseline(config, group.partition, sample)
+        self._sampling = Sampling(temperature=0.0) if self._baseline else _sampling(config, group.partition)
         self._limit = min(config.agent.max_tokens, config.rollout.max_model_len)
         self._seconds = {"generate": 0.0, "tools": 0.0}
         self._began = time.monotonic()
@@ -153,6 +155,7 @@ class Episode:
             versions=self._versions,
             sampling=self._sampling,
             reward=0.0,
+            baseline=self._baseline,
             finish_reason=finish_reason,
             turns=self.turns,
             timings={**self._seconds, "total": time.monotonic() - self._began},

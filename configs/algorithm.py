@@ -14,6 +14,7 @@ ADVANTAGES = (
     *("optimal_token_baseline", "tir_optimal_token_baseline"),
 )
 WITHOUT_GROUPS = ("remax", "reinforce_plus_plus", "gae")  # the others compare the members of a group
+NEEDS_DISTRIBUTION = ("optimal_token_baseline", "tir_optimal_token_baseline")
 LOSSES = ("ppo", "reinforce")
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]

@@ -3,8 +3,9 @@
 import difflib
 from collections.abc import Callable, Iterator
 
-from rl_async.configs.algorithm import ADVANTAGES, LOSSES, AlgorithmConfig
+from rl_async.configs.algorithm import ADVANTAGES, LOSSES, NEEDS_DISTRIBUTION, WITHOUT_GROUPS, AlgorithmConfig
 from rl_async.configs.correction import PRESETS, Correction, resolve
+from rl_async.configs.critic import NEEDS_CRITIC
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import ConfigError
 
@@ -118,8 +119,45 @@ def _bypass(a: AlgorithmConfig, correction: Correction) -> str | None:
 
 
 def _group_size(c: RunConfig) -> str | None:
-    if c.algorithm.advantage == "grpo" and c.rollout.group_size < 2:
-        return "algorithm.advantage=grpo compares the members of a group; rollout.group_size must be at least 2"
+    name = c.algorithm.advantage
+    if name in ADVANTAGES and name not in WITHOUT_GROUPS and c.rollout.group_size < 2:
+        return f"algorithm.advantage={name} compares the members of a group; rollout.group_size must be at least 2"
+    return None
+
+
+def _sum_squares(c: RunConfig) -> str | None:
+    name, preset = c.algorithm.advantage, PRESETS.get(c.algorithm.correction)
+    if name in NEEDS_DISTRIBUTION and preset is not None and preset.proximal == "behaviour":
+        return (
+            f"algorithm.advantage={name} needs the distribution of pi_old, and algorithm.correction="
+            f"{c.algorithm.correction} spares the pass that would give it; use a decoupled correction"
+        )
+    return None
+
+
+def _critic(c: RunConfig) -> str | None:
+    name = c.algorithm.advantage
+    if name in NEEDS_CRITIC and c.critic is None:
+        return f"algorithm.advantage={name} needs the values of a critic; add a section critic, or critic={{}}"
+    if c.critic is None:
+        return None
+    if name not in NEEDS_CRITIC:
+        return f"algorithm.advantage={name} never asks the critic; use algorithm.advantage=gae, or critic=null"
+    if c.critic.shared and c.critic.path is not None:
+        return "critic.path names a second model, but critic.shared=true has none; use critic.shared=false"
+    return None
+
+
+def _critic_warmup(c: RunConfig) -> str | None:
+    if c.critic is None or c.critic.warmup_steps == 0:
+        return None
+    if c.critic.shared:
+        return (
+            "critic.warmup_steps would train the policy's backbone too, as critic.shared=true; use "
+            "critic.shared=false, or critic.warmup_steps=0"
+        )
+    if c.critic.warmup_steps >= c.trainer.steps:
+        return f"critic.warmup_steps={c.critic.warmup_steps} leaves the policy none of trainer.steps={c.trainer.steps}"
     return None
 
 
@@ -159,6 +197,9 @@ RULES: tuple[Rule, ...] = (
     _truncation,
     _publish_every,
     _group_size,
+    _sum_squares,
+    _critic,
+    _critic_warmup,
     _minibatches,
     _lengths,
     _make,

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from rl_async.configs.algorithm import AlgorithmConfig
 from rl_async.configs.base import Config, Count, Fraction, Positive, Seconds, doc
+from rl_async.configs.critic import CriticConfig
 
 
 class ModelConfig(Config, frozen=True):
@@ -195,6 +196,7 @@ class RunConfig(Config, frozen=True):
     reward: RewardConfig = RewardConfig()
     queue: QueueConfig = QueueConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: Annotated[CriticConfig | None, doc("Model of the expected return, for algorithm.advantage=gae.")] = None
     trainer: TrainerConfig = TrainerConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     eval: EvalConfig = EvalConfig()

@@ -26,6 +26,8 @@ def needs_preparation(config: RunConfig) -> bool:
     kl = config.algorithm.kl
     if kl.coef > 0 and kl.reference_path:
         _check_model_folder(Path(kl.reference_path), "algorithm.kl.reference_path")
+    if config.critic is not None and config.critic.path is not None:
+        _check_critic_folder(Path(config.critic.path))
     return data or model
 
 
@@ -92,11 +94,21 @@ def _made_files(config: RunConfig) -> list[Path]:
 
 
 def _check_model_folder(path: Path, key: str) -> None:
+    _check_weights(path, key)
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(f"{key}: {path} has no tokenizer (tokenizer.json); save the model's tokenizer into it")
+
+
+def _check_critic_folder(path: Path) -> None:
+    """A Hugging Face folder, or the ``critic`` folder of a checkpoint, which holds one; it needs no tokenizer."""
+    saved = path / "model"
+    _check_weights(saved if saved.is_dir() else path, "critic.path")
+
+
+def _check_weights(path: Path, key: str) -> None:
     if not path.is_dir():
         raise UserError(f"{key}: {path} is not a folder")
     if not (path / "config.json").is_file():
         raise UserError(f"{key}: {path} has no config.json; it is not the folder of a Hugging Face model")
-    if not any((path / name).is_file() for name in TOKENIZER_FILES):
-        raise UserError(f"{key}: {path} has no tokenizer (tokenizer.json); save the model's tokenizer into it")
     if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
         raise UserError(f"{key}: {path} has no weights (*.safetensors)")

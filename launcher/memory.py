@@ -1,7 +1,7 @@
 """Rough memory of each role, for ``--dry-run``. Estimates, meant to catch a run that is ten times too large."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +15,44 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What memory depends on: parameters, and elements of the KV cache per token."""
+    """What memory depends on: parameters, elements of the KV cache per token, parameters of a critic of its own."""
 
     parameters: int
     kv_per_token: int
+    critic: int = 0
 
 
 def model_size(config: RunConfig) -> ModelSize | None:
-    """Size of the model at ``model.path``, or of the one that the warm start will make; None if unknown.
+    """Sizes of the model at ``model.path``, or of the one that the warm start will make, and of the critic; None if
+    unknown.
 
-    Raises UserError if ``config.json`` is there but cannot be read.
+    Raises UserError if a ``config.json`` is there but cannot be read.
     """
-    file = Path(config.model.path) / "config.json"
-    if file.is_file():
-        try:
-            return size_of(json.loads(file.read_text()))
-        except json.JSONDecodeError as error:
-            raise UserError(f"model.path: {file} is not valid JSON: {error}") from error
+    policy = _policy_size(config)
+    if policy is None or config.critic is None or config.critic.shared:
+        return policy
+    if config.critic.path is None:
+        return replace(policy, critic=policy.parameters)
+    critic = _read_size("critic.path", Path(config.critic.path))
+    return replace(policy, critic=critic.parameters) if critic else None
+
+
+def _read_size(key: str, folder: Path) -> ModelSize | None:
+    """Size of the model in ``folder``, or in the ``model`` folder of a saved critic; None if it cannot be told."""
+    saved = folder / "model" / "config.json"
+    file = saved if saved.is_file() else folder / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        return size_of(json.loads(file.read_text()))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{key}: {file} is not valid JSON: {error}") from error
+
+
+def _policy_size(config: RunConfig) -> ModelSize | None:
+    folder = Path(config.model.path)
+    if (folder / "config.json").is_file():
+        return _read_size("model.path", folder)
     if config.sft is None:
         return None
     return size_of(
@@ -59,10 +80,10 @@ def size_of(model: dict[str, Any]) -> ModelSize | None:
 
 
 def trainer_bytes(config: RunConfig, size: ModelSize | None) -> int | None:
-    """One rank: its shard of float32 weights, gradients and AdamW's two moments."""
+    """One rank: its shard of float32 weights, gradients and AdamW's two moments, of the policy and of a critic."""
     if size is None:
         return None
-    return TORCH_BYTES + size.parameters * 4 * (1 + 1 + 2) // config.trainer.ranks
+    return TORCH_BYTES + (size.parameters + size.critic) * 4 * (1 + 1 + 2) // config.trainer.ranks
 
 
 def engine_bytes(config: RunConfig, size: ModelSize | None) -> int | None:

@@ -104,6 +104,7 @@ class TrajectoryHeader(msgspec.Struct, kw_only=True):
     versions: list[VersionRun]
     reward_parts: dict[str, float] = {}
     scored: bool = True  # false: a scorer failed, so that there is no reward to learn from
+    baseline: bool = False  # a greedy episode that the others are compared with; never trained
     nbytes: int = 0  # of the payload frames; filled by the queue
 
 
@@ -129,6 +130,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     reward: float
     reward_parts: dict[str, float] = {}
     scored: bool = True  # false: a scorer failed, so that there is no reward to learn from
+    baseline: bool = False  # a greedy episode that the others are compared with; never trained
     finish_reason: str = "stop"  # stop | length | max_turns | tool_calls | abort | error
     error: str = ""  # why the episode or its scoring failed; empty: it did not
     turns: list[Turn] = []
@@ -151,6 +153,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
             versions=self.versions,
             reward_parts=self.reward_parts,
             scored=self.scored,
+            baseline=self.baseline,
         )
 
 

@@ -28,8 +28,8 @@ from rl_async.trainer.algorithm import build
 from rl_async.trainer.checkpoint import list_checkpoints, load_checkpoint
 from rl_async.trainer.depth import QueueDepth
 from rl_async.trainer.evaluation import Evaluations
-from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.guard import Guard
+from rl_async.trainer.models import build_models
 from rl_async.trainer.publisher import EnginePublisher, NoEngines
 from rl_async.trainer.records import drop_torn_line, next_lineage
 from rl_async.trainer.trackers import Tracking
@@ -85,8 +85,7 @@ def _run(arguments: argparse.Namespace) -> None:
     config = load_resolved(arguments.run / "config.yaml")
     device = _start_process_group(config)
     try:
-        backend = Fsdp2Backend(config.model.path, config.model.dtype, device, config.trainer)
-        run = _base_run(config, arguments, backend, device)
+        run = _base_run(config, arguments, build_models(config, device))
         snapshot = _restore(run, arguments.resume)
         if arguments.queue is None:
             train(run)
@@ -118,18 +117,14 @@ def _start_process_group(config: RunConfig) -> str:
     return f"cuda:{local}"
 
 
-def _base_run(config: RunConfig, arguments: argparse.Namespace, backend: Fsdp2Backend, device: str) -> Run:
-    reference = None
-    if config.algorithm.kl.coef > 0:
-        path = config.algorithm.kl.reference_path or config.model.path
-        reference = Fsdp2Backend(path, config.model.dtype, device, None)
+def _base_run(config: RunConfig, arguments: argparse.Namespace, models: Models) -> Run:
     source = sources.RecordedSource((arguments.replay or arguments.run) / "trajectories")
     return Run(
         config=config,
         folder=arguments.run,
         lineage=0,
         start_step=0,
-        models=Models(backend, reference),
+        models=models,
         algorithm=build(config),
         source=source,
         publisher=NoEngines(),
@@ -148,7 +143,7 @@ def _restore(run: Run, resume: bool) -> bytes:
     checkpoints = list_checkpoints(run.folder / "checkpoints") if resume else []
     if not checkpoints:
         return b""
-    state, snapshot = load_checkpoint(checkpoints[-1], run.models.policy)
+    state, snapshot = load_checkpoint(checkpoints[-1], run.models.trained())
     run.start_step = state.step
     log.info("resuming after step %d as lineage %d", state.step, run.lineage)
     return snapshot
@@ -184,7 +179,7 @@ def _train_from_queue(run: Run, address: str, resume: bool, snapshot: bytes) -> 
 
 def _publisher(run: Run, publisher: WeightCoordinator | Bystander) -> EnginePublisher:
     phase = build_phase(
-        run.config.mode, publisher, barrier=dist.barrier, onload=run.models.policy.wake, offload=run.models.policy.sleep
+        run.config.mode, publisher, barrier=dist.barrier, onload=run.models.wake, offload=run.models.sleep
     )
     return EnginePublisher(phase, int(run.config.weight_sync.bucket_mb * 2**20))
 

@@ -17,8 +17,8 @@ class AdvantageInputs:
     """A whole step's batch, the same on every rank. N rows, T predicted tokens.
 
     Groups may differ in size, and lack members that were lost. An episode that yielded several rows counts once in
-    every statistic (``row_weights``); its rows share its reward. Rows without a valid reward (``scored`` false: a scorer
-    failed) belong to no statistic and get advantage 0.
+    every statistic (``row_weights``); its rows share its reward. Rows without a valid reward (``scored`` false) belong
+    to no statistic and get advantage 0.
     """
 
     rewards: Tensor  # float64 [N], of the whole row: outcome and turn rewards

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from rl_async.configs.correction import Correction, resolve, rules
 from rl_async.configs.schema import RunConfig
-from rl_async.trainer.advantages import ADVANTAGES, Advantage
+from rl_async.trainer.advantages import Advantage
 from rl_async.trainer.aggregation import AGGREGATIONS, Counts
 from rl_async.trainer.backend import Want
 from rl_async.trainer.correction import Corrected, correct, normalise
+from rl_async.trainer.estimators import ADVANTAGES, LOOKS
 from rl_async.trainer.kl import ESTIMATORS
 from rl_async.trainer.losses import LOSSES, PolicyLoss
 
@@ -35,9 +36,13 @@ def build(config: RunConfig) -> Algorithm:
     """Raises ConfigError naming the key for a name that is not there."""
     algorithm = config.algorithm
     correction = resolve(algorithm.correction, algorithm.correction_options)
+    looks: set[Want] = set(LOOKS.get(algorithm.advantage, ()))
     wants: set[Want] = set()
     if algorithm.entropy_coef > 0:
         wants.add("entropy")
+    if config.critic is not None and config.critic.shared:
+        looks.add("values")
+        wants.add("values")
     return Algorithm(
         advantage=ADVANTAGES[algorithm.advantage],
         loss=LOSSES[correction.loss or algorithm.loss],
@@ -47,7 +52,7 @@ def build(config: RunConfig) -> Algorithm:
         decoupled=correction.proximal == "recompute",
         aggregate=AGGREGATIONS[algorithm.aggregation],
         kl=ESTIMATORS[algorithm.kl.estimator],
-        looks=frozenset(),
+        looks=frozenset(looks),
         wants=frozenset(wants),
     )
 

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from rl_async.trainer.batching import Tensors
 
-Want = Literal["entropy", "sum_squares", "distribution"]
+Want = Literal["entropy", "sum_squares", "distribution", "values"]
 
 
 class Outputs(msgspec.Struct, frozen=True):
     """What one forward pass says about tokens 1..T-1 of a micro-batch, at the recorded temperature.
 
-    ``values`` comes from a value head, everything else from a policy head; what was not asked for is None.
+    ``values`` comes from a value head (of a critic always, of a policy that shares its backbone when asked for),
+    everything else from a policy head; what was not asked for is None.
     """
 
     logprobs: Tensor | None = None  # [B, T-1] of the tokens that are there
@@ -62,7 +63,8 @@ class Backend(Protocol):
         ...
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors under Hugging Face names in the model's dtype, one at a time; tied duplicates left out."""
+        """Full tensors under Hugging Face names in the model's dtype, one at a time; tied duplicates left out, and a
+        value head, which no engine knows."""
         ...
 
     def save(self, folder: Path) -> None:

@@ -30,6 +30,8 @@ class MiniBatch:
 
 def fresh_runs(header: TrajectoryHeader, step: int, max_staleness: int | None) -> list[VersionRun]:
     """The runs of sampled tokens that may be trained at ``step``; None: no bound is applied."""
+    if header.baseline:
+        return []
     if max_staleness is None:
         return header.versions
     return [run for run in header.versions if step - run.version.step <= max_staleness]

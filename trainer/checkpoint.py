@@ -2,6 +2,8 @@
 
 model/               Hugging Face folder (float32 master weights), usable by any other tool
 optimizer.safetensors
+value_head.safetensors     of a critic that shares the policy's backbone
+critic/              the same three of a critic with a model of its own
 random-rankN.safetensors   torch's random state
 queue.msgpack        what the queue needs to admit unfinished work again
 state.json           step and lineage
@@ -9,6 +11,7 @@ state.json           step and lineage
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -28,9 +31,12 @@ class CheckpointState(msgspec.Struct, frozen=True):
     lineage: int
 
 
-def save_checkpoint(root: Path, backend: Backend, state: CheckpointState, snapshot: bytes, keep: int) -> Path:
+def save_checkpoint(
+    root: Path, backends: Mapping[str, Backend], state: CheckpointState, snapshot: bytes, keep: int
+) -> Path:
     """Write the checkpoint of ``state.step`` and delete all but the newest ``keep``. A collective.
 
+    ``backends`` is by folder within the checkpoint.
     Everything is written to a hidden folder, forced to disk, and then renamed, so a reader never sees a part of it.
     """
     final = root / f"{PREFIX}{state.step:06d}"
@@ -38,9 +44,11 @@ def save_checkpoint(root: Path, backend: Backend, state: CheckpointState, snapsh
     rank0 = dist.get_rank() == 0
     if rank0:
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        for name in backends:
+            (temporary / name).mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    backend.save(temporary)
+    for name, backend in backends.items():
+        backend.save(temporary / name)
     save_file({"torch": torch.get_rng_state()}, temporary / f"random-rank{dist.get_rank()}.safetensors")
     dist.barrier()
     if rank0:
@@ -61,12 +69,13 @@ def list_checkpoints(root: Path) -> list[Path]:
     return sorted(path for path in root.glob(f"{PREFIX}*") if (path / "state.json").is_file())
 
 
-def load_checkpoint(folder: Path, backend: Backend) -> tuple[CheckpointState, bytes]:
-    """Load model, optimizer and random state; returns the state and the queue's snapshot. A collective.
+def load_checkpoint(folder: Path, backends: Mapping[str, Backend]) -> tuple[CheckpointState, bytes]:
+    """Load models, optimizers and random state; returns the state and the queue's snapshot. A collective.
 
     The random state is restored only on as many ranks as wrote one.
     """
-    backend.load(folder)
+    for name, backend in backends.items():
+        backend.load(folder / name)
     random = folder / f"random-rank{dist.get_rank()}.safetensors"
     if random.is_file():
         torch.set_rng_state(load_file(random)["torch"])

@@ -1,9 +1,10 @@
-"""The FSDP2 backend: a Hugging Face causal LM under ``fully_shard``, on gloo or NCCL, on any number of ranks."""
+"""The FSDP2 backend: a model with its heads under ``fully_shard``, on gloo or NCCL, on any number of ranks."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -16,37 +17,35 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from rl_async.configs.schema import TrainerConfig
-from rl_async.errors import TrainingDiverged, UserError
+from rl_async.errors import TrainingDiverged
 from rl_async.trainer.backend import LossFn, Outputs, Want, policy_outputs
 from rl_async.trainer.batching import Tensors
+from rl_async.trainer.heads import MODEL_FOLDER, VALUE_HEAD_FILE, Head, load_headed, shard
 from rl_async.trainer.schedule import learning_rate_factor
 
 FULL_ON_RANK0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 OPTIMIZER_FILE = "optimizer.safetensors"
-MODEL_FOLDER = "model"
 
 
 class Fsdp2Backend:
     """See ``backend.Backend``. Without a trainer config the model is frozen: a reference.
 
     Master weights are float32; with dtype bfloat16 they are cast for compute, gradients are reduced in float32.
+    ``config`` is what the optimizer of this model follows; a critic's differs from the policy's.
     """
 
-    def __init__(self, path: str, dtype: str, device: str, config: TrainerConfig | None) -> None:
+    def __init__(self, path: str, dtype: str, device: str, config: TrainerConfig | None, head: Head = "policy") -> None:
         self.device, self.path, self.config = device, path, config
         self.dtype = getattr(torch, dtype)
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
-        except (OSError, ValueError) as error:
-            raise UserError(f"model.path: cannot load a causal LM from {path}: {error}") from error
-        self.hf_config = model.config
-        self.model = _shard(model.to(device), device, self.dtype)
+        model = load_headed(path, head)
+        self.hf_config = model.lm.config
+        mesh = init_device_mesh(device.partition(":")[0], (dist.get_world_size(),))
+        self.model = shard(model.to(device), mesh, self.dtype)
         self.optimizer: torch.optim.AdamW | None = None
         self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
         if config is None:
@@ -66,8 +65,13 @@ class Fsdp2Backend:
 
     def _forward(self, batch: Tensors, wants: frozenset[Want]) -> Outputs:
         """The recorded temperature makes this the distribution that was sampled from."""
-        logits = self.model(input_ids=batch.tokens, use_cache=False).logits[:, :-1].float() / batch.temperature
-        return policy_outputs(logits, batch.tokens[:, 1:], wants)
+        logits, values = self.model(batch.tokens, "values" in wants)
+        if values is not None:
+            values = values[:, :-1].float()
+        if logits is None:
+            return Outputs(values=values)
+        outputs = policy_outputs(logits[:, :-1].float() / batch.temperature, batch.tokens[:, 1:], wants - {"values"})
+        return msgspec.structs.replace(outputs, values=values)
 
     def step(
         self, batches: Sequence[Tensors], loss_fn: LossFn, wants: frozenset[Want] = frozenset()
@@ -93,14 +97,17 @@ class Fsdp2Backend:
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         tied = self.hf_config.tie_word_embeddings
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.model.lm.named_parameters():  # a value head is none of the engines' business
             if not (tied and name == "lm_head.weight"):
                 yield name, _full(parameter.detach()).to(self.dtype)
 
     def save(self, folder: Path) -> None:
-        assert self.optimizer is not None
-        model: dict[str, Any] = get_model_state_dict(self.model, options=FULL_ON_RANK0)
-        optimizer: Any = get_optimizer_state_dict(self.model, self.optimizer, options=FULL_ON_RANK0)
+        assert self.optimizer is not None and self.schedule is not None
+        model: dict[str, Any] = get_model_state_dict(self.model.lm, options=FULL_ON_RANK0)
+        head: dict[str, Any] = {}
+        if self.model.value_head is not None:
+            head = get_model_state_dict(self.model.value_head, options=FULL_ON_RANK0)
+        state = self._optimizer_state()
         if dist.get_rank() != 0:
             return
         if self.hf_config.tie_word_embeddings:
@@ -109,21 +116,40 @@ class Fsdp2Backend:
         target.mkdir()
         save_file({k: v.contiguous() for k, v in model.items()}, target / "model.safetensors", {"format": "pt"})
         self.hf_config.save_pretrained(target)
-        AutoTokenizer.from_pretrained(self.path).save_pretrained(target)
-        state = {f"{name}|{key}": value for name, entry in optimizer["state"].items() for key, value in entry.items()}
-        assert self.schedule is not None
-        state["schedule|steps"] = torch.tensor(self.schedule.last_epoch)
-        save_file(state, folder / OPTIMIZER_FILE)
+        if self.model.has_logits:
+            AutoTokenizer.from_pretrained(self.path).save_pretrained(target)
+        if head:  # beside the model's folder, out of which engines load every tensor that they find
+            save_file(head, folder / VALUE_HEAD_FILE)
+        save_file(state | {"schedule|steps": torch.tensor(self.schedule.last_epoch)}, folder / OPTIMIZER_FILE)
+
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        """AdamW's tensors as ``parameter|name``, whole, on rank 0. A collective."""
+        assert self.optimizer is not None
+        if not self.optimizer.state:  # no step yet, and asking would make one up
+            return {}
+        optimizer: Any = get_optimizer_state_dict(self.model, self.optimizer, options=FULL_ON_RANK0)
+        entries = optimizer.get("state", {}).items()  # other ranks get nothing at all
+        return {f"{name}|{key}": value for name, entry in entries for key, value in entry.items()}
 
     def load(self, folder: Path) -> None:
         assert self.optimizer is not None and self.schedule is not None
         rank0 = dist.get_rank() == 0
         model: dict[str, Any] = load_file(folder / MODEL_FOLDER / "model.safetensors") if rank0 else {}
-        if rank0 and self.hf_config.tie_word_embeddings:
+        if rank0 and self.model.has_logits and self.hf_config.tie_word_embeddings:
             model["lm_head.weight"] = model["model.embed_tokens.weight"]
-        set_model_state_dict(self.model, model, options=FROM_RANK0)
+        set_model_state_dict(self.model.lm, model, options=FROM_RANK0)
+        if self.model.value_head is not None:
+            head: dict[str, Any] = load_file(folder / VALUE_HEAD_FILE) if rank0 else {}
+            set_model_state_dict(self.model.value_head, head, options=FROM_RANK0)
         flat = load_file(folder / OPTIMIZER_FILE)
         steps = int(flat.pop("schedule|steps"))
+        if flat:
+            self._set_optimizer_state(flat)
+        self.schedule.last_epoch = steps - 1
+        self.schedule.step()
+
+    def _set_optimizer_state(self, flat: dict[str, Tensor]) -> None:
+        assert self.optimizer is not None
         state: dict[str, Any] = {}
         for key, value in flat.items():
             name, _, part = key.partition("|")
@@ -132,11 +158,9 @@ class Fsdp2Backend:
         set_optimizer_state_dict(
             self.model,
             self.optimizer,
-            {"state": state if rank0 else {}, "param_groups": groups},
+            {"state": state if dist.get_rank() == 0 else {}, "param_groups": groups},
             options=FROM_RANK0,
         )
-        self.schedule.last_epoch = steps - 1
-        self.schedule.step()
 
     def sleep(self) -> None:
         self._move_optimizer("cpu")
@@ -151,17 +175,6 @@ class Fsdp2Backend:
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim() > 0:
                     state[key] = value.to(device)
-
-
-def _shard(model: Any, device: str, dtype: torch.dtype) -> Any:
-    """The model under ``fully_shard``: still the module it was, and an FSDPModule too."""
-    mesh = init_device_mesh(device.partition(":")[0], (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy()
-    if dtype != torch.float32:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def _full(tensor: Tensor) -> Tensor:

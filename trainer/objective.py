@@ -23,7 +23,9 @@ class Looked:
     """What the passes without gradient found, [N, T]."""
 
     proximal: Tensor  # log pi_old; log mu when bypassed
-    reference: Tensor | None
+    reference: Tensor | None = None
+    values: Tensor | None = None  # the critic's
+    sum_squares: Tensor | None = None  # sum of pi_old^2 over the vocabulary
 
 
 @dataclass

@@ -14,6 +14,7 @@ def batch_metrics(headers: Sequence[TrajectoryHeader], step: int, max_staleness:
     ``staleness/mean`` and ``staleness/max`` are over trained tokens: the step minus the step of the version that
     sampled each. ``max_staleness`` is the bound beyond which tokens were masked, or None.
     """
+    baselines, headers = [h.reward for h in headers if h.baseline], [h for h in headers if not h.baseline]
     rewards = np.array([h.reward for h in headers])
     runs = [(step - r.version.step, r.end - r.start) for h in headers for r in fresh_runs(h, step, max_staleness)]
     tokens = sum(count for _, count in runs)
@@ -26,6 +27,7 @@ def batch_metrics(headers: Sequence[TrajectoryHeader], step: int, max_staleness:
         "staleness/mean": sum(age * count for age, count in runs) / max(tokens, 1),
         "staleness/max": float(max((age for age, _ in runs), default=0)),
         "batch/trajectories": float(len(headers)),
+        **({"reward/greedy_mean": float(np.mean(baselines))} if baselines else {}),
     }
 
 

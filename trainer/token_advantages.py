@@ -33,8 +33,8 @@ def reinforce_plus_plus(x: AdvantageInputs) -> Tensor:
 def optimal_token_baseline(x: AdvantageInputs) -> Tensor:
     """A_t = G_t - sum_i(G_t W_t) / sum_i(W_t) over the group's rows that sampled column t.
 
-    G is the return to go, W_t = sum over sampled j <= t of 1 - 2 pi_j + sum_v pi_j(v)^2, a proxy for the squared norm of
-    the gradient so far. As verl defines it (`optimal_token_baseline`, which names no eq. of a paper): columns of the
+    G is the return to go, W_t = sum over sampled j <= t of 1 - 2 pi_j + sum_v pi_j(v)^2, a proxy for the squared norm
+    of the gradient so far. As verl defines it (`optimal_token_baseline`, which names no eq. of a paper): columns of the
     group's rows are compared where they stand, which fits single-turn episodes, whose answers all start behind the same
     prompt. Beyond the end of the second longest row the longest keeps its return. A group of one gets 0.
     """

@@ -139,7 +139,8 @@ def checkpoint(run: Run, completed: int) -> None:
     """Save, and tell the source that what came before will not be asked for again."""
     snapshot = run.source.snapshot() if run.rank == 0 else b""
     state = CheckpointState(step=completed, lineage=run.lineage)
-    save_checkpoint(run.folder / "checkpoints", run.models.policy, state, snapshot, run.config.trainer.keep_checkpoints)
+    models, keep = run.models.trained(), run.config.trainer.keep_checkpoints
+    save_checkpoint(run.folder / "checkpoints", models, state, snapshot, keep)
     if run.rank == 0:
         run.source.checkpointed(completed)
 

@@ -1,12 +1,12 @@
 """One trainer step on one batch: look, judge, then mini-batches of loss and optimizer.
 
-look      forward passes without gradient: pi_old, reference        -> whole-batch tensors on every rank
+look      forward passes without gradient: pi_old, reference, values -> whole-batch tensors on every rank
 judge     advantages and correction, pure functions of the whole batch
-train     epochs of mini-batches: the objective on each micro-batch, cut out of the whole batch
+train     epochs of mini-batches: the objective on each micro-batch, cut out of the whole batch; the critic's beside it
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,11 @@ from rl_async.messages import Trajectory, TrajectoryHeader
 from rl_async.trainer import batching
 from rl_async.trainer.advantages import AdvantageInputs
 from rl_async.trainer.algorithm import Algorithm
-from rl_async.trainer.backend import Backend, Outputs
+from rl_async.trainer.backend import Backend, LossFn, Want
 from rl_async.trainer.batching import MiniBatch, RowKey
 from rl_async.trainer.correction import Corrected
 from rl_async.trainer.correction_metrics import correction_metrics
+from rl_async.trainer.critic import Lesson, lesson
 from rl_async.trainer.objective import Looked, Objective, Tally
 from rl_async.trainer.whole_batch import Micro, WholeBatch, assemble, gather
 
@@ -38,10 +39,25 @@ class Batch:
 
 @dataclass(frozen=True)
 class Models:
-    """Those that take part in a step."""
+    """Those that take part in a step. A critic that shares the policy's backbone is no model of its own."""
 
     policy: Backend
     reference: Backend | None = None
+    critic: Backend | None = None
+
+    def trained(self) -> dict[str, Backend]:
+        """Those whose weights change, by their folder in a checkpoint."""
+        return {".": self.policy} | ({"critic": self.critic} if self.critic else {})
+
+    def sleep(self) -> None:
+        """Give the device's memory of the optimizers back."""
+        for model in self.trained().values():
+            model.sleep()
+
+    def wake(self) -> None:
+        """Undo ``sleep``."""
+        for model in self.trained().values():
+            model.wake()
 
 
 @dataclass(frozen=True)
@@ -77,20 +93,21 @@ def mask_bound(config: RunConfig) -> int | None:
 def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig) -> Updated:
     """Train on ``batch``.
 
-    Raises TrainingDiverged naming the step and the batch's groups when a number is not finite; no weight has changed
-    in the mini-batch that failed.
+    Raises TrainingDiverged naming the step and the batch's groups when a number is not finite; no weight of that
+    model has changed in the mini-batch that failed.
     """
     minis = [_collate(batch, mini, models.policy.device, config) for mini in batch.plan]
     micros = [micro for mini in minis for micro in mini]
     whole = assemble(batch.headers, micros)
-    looked, outputs = look(models, whole, micros, algorithm)
-    gains = algorithm.advantage(advantage_inputs(whole, outputs, config)).to(torch.float32)
+    looked = look(models, whole, micros, algorithm)
+    inputs = advantage_inputs(whole, looked, config)
+    gains = algorithm.advantage(inputs).to(torch.float32)
     corrected = algorithm.finish(algorithm.correct(looked.proximal, whole.behaviour, whole.mask, whole.age))
     tally = Tally()
     objective = Objective(
         whole, looked, gains, corrected if algorithm.decoupled else None, algorithm, config.algorithm, tally
     )
-    metrics = train_minibatches(models.policy, objective, batch, minis, config)
+    metrics = train_minibatches(models, objective, lesson(inputs, config.critic), batch, minis, config)
     target = looked.proximal
     if not algorithm.decoupled:
         target = tally.first_pass(micros, whole.shape)
@@ -100,51 +117,83 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     return Updated({**metrics, "tokens/trained": float(corrected.keep.sum())}, corrected)
 
 
-def look(
-    models: Models, whole: WholeBatch, micros: Sequence[Micro], algorithm: Algorithm
-) -> tuple[Looked, list[Outputs]]:
-    """The passes without gradient, and all that the policy's own brought. A collective."""
-    proximal, reference, outputs = whole.behaviour, None, list[Outputs]()
-    if algorithm.decoupled:
+def look(models: Models, whole: WholeBatch, micros: Sequence[Micro], algorithm: Algorithm) -> Looked:
+    """The passes without gradient. A collective."""
+
+    def whole_batch(parts: Sequence[Tensor | None]) -> Tensor:
+        return gather(micros, [part for part in parts if part is not None], whole.shape)
+
+    looked = Looked(proximal=whole.behaviour)
+    if algorithm.decoupled or algorithm.looks:
         outputs = [models.policy.forward(micro.tensors, algorithm.looks) for micro in micros]
-        proximal = gather(micros, [_logprobs(o) for o in outputs], whole.shape)
+        if algorithm.decoupled:
+            looked = replace(looked, proximal=whole_batch([o.logprobs for o in outputs]))
+        if "sum_squares" in algorithm.looks:
+            looked = replace(looked, sum_squares=whole_batch([o.sum_squares for o in outputs]))
+        if "values" in algorithm.looks:
+            looked = replace(looked, values=whole_batch([o.values for o in outputs]))
     if models.reference is not None:
-        passes = [models.reference.forward(micro.tensors) for micro in micros]
-        reference = gather(micros, [_logprobs(o) for o in passes], whole.shape)
-    return Looked(proximal, reference), outputs
+        looked = replace(looked, reference=whole_batch([models.reference.forward(m.tensors).logprobs for m in micros]))
+    if models.critic is not None:
+        looked = replace(looked, values=whole_batch([models.critic.forward(m.tensors).values for m in micros]))
+    return looked
 
 
-def advantage_inputs(whole: WholeBatch, outputs: Sequence[Outputs], config: RunConfig) -> AdvantageInputs:
+def advantage_inputs(whole: WholeBatch, looked: Looked, config: RunConfig) -> AdvantageInputs:
     """The batch as an advantage estimator sees it."""
     headers = whole.headers
-    rewards = torch.tensor([h.reward for h in headers], dtype=torch.float64)
+    outcomes = torch.tensor([h.reward for h in headers], dtype=torch.float64)
+    turn_rewards = whole.turn_rewards.double()
+    names = [term.name for term in config.reward.functions]
+    baselines, compared = greedy_baselines(headers)
     return AdvantageInputs(
-        rewards=rewards,
-        token_rewards=whole.turn_rewards.double() + on_last_token(rewards, whole.mask),
+        rewards=outcomes + turn_rewards.sum(1),
+        token_rewards=turn_rewards + on_last_token(outcomes, whole.mask),
         mask=whole.mask,
         groups=torch.tensor([h.group_id for h in headers]),
-        scored=torch.tensor([h.scored for h in headers]),
+        scored=torch.tensor([h.scored and not h.baseline for h in headers]) & compared,
+        baselines=baselines,
         row_weights=whole.row_weights,
         turns=whole.turns,
         options=config.algorithm.advantage_options,
         parts={
-            name: torch.tensor([h.reward_parts.get(name, 0.0) for h in headers], dtype=torch.float64)
-            for name in sorted({name for h in headers for name in h.reward_parts})
+            name: torch.tensor([h.reward_parts.get(name, 0.0) for h in headers], dtype=torch.float64) for name in names
         },
+        values=None if looked.values is None else looked.values.double(),
+        logprobs=looked.proximal.double(),
+        sum_squares=None if looked.sum_squares is None else looked.sum_squares.double(),
     )
 
 
+def greedy_baselines(headers: Sequence[TrajectoryHeader]) -> tuple[Tensor | None, Tensor]:
+    """The greedy episode's reward of each row's group, [N], and whether there is one; None and true if nobody asked."""
+    greedy = {h.group_id: h.reward for h in headers if h.baseline and h.scored}
+    if not any(h.baseline for h in headers):
+        return None, torch.ones(len(headers), dtype=torch.bool)
+    found = torch.tensor([h.group_id in greedy for h in headers])
+    return torch.tensor([greedy.get(h.group_id, 0.0) for h in headers], dtype=torch.float64), found
+
+
 def train_minibatches(
-    policy: Backend, objective: Objective, batch: Batch, minis: Sequence[Sequence[Micro]], config: RunConfig
+    models: Models,
+    objective: Objective,
+    learns: Lesson | None,
+    batch: Batch,
+    minis: Sequence[Sequence[Micro]],
+    config: RunConfig,
 ) -> dict[str, float]:
-    """Every epoch's optimizer steps. Returns the loss, summed over ranks, and the gradient norm, as means."""
+    """Every epoch's optimizer steps. Returns the loss, summed over ranks, and the gradient norm, as means, and what
+    the critic learned."""
+    train_policy = _observe if config.critic and batch.step < config.critic.warmup_steps else _step
     losses, norms = torch.zeros(1, dtype=torch.float64), list[float]()
     for epoch in range(config.trainer.epochs):
         for number, (mini, parts) in enumerate(zip(batch.plan, minis, strict=True)):
             seed = hash((config.seed, batch.step, epoch, number))
             loss_fn = objective.minibatch(parts, mini.rows, config.rollout.max_model_len, seed)
             try:
-                loss, norm = policy.step([part.tensors for part in parts], loss_fn, objective.algorithm.wants)
+                if learns is not None:
+                    loss_fn = learns.teach(models.critic, loss_fn, parts, mini.rows)
+                loss, norm = train_policy(models.policy, parts, loss_fn, objective.algorithm.wants)
             except TrainingDiverged as error:
                 groups = sorted({h.group_id for h in batch.headers})
                 raise TrainingDiverged(
@@ -152,8 +201,20 @@ def train_minibatches(
                 ) from error
             losses += loss
             norms.append(norm)
+    losses -= learns.shared_loss() if learns else 0.0
     dist.all_reduce(losses)
-    return {"loss/policy": losses.item() / len(norms), "loss/grad_norm": sum(norms) / len(norms)}
+    metrics = {"loss/policy": losses.item() / len(norms), "loss/grad_norm": sum(norms) / len(norms)}
+    return metrics | (learns.metrics() if learns else {})
+
+
+def _step(policy: Backend, parts: Sequence[Micro], loss_fn: LossFn, wants: frozenset[Want]) -> tuple[float, float]:
+    return policy.step([part.tensors for part in parts], loss_fn, wants)
+
+
+def _observe(policy: Backend, parts: Sequence[Micro], loss_fn: LossFn, wants: frozenset[Want]) -> tuple[float, float]:
+    """The loss that ``_step`` would have stepped on, while only the critic trains."""
+    outputs = (policy.forward(part.tensors, wants) for part in parts)
+    return sum(loss_fn(number, out).item() for number, out in enumerate(outputs)), 0.0
 
 
 def on_last_token(rows: Tensor, mask: Tensor) -> Tensor:
@@ -173,8 +234,3 @@ def _collate(batch: Batch, mini: MiniBatch, device: str, config: RunConfig) -> l
             )
         micros.append(Micro(rows, tensors))
     return micros
-
-
-def _logprobs(outputs: Outputs) -> Tensor:
-    assert outputs.logprobs is not None, "a policy gives log-probabilities"
-    return outputs.logprobs

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from rl_async.configs.samples import samples_per_group
 from rl_async.configs.schema import RunConfig
 
 OnStraggler = Literal["wait", "drop", "mask"]
@@ -46,7 +47,7 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             steps=config.trainer.steps,
             batch_groups=config.data.train_batch_groups,
-            group_size=config.rollout.group_size,
+            group_size=samples_per_group(config),
             eval_samples=config.eval.samples,
             max_staleness=config.queue.max_staleness,
             on_straggler=config.queue.on_straggler,

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from rl_async.configs.algorithm import AlgorithmConfig
+from rl_async.configs.critic import CriticConfig
 from rl_async.configs.load import dump
 from rl_async.configs.schema import DataConfig, ModelConfig, RunConfig, TrainerConfig
 from rl_async.trainer.records import write_trajectories
@@ -27,10 +29,19 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(folder: Path, recorded: Path, model: Path, *more: str, min_train_s: float = 0.0) -> subprocess.Popen[str]:
+def start(
+    folder: Path,
+    recorded: Path,
+    model: Path,
+    *more: str,
+    critic: CriticConfig | None = None,
+    min_train_s: float = 0.0,
+) -> subprocess.Popen[str]:
     config = RunConfig(
         model=ModelConfig(path=str(model)),
         data=DataConfig(path="none"),
+        algorithm=AlgorithmConfig(advantage="gae" if critic else "grpo"),
+        critic=critic,
         trainer=TrainerConfig(learning_rate=1e-3, steps=STEPS, checkpoint_every=2, min_train_s=min_train_s),
     )
     folder.mkdir(exist_ok=True)
@@ -47,14 +58,32 @@ def finish(trainer: subprocess.Popen[str]) -> None:
 def digests(folder: Path) -> dict[str, str]:
     """Hash of every tensor file in the last checkpoint."""
     last = folder / "checkpoints" / f"step-{STEPS:06d}"
-    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(last.rglob("*.safetensors"))}
+    return {
+        str(p.relative_to(last)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in sorted(last.rglob("*.safetensors"))
+    }
 
 
-def test_kill_and_resume_ends_with_identical_weights(recorded: Path, model_folder: Path, tmp_path: Path) -> None:
+POLICY = {"model/model.safetensors", "optimizer.safetensors", "random-rank0.safetensors"}
+CRITICS = {
+    "none": (None, set()),
+    "own": (  # the checkpoint that is resumed from is of a step in which the policy had not begun to train
+        CriticConfig(learning_rate=1e-3, warmup_steps=3),
+        {f"critic/{name}" for name in ("model/model.safetensors", "optimizer.safetensors", "value_head.safetensors")},
+    ),
+    "shared": (CriticConfig(shared=True), {"value_head.safetensors"}),
+}
+
+
+@pytest.mark.parametrize("kind", CRITICS)
+def test_kill_and_resume_ends_with_identical_weights(
+    recorded: Path, model_folder: Path, tmp_path: Path, kind: str
+) -> None:
+    critic, files = CRITICS[kind]
     undisturbed, interrupted = tmp_path / "a", tmp_path / "b"
-    first = start(undisturbed, recorded, model_folder)
+    first = start(undisturbed, recorded, model_folder, critic=critic)
 
-    victim = start(interrupted, recorded, model_folder, min_train_s=0.3)
+    victim = start(interrupted, recorded, model_folder, critic=critic, min_train_s=0.3)
     deadline = time.monotonic() + 120
     metrics = interrupted / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
@@ -63,10 +92,10 @@ def test_kill_and_resume_ends_with_identical_weights(recorded: Path, model_folde
     victim.kill()  # three steps are done, the checkpoint is of two
     victim.communicate()
     finish(first)
-    finish(start(interrupted, recorded, model_folder, "--resume"))
+    finish(start(interrupted, recorded, model_folder, "--resume", critic=critic))
 
     assert digests(interrupted) == digests(undisturbed)
-    assert len(digests(undisturbed)) == 3
+    assert digests(undisturbed).keys() == POLICY | files
     steps = [(m["lineage"], m["step"]) for m in map(json.loads, metrics.read_text().splitlines())]
     assert steps[-4:] == [(1, 2), (1, 3), (1, 4), (1, 5)]
 

@@ -21,6 +21,11 @@ from rl_async.errors import ConfigError
         (["rollout.top_k=20"], ["rollout.top_k"]),
         (["queue.max_staleness=1", "weight_sync.every=3"], ["weight_sync.every=3", "queue.max_staleness"]),
         (["rollout.group_size=1"], ["rollout.group_size", "algorithm.advantage"]),
+        (["algorithm.advantage=gae"], ["algorithm.advantage=gae", "critic"]),
+        (["critic={}"], ["algorithm.advantage=grpo", "algorithm.advantage=gae", "critic=null"]),
+        (["algorithm.advantage=gae", "critic={shared: true, path: m}"], ["critic.path", "critic.shared"]),
+        (["algorithm.advantage=gae", "critic={shared: true, warmup_steps: 1}"], ["critic.warmup_steps"]),
+        (["algorithm.advantage=gae", "critic.warmup_steps=50"], ["critic.warmup_steps=50", "trainer.steps=50"]),
         (["data.train_batch_groups=1", "rollout.group_size=2", "trainer.ranks=2"], ["trainer.ranks=2"]),
         (["agent.max_tokens=100000"], ["agent.max_tokens", "rollout.max_model_len"]),
         (["mode=colocated", "weight_sync.transport=gloo"], ["weight_sync.transport", "colocated"]),
@@ -36,6 +41,11 @@ def test_impossible_combinations_name_their_keys(overrides: list[str], named: li
 
 def test_publishing_as_rarely_as_the_slots_allow_is_accepted() -> None:
     assert load_config("calculator", ["queue.max_staleness=3", "weight_sync.every=4"]).weight_sync.every == 4
+
+
+def test_a_critic_needs_no_group_to_compare_with() -> None:
+    config = load_config("calculator", ["algorithm.advantage=gae", "critic={}", "rollout.group_size=1"])
+    assert config.critic is not None and not config.critic.shared
 
 
 def test_all_broken_rules_are_reported_at_once() -> None:

@@ -103,3 +103,16 @@ def test_a_model_of_other_warm_start_settings_is_not_taken(tmp_path: Path) -> No
     record.write_text("torn")
     with pytest.raises(UserError, match="cannot be read"):
         needs_model(here)
+
+
+def test_a_critic_starts_from_a_model_folder_or_a_saved_critic(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    model = write_model(tmp_path)
+    saved = tmp_path / "checkpoints" / "critic"
+    saved.mkdir(parents=True)
+    (saved / "model").symlink_to(model)
+    gae = ("algorithm.advantage=gae", "critic={}")
+    for path in (model, saved):
+        needs_preparation(config(tmp_path, *gae, f"critic.path={path}"))
+    with pytest.raises(UserError, match=r"critic\.path: .*checkpoints has no config\.json"):
+        needs_preparation(config(tmp_path, *gae, f"critic.path={saved.parent}"))

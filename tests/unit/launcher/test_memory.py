@@ -57,6 +57,23 @@ def test_weights_gradients_and_two_moments() -> None:
     assert trainer_bytes(load_config("calculator"), size) == TORCH_BYTES + 16_000
 
 
+def test_a_critic_of_its_own_counts_and_a_shared_one_does_not(tmp_path: Path) -> None:
+    values = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 10}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "critic" / "model").mkdir(parents=True)
+    (tmp_path / "critic" / "model" / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 2}))
+    gae = [f"model.path={tmp_path}", "algorithm.advantage=gae"]
+    layer, embeddings = 4 * 64 + 3 * 8 * 32, 2 * 80
+    own = load_config("calculator", [*gae, "critic={}"])
+    assert model_size(own) == ModelSize(layer + embeddings, 16, critic=layer + embeddings)
+    assert trainer_bytes(own, model_size(own)) == TORCH_BYTES + 2 * 16 * (layer + embeddings)
+    shared = model_size(load_config("calculator", [*gae, "critic.shared=true"]))
+    assert shared == ModelSize(layer + embeddings, 16)
+    larger = model_size(load_config("calculator", [*gae, f"critic.path={tmp_path}/critic"]))
+    assert larger == ModelSize(layer + embeddings, 16, critic=2 * layer + embeddings)
+    assert model_size(load_config("calculator", [*gae, f"critic.path={tmp_path}/nothing"])) is None
+
+
 def test_an_engine_holds_weights_and_a_full_cache() -> None:
     config = load_config("calculator", ["rollout.max_batch_size=10", "rollout.max_model_len=160"])
     assert engine_bytes(config, ModelSize(parameters=1000, kv_per_token=3)) == TORCH_BYTES + (1000 + 4800) * 4

@@ -2,49 +2,15 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_async.configs.algorithm import AdvantageOptions, AlgorithmConfig
-from rl_async.trainer.advantages import EPSILON, AdvantageInputs, grpo
+from rl_async.configs.algorithm import AlgorithmConfig
 from rl_async.trainer.aggregation import AGGREGATIONS, count
 from rl_async.trainer.kl import k3
 from rl_async.trainer.losses import LossInputs, ppo, reinforce
-
-
-def advantage_inputs(rewards: list[float], groups: list[int]) -> AdvantageInputs:
-    """One sampled token per row."""
-    mask = torch.ones(len(rewards), 1, dtype=torch.bool)
-    values = torch.tensor(rewards, dtype=torch.float64)
-    return AdvantageInputs(
-        rewards=values,
-        token_rewards=values[:, None],
-        mask=mask,
-        groups=torch.tensor(groups),
-        scored=mask[:, 0],
-        row_weights=torch.ones(len(rewards), dtype=torch.float64),
-        turns=torch.zeros_like(mask, dtype=torch.int64),
-        options=AdvantageOptions(),
-        parts={},
-    )
-
-
-@given(st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=6), min_size=1, max_size=5), st.randoms())
-def test_grpo_matches_plain_statistics_in_any_row_order(groups: list[list[float]], random) -> None:
-    rows = [(g, r) for g, rewards in enumerate(groups) for r in rewards]
-    random.shuffle(rows)
-    result = grpo(advantage_inputs([r for _, r in rows], [g for g, _ in rows]))
-    for (group, reward), got in zip(rows, result[:, 0].tolist(), strict=True):
-        values = np.array(groups[group], dtype=np.float64)
-        std = values.std(ddof=1) if len(values) > 1 else 0.0
-        assert got == pytest.approx((reward - values.mean()) / (std + EPSILON), rel=1e-4, abs=1e-4)
-
-
-def test_grpo_gives_nothing_to_groups_without_signal() -> None:
-    assert grpo(advantage_inputs([1.0, 1.0, 1.0, 5.0], [7, 7, 7, 9]))[:, 0].tolist() == [0, 0, 0, 0]
 
 
 def inputs(log_ratio: list[float], advantage: float, weight: float = 1.0) -> LossInputs:

@@ -1,0 +1,23 @@
+"""From the config to the models that take part in a step."""
+
+from rl_async.configs.schema import RunConfig
+from rl_async.trainer.critic import critic_training, policy_training
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.update import Models
+
+
+def build_models(config: RunConfig, device: str) -> Models:
+    """Load the policy, and what the algorithm needs beside it, onto ``device``. A collective.
+
+    Raises UserError naming the key whose model cannot be loaded.
+    """
+    model, critic, kl = config.model, config.critic, config.algorithm.kl
+    shared = critic is not None and critic.shared
+    policy = Fsdp2Backend(model.path, model.dtype, device, policy_training(config), "both" if shared else "policy")
+    reference = None
+    if kl.coef > 0:
+        reference = Fsdp2Backend(kl.reference_path or model.path, model.dtype, device, None)
+    if critic is None or shared:
+        return Models(policy, reference)
+    training = critic_training(config.trainer, critic)
+    return Models(policy, reference, Fsdp2Backend(critic.path or model.path, model.dtype, device, training, "value"))
