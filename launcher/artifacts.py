@@ -94,21 +94,27 @@ def _made_files(config: RunConfig) -> list[Path]:
 
 
 def _check_model_folder(path: Path, key: str) -> None:
-    _check_weights(path, key)
+    _check_folder(path, key)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(f"{key}: {path} has no tokenizer (tokenizer.json); save the model's tokenizer into it")
+    _check_weights(path, key)
 
 
 def _check_critic_folder(path: Path) -> None:
     """A Hugging Face folder, or the ``critic`` folder of a checkpoint, which holds one; it needs no tokenizer."""
     saved = path / "model"
-    _check_weights(saved if saved.is_dir() else path, "critic.path")
+    folder = saved if saved.is_dir() else path
+    _check_folder(folder, "critic.path")
+    _check_weights(folder, "critic.path")
 
 
-def _check_weights(path: Path, key: str) -> None:
+def _check_folder(path: Path, key: str) -> None:
     if not path.is_dir():
         raise UserError(f"{key}: {path} is not a folder")
     if not (path / "config.json").is_file():
         raise UserError(f"{key}: {path} has no config.json; it is not the folder of a Hugging Face model")
+
+
+def _check_weights(path: Path, key: str) -> None:
     if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
         raise UserError(f"{key}: {path} has no weights (*.safetensors)")

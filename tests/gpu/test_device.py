@@ -6,11 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_async.configs.schema import AlgorithmConfig, DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.configs.algorithm import AlgorithmConfig
+from rl_async.configs.critic import CriticConfig
+from rl_async.configs.schema import DataConfig, ModelConfig, RunConfig, TrainerConfig
 from rl_async.messages import Sampling
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.sequence import Sequence
-from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.algorithm import build
+from rl_async.trainer.models import build_models
 from rl_async.trainer.update import Batch, plan_batch, row_keys, update
 from rl_async.weight_sync.buckets import make_buckets, unpack
 from tests.conftest import make_rows
@@ -21,24 +24,27 @@ pytestmark = [
 ]
 
 
-def test_training_step_and_export_on_cuda(model_folder: Path) -> None:
+@pytest.mark.parametrize("critic", [None, CriticConfig(), CriticConfig(shared=True)], ids=["none", "own", "shared"])
+def test_training_step_and_export_on_cuda(model_folder: Path, critic: CriticConfig | None) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         config = RunConfig(
             model=ModelConfig(path=str(model_folder), device="cuda"),
             data=DataConfig(path="none"),
-            algorithm=AlgorithmConfig(),
+            algorithm=AlgorithmConfig(advantage="gae" if critic else "grpo"),
+            critic=critic,
             trainer=TrainerConfig(learning_rate=1e-3),
         )
-        backend = Fsdp2Backend(str(model_folder), "float32", "cuda:0", config.trainer)
+        models = build_models(config, "cuda:0")
         rows = make_rows(0)
         headers = [row.header() for row in rows]
         batch = Batch(0, headers, plan_batch(headers, 0, config, 1), dict(zip(row_keys(headers), rows, strict=True)))
-        metrics = update(backend, None, batch, config)
+        metrics = update(models, batch, build(config), config).metrics
         assert metrics["loss/grad_norm"] > 0
-        backend.sleep()
-        backend.wake()
-        exported = dict(backend.export())
+        assert (critic is None) == ("critic/loss" not in metrics)
+        models.sleep()
+        models.wake()
+        exported = dict(models.policy.export())
         for bucket in make_buckets(iter(exported.items()), 1 << 16):
             for name, tensor in unpack(bucket.data, bucket.info):
                 assert torch.equal(tensor, exported[name].cpu())
