@@ -10,8 +10,10 @@ from torch import Tensor
 
 from rl_async.configs import algorithm
 from rl_async.configs.algorithm import AdvantageOptions
-from rl_async.trainer.advantages import ADVANTAGES, AdvantageInputs, gae_whitened
+from rl_async.trainer.advantages import AdvantageInputs
+from rl_async.trainer.estimators import ADVANTAGES
 from rl_async.trainer.gae import gae, whiten
+from rl_async.trainer.token_advantages import gae_advantage
 
 SEEDS = range(8)
 
@@ -107,10 +109,10 @@ def test_the_registered_estimator_whitens_over_sampled_tokens_of_scored_rows(see
 @pytest.mark.parametrize("seed", SEEDS)
 def test_padding_and_the_order_of_rows_change_nothing(seed: int) -> None:
     x = batch(seed)
-    expected = gae_whitened(x)
+    expected = gae_advantage(x)
     order = list(range(len(x.mask)))
     random.Random(seed).shuffle(order)
-    torch.testing.assert_close(gae_whitened(reorder(x, order)), expected[order])
+    torch.testing.assert_close(gae_advantage(reorder(x, order)), expected[order])
     assert x.values is not None
     wide = dataclasses.replace(
         x,
@@ -119,7 +121,7 @@ def test_padding_and_the_order_of_rows_change_nothing(seed: int) -> None:
         mask=pad(x.mask, False),
         turns=pad(x.turns, -1),
     )
-    torch.testing.assert_close(gae_whitened(wide), pad(expected, 0.0))
+    torch.testing.assert_close(gae_advantage(wide), pad(expected, 0.0))
 
 
 def reorder(x: AdvantageInputs, order: list[int]) -> AdvantageInputs:
