@@ -22,7 +22,8 @@ from torch import Tensor
 from rl_async.configs.algorithm import AlgorithmConfig
 from rl_async.configs.correction import PRESETS
 from rl_async.trainer.correction import correct
-from rl_async.trainer.losses import LOSSES, LossInputs, PolicyLoss, SelectInputs
+from rl_async.trainer.loss_inputs import LossInputs, PolicyLoss, SelectInputs
+from rl_async.trainer.losses import LOSSES
 
 REPEATS = 7
 MIB = 2**20

@@ -15,7 +15,11 @@ ADVANTAGES = (
 )
 WITHOUT_GROUPS = ("remax", "reinforce_plus_plus", "gae")  # the others compare the members of a group
 NEEDS_DISTRIBUTION = ("optimal_token_baseline", "tir_optimal_token_baseline")
-LOSSES = ("ppo", "reinforce")
+LOSSES = (
+    *("ppo", "decoupled_ppo", "reinforce", "gpg", "gspo", "gmpo", "sapo", "cispo", "dro"),
+    *("dppo_tv", "dppo_kl", "ipo", "m2po", "clip_cov", "kl_cov"),
+)
+WITHOUT_RATIO = ("reinforce", "gpg")
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
@@ -36,6 +40,21 @@ class LossOptions(Config, frozen=True):
     clip_dual: Annotated[
         Annotated[float, Meta(gt=1)] | None, doc("ppo: dual clip, the bound c of -c A for negative advantages.")
     ] = None
+    decoupled_cap: Annotated[
+        float, Meta(gt=0, description="decoupled_ppo: tokens with a larger pi_old/mu count 0.")
+    ] = 5.0
+    sapo_tau_positive: Annotated[float, Meta(gt=0, description="sapo: steepness of the gate where A > 0.")] = 1.0
+    sapo_tau_negative: Annotated[float, Meta(gt=0, description="sapo: steepness of the gate where A <= 0.")] = 1.05
+    dro_beta: Annotated[float, Meta(gt=0, description="dro: weight of the quadratic penalty.")] = 0.1
+    dppo_tv: Annotated[float, Meta(gt=0, description="dppo_tv: largest total variation on a token.")] = 0.2
+    dppo_kl: Annotated[float, Meta(gt=0, description="dppo_kl: largest KL on a token.")] = 0.05
+    ipo: Annotated[float, Meta(gt=0, description="ipo: largest change of a token's probability.")] = 0.1
+    m2po: Annotated[float, Meta(gt=0, description="m2po: budget for the mean of (log pi_old/mu)^2.")] = 0.04
+    clip_cov_share: Annotated[Fraction, doc("clip_cov: share of tokens held back.")] = 2e-4
+    clip_cov_low: Annotated[float, doc("clip_cov: covariance above which a token may be held back.")] = 1.0
+    clip_cov_high: Annotated[float, doc("clip_cov: and below which.")] = 5.0
+    kl_cov_share: Annotated[Fraction, doc("kl_cov: share of tokens with a penalty.")] = 2e-4
+    kl_cov_coef: Annotated[float, Meta(ge=0, description="kl_cov: weight of |log r| on them.")] = 1.0
 
 
 class KlConfig(Config, frozen=True):
@@ -43,7 +62,7 @@ class KlConfig(Config, frozen=True):
 
     coef: Annotated[float, Meta(ge=0, description="Weight of the KL; 0: no reference model.")] = 0.0
     estimator: Annotated[
-        Literal["k1", "k2", "k3", "abs", "full", "k1+", "k3+"],
+        Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+", "full"],
         doc("Estimator of KL(pi || reference) per token; full needs both logits; + : k2's gradient."),
     ] = "k3"
     place: Annotated[Literal["loss", "reward"], doc("Added to the loss, or taken from each token's reward.")] = "loss"

@@ -3,7 +3,14 @@
 import difflib
 from collections.abc import Callable, Iterator
 
-from rl_async.configs.algorithm import ADVANTAGES, LOSSES, NEEDS_DISTRIBUTION, WITHOUT_GROUPS, AlgorithmConfig
+from rl_async.configs.algorithm import (
+    ADVANTAGES,
+    LOSSES,
+    NEEDS_DISTRIBUTION,
+    WITHOUT_GROUPS,
+    WITHOUT_RATIO,
+    AlgorithmConfig,
+)
 from rl_async.configs.correction import PRESETS, Correction, resolve
 from rl_async.configs.critic import NEEDS_CRITIC
 from rl_async.configs.schema import RunConfig
@@ -85,7 +92,8 @@ def _correction(c: RunConfig) -> str | None:
         correction = resolve(c.algorithm.correction, c.algorithm.correction_options)
     except ConfigError as error:
         return str(error)
-    return _correction_loss(c.algorithm, correction) or _bypass(c.algorithm, correction)
+    rules = (_correction_loss, _double_weight, _bypass)
+    return next((message for rule in rules if (message := rule(c.algorithm, correction))), None)
 
 
 def _correction_loss(a: AlgorithmConfig, correction: Correction) -> str | None:
@@ -95,6 +103,15 @@ def _correction_loss(a: AlgorithmConfig, correction: Correction) -> str | None:
         return (
             f"algorithm.correction={a.correction} brings its own loss, {correction.loss}, and algorithm.loss={a.loss} "
             "asks for another; leave algorithm.loss out, or choose a correction without a loss"
+        )
+    return None
+
+
+def _double_weight(a: AlgorithmConfig, correction: Correction) -> str | None:
+    if a.loss == "decoupled_ppo" and correction.weight != "none":
+        return (
+            f"algorithm.loss=decoupled_ppo weighs tokens by pi_old/mu itself, and algorithm.correction={a.correction} "
+            "would weigh them again; use algorithm.correction=disabled, or algorithm.loss=ppo"
         )
     return None
 
@@ -109,7 +126,12 @@ def _bypass(a: AlgorithmConfig, correction: Correction) -> str | None:
             "mini-batch; use a decoupled correction"
         )
     loss = correction.loss or a.loss
-    if correction.weight != "none" and loss != "reinforce":
+    if loss == "m2po":
+        return (
+            "algorithm.loss=m2po limits how far pi_old is from mu, and algorithm.correction="
+            f"{a.correction} takes mu for pi_old; use a decoupled correction"
+        )
+    if correction.weight != "none" and loss not in WITHOUT_RATIO:
         return (
             f"algorithm.correction_options.weight={correction.weight} with algorithm.correction={a.correction} would "
             f"correct twice, since the ratio of algorithm.loss={loss} is pi/mu already; use a decoupled or a bypass_pg "
@@ -131,6 +153,20 @@ def _sum_squares(c: RunConfig) -> str | None:
         return (
             f"algorithm.advantage={name} needs the distribution of pi_old, and algorithm.correction="
             f"{c.algorithm.correction} spares the pass that would give it; use a decoupled correction"
+        )
+    return None
+
+
+def _kl(c: RunConfig) -> str | None:
+    kl = c.algorithm.kl
+    if kl.estimator == "full" and kl.place == "reward":
+        return (
+            "algorithm.kl.estimator=full needs both distributions over the vocabulary, which no token's reward keeps; "
+            "use algorithm.kl.place=loss, or another estimator"
+        )
+    if kl.place == "reward" and kl.estimator.endswith("+"):
+        return (
+            f"algorithm.kl.estimator={kl.estimator} differs by its gradient, and a reward has none; use it in the loss"
         )
     return None
 
@@ -197,6 +233,7 @@ RULES: tuple[Rule, ...] = (
     _truncation,
     _publish_every,
     _group_size,
+    _kl,
     _sum_squares,
     _critic,
     _critic_warmup,

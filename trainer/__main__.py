@@ -29,6 +29,7 @@ from rl_async.trainer.checkpoint import list_checkpoints, load_checkpoint
 from rl_async.trainer.depth import QueueDepth
 from rl_async.trainer.evaluation import Evaluations
 from rl_async.trainer.guard import Guard
+from rl_async.trainer.kl import KlController
 from rl_async.trainer.models import build_models
 from rl_async.trainer.publisher import EnginePublisher, NoEngines
 from rl_async.trainer.records import drop_torn_line, next_lineage
@@ -129,6 +130,7 @@ def _base_run(config: RunConfig, arguments: argparse.Namespace, models: Models) 
         source=source,
         publisher=NoEngines(),
         guard=Guard.of(config),
+        kl=KlController(config.algorithm.kl),
         tracking=Tracking(config, arguments.run) if dist.get_rank() == 0 else None,
     )
 
@@ -144,7 +146,7 @@ def _restore(run: Run, resume: bool) -> bytes:
     if not checkpoints:
         return b""
     state, snapshot = load_checkpoint(checkpoints[-1], run.models.trained())
-    run.start_step = state.step
+    run.start_step, run.kl.coef = state.step, state.kl_coef
     log.info("resuming after step %d as lineage %d", state.step, run.lineage)
     return snapshot
 

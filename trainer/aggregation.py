@@ -43,7 +43,7 @@ def seq_mean_token_sum(values: Tensor, mask: Tensor, row_weights: Tensor, counts
 
 
 def seq_mean_token_sum_norm(values: Tensor, mask: Tensor, row_weights: Tensor, counts: Counts) -> Tensor:
-    """``seq_mean_token_sum`` over a constant length, free of length bias (Dr. GRPO, arXiv:2503.20783, section 3.1)."""
+    """``seq_mean_token_sum`` over a constant length, free of length bias (Dr. GRPO, arXiv:2503.20783)."""
     return seq_mean_token_sum(values, mask, row_weights, counts) / counts.width
 
 

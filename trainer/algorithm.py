@@ -13,7 +13,8 @@ from rl_async.trainer.backend import Want
 from rl_async.trainer.correction import Corrected, correct, normalise
 from rl_async.trainer.estimators import ADVANTAGES, LOOKS
 from rl_async.trainer.kl import ESTIMATORS
-from rl_async.trainer.losses import LOSSES, PolicyLoss
+from rl_async.trainer.loss_inputs import PolicyLoss
+from rl_async.trainer.losses import LOSSES
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ def build(config: RunConfig) -> Algorithm:
     wants: set[Want] = set()
     if algorithm.entropy_coef > 0:
         wants.add("entropy")
+    if algorithm.kl.coef > 0 and algorithm.kl.estimator == "full":
+        wants.add("distribution")
     if config.critic is not None and config.critic.shared:
         looks.add("values")
         wants.add("values")

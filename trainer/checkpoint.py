@@ -6,7 +6,7 @@ value_head.safetensors     of a critic that shares the policy's backbone
 critic/              the same three of a critic with a model of its own
 random-rankN.safetensors   torch's random state
 queue.msgpack        what the queue needs to admit unfinished work again
-state.json           step and lineage
+state.json           step, lineage and the KL's coefficient
 """
 
 import os
@@ -25,10 +25,11 @@ PREFIX = "step-"
 
 
 class CheckpointState(msgspec.Struct, frozen=True):
-    """``step`` completed steps, trained in ``lineage``."""
+    """``step`` completed steps, trained in ``lineage``; ``kl_coef`` is where the controller had got to."""
 
     step: int
     lineage: int
+    kl_coef: float
 
 
 def save_checkpoint(

@@ -28,13 +28,13 @@ def grpo(x: AdvantageInputs) -> Tensor:
 def dr_grpo(x: AdvantageInputs) -> Tensor:
     """A_i = r_i - mean: no standard deviation, which would favour groups that are nearly always right or wrong.
 
-    Source: Dr. GRPO (arXiv:2503.20783), section 3.1; its other half is the aggregation ``seq-mean-token-sum-norm``.
+    Source: Dr. GRPO (arXiv:2503.20783); its other half is the aggregation ``seq-mean-token-sum-norm``.
     """
     return spread(_groups(x).centred(x.rewards), x.mask)
 
 
 def rloo(x: AdvantageInputs) -> Tensor:
-    """A_i = r_i - mean of the others = n / (n - 1) (r_i - mean). Source: RLOO (arXiv:2402.14740), section 2.2."""
+    """A_i = r_i - mean of the others = n / (n - 1) (r_i - mean). Source: RLOO (arXiv:2402.14740)."""
     groups = _groups(x)
     factor = groups.size / (groups.size - 1).clamp(min=1)
     return spread(factor * groups.centred(x.rewards), x.mask)
@@ -43,7 +43,7 @@ def rloo(x: AdvantageInputs) -> Tensor:
 def opo(x: AdvantageInputs) -> Tensor:
     """A_i = r_i - sum_j(l_j r_j) / sum_j(l_j), l the number of sampled tokens: the length-weighted optimal baseline.
 
-    Source: OPO (arXiv:2505.23585), eq. 7. It assumes that a sequence's squared gradient grows with its length.
+    Source: OPO (arXiv:2505.23585). It assumes that a sequence's squared gradient grows with its length.
     """
     lengths = torch.where(x.scored, x.mask.sum(1).double(), 0.0)
     groups = Groups.of(x.groups, lengths)
@@ -55,7 +55,7 @@ def opo(x: AdvantageInputs) -> Tensor:
 def gpg(x: AdvantageInputs) -> Tensor:
     """A_i = alpha (r_i - mean), alpha = episodes / episodes of groups whose rewards differ, over the batch.
 
-    Source: GPG (arXiv:2504.02546), eq. 7 with F_norm = 1: alpha makes up for groups that give no gradient.
+    Source: GPG (arXiv:2504.02546) with F_norm = 1: alpha makes up for groups that give no gradient.
     """
     groups = _groups(x)
     centred = groups.centred(x.rewards)
@@ -83,7 +83,7 @@ def gdpo(x: AdvantageInputs) -> Tensor:
 
     A = whiten(sum_k w_k (r_k - mean_k) / (std_k + 1e-4)), so that a part of small spread is not drowned by another.
     w_k from ``gdpo_weights``, 1 if not named. Without parts the reward is the only one. Source: GDPO
-    (arXiv:2601.05242), eqs. 4 to 6.
+    (arXiv:2601.05242).
     """
     groups = _groups(x)
     total = torch.zeros_like(x.rewards)
@@ -96,13 +96,13 @@ def gdpo(x: AdvantageInputs) -> Tensor:
 def reinforce_plus_plus_baseline(x: AdvantageInputs) -> Tensor:
     """The group's mean as baseline, then whitened over all sampled tokens of the batch.
 
-    Source: REINFORCE++ (arXiv:2501.03262), the variant with a group baseline, section 3.2.
+    Source: REINFORCE++ (arXiv:2501.03262), the variant with a group baseline.
     """
     return _whitened(_groups(x).centred(x.rewards), x)
 
 
 def remax(x: AdvantageInputs) -> Tensor:
-    """A_i = r_i - r of the greedy episode of the same task. Source: ReMax (arXiv:2310.10505), algorithm 2."""
+    """A_i = r_i - r of the greedy episode of the same task. Source: ReMax (arXiv:2310.10505)."""
     assert x.baselines is not None, "remax needs greedy episodes"
     return spread(torch.where(x.scored, x.rewards - x.baselines, 0.0), x.mask)
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from rl_async.configs.algorithm import AlgorithmConfig
 from rl_async.trainer.aggregation import count
 from rl_async.trainer.algorithm import Algorithm
-from rl_async.trainer.backend import LossFn, Outputs
+from rl_async.trainer.backend import Backend, LossFn, Outputs
 from rl_async.trainer.correction import Corrected
-from rl_async.trainer.losses import LossInputs, SelectInputs
+from rl_async.trainer.loss_inputs import LossInputs, SelectInputs
 from rl_async.trainer.whole_batch import Micro, WholeBatch, gather
 
 SUMS = ("kl", "entropy", "clipped", "tokens")
@@ -66,6 +66,8 @@ class Objective:
     algorithm: Algorithm
     config: AlgorithmConfig
     tally: Tally
+    kl_coef: float = 0.0
+    reference: Backend | None = None  # asked for whole distributions as the loss goes, micro-batch by micro-batch
 
     def minibatch(self, parts: Sequence[Micro], rows: Sequence[int], width: int, seed: int) -> LossFn:
         """The loss of this rank's ``parts`` of the mini-batch ``rows`` (of all ranks).
@@ -130,14 +132,26 @@ class Objective:
     def _regularisation(self, micro: Micro, outputs: Outputs, inputs: LossInputs) -> Tensor:
         """KL to the reference and entropy bonus per token [B, T]."""
         total = torch.zeros_like(inputs.logprobs)
-        if self.looked.reference is not None and self.config.kl.place == "loss":
-            kl = self.algorithm.kl(inputs.logprobs, torch.where(inputs.mask, micro.cut(self.looked.reference), 0.0))
+        kl = self._kl(micro, outputs, inputs)
+        if kl is not None:
             self.tally.add("kl", kl, inputs.mask)
-            total = total + self.config.kl.coef * kl
+            total = total + self.kl_coef * kl
         if outputs.entropy is not None:
             self.tally.add("entropy", outputs.entropy, inputs.mask)
             total = total - self.config.entropy_coef * outputs.entropy
         return total
+
+    def _kl(self, micro: Micro, outputs: Outputs, inputs: LossInputs) -> Tensor | None:
+        """KL to the reference [B, T], if it belongs into the loss."""
+        if self.config.kl.place == "reward":
+            return None
+        if self.reference is not None:
+            reference = self.reference.forward(micro.tensors, frozenset({"distribution"})).distribution
+            assert outputs.distribution is not None and reference is not None
+            return self.algorithm.kl(outputs.distribution, reference)
+        if self.looked.reference is None:
+            return None
+        return self.algorithm.kl(inputs.logprobs, torch.where(inputs.mask, micro.cut(self.looked.reference), 0.0))
 
     def _notice(self, x: LossInputs) -> None:
         ratio = (x.logprobs.detach() - x.proximal).exp()

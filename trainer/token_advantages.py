@@ -25,7 +25,7 @@ def returns_to_go(x: AdvantageInputs, gamma: float = 1.0) -> Tensor:
 def reinforce_plus_plus(x: AdvantageInputs) -> Tensor:
     """Returns to go, discounted by gamma per sampled token, whitened over all sampled tokens of the batch.
 
-    Source: REINFORCE++ (arXiv:2501.03262), section 3.1. No group is needed.
+    Source: REINFORCE++ (arXiv:2501.03262). No group is needed.
     """
     return whiten(returns_to_go(x, x.options.gamma), x.mask & x.scored[:, None])
 

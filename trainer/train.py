@@ -27,6 +27,7 @@ from rl_async.trainer.depth import QueueDepth
 from rl_async.trainer.evaluation import Evaluations
 from rl_async.trainer.explanation import explain
 from rl_async.trainer.guard import Guard
+from rl_async.trainer.kl import KlController
 from rl_async.trainer.publisher import Publisher
 from rl_async.trainer.records import append_trained, write_trajectories
 from rl_async.trainer.sources import BatchSource
@@ -50,6 +51,7 @@ class Run:
     source: BatchSource
     publisher: Publisher
     guard: Guard
+    kl: KlController
     evaluations: Evaluations | None = None
     depth: QueueDepth | None = None
     tracking: Tracking | None = None
@@ -69,8 +71,9 @@ def train(run: Run) -> None:
         have_batch = time.perf_counter()
 
         run.publisher.before_train()
-        updated = update(run.models, batch, run.algorithm, config)
+        updated = update(run.models, batch, run.algorithm, config, run.kl.coef)
         metrics = updated.metrics
+        metrics |= run.kl.after_step(metrics["loss/kl_reference"], len(batch.headers))
         time.sleep(max(0.0, have_batch + config.trainer.min_train_s - time.perf_counter()))
         record(run, batch, updated.corrected)
         dist.barrier()  # all ranks have trained and recorded before anyone is told so
@@ -138,7 +141,7 @@ def is_checkpoint_due(config: RunConfig, completed: int) -> bool:
 def checkpoint(run: Run, completed: int) -> None:
     """Save, and tell the source that what came before will not be asked for again."""
     snapshot = run.source.snapshot() if run.rank == 0 else b""
-    state = CheckpointState(step=completed, lineage=run.lineage)
+    state = CheckpointState(step=completed, lineage=run.lineage, kl_coef=run.kl.coef)
     models, keep = run.models.trained(), run.config.trainer.keep_checkpoints
     save_checkpoint(run.folder / "checkpoints", models, state, snapshot, keep)
     if run.rank == 0:

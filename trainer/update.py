@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl_async.configs.algorithm import KlConfig
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import TrainingDiverged
 from rl_async.messages import Trajectory, TrajectoryHeader
@@ -90,8 +91,8 @@ def mask_bound(config: RunConfig) -> int | None:
     return config.queue.max_staleness if config.queue.on_straggler == "mask" else None
 
 
-def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig) -> Updated:
-    """Train on ``batch``.
+def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig, kl_coef: float = 0.0) -> Updated:
+    """Train on ``batch``. ``kl_coef`` is the weight of the KL to the reference in this step.
 
     Raises TrainingDiverged naming the step and the batch's groups when a number is not finite; no weight of that
     model has changed in the mini-batch that failed.
@@ -100,19 +101,27 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     micros = [micro for mini in minis for micro in mini]
     whole = assemble(batch.headers, micros)
     looked = look(models, whole, micros, algorithm)
-    inputs = advantage_inputs(whole, looked, config)
+    inputs, kl = penalised(advantage_inputs(whole, looked, config), looked, algorithm, config.algorithm.kl, kl_coef)
     gains = algorithm.advantage(inputs).to(torch.float32)
     corrected = algorithm.finish(algorithm.correct(looked.proximal, whole.behaviour, whole.mask, whole.age))
     tally = Tally()
     objective = Objective(
-        whole, looked, gains, corrected if algorithm.decoupled else None, algorithm, config.algorithm, tally
+        whole=whole,
+        looked=looked,
+        advantages=gains,
+        corrected=corrected if algorithm.decoupled else None,
+        algorithm=algorithm,
+        config=config.algorithm,
+        tally=tally,
+        kl_coef=kl_coef,
+        reference=models.reference if config.algorithm.kl.estimator == "full" else None,
     )
     metrics = train_minibatches(models, objective, lesson(inputs, config.critic), batch, minis, config)
     target = looked.proximal
     if not algorithm.decoupled:
         target = tally.first_pass(micros, whole.shape)
         corrected = algorithm.correct(target, whole.behaviour, whole.mask, whole.age)
-    metrics |= tally.metrics()
+    metrics |= tally.metrics() | kl
     metrics |= correction_metrics(target, whole.behaviour, whole.mask, whole.age, corrected, algorithm.rules)
     return Updated({**metrics, "tokens/trained": float(corrected.keep.sum())}, corrected)
 
@@ -132,7 +141,7 @@ def look(models: Models, whole: WholeBatch, micros: Sequence[Micro], algorithm: 
             looked = replace(looked, sum_squares=whole_batch([o.sum_squares for o in outputs]))
         if "values" in algorithm.looks:
             looked = replace(looked, values=whole_batch([o.values for o in outputs]))
-    if models.reference is not None:
+    if models.reference is not None and "distribution" not in algorithm.wants:
         looked = replace(looked, reference=whole_batch([models.reference.forward(m.tensors).logprobs for m in micros]))
     if models.critic is not None:
         looked = replace(looked, values=whole_batch([models.critic.forward(m.tensors).values for m in micros]))
@@ -163,6 +172,18 @@ def advantage_inputs(whole: WholeBatch, looked: Looked, config: RunConfig) -> Ad
         logprobs=looked.proximal.double(),
         sum_squares=None if looked.sum_squares is None else looked.sum_squares.double(),
     )
+
+
+def penalised(
+    x: AdvantageInputs, looked: Looked, algorithm: Algorithm, kl: KlConfig, coef: float
+) -> tuple[AdvantageInputs, dict[str, float]]:
+    """With ``kl.place=reward``, every token's reward less coef * KL(pi_old || reference), and the mean of that KL."""
+    if kl.place != "reward" or looked.reference is None:
+        return x, {}
+    penalty = torch.where(x.mask, algorithm.kl(looked.proximal.double(), looked.reference.double()), 0.0)
+    mean = penalty.sum().item() / max(int(x.mask.sum()), 1)
+    rewards = x.rewards - coef * penalty.sum(1)
+    return replace(x, rewards=rewards, token_rewards=x.token_rewards - coef * penalty), {"loss/kl_reference": mean}
 
 
 def greedy_baselines(headers: Sequence[TrajectoryHeader]) -> tuple[Tensor | None, Tensor]:

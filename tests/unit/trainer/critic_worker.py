@@ -36,7 +36,7 @@ def run(model: Path, out: Path, tokens: int, kind: str, correction: str) -> None
     )
     models = build_models(config, "cpu")
     metrics = [train(models, step, config) for step in range(3)]
-    save_checkpoint(out, models.trained(), CheckpointState(step=3, lineage=0), b"", keep=1)
+    save_checkpoint(out, models.trained(), CheckpointState(step=3, lineage=0, kl_coef=0.0), b"", keep=1)
     again = build_models(config, "cpu")
     load_checkpoint(out / "step-000003", again.trained())
     tensors = {}
