@@ -40,21 +40,23 @@ def correct(target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, correc
         age: int [B, T], staleness of each token in steps.
         correction: what to do; batch normalisation is not local and left to ``normalise``.
     """
+    # Bytes and numbers in place of booleans, and tensors changed in place: on a CPU that is several times faster than
+    # masks and new tensors.
+    keep, rule = mask.to(torch.uint8), torch.zeros_like(mask, dtype=torch.uint8)
     log_ratio = torch.where(mask, target.detach() - behaviour, 0.0)
-    keep, rule = mask.clone(), torch.zeros_like(mask, dtype=torch.uint8)
     for name, rejected in _rejected(log_ratio, mask, age, correction):
-        rule[rejected & keep] = RULES.index(name)
-        keep &= ~rejected
-    weights = _weights(log_ratio, mask, correction)
+        hit = keep * rejected.view(torch.uint8)
+        rule.add_(hit, alpha=RULES.index(name))
+        keep -= hit
+    weights = _weights(log_ratio, correction)
     if correction.band is not None:
-        low, high = band(correction.band)
-        outside = (weights < low) | (weights > high)
-        rule[outside & keep] = RULES.index("band")
-        weights = torch.where(outside, 0.0, weights)
+        outside = _is_outside(weights, *band(correction.band)).view(torch.uint8)
+        rule.add_(outside * keep, alpha=RULES.index("band"))
+        weights = weights.mul_((1 - outside).to(weights.dtype))
     if correction.age_weights:
         factors = torch.tensor(correction.age_weights, dtype=weights.dtype, device=weights.device)
         weights = weights * factors[age.long().clamp(0, len(factors) - 1)]
-    return Corrected(torch.where(keep, weights, 0.0), keep, rule)
+    return Corrected(keep.to(weights.dtype).mul_(weights), keep.view(torch.bool), rule)
 
 
 def normalise(corrected: Corrected) -> Corrected:
@@ -68,17 +70,17 @@ def normalise(corrected: Corrected) -> Corrected:
     return Corrected((corrected.weights.double() / mean).to(corrected.weights.dtype), corrected.keep, corrected.rule)
 
 
-def _weights(log_ratio: Tensor, mask: Tensor, correction: Correction) -> Tensor:
-    """[B, T]: 1, r, or the product of r over the row, truncated at the cap.
+def _weights(log_ratio: Tensor, correction: Correction) -> Tensor:
+    """[B, T] or [B, 1]: 1, r, or the product of r over the row, truncated at the cap.
 
     Truncated importance sampling: Espeholt et al. (arXiv:1802.01561), rho-bar of section 4.1. The product over a
     sequence is the importance weight of the whole trajectory, e.g. Precup, Sutton & Singh (2000), section 3.
     """
     if correction.weight == "none":
-        return torch.ones_like(log_ratio)
-    total = log_ratio if correction.weight == "token" else _sum(log_ratio).to(log_ratio).expand_as(log_ratio)
-    weights = total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    return weights if correction.cap is None else weights.clamp(max=correction.cap)
+        return torch.ones_like(log_ratio[:, :1])
+    total = log_ratio if correction.weight == "token" else _sum(log_ratio).to(log_ratio)
+    weights = total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp_()
+    return weights if correction.cap is None else weights.clamp_(max=correction.cap)
 
 
 def _rejected(log_ratio: Tensor, mask: Tensor, age: Tensor, correction: Correction) -> Iterator[tuple[str, Tensor]]:
@@ -100,16 +102,25 @@ def _outside(log_ratio: Tensor, mask: Tensor, level: str, measure: str, low: flo
     seq_max_k1 is outside if any r is. k2 = log(r)^2 / 2 and k3 = r - 1 - log r estimate KL(mu || pi). Source of the
     estimators: Schulman, "Approximating KL divergence" (2020).
     """
-    clamped = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    values = {"k1": log_ratio, "k2": log_ratio**2 / 2, "k3": clamped.exp() - 1 - clamped}[measure]
+    values = log_ratio
+    if measure == "k2":
+        values = log_ratio**2 / 2
+    elif measure == "k3":
+        clamped = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        values = clamped.exp().sub_(1).sub_(clamped)
     if measure == "k1":
         low, high = math.log(low) if low > 0 else -math.inf, math.log(high)
     if level == "seq_sum":
         values = _sum(values)
     if level == "seq_mean":
         values = _sum(values) / mask.sum(1, keepdim=True).clamp(min=1)
-    outside = (values < low) | (values > high)
+    outside = _is_outside(values, low, high)
     return (outside & mask).any(1, keepdim=True) if level == "seq_max" else outside
+
+
+def _is_outside(values: Tensor, low: float, high: float) -> Tensor:
+    """Bool: which values are not in [low, high]."""
+    return values.clamp(low, high) != values
 
 
 def _sum(values: Tensor) -> Tensor:
