@@ -114,7 +114,13 @@ class QueueConfig(Config, frozen=True):
     ] = "wait"
     lease_s: Annotated[Seconds, _doc("A worker silent for this long loses its leases.")] = 15.0
     max_attempts: Annotated[Positive, _doc("A group failing this often is dead-lettered with its error.")] = 3
-    max_bytes: Annotated[Positive, _doc("Payload bytes held; reserved when a group is admitted.")] = 1 << 30
+    max_bytes: Annotated[
+        Positive,
+        _doc(
+            "Payload bytes held: of unfinished groups, and of those trained since the last checkpoint. Beyond it, "
+            "groups are admitted only for the next batch (counted as queue/short_of_bytes)."
+        ),
+    ] = 1 << 30
     port: Annotated[Count, _doc("0: a free port.")] = 0
 
 
@@ -152,7 +158,13 @@ class TrainerConfig(Config, frozen=True):
         "constant"
     )
     warmup_steps: Annotated[Count, _doc("Optimizer steps of linear warm-up.")] = 0
-    checkpoint_every: Annotated[Count, _doc("Steps between checkpoints; 0: only at the end.")] = 10
+    checkpoint_every: Annotated[
+        Count,
+        _doc(
+            "Steps between checkpoints; 0: only at the end. One is written out of turn when the trajectories trained "
+            "since the last, which the queue keeps for a restart, fill half of queue.max_bytes."
+        ),
+    ] = 10
     keep_checkpoints: Annotated[Positive, _doc("Older checkpoints are deleted.")] = 2
     batch_timeout_s: Annotated[Seconds, _doc("A batch that takes longer ends the run, naming what is missing.")] = 300.0
     min_train_s: Annotated[

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from rl_async.configs.schema import RunConfig
 from rl_async.messages import Trajectory, Version
 from rl_async.trainer.backend import Backend
-from rl_async.trainer.checkpoint import CheckpointState, save_checkpoint
+from rl_async.trainer.checkpoint import CheckpointSchedule, CheckpointState, save_checkpoint
 from rl_async.trainer.depth import QueueDepth
 from rl_async.trainer.evaluation import Evaluations
 from rl_async.trainer.publisher import Publisher
@@ -55,6 +55,7 @@ class Run:
 def train(run: Run) -> None:
     """Train from ``run.start_step`` to ``trainer.steps``."""
     config, steps = run.config, run.config.trainer.steps
+    schedule = CheckpointSchedule(config)
     run.publisher.publish(Version(run.lineage, run.start_step), run.backend)
     for step in range(run.start_step, steps):
         began = time.perf_counter()
@@ -75,7 +76,7 @@ def train(run: Run) -> None:
             metrics |= run.publisher.publish(version, run.backend)
         synced = time.perf_counter()
 
-        if is_checkpoint_due(config, version.step):
+        if schedule.is_due(version.step, sum(header.nbytes for header in batch.headers)):
             checkpoint(run, version.step)
         metrics |= batch_metrics(batch.headers, step, mask_bound(config)) | conversations(batch)
         metrics |= {
@@ -116,12 +117,6 @@ def conversations(batch: Batch) -> dict[str, float]:
     sums = torch.tensor(conversation_sums(list(batch.rows.values())), dtype=torch.float64)
     dist.all_reduce(sums)
     return conversation_metrics(sums.tolist())
-
-
-def is_checkpoint_due(config: RunConfig, completed: int) -> bool:
-    """Every ``trainer.checkpoint_every`` steps, and at the end."""
-    every = config.trainer.checkpoint_every
-    return completed == config.trainer.steps or (every > 0 and completed % every == 0)
 
 
 def checkpoint(run: Run, completed: int) -> None:

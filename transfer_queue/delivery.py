@@ -5,7 +5,7 @@ import msgspec
 from rl_async.messages import Done, Leased, LeasedGroup, Refused, Task, TrajectoryHeader, Version
 from rl_async.transfer_queue.book import Book
 from rl_async.transfer_queue.groups import EVAL, EVAL_GROUPS, TRAIN, Group, Sample, State
-from rl_async.transfer_queue.policy import may_admit, may_lease
+from rl_async.transfer_queue.policy import is_short_of_bytes, may_admit, may_lease
 from rl_async.transfer_queue.source import TaskSource
 from rl_async.transfer_queue.transitions import (
     Admitted,
@@ -49,7 +49,10 @@ class Delivery:
         waiting = book.head(TRAIN)
         if waiting is not None:
             return waiting if may_lease(book.settings, book.active, begun=waiting.oldest is not None) else None
-        if not may_admit(book.settings, book.load()):
+        load = book.load()
+        if not may_admit(book.settings, load):
+            if is_short_of_bytes(book.settings, load):
+                book.counters["short_of_bytes"] += 1
             return None
         task, group_id = self._source.next(), book.next_group
         book.next_group += 1
