@@ -5,6 +5,7 @@
 """
 
 import argparse
+import functools
 import logging
 import os
 import random
@@ -150,9 +151,8 @@ def _train_from_queue(run: Run, address: str, resume: bool, snapshot: bytes) -> 
             log.info("the queue kept %d groups and admits %d again", resumed.kept, resumed.readmitted)
         run.depth = QueueDepth(queue)
         if config.data.eval_path:
-            run.evaluations = Evaluations(
-                queue, config.eval.every, lambda step, rows: record_evaluation(run.folder, step, rows)
-            )
+            record = functools.partial(record_evaluation, run.folder, run.lineage)
+            run.evaluations = Evaluations(queue, config.eval.every, record)
         with WeightCoordinator(
             lambda: QueueClient(address, role="weights", name="coordinator"),
             lambda record: VllmEngine(record.url),

@@ -1,9 +1,10 @@
-"""What the trainer writes about what it trained: ``trained.jsonl``, ``trajectories/``, and the lineage counter."""
+"""What the trainer writes: ``trained.jsonl``, ``evaluations.jsonl``, ``trajectories/``, and the lineage counter."""
 
 import gzip
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,12 @@ def append_trained(path: Path, lineage: int, step: int, rows: Iterable[Trajector
         file.write(b"".join(line + b"\n" for line in lines))
         file.flush()
         os.fsync(file.fileno())
+
+
+def append_evaluation(path: Path, lineage: int, metrics: Mapping[str, float]) -> None:
+    """Append the result of one evaluation."""
+    with path.open("ab") as file:
+        file.write(msgspec.json.encode({"lineage": lineage, "time": time.time(), **metrics}) + b"\n")
 
 
 def drop_torn_line(path: Path) -> None:
