@@ -229,6 +229,22 @@ async def test_lost_worker_is_replaced_and_fenced(address):
         queue.stop()
 
 
+async def test_what_a_killed_worker_waited_for_goes_to_another_at_once(queue, trainer):
+    with zmq.Context() as context, context.socket(zmq.DEALER) as killed:
+        killed.connect(queue.address)
+        ask(killed, ID, HELLO)
+        parked = Lease(worker="killed", max_groups=4, wait_s=60.0)
+        killed.send_multipart(wire.encode(b"87654321", parked))
+        ask(killed, ID, msgspec.msgpack.encode(Status()))  # the lease is parked by now
+        killed.close(0)
+    trainer.status()  # the queue's side of the connection has ended by now
+    trainer.publish(Version(0, 0), [])
+    async with worker(queue) as agent:
+        leased = (await agent.lease(4, 5.0)).groups
+    assert sorted(group.group_id for group in leased) == [0, 1, 2, 3]
+    assert "redelivered" not in trainer.status().counters
+
+
 async def test_two_workers_share_the_groups(queue, trainer):
     trainer.publish(Version(0, 0), [])
     async with worker(queue, "a") as a, worker(queue, "b") as b:

@@ -42,6 +42,7 @@ class Rig:
     now: float = 0.0
 
     def lease(self, worker: str = "w", max_groups: int = 100) -> list[LeasedGroup]:
+        self.store.renew(worker, self.now)
         leased = self.store.lease(worker, max_groups, self.now)
         assert isinstance(leased, Leased)
         return leased.groups
