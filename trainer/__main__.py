@@ -21,6 +21,7 @@ from rl_async.configs.schema import RunConfig
 from rl_async.configs.transport import resolve_transport
 from rl_async.errors import EXIT_FAILED, EXIT_USER, RlAsyncError, UserError
 from rl_async.lifeline import watch_lifeline
+from rl_async.lines import drop_torn_line
 from rl_async.log import setup_logging
 from rl_async.rollout_server.vllm import VllmEngine
 from rl_async.trainer import sources
@@ -29,7 +30,7 @@ from rl_async.trainer.depth import QueueDepth
 from rl_async.trainer.evaluation import Evaluations
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.publisher import EnginePublisher, NoEngines
-from rl_async.trainer.records import drop_torn_line, next_lineage
+from rl_async.trainer.records import next_lineage
 from rl_async.trainer.trackers import Tracking
 from rl_async.trainer.train import Run, record_evaluation, train
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
@@ -125,7 +126,7 @@ def _base_run(config: RunConfig, arguments: argparse.Namespace, backend: Fsdp2Ba
 def _restore(run: Run, resume: bool) -> bytes:
     """Take a new lineage and load the newest checkpoint, if resuming and there is one. Returns the queue's snapshot."""
     if resume and run.rank == 0:
-        drop_torn_line(run.folder / "trained.jsonl")
+        drop_torn_line(run.folder / "trained.jsonl")  # before any rank appends to it
     lineage = torch.tensor([next_lineage(run.folder, resume) if run.rank == 0 else 0])
     dist.broadcast(lineage, 0)
     run.lineage = int(lineage.item())

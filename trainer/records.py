@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from rl_async.lines import append_lines
 from rl_async.messages import Trajectory
 
 
@@ -46,15 +47,8 @@ def append_trained(path: Path, lineage: int, step: int, rows: Iterable[Trajector
 
 def append_evaluation(path: Path, lineage: int, metrics: Mapping[str, float]) -> None:
     """Append the result of one evaluation."""
-    with path.open("ab") as file:
+    with append_lines(path) as file:
         file.write(msgspec.json.encode({"lineage": lineage, "time": time.time(), **metrics}) + b"\n")
-
-
-def drop_torn_line(path: Path) -> None:
-    """Cut off a last line without its newline, which a killed process left, so that the next line stands alone."""
-    if path.exists():
-        whole = path.read_bytes()
-        os.truncate(path, whole.rfind(b"\n") + 1)
 
 
 def write_trajectories(path: Path, rows: Sequence[Trajectory]) -> None:

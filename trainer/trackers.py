@@ -11,6 +11,7 @@ import msgspec
 
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import ConfigError
+from rl_async.lines import append_lines
 
 log = logging.getLogger("rl_async.trackers")
 Metrics = Mapping[str, float]
@@ -36,7 +37,7 @@ class JsonlTracker:
     """``metrics.jsonl`` in the run folder: one object per step. Always on."""
 
     def start(self, config: RunConfig, folder: Path) -> None:
-        self._file = (folder / "metrics.jsonl").open("ab")
+        self._file = append_lines(folder / "metrics.jsonl")
 
     def log(self, step: int, metrics: Metrics) -> None:
         self._file.write(msgspec.json.encode(dict(metrics)) + b"\n")

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from rl_async.lines import append_lines
 from rl_async.transfer_queue.transitions import (
     Admitted,
     BatchCommitted,
@@ -24,10 +25,13 @@ from rl_async.transfer_queue.transitions import (
 
 
 class Ledger:
-    """Writes the transitions that concern whole groups. Each line is one write, so a killed queue tears none."""
+    """Writes the transitions that concern whole groups.
+
+    Each line is one write, so a killed queue tears none; one torn by a full disk is cut off by the next queue.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
+        self._file = append_lines(path, buffering=0)
 
     def append(self, transition: Transition) -> None:
         """Write the transition if it belongs into the ledger."""

@@ -1,10 +1,11 @@
 """What the trainer writes can be read back exactly, also after a crash in the middle of a line."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 
-from rl_async.trainer.records import append_trained, drop_torn_line, next_lineage, read_trajectories, write_trajectories
+from rl_async.trainer.records import append_evaluation, next_lineage, read_trajectories, write_trajectories
 from tests.conftest import make_rows
 
 
@@ -18,16 +19,13 @@ def test_trajectories_keep_every_bit(tmp_path: Path) -> None:
         assert before.header() == after.header()
 
 
-def test_a_torn_line_is_cut_off_before_the_next_is_written(tmp_path: Path) -> None:
-    path = tmp_path / "trained.jsonl"
-    append_trained(path, 0, 0, make_rows(0)[:2])
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"lineage":0,"st')
-    drop_torn_line(path)
-    assert path.read_bytes() == whole
-    drop_torn_line(path)
-    assert path.read_bytes() == whole
-    drop_torn_line(tmp_path / "missing.jsonl")
+def test_a_torn_evaluation_is_cut_off_before_the_next_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "evaluations.jsonl"
+    path.write_bytes(b'{"lineage":0,"ev')
+    for lineage in (1, 2):
+        append_evaluation(path, lineage, {"eval/reward": 0.5})
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["lineage"], row["eval/reward"]) for row in rows] == [(1, 0.5), (2, 0.5)]
 
 
 def test_every_resume_is_a_lineage_of_its_own(tmp_path: Path) -> None:

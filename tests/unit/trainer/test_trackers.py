@@ -47,6 +47,14 @@ def test_console_prints_a_line_per_step(tmp_path: Path, capsys: pytest.CaptureFi
     assert "step 1/100  reward/mean 0.500" in capsys.readouterr().err
 
 
+def test_a_torn_last_line_of_a_crash_is_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step":0}\n{"step":1,"rew')
+    tracking = Tracking(config(), tmp_path)
+    tracking.log(1, {"step": 1})
+    tracking.close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step":0}\n{"step":1}\n'
+
+
 class RememberingTracker:
     """Keeps what it is sent."""
 

@@ -59,10 +59,12 @@ def test_ledger_has_one_line_per_event_and_is_only_appended(make_rig, tmp_path):
     assert lines[3]["group"] == 1 and "boom" in lines[3]["error"]
     assert lines[6] == {"event": "reserve", "step": 0, "groups": [0, 2]}
     assert (lines[8]["step"], lines[8]["lineage"], lines[8]["fresh"]) == (0, 1, False)
+    with path.open("ab") as file:
+        file.write(b'{"event":"fi')  # torn by a crash
     again = Ledger(path)
     again.append(RunFinished())
     again.close()
-    assert len(path.read_text().splitlines()) == 11
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [*lines, {"event": "finish"}]
 
 
 def test_payloads_are_freed_with_their_groups():
