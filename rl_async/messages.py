@@ -4,12 +4,13 @@ Each struct names its producer and its consumer. Nothing else is sent on the que
 older process would misread, and raise SCHEMA.
 """
 
+import hashlib
 from typing import Any
 
 import msgspec
 import numpy as np
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 class Version(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -102,6 +103,7 @@ class TrajectoryHeader(msgspec.Struct, kw_only=True):
     reward: float
     finish_reason: str
     versions: list[VersionRun]
+    tokens_sha256: str  # of the payload's token ids, for the audit
     nbytes: int = 0  # of the payload frames; filled by the queue
 
 
@@ -146,7 +148,12 @@ class Trajectory(msgspec.Struct, kw_only=True):
             reward=self.reward,
             finish_reason=self.finish_reason,
             versions=self.versions,
+            tokens_sha256=self.tokens_sha256(),
         )
+
+    def tokens_sha256(self) -> str:
+        """Hash of the token ids, as hexadecimal digits: the same wherever the same tokens are."""
+        return hashlib.sha256(np.ascontiguousarray(self.token_ids, dtype="<i4").tobytes()).hexdigest()
 
 
 # --- requests to the queue ------------------------------------------------------------------------------------------

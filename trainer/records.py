@@ -1,7 +1,6 @@
 """What the trainer writes: ``trained.jsonl``, ``evaluations.jsonl``, ``trajectories/``, and the lineage counter."""
 
 import gzip
-import hashlib
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +33,7 @@ def append_trained(path: Path, lineage: int, step: int, rows: Iterable[Trajector
                 step=step,
                 group=row.group_id,
                 sample=row.sample,
-                tokens_sha256=hashlib.sha256(np.ascontiguousarray(row.token_ids, dtype=np.int32).tobytes()).hexdigest(),
+                tokens_sha256=row.tokens_sha256(),
             )
         )
         for row in rows

@@ -102,6 +102,7 @@ class Histories(RuleBasedStateMachine):
             reward=0.0,
             finish_reason="stop",
             versions=[VersionRun(Version(self.lineage, step), 0, 1)],
+            tokens_sha256="",
             nbytes=3,
         )
 
