@@ -102,7 +102,13 @@ class QueueConfig(Config, frozen=True):
     ] = "wait"
     lease_s: Annotated[Seconds, doc("A worker silent for this long loses its leases.")] = 15.0
     max_attempts: Annotated[Positive, doc("A group failing this often is dead-lettered with its error.")] = 3
-    max_bytes: Annotated[Positive, doc("Payload bytes held; reserved when a group is admitted.")] = 1 << 30
+    max_bytes: Annotated[
+        Positive,
+        doc(
+            "Payload bytes held: of unfinished groups, and of those trained since the last checkpoint. Beyond it, "
+            "groups are admitted only for the next batch (counted as queue/short_of_bytes)."
+        ),
+    ] = 1 << 30
     port: Annotated[Count, doc("0: a free port.")] = 0
 
 
@@ -125,7 +131,13 @@ class TrainerConfig(Config, frozen=True):
         "constant"
     )
     warmup_steps: Annotated[Count, doc("Optimizer steps of linear warm-up.")] = 0
-    checkpoint_every: Annotated[Count, doc("Steps between checkpoints; 0: only at the end.")] = 10
+    checkpoint_every: Annotated[
+        Count,
+        doc(
+            "Steps between checkpoints; 0: only at the end. One is written out of turn when the trajectories trained "
+            "since the last, which the queue keeps for a restart, fill half of queue.max_bytes."
+        ),
+    ] = 10
     keep_checkpoints: Annotated[Positive, doc("Older checkpoints are deleted.")] = 2
     batch_timeout_s: Annotated[Seconds, doc("A batch that takes longer ends the run, naming what is missing.")] = 300.0
     collective_timeout_s: Annotated[

@@ -2,7 +2,7 @@
 
 import gzip
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from rl_async.launcher.tail import LineTail
 from rl_async.messages import Turn
 
 BARS = "▁▂▃▄▅▆▇█"
-Record = dict[str, float]  # one line of metrics.jsonl
+Record = dict[str, float]  # one line of metrics.jsonl or evaluations.jsonl
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Conversation(msgspec.Struct):
 
 
 class MetricsTail:
-    """Reads the records that were added to ``metrics.jsonl`` since the last call."""
+    """Reads the records that were added to ``metrics.jsonl`` or ``evaluations.jsonl`` since the last call."""
 
     def __init__(self, path: Path) -> None:
         self._lines = LineTail(path)
@@ -132,20 +132,11 @@ def summary_lines(history: History, folder: Path, seconds: float, bound: int) ->
         f"wall time: {seconds:.0f} s",
         f"run folder: {folder}",
     ]
-    lines[1:1] = [f"held-out: {text}" for text in _evaluation(folder, history)]
+    evaluations = MetricsTail(folder / "evaluations.jsonl").read()
+    if evaluations:
+        last = evaluations[-1]
+        lines.insert(1, f"held-out: reward {last['eval/reward']:.3f} after step {last['eval/step']:.0f}")
     return lines
-
-
-def _evaluation(folder: Path, history: History) -> Iterator[str]:
-    """The last evaluation, from the file that the trainer leaves at the end, else from the metrics."""
-    file = folder / "evaluation.txt"
-    if file.is_file():
-        values = dict(line.split(" ", 1) for line in file.read_text().splitlines() if " " in line)
-        if "eval/reward" in values:
-            yield f"reward {float(values['eval/reward']):.3f} after the last step"
-            return
-    if rewards := history.values("eval/reward"):
-        yield f"reward {rewards[-1]:.3f}"
 
 
 def newest_conversation(folder: Path) -> tuple[str, Conversation] | None:

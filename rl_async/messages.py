@@ -4,6 +4,7 @@ Each struct names its producer and its consumer. Nothing else is sent on the que
 older process would misread, and raise SCHEMA.
 """
 
+import hashlib
 from typing import Any
 
 import msgspec
@@ -105,6 +106,7 @@ class TrajectoryHeader(msgspec.Struct, kw_only=True):
     reward_parts: dict[str, float] = {}
     scored: bool = True  # false: a scorer failed, so that there is no reward to learn from
     baseline: bool = False  # a greedy episode that the others are compared with; never trained
+    tokens_sha256: str  # of the payload's token ids, for the audit
     nbytes: int = 0  # of the payload frames; filled by the queue
 
 
@@ -154,7 +156,12 @@ class Trajectory(msgspec.Struct, kw_only=True):
             reward_parts=self.reward_parts,
             scored=self.scored,
             baseline=self.baseline,
+            tokens_sha256=self.tokens_sha256(),
         )
+
+    def tokens_sha256(self) -> str:
+        """Hash of the token ids, as hexadecimal digits: the same wherever the same tokens are."""
+        return hashlib.sha256(np.ascontiguousarray(self.token_ids, dtype="<i4").tobytes()).hexdigest()
 
 
 class RuleRun(msgspec.Struct, frozen=True, array_like=True):

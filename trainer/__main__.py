@@ -5,6 +5,7 @@
 """
 
 import argparse
+import functools
 import logging
 import os
 import random
@@ -21,6 +22,7 @@ from rl_async.configs.schema import RunConfig
 from rl_async.configs.transport import resolve_transport
 from rl_async.errors import EXIT_FAILED, EXIT_USER, RlAsyncError, UserError
 from rl_async.lifeline import watch_lifeline
+from rl_async.lines import drop_torn_line
 from rl_async.log import setup_logging
 from rl_async.rollout_server.vllm import VllmEngine
 from rl_async.trainer import sources
@@ -32,7 +34,7 @@ from rl_async.trainer.guard import Guard
 from rl_async.trainer.kl import KlController
 from rl_async.trainer.models import build_models
 from rl_async.trainer.publisher import EnginePublisher, NoEngines
-from rl_async.trainer.records import drop_torn_line, next_lineage
+from rl_async.trainer.records import next_lineage
 from rl_async.trainer.trackers import Tracking
 from rl_async.trainer.train import Run, record_evaluation, train
 from rl_async.trainer.update import Models
@@ -138,7 +140,7 @@ def _base_run(config: RunConfig, arguments: argparse.Namespace, models: Models) 
 def _restore(run: Run, resume: bool) -> bytes:
     """Take a new lineage and load the newest checkpoint, if resuming and there is one. Returns the queue's snapshot."""
     if resume and run.rank == 0:
-        drop_torn_line(run.folder / "trained.jsonl")
+        drop_torn_line(run.folder / "trained.jsonl")  # before any rank appends to it
     lineage = torch.tensor([next_lineage(run.folder, resume) if run.rank == 0 else 0])
     dist.broadcast(lineage, 0)
     run.lineage = int(lineage.item())
@@ -164,9 +166,8 @@ def _train_from_queue(run: Run, address: str, resume: bool, snapshot: bytes) -> 
             log.info("the queue kept %d groups and admits %d again", resumed.kept, resumed.readmitted)
         run.depth = QueueDepth(queue)
         if config.data.eval_path:
-            run.evaluations = Evaluations(
-                queue, config.eval.every, lambda step, rows: record_evaluation(run.folder, step, rows)
-            )
+            record = functools.partial(record_evaluation, run.folder, run.lineage)
+            run.evaluations = Evaluations(queue, config.eval.every, record)
         with WeightCoordinator(
             lambda: QueueClient(address, role="weights", name="coordinator"),
             lambda record: VllmEngine(record.url),

@@ -9,6 +9,7 @@ queue.msgpack        what the queue needs to admit unfinished work again
 state.json           step, lineage and the KL's coefficient
 """
 
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -19,7 +20,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from rl_async.configs.schema import RunConfig
 from rl_async.trainer.backend import Backend
+
+log = logging.getLogger("rl_async.checkpoint")
 
 PREFIX = "step-"
 
@@ -30,6 +34,36 @@ class CheckpointState(msgspec.Struct, frozen=True):
     step: int
     lineage: int
     kl_coef: float
+
+
+class CheckpointSchedule:
+    """When to write one. Every rank keeps its own and comes to the same answers, from the headers of whole batches.
+
+    The queue holds the payloads of trained steps until a checkpoint makes going back to them pointless. Were they to
+    fill its budget, it would admit too few groups to keep the engines busy; so they may take half of it.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._every, self._steps = config.trainer.checkpoint_every, config.trainer.steps
+        self._most_bytes = config.queue.max_bytes // 2
+        self._unsaved_bytes = 0
+
+    def is_due(self, completed: int, batch_bytes: int) -> bool:
+        """Call once after each step; ``batch_bytes``: payloads of the batch it trained. True asks for a checkpoint."""
+        self._unsaved_bytes += batch_bytes
+        planned = completed == self._steps or (self._every > 0 and completed % self._every == 0)
+        full = self._unsaved_bytes >= self._most_bytes
+        if not planned and not full:
+            return False
+        if not planned:
+            log.warning(
+                "checkpoint after step %d, out of turn: the queue holds %d bytes trained since the last one, half of "
+                "queue.max_bytes; raise that or lower trainer.checkpoint_every",
+                completed,
+                self._unsaved_bytes,
+            )
+        self._unsaved_bytes = 0
+        return True
 
 
 def save_checkpoint(

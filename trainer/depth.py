@@ -1,8 +1,11 @@
 """What the queue holds, as metrics of a step."""
 
+import logging
 from typing import Protocol
 
 from rl_async.messages import StatusReport
+
+log = logging.getLogger("rl_async.trainer")
 
 
 class StatusVerb(Protocol):
@@ -16,6 +19,7 @@ class QueueDepth:
 
     def __init__(self, queue: StatusVerb) -> None:
         self._queue = queue
+        self._warned = False
 
     def depth(self) -> dict[str, float]:
         """Groups by state and the queue's counters, as ``queue/...``."""
@@ -27,5 +31,11 @@ class QueueDepth:
             "queue/max_staleness": status.max_staleness,
             "queue/payload_bytes": status.payload_bytes,
         }
+        if status.counters.get("short_of_bytes") and not self._warned:
+            self._warned = True
+            log.warning(
+                "the queue holds %d payload bytes and lets workers wait for want of more; raise queue.max_bytes",
+                status.payload_bytes,
+            )
         counters = {f"queue/{name}": count for name, count in status.counters.items()}
         return {key: float(value) for key, value in (states | counters).items()}

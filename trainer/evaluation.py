@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from rl_async.errors import RlAsyncError
 from rl_async.messages import NotReady, Reply, Reserved, Trajectory
 from rl_async.trainer.batching import RowKey
@@ -20,57 +22,82 @@ class EvalVerbs(Protocol):
     def fetch(self, rows: Sequence[RowKey]) -> list[Trajectory]: ...
 
 
+class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished evaluation, as it stands in ``evaluations.jsonl``."""
+
+    step: int  # of the version that was published when it was asked for: no token is older
+    newest_step: int  # of the newest version that sampled a token; later than ``step`` if training went on meanwhile
+    reward: float  # mean over trajectories
+    trajectories: int
+
+    def metrics(self) -> dict[str, float]:
+        """As ``eval/...``."""
+        return {f"eval/{name}": float(value) for name, value in msgspec.structs.asdict(self).items()}
+
+
 class Evaluations:
     """Asks the queue to sample the held-out tasks (partition ``eval``) and reports their mean reward.
 
-    One evaluation runs at a time; one that falls due while another runs is skipped, except the last.
+    An evaluation is named by the step of the published version. One runs at a time; one that falls due while another
+    runs, or whose version was evaluated before, is skipped, except the last. ``record`` keeps each result.
     """
 
-    def __init__(self, queue: EvalVerbs, every: int, record: Callable[[int, list[Trajectory]], None]) -> None:
+    def __init__(self, queue: EvalVerbs, every: int, record: Callable[[EvalResult, list[Trajectory]], None]) -> None:
         self._queue, self._every, self._record = queue, every, record
         self._running: int | None = None
+        self._newest = -1  # asked for last
 
-    def after_step(self, completed: int) -> dict[str, float]:
-        """Call after each step with the number of completed steps. Returns metrics of an evaluation that is done."""
-        metrics = self._collect(0.0)
-        if self._every and completed % self._every == 0 and self._running is None:
-            self._start(completed)
-        return metrics
+    def after_step(self, completed: int, published: int) -> EvalResult | None:
+        """Call after each step with the number of completed steps and the step of the version that engines serve.
 
-    def finish(self, completed: int, timeout_s: float) -> dict[str, float]:
-        """Evaluate the final weights and wait for the result. Raises RlAsyncError after ``timeout_s``."""
+        Returns the result of an evaluation that is done.
+        """
+        result = self._collect(0.0)
+        if self._every and completed % self._every == 0 and self._running is None and self._newest != published:
+            self._start(published)
+        return result
+
+    def finish(self, published: int, timeout_s: float) -> list[EvalResult]:
+        """Wait for the evaluation that runs, and evaluate the final weights. Raises RlAsyncError after ``timeout_s``.
+
+        Returns the results that ``after_step`` has not returned, oldest first.
+        """
         deadline = time.monotonic() + timeout_s
-        if self._running is not None and self._running != completed:
-            self._wait(deadline)
-        if self._running is None:
-            self._start(completed)
-        return self._wait(deadline)
+        pending = self._wait(deadline)
+        if self._newest != published:
+            self._start(published)
+        final = self._wait(deadline)
+        return [result for result in (pending, final) if result is not None]
 
-    def _start(self, completed: int) -> None:
-        self._queue.evaluate(completed)
-        self._running = completed
+    def _start(self, published: int) -> None:
+        self._queue.evaluate(published)
+        self._running = self._newest = published
 
-    def _wait(self, deadline: float) -> dict[str, float]:
+    def _wait(self, deadline: float) -> EvalResult | None:
+        result = None
         while self._running is not None:
-            metrics = self._collect(1.0)
-            if metrics:
-                return metrics
-            if time.monotonic() > deadline:
-                raise RlAsyncError(f"the evaluation after step {self._running} did not finish in time")
-        return {}
+            result = self._collect(1.0)
+            if self._running is not None and time.monotonic() > deadline:
+                raise RlAsyncError(f"the evaluation of version step {self._running} did not finish in time")
+        return result
 
-    def _collect(self, wait_s: float) -> dict[str, float]:
+    def _collect(self, wait_s: float) -> EvalResult | None:
         if self._running is None:
-            return {}
+            return None
         reply = self._queue.eval_result(self._running, wait_s)
         if isinstance(reply, NotReady):
-            return {}
+            return None
         rows = self._queue.fetch([(h.group_id, h.sample) for h in reply.headers])
-        self._record(self._running, rows)
         step, self._running = self._running, None
         if not rows:
             log.warning("the evaluation after step %d produced no trajectory; see the ledger for its errors", step)
-            return {}
-        mean = sum(row.reward for row in rows) / len(rows)
-        log.info("evaluation after step %d: reward %.3f over %d trajectories", step, mean, len(rows))
-        return {"eval/reward": mean, "eval/step": float(step), "eval/trajectories": float(len(rows))}
+            return None
+        result = EvalResult(
+            step=step,
+            newest_step=max((run.version.step for row in rows for run in row.versions), default=step),
+            reward=sum(row.reward for row in rows) / len(rows),
+            trajectories=len(rows),
+        )
+        self._record(result, rows)
+        log.info("evaluation after step %d: reward %.3f over %d trajectories", step, result.reward, len(rows))
+        return result

@@ -1,15 +1,16 @@
-"""What the trainer writes about what it trained: ``trained.jsonl``, ``trajectories/``, and the lineage counter."""
+"""What the trainer writes: ``trained.jsonl``, ``evaluations.jsonl``, ``trajectories/``, and the lineage counter."""
 
 import gzip
-import hashlib
 import os
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from rl_async.lines import append_lines
 from rl_async.messages import Explanation, Trajectory
 
 
@@ -32,7 +33,7 @@ def append_trained(path: Path, lineage: int, step: int, rows: Iterable[Trajector
                 step=step,
                 group=row.group_id,
                 sample=row.sample,
-                tokens_sha256=hashlib.sha256(np.ascontiguousarray(row.token_ids, dtype=np.int32).tobytes()).hexdigest(),
+                tokens_sha256=row.tokens_sha256(),
             )
         )
         for row in rows
@@ -43,11 +44,10 @@ def append_trained(path: Path, lineage: int, step: int, rows: Iterable[Trajector
         os.fsync(file.fileno())
 
 
-def drop_torn_line(path: Path) -> None:
-    """Cut off a last line without its newline, which a killed process left, so that the next line stands alone."""
-    if path.exists():
-        whole = path.read_bytes()
-        os.truncate(path, whole.rfind(b"\n") + 1)
+def append_evaluation(path: Path, lineage: int, metrics: Mapping[str, float]) -> None:
+    """Append the result of one evaluation."""
+    with append_lines(path) as file:
+        file.write(msgspec.json.encode({"lineage": lineage, "time": time.time(), **metrics}) + b"\n")
 
 
 def write_trajectories(

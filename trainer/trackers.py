@@ -11,6 +11,7 @@ import msgspec
 
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import ConfigError
+from rl_async.lines import append_lines
 
 log = logging.getLogger("rl_async.trackers")
 Metrics = Mapping[str, float]
@@ -24,7 +25,7 @@ class Tracker(Protocol):
         ...
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Record the metrics of one trainer step."""
+        """Record the metrics of one trainer step; ``step`` never decreases."""
         ...
 
     def close(self) -> None:
@@ -36,7 +37,7 @@ class JsonlTracker:
     """``metrics.jsonl`` in the run folder: one object per step. Always on."""
 
     def start(self, config: RunConfig, folder: Path) -> None:
-        self._file = (folder / "metrics.jsonl").open("ab")
+        self._file = append_lines(folder / "metrics.jsonl")
 
     def log(self, step: int, metrics: Metrics) -> None:
         self._file.write(msgspec.json.encode(dict(metrics)) + b"\n")
@@ -49,15 +50,14 @@ class JsonlTracker:
 class ConsoleTracker:
     """One line per step on standard error."""
 
+    SHOWN = ("reward/mean", "staleness/max", "time/step_s", "loss/grad_norm", "eval/step", "eval/reward")
+
     def start(self, config: RunConfig, folder: Path) -> None:
         self._steps = config.trainer.steps
 
     def log(self, step: int, metrics: Metrics) -> None:
-        shown = {
-            k: metrics[k] for k in ("reward/mean", "staleness/max", "time/step_s", "loss/grad_norm") if k in metrics
-        }
-        text = "  ".join(f"{key} {value:.3f}" for key, value in shown.items())
-        print(f"step {step + 1}/{self._steps}  {text}", file=sys.stderr, flush=True)
+        text = "  ".join(f"{key} {metrics[key]:.3f}" for key in self.SHOWN if key in metrics)
+        print(f"step {min(step + 1, self._steps)}/{self._steps}  {text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Nothing is held open."""
@@ -177,6 +177,15 @@ class Tracking:
         """Send one step's metrics everywhere; a tracker other than jsonl that fails is dropped with a warning."""
         for name, tracker in list(self._live.items()):
             self._guard(name, partial(tracker.log, step, metrics))
+
+    def log_evaluation(self, step: int, metrics: Metrics) -> None:
+        """Send the result of an evaluation that ended after the last step to all trackers but jsonl.
+
+        ``metrics.jsonl`` has one object per trainer step; evaluations have ``evaluations.jsonl``.
+        """
+        for name, tracker in list(self._live.items()):
+            if name != "jsonl":
+                self._guard(name, partial(tracker.log, step, metrics))
 
     def close(self) -> None:
         """Close all trackers."""

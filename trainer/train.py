@@ -21,15 +21,15 @@ import torch.distributed as dist
 from rl_async.configs.schema import RunConfig
 from rl_async.messages import Trajectory, Version
 from rl_async.trainer.algorithm import Algorithm
-from rl_async.trainer.checkpoint import CheckpointState, save_checkpoint
+from rl_async.trainer.checkpoint import CheckpointSchedule, CheckpointState, save_checkpoint
 from rl_async.trainer.correction import Corrected
 from rl_async.trainer.depth import QueueDepth
-from rl_async.trainer.evaluation import Evaluations
+from rl_async.trainer.evaluation import EvalResult, Evaluations
 from rl_async.trainer.explanation import explain
 from rl_async.trainer.guard import Guard
 from rl_async.trainer.kl import KlController
 from rl_async.trainer.publisher import Publisher
-from rl_async.trainer.records import append_trained, write_trajectories
+from rl_async.trainer.records import append_evaluation, append_trained, write_trajectories
 from rl_async.trainer.sources import BatchSource
 from rl_async.trainer.step_metrics import batch_metrics, conversation_metrics, conversation_sums
 from rl_async.trainer.trackers import Tracking
@@ -64,7 +64,9 @@ class Run:
 def train(run: Run) -> None:
     """Train from ``run.start_step`` to ``trainer.steps``."""
     config, steps = run.config, run.config.trainer.steps
-    run.publisher.publish(Version(run.lineage, run.start_step), run.models.policy)
+    schedule = CheckpointSchedule(config)
+    published = Version(run.lineage, run.start_step)
+    run.publisher.publish(published, run.models.policy)
     for step in range(run.start_step, steps):
         began = time.perf_counter()
         batch = take_batch(run, step)
@@ -84,9 +86,10 @@ def train(run: Run) -> None:
         version = Version(run.lineage, step + 1)
         if version.step % config.weight_sync.every == 0 or version.step == steps:
             metrics |= run.publisher.publish(version, run.models.policy)
+            published = version
         synced = time.perf_counter()
 
-        if is_checkpoint_due(config, version.step):
+        if schedule.is_due(version.step, sum(header.nbytes for header in batch.headers)):
             checkpoint(run, version.step)
         metrics |= batch_metrics(batch.headers, step, mask_bound(config)) | conversations(batch)
         metrics |= {
@@ -96,9 +99,9 @@ def train(run: Run) -> None:
             "time/checkpoint_s": time.perf_counter() - synced,
             "time/step_s": time.perf_counter() - began,
         }
-        report(run, step, metrics)
+        report(run, step, published, metrics)
         watch(run, step, metrics)
-    finish(run)
+    finish(run, published)
 
 
 def take_batch(run: Run, step: int) -> Batch:
@@ -120,9 +123,10 @@ def record(run: Run, batch: Batch, corrected: Corrected) -> None:
     append_trained(run.folder / "trained.jsonl", run.lineage, batch.step, rows)
 
 
-def record_evaluation(folder: Path, completed: int, rows: list[Trajectory]) -> None:
-    """Write the trajectories of an evaluation beside those that were trained."""
-    write_trajectories(folder / "trajectories" / f"eval-{completed:06d}.jsonl.gz", rows)
+def record_evaluation(folder: Path, lineage: int, result: EvalResult, rows: list[Trajectory]) -> None:
+    """Write the trajectories of an evaluation beside those that were trained, and its result as one line."""
+    write_trajectories(folder / "trajectories" / f"eval-{result.step:06d}.jsonl.gz", rows)
+    append_evaluation(folder / "evaluations.jsonl", lineage, result.metrics())
 
 
 def conversations(batch: Batch) -> dict[str, float]:
@@ -130,12 +134,6 @@ def conversations(batch: Batch) -> dict[str, float]:
     sums = torch.tensor(conversation_sums(list(batch.rows.values())), dtype=torch.float64)
     dist.all_reduce(sums)
     return conversation_metrics(sums.tolist())
-
-
-def is_checkpoint_due(config: RunConfig, completed: int) -> bool:
-    """Every ``trainer.checkpoint_every`` steps, and at the end."""
-    every = config.trainer.checkpoint_every
-    return completed == config.trainer.steps or (every > 0 and completed % every == 0)
 
 
 def checkpoint(run: Run, completed: int) -> None:
@@ -148,13 +146,14 @@ def checkpoint(run: Run, completed: int) -> None:
         run.source.checkpointed(completed)
 
 
-def report(run: Run, step: int, metrics: dict[str, float]) -> None:
-    """Log one step."""
+def report(run: Run, step: int, published: Version, metrics: dict[str, float]) -> None:
+    """Log one step, with the result of an evaluation that ended during it."""
     if run.tracking is None:
         return
     metrics["tokens/per_s"] = metrics["rollout/tokens"] / max(metrics["time/step_s"], 1e-9)
     metrics |= run.depth.depth() if run.depth else {}
-    metrics |= run.evaluations.after_step(step + 1) if run.evaluations else {}
+    evaluated = run.evaluations.after_step(step + 1, published.step) if run.evaluations else None
+    metrics |= evaluated.metrics() if evaluated else {}
     head = {"step": step, "version": step + 1, "lineage": run.lineage, "time": time.time()}
     run.tracking.log(step, head | metrics)
 
@@ -171,11 +170,12 @@ def watch(run: Run, step: int, metrics: dict[str, float]) -> None:
         run.source.tighten(verdict.max_staleness)
 
 
-def finish(run: Run) -> None:
+def finish(run: Run, published: Version) -> None:
     """Evaluate the final weights, and close what is open."""
-    if run.evaluations:
-        metrics = run.evaluations.finish(run.config.trainer.steps, run.config.trainer.batch_timeout_s)
-        (run.folder / "evaluation.txt").write_text("".join(f"{k} {v:.4f}\n" for k, v in metrics.items()))
+    if run.evaluations and run.tracking:
+        for result in run.evaluations.finish(published.step, run.config.trainer.batch_timeout_s):
+            # Trackers want steps that never decrease, and one value of a metric per step.
+            run.tracking.log_evaluation(max(result.step, published.step - 1), result.metrics())
     if run.tracking:
         run.tracking.close()
     dist.barrier()

@@ -1,7 +1,8 @@
 """Compares what the trainer trained (``trained.jsonl``) with what the queue had admitted (``ledger.jsonl``).
 
-A correct run trained every admitted group exactly once, with all its samples, in the step that the queue had reserved
-it for. After a resume, what an older lineage trained beyond the checkpoint does not count.
+A correct run trained every admitted group exactly once, with all its samples, on the tokens that its worker had
+sampled, in the step that the queue had reserved it for. After a resume, what an older lineage trained beyond the
+checkpoint does not count.
 ``python -m rl_async.transfer_queue.audit RUN`` exits with 1 if the run is not correct.
 """
 
@@ -27,6 +28,8 @@ class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
     group: int = -1
     partition: str = ""
     samples: int = 0
+    sample: int = -1
+    tokens_sha256: str = ""
     step: int = -1
     groups: list[int] = []
     lineage: int = 0
@@ -42,6 +45,7 @@ class TrainedLine(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     group: int
     sample: int
+    tokens_sha256: str
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +60,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ok(self) -> bool:
-        """Whether every admitted group was trained exactly once."""
+        """Whether every admitted group was trained exactly once, on the tokens that were sampled."""
         return not self.violations
 
     def text(self) -> str:
@@ -78,6 +82,7 @@ class Admissions:
     def __init__(self) -> None:
         self.groups: dict[int, int] = {}  # samples by group
         self.given_up: set[int] = set()
+        self.tokens: dict[tuple[int, int], str] = {}  # hash of what was put last, by (group, sample)
         self.batches: dict[int, set[int]] = {}  # groups by step
         self.resumes: list[tuple[int, int]] = []  # (lineage, step)
 
@@ -86,6 +91,8 @@ class Admissions:
         match line.event:
             case "admit" if line.partition == "train":
                 self.groups[line.group] = line.samples
+            case "put":
+                self.tokens[line.group, line.sample] = line.tokens_sha256
             case "drop" | "dead_letter":
                 self.given_up.add(line.group)
             case "reserve":
@@ -140,8 +147,13 @@ def _violations_of_rows(admissions: Admissions, rows: dict[tuple[int, int], list
             yield f"{name} was trained ({steps}) although it was dropped or dead-lettered"
         elif not 0 <= sample < admissions.groups[group]:
             yield f"{name} was trained ({steps}), but the group has {admissions.groups[group]} samples"
+        elif (group, sample) not in admissions.tokens:
+            yield f"{name} was trained ({steps}), but no trajectory of it came to the queue"
         elif group not in admissions.batches.get(trained[-1].step, set()):
             yield f"{name} was trained ({steps}) but not reserved for that step"
+        sampled = admissions.tokens.get((group, sample))
+        if sampled is not None and any(row.tokens_sha256 != sampled for row in trained):
+            yield f"{name} was trained ({steps}) on other tokens than were sampled"
 
 
 def _missing(admissions: Admissions, rows: dict[tuple[int, int], list[TrainedLine]]) -> Iterator[str]:

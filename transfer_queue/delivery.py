@@ -1,11 +1,13 @@
 """The workers' side of the store: admission, leases, and what comes back."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from rl_async.messages import Done, Leased, LeasedGroup, Refused, Task, TrajectoryHeader, Version
 from rl_async.transfer_queue.book import Book
 from rl_async.transfer_queue.groups import EVAL, EVAL_GROUPS, TRAIN, Group, Sample, State
-from rl_async.transfer_queue.policy import may_admit, may_lease
+from rl_async.transfer_queue.policy import is_short_of_bytes, may_admit, may_lease
 from rl_async.transfer_queue.source import TaskSource
 from rl_async.transfer_queue.transitions import (
     Admitted,
@@ -31,11 +33,16 @@ class Delivery:
         return group
 
     def lease(self, worker: str, max_groups: int, now: float) -> Leased:
-        """Up to ``max_groups`` groups with all their missing samples, evaluations first, then the oldest."""
+        """Up to ``max_groups`` groups with all their missing samples, evaluations first, then the oldest.
+
+        Asking is no sign of life, since the question may have waited for long: a worker that was not heard of (see
+        ``renew``) within the lease time gets nothing.
+        """
         book = self._book
-        book.leases.hear(worker, now)
         if book.finished:
             return Leased(groups=[], finished=True)
+        if not book.leases.hears(worker):
+            return Leased(groups=[])
         groups: list[LeasedGroup] = []
         while book.published is not None and len(groups) < max_groups:
             group = book.head(EVAL) or self._next_train()
@@ -49,7 +56,10 @@ class Delivery:
         waiting = book.head(TRAIN)
         if waiting is not None:
             return waiting if may_lease(book.settings, book.active, begun=waiting.oldest is not None) else None
-        if not may_admit(book.settings, book.load()):
+        load = book.load()
+        if not may_admit(book.settings, load):
+            if is_short_of_bytes(book.settings, load):
+                book.counters["short_of_bytes"] += 1
             return None
         task, group_id = self._source.next(), book.next_group
         book.next_group += 1
@@ -153,6 +163,17 @@ class Delivery:
         for worker, held in self._book.leases.holding():
             for group_id, samples in held.items():
                 self._book.settle(self._take_back(worker, group_id, samples, charged=False))
+
+    def undelivered(self, worker: str, groups: Sequence[LeasedGroup]) -> None:
+        """Take back leases of which the worker never heard; no attempt is charged."""
+        for leased in groups:
+            group = self._book.groups.get(leased.group_id)
+            if group is None:
+                continue
+            held = [i for i in leased.samples if group.samples[i].worker == worker]
+            held = [i for i in held if group.samples[i].attempt == leased.attempt]
+            if held:
+                self._book.settle(self._take_back(worker, leased.group_id, held, charged=False))
 
     def _take_back(self, worker: str, group_id: int, samples: list[int], *, charged: bool) -> Group:
         group = self._book.groups[group_id]

@@ -1,6 +1,5 @@
-"""Where transitions are recorded so that a restarted queue can continue."""
+"""Where transitions are recorded."""
 
-from collections.abc import Iterable
 from typing import Protocol
 
 from rl_async.errors import ConfigError
@@ -14,20 +13,12 @@ class Journal(Protocol):
         """Record one transition; it is as durable as the backend promises when this returns."""
         ...
 
-    def replay(self) -> Iterable[Transition]:
-        """Everything recorded by earlier processes, oldest first."""
-        ...
-
 
 class MemoryJournal:
     """The store's own memory is the record: it ends with the process, so nothing is kept twice."""
 
     def append(self, transition: Transition) -> None:
         """Nothing to do: no later process could read it."""
-
-    def replay(self) -> Iterable[Transition]:
-        """Nothing: no earlier process left anything."""
-        return ()
 
 
 def make_journal(kind: str) -> Journal:

@@ -24,6 +24,10 @@ class Leases:
         """Workers heard of within the lease time."""
         return len(self._heard)
 
+    def hears(self, worker: str) -> bool:
+        """Whether the worker was heard of within the lease time."""
+        return worker in self._heard
+
     def hear(self, worker: str, now: float) -> None:
         """The worker lives."""
         self._heard.pop(worker, None)

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from rl_async.lines import append_lines
 from rl_async.transfer_queue.transitions import (
     Admitted,
     BatchCommitted,
@@ -19,15 +20,19 @@ from rl_async.transfer_queue.transitions import (
     GroupReady,
     RolledBack,
     RunFinished,
+    SampleStored,
     Transition,
 )
 
 
 class Ledger:
-    """Writes the transitions that concern whole groups. Each line is one write, so a killed queue tears none."""
+    """Writes what became of groups, and the hash of each sample's tokens as its producer announced it.
+
+    Each line is one write, so a killed queue tears none; one torn by a full disk is cut off by the next queue.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
+        self._file = append_lines(path, buffering=0)
 
     def append(self, transition: Transition) -> None:
         """Write the transition if it belongs into the ledger."""
@@ -49,6 +54,16 @@ def _admit(event: Admitted) -> dict[str, Any]:
     }
 
 
+def _put(event: SampleStored) -> dict[str, Any]:
+    header = event.header
+    return {
+        "event": "put",
+        "group": header.group_id,
+        "sample": header.sample,
+        "tokens_sha256": header.tokens_sha256,
+    }
+
+
 def _resume(event: RolledBack) -> dict[str, Any]:
     return {
         "event": "resume",
@@ -62,6 +77,7 @@ def _resume(event: RolledBack) -> dict[str, Any]:
 
 _LINES: dict[type[Transition], Callable[[Any], dict[str, Any]]] = {
     Admitted: _admit,
+    SampleStored: _put,
     GroupReady: lambda event: {"event": "ready", "group": event.group},
     BatchReserved: lambda event: {"event": "reserve", "step": event.step, "groups": event.groups},
     BatchCommitted: lambda event: {"event": "commit", "step": event.step},

@@ -74,10 +74,20 @@ def may_admit(settings: QueueSettings, load: Load) -> bool:
     Slots and the run's length are hard limits. The byte budget yields when the next batch could not be filled
     otherwise: a budget smaller than a batch must slow the run down, not stop it.
     """
-    if load.alive >= load.slots or load.kept >= settings.steps * settings.batch_groups:
-        return False
-    fits = load.expected_bytes + load.group_bytes <= settings.max_bytes
-    return fits or load.unreserved < settings.batch_groups
+    return _has_slot(settings, load) and (_fits(settings, load) or load.unreserved < settings.batch_groups)
+
+
+def is_short_of_bytes(settings: QueueSettings, load: Load) -> bool:
+    """Whether nothing but the byte budget keeps the next training group out."""
+    return _has_slot(settings, load) and not may_admit(settings, load)
+
+
+def _has_slot(settings: QueueSettings, load: Load) -> bool:
+    return load.alive < load.slots and load.kept < settings.steps * settings.batch_groups
+
+
+def _fits(settings: QueueSettings, load: Load) -> bool:
+    return load.expected_bytes + load.group_bytes <= settings.max_bytes
 
 
 def may_lease(settings: QueueSettings, active: int, *, begun: bool) -> bool:

@@ -50,6 +50,14 @@ class Parked(NamedTuple):
     deadline: float
 
 
+class Granted(NamedTuple):
+    """The answer to a lease, who asked, and over which connection."""
+
+    identity: bytes
+    worker: str
+    leased: m.Leased
+
+
 class Outgoing(NamedTuple):
     """An answer with its address."""
 
@@ -96,7 +104,7 @@ class QueueServer:
         feed.subscribe(lambda transition: self._changed.add(type(transition)))
         self._parked: dict[type[m.Request], dict[bytes, Parked]] = {kind: {} for kind in _WAKES}
         self._greeted: OrderedDict[bytes, str] = OrderedDict()  # identity -> name; the longest silent first
-        self._leased: OrderedDict[bytes, m.Leased] = OrderedDict()  # by request id, so that a resend gets the same
+        self._leased: OrderedDict[bytes, Granted] = OrderedDict()  # by request id, so that a resend gets the same
         self._polls: dict[type[m.Request], Callable[[Any, bool], Answer | None]] = {
             m.Lease: self._lease,
             m.Reserve: self._reserve,
@@ -134,9 +142,21 @@ class QueueServer:
             if await socket.poll(TICK_S * 1000):
                 parts = await socket.recv_multipart(copy=False)
                 outgoing += self.handle(parts)
-            for identity, request_id, answer in outgoing:
-                frames = wire.encode(request_id, answer.reply, answer.payload)
-                await socket.send_multipart([identity, *frames], copy=False)
+            await self._send(socket, outgoing)
+
+    async def _send(self, socket: zmq.asyncio.Socket, outgoing: list[Outgoing]) -> None:
+        """Send answers, and those that follow from one whose client is gone."""
+        while outgoing:
+            failed: list[Outgoing] = []
+            for message in outgoing:
+                frames = wire.encode(message.request_id, message.answer.reply, message.answer.payload)
+                try:
+                    await socket.send_multipart([message.identity, *frames], copy=False)
+                except zmq.ZMQError as error:
+                    if error.errno != zmq.EHOSTUNREACH:
+                        raise
+                    failed.append(message)
+            outgoing = [answer for message in failed for answer in self.undelivered(message)]
 
     def handle(self, parts: Sequence[Any]) -> list[Outgoing]:
         """Answer one message, and whatever was waiting for its effect."""
@@ -157,14 +177,32 @@ class QueueServer:
         now = self._clock()
         self._store.expire(now)
         outgoing = self._wake()
-        for kind, parked in self._parked.items():
+        for parked in self._parked.values():
             due = [request_id for request_id, waiting in parked.items() if waiting.deadline <= now]
             for request_id in due:
                 waiting = parked.pop(request_id)
-                answer = self._polled(kind, request_id, waiting.request, last=True)
+                answer = self._polled(request_id, waiting, last=True)
                 if answer is not None:
                     outgoing.append(Outgoing(waiting.identity, request_id, answer))
         return outgoing + self._wake()
+
+    def undelivered(self, message: Outgoing) -> list[Outgoing]:
+        """The client's connection is gone: forget what it waits for, and lease to others what it did not get.
+
+        If the client lives, it says hello on a new connection and repeats its requests.
+        """
+        self._greeted.pop(message.identity, None)
+        for parked in self._parked.values():
+            for request_id in [key for key, waiting in parked.items() if waiting.identity == message.identity]:
+                del parked[request_id]
+        granted = self._leased.get(message.request_id)
+        if granted is not None and granted.identity == message.identity:  # else it was a repetition
+            del self._leased[message.request_id]
+            log.info(
+                "%d groups leased by %s, which is gone, are taken back", len(granted.leased.groups), granted.worker
+            )
+            self._store.undelivered(granted.worker, granted.leased.groups)
+        return self._wake()
 
     def _wake(self) -> list[Outgoing]:
         """Try parked requests again, until the store does not change any more."""
@@ -175,7 +213,7 @@ class QueueServer:
                 if changed.isdisjoint(reasons):
                     continue
                 for request_id, waiting in list(self._parked[kind].items()):
-                    answer = self._polled(kind, request_id, waiting.request, last=False)
+                    answer = self._polled(request_id, waiting, last=False)
                     if answer is not None:
                         del self._parked[kind][request_id]
                         outgoing.append(Outgoing(waiting.identity, request_id, answer))
@@ -201,19 +239,25 @@ class QueueServer:
 
     def _poll(self, identity: bytes, request_id: bytes, request: Any) -> Answer | None:
         wait_s = 0.0 if math.isnan(request.wait_s) else min(request.wait_s, MAX_WAIT_S)
-        answer = self._polled(type(request), request_id, request, last=wait_s <= 0)
+        if isinstance(request, m.Lease):  # only its arrival is a sign of life, not that it is still parked
+            self._store.renew(request.worker, self._clock())
+        waiting = Parked(identity, request, self._clock() + wait_s)
+        answer = self._polled(request_id, waiting, last=wait_s <= 0)
         if answer is None:
-            self._parked[type(request)][request_id] = Parked(identity, request, self._clock() + wait_s)
+            self._parked[type(request)][request_id] = waiting
         return answer
 
-    def _polled(self, kind: type[m.Request], request_id: bytes, request: m.Request, *, last: bool) -> Answer | None:
+    def _polled(self, request_id: bytes, waiting: Parked, *, last: bool) -> Answer | None:
         """Try a long-poll; when ``last``, there is always an answer. A lease that was granted is granted again."""
         granted = self._leased.get(request_id)
         if granted is not None:
-            return Answer(granted)
-        answer = self._polls[kind](request, last)
-        if answer is not None and isinstance(answer.reply, m.Leased) and answer.reply.groups:
-            self._leased[request_id] = answer.reply
+            return Answer(granted.leased)
+        request = waiting.request
+        answer = self._polls[type(request)](request, last)
+        if answer is None or not isinstance(request, m.Lease):
+            return answer
+        if isinstance(answer.reply, m.Leased) and answer.reply.groups:
+            self._leased[request_id] = Granted(waiting.identity, request.worker, answer.reply)
             if len(self._leased) > REMEMBERED:
                 self._leased.popitem(last=False)
         return answer
@@ -273,6 +317,7 @@ def bind(context: zmq.asyncio.Context, address: str) -> zmq.asyncio.Socket:
     socket.set(zmq.LINGER, wire.LINGER_MS)
     socket.set(zmq.SNDHWM, 0)  # a reply is never dropped; there are at most as many as requests
     socket.set(zmq.HEARTBEAT_IVL, wire.HEARTBEAT_MS)
+    socket.set(zmq.ROUTER_MANDATORY, 1)  # an answer to a client that is gone is an error, and its leases are taken back
     try:
         socket.bind(address)
     except zmq.ZMQError as error:

@@ -14,6 +14,7 @@ from rl_async.messages import (
     Done,
     EngineList,
     Leased,
+    LeasedGroup,
     NotReady,
     Refused,
     Reserved,
@@ -53,11 +54,18 @@ class Store:
     # --- workers ----------------------------------------------------------------------------------------------------
 
     def lease(self, worker: str, max_groups: int, now: float) -> Leased:
-        """Groups to generate; none if there are none. Raises DataError for a bad row of the task source."""
+        """Groups to generate; none if there are none, or if the worker was not heard of (``renew``) of late.
+
+        Raises DataError for a bad row of the task source.
+        """
         return self._delivery.lease(worker, max_groups, now)
 
+    def undelivered(self, worker: str, groups: Sequence[LeasedGroup]) -> None:
+        """The answer that gave these leases did not reach the worker."""
+        self._delivery.undelivered(worker, groups)
+
     def renew(self, worker: str, now: float) -> Done:
-        """Keep the worker's leases."""
+        """Hear of the worker: it keeps its leases, and may have more."""
         return self._delivery.renew(worker, now)
 
     def put(self, worker: str, header: TrajectoryHeader, now: float) -> Done | Refused:

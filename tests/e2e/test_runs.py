@@ -1,5 +1,6 @@
 """Whole runs as real processes: both modes, killed roles, interruption and resume, bad input."""
 
+import gzip
 import json
 import os
 import signal
@@ -125,6 +126,40 @@ def test_colocated(home: Path, start: Callable[..., Any]) -> None:
     finish(start("colocated", mode="colocated", config="calculator-sync"))
     rows = assert_complete(home, "colocated", bound=0)
     assert max(m["correction/logprob_diff_max"] for m in rows) < 1e-4, "on-policy in every step"
+
+
+def assert_ranks_share_the_rows(home: Path, name: str, ranks: int) -> None:
+    """Each step's recorded rows are divided among the ranks, and together they are what ``trained.jsonl`` lists."""
+    folder = home / "runs" / name
+    lines = [json.loads(line) for line in (folder / "trained.jsonl").read_text().splitlines()]
+    for step in range(STEPS):
+        files = sorted((folder / "trajectories").glob(f"step-{step:06d}-*.jsonl.gz"))
+        parsed = [map(json.loads, gzip.decompress(file.read_bytes()).splitlines()) for file in files]
+        by_rank = [[(row["group_id"], row["sample"]) for row in rows_of_rank] for rows_of_rank in parsed]
+        assert len(by_rank) == ranks and all(by_rank)
+        rows = sorted(row for rank in by_rank for row in rank)
+        assert len(set(rows)) == len(rows)
+        assert rows == sorted((line["group"], line["sample"]) for line in lines if line["step"] == step)
+
+
+def test_two_trainer_ranks_share_every_batch(home: Path, start: Callable[..., Any]) -> None:
+    """And agree on when the queue holds enough trained bytes for a checkpoint out of turn."""
+    finish(start("ranks", "trainer.ranks=2", "trainer.checkpoint_every=0", "queue.max_bytes=100000"))
+    rows = assert_complete(home, "ranks", bound=1)
+    assert len(rows) == STEPS
+    assert rows[0]["correction/logprob_diff_max"] < 1e-4, "engine and trainer disagree about the same weights"
+    assert_ranks_share_the_rows(home, "ranks", 2)
+    evaluations = (home / "runs" / "ranks" / "evaluations.jsonl").read_text().splitlines()
+    assert json.loads(evaluations[-1])["eval/step"] == STEPS
+    checkpoints = sorted(path.name for path in (home / "runs" / "ranks" / "checkpoints").glob("step-*"))
+    assert len(checkpoints) == 2 and checkpoints[-1] == f"step-{STEPS:06d}", "the last two are kept"
+
+
+def test_two_trainer_ranks_take_turns_with_the_engine(home: Path, start: Callable[..., Any]) -> None:
+    finish(start("turns", "trainer.ranks=2", mode="colocated", config="calculator-sync"))
+    rows = assert_complete(home, "turns", bound=0)
+    assert max(m["correction/logprob_diff_max"] for m in rows) < 1e-4, "on-policy in every step"
+    assert_ranks_share_the_rows(home, "turns", 2)
 
 
 def test_killed_engine_and_worker(home: Path, start: Callable[..., Any]) -> None:

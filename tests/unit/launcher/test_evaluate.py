@@ -17,6 +17,7 @@ def header(group_id: int, reward: float) -> TrajectoryHeader:
         reward=reward,
         finish_reason="stop",
         versions=[],
+        tokens_sha256="",
     )
 
 

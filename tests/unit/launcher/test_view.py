@@ -111,9 +111,11 @@ def test_the_summary_tells_first_and_last_rewards_and_staleness(tmp_path: Path) 
     history = History()
     for step in range(10):
         history.add(record(step, 0.2 if step < 5 else 0.9))
-    (tmp_path / "evaluation.txt").write_text("eval/reward 0.9500\neval/step 10.0000\n")
+    (tmp_path / "evaluations.jsonl").write_text(
+        '{"lineage":0,"eval/step":4.0,"eval/reward":0.4}\n{"lineage":0,"eval/step":10.0,"eval/reward":0.95}\n'
+    )
     text = "\n".join(summary_lines(history, tmp_path, 61.0, bound=1))
-    for part in ("0.200", "0.900", "0.950", "at most 1 (bound 1)", "61 s", str(tmp_path)):
+    for part in ("0.200", "0.900", "0.950 after step 10", "at most 1 (bound 1)", "61 s", str(tmp_path)):
         assert part in text
     assert "no step" in summary_lines(History(), tmp_path, 1.0, 1)[0]
 

@@ -8,11 +8,18 @@ import numpy as np
 import pytest
 import torch
 
+from rl_async import codec
 from rl_async.configs.correction import RULES
 from rl_async.messages import Trajectory
 from rl_async.trainer.correction import Corrected
 from rl_async.trainer.explanation import explain
-from rl_async.trainer.records import append_trained, drop_torn_line, next_lineage, read_trajectories, write_trajectories
+from rl_async.trainer.records import (
+    append_evaluation,
+    append_trained,
+    next_lineage,
+    read_trajectories,
+    write_trajectories,
+)
 from tests.conftest import make_rows
 
 
@@ -61,16 +68,22 @@ def test_weights_are_told_with_four_digits(weight: float, told: float) -> None:
     assert explain(row, 0, verdicts).weights == [told] * int(row.loss_mask.sum())
 
 
-def test_a_torn_line_is_cut_off_before_the_next_is_written(tmp_path: Path) -> None:
-    path = tmp_path / "trained.jsonl"
-    append_trained(path, 0, 0, make_rows(0)[:2])
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"lineage":0,"st')
-    drop_torn_line(path)
-    assert path.read_bytes() == whole
-    drop_torn_line(path)
-    assert path.read_bytes() == whole
-    drop_torn_line(tmp_path / "missing.jsonl")
+def test_what_is_recorded_as_trained_has_the_hash_that_the_worker_announced(tmp_path: Path) -> None:
+    sampled = make_rows(0)[:2]
+    received = [codec.decode(codec.encode(row), Trajectory) for row in sampled]
+    append_trained(tmp_path / "trained.jsonl", 0, 0, received)
+    trained = [json.loads(line)["tokens_sha256"] for line in (tmp_path / "trained.jsonl").read_text().splitlines()]
+    assert trained == [row.header().tokens_sha256 for row in sampled]
+    assert trained[0] != trained[1]
+
+
+def test_a_torn_evaluation_is_cut_off_before_the_next_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "evaluations.jsonl"
+    path.write_bytes(b'{"lineage":0,"ev')
+    for lineage in (1, 2):
+        append_evaluation(path, lineage, {"eval/reward": 0.5})
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["lineage"], row["eval/reward"]) for row in rows] == [(1, 0.5), (2, 0.5)]
 
 
 def test_every_resume_is_a_lineage_of_its_own(tmp_path: Path) -> None:

@@ -47,6 +47,40 @@ def test_console_prints_a_line_per_step(tmp_path: Path, capsys: pytest.CaptureFi
     assert "step 1/100  reward/mean 0.500" in capsys.readouterr().err
 
 
+def test_a_torn_last_line_of_a_crash_is_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step":0}\n{"step":1,"rew')
+    tracking = Tracking(config(), tmp_path)
+    tracking.log(1, {"step": 1})
+    tracking.close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step":0}\n{"step":1}\n'
+
+
+class RememberingTracker:
+    """Keeps what it is sent."""
+
+    def start(self, config: RunConfig, folder: Path) -> None:
+        self.logged: list[tuple[int, object]] = []
+
+    def log(self, step: int, metrics: object) -> None:
+        self.logged.append((step, metrics))
+
+    def close(self) -> None:
+        pass
+
+
+def test_an_evaluation_after_the_last_step_is_no_line_of_the_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remembering = RememberingTracker()
+    monkeypatch.setitem(TRACKERS, "wandb", lambda: remembering)
+    tracking = Tracking(config("wandb"), tmp_path)
+    tracking.log(0, {"step": 0})
+    tracking.log_evaluation(1, {"eval/reward": 0.5})
+    tracking.close()
+    assert remembering.logged == [(0, {"step": 0}), (1, {"eval/reward": 0.5})]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
 class FailingTracker:
     """Starts well, then fails."""
 

@@ -42,6 +42,7 @@ class Rig:
     now: float = 0.0
 
     def lease(self, worker: str = "w", max_groups: int = 100) -> list[LeasedGroup]:
+        self.store.renew(worker, self.now)
         leased = self.store.lease(worker, max_groups, self.now)
         assert isinstance(leased, Leased)
         return leased.groups
@@ -59,6 +60,7 @@ class Rig:
             "reward": 1.0,
             "finish_reason": "stop",
             "versions": [VersionRun(group.min_version, 0, 2)],
+            "tokens_sha256": f"{group.group_id}-{sample}-{group.attempt}",
             "nbytes": 10,
         }
         return TrajectoryHeader(**(values | changes))

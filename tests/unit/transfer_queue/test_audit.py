@@ -13,6 +13,14 @@ def admit(group, samples=2, partition="train"):
     return {"event": "admit", "group": group, "task": f"t{group}", "partition": partition, "samples": samples}
 
 
+def put(group, sample, tokens="00"):
+    return {"event": "put", "group": group, "sample": sample, "tokens_sha256": tokens}
+
+
+def puts(*groups):
+    return [put(group, sample) for group in groups for sample in range(2)]
+
+
 def reserve(step, *groups):
     return {"event": "reserve", "step": step, "groups": list(groups)}
 
@@ -21,8 +29,8 @@ def resume(step, lineage, **more):
     return {"event": "resume", "step": step, "lineage": lineage, **more}
 
 
-def trained(step, group, sample, lineage=0):
-    return {"lineage": lineage, "step": step, "group": group, "sample": sample, "tokens_sha256": "00"}
+def trained(step, group, sample, lineage=0, tokens="00"):
+    return {"lineage": lineage, "step": step, "group": group, "sample": sample, "tokens_sha256": tokens}
 
 
 def rows(step, *groups, lineage=0):
@@ -44,10 +52,12 @@ LEDGER = [
     admit(1),
     admit(2**40, partition="eval"),
     admit(2),
+    *puts(0, 1, 2**40),
     reserve(0, 0, 1),
     admit(3),
     {"event": "dead_letter", "group": 2, "error": "x"},
     admit(4),
+    *puts(3, 4),
     reserve(1, 3, 4),
     {"event": "commit", "step": 1},
 ]
@@ -73,6 +83,10 @@ def test_a_correct_run_passes(run, capsys):
         ([*TRAINED, trained(1, 2, 0)], "although it was dropped or dead-lettered"),
         ([*TRAINED, trained(1, 3, 5)], "but the group has 2 samples"),
         ([*TRAINED, trained(1, 2**40, 0)], "but never admitted"),
+        (
+            [*TRAINED[:-1], trained(1, 4, 1, tokens="11")],
+            "group 4 sample 1 was trained (0.1) on other tokens",
+        ),
         (rows(0, 0, 3) + rows(1, 1, 4), "group 1 sample 0 was trained (0.1) but not reserved for that step"),
     ],
 )
@@ -81,6 +95,21 @@ def test_violations_are_named(run, capsys, lines, message):
     assert any(message in violation for violation in audit(folder).violations)
     assert main([str(folder)]) == 1
     assert "FAILED" in capsys.readouterr().out
+
+
+def test_what_never_came_to_the_queue_cannot_be_trained(run):
+    ledger = [line for line in LEDGER if line != put(3, 1)]
+    (violation,) = audit(run(ledger, TRAINED)).violations
+    assert violation == "group 3 sample 1 was trained (0.1), but no trajectory of it came to the queue"
+
+
+def test_a_group_that_was_generated_again_is_judged_by_its_last_trajectory(run):
+    again = [resume(1, 1, fresh=True, next_group=4, readmitted=[3]), admit(4), put(3, 0, "11"), put(3, 1)]
+    ledger = [*LEDGER, *again, *puts(4), reserve(1, 3, 4)]
+    lines = TRAINED + rows(1, 3, 4, lineage=1)
+    assert not audit(run(ledger, lines)).ok
+    lines[-4] = trained(1, 3, 0, lineage=1, tokens="11")
+    assert audit(run(ledger, lines)).ok
 
 
 def test_steps_beyond_a_checkpoint_are_cut(run):

@@ -6,7 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_async.configs.schema import DataConfig, ModelConfig, QueueConfig, RunConfig
-from rl_async.transfer_queue.policy import Candidate, Choice, Load, QueueSettings, choose, may_admit, may_lease
+from rl_async.transfer_queue.policy import (
+    Candidate,
+    Choice,
+    Load,
+    QueueSettings,
+    choose,
+    is_short_of_bytes,
+    may_admit,
+    may_lease,
+)
 
 SETTINGS = QueueSettings(steps=5, batch_groups=2, group_size=4, max_staleness=1, max_bytes=1000)
 
@@ -36,6 +45,13 @@ def test_admission_stops_at_slots_run_length_and_bytes():
     assert may_admit(SETTINGS, load(unreserved=2, expected_bytes=900))
     assert not may_admit(SETTINGS, load(unreserved=2, expected_bytes=901))
     assert may_admit(SETTINGS, load(unreserved=1, expected_bytes=10_000))
+
+
+def test_shortness_of_bytes_is_told_from_other_reasons():
+    assert is_short_of_bytes(SETTINGS, load(unreserved=2, expected_bytes=901))
+    assert not is_short_of_bytes(SETTINGS, load(unreserved=2, expected_bytes=900))
+    assert not is_short_of_bytes(SETTINGS, load(alive=4, unreserved=2, expected_bytes=901))
+    assert not is_short_of_bytes(SETTINGS, load(kept=10, unreserved=2, expected_bytes=901))
 
 
 def test_a_new_group_needs_a_slot_among_those_with_tokens_and_one_begun_has_it():

@@ -292,6 +292,7 @@ def test_byte_budget_holds_admission_back_but_never_below_one_batch(make_rig):
     rig = make_rig(max_staleness=4, max_bytes=5000)
     rig.publish(0)
     assert len(rig.lease()) == 2  # a guess of 1024 bytes a sample
+    assert rig.store.status(0.0).counters["short_of_bytes"] == 1
     rig = make_rig(max_staleness=4, max_bytes=1)
     rig.publish(0)
     for step in range(3):

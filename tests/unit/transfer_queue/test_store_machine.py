@@ -81,6 +81,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(WORKERS), count=st.integers(1, 4))
     def lease(self, worker: str, count: int) -> None:
+        self.store.renew(worker, self.now)
         for group in self.store.lease(worker, count, self.now).groups:
             assert group.min_version == self.published
             self.held += [(worker, group, sample) for sample in group.samples]
@@ -101,6 +102,7 @@ class Histories(RuleBasedStateMachine):
             reward=0.0,
             finish_reason="stop",
             versions=[VersionRun(Version(self.lineage, step), 0, 1)],
+            tokens_sha256="",
             nbytes=3,
         )
 
@@ -201,6 +203,7 @@ class Histories(RuleBasedStateMachine):
         self.step, snapshot = self.checkpoint
         self.reserved_until = self.step
         assert isinstance(self.store.resume(self.step, self.lineage, snapshot), Resumed)
+        self.store.renew("a", self.now)
         assert self.store.lease("a", 9, self.now).groups == []
         self.publish()
 

@@ -1,0 +1,39 @@
+"""A queue on a free port, and a trainer's and a bare connection to it."""
+
+import socket as sockets
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from rl_async.transfer_queue.client import SyncQueueClient
+from tests.contracts.queue_peers import SETTINGS, RunningQueue
+
+
+@pytest.fixture
+def address() -> str:
+    with sockets.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.fixture
+def queue(address: str) -> Iterator[RunningQueue]:
+    running = RunningQueue(address, SETTINGS)
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def trainer(queue: RunningQueue) -> Iterator[SyncQueueClient]:
+    with SyncQueueClient(queue.address, role="trainer", name="trainer-0", timeout_s=10) as client:
+        yield client
+
+
+@pytest.fixture
+def raw(queue: RunningQueue) -> Iterator[zmq.Socket]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.rcvtimeo = 5000
+        socket.connect(queue.address)
+        yield socket

@@ -1,0 +1,112 @@
+"""A queue on a thread, and what its clients send."""
+
+import asyncio
+import contextlib
+import secrets
+import threading
+
+import msgspec
+import numpy as np
+import zmq
+import zmq.asyncio
+
+from rl_async.messages import (
+    SCHEMA,
+    Done,
+    Hello,
+    LeasedGroup,
+    Sampling,
+    Task,
+    Trajectory,
+    VersionRun,
+)
+from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.client import QueueClient
+from rl_async.transfer_queue.payloads import Payloads
+from rl_async.transfer_queue.policy import QueueSettings
+from rl_async.transfer_queue.server import QueueServer, bind
+from rl_async.transfer_queue.store import Store
+from rl_async.transfer_queue.transitions import Feed
+
+SETTINGS = QueueSettings(steps=50, batch_groups=2, group_size=2, lease_s=30.0)
+
+
+class Source:
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def next(self) -> Task:
+        self.taken += 1
+        return Task(task_id=f"t{self.taken - 1}", data_source="", prompt=[], ground_truth="7")
+
+    def cursor(self) -> bytes:
+        return str(self.taken).encode()
+
+    def seek(self, cursor: bytes) -> None:
+        self.taken = int(cursor)
+
+
+class RunningQueue:
+    """A queue on a thread with its own event loop."""
+
+    def __init__(self, address: str, settings: QueueSettings) -> None:
+        self.address = address
+        self._ready, self._stop = threading.Event(), asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(settings)))
+        self._thread.start()
+        assert self._ready.wait(10)
+
+    async def _serve(self, settings: QueueSettings) -> None:
+        self._loop = asyncio.get_running_loop()
+        payloads = Payloads()
+        feed = Feed(payloads.consume)
+        store = Store(settings, Source(), [Source().next()], feed)
+        with zmq.asyncio.Context() as context, bind(context, self.address) as socket:
+            serving = asyncio.create_task(QueueServer(store, payloads, feed, secrets.token_hex(4)).serve(socket))
+            self._ready.set()
+            await asyncio.wait([serving, asyncio.create_task(self._stop.wait())], return_when="FIRST_COMPLETED")
+            serving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await serving
+
+    def stop(self) -> None:
+        if self._thread.is_alive() and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+
+def trajectory(group: LeasedGroup, sample: int, tokens: int = 5) -> Trajectory:
+    return Trajectory(
+        task_id=group.task.task_id,
+        group_id=group.group_id,
+        sample=sample,
+        attempt=group.attempt,
+        partition=group.partition,
+        episode_id=f"{group.group_id}.{sample}",
+        token_ids=np.arange(tokens, dtype=np.int32),
+        loss_mask=np.ones(tokens, dtype=bool),
+        logprobs=np.linspace(-1, 0, tokens, dtype=np.float32),
+        versions=[VersionRun(group.min_version, 0, tokens)],
+        sampling=Sampling(),
+        reward=0.5,
+    )
+
+
+def worker(queue: RunningQueue, name: str = "worker-0", timeout_s: float = 10.0) -> QueueClient:
+    return QueueClient(queue.address, role="agent", name=name, timeout_s=timeout_s)
+
+
+async def put_all(client: QueueClient, groups: list[LeasedGroup], tokens: int = 5) -> None:
+    rows = [trajectory(group, sample, tokens) for group in groups for sample in group.samples]
+    assert set(map(type, await asyncio.gather(*map(client.put, rows)))) == {Done}
+
+
+def ask(raw: zmq.Socket, *parts: bytes) -> wire.ReplyMessage:
+    raw.send_multipart(parts)
+    return wire.decode_reply(raw.recv_multipart())
+
+
+ID = b"12345678"
+HELLO = msgspec.msgpack.encode(Hello(schema=SCHEMA, role="test", name="raw"))

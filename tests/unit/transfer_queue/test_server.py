@@ -1,0 +1,111 @@
+"""The server without its socket: what parked requests of silent and lost workers get."""
+
+from typing import Any
+
+import pytest
+
+from rl_async import messages as m
+from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.payloads import Payloads
+from rl_async.transfer_queue.policy import QueueSettings
+from rl_async.transfer_queue.server import Outgoing, QueueServer
+from rl_async.transfer_queue.store import Store
+from rl_async.transfer_queue.transitions import Feed, LeaseLost, Transition
+from tests.unit.transfer_queue.conftest import CountingSource
+
+LEASE_S = 10.0
+
+
+class Served:
+    """A server at time ``now``; every client's identity is its name."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.seen: list[Transition] = []
+        self._ids = wire.RequestIds()
+        payloads = Payloads()
+        feed = Feed(self.seen.append, payloads.consume)
+        settings = QueueSettings(steps=10, batch_groups=2, group_size=1, lease_s=LEASE_S, max_attempts=1)
+        self.server = QueueServer(Store(settings, CountingSource(), [], feed), payloads, feed, "run", lambda: self.now)
+
+    def ask(self, name: str, request: m.Request) -> list[Outgoing]:
+        return self.server.handle([name.encode(), *wire.encode(self._ids.take(), request)])
+
+    def hello(self, *names: str) -> None:
+        for name in names:
+            (welcome,) = self.ask(name, m.Hello(schema=m.SCHEMA, role="test", name=name))
+            assert isinstance(welcome.answer.reply, m.Welcome)
+
+    def lease(self, name: str, groups: int = 1) -> list[Outgoing]:
+        return self.ask(name, m.Lease(worker=name, max_groups=groups, wait_s=60.0))
+
+    def publish(self) -> list[Outgoing]:
+        done, *woken = self.ask("t", m.Publish(version=m.Version(0, 0), engines=[]))
+        assert done.answer.reply == m.Done()
+        return woken
+
+
+@pytest.fixture
+def served() -> Served:
+    served = Served()
+    served.hello("t", "a", "b")
+    return served
+
+
+def leased(message: Outgoing) -> tuple[str, list[int]]:
+    """Who gets which groups."""
+    reply: Any = message.answer.reply
+    return message.identity.decode(), [group.group_id for group in reply.groups]
+
+
+def test_a_parked_request_of_a_silent_worker_gets_nothing(served: Served) -> None:
+    assert served.lease("a") == []
+    served.now = LEASE_S
+    assert served.server.tick() == []
+    assert served.lease("b") == []
+    (answer,) = served.publish()
+    assert leased(answer) == ("b", [0])
+
+
+def test_parked_requests_keep_no_leases(served: Served) -> None:
+    served.publish()
+    (first,) = served.lease("a", groups=4)
+    assert len(leased(first)[1]) == 4
+    assert served.lease("a") == []  # all slots are taken; this one is parked
+    served.now = LEASE_S - 1
+    served.ask("t", m.Evaluate(eval_id=0))  # parked leases are tried again
+    served.now = LEASE_S
+    served.server.tick()
+    assert {lost.worker for lost in served.seen if isinstance(lost, LeaseLost)} == {"a"}
+
+
+def test_leases_that_were_not_delivered_go_to_others_and_cost_no_attempt(served: Served) -> None:
+    served.lease("a", groups=4)
+    served.lease("b")
+    (to_a,) = served.publish()
+    assert leased(to_a) == ("a", [0, 1, 2, 3])
+    (to_b,) = served.server.undelivered(to_a)
+    assert leased(to_b) == ("b", [0])
+    assert [(lost.worker, lost.charged) for lost in served.seen if isinstance(lost, LeaseLost)] == [("a", False)] * 4
+
+
+def test_whatever_else_the_lost_connection_waits_for_is_forgotten(served: Served) -> None:
+    for _ in range(2):
+        served.lease("a")
+    to_a, again = served.publish()
+    assert (leased(to_a), leased(again)) == (("a", [0]), ("a", [1]))
+    served.lease("a", groups=4)
+    assert served.server.undelivered(to_a) == []
+    (refused,) = served.ask("a", m.Status())
+    assert isinstance(refused.answer.reply, m.Refused) and refused.answer.reply.code == "hello"
+
+
+def test_a_repeated_answer_that_is_lost_takes_nothing_from_the_one_that_arrived(served: Served) -> None:
+    served.publish()
+    request_id = b"12345678"
+    parts = wire.encode(request_id, m.Lease(worker="w", max_groups=1, wait_s=1.0))
+    (arrived,) = served.server.handle([b"b", *parts])
+    (repeated,) = served.server.handle([b"a", *parts])
+    assert repeated.answer == arrived.answer
+    served.server.undelivered(repeated)
+    assert not [lost for lost in served.seen if isinstance(lost, LeaseLost)]
