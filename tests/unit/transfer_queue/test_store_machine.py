@@ -86,6 +86,13 @@ class Histories(RuleBasedStateMachine):
             assert group.min_version == self.published
             self.held += [(worker, group, sample) for sample in group.samples]
 
+    @rule(count=st.integers(1, 4))
+    def lease_that_reaches_nobody(self, count: int) -> None:
+        self.store.renew("gone", self.now)
+        groups = self.store.lease("gone", count, self.now).groups
+        self.store.undelivered("gone", groups)
+        self.store.undelivered("gone", groups)
+
     def header(self, group: LeasedGroup, sample: int, oldest: int) -> TrajectoryHeader:
         # Engines serve what was published last; it is older than the lease promised if training went back since.
         first, last = sorted((group.min_version.step, self.published.step))
