@@ -22,6 +22,7 @@ class Queue:
             committed=0,
             slots_used=3,
             slots=4,
+            max_staleness=1,
             admitted=5,
             payload_bytes=600,
             counters=dict(self.counters),
