@@ -39,13 +39,12 @@ async def run_worker(config: RunConfig, index: int, address: str) -> None:
     if this is not None:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, this.cancel)
-    timeout_s = config.rollout.request_timeout_s
 
     def connect(record: EngineRecord) -> VllmEngine:
-        return VllmEngine(record.url, timeout_s)
+        return VllmEngine(record.url, timeout_s=None)  # the pool keeps the deadline, and knows what does not count
 
     async with contextlib.AsyncExitStack() as stack:
-        pool = EnginePool(connect, timeout_s)
+        pool = EnginePool(connect, config.rollout.request_timeout_s)
         runner = EpisodeRunner(config, _renderer(config.model.path), pool)
         rewards = await stack.enter_async_context(RewardService(config.reward))
         queue = await stack.enter_async_context(QueueClient(address, role="agent", name=f"agent-{index}"))
@@ -57,6 +56,7 @@ async def run_worker(config: RunConfig, index: int, address: str) -> None:
             concurrency=config.agent.concurrency,
             group_size=samples_per_group(config),
             lease_s=config.queue.lease_s,
+            episode_timeout_s=config.agent.episode_timeout_s,
         )
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(pool.watch(queue), name="engine registry")

@@ -12,7 +12,7 @@ from collections.abc import Coroutine
 from typing import Any, Protocol
 
 from rl_async.agent_loop.loops import EpisodeRunner
-from rl_async.errors import RlAsyncError
+from rl_async.errors import EpisodeTimeout, RlAsyncError
 from rl_async.messages import Done, Leased, LeasedGroup, Refused, Task, Trajectory
 
 log = logging.getLogger("rl_async.agent_loop")
@@ -48,9 +48,11 @@ class AgentWorker:
         concurrency: int,
         group_size: int,
         lease_s: float,
+        episode_timeout_s: float,
     ) -> None:
         self._queue, self._runner, self._rewards = queue, runner, rewards
         self._concurrency, self._group_size, self._lease_s = concurrency, group_size, lease_s
+        self._episode_timeout_s = episode_timeout_s
         self._places = asyncio.Semaphore(concurrency)
         self._unfinished = 0  # samples leased and not handed over
         self._less_work = asyncio.Event()
@@ -116,7 +118,7 @@ class AgentWorker:
     async def _trajectory(self, group: LeasedGroup, sample: int) -> Trajectory | str:
         """A scored trajectory, or why there is none."""
         try:
-            row = await self._runner.run(group, sample)
+            row = await self._episode(group, sample)
             await self._rewards.score(group.task, row)
             return row
         except RlAsyncError as error:
@@ -127,6 +129,16 @@ class AgentWorker:
         except Exception as error:
             log.exception("sample %d.%d of task %s", group.group_id, sample, group.task.task_id)
             return f"{type(error).__name__}: {error}"
+
+    async def _episode(self, group: LeasedGroup, sample: int) -> Trajectory:
+        """Play it. Raises EpisodeTimeout when the loop or the environment, which are the user's code, do not end."""
+        try:
+            async with asyncio.timeout(self._episode_timeout_s) as deadline:
+                return await self._runner.run(group, sample)
+        except TimeoutError:
+            if not deadline.expired():  # the user's own
+                raise
+            raise EpisodeTimeout(f"no end within {self._episode_timeout_s:g} s (agent.episode_timeout_s)") from None
 
     def _spawn(self, group: asyncio.TaskGroup, work: Coroutine[Any, Any, None], name: str) -> None:
         task = group.create_task(work, name=name)

@@ -49,6 +49,12 @@ class AgentConfig(Config, frozen=True):
     max_turns: Annotated[Positive, doc("Assistant turns per episode.")] = 4
     max_tokens: Annotated[Positive, doc("Tokens per episode, prompt and tool results included.")] = 256
     max_parallel_calls: Annotated[Positive, doc("Tool calls executed per turn; further ones get an error.")] = 4
+    episode_timeout_s: Annotated[
+        Seconds,
+        doc(
+            "Deadline of one episode; it must outlast a training step when colocated. Beyond it the sample has failed."
+        ),
+    ] = 1800.0
     tool_timeout_s: Annotated[Seconds, doc("Deadline of one tool call.")] = 10.0
     tool_response_tokens: Annotated[Positive, doc("Longer tool results are cut.")] = 128
     workers: Annotated[Positive, doc("Agent worker processes.")] = 1
@@ -68,7 +74,9 @@ class RolloutConfig(Config, frozen=True):
     max_tokens: Annotated[Positive, doc("Sampled tokens per turn.")] = 64
     max_batch_size: Annotated[Positive, doc("Sequences decoded at once per engine.")] = 256
     max_model_len: Annotated[Positive, doc("Longest sequence that an engine accepts, in tokens.")] = 256
-    request_timeout_s: Annotated[Seconds, doc("Deadline of one generate request.")] = 120.0
+    request_timeout_s: Annotated[
+        Seconds, doc("Deadline of one generate request; time in which its engine sleeps does not count.")
+    ] = 120.0
     start_timeout_s: Annotated[Seconds, doc("Deadline for an engine to answer its health probe.")] = 120.0
     sleep_s: Annotated[
         float, Meta(ge=0, description="Embedded engine: added to each decode iteration; for benchmarks of overlap.")

@@ -13,7 +13,7 @@ from rl_async.configs.schema import RunConfig
 from rl_async.errors import ConfigError, RlAsyncError
 from rl_async.launcher.launch import EXIT_SIGNAL, log_into, make_ready, prepare
 from rl_async.launcher.local import Interrupted, Supervisor
-from rl_async.launcher.runs import next_folder
+from rl_async.launcher.runs import hold, next_folder
 from rl_async.messages import Reserved, Version
 from rl_async.rollout_server.vllm import VllmEngine
 from rl_async.trainer.records import write_trajectories
@@ -33,7 +33,6 @@ def evaluate(config: RunConfig, name_or_path: str) -> int:
     folder = next_folder(Path(config.launcher.run_dir), f"eval-{Path(name_or_path).stem}")
     config = without_training(msgspec.structs.replace(config, name=folder.name))
     console = Console()
-    planned, ports = make_ready(config, folder)
 
     async def run() -> int:
         try:
@@ -48,8 +47,10 @@ def evaluate(config: RunConfig, name_or_path: str) -> int:
         console.print(f"run folder: {folder}", markup=False, highlight=False, soft_wrap=True)
         return 0
 
-    with log_into(folder):
-        return asyncio.run(run())
+    with hold(folder):
+        planned, ports = make_ready(config, folder)
+        with log_into(folder):
+            return asyncio.run(run())
 
 
 def without_training(config: RunConfig) -> RunConfig:

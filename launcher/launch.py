@@ -15,7 +15,7 @@ from rl_async.launcher.local import Interrupted, Supervisor
 from rl_async.launcher.machine import plan_here
 from rl_async.launcher.plan import Plan
 from rl_async.launcher.ports import assign_ports
-from rl_async.launcher.runs import checkpoints, create
+from rl_async.launcher.runs import checkpoints, create, hold
 from rl_async.launcher.view import View
 
 EXIT_SIGNAL = 128  # plus the number of the signal, as shells have it
@@ -23,9 +23,10 @@ EXIT_SIGNAL = 128  # plus the number of the signal, as shells have it
 
 def launch(config: RunConfig, folder: Path, *, resume: bool = False) -> int:
     """Train, showing the run; the exit code. Raises UserError or RoleFailed."""
-    planned, ports = make_ready(config, folder, resume=resume)
-    with log_into(folder):
-        return asyncio.run(_run(config, folder, planned, ports))
+    with hold(folder):
+        planned, ports = make_ready(config, folder, resume=resume)
+        with log_into(folder):
+            return asyncio.run(_run(config, folder, planned, ports))
 
 
 def make_ready(config: RunConfig, folder: Path, *, resume: bool = False) -> tuple[Plan, dict[str, int]]:

@@ -1,7 +1,10 @@
 """Run folders: creating them, naming them, finding the one to resume."""
 
+import fcntl
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -59,6 +62,35 @@ def create(config: RunConfig, folder: Path) -> None:
     temporary = folder / "config.yaml.part"
     temporary.write_text(dump(config))
     temporary.replace(folder / "config.yaml")  # roles never see half a file
+
+
+@contextmanager
+def hold(folder: Path) -> Iterator[None]:
+    """Keep every other launcher of this machine out of the run while the block runs.
+
+    The lock is on a file beside the folder and ends with this process, however it ends; children do not inherit it.
+    Raises UserError, before anything is touched, if another process holds it.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    path = folder.with_name(f".{folder.name}.lock")
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
+                raise BlockingIOError  # its last holder removed it between our two calls
+        except BlockingIOError:
+            file.seek(0)
+            raise UserError(
+                f"--name: the run {folder} is in use by process {file.read().strip() or '?'}; wait for it or stop it, "
+                "or choose another name"
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def checkpoints(folder: Path) -> list[int]:

@@ -51,6 +51,10 @@ class EngineLost(EngineError):
     """The engine cannot be reached or did not answer in time."""
 
 
+class EpisodeTimeout(RlAsyncError):
+    """A user's loop or environment did not end within agent.episode_timeout_s."""
+
+
 class WeightSyncError(RlAsyncError):
     """A weight transfer failed; names the engine, the phase and the bucket."""
 

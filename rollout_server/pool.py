@@ -10,14 +10,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
-from rl_async.errors import EngineLost, QueueLost
+from rl_async.errors import EngineLost, EngineRejected, QueueLost
 from rl_async.messages import EngineList, EngineRecord, Version, VersionRun
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 
 STICKY_SLACK = 16
 SET_ASIDE_S = 1.0
+PROBE_S = 5.0
 WATCH_S = 10.0
 SESSIONS_REMEMBERED = 100_000
 
@@ -29,6 +31,7 @@ class Engine(Protocol):
 
     async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult: ...
     async def health(self) -> bool: ...
+    async def is_sleeping(self) -> bool: ...
     async def close(self) -> None: ...
 
 
@@ -49,6 +52,21 @@ class _Member:
     def serves(self, version: Version) -> bool:
         confirmed = self.record.version
         return confirmed is not None and confirmed >= version and time.monotonic() >= self.set_aside_until
+
+
+@dataclass
+class _Deadline:
+    """Of one request, as monotonic seconds; it moves while the request's engine sleeps."""
+
+    at: float
+
+    @property
+    def left(self) -> float:
+        return max(0.001, self.at - time.monotonic())
+
+    @property
+    def passed(self) -> bool:
+        return time.monotonic() >= self.at
 
 
 class EnginePool:
@@ -101,7 +119,7 @@ class EnginePool:
         What an engine had sampled when it gave a request up (abort) is kept: the rest is asked for as a
         continuation. Raises EngineRejected at once, EngineLost when the deadline has passed.
         """
-        deadline = time.monotonic() + self._timeout_s
+        deadline = _Deadline(time.monotonic() + self._timeout_s)
         done = GenerateResult(token_ids=[], logprobs=[], versions=[], finish_reason="abort")
         while done.finish_reason == "abort" and len(done.token_ids) < request.max_tokens:
             part = await self._once(_continuation(request, done), session, deadline)
@@ -114,40 +132,55 @@ class EnginePool:
             await member.client.close()
         await asyncio.gather(*self._closing)
 
-    async def _once(self, request: GenerateRequest, session: str, deadline: float) -> GenerateResult:
+    async def _once(self, request: GenerateRequest, session: str, deadline: _Deadline) -> GenerateResult:
         """One answer, from whichever engine gives one."""
         while True:
             member = await self._route(request.min_version, session, deadline)
             member.requests += 1
             try:
-                async with asyncio.timeout(max(0.001, deadline - time.monotonic())):
-                    result = await member.client.generate(request, session=session)
+                result = await self._answer(member, request, session, deadline)
                 if all(run.version >= request.min_version for run in result.versions):
                     return result
                 log.warning("%s sampled with weights older than asked for; replaying", member.record.engine_id)
             except (EngineLost, TimeoutError) as error:
                 log.warning("request %s lost with %s: %s", request.request_id, member.record.engine_id, error)
-                if time.monotonic() >= deadline:
+                if deadline.passed:
                     raise EngineLost(f"no engine answered within {self._timeout_s:.0f} s: {error}") from error
             finally:
                 member.requests -= 1
             member.set_aside_until = time.monotonic() + SET_ASIDE_S
             self.replayed += 1
 
-    async def _route(self, version: Version, session: str, deadline: float) -> _Member:
+    async def _answer(
+        self, member: _Member, request: GenerateRequest, session: str, deadline: _Deadline
+    ) -> GenerateResult:
+        """The engine's answer. While it sleeps (the trainer has its device) the deadline moves on; a hung engine does
+        not say that it sleeps. Raises EngineLost, EngineRejected or TimeoutError."""
+        answer = asyncio.ensure_future(member.client.generate(request, session=session))
+        try:
+            while True:
+                await asyncio.wait({answer}, timeout=deadline.left)
+                if answer.done():
+                    return answer.result()
+                if not await _sleeps(member.client):
+                    raise TimeoutError(f"no answer in {self._timeout_s:g} s")
+                deadline.at = time.monotonic() + self._timeout_s
+        finally:
+            answer.cancel()
+
+    async def _route(self, version: Version, session: str, deadline: _Deadline) -> _Member:
         while True:
             fit = [member for member in self._members.values() if member.serves(version)]
             if fit:
                 return self._choose(fit, session)
-            left = deadline - time.monotonic()
-            if left <= 0:
+            if deadline.passed:
                 known = ", ".join(f"{m.record.engine_id} at {m.record.version}" for m in self._members.values())
                 raise EngineLost(
                     f"no engine serves version {version} after {self._timeout_s:.0f} s (rollout.request_timeout_s); "
                     f"known: {known or 'none'}"
                 )
             try:
-                async with asyncio.timeout(min(left, SET_ASIDE_S)):
+                async with asyncio.timeout(min(deadline.left, SET_ASIDE_S)):
                     await self._changed.wait()
             except TimeoutError:
                 continue  # an engine that was set aside may be back
@@ -161,6 +194,14 @@ class EnginePool:
             del self._sessions[next(iter(self._sessions))]
         self._sessions[session] = least.record.engine_id
         return least
+
+
+async def _sleeps(engine: Engine) -> bool:
+    try:
+        async with asyncio.timeout(PROBE_S):
+            return await engine.is_sleeping()
+    except (EngineLost, EngineRejected, TimeoutError):
+        return False
 
 
 def _continuation(request: GenerateRequest, done: GenerateResult) -> GenerateRequest:

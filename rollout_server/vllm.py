@@ -83,7 +83,7 @@ class VllmEngine:
     Calls other than ``generate`` leave deadlines to their caller, who cancels them.
     """
 
-    def __init__(self, url: str, timeout_s: float = 600.0) -> None:
+    def __init__(self, url: str, timeout_s: float | None = 600.0) -> None:
         self.url = url.rstrip("/")
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=5.0)
         self._session: aiohttp.ClientSession | None = None

@@ -82,7 +82,9 @@ async def run(
 ) -> AgentWorker:
     async with RewardService(RewardConfig()) as rewards:
         runner = EpisodeRunner(run_config(loop=loop), renderer, engine)
-        worker = AgentWorker(queue, runner, rewards, concurrency=concurrency, group_size=2, lease_s=0.04)
+        worker = AgentWorker(
+            queue, runner, rewards, concurrency=concurrency, group_size=2, lease_s=0.04, episode_timeout_s=0.5
+        )
         await worker.run()
     return worker
 
@@ -123,6 +125,22 @@ async def test_errors_of_users_loops_fail_the_sample(renderer: ChatRenderer, tmp
     queue = FakeQueue([leased(samples=1)])
     await run(queue, renderer, Engine(renderer), loop=f"{tmp_path}/bad.py:bad")
     assert "AttributeError" in queue.failures[0][2]
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        ("await asyncio.sleep(60)", "EpisodeTimeout: no end within 0.5 s (agent.episode_timeout_s)"),
+        ("raise TimeoutError('own')", "TimeoutError: own"),
+    ],
+)
+async def test_a_users_loop_that_hangs_fails_its_sample(
+    renderer: ChatRenderer, tmp_path: Path, error: str, told: str
+) -> None:
+    (tmp_path / "hangs.py").write_text(f"import asyncio\nasync def hangs(episode):\n    {error}\n")
+    queue = FakeQueue([leased(samples=1)])
+    await run(queue, renderer, Engine(renderer), loop=f"{tmp_path}/hangs.py:hangs")
+    assert [failure[2] for failure in queue.failures] == [told]
 
 
 async def test_a_lost_queue_ends_the_worker(renderer: ChatRenderer) -> None:

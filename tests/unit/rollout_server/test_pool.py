@@ -22,6 +22,7 @@ class FakeEngine:
         self.hold = asyncio.Event()
         self.hold.set()
         self.closed = False
+        self.asleep = False
 
     async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
         self.seen.append(request)
@@ -30,6 +31,9 @@ class FakeEngine:
 
     async def health(self) -> bool:
         return True
+
+    async def is_sleeping(self) -> bool:
+        return self.asleep
 
     async def close(self) -> None:
         self.closed = True
@@ -108,6 +112,31 @@ async def test_the_deadline_names_what_is_known() -> None:
     pool.update(registry(a=Version(0, 0)))
     with pytest.raises(EngineLost, match=r"no engine serves version 0\.1.*a at 0\.0"):
         await pool.generate(request(), session="s")
+
+
+async def test_time_in_which_the_engine_sleeps_does_not_count() -> None:
+    pool, engines = make_pool(timeout_s=0.1, a=lambda r: result(3, V1))
+    pool.update(registry(a=V1))
+    engine = engines["a"]
+    engine.hold.clear()
+    engine.asleep = True
+    waiting = asyncio.create_task(pool.generate(request(), session="s"))
+    await asyncio.sleep(0.35)
+    assert not waiting.done()
+    engine.asleep = False
+    engine.hold.set()
+    assert len((await waiting).token_ids) == 3
+    assert len(engine.seen) == 1, "it was asked once"
+
+
+async def test_an_engine_that_hangs_awake_is_given_up() -> None:
+    pool, engines = make_pool(timeout_s=0.1, a=lambda r: result(3, V1))
+    pool.update(registry(a=V1))
+    engine = engines["a"]
+    engine.hold.clear()
+    async with asyncio.timeout(5):
+        with pytest.raises(EngineLost, match=r"no engine answered within 0 s: no answer in 0\.1 s"):
+            await pool.generate(request(), session="s")
 
 
 async def test_a_rejected_request_is_not_replayed() -> None:
