@@ -46,6 +46,16 @@ class KlConfig(Config, frozen=True):
 class ShapingConfig(Config, frozen=True):
     """What happens to rewards and groups before advantages are computed."""
 
+    dynamic_sampling: Annotated[
+        bool, doc("Groups whose scored rewards are all equal are given up, and other tasks take their places (DAPO).")
+    ] = False
+    max_refills: Annotated[
+        Positive,
+        doc(
+            "dynamic_sampling: groups given up per batch, on average; after that, groups without signal are accepted. "
+            "Every batch adds this many to an allowance of at most max_staleness + 1 times as many."
+        ),
+    ] = 64
     reward_clip: Annotated[
         Annotated[float, Meta(gt=0)] | None, doc("Rewards are clipped to [-reward_clip, reward_clip].")
     ] = None

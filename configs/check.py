@@ -83,6 +83,15 @@ def _group_size(c: RunConfig) -> str | None:
     return None
 
 
+def _dynamic_sampling(c: RunConfig) -> str | None:
+    if c.algorithm.shaping.dynamic_sampling and c.rollout.group_size < 2:
+        return (
+            "algorithm.shaping.dynamic_sampling gives up groups whose rewards are all equal, and those of a group of "
+            "one always are; rollout.group_size must be at least 2"
+        )
+    return None
+
+
 def _minibatches(c: RunConfig) -> str | None:
     rows = c.data.train_batch_groups * c.rollout.group_size
     if rows < c.trainer.minibatches * c.trainer.ranks:
@@ -118,6 +127,7 @@ RULES: tuple[Rule, ...] = (
     _truncation,
     _publish_every,
     _group_size,
+    _dynamic_sampling,
     _minibatches,
     _lengths,
     _make,

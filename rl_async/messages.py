@@ -4,6 +4,7 @@ Each struct names its producer and its consumer. Nothing else is sent on the que
 older process would misread, and raise SCHEMA.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -105,6 +106,16 @@ class TrajectoryHeader(msgspec.Struct, kw_only=True):
     reward_parts: dict[str, float] = {}
     scored: bool = True  # false: a scorer failed, so that there is no reward to learn from
     nbytes: int = 0  # of the payload frames; filled by the queue
+
+
+def has_signal(group: Sequence[TrajectoryHeader]) -> bool:
+    """Whether two scored members of one group differ in reward; one that is not a number differs from all.
+
+    Without a difference every group-relative advantage is 0 (DAPO, arXiv:2503.14476, section 3.2). The queue refills
+    by it, and the trainer counts by it.
+    """
+    rewards = [header.reward for header in group if header.scored]
+    return any(reward != rewards[0] for reward in rewards)
 
 
 class Trajectory(msgspec.Struct, kw_only=True):

@@ -30,11 +30,17 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float = 15.0
     max_attempts: int = 3
     max_bytes: int = 1 << 30
+    max_refills: int = 0  # groups without signal given up per batch; 0: none
 
     @property
     def slots(self) -> int:
         """Most training groups between admission and the publication of what they trained."""
         return (self.max_staleness + 1) * self.batch_groups
+
+    @property
+    def refill_allowance(self) -> int:
+        """Most groups without signal given up before the next batch is complete: the slots fill this many batches."""
+        return (self.max_staleness + 1) * self.max_refills
 
     @classmethod
     def of(cls, config: RunConfig) -> "QueueSettings":
@@ -49,6 +55,7 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
             lease_s=config.queue.lease_s,
             max_attempts=config.queue.max_attempts,
             max_bytes=config.queue.max_bytes,
+            max_refills=config.algorithm.shaping.max_refills if config.algorithm.shaping.dynamic_sampling else 0,
         )
 
 
