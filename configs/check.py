@@ -92,6 +92,17 @@ def _dynamic_sampling(c: RunConfig) -> str | None:
     return None
 
 
+def _overlong(c: RunConfig) -> str | None:
+    shaping = c.algorithm.shaping
+    if shaping.overlong_max_tokens is not None and shaping.overlong_cache_tokens > shaping.overlong_max_tokens:
+        return (
+            f"algorithm.shaping.overlong_cache_tokens={shaping.overlong_cache_tokens} is more than "
+            f"algorithm.shaping.overlong_max_tokens={shaping.overlong_max_tokens}; the penalty would begin below no "
+            "tokens at all"
+        )
+    return None
+
+
 def _minibatches(c: RunConfig) -> str | None:
     rows = c.data.train_batch_groups * c.rollout.group_size
     if rows < c.trainer.minibatches * c.trainer.ranks:
@@ -128,6 +139,7 @@ RULES: tuple[Rule, ...] = (
     _publish_every,
     _group_size,
     _dynamic_sampling,
+    _overlong,
     _minibatches,
     _lengths,
     _make,

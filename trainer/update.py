@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import TrainingDiverged
 from rl_async.messages import Trajectory, TrajectoryHeader
-from rl_async.trainer import batching
+from rl_async.trainer import batching, shaping
 from rl_async.trainer.advantages import AdvantageInputs
 from rl_async.trainer.algorithm import Algorithm
 from rl_async.trainer.backend import Backend, Outputs
@@ -83,7 +83,8 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     micros = [micro for mini in minis for micro in mini]
     whole = assemble(batch.headers, micros)
     looked, outputs = look(models, whole, micros, algorithm)
-    gains = algorithm.advantage(advantage_inputs(whole, outputs, config)).to(torch.float32)
+    gains = algorithm.advantage(advantage_inputs(whole, outputs, config))
+    gains = (gains * shaping.repeats(batch.headers, config.algorithm.shaping, config.seed, batch.step)[:, None]).float()
     corrected = algorithm.correct(looked.proximal, whole.behaviour, whole.mask, whole.age)
     tally = Tally()
     objective = Objective(
@@ -94,6 +95,7 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     if not algorithm.decoupled:
         target = tally.first_pass(micros, whole.shape)
         corrected = algorithm.correct(target, whole.behaviour, whole.mask, whole.age)
+    metrics |= shaping.shaping_metrics(batch.headers, config.algorithm.shaping)
     metrics |= tally.metrics() | correction_metrics(target, whole.behaviour, whole.mask, whole.age, corrected)
     return Updated({**metrics, "tokens/trained": float(corrected.keep.sum())}, corrected)
 
@@ -115,7 +117,7 @@ def look(
 def advantage_inputs(whole: WholeBatch, outputs: Sequence[Outputs], config: RunConfig) -> AdvantageInputs:
     """The batch as an advantage estimator sees it."""
     headers = whole.headers
-    rewards = torch.tensor([h.reward for h in headers], dtype=torch.float64)
+    rewards = shaping.rewards(headers, config.algorithm.shaping)
     return AdvantageInputs(
         rewards=rewards,
         token_rewards=whole.turn_rewards.double() + on_last_token(rewards, whole.mask),
@@ -162,6 +164,7 @@ def on_last_token(rows: Tensor, mask: Tensor) -> Tensor:
 
 def _collate(batch: Batch, mini: MiniBatch, device: str, config: RunConfig) -> list[Micro]:
     keys = row_keys(batch.headers)
+    trains = shaping.trains(batch.headers, config.algorithm.shaping)
     micros = []
     for rows in mini.ranks[dist.get_rank()]:
         tensors = batching.empty_tensors(device)
@@ -169,6 +172,7 @@ def _collate(batch: Batch, mini: MiniBatch, device: str, config: RunConfig) -> l
             tensors = batching.collate(
                 [batch.rows[keys[i]] for i in rows], step=batch.step, max_staleness=mask_bound(config), device=device
             )
+            tensors.mask &= trains[rows].to(device)[:, None]
         micros.append(Micro(rows, tensors))
     return micros
 

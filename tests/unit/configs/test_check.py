@@ -22,6 +22,10 @@ from rl_async.errors import ConfigError
         (["queue.max_staleness=1", "weight_sync.every=3"], ["weight_sync.every=3", "queue.max_staleness"]),
         (["rollout.group_size=1"], ["rollout.group_size", "algorithm.advantage"]),
         (["rollout.group_size=1", "algorithm.shaping.dynamic_sampling=true"], ["shaping.dynamic_sampling"]),
+        (
+            ["algorithm.shaping.overlong_max_tokens=32", "algorithm.shaping.overlong_cache_tokens=33"],
+            ["shaping.overlong_cache_tokens=33", "shaping.overlong_max_tokens=32"],
+        ),
         (["data.train_batch_groups=1", "rollout.group_size=2", "trainer.ranks=2"], ["trainer.ranks=2"]),
         (["agent.max_tokens=100000"], ["agent.max_tokens", "rollout.max_model_len"]),
         (["mode=colocated", "weight_sync.transport=gloo"], ["weight_sync.transport", "colocated"]),
