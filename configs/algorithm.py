@@ -75,8 +75,8 @@ class ShapingConfig(Config, frozen=True):
     resample: Annotated[
         Literal["none", "pow", "max_min", "max_random"],
         doc(
-            "PF-PPO: rows of the batch are drawn again with replacement. pow: by |reward|^resample_power; max_min: only "
-            "the batch's best and worst; max_random: the best four times as often as others."
+            "PF-PPO: the batch's rows are drawn again with replacement. pow: by |reward|^resample_power; max_min: only "
+            "the best and worst; max_random: the best four times as often as others."
         ),
     ] = "none"
     resample_power: Annotated[float, Meta(gt=0, description="pow: the exponent.")] = 2.0

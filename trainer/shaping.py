@@ -67,9 +67,11 @@ def repeats(headers: Sequence[TrajectoryHeader], options: ShapingConfig, seed: i
     """How often each row was drawn, float64 [N]: N_scored draws with replacement, the same for the same (seed, step).
 
     Source: PF-PPO (arXiv:2409.06957) keeps rows whose rewards are reliable. The weights are those of verl's
-    ``compute_pf_ppo_reweight_data``, over the whole batch; the paper's own table of weights was not at hand. A row that counts k times has its advantage
-    multiplied by k, which is k copies of it in every loss that is linear in positive factors of the advantage. The
-    loss is divided by the counts of the batch as it was, and KL and entropy terms see every row once.
+    ``compute_pf_ppo_reweight_data``, over the whole batch; the paper's own table of weights was not at hand.
+
+    A row that counts k times has its advantage multiplied by k, which is k copies of it in every loss that is linear in
+    positive factors of the advantage. The loss is divided by the counts of the batch as it was, and KL and entropy
+    terms see every row once.
     """
     scored = torch.tensor([h.scored for h in headers])
     counts = torch.ones(len(headers), dtype=torch.float64)

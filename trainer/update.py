@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.configs.schema import RunConfig
-from rl_async.errors import TrainingDiverged
+from rl_async.errors import RewardsMissing, TrainingDiverged
 from rl_async.messages import Trajectory, TrajectoryHeader
 from rl_async.trainer import batching, shaping
 from rl_async.trainer.advantages import AdvantageInputs
@@ -76,9 +76,10 @@ def mask_bound(config: RunConfig) -> int | None:
 def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig) -> Updated:
     """Train on ``batch``.
 
-    Raises TrainingDiverged naming the step and the batch's groups when a number is not finite; no weight has changed
-    in the mini-batch that failed.
+    Raises RewardsMissing if no row has a reward, and TrainingDiverged naming the step and the batch's groups when a
+    number is not finite; no weight has changed in the mini-batch that failed.
     """
+    require_rewards(batch)
     minis = [_collate(batch, mini, models.policy.device, config) for mini in batch.plan]
     micros = [micro for mini in minis for micro in mini]
     whole = assemble(batch.headers, micros)
@@ -98,6 +99,20 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     metrics |= shaping.shaping_metrics(batch.headers, config.algorithm.shaping)
     metrics |= tally.metrics() | correction_metrics(target, whole.behaviour, whole.mask, whole.age, corrected)
     return Updated({**metrics, "tokens/trained": float(corrected.keep.sum())}, corrected)
+
+
+def require_rewards(batch: Batch) -> None:
+    """A broken reward function must not look like a healthy run.
+
+    Raises RewardsMissing, on every rank, with what was said of this rank's rows.
+    """
+    if any(header.scored for header in batch.headers):
+        return
+    said = sorted({row.error for row in batch.rows.values() if row.error})
+    raise RewardsMissing(
+        f"step {batch.step}: none of the batch's {len(batch.headers)} trajectories could be scored "
+        f"(reward.functions); {said[0] if said else 'see the agent workers in logs/'}"
+    )
 
 
 def look(
