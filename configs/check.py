@@ -4,9 +4,10 @@ import difflib
 from collections.abc import Callable, Iterator
 
 from rl_async.configs.algorithm import ADVANTAGES, LOSSES
-from rl_async.configs.correction import PRESETS
+from rl_async.configs.correction import PRESETS, CorrectionOptions
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import ConfigError
+from rl_async.userload import is_user_reference
 
 Rule = Callable[[RunConfig], str | None]
 
@@ -69,11 +70,21 @@ def _names(c: RunConfig) -> str | None:
     a = c.algorithm
     known = (("advantage", a.advantage, ADVANTAGES), ("loss", a.loss, LOSSES), ("correction", a.correction, PRESETS))
     for key, name, names in known:
-        if name not in names:
+        if name not in names and not is_user_reference(name):
             close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
             return f"algorithm.{key}: no {name!r}" + (
                 f"; did you mean {close[0]}?" if close else f"; known: {', '.join(names)}"
             )
+    return None
+
+
+def _user_correction(c: RunConfig) -> str | None:
+    a = c.algorithm
+    if is_user_reference(a.correction) and a.correction_options != CorrectionOptions():
+        return (
+            f"algorithm.correction_options changes a preset, and algorithm.correction={a.correction} is your own; "
+            "put its numbers into your function"
+        )
     return None
 
 
@@ -130,6 +141,7 @@ def _make(c: RunConfig) -> str | None:
 
 RULES: tuple[Rule, ...] = (
     _names,
+    _user_correction,
     _engine,
     _backend,
     _tensor_parallel,
