@@ -7,7 +7,8 @@ They have the signatures of the built-in ones:
     correction  (target, behaviour, mask, age: [B, T]) -> Corrected
 
 Every loader raises ConfigError naming the key, the function, and what was wrong: missing, raising, of another shape or
-type, not finite, without gradient, or changed by what stands where the mask is false.
+type, not finite, without gradient, learning from rows without a reward, or changed by what stands where the mask is
+false.
 """
 
 from collections.abc import Callable
@@ -29,6 +30,7 @@ Correct = Callable[[Tensor, Tensor, Tensor, Tensor], Corrected]
 # Two rows of three tokens; whatever stands where the mask is false must not matter.
 MASK = torch.tensor([[True, True, False], [False, True, True]])
 GARBAGE = (0.0, 7.0)
+REWARDS = torch.tensor([0.0, 1.0, 1.0, 0.5, 0.0], dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -79,10 +81,12 @@ def load_advantage(reference: str, options: AdvantageOptions) -> Advantage:
     """The user's advantage estimator."""
     trial = Trial("algorithm.advantage", reference)
     function: Advantage = trial.load()
-    mask, given = MASK.repeat(2, 1), list[Tensor]()
+    mask, given = MASK.repeat(3, 1)[:5], list[Tensor]()
     for garbage in GARBAGE:
-        result = trial.call(function, _advantage_inputs(mask, garbage, options))
-        given.append(trial.tensor(result, mask.shape))
+        inputs = _advantage_inputs(mask, garbage, options)
+        given.append(trial.tensor(trial.call(function, inputs), mask.shape))
+        if given[-1][mask & ~inputs.scored[:, None]].any():
+            raise trial.error("gave an advantage to a row without a reward; give 0 where x.scored is false")
     trial.same(given, mask, "the advantage")
     return function
 
@@ -169,20 +173,19 @@ class _Parts(dict[str, Tensor]):
     """Any part of the reward by any name: which there will be is known only once something was scored."""
 
     def __missing__(self, name: str) -> Tensor:
-        return torch.tensor([0.0, 1.0, 1.0, 0.5], dtype=torch.float64)
+        return REWARDS.clone()
 
 
 def _advantage_inputs(mask: Tensor, garbage: float, options: AdvantageOptions) -> AdvantageInputs:
-    """Two groups of two rows, all scored."""
-    rewards = torch.tensor([0.0, 1.0, 1.0, 0.5], dtype=torch.float64)
-    last = torch.tensor([[False, True, False], [False, False, True]]).repeat(2, 1)
+    """Two groups of two rows, and one whose only row could not be scored."""
+    last = torch.tensor([[False, True, False], [False, False, True]]).repeat(3, 1)[:5]
     return AdvantageInputs(
-        rewards=rewards,
-        token_rewards=_with_garbage(torch.where(last, rewards[:, None], 0.0), garbage, mask),
+        rewards=REWARDS.clone(),
+        token_rewards=_with_garbage(torch.where(last, REWARDS[:, None], 0.0), garbage, mask),
         mask=mask.clone(),
-        groups=torch.tensor([3, 3, 5, 5]),
-        scored=torch.ones(4, dtype=torch.bool),
-        row_weights=torch.ones(4, dtype=torch.float64),
+        groups=torch.tensor([3, 3, 5, 5, 7]),
+        scored=torch.tensor([True, True, True, True, False]),
+        row_weights=torch.ones(5, dtype=torch.float64),
         turns=torch.where(mask, 0, -1),
         options=options,
         parts=_Parts(),

@@ -4,8 +4,9 @@ Why staleness stays within the bound S. Let p be the published step, B the group
 reserve. Groups that hold a slot and have tokens never exceed (S + 1) B, and the n - p steps reserved but not yet
 published hold (n - p) B of them. So at most (p + S - n + 1) B are unreserved: exactly what the steps n to p + S can
 take. A group leased now has tokens of version p or newer and the deadline p + S, hence all of them can meet their
-deadlines if steps take the earliest deadline first. A ready group may pass an unfinished one only while that remains
-true (``choose``).
+deadlines if steps take the earliest deadline first. Giving a group up, for being late, failing or teaching nothing,
+only makes them fewer, and the task that takes its slot is leased under the same rule. A ready group may pass an
+unfinished one only while that remains true (``choose``).
 """
 
 from collections.abc import Mapping, Sequence

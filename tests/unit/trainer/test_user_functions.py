@@ -21,7 +21,7 @@ GOOD = (
     HEAD
     + """
 def advantage(x):
-    return torch.where(x.mask, (x.rewards + x.parts["format"])[:, None], 0.0)
+    return torch.where(x.mask & x.scored[:, None], (x.rewards + x.parts["format"])[:, None], 0.0)
 
 def loss(x):
     return -x.weights * x.advantages * (x.logprobs - x.proximal).exp()
@@ -99,9 +99,15 @@ def test_a_loss_that_does_not_fit_is_named(write, body: str, message: str) -> No
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return x.rewards", "gave shape [4] for a batch of shape [4, 3]; give one per token"),
+        ("return x.rewards", "gave shape [5] for a batch of shape [5, 3]; give one per token"),
         ("return x.token_rewards / 0", "not finite"),
-        ("return x.token_rewards.sum(1, keepdim=True) + 0 * x.token_rewards", "changes the advantage of tokens"),
+        ("return x.scored[:, None] * x.token_rewards.cumsum(1).flip(1)", "changes the advantage of tokens"),
+        ("return x.mask * (x.rewards - x.rewards.mean())[:, None]", "gave an advantage to a row without a reward"),
+        (
+            "import torch\n    best = torch.stack([x.rewards[(x.groups == g) & x.scored].mean() for g in x.groups])\n"
+            "    return x.mask * (x.rewards - best)[:, None]",
+            "not finite",
+        ),
         ("return x.values", "gave a NoneType, not a tensor"),
     ],
 )
