@@ -75,9 +75,40 @@ class KlConfig(Config, frozen=True):
 class ShapingConfig(Config, frozen=True):
     """What happens to rewards and groups before advantages are computed."""
 
-    reward_clip: Annotated[
-        Annotated[float, Meta(gt=0)] | None, doc("Rewards are clipped to [-reward_clip, reward_clip].")
+    dynamic_sampling: Annotated[
+        bool, doc("Groups whose scored rewards are all equal are given up, and other tasks take their places (DAPO).")
+    ] = False
+    max_refills: Annotated[
+        Positive,
+        doc(
+            "dynamic_sampling: groups given up per batch, on average; after that, groups without signal are accepted. "
+            "Every batch adds this many to an allowance of at most max_staleness + 1 times as many."
+        ),
+    ] = 64
+    overlong_max_tokens: Annotated[
+        Positive | None, doc("Sampled tokens from which on the overlong penalty is whole; null: no penalty.")
     ] = None
+    overlong_cache_tokens: Annotated[
+        Positive, doc("The penalty grows linearly over this many tokens before overlong_max_tokens.")
+    ] = 64
+    overlong_factor: Annotated[float, Meta(gt=0, description="The whole penalty, taken from the reward.")] = 1.0
+    overlong_filter: Annotated[
+        bool, doc("Trajectories that were cut off for their length count in their group and do not train themselves.")
+    ] = False
+    reward_scale: Annotated[
+        Literal["none", "batch_std"], doc("batch_std: divide by the standard deviation of the batch's scored rewards.")
+    ] = "none"
+    reward_clip: Annotated[
+        Annotated[float, Meta(gt=0)] | None, doc("Rewards are clipped to [-reward_clip, reward_clip], last of all.")
+    ] = None
+    resample: Annotated[
+        Literal["none", "pow", "max_min", "max_random"],
+        doc(
+            "PF-PPO: the batch's rows are drawn again with replacement. pow: by |reward|^resample_power; max_min: only "
+            "the best and worst; max_random: the best four times as often as others."
+        ),
+    ] = "none"
+    resample_power: Annotated[float, Meta(gt=0, description="pow: the exponent.")] = 2.0
 
 
 class GuardConfig(Config, frozen=True):

@@ -11,10 +11,11 @@ from rl_async.configs.algorithm import (
     WITHOUT_RATIO,
     AlgorithmConfig,
 )
-from rl_async.configs.correction import PRESETS, Correction, resolve
+from rl_async.configs.correction import PRESETS, Correction, CorrectionOptions, resolve
 from rl_async.configs.critic import NEEDS_CRITIC
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import ConfigError
+from rl_async.userload import is_user_reference
 
 Rule = Callable[[RunConfig], str | None]
 
@@ -77,7 +78,7 @@ def _names(c: RunConfig) -> str | None:
     a = c.algorithm
     known = (("advantage", a.advantage, ADVANTAGES), ("loss", a.loss, LOSSES), ("correction", a.correction, PRESETS))
     for key, name, names in known:
-        if name not in names:
+        if name not in names and not is_user_reference(name):
             close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
             return f"algorithm.{key}: no {name!r}" + (
                 f"; did you mean {close[0]}?" if close else f"; known: {', '.join(names)}"
@@ -140,6 +141,16 @@ def _bypass(a: AlgorithmConfig, correction: Correction) -> str | None:
     return None
 
 
+def _user_correction(c: RunConfig) -> str | None:
+    a = c.algorithm
+    if is_user_reference(a.correction) and a.correction_options != CorrectionOptions():
+        return (
+            f"algorithm.correction_options changes a preset, and algorithm.correction={a.correction} is your own; "
+            "put its numbers into your function"
+        )
+    return None
+
+
 def _group_size(c: RunConfig) -> str | None:
     name = c.algorithm.advantage
     if name in ADVANTAGES and name not in WITHOUT_GROUPS and c.rollout.group_size < 2:
@@ -197,6 +208,26 @@ def _critic_warmup(c: RunConfig) -> str | None:
     return None
 
 
+def _dynamic_sampling(c: RunConfig) -> str | None:
+    if c.algorithm.shaping.dynamic_sampling and c.rollout.group_size < 2:
+        return (
+            "algorithm.shaping.dynamic_sampling gives up groups whose rewards are all equal, and those of a group of "
+            "one always are; rollout.group_size must be at least 2"
+        )
+    return None
+
+
+def _overlong(c: RunConfig) -> str | None:
+    shaping = c.algorithm.shaping
+    if shaping.overlong_max_tokens is not None and shaping.overlong_cache_tokens > shaping.overlong_max_tokens:
+        return (
+            f"algorithm.shaping.overlong_cache_tokens={shaping.overlong_cache_tokens} is more than "
+            f"algorithm.shaping.overlong_max_tokens={shaping.overlong_max_tokens}; the penalty would begin below no "
+            "tokens at all"
+        )
+    return None
+
+
 def _minibatches(c: RunConfig) -> str | None:
     rows = c.data.train_batch_groups * c.rollout.group_size
     if rows < c.trainer.minibatches * c.trainer.ranks:
@@ -225,6 +256,7 @@ def _make(c: RunConfig) -> str | None:
 RULES: tuple[Rule, ...] = (
     _names,
     _correction,
+    _user_correction,
     _engine,
     _backend,
     _tensor_parallel,
@@ -237,6 +269,8 @@ RULES: tuple[Rule, ...] = (
     _sum_squares,
     _critic,
     _critic_warmup,
+    _dynamic_sampling,
+    _overlong,
     _minibatches,
     _lengths,
     _make,

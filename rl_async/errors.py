@@ -10,6 +10,7 @@ RlAsyncError
 │   └── EngineLost       connection lost or timed out; the request may be replayed elsewhere
 ├── WeightSyncError      names the engine, the phase and the bucket
 ├── QueueLost            the transfer queue did not answer within the deadline
+├── RewardsMissing       no row of a batch could be scored; names the step and what the scorer said
 ├── TrainingDiverged     a NaN or infinite number; names the step and the batch
 └── PolicyDrifted        the data is too far from the policy; names the metric, its value, the limit and the step
 """
@@ -61,6 +62,10 @@ class WeightSyncError(RlAsyncError):
 
 class QueueLost(RlAsyncError):
     """The transfer queue did not answer within the deadline."""
+
+
+class RewardsMissing(RlAsyncError):
+    """No row of a batch has a reward; names the step and the scorer's message."""
 
 
 class TrainingDiverged(RlAsyncError):

@@ -5,6 +5,7 @@ older process would misread, and raise SCHEMA.
 """
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -108,6 +109,16 @@ class TrajectoryHeader(msgspec.Struct, kw_only=True):
     baseline: bool = False  # a greedy episode that the others are compared with; never trained
     tokens_sha256: str  # of the payload's token ids, for the audit
     nbytes: int = 0  # of the payload frames; filled by the queue
+
+
+def has_signal(group: Sequence[TrajectoryHeader]) -> bool:
+    """Whether two scored members of one group differ in reward; one that is not a number differs from all.
+
+    Without a difference every group-relative advantage is 0 (DAPO, arXiv:2503.14476, section 3.2). The queue refills
+    by it, and the trainer counts by it.
+    """
+    rewards = [header.reward for header in group if header.scored]
+    return any(reward != rewards[0] for reward in rewards)
 
 
 class Trajectory(msgspec.Struct, kw_only=True):

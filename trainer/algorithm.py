@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from rl_async.configs.algorithm import AlgorithmConfig
 from rl_async.configs.correction import Correction, resolve, rules
 from rl_async.configs.schema import RunConfig
 from rl_async.trainer.advantages import Advantage
@@ -15,6 +16,8 @@ from rl_async.trainer.estimators import ADVANTAGES, LOOKS
 from rl_async.trainer.kl import ESTIMATORS
 from rl_async.trainer.loss_inputs import PolicyLoss
 from rl_async.trainer.losses import LOSSES
+from rl_async.trainer.user_functions import Correct, load_advantage, load_correction, load_loss
+from rl_async.userload import is_user_reference
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Algorithm:
 
     advantage: Advantage
     loss: PolicyLoss
-    correct: Callable[[Tensor, Tensor, Tensor, Tensor], Corrected]  # target, behaviour, mask, age; all [B, T]
+    correct: Correct  # target, behaviour, mask, age; all [B, T]
     finish: Callable[[Corrected], Corrected]  # of a whole batch, once all of it is corrected; identity when bypassed
     rules: tuple[str, ...]  # that the correction may apply to a token
     decoupled: bool
@@ -34,9 +37,11 @@ class Algorithm:
 
 
 def build(config: RunConfig) -> Algorithm:
-    """Raises ConfigError naming the key for a name that is not there."""
+    """Raises ConfigError naming the key for a name that is not there, or a user's function that does not fit."""
     algorithm = config.algorithm
-    correction = resolve(algorithm.correction, algorithm.correction_options)
+    correction = Correction()  # a user's is decoupled, and goes with any loss
+    if not is_user_reference(algorithm.correction):
+        correction = resolve(algorithm.correction, algorithm.correction_options)
     looks: set[Want] = set(LOOKS.get(algorithm.advantage, ()))
     wants: set[Want] = set()
     if algorithm.entropy_coef > 0:
@@ -47,9 +52,9 @@ def build(config: RunConfig) -> Algorithm:
         looks.add("values")
         wants.add("values")
     return Algorithm(
-        advantage=ADVANTAGES[algorithm.advantage],
-        loss=LOSSES[correction.loss or algorithm.loss],
-        correct=_with(correction),
+        advantage=_advantage(algorithm),
+        loss=_loss(algorithm, correction),
+        correct=_correct(algorithm, correction),
         finish=normalise if correction.normalise else lambda corrected: corrected,
         rules=rules(correction),
         decoupled=correction.proximal == "recompute",
@@ -60,5 +65,18 @@ def build(config: RunConfig) -> Algorithm:
     )
 
 
-def _with(correction: Correction) -> Callable[[Tensor, Tensor, Tensor, Tensor], Corrected]:
+def _advantage(algorithm: AlgorithmConfig) -> Advantage:
+    if is_user_reference(algorithm.advantage):
+        return load_advantage(algorithm.advantage, algorithm.advantage_options)
+    return ADVANTAGES[algorithm.advantage]
+
+
+def _loss(algorithm: AlgorithmConfig, correction: Correction) -> PolicyLoss:
+    name = correction.loss or algorithm.loss
+    return load_loss(name, algorithm) if is_user_reference(name) else LOSSES[name]
+
+
+def _correct(algorithm: AlgorithmConfig, correction: Correction) -> Correct:
+    if is_user_reference(algorithm.correction):
+        return load_correction(algorithm.correction)
     return lambda target, behaviour, mask, age: correct(target, behaviour, mask, age, correction)

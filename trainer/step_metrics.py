@@ -4,23 +4,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl_async.messages import Trajectory, TrajectoryHeader
+from rl_async.messages import Trajectory, TrajectoryHeader, has_signal
 from rl_async.trainer.batching import fresh_runs
 
 
 def batch_metrics(headers: Sequence[TrajectoryHeader], step: int, max_staleness: int | None) -> dict[str, float]:
     """Rewards, response lengths, and the staleness of the trained tokens.
 
-    ``staleness/mean`` and ``staleness/max`` are over trained tokens: the step minus the step of the version that
-    sampled each. ``max_staleness`` is the bound beyond which tokens were masked, or None.
+    Rewards are over rows that were scored, of which there must be one; ``reward/unscored_fraction`` says how many were
+    not (a scorer failed). ``staleness/mean`` and ``staleness/max`` are over trained tokens: the step minus the step of
+    the version that sampled each. ``max_staleness`` is the bound beyond which tokens were masked, or None.
     """
     baselines, headers = [h.reward for h in headers if h.baseline], [h for h in headers if not h.baseline]
-    rewards = np.array([h.reward for h in headers])
+    rewards = np.array([h.reward for h in headers if h.scored])
     runs = [(step - r.version.step, r.end - r.start) for h in headers for r in fresh_runs(h, step, max_staleness)]
     tokens = sum(count for _, count in runs)
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
+        "reward/unscored_fraction": 1.0 - len(rewards) / len(headers),
         "reward/groups_without_signal": _flat_groups(headers),
         "rollout/response_tokens_mean": float(np.mean([h.sampled for h in headers])),
         "rollout/tokens": float(sum(h.tokens for h in headers)),
@@ -32,11 +34,11 @@ def batch_metrics(headers: Sequence[TrajectoryHeader], step: int, max_staleness:
 
 
 def _flat_groups(headers: Sequence[TrajectoryHeader]) -> float:
-    """Share of groups whose rewards are all equal, so that they teach nothing."""
-    rewards: dict[int, set[float]] = {}
+    """Share of groups whose scored rewards are all equal, so that they teach nothing."""
+    groups: dict[int, list[TrajectoryHeader]] = {}
     for header in headers:
-        rewards.setdefault(header.group_id, set()).add(header.reward)
-    return sum(len(values) == 1 for values in rewards.values()) / max(len(rewards), 1)
+        groups.setdefault(header.group_id, []).append(header)
+    return sum(not has_signal(group) for group in groups.values()) / max(len(groups), 1)
 
 
 def conversation_sums(rows: Sequence[Trajectory]) -> list[float]:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from rl_async.configs.algorithm import KlConfig
 from rl_async.configs.schema import RunConfig
-from rl_async.errors import TrainingDiverged
+from rl_async.errors import RewardsMissing, TrainingDiverged
 from rl_async.messages import Trajectory, TrajectoryHeader
-from rl_async.trainer import batching
+from rl_async.trainer import batching, shaping
 from rl_async.trainer.advantages import AdvantageInputs
 from rl_async.trainer.algorithm import Algorithm
 from rl_async.trainer.backend import Backend, LossFn, Want
@@ -94,15 +94,17 @@ def mask_bound(config: RunConfig) -> int | None:
 def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig, kl_coef: float = 0.0) -> Updated:
     """Train on ``batch``. ``kl_coef`` is the weight of the KL to the reference in this step.
 
-    Raises TrainingDiverged naming the step and the batch's groups when a number is not finite; no weight of that
-    model has changed in the mini-batch that failed.
+    Raises RewardsMissing if no row has a reward, and TrainingDiverged naming the step and the batch's groups when a
+    number is not finite; no weight of that model has changed in the mini-batch that failed.
     """
+    require_rewards(batch)
     minis = [_collate(batch, mini, models.policy.device, config) for mini in batch.plan]
     micros = [micro for mini in minis for micro in mini]
     whole = assemble(batch.headers, micros)
     looked = look(models, whole, micros, algorithm)
     inputs, kl = penalised(advantage_inputs(whole, looked, config), looked, algorithm, config.algorithm.kl, kl_coef)
-    gains = algorithm.advantage(inputs).to(torch.float32)
+    gains = algorithm.advantage(inputs)
+    gains = (gains * shaping.repeats(batch.headers, config.algorithm.shaping, config.seed, batch.step)[:, None]).float()
     corrected = algorithm.finish(algorithm.correct(looked.proximal, whole.behaviour, whole.mask, whole.age))
     tally = Tally()
     objective = Objective(
@@ -121,9 +123,24 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     if not algorithm.decoupled:
         target = tally.first_pass(micros, whole.shape)
         corrected = algorithm.correct(target, whole.behaviour, whole.mask, whole.age)
+    metrics |= shaping.shaping_metrics(batch.headers, config.algorithm.shaping)
     metrics |= tally.metrics() | kl
     metrics |= correction_metrics(target, whole.behaviour, whole.mask, whole.age, corrected, algorithm.rules)
     return Updated({**metrics, "tokens/trained": float(corrected.keep.sum())}, corrected)
+
+
+def require_rewards(batch: Batch) -> None:
+    """A broken reward function must not look like a healthy run.
+
+    Raises RewardsMissing, on every rank, with what was said of this rank's rows.
+    """
+    if any(header.scored for header in batch.headers):
+        return
+    said = sorted({row.error for row in batch.rows.values() if row.error})
+    raise RewardsMissing(
+        f"step {batch.step}: none of the batch's {len(batch.headers)} trajectories could be scored "
+        f"(reward.functions); {said[0] if said else 'see the agent workers in logs/'}"
+    )
 
 
 def look(models: Models, whole: WholeBatch, micros: Sequence[Micro], algorithm: Algorithm) -> Looked:
@@ -151,10 +168,10 @@ def look(models: Models, whole: WholeBatch, micros: Sequence[Micro], algorithm: 
 def advantage_inputs(whole: WholeBatch, looked: Looked, config: RunConfig) -> AdvantageInputs:
     """The batch as an advantage estimator sees it."""
     headers = whole.headers
-    outcomes = torch.tensor([h.reward for h in headers], dtype=torch.float64)
+    outcomes = shaping.rewards(headers, config.algorithm.shaping)
     turn_rewards = whole.turn_rewards.double()
     names = [term.name for term in config.reward.functions]
-    baselines, compared = greedy_baselines(headers)
+    baselines, compared = greedy_baselines(headers, outcomes)
     return AdvantageInputs(
         rewards=outcomes + turn_rewards.sum(1),
         token_rewards=turn_rewards + on_last_token(outcomes, whole.mask),
@@ -186,9 +203,10 @@ def penalised(
     return replace(x, rewards=rewards, token_rewards=x.token_rewards - coef * penalty), {"loss/kl_reference": mean}
 
 
-def greedy_baselines(headers: Sequence[TrajectoryHeader]) -> tuple[Tensor | None, Tensor]:
+def greedy_baselines(headers: Sequence[TrajectoryHeader], rewards: Tensor) -> tuple[Tensor | None, Tensor]:
     """The greedy episode's reward of each row's group, [N], and whether there is one; None and true if nobody asked."""
-    greedy = {h.group_id: h.reward for h in headers if h.baseline and h.scored}
+    pairs = zip(headers, rewards.tolist(), strict=True)
+    greedy = {h.group_id: reward for h, reward in pairs if h.baseline and h.scored}
     if not any(h.baseline for h in headers):
         return None, torch.ones(len(headers), dtype=torch.bool)
     found = torch.tensor([h.group_id in greedy for h in headers])
@@ -246,6 +264,7 @@ def on_last_token(rows: Tensor, mask: Tensor) -> Tensor:
 
 def _collate(batch: Batch, mini: MiniBatch, device: str, config: RunConfig) -> list[Micro]:
     keys = row_keys(batch.headers)
+    trains = shaping.trains(batch.headers, config.algorithm.shaping)
     micros = []
     for rows in mini.ranks[dist.get_rank()]:
         tensors = batching.empty_tensors(device)
@@ -253,5 +272,6 @@ def _collate(batch: Batch, mini: MiniBatch, device: str, config: RunConfig) -> l
             tensors = batching.collate(
                 [batch.rows[keys[i]] for i in rows], step=batch.step, max_staleness=mask_bound(config), device=device
             )
+            tensors.mask &= trains[rows].to(device)[:, None]
         micros.append(Micro(rows, tensors))
     return micros

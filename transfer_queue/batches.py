@@ -65,6 +65,8 @@ class Batches:
         batch = Batch(sorted(members))
         self._batches[step] = batch
         self._next_step = step + 1
+        book = self._book
+        book.refills_left = min(book.refills_left + book.settings.max_refills, book.settings.refill_allowance)
         for group_id in batch.groups:
             self._book.move(self._book.groups[group_id], State.RESERVED)
         self._book.emit(BatchReserved(step=step, groups=batch.groups))

@@ -33,7 +33,7 @@ class Book:
         self.groups: dict[int, Group] = {}
         self.open: dict[int, Group] = {}  # training groups in no batch yet
         self.leases = Leases(settings.lease_s)
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter({"refilled": 0} if settings.max_refills else {})
         self.lineage = 0
         self.published: Version | None = None  # nothing is admitted or leased without one
         self.max_staleness = settings.max_staleness  # for which groups are admitted; the trainer may tighten it
@@ -41,6 +41,7 @@ class Book:
         self.next_group = 0
         self.next_eval_group = EVAL_GROUPS
         self.given_up = 0  # training groups dropped or dead-lettered
+        self.refills_left = settings.refill_allowance  # groups without signal that may still be given up
         self.finished = False
         self.payload_bytes = 0
         self._outstanding = 0  # samples whose trajectory is still to come

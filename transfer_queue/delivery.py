@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rl_async.messages import Done, Leased, LeasedGroup, Refused, Task, TrajectoryHeader, Version
+from rl_async.messages import Done, Leased, LeasedGroup, Refused, Task, TrajectoryHeader, Version, has_signal
 from rl_async.transfer_queue.book import Book
 from rl_async.transfer_queue.groups import EVAL, EVAL_GROUPS, TRAIN, Group, Sample, State
 from rl_async.transfer_queue.policy import is_short_of_bytes, may_admit, may_lease
@@ -18,6 +18,8 @@ from rl_async.transfer_queue.transitions import (
     SampleFailed,
     SampleStored,
 )
+
+NO_SIGNAL = "no_signal"  # the reason for which a group without signal is dropped
 
 
 class Delivery:
@@ -115,7 +117,25 @@ class Delivery:
         self._book.stored(header.nbytes)
         self._book.emit(SampleStored(header=header))
         self._book.settle(group)
+        self._refill(group)
         return Done()
+
+    def _refill(self, group: Group) -> None:
+        """Give up a training group that is complete and teaches nothing, as long as the allowance lasts.
+
+        One that a batch already has, as after a resume, stays: a batch never changes its members. The bound on
+        staleness is not touched, since there are only fewer groups that need a place in time (``policy.py``).
+        """
+        book = self._book
+        if not book.settings.max_refills or group.partition != TRAIN or group.state is not State.READY:
+            return
+        if group.pinned is not None or has_signal(group.headers()):
+            return
+        if book.refills_left <= 0:
+            book.counters["accepted_without_signal"] += 1
+            return
+        book.refills_left -= 1
+        self.drop(group.group_id, NO_SIGNAL, counter="refilled")
 
     def fail(self, worker: str, group_id: int, index: int, attempt: int, error: str, now: float) -> Done | Refused:
         """One attempt failed: the sample waits again, or its group is dead-lettered."""
@@ -210,13 +230,13 @@ class Delivery:
         self._book.counters["dead_letters"] += 1
         self._book.emit(DeadLettered(group=group.group_id, error=error))
 
-    def drop(self, group_id: int, reason: str) -> None:
-        """Give up a straggler."""
+    def drop(self, group_id: int, reason: str, counter: str = "dropped") -> None:
+        """Give up a group that is in no batch, and count it."""
         group = self._book.groups[group_id]
         if group.state in (State.RESERVED, State.COMMITTED):
             raise ValueError(f"group {group_id} is {group.state}")
         self._book.give_up(group)
-        self._book.counters["dropped"] += 1
+        self._book.counters[counter] += 1
         self._book.emit(GroupDropped(group=group_id, reason=reason))
 
 

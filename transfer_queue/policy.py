@@ -4,8 +4,9 @@ Why staleness stays within the bound S. Let p be the published step, B the group
 reserve. Groups that hold a slot and have tokens never exceed (S + 1) B, and the n - p steps reserved but not yet
 published hold (n - p) B of them. So at most (p + S - n + 1) B are unreserved: exactly what the steps n to p + S can
 take. A group leased now has tokens of version p or newer and the deadline p + S, hence all of them can meet their
-deadlines if steps take the earliest deadline first. A ready group may pass an unfinished one only while that remains
-true (``choose``).
+deadlines if steps take the earliest deadline first. Giving a group up, for being late, failing or teaching nothing,
+only makes them fewer, and the task that takes its slot is leased under the same rule. A ready group may pass an
+unfinished one only while that remains true (``choose``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float = 15.0
     max_attempts: int = 3
     max_bytes: int = 1 << 30
+    max_refills: int = 0  # groups without signal given up per batch; 0: none
 
     @property
     def slots(self) -> int:
@@ -40,6 +42,11 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
     def slots_at(self, max_staleness: int) -> int:
         """Those of a bound that the trainer tightened."""
         return (max_staleness + 1) * self.batch_groups
+
+    @property
+    def refill_allowance(self) -> int:
+        """Most groups without signal given up before the next batch is complete: the slots fill this many batches."""
+        return (self.max_staleness + 1) * self.max_refills
 
     @classmethod
     def of(cls, config: RunConfig) -> "QueueSettings":
@@ -54,6 +61,7 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
             lease_s=config.queue.lease_s,
             max_attempts=config.queue.max_attempts,
             max_bytes=config.queue.max_bytes,
+            max_refills=config.algorithm.shaping.max_refills if config.algorithm.shaping.dynamic_sampling else 0,
         )
 
 

@@ -278,8 +278,9 @@ class QueueServer:
         nbytes = sum(memoryview(frame).nbytes for frame in payload)
         header = msgspec.structs.replace(request.header, nbytes=nbytes)
         reply = self._store.put(request.worker, header, self._clock())
-        if isinstance(reply, m.Done) and self._payloads.get(header.group_id, header.sample) is None:
-            self._payloads.put(header.group_id, header.sample, payload)
+        row = header.group_id, header.sample
+        if isinstance(reply, m.Done) and self._store.holds(header.group_id) and self._payloads.get(*row) is None:
+            self._payloads.put(*row, payload)
         return Answer(reply)
 
     def _fetch(self, request: m.Fetch) -> Answer:

@@ -72,6 +72,10 @@ class Store:
         """Take in one trajectory; it is announced as SampleStored only if it is new."""
         return self._delivery.put(worker, header, now)
 
+    def holds(self, group: int) -> bool:
+        """Whether the group is known; its last trajectory may have shown that it is not worth keeping."""
+        return group in self._book.groups
+
     def fail(self, worker: str, group: int, sample: int, attempt: int, error: str, now: float) -> Done | Refused:
         """One attempt at one sample failed."""
         return self._delivery.fail(worker, group, sample, attempt, error, now)

@@ -68,7 +68,7 @@ class GroupReady(Transition, frozen=True, kw_only=True):
 
 
 class GroupDropped(Transition, frozen=True, kw_only=True):
-    """A straggler was given up; another task takes its slot."""
+    """A straggler, or a group without signal, was given up; another task takes its slot."""
 
     group: int
     reason: str

@@ -9,12 +9,14 @@ import pytest
 from rl_async.errors import ProtocolError
 from rl_async.messages import (
     NotReady,
+    Refused,
     Reserve,
     Reserved,
     Version,
 )
 from rl_async.transfer_queue.client import SyncQueueClient
-from tests.contracts.queue_peers import put_all, worker
+from rl_async.transfer_queue.policy import QueueSettings
+from tests.contracts.queue_peers import RunningQueue, put_all, trajectory, worker
 
 
 async def test_one_step_from_lease_to_publication(queue, trainer):
@@ -40,6 +42,27 @@ async def test_one_step_from_lease_to_publication(queue, trainer):
     with pytest.raises(ProtocolError, match="unknown_row"):
         trainer.fetch([(0, 0)])
     assert trainer.resume(1, 1, snapshot).kept == 0
+
+
+async def test_a_group_without_signal_is_forgotten_whole_and_another_is_leased(address):
+    queue = RunningQueue(address, QueueSettings(steps=50, batch_groups=2, group_size=2, max_staleness=0, max_refills=5))
+    try:
+        with SyncQueueClient(queue.address, role="trainer", name="trainer-0", timeout_s=10) as trainer:
+            trainer.publish(Version(0, 0), [])
+            async with worker(queue) as agent:
+                flat = (await agent.lease(1, 1.0)).groups
+                full = (await agent.lease(1, 1.0)).groups
+                waiting = asyncio.create_task(agent.lease(1, 30.0))
+                await put_all(agent, flat)
+                assert [group.group_id for group in (await waiting).groups] == [2]
+                assert isinstance(await agent.put(trajectory(flat[0], 0)), Refused)
+            status = trainer.status()
+            assert (status.counters["refilled"], status.payload_bytes, len(full)) == (1, 0, 1)
+            for sample in (0, 1):
+                with pytest.raises(ProtocolError, match="unknown_row"):
+                    trainer.fetch([(0, sample)])
+    finally:
+        queue.stop()
 
 
 async def test_long_polls_are_woken_by_what_they_wait_for(queue, trainer):

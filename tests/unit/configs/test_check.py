@@ -26,6 +26,15 @@ from rl_async.errors import ConfigError
         (["algorithm.advantage=gae", "critic={shared: true, path: m}"], ["critic.path", "critic.shared"]),
         (["algorithm.advantage=gae", "critic={shared: true, warmup_steps: 1}"], ["critic.warmup_steps"]),
         (["algorithm.advantage=gae", "critic.warmup_steps=50"], ["critic.warmup_steps=50", "trainer.steps=50"]),
+        (["rollout.group_size=1", "algorithm.shaping.dynamic_sampling=true"], ["shaping.dynamic_sampling"]),
+        (
+            ["algorithm.shaping.overlong_max_tokens=32", "algorithm.shaping.overlong_cache_tokens=33"],
+            ["shaping.overlong_cache_tokens=33", "shaping.overlong_max_tokens=32"],
+        ),
+        (
+            ["algorithm.correction=my.py:weigh", "algorithm.correction_options.cap=2.0"],
+            ["algorithm.correction_options", "my.py:weigh"],
+        ),
         (["data.train_batch_groups=1", "rollout.group_size=2", "trainer.ranks=2"], ["trainer.ranks=2"]),
         (["agent.max_tokens=100000"], ["agent.max_tokens", "rollout.max_model_len"]),
         (["mode=colocated", "weight_sync.transport=gloo"], ["weight_sync.transport", "colocated"]),
@@ -37,6 +46,11 @@ def test_impossible_combinations_name_their_keys(overrides: list[str], named: li
         load_config("calculator", overrides)
     for part in named:
         assert part in str(caught.value)
+
+
+def test_users_own_functions_are_looked_for_only_where_torch_is() -> None:
+    own = [f"algorithm.{key}=my.py:mine" for key in ("advantage", "loss", "correction")]
+    assert load_config("calculator", own).algorithm.loss == "my.py:mine"
 
 
 def test_publishing_as_rarely_as_the_slots_allow_is_accepted() -> None:

@@ -73,6 +73,14 @@ def test_a_correct_run_passes(run, capsys):
     assert "ok: every admitted group was trained exactly once" in capsys.readouterr().out
 
 
+def test_groups_without_signal_count_as_given_up(run):
+    dropped = [admit(5), {"event": "ready", "group": 5}, {"event": "drop", "group": 5, "reason": "no_signal"}]
+    report = audit(run(LEDGER + dropped, TRAINED))
+    assert report.ok, report.violations
+    assert (report.admitted, report.given_up, report.trained) == (6, 2, 4)
+    assert not audit(run(LEDGER + dropped, TRAINED + rows(1, 5))).ok
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [

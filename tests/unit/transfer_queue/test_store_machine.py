@@ -17,6 +17,8 @@ from rl_async.messages import (
     Version,
     VersionRun,
 )
+from rl_async.transfer_queue.delivery import NO_SIGNAL
+from rl_async.transfer_queue.groups import EVAL_GROUPS
 from rl_async.transfer_queue.policy import QueueSettings
 from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import Admitted, DeadLettered, GroupDropped
@@ -43,8 +45,10 @@ class Source:
 class Histories(RuleBasedStateMachine):
     """The model: what workers hold, what each step's batch was, and what the trainer did."""
 
-    @initialize(bound=st.sampled_from([0, 1, 4]), policy=st.sampled_from(["wait", "drop"]))
-    def start(self, bound: int, policy: Any) -> None:
+    @initialize(
+        bound=st.sampled_from([0, 1, 4]), policy=st.sampled_from(["wait", "drop"]), refills=st.sampled_from([0, 1, 3])
+    )
+    def start(self, bound: int, policy: Any, refills: int) -> None:
         self.settings = QueueSettings(
             steps=STEPS,
             batch_groups=BATCH,
@@ -53,6 +57,7 @@ class Histories(RuleBasedStateMachine):
             on_straggler=policy,
             lease_s=LEASE_S,
             max_attempts=3,
+            max_refills=refills,
         )
         self.now = 0.0
         self.lineage = 0
@@ -69,6 +74,7 @@ class Histories(RuleBasedStateMachine):
     def open_queue(self) -> None:
         self.source = Source()
         self.seen: list[Any] = []
+        self.refills = 0  # groups given up for want of signal since a batch was complete
         self.held: list[tuple[str, LeasedGroup, int]] = []
         self.store = Store(self.settings, self.source, [self.source.next()], self.seen.append)
         self.source.taken = 0
@@ -106,7 +112,8 @@ class Histories(RuleBasedStateMachine):
             segment=0,
             tokens=1,
             sampled=1,
-            reward=0.0,
+            reward=float(sample) if group.group_id % 3 == 0 else 1.0,  # two groups of three teach nothing
+            scored=group.group_id % 3 < 2,
             finish_reason="stop",
             versions=[VersionRun(Version(self.lineage, step), 0, 1)],
             tokens_sha256="",
@@ -121,7 +128,9 @@ class Histories(RuleBasedStateMachine):
         header = self.header(group, sample, oldest)
         answer = self.store.put(worker, header, self.now)
         if answer == Done():
-            assert self.store.put(worker, header, self.now) == Done()
+            resent = self.store.put(worker, header, self.now)
+            dropped = self.store.holds(group.group_id) is False
+            assert resent.code == "fenced" if isinstance(resent, Refused) else not dropped
         else:
             assert isinstance(answer, Refused) and answer.code in {"fenced", "conflict"}
 
@@ -164,6 +173,10 @@ class Histories(RuleBasedStateMachine):
         if isinstance(batch, Reserved):
             self.check_batch(self.reserved_until, batch)
             self.reserved_until += 1
+            self.refills = len(self.refilled())
+
+    def refilled(self) -> list[int]:
+        return [event.group for event in self.seen if isinstance(event, GroupDropped) and event.reason == NO_SIGNAL]
 
     def check_batch(self, step: int, batch: Reserved) -> None:
         members = sorted({header.group_id for header in batch.headers})
@@ -242,12 +255,18 @@ class Histories(RuleBasedStateMachine):
         admitted = [event.group for event in self.seen if isinstance(event, Admitted) and event.partition == "train"]
         assert len(admitted) == len(set(admitted))
         assert len(admitted) - given_up <= STEPS * BATCH
+        refilled = self.refilled()
+        assert all(group % 3 and group < EVAL_GROUPS for group in refilled), "a group with signal, or an evaluation's"
+        assert len(refilled) - self.refills <= self.settings.refill_allowance
+        assert status.counters.get("refilled", 0) == len(refilled)
+        fixed = {group for step, groups in self.batches.items() if step < self.reserved_until for group in groups}
+        assert not fixed & set(refilled)
 
     def teardown(self) -> None:
         """An honest worker finishes the run: nothing is lost, nothing is left over."""
         if not hasattr(self, "store"):
             return
-        for _ in range(4 * STEPS):
+        for _ in range(4 * STEPS + self.settings.refill_allowance + STEPS * self.settings.max_refills):
             if self.step == STEPS:
                 break
             self.now += 2 * LEASE_S

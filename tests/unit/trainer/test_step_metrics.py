@@ -1,0 +1,30 @@
+"""Rewards of a step are those of rows that were scored."""
+
+import pytest
+
+from rl_async.trainer.step_metrics import batch_metrics
+from tests.conftest import make_rows
+
+
+def metrics(groups: list[list[float | None]]) -> dict[str, float]:
+    """Rewards by group; None: the scorer failed, and the recorded reward is garbage."""
+    rows = make_rows(0, groups=len(groups), samples=len(groups[0]))
+    for row, reward in zip(rows, [r for group in groups for r in group], strict=True):
+        row.scored, row.reward = reward is not None, -99.0 if reward is None else reward
+    return batch_metrics([row.header() for row in rows], 0, None)
+
+
+def test_rows_without_a_reward_are_counted_and_left_out() -> None:
+    got = metrics([[1.0, None], [0.0, 0.5]])
+    assert got["reward/mean"] == pytest.approx(0.5)
+    assert got["reward/std"] == pytest.approx((((0.5**2) * 2) / 3) ** 0.5)
+    assert got["reward/unscored_fraction"] == 0.25
+    assert got["reward/groups_without_signal"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("groups", "share"),
+    [([[1.0, 1.0], [0.0, 0.0]], 1.0), ([[1.0, 0.0], [None, None]], 0.5), ([[0.0, 1.0], [1.0, 0.0]], 0.0)],
+)
+def test_a_group_without_scored_rows_has_no_signal(groups: list[list[float | None]], share: float) -> None:
+    assert metrics(groups)["reward/groups_without_signal"] == share

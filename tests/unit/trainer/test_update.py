@@ -1,0 +1,140 @@
+"""How a step is put together: who is asked what and when, and which rows teach how much."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_async.configs.algorithm import AlgorithmConfig, ShapingConfig
+from rl_async.configs.schema import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.errors import RewardsMissing
+from rl_async.messages import Trajectory
+from rl_async.trainer import shaping
+from rl_async.trainer.algorithm import build
+from rl_async.trainer.backend import LossFn, Outputs
+from rl_async.trainer.batching import Tensors
+from rl_async.trainer.update import Batch, Models, Updated, plan_batch, row_keys, update
+from tests.conftest import VOCAB, make_rows
+
+RATE = 0.5
+
+
+class Table:
+    """A policy without context: log pi of a token stands in a table, which plain gradient descent changes."""
+
+    device = "cpu"
+
+    def __init__(self) -> None:
+        self.table = torch.full((VOCAB,), -4.0, dtype=torch.float64, requires_grad=True)
+        self.events: list[str] = []
+
+    def _outputs(self, batch: Tensors) -> Outputs:
+        return Outputs(logprobs=self.table[batch.tokens[:, 1:]])
+
+    def forward(self, batch: Tensors, wants: frozenset[str] = frozenset()) -> Outputs:
+        self.events.append("look")
+        with torch.no_grad():
+            return self._outputs(batch)
+
+    def step(
+        self, batches: Sequence[Tensors], loss_fn: LossFn, wants: frozenset[str] = frozenset()
+    ) -> tuple[float, float]:
+        self.events.append("step")
+        loss = torch.stack([loss_fn(number, self._outputs(batch)) for number, batch in enumerate(batches)]).sum()
+        (gradient,) = torch.autograd.grad(loss, self.table)
+        with torch.no_grad():
+            self.table -= RATE * gradient
+        return loss.item(), gradient.norm().item()
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def train(rows: list[Trajectory], algorithm: AlgorithmConfig, minibatches: int = 1) -> tuple[Table, Updated]:
+    config = RunConfig(
+        model=ModelConfig(path="none"),
+        data=DataConfig(path="none"),
+        algorithm=algorithm,
+        trainer=TrainerConfig(minibatches=minibatches, max_tokens_per_microbatch=64),
+    )
+    headers = [row.header() for row in rows]
+    batch = Batch(0, headers, plan_batch(headers, 0, config, 1), dict(zip(row_keys(headers), rows, strict=True)))
+    policy = Table()
+    return policy, update(Models(policy), batch, build(config), config)  # type: ignore[arg-type]
+
+
+def test_old_logprobs_are_computed_once_for_all_epochs_and_minibatches() -> None:
+    policy, updated = train(make_rows(0), AlgorithmConfig(epochs=3, aggregation="token-sum"), minibatches=2)
+    looks = policy.events.count("look")
+    assert policy.events == ["look"] * looks + ["step"] * 6 and looks > 2
+    # Had pi_old moved along, no ratio would ever have left its band.
+    assert updated.metrics["loss/clip_fraction"] > 0
+
+
+def test_bypass_never_looks() -> None:
+    policy, _ = train(make_rows(0), AlgorithmConfig(epochs=2, correction="bypass_ppo_clip"), minibatches=2)
+    assert policy.events == ["step"] * 4
+
+
+def plain_step(rows: list[Trajectory], rewards: list[float], counts: list[float], trains: list[bool]) -> Tensor:
+    """The table after one REINFORCE step of the sum over tokens of k A log pi, with GRPO's A."""
+    after = torch.full((VOCAB,), -4.0, dtype=torch.float64)
+    for i, row in enumerate(rows):
+        group = [rewards[j] for j, other in enumerate(rows) if other.group_id == row.group_id and other.scored]
+        mean = sum(group) / max(len(group), 1)
+        std = (sum((r - mean) ** 2 for r in group) / max(len(group) - 1, 1)) ** 0.5
+        advantage = (rewards[i] - mean) / (std + 1e-4) if row.scored else 0.0
+        for token in row.token_ids[row.loss_mask] if trains[i] else []:
+            after[int(token)] += RATE * counts[i] * advantage
+    return after
+
+
+def test_shaped_rewards_repeats_and_filtered_rows_reach_the_gradient() -> None:
+    rows = make_rows(0)
+    rows[1].scored, rows[6].finish_reason, rows[9].finish_reason = False, "length", "length"
+    options = ShapingConfig(
+        overlong_max_tokens=14, overlong_cache_tokens=8, overlong_filter=True, resample="max_random", reward_clip=0.9
+    )
+    algorithm = AlgorithmConfig(loss="reinforce", correction="disabled", aggregation="token-sum", shaping=options)
+    policy, updated = train(rows, algorithm)
+    headers = [row.header() for row in rows]
+    counts = shaping.repeats(headers, options, 0, 0).tolist()
+    assert len(set(counts)) > 2
+    expected = plain_step(
+        rows, shaping.rewards(headers, options).tolist(), counts, [r.finish_reason != "length" for r in rows]
+    )
+    assert torch.allclose(policy.table, expected, atol=1e-5)
+    assert updated.metrics["tokens/trained"] == sum(r.loss_mask.sum() for r in rows if r.finish_reason != "length")
+    assert [row.reward for row in rows] == [row.reward for row in make_rows(0)], "what is recorded stays as scored"
+
+
+@pytest.mark.parametrize("correction", ["decoupled_token_is", "bypass_ppo_clip"])
+def test_a_filtered_row_never_trains(correction: str) -> None:
+    rows = make_rows(0)
+    for row in rows:
+        row.finish_reason = "length"
+    algorithm = AlgorithmConfig(correction=correction, shaping=ShapingConfig(overlong_filter=True))
+    policy, updated = train(rows, algorithm)
+    assert (policy.table == -4.0).all() and updated.metrics["tokens/trained"] == 0
+
+
+def test_a_batch_without_any_reward_ends_the_run_with_the_scorers_words() -> None:
+    rows = make_rows(0)
+    for row in rows:
+        row.scored, row.error = False, "reward my.py:score: raised KeyError: 'answer'"
+    with pytest.raises(RewardsMissing, match=r"step 0: none of the batch's 16 .* raised KeyError: 'answer'"):
+        train(rows, AlgorithmConfig())
+
+
+def test_one_reward_is_enough_to_go_on() -> None:
+    rows = make_rows(0)
+    for row in rows[1:]:
+        row.scored = False
+    policy, _ = train(rows, AlgorithmConfig())
+    assert (policy.table == -4.0).all()
