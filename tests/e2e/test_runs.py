@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -202,8 +201,30 @@ def test_interrupt_and_resume_everything(home: Path, start: Callable[..., Any]) 
     assert_complete(home, "resumed", bound=1)
 
 
-BAD_TOOL = "def broken(x: int) -> int:\n    '''Fails.'''\n    raise RuntimeError('boom')\n"
-HANGING_REWARD = "import time\ndef score(**_):\n    time.sleep(60)\n"
+BROKEN_TOOL = """
+from rl_async.agent_loop.parsers import parse_hermes
+
+def broken(x: int) -> int:
+    '''Fails.'''
+    raise RuntimeError("boom")
+
+async def calls_it(episode):
+    reason = await episode.generate()
+    if reason != "stop":
+        return reason
+    calls = parse_hermes('<tool_call>{"name": "broken", "arguments": {"x": 1}}</tool_call>')
+    if not episode.add(await episode.call(calls)):
+        return "length"
+    return await episode.generate()
+"""
+HANGING_REWARD = """
+import time
+
+def score(extra_info, solution_str, **_):
+    if len(solution_str) % 2:
+        time.sleep(60)
+    return 1.0
+"""
 
 
 def one_clear_error(done: "subprocess.CompletedProcess[str]", *words: str) -> None:
@@ -246,20 +267,53 @@ def test_bad_data_is_one_clear_error(home: Path) -> None:
     one_clear_error(bad_launch(home, "model.path=bare", "sft=null"), "bare", "tokenizer")
 
 
-def test_a_broken_tool_and_a_hanging_reward_mark_trajectories_and_the_run_goes_on(
-    home: Path, start: Callable[..., Any]
-) -> None:
-    (home / "user_code.py").write_text(BAD_TOOL + HANGING_REWARD)
+def rows_of(home: Path, name: str) -> list[dict[str, Any]]:
+    """The trajectories of a run's first step, as anybody would read them."""
+    with gzip.open(home / "runs" / name / "trajectories" / "step-000000-lineage0-rank0.jsonl.gz", "rt") as file:
+        return [json.loads(line) for line in file]
+
+
+def test_a_tool_that_raises_is_told_to_the_model_and_the_run_goes_on(home: Path, start: Callable[..., Any]) -> None:
+    (home / "broken_tool.py").write_text(BROKEN_TOOL)
+    question = {"role": "user", "content": "What is 1+2+3?"}
+    task = {"data_source": "x", "prompt": [question], "reward_model": {"ground_truth": "6"}, "extra_info": {}}
+    (home / "plain.jsonl").write_text(json.dumps(task) + "\n")  # without the agent_name that would win
+    run = start(
+        "brokentool",
+        "trainer.steps=1",
+        "agent.tools=[broken_tool.py:broken]",
+        "agent.loop=broken_tool.py:calls_it",
+        "data.path=plain.jsonl",
+        "data.eval_path=null",
+        "data.make=null",
+    )
+    finish(run)
+    assert metrics(home, "brokentool")[0]["rollout/tool_errors_mean"] > 0
+    called = [call for row in rows_of(home, "brokentool") for turn in row["turns"] for call in turn["tool_calls"]]
+    assert called and all("boom" in call["error"] and "error" in call["result"] for call in called)
+
+
+def test_a_reward_that_hangs_marks_its_trajectories_and_the_run_goes_on(home: Path, start: Callable[..., Any]) -> None:
+    (home / "hanging.py").write_text(HANGING_REWARD)
     finish(
         start(
-            "usercode",
+            "hanging",
             "trainer.steps=1",
-            "agent.tools=[calculator, user_code.py:broken]",
-            "reward.functions=[{name: exact_answer}, {name: 'user_code.py:score'}]",
+            "reward.functions=[{name: exact_answer}, {name: 'hanging.py:score'}]",
             "reward.timeout_s=0.5",
             "reward.processes=2",
             "eval.tasks=1",
         )
     )
-    assert metrics(home, "usercode")[0]["rollout/error_fraction"] == 1.0
-    assert os.path.exists(home / "runs" / "usercode" / "trajectories")
+    step = metrics(home, "hanging")[0]
+    assert step["reward/unscored_fraction"] == step["rollout/error_fraction"] > 0
+    marked = [row for row in rows_of(home, "hanging") if not row["scored"]]
+    assert len(marked) == step["batch/trajectories"] * step["reward/unscored_fraction"]
+    assert all("hanging.py:score" in row["error"] and "0.5 s" in row["error"] for row in marked)
+
+
+def test_a_reward_that_always_fails_ends_the_run_with_its_message(home: Path, start: Callable[..., Any]) -> None:
+    (home / "failing.py").write_text("def score(**_):\n    raise KeyError('no such column')\n")
+    output = finish(start("failing", "reward.functions=[{name: 'failing.py:score'}]", "eval.tasks=1"), code=1)
+    assert "none of the batch's 16 trajectories could be scored" in output
+    assert "no such column" in output
