@@ -20,6 +20,7 @@ LOSSES = (
     *("dppo_tv", "dppo_kl", "ipo", "m2po", "clip_cov", "kl_cov"),
 )
 WITHOUT_RATIO = ("reinforce", "gpg")
+ADAPTIVE_LIMIT = 0.2  # of the adaptive KL coefficient: largest relative error that counts
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
@@ -49,6 +50,7 @@ class LossOptions(Config, frozen=True):
     dppo_tv: Annotated[float, Meta(gt=0, description="dppo_tv: largest total variation on a token.")] = 0.2
     dppo_kl: Annotated[float, Meta(gt=0, description="dppo_kl: largest KL on a token.")] = 0.05
     ipo: Annotated[float, Meta(gt=0, description="ipo: largest change of a token's probability.")] = 0.1
+    ipo_penalty: Annotated[float, Meta(ge=0, description="ipo: weight of (log r)^2, on every token.")] = 1e-3
     m2po: Annotated[float, Meta(gt=0, description="m2po: budget for the mean of (log pi_old/mu)^2.")] = 0.04
     clip_cov_share: Annotated[Fraction, doc("clip_cov: share of tokens held back.")] = 2e-4
     clip_cov_low: Annotated[float, doc("clip_cov: covariance above which a token may be held back.")] = 1.0

@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Callable, Iterator
 
 from rl_async.configs.algorithm import (
+    ADAPTIVE_LIMIT,
     ADVANTAGES,
     LOSSES,
     NEEDS_DISTRIBUTION,
@@ -127,6 +128,11 @@ def _bypass(a: AlgorithmConfig, correction: Correction) -> str | None:
             "mini-batch; use a decoupled correction"
         )
     loss = correction.loss or a.loss
+    if loss == "decoupled_ppo":
+        return (
+            "algorithm.loss=decoupled_ppo weighs tokens by pi_old/mu, and algorithm.correction="
+            f"{a.correction} takes mu for pi_old, so that all weights are 1; use algorithm.correction=disabled"
+        )
     if loss == "m2po":
         return (
             "algorithm.loss=m2po limits how far pi_old is from mu, and algorithm.correction="
@@ -174,6 +180,17 @@ def _kl(c: RunConfig) -> str | None:
         return (
             "algorithm.kl.estimator=full needs both distributions over the vocabulary, which no token's reward keeps; "
             "use algorithm.kl.place=loss, or another estimator"
+        )
+    if kl.coef > 0 and kl.place == "reward" and c.algorithm.advantage == "gdpo":
+        return (
+            "algorithm.advantage=gdpo normalises the parts of the reward one by one, and the KL of "
+            "algorithm.kl.place=reward is none of them; use algorithm.kl.place=loss"
+        )
+    rows = c.data.train_batch_groups * c.rollout.group_size
+    if kl.controller == "adaptive" and kl.horizon <= ADAPTIVE_LIMIT * rows:
+        return (
+            f"algorithm.kl.horizon={kl.horizon} with {rows} trajectories per step could make the coefficient negative "
+            f"in one step; use more than {ADAPTIVE_LIMIT * rows:.0f}"
         )
     if kl.place == "reward" and kl.estimator.endswith("+"):
         return (

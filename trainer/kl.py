@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from rl_async.configs.algorithm import KlConfig
+from rl_async.configs.algorithm import ADAPTIVE_LIMIT, KlConfig
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -76,8 +76,6 @@ class KlController:
     (arXiv:1909.08593), section 2.2.
     """
 
-    LIMIT = 0.2
-
     def __init__(self, config: KlConfig) -> None:
         self._config, self.coef = config, config.coef
 
@@ -85,6 +83,6 @@ class KlController:
         """Take in the mean KL per token of a step. Returns the coefficient that the step had, as a metric."""
         had = self.coef
         if self._config.controller == "adaptive":
-            error = min(max(kl / self._config.target - 1, -self.LIMIT), self.LIMIT)
+            error = min(max(kl / self._config.target - 1, -ADAPTIVE_LIMIT), ADAPTIVE_LIMIT)
             self.coef *= 1 + error * trajectories / self._config.horizon
         return {"kl/coef": had} if had > 0 else {}

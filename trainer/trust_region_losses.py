@@ -1,4 +1,4 @@
-"""Losses that mask tokens by how far the policy has moved on them, in place of a clipped ratio. All -w r A elsewhere.
+"""Losses that mask tokens by how far the policy has moved on them, in place of a clipped ratio. -w r A elsewhere.
 
 pi_old is mu when old log-probabilities are bypassed, as the papers of ``dppo`` and ``ipo`` have it.
 """
@@ -41,12 +41,14 @@ def dppo_kl(x: LossInputs) -> Tensor:
 
 
 def ipo(x: LossInputs) -> Tensor:
-    """-w r A, 0 for tokens whose probability moved by more than ``ipo``, in whatever direction, [B, T].
+    """-w (r A - ``ipo_penalty`` (log r)^2), without r A where the probability moved by more than ``ipo``, [B, T].
 
-    As prime-rl defines it (loss `ipo`, threshold 0.1); no paper is named there.
+    The direction does not matter, and the penalty draws masked tokens back too. As prime-rl defines it (loss `ipo`,
+    threshold 0.1, `kl_tau` 1e-3), with mu for pi_old; no paper is named there.
     """
     distance = (x.logprobs.detach().exp() - x.proximal.exp()).abs()
-    return _masked(x, distance > x.options.loss_options.ipo)
+    penalty = x.options.loss_options.ipo_penalty * x.log_ratio**2
+    return _masked(x, distance > x.options.loss_options.ipo) + x.weights * penalty
 
 
 def m2po(x: LossInputs) -> Tensor:

@@ -13,6 +13,15 @@ REFUSED = [
         ["algorithm.kl.estimator=full", "algorithm.kl.place=loss"],
     ),
     (["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k3+", "algorithm.kl.place=reward"], ["estimator=k3+", "reward"]),
+    (["algorithm.loss=decoupled_ppo", "algorithm.correction=bypass_ppo_clip"], ["algorithm.loss=decoupled_ppo", "mu"]),
+    (
+        ["algorithm.advantage=gdpo", "algorithm.kl.coef=0.1", "algorithm.kl.place=reward"],
+        ["algorithm.advantage=gdpo", "algorithm.kl.place=loss"],
+    ),
+    (
+        ["algorithm.kl.coef=0.1", "algorithm.kl.controller=adaptive", "algorithm.kl.horizon=76"],
+        ["algorithm.kl.horizon=76", "384 trajectories", "more than 77"],
+    ),
     (["algorithm.loss=clip_kov"], ["clip_kov", "clip_cov"]),
 ]
 ACCEPTED = [
@@ -21,7 +30,7 @@ ACCEPTED = [
     ["algorithm.loss=gspo", "algorithm.aggregation=seq-mean-token-mean"],
     ["algorithm.kl.coef=0.1", "algorithm.kl.estimator=full"],
     ["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k3", "algorithm.kl.place=reward"],
-    ["algorithm.kl.coef=0.1", "algorithm.kl.controller=adaptive"],
+    ["algorithm.kl.coef=0.1", "algorithm.kl.controller=adaptive", "algorithm.kl.horizon=77"],
 ]
 
 

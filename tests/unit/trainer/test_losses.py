@@ -26,6 +26,7 @@ OPTIONS = AlgorithmConfig(
         dppo_tv=0.06,
         dppo_kl=0.01,
         ipo=0.05,
+        ipo_penalty=0.3,
         m2po=0.03,
         clip_cov_share=0.2,
         clip_cov_low=0.05,
@@ -119,7 +120,9 @@ PER_TOKEN: dict[str, Callable[[Token], float]] = {
     "dro": lambda k: -k.w * (k.a * k.logp - 0.7 / 2 * math.log(k.r) ** 2),
     "dppo_tv": lambda k: 0.0 if k.away and abs(math.exp(k.logp) - math.exp(k.old)) > 0.06 else -k.w * k.r * k.a,
     "dppo_kl": dppo_kl,
-    "ipo": lambda k: 0.0 if abs(math.exp(k.logp) - math.exp(k.old)) > 0.05 else -k.w * k.r * k.a,
+    "ipo": lambda k: (
+        k.w * 0.3 * math.log(k.r) ** 2 - (k.w * k.r * k.a if abs(math.exp(k.logp) - math.exp(k.old)) <= 0.05 else 0.0)
+    ),
     "m2po": lambda k: 0.0 if k.selected else -k.w * k.r * k.a,
     "clip_cov": lambda k: 0.0 if k.selected else ppo(k),
     "kl_cov": lambda k: -k.w * (k.r * k.a - (0.9 * abs(math.log(k.r)) if k.selected else 0.0)),
