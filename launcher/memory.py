@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_async.configs.reward import RewardModelConfig
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import UserError
 
@@ -28,10 +29,7 @@ def model_size(config: RunConfig) -> ModelSize | None:
     """
     file = Path(config.model.path) / "config.json"
     if file.is_file():
-        try:
-            return size_of(json.loads(file.read_text()))
-        except json.JSONDecodeError as error:
-            raise UserError(f"model.path: {file} is not valid JSON: {error}") from error
+        return _read_size(file, "model.path")
     if config.sft is None:
         return None
     return size_of(
@@ -42,6 +40,13 @@ def model_size(config: RunConfig) -> ModelSize | None:
             "tie_word_embeddings": True,
         }
     )
+
+
+def _read_size(file: Path, key: str) -> ModelSize | None:
+    try:
+        return size_of(json.loads(file.read_text()))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{key}: {file} is not valid JSON: {error}") from error
 
 
 def size_of(model: dict[str, Any]) -> ModelSize | None:
@@ -81,3 +86,10 @@ def queue_bytes(config: RunConfig) -> int:
 def worker_bytes(config: RunConfig) -> int:
     """One agent worker with its scorer processes."""
     return PYTHON_BYTES * (1 + config.reward.processes)
+
+
+def reward_model_bytes(model: RewardModelConfig) -> int | None:
+    """Weights; the activations of one batch are left out."""
+    file = Path(model.path) / "config.json"
+    size = _read_size(file, "reward.model.path") if file.is_file() else None
+    return None if size is None else TORCH_BYTES + size.parameters * DTYPE_BYTES[model.dtype]
