@@ -69,7 +69,12 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     settings = uvicorn.Config(
-        application.app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=1
+        application.app,
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        timeout_keep_alive=60,  # seconds; longer than its clients keep a connection that they do not use
+        timeout_graceful_shutdown=1,
     )
     uvicorn.Server(settings).run(sockets=[listener])
 
