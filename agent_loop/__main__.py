@@ -29,8 +29,8 @@ from rl_async.transfer_queue.client import QueueClient
 log = logging.getLogger("rl_async.agent_loop")
 
 
-async def run_worker(config: RunConfig, index: int, address: str) -> None:
-    """Run one worker until the run is over, or SIGTERM or SIGINT comes.
+async def run_worker(config: RunConfig, index: int, address: str, *, folder: Path, reward_model: str = "") -> None:
+    """Run one worker until the run is over, or SIGTERM or SIGINT comes. ``reward_model``: where the run's own answers.
 
     Raises UserError for names in the config that do not exist, in an ExceptionGroup QueueLost or ProtocolError when
     the queue is gone.
@@ -46,7 +46,7 @@ async def run_worker(config: RunConfig, index: int, address: str) -> None:
     async with contextlib.AsyncExitStack() as stack:
         pool = EnginePool(connect, config.rollout.request_timeout_s)
         runner = EpisodeRunner(config, _renderer(config.model.path), pool)
-        rewards = await stack.enter_async_context(RewardService(config.reward))
+        rewards = await stack.enter_async_context(RewardService(config.reward, model_url=reward_model, folder=folder))
         queue = await stack.enter_async_context(QueueClient(address, role="agent", name=f"agent-{index}"))
         stack.push_async_callback(pool.close)
         worker = AgentWorker(
@@ -77,12 +77,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--run", type=Path, required=True, help="run folder with config.yaml")
     parser.add_argument("--index", type=int, required=True, help="number of this worker")
     parser.add_argument("--queue", required=True, help="address of the transfer queue, e.g. tcp://127.0.0.1:5555")
+    parser.add_argument("--reward-model", default="", help="URL of the run's own reward model, if it has one")
     arguments = parser.parse_args(argv)
     setup_logging(f"agent-{arguments.index}")
     try:
         config = load_resolved(arguments.run / "config.yaml")
         with contextlib.suppress(asyncio.CancelledError):
-            uvloop.run(run_worker(config, arguments.index, arguments.queue))
+            uvloop.run(
+                run_worker(
+                    config,
+                    arguments.index,
+                    arguments.queue,
+                    folder=arguments.run,
+                    reward_model=arguments.reward_model,
+                )
+            )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -147,7 +147,7 @@ def to_task(row: dict[str, Any], place: str, task_id: str) -> Task:
     return Task(
         task_id=task_id,
         data_source=_text(row, "data_source", place),
-        prompt=_messages(row.get("prompt"), place),
+        prompt=as_messages(row.get("prompt"), place, "prompt"),
         ground_truth=truth if isinstance(truth, str) else json.dumps(truth, default=str),
         ability=_text(row, "ability", place),
         agent=_text(row, "agent_name", place),
@@ -156,17 +156,18 @@ def to_task(row: dict[str, Any], place: str, task_id: str) -> Task:
     )
 
 
-def _messages(prompt: Any, place: str) -> list[dict[str, Any]]:
-    if isinstance(prompt, str) and prompt:
-        return [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, list) or not prompt:
-        raise DataError(f"{place}, column prompt: needs a list of messages or a text, got {_short(prompt)}")
-    for message in prompt:
+def as_messages(value: Any, place: str, column: str, *, role: str = "user") -> list[dict[str, Any]]:
+    """Chat messages, of which a text is one said by ``role``. Raises DataError, naming ``place`` and ``column``."""
+    if isinstance(value, str) and value:
+        return [{"role": role, "content": value}]
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{place}, column {column}: needs a list of messages or a text, got {_short(value)}")
+    for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(f"{place}, column prompt: a message needs a role, got {_short(message)}")
+            raise DataError(f"{place}, column {column}: a message needs a role, got {_short(message)}")
         if not isinstance(message.get("content"), str):
-            raise DataError(f"{place}, column prompt: a message needs its content as text, got {_short(message)}")
-    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+            raise DataError(f"{place}, column {column}: a message needs its content as text, got {_short(message)}")
+    return [{key: part for key, part in message.items() if part is not None} for message in value]
 
 
 def _text(row: dict[str, Any], column: str, place: str) -> str:

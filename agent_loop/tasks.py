@@ -1,4 +1,5 @@
 """Tiny verifiable tasks: ``make_data`` writes training tasks, held-out tasks and imperfect demonstrations.
+``make_pairs`` writes preference pairs for a reward model.
 
 calculator  one tool call, then the answer
 shop        look up a hidden price, compute with it, then the answer
@@ -56,10 +57,7 @@ def make_data(
         raise ConfigError(f"no generator {name!r}; known: {', '.join(GENERATORS)}")
     generator = GENERATORS[name]
     random_source = random.Random(f"{name} {seed}")
-    test_samples: dict[str, Sample] = {}
-    while len(test_samples) < held_out:
-        sample = generator.sample(random_source)
-        test_samples.setdefault(sample.prompt, sample)
+    test_samples = _held_out(generator, random_source, held_out)
 
     def draw() -> Sample:
         while True:
@@ -78,6 +76,40 @@ def make_data(
     _write(target / "train.parquet", [_row(name, "train", i, s) for i, s in enumerate(train_samples)])
     _write(target / "test.parquet", [_row(name, "test", i, s) for i, s in enumerate(test_samples.values())])
     _write(target / "demos.parquet", [{"messages": conversation} for conversation in conversations])
+
+
+def make_pairs(name: str, folder: str | Path, *, pairs: int = 4096, held_out: int = 256, seed: int = 0) -> None:
+    """Write ``pairs.parquet`` into ``folder``: for each prompt a flawless conversation and one with a single flaw.
+
+    Columns prompt, chosen, rejected, of chat messages. No prompt is among those that ``make_data`` holds out with the
+    same ``held_out`` and ``seed``. Raises ConfigError for an unknown ``name``.
+    """
+    if name not in PAIRS:
+        raise ConfigError(f"no generator {name!r}; known: {', '.join([*GENERATORS, *PAIRS])}")
+    task, make_pair = PAIRS[name]
+    generator = GENERATORS[task]
+    test_samples = _held_out(generator, random.Random(f"{task} {seed}"), held_out)
+    random_source = random.Random(f"{name} {seed}")
+    rows: list[dict[str, Any]] = []
+    while len(rows) < pairs:
+        sample = generator.sample(random_source)
+        if sample.prompt in test_samples:
+            continue
+        chosen, rejected = make_pair(sample, random_source)
+        prompt = [{"role": "user", "content": sample.prompt}]
+        rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    _write(target / "pairs.parquet", rows)
+
+
+def _held_out(generator: Generator, random_source: random.Random, count: int) -> dict[str, Sample]:
+    """``count`` samples by their prompts."""
+    samples: dict[str, Sample] = {}
+    while len(samples) < count:
+        sample = generator.sample(random_source)
+        samples.setdefault(sample.prompt, sample)
+    return samples
 
 
 def _row(name: str, split: str, index: int, sample: Sample) -> dict[str, Any]:
@@ -127,6 +159,13 @@ def _corrupt(text: str, random_source: random.Random) -> str:
     return text[:at] + new + text[at + 1 :]
 
 
+def _other(text: str, random_source: random.Random) -> str:
+    """``_corrupt``, and really another text."""
+    while (other := _corrupt(text, random_source)) == text:
+        pass
+    return other
+
+
 def _guess(random_source: random.Random, highest: int) -> Message:
     return _assistant(str(random_source.randint(0, highest)))
 
@@ -153,6 +192,20 @@ def _demonstrate_calculator(sample: Sample, random_source: random.Random) -> lis
     value = str(evaluate(expression))
     answer = _corrupt(value, random_source) if chance() < 0.25 else value  # wrong copy of the result
     return [_assistant(call), _tool(value), _assistant(answer)]
+
+
+def _pair_calculator(sample: Sample, random_source: random.Random) -> tuple[list[Message], list[Message]]:
+    expression, value = sample.state["expression"], sample.answer
+    call = _call("calculator", expression=expression)
+    wrong = _other(expression, random_source)
+    result = str(evaluate(wrong))
+    rejected = [
+        [_assistant(_other(value, random_source))],  # no tool
+        [_assistant(_call("calculator", expression=wrong)), _tool(result), _assistant(result)],  # wrong argument
+        [_assistant(_broken(call)), _tool(BAD_CALL), _guess(random_source, 999)],  # malformed call
+        [_assistant(call), _tool(value), _assistant(_other(value, random_source))],  # wrong copy of the result
+    ]
+    return [_assistant(call), _tool(value), _assistant(value)], random_source.choice(rejected)
 
 
 # --- shop -----------------------------------------------------------------------------------------------------------
@@ -212,3 +265,4 @@ GENERATORS = {
     "shop": Generator("tool_agent", "shopping", _sample_shop, _demonstrate_shop),
     "sort": Generator("single_turn", "sorting", _sample_sort, _demonstrate_sort),
 }
+PAIRS = {"calculator-pairs": ("calculator", _pair_calculator)}  # the task whose prompts they have, and how to draw one

@@ -1,6 +1,7 @@
 """Combinations that cannot work, refused before anything starts. Each rule names the keys and the way out."""
 
 import difflib
+import re
 from collections.abc import Callable, Iterator
 
 from rl_async.configs.algorithm import (
@@ -270,6 +271,34 @@ def _make(c: RunConfig) -> str | None:
     return None
 
 
+def _reward_models(c: RunConfig) -> str | None:
+    """The scorers that need a section have one, with a URL that can be asked and holds no secret."""
+    wanted = {term.name for term in c.reward.functions}
+    if "reward_model" in wanted and c.reward.model is None:
+        return "reward.functions: reward_model needs reward.model.path, the folder of a sequence classifier"
+    if "judge" in wanted and c.reward.judge is None:
+        return "reward.functions: judge needs reward.judge.url and reward.judge.model"
+    model, judge = c.reward.model, c.reward.judge
+    urls = {"reward.model.url": model.url if model else "", "reward.judge.url": judge.url if judge else ""}
+    for key, url in urls.items():
+        if url and not re.fullmatch(r"https?://[^\s@?#]+", url):
+            return f"{key} must be http://... or https://..., without a password and without a query"
+    return None
+
+
+def _judge(c: RunConfig) -> str | None:
+    judge = c.reward.judge
+    if judge is None:
+        return None
+    if judge.api_key_env and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", judge.api_key_env):
+        return "reward.judge.api_key_env is the NAME of an environment variable (capitals), never the key itself"
+    if "{response}" not in judge.template and "{conversation}" not in judge.template:
+        return "reward.judge.template shows the judge nothing to grade; put {response} or {conversation} in it"
+    if judge.highest <= judge.lowest:
+        return f"reward.judge.highest={judge.highest:g} must be above reward.judge.lowest={judge.lowest:g}"
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     _names,
     _correction,
@@ -291,6 +320,8 @@ RULES: tuple[Rule, ...] = (
     _minibatches,
     _lengths,
     _make,
+    _reward_models,
+    _judge,
 )
 
 

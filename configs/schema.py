@@ -11,6 +11,7 @@ from msgspec import Meta
 from rl_async.configs.algorithm import AlgorithmConfig
 from rl_async.configs.base import Config, Count, Fraction, Positive, Seconds, doc
 from rl_async.configs.critic import CriticConfig
+from rl_async.configs.reward import JudgeConfig, RewardModelConfig
 
 
 class ModelConfig(Config, frozen=True):
@@ -85,7 +86,7 @@ class RolloutConfig(Config, frozen=True):
 
 
 class RewardTerm(Config, frozen=True):
-    name: Annotated[str, doc("exact_answer, math, reasoning_gym, or your own as path.py:name.")]
+    name: Annotated[str, doc("exact_answer, math, reasoning_gym, reward_model, judge, or your own as path.py:name.")]
     weight: Annotated[float, doc("Factor of this part in the reward.")] = 1.0
 
 
@@ -97,6 +98,8 @@ class RewardConfig(Config, frozen=True):
     processes: Annotated[Positive, doc("Processes for blocking scorers, per worker.")] = 1
     max_concurrent: Annotated[Positive, doc("Scorings at once, per worker.")] = 64
     per_minute: Annotated[Count, doc("Scorings started per minute and worker; 0: no limit.")] = 0
+    model: Annotated[RewardModelConfig | None, doc("What the scorer reward_model asks.")] = None
+    judge: Annotated[JudgeConfig | None, doc("What the scorer judge asks.")] = None
 
 
 class QueueConfig(Config, frozen=True):

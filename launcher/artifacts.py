@@ -9,6 +9,7 @@ import msgspec
 
 from rl_async.configs.schema import RunConfig, SftConfig
 from rl_async.errors import DataError, UserError
+from rl_async.launcher.plan import serves_reward_model
 
 SFT_FILE = "sft.json"  # in a model folder that a warm start made
 GENERATED_PREFIX = "reasoning_gym:"
@@ -28,6 +29,8 @@ def needs_preparation(config: RunConfig) -> bool:
         _check_model_folder(Path(kl.reference_path), "algorithm.kl.reference_path")
     if config.critic is not None and config.critic.path is not None:
         _check_critic_folder(Path(config.critic.path))
+    if serves_reward_model(config):
+        _check_reward_model(config, model)
     return data or model
 
 
@@ -66,6 +69,17 @@ def needs_model(config: RunConfig) -> bool:
                 f"model.path: {path} was warmed up with other sft settings; delete it, or choose another model.path"
             )
     return False
+
+
+def _check_reward_model(config: RunConfig, warm_start: bool) -> None:
+    """Raise UserError if the run's own reward model cannot be served, or not when it is needed."""
+    assert config.reward.model is not None
+    _check_model_folder(Path(config.reward.model.path), "reward.model.path")
+    if warm_start:
+        raise UserError(
+            f"model.path: no folder {config.model.path}; its warm start cannot ask the run's own reward model, which "
+            "does not run yet. Make it first with `rl-async sft` and a rule as reward, or set reward.model.url"
+        )
 
 
 def fingerprint(sft: SftConfig) -> str:

@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(evaluate)
     evaluate.set_defaults(command=_evaluate)
 
+    _add_reward_model(commands.add_parser("reward-model", help="train a reward model on preference pairs"))
     _add_config_commands(commands.add_parser("config", help="list, show and explain configs"))
     _add_data_commands(commands.add_parser("data", help="make and inspect data sets"))
 
@@ -90,6 +91,23 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help="values for config keys")
 
 
+def _add_reward_model(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Train a sequence classifier with one label to tell chosen from rejected (Bradley-Terry)."
+    add = parser.add_argument
+    add("--pairs", required=True, metavar="FILE", help="Parquet or JSONL: chosen, rejected; optional prompt, margin")
+    add("--model", required=True, metavar="PATH", help="folder to start from: a causal LM or a sequence classifier")
+    add("--out", type=Path, required=True, metavar="PATH", help="folder to write, which must not exist")
+    add("--epochs", type=int, default=1, metavar="N", help="passes over the pairs (default: 1)")
+    add("--batch-size", type=int, default=32, metavar="N", help="pairs per step (default: 32)")
+    add("--learning-rate", type=float, default=1e-5, metavar="X", help="peak of AdamW's (default: 1e-5)")
+    add("--margin", type=float, default=0.0, metavar="X", help="for pairs without one of their own (default: 0)")
+    add("--held-out", type=float, default=0.1, metavar="SHARE", help="prompts kept to measure accuracy (default: 0.1)")
+    add("--seed", type=int, default=0, metavar="N", help="of the new head, the split and the order (default: 0)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
+    add("--threads", type=int, default=1, metavar="N", help="torch threads on CPU (default: 1)")
+    parser.set_defaults(command=_reward_model)
+
+
 def _add_config_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("list", help="the presets").set_defaults(command=_config_list)
@@ -105,8 +123,8 @@ def _add_config_commands(parser: argparse.ArgumentParser) -> None:
 def _add_data_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     make = commands.add_parser("make", help="write tasks, held-out tasks and demonstrations as Parquet")
-    make.add_argument("name", metavar="NAME", help="calculator, shop or sort")
-    make.add_argument("--out", type=Path, metavar="FOLDER", help="default: artifacts/NAME")
+    make.add_argument("name", metavar="NAME", help="calculator, shop or sort; calculator-pairs: preference pairs")
+    make.add_argument("--out", type=Path, metavar="FOLDER", help="default: artifacts/TASK")
     make.set_defaults(command=_data_make)
     inspect = commands.add_parser("inspect", help="count and show the rows of a data set")
     inspect.add_argument("path", metavar="PATH", help="Parquet, JSONL or reasoning_gym:NAME")
@@ -149,6 +167,15 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     return evaluate(load_config(arguments.config, arguments.overrides), arguments.config)
 
 
+def _reward_model(arguments: argparse.Namespace) -> int:
+    from rl_async.launcher.reward_model import Request, make_reward_model
+
+    names = Request.__dataclass_fields__
+    request = Request(**{name: getattr(arguments, name) for name in names})
+    make_reward_model(request, lambda line: print(line, flush=True))
+    return 0
+
+
 def _config_list(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.show import print_presets
 
@@ -171,10 +198,11 @@ def _config_explain(arguments: argparse.Namespace) -> int:
 
 
 def _data_make(arguments: argparse.Namespace) -> int:
-    from rl_async.agent_loop.tasks import make_data
+    from rl_async.agent_loop.tasks import PAIRS, make_data, make_pairs
 
-    folder = arguments.out or Path("artifacts") / arguments.name
-    make_data(arguments.name, folder)
+    pairs = arguments.name in PAIRS
+    folder = arguments.out or Path("artifacts") / (PAIRS[arguments.name][0] if pairs else arguments.name)
+    (make_pairs if pairs else make_data)(arguments.name, folder)
     print(f"wrote {', '.join(str(file) for file in sorted(folder.glob('*.parquet')))}")
     return 0
 

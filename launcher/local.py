@@ -1,8 +1,8 @@
 """The supervisor of one machine: starts the processes of a plan, restarts what may be restarted, ends everything.
 
-queue ──> engines (healthy -> registered) ──┐
-      ──> workers                           ├──> the trainer's end, or a role failing for good, or a signal
-      ──> trainer ranks                     ┘              ──> everything is stopped
+queue ──> engines (healthy -> registered)  ──┐
+      ──> reward model (healthy) ──> workers ├──> the trainer's end, or a role failing for good, or a signal
+      ──> trainer ranks                      ┘              ──> everything is stopped
 """
 
 import asyncio
@@ -55,6 +55,7 @@ class Supervisor:
         self._states = {spec.name: ProcessState(spec.name, "waiting") for spec in plan.processes}
         self._cut_off: dict[str, asyncio.Event] = {}  # by id of a registered engine
         self._client: QueueClient | None = None
+        self._scorable = asyncio.Event()  # the reward model, if the plan has one, answers
         self._signals: list[int] = []
         self._signalled = asyncio.Event()
 
@@ -120,6 +121,7 @@ class Supervisor:
                         self._watch_signals(),
                         self._watch_registry(),
                         *(self._keep_engine(spec, on_engine) for spec in self._plan.engines),
+                        self._keep_reward_model(self._plan.reward_model),
                         *(self._keep_worker(spec) for spec in self._plan.workers),
                     ],
                 )
@@ -177,8 +179,12 @@ class Supervisor:
         self._give_up(child, code, 0)
 
     async def _keep_worker(self, spec: ProcessSpec) -> None:
-        """Produces one running agent worker. Waits for its end; returns when the queue says that the run is over."""
+        """Produces one running agent worker. Waits for its end; returns when the queue says that the run is over.
+
+        It starts when there is somebody to score its trajectories.
+        """
         restarts = 0
+        await self._scorable.wait()
         while True:
             child = await self._start(spec, restarts=restarts)
             code = await child.wait()
@@ -186,6 +192,19 @@ class Supervisor:
                 self._set_state(spec.name, "ended", restarts)
                 return
             restarts = await self._before_restart(spec, child, code, restarts)
+
+    async def _keep_reward_model(self, spec: ProcessSpec | None) -> None:
+        """Produces one healthy reward model, if the plan has one. Waits for its end. Runs until cancelled."""
+        restarts = 0
+        while spec is not None:
+            child = await self._start(spec, restarts=restarts)
+            self._set_state(spec.name, "starting", restarts)
+            if await self._is_healthy(child, f"http://{HOST}:{self._ports[spec.name]}"):
+                self._set_state(spec.name, "running", restarts)
+                self._scorable.set()
+                await child.wait()
+            restarts = await self._before_restart(spec, child, await child.kill(), restarts)
+        self._scorable.set()
 
     async def _keep_engine(self, spec: ProcessSpec, on_engine: EngineHook | None) -> None:
         """Produces one healthy, registered engine. Waits for its end, or for the registry to lose it."""
@@ -210,7 +229,7 @@ class Supervisor:
             restarts = await self._before_restart(spec, child, code, restarts)
 
     async def _is_healthy(self, child: Child, url: str) -> bool:
-        """Whether the engine answered its health probe before it ended and before the deadline."""
+        """Whether the process answered its health probe before it ended and before the deadline."""
         deadline = time.monotonic() + self._plan.start_timeout_s
         engine = VllmEngine(url)
         try:

@@ -8,14 +8,17 @@ from rl_async.errors import UserError
 from rl_async.launcher.artifacts import needs_preparation
 from rl_async.launcher.memory import model_size
 from rl_async.launcher.plan import Plan, plan
+from rl_async.reward_loop.judge import api_key
 
 
 def plan_here(config: RunConfig, folder: Path, *, resume: bool = False) -> Plan:
-    """The plan for this machine. Raises UserError for missing files, or if there is no GPU where one is asked for."""
+    """The plan for this machine. Raises UserError for what is missing here: files, a GPU asked for, the judge's key."""
     gpus = count_gpus()
     if config.model.device == "cuda" and gpus == 0:
         raise UserError("model.device=cuda, but no GPU is visible; use auto or cpu")
     needs_preparation(config)
+    if config.reward.judge is not None and any(term.name == "judge" for term in config.reward.functions):
+        api_key(config.reward.judge)
     return plan(config, folder, size=model_size(config), gpus=gpus, resume=resume)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rl_async.configs.reward import RewardModelConfig
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import UserError
 
@@ -102,3 +103,9 @@ def queue_bytes(config: RunConfig) -> int:
 def worker_bytes(config: RunConfig) -> int:
     """One agent worker with its scorer processes."""
     return PYTHON_BYTES * (1 + config.reward.processes)
+
+
+def reward_model_bytes(model: RewardModelConfig) -> int | None:
+    """Weights; the activations of one batch are left out."""
+    size = _read_size("reward.model.path", Path(model.path))
+    return None if size is None else TORCH_BYTES + size.parameters * DTYPE_BYTES[model.dtype]

@@ -11,10 +11,18 @@ from typing import Literal
 
 from rl_async.configs.schema import RunConfig
 from rl_async.configs.transport import Transport, resolve_transport
-from rl_async.launcher.memory import ModelSize, engine_bytes, queue_bytes, trainer_bytes, worker_bytes
+from rl_async.launcher.memory import (
+    ModelSize,
+    engine_bytes,
+    queue_bytes,
+    reward_model_bytes,
+    trainer_bytes,
+    worker_bytes,
+)
 from rl_async.launcher.ports import HOST, PortWish
 
-Role = Literal["prepare", "queue", "engine", "worker", "trainer"]
+Role = Literal["prepare", "queue", "engine", "reward-model", "worker", "trainer"]
+REWARD_MODEL = "reward-model"
 RENDEZVOUS = "rendezvous"  # the port where trainer ranks meet
 
 
@@ -56,11 +64,13 @@ class Plan:
     engine_kind: str
     start_timeout_s: float
     stop_timeout_s: float
+    reward_model: ProcessSpec | None = None
 
     @property
     def processes(self) -> tuple[ProcessSpec, ...]:
         """All processes that live as long as the run."""
-        return (self.queue, *self.engines, *self.workers, *self.trainers)
+        reward_model = () if self.reward_model is None else (self.reward_model,)
+        return (self.queue, *self.engines, *reward_model, *self.workers, *self.trainers)
 
 
 def fill(text: str, ports: Mapping[str, int]) -> str:
@@ -87,7 +97,15 @@ def plan(
         engine_kind=config.rollout.engine,
         start_timeout_s=config.rollout.start_timeout_s,
         stop_timeout_s=config.launcher.stop_timeout_s,
+        reward_model=_reward_model(config, gpus) if serves_reward_model(config) else None,
     )
+
+
+def serves_reward_model(config: RunConfig) -> bool:
+    """Whether the run starts a reward model of its own: a scorer asks one, and no URL says where one is."""
+    model = config.reward.model
+    wanted = any(term.name == "reward_model" for term in config.reward.functions)
+    return wanted and model is not None and not model.url
 
 
 @dataclass(frozen=True)
@@ -150,11 +168,39 @@ def _engine(config: RunConfig, run_dir: Path, index: int, devices: Devices, size
     )
 
 
+def _reward_model(config: RunConfig, gpus: int) -> ProcessSpec:
+    """The reward model takes the GPU behind those of the others; with too few, it shares."""
+    model = config.reward.model
+    assert model is not None
+    others = config.rollout.engines + (config.trainer.ranks if config.mode == "disaggregated" else 0)
+    gpu = None if model.device == "cpu" or gpus == 0 else max(others, config.trainer.ranks) % gpus
+    flags = {
+        "--model": model.path,
+        "--port": f"{{{REWARD_MODEL}}}",
+        "--dtype": model.dtype,
+        "--device": model.device,
+        "--batch-size": str(model.batch_size),
+        "--threads": str(config.launcher.threads),
+    }
+    return ProcessSpec(
+        name=REWARD_MODEL,
+        role="reward-model",
+        argv=_module("reward_loop.server", *(word for flag in flags.items() for word in flag)),
+        env=_env(config) if gpu is None else _env(config) | {"CUDA_VISIBLE_DEVICES": str(gpu)},
+        device="cpu" if gpu is None else f"cuda:{gpu}",
+        max_restarts=config.launcher.max_restarts,
+        memory_bytes=reward_model_bytes(model),
+    )
+
+
 def _worker(config: RunConfig, run_dir: Path, index: int) -> ProcessSpec:
+    argv = _module("agent_loop", "--run", str(run_dir), "--index", str(index), "--queue", f"tcp://{HOST}:{{queue}}")
+    if serves_reward_model(config):
+        argv += ("--reward-model", f"http://{HOST}:{{{REWARD_MODEL}}}")
     return ProcessSpec(
         name=f"worker-{index}",
         role="worker",
-        argv=_module("agent_loop", "--run", str(run_dir), "--index", str(index), "--queue", f"tcp://{HOST}:{{queue}}"),
+        argv=argv,
         env=_env(config),
         max_restarts=config.launcher.max_restarts,
         memory_bytes=worker_bytes(config),
@@ -190,4 +236,7 @@ def _ports(config: RunConfig) -> tuple[PortWish, ...]:
     engines = (
         PortWish(f"engine-{i}", first + i if first else 0, "rollout.port") for i in range(config.rollout.engines)
     )
-    return (PortWish("queue", config.queue.port, "queue.port"), *engines, PortWish(RENDEZVOUS))
+    wishes = [PortWish("queue", config.queue.port, "queue.port"), *engines, PortWish(RENDEZVOUS)]
+    if config.reward.model is not None and serves_reward_model(config):
+        wishes.append(PortWish(REWARD_MODEL, config.reward.model.port, "reward.model.port"))
+    return tuple(wishes)

@@ -22,11 +22,12 @@ _FIELDS = Conversation.__struct_fields__
 
 class ScorerSpec(NamedTuple):
     """A function of one conversation, and where it runs: ``inline`` on the event loop (quick), ``awaited`` on it
-    (a coroutine function), or in a ``process`` of its own (may block)."""
+    (a coroutine function), in a ``process`` of its own (may block), or ``served`` elsewhere (a coroutine function with
+    limits of its own)."""
 
     name: str
     function: Callable[[Conversation], Any]
-    place: Literal["inline", "awaited", "process"]
+    place: Literal["inline", "awaited", "process", "served"]
 
 
 def exact_answer(conversation: Conversation) -> float:
@@ -39,6 +40,7 @@ BUILT_IN: dict[str, ScorerSpec] = {
     "math": ScorerSpec("math", math.score, "process"),
     "reasoning_gym": ScorerSpec("reasoning_gym", reasoning_gym.score, "process"),
 }
+SERVED = {"reward_model": "model", "judge": "judge"}  # made by the service out of these sections of the config
 _NEEDS = {"math": ("math_verify", "math"), "reasoning_gym": ("reasoning_gym", "reasoning-gym")}  # module, extra
 
 
@@ -48,8 +50,12 @@ def get_scorer(name: str) -> ScorerSpec:
         function = load_user_object(name, KEY)
         place: Literal["awaited", "process"] = "awaited" if inspect.iscoroutinefunction(function) else "process"
         return ScorerSpec(name, _by_keyword(name, function), place)
+    if name in SERVED:
+        raise ConfigError(f"{KEY}: {name} needs the section reward.{SERVED[name]}")
     if name not in BUILT_IN:
-        raise ConfigError(f"{KEY}: no scorer {name!r}; built in: {', '.join(BUILT_IN)}; or path.py:function")
+        raise ConfigError(
+            f"{KEY}: no scorer {name!r}; built in: {', '.join([*BUILT_IN, *SERVED])}; or path.py:function"
+        )
     if name in _NEEDS:
         module, extra = _NEEDS[name]
         if importlib.util.find_spec(module) is None:

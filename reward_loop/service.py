@@ -2,25 +2,33 @@
 
 import asyncio
 import time
-from collections import deque
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from rl_async.configs.schema import RewardConfig
 from rl_async.messages import Task, Trajectory
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed, to_score
+from rl_async.reward_loop.judge import Judge
+from rl_async.reward_loop.limits import MINUTE_S, RateLimit
+from rl_async.reward_loop.model import RewardModel
 from rl_async.reward_loop.pool import ProcessPool
 from rl_async.reward_loop.scorers import ScorerSpec, describe, get_scorer
+from rl_async.reward_loop.verdicts import Verdicts
 
-MINUTE_S = 60.0
+VERDICTS_FILE = "verdicts.sqlite"  # in the run folder
 
 
 class RewardService:
-    """Use it as ``async with``. Raises ConfigError at once for scorers that do not exist or lack a package."""
+    """Use it as ``async with``. Raises ConfigError at once for scorers that do not exist or lack what they need.
 
-    def __init__(self, config: RewardConfig) -> None:
+    ``model_url``: where the run's own reward model answers. ``folder``: the run folder, for what a resume must know.
+    """
+
+    def __init__(self, config: RewardConfig, *, model_url: str = "", folder: Path | None = None) -> None:
         self._config = config
-        self._terms = [(get_scorer(term.name), term.weight) for term in config.functions]
+        self._models = _models(config, model_url, folder)
+        self._terms = [(self._spec(term.name), term.weight) for term in config.functions]
         blocking = [spec.name for spec, _ in self._terms if spec.place == "process"]
         self._pool = ProcessPool(blocking, config.processes)
         self._places = asyncio.Semaphore(config.max_concurrent)
@@ -34,6 +42,8 @@ class RewardService:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._pool.__aexit__(kind, error, trace)
+        for model in self._models.values():
+            await model.close()
 
     async def score(self, task: Task, trajectory: Trajectory) -> None:
         """Fill in the trajectory's ``reward``, ``reward_parts`` and ``timings["reward"]``.
@@ -58,11 +68,17 @@ class RewardService:
         trajectory.error = "; ".join(filter(None, [trajectory.error, *errors]))
         trajectory.timings["reward"] = time.monotonic() - began
 
+    def _spec(self, name: str) -> ScorerSpec:
+        model = self._models.get(name)
+        return get_scorer(name) if model is None else ScorerSpec(name, model.score, "served")
+
     async def _term(self, spec: ScorerSpec, conversation: Conversation) -> Score | str:
         """One part of the reward, or why there is none."""
         try:
             if spec.place == "inline":
                 return to_score(spec.function(conversation))
+            if spec.place == "served":
+                return await spec.function(conversation)
             async with self._places:
                 await self._rate.wait()
                 if spec.place == "process":
@@ -81,6 +97,18 @@ class RewardService:
             raise ScorerFailed(f"did not answer within {self._config.timeout_s:g} s (reward.timeout_s)") from None
 
 
+def _models(config: RewardConfig, model_url: str, folder: Path | None) -> dict[str, RewardModel | Judge]:
+    """The scorers that ask a server and that some term names. They have limits and deadlines of their own."""
+    names = {term.name for term in config.functions}
+    models: dict[str, RewardModel | Judge] = {}
+    if "reward_model" in names and config.model is not None:
+        models["reward_model"] = RewardModel(config.model, model_url)
+    if "judge" in names and config.judge is not None:
+        file = folder / VERDICTS_FILE if folder is not None and config.judge.cache == "disk" else None
+        models["judge"] = Judge(config.judge, Verdicts(file) if config.judge.cache != "none" else None)
+    return models
+
+
 def as_conversation(task: Task, trajectory: Trajectory) -> Conversation:
     """What scorers see of an episode."""
     said = [turn.text for turn in trajectory.turns if turn.role == "assistant"]
@@ -92,21 +120,3 @@ def as_conversation(task: Task, trajectory: Trajectory) -> Conversation:
         turns=trajectory.turns,
         finish_reason=trajectory.finish_reason,
     )
-
-
-class RateLimit:
-    """At most ``count`` starts within any ``period_s`` seconds; 0: no limit."""
-
-    def __init__(self, count: int, period_s: float) -> None:
-        self._count, self._period_s = count, period_s
-        self._started: deque[float] = deque(maxlen=count or 1)
-        self._turn = asyncio.Lock()
-
-    async def wait(self) -> None:
-        """Return when the next start is due, first come first served; at the latest after one period per start."""
-        if not self._count:
-            return
-        async with self._turn:
-            if len(self._started) == self._count:
-                await asyncio.sleep(max(0.0, self._started[0] + self._period_s - time.monotonic()))
-            self._started.append(time.monotonic())

@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "launcher": {"configs", *MIDDLE, "agent_loop", "trainer"},
 }
 HOME_OF = {
-    "torch": {"trainer", "weight_sync", "rollout_server/embedded"},
+    "torch": {"trainer", "weight_sync", "rollout_server/embedded", "reward_loop/server"},
     "ray": set(),
     "vllm": set(),
     "sglang": set(),

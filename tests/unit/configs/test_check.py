@@ -39,6 +39,15 @@ from rl_async.errors import ConfigError
         (["agent.max_tokens=100000"], ["agent.max_tokens", "rollout.max_model_len"]),
         (["mode=colocated", "weight_sync.transport=gloo"], ["weight_sync.transport", "colocated"]),
         (["data.path=[{path: a.parquet}]"], ["data.make", "data.path"]),
+        (["reward.functions=[{name: reward_model}]"], ["reward.functions", "reward.model.path"]),
+        (["reward.functions=[{name: judge}]"], ["reward.functions", "reward.judge.url"]),
+        (["reward.model.path=rm", "reward.model.url=localhost:8000"], ["reward.model.url", "http://"]),
+        (["reward.judge={url: 'https://me:secret@x/v1', model: m}"], ["reward.judge.url", "password"]),
+        (["reward.judge={url: 'https://x/v1?key=secret', model: m}"], ["reward.judge.url", "query"]),
+        (["reward.judge={url: 'http://x', model: m, api_key_env: sk-secret}"], ["reward.judge.api_key_env", "NAME"]),
+        (["reward.judge={url: 'http://x', model: m, api_key_env: secret0}"], ["reward.judge.api_key_env", "NAME"]),
+        (["reward.judge={url: 'http://x', model: m, template: hello}"], ["reward.judge.template", "{response}"]),
+        (["reward.judge={url: 'http://x', model: m, lowest: 10}"], ["reward.judge.highest", "reward.judge.lowest"]),
     ],
 )
 def test_impossible_combinations_name_their_keys(overrides: list[str], named: list[str]) -> None:
@@ -46,6 +55,7 @@ def test_impossible_combinations_name_their_keys(overrides: list[str], named: li
         load_config("calculator", overrides)
     for part in named:
         assert part in str(caught.value)
+    assert "secret" not in str(caught.value)
 
 
 def test_users_own_functions_are_looked_for_only_where_torch_is() -> None:

@@ -18,14 +18,14 @@ ROLES = Path(__file__).with_name("roles.py")
 DEADLINE_S = 60.0
 
 
-def fake_plan(folder: Path, *, stop_timeout_s: float = 20.0, max_restarts: int = 2) -> Plan:
+def fake_plan(folder: Path, *, stop_timeout_s: float = 20.0, max_restarts: int = 2, reward_model: bool = False) -> Plan:
     """One process of each role; the trainer is done when ``folder/go`` exists."""
     (folder / "logs").mkdir(exist_ok=True)
 
     def spec(role: Role, *arguments: str, restarts: int = max_restarts) -> ProcessSpec:
         argv = (sys.executable, str(ROLES), role, str(folder), *arguments)
         again = ("--resume",) if role == "trainer" else ()
-        name = role if role in ("queue", "prepare") else f"{role}-0"
+        name = role if role in ("queue", "prepare", "reward-model") else f"{role}-0"
         return ProcessSpec(name=name, role=role, argv=argv, max_restarts=restarts, restart_argv=again)
 
     return Plan(
@@ -36,10 +36,11 @@ def fake_plan(folder: Path, *, stop_timeout_s: float = 20.0, max_restarts: int =
         engines=(spec("engine", "{engine-0}"),),
         workers=(spec("worker"),),
         trainers=(spec("trainer", "{queue}"),),
-        ports=(PortWish("queue"), PortWish("engine-0")),
+        ports=(PortWish("queue"), PortWish("engine-0"), PortWish("reward-model")),
         engine_kind="embedded",
         start_timeout_s=40.0,
         stop_timeout_s=stop_timeout_s,
+        reward_model=spec("reward-model", "{reward-model}") if reward_model else None,
     )
 
 

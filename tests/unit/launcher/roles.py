@@ -96,7 +96,7 @@ def main() -> None:
         sys.exit(int(what[-1]))
     if kind == "queue":
         asyncio.run(queue(port))
-    elif kind == "engine":
+    elif kind in ("engine", "reward-model"):
         http.server.ThreadingHTTPServer(("127.0.0.1", port), Healthy).serve_forever()
     elif kind == "trainer":
         trainer(folder, port, "--resume" in sys.argv)

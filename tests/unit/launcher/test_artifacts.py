@@ -92,6 +92,25 @@ def test_a_reference_model_is_looked_at_as_well(tmp_path: Path) -> None:
         needs_preparation(config(tmp_path, "algorithm.kl.coef=0.1", "algorithm.kl.reference_path=nowhere"))
 
 
+def test_the_runs_own_reward_model_is_looked_at_as_well(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    write_model(tmp_path)
+    asked = ("reward.functions=[{name: reward_model}]", f"reward.model.path={tmp_path}/rm")
+    with pytest.raises(UserError, match=r"reward\.model\.path: .* is not a folder"):
+        needs_preparation(config(tmp_path, *asked))
+    assert not needs_preparation(config(tmp_path, *asked, "reward.model.url=http://elsewhere"))
+    assert not needs_preparation(config(tmp_path, asked[1]))
+
+
+def test_a_warm_start_cannot_ask_the_runs_own_reward_model(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    write_model(tmp_path).rename(tmp_path / "rm")
+    with pytest.raises(UserError, match="Make it first with `rl-async sft`"):
+        needs_preparation(
+            config(tmp_path, "reward.functions=[{name: reward_model}]", f"reward.model.path={tmp_path}/rm")
+        )
+
+
 def test_a_model_of_other_warm_start_settings_is_not_taken(tmp_path: Path) -> None:
     here = config(tmp_path)
     assert here.sft is not None

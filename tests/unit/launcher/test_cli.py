@@ -36,15 +36,16 @@ def only_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return captured.err
 
 
-def test_help_imports_nothing_heavy() -> None:
+@pytest.mark.parametrize("command", [[], ["reward-model"]])
+def test_help_imports_nothing_heavy(command: list[str]) -> None:
     code = (
         "import sys\nfrom rl_async.launcher.cli import main\n"
-        "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        f"try:\n    main({[*command, '--help']})\nexcept SystemExit as end:\n    assert end.code == 0\n"
         f"found = {HEAVY!r} & sys.modules.keys()\nassert not found, found"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
-    assert "launch" in result.stdout
+    assert "usage: rl-async" in result.stdout
 
 
 def test_neither_planning_nor_launching_imports_torch() -> None:
@@ -74,6 +75,7 @@ def test_a_mistake_ends_the_process_with_2_and_no_traceback() -> None:
         (["data", "make", "nothing"], "no generator 'nothing'"),
         (["data", "inspect", "missing.parquet"], "missing.parquet"),
         (["audit", "missing"], "missing"),
+        (["reward-model", "--pairs", "x.jsonl", "--model", "m", "--out", "rm"], "no file x.jsonl"),
         (["eval", "--config", "calculator", "data.eval_path=null"], "data.eval_path"),
     ],
 )

@@ -102,6 +102,28 @@ async def test_a_killed_worker_is_started_again(rig: Any, make_plan: Any) -> Non
     assert state(supervisor, "worker-0") == ("ended", 2)
 
 
+async def test_workers_wait_for_the_reward_model_and_it_comes_back(rig: Any, make_plan: Any) -> None:
+    rig.do("reward-model", "exit 7", "work")
+
+    async def meddle(supervisor: Supervisor) -> None:
+        await eventually(lambda: state(supervisor, "reward-model") == ("running", 1))
+        await eventually(lambda: rig.pids("worker"))
+        os.kill(rig.pids("reward-model")[-1], signal.SIGKILL)
+        await eventually(lambda: state(supervisor, "reward-model") == ("running", 2))
+        rig.go()
+
+    supervisor = await supervise(rig, make_plan(rig.folder, reward_model=True), meddle)
+    assert state(supervisor, "worker-0") == ("ended", 0), "the worker outlived the reward model"
+    assert len(rig.pids("reward-model")) == 3
+
+
+async def test_without_a_reward_model_that_answers_no_worker_starts(rig: Any, make_plan: Any) -> None:
+    rig.do("reward-model", "exit 7")
+    with pytest.raises(RoleFailed, match=r"reward-model failed .*after 2 restarts"):
+        await supervise(rig, make_plan(rig.folder, reward_model=True))
+    assert rig.pids("worker") == []
+
+
 async def test_a_trainer_that_died_resumes(rig: Any, make_plan: Any) -> None:
     async def meddle(supervisor: Supervisor) -> None:
         await eventually(lambda: (rig.folder / "trainer.resumed").exists())

@@ -25,3 +25,14 @@ def test_visible_gpus_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     planned = plan_here(load_config("calculator"), tmp_path / "run")
     assert (planned.trainers[0].device, planned.engines[0].device) == ("cuda:0", "cuda:1")
+
+
+def test_the_judges_key_must_be_there_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    judge = "reward.judge={url: 'http://x/v1', model: m, api_key_env: JUDGE_KEY}"
+    config = load_config("calculator", ["reward.functions=[{name: judge}]", judge])
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    with pytest.raises(UserError, match=r"reward\.judge\.api_key_env: the environment has no JUDGE_KEY"):
+        plan_here(config, tmp_path / "run")
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    assert "secret" not in repr(plan_here(config, tmp_path / "run"))

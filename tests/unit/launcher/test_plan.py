@@ -122,3 +122,45 @@ def test_nothing_to_make_means_no_preparation(tmp_path: Path) -> None:
 
 def test_only_known_names_in_braces_are_ports() -> None:
     assert fill("tcp://h:{queue}/{other}/{", PORTS) == "tcp://h:1001/{other}/{"
+
+
+REWARD_MODEL = ["reward.functions=[{name: reward_model}]", "reward.model.path=rm"]
+
+
+def test_a_reward_model_without_url_is_a_process_that_workers_are_told_of() -> None:
+    planned = plan(load_config("calculator", [*REWARD_MODEL, "reward.model.batch_size=8"]), RUN)
+    ports = PORTS | {"reward-model": 1005}
+    assert planned.reward_model is not None and planned.reward_model in planned.processes
+    assert " ".join(planned.reward_model.command(ports)[1:]) == (
+        "-m rl_async.reward_loop.server --model rm --port 1005 --dtype float32 --device auto --batch-size 8 --threads 1"
+    )
+    assert planned.workers[0].command(ports)[-2:] == ["--reward-model", "http://127.0.0.1:1005"]
+    assert planned.reward_model.max_restarts == 3
+    assert "reward-model" in {wish.name for wish in planned.ports}
+
+
+@pytest.mark.parametrize(
+    "overrides", [["reward.model.path=rm"], [*REWARD_MODEL, "reward.model.url=http://elsewhere:8000"]]
+)
+def test_a_reward_model_that_nobody_asks_or_that_runs_elsewhere_is_no_process(overrides: list[str]) -> None:
+    planned = plan(load_config("calculator", overrides), RUN)
+    assert planned.reward_model is None
+    assert "reward-model" not in {wish.name for wish in planned.ports}
+    assert "--reward-model" not in planned.workers[0].argv
+
+
+@pytest.mark.parametrize(
+    ("mode", "gpus", "device"),
+    [
+        ("disaggregated", 0, "cpu"),
+        ("disaggregated", 8, "cuda:4"),
+        ("disaggregated", 4, "cuda:0"),
+        ("colocated", 8, "cuda:2"),
+    ],
+)
+def test_a_reward_model_takes_the_gpu_behind_the_others(mode: str, gpus: int, device: str) -> None:
+    overrides = [*REWARD_MODEL, "rollout.engines=2", "trainer.ranks=2"]
+    spec = plan(load_config("calculator", overrides, mode=mode), RUN, gpus=gpus).reward_model
+    assert spec is not None and spec.device == device
+    on_cpu = plan(load_config("calculator", [*overrides, "reward.model.device=cpu"], mode=mode), RUN, gpus=gpus)
+    assert on_cpu.reward_model is not None and on_cpu.reward_model.device == "cpu"

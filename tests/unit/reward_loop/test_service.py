@@ -10,47 +10,13 @@ import pytest
 from rl_async.agent_loop.dataset import open_rows, to_task
 from rl_async.configs.schema import RewardConfig, RewardTerm
 from rl_async.errors import ConfigError
-from rl_async.messages import Sampling, Task, ToolCall, Trajectory, Turn
 from rl_async.reward_loop.api import Score, ScorerFailed, to_score
-from rl_async.reward_loop.service import RateLimit, RewardService
+from rl_async.reward_loop.limits import RateLimit
+from rl_async.reward_loop.service import RewardService
+
+from .rows import score, task
 
 USER = Path(__file__).with_name("user_scorers.py")
-
-
-def task(truth: str = "42") -> Task:
-    prompt = [{"role": "user", "content": "?"}]
-    return Task(task_id="t", data_source="unit", prompt=prompt, ground_truth=truth, extra={"level": 3})
-
-
-def trajectory(answer: str, error: str = "") -> Trajectory:
-    turns = [
-        Turn(role="user", text="?"),
-        Turn(role="assistant", text="call", tool_calls=[ToolCall(name="f", arguments="{}", result="1")]),
-        Turn(role="tool", text="1"),
-        Turn(role="assistant", text=answer),
-    ]
-    return Trajectory(
-        task_id="t",
-        group_id=0,
-        sample=0,
-        attempt=1,
-        episode_id="e",
-        token_ids=np.zeros(3, np.int32),
-        loss_mask=np.ones(3, np.bool_),
-        logprobs=np.zeros(3, np.float32),
-        versions=[],
-        sampling=Sampling(),
-        reward=0.0,
-        turns=turns,
-        timings={"generate": 1.0},
-        error=error,
-    )
-
-
-async def score(service: RewardService, answer: str, wanted: Task | None = None, *, error: str = "") -> Trajectory:
-    scored = trajectory(answer, error)
-    await service.score(wanted or task(), scored)
-    return scored
 
 
 def config(*names: str, timeout_s: float = 10.0, **more: int) -> RewardConfig:
@@ -143,6 +109,8 @@ async def test_a_conversation_given_up_ends_the_process_that_scores_it() -> None
     [
         ("exact", "no scorer 'exact'; built in: exact_answer, math"),
         ("nowhere.py:f", "no file nowhere.py"),
+        ("judge", "judge needs the section reward.judge"),
+        ("reward_model", "reward_model needs the section reward.model"),
         (user("missing"), "has no 'missing'"),
         (user("USER_DATA"), "has no 'USER_DATA'"),
         (user("asks_for_more"), "asks for 'weather'; a reward function may ask for data_source, solution_str"),
@@ -188,8 +156,8 @@ class FakeClock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr("rl_async.reward_loop.service.time.monotonic", lambda: self.now)
-        monkeypatch.setattr("rl_async.reward_loop.service.asyncio.sleep", self.sleep)
+        monkeypatch.setattr("rl_async.reward_loop.limits.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("rl_async.reward_loop.limits.asyncio.sleep", self.sleep)
 
     async def sleep(self, seconds: float) -> None:
         self.now += seconds

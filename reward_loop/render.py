@@ -1,0 +1,38 @@
+"""Whole conversations as a reward model's token ids: the same for training, serving and scoring. Imports no
+torch, which is why it takes no AutoTokenizer."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from rl_async.errors import ConfigError
+from rl_async.messages import Turn
+
+Message = dict[str, Any]
+
+
+def load_tokenizer(path: str, key: str) -> PreTrainedTokenizerFast:
+    """The tokenizer of a local folder. Raises ConfigError, naming ``key``, if there is none with a chat template."""
+    if not Path(path).is_dir():  # Transformers would look for it on the Hub
+        raise ConfigError(f"{key}: there is no folder {path}")
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"{key}: {path} has no usable tokenizer: {reason}") from error
+    if not tokenizer.chat_template:
+        raise ConfigError(f"{key}: the tokenizer in {path} has no chat template; save one with it")
+    return tokenizer
+
+
+def as_messages(turns: Sequence[Turn]) -> list[Message]:
+    """Turns as chat messages."""
+    return [{"role": turn.role, "content": turn.text} for turn in turns]
+
+
+def conversation_ids(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> list[int]:
+    """Token ids of a finished conversation by the tokenizer's own chat template; no special tokens are added to it."""
+    text = tokenizer.apply_chat_template(list(messages), tokenize=False)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

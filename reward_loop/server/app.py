@@ -1,0 +1,149 @@
+"""The reward model's HTTP application: ``/classify`` in vLLM's dialect (its documentation, v0.16), and ``/health``."""
+
+import asyncio
+import logging
+import math
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from transformers import PreTrainedTokenizerFast
+
+from rl_async.reward_loop.server.batcher import Batcher
+
+log = logging.getLogger("rl_async.reward_model")
+
+
+class ClassifyBody(msgspec.Struct):
+    """``input``: a text, a list of texts, the token ids of one sequence, or a list of such lists."""
+
+    input: str | list[str | int | list[int]]
+    model: str = ""
+    use_activation: bool = True
+    add_special_tokens: bool = True  # to texts
+
+
+class Item(msgspec.Struct):
+    index: int
+    probs: list[float]
+    label: str | None
+    num_classes: int = 1
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int = 0
+
+
+class Classified(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[Item]
+    usage: Usage
+
+
+class Application:
+    """Routes over one model. ``app`` is the ASGI application; ``longest``: tokens per sequence, None: no limit."""
+
+    def __init__(
+        self,
+        batcher: Batcher,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        name: str,
+        label: str | None,
+        vocabulary: int,
+        longest: int | None,
+    ) -> None:
+        self._batcher, self._tokenizer, self._name, self._label = batcher, tokenizer, name, label
+        self._vocabulary, self._longest = vocabulary, longest
+        routes = [Route("/classify", self.classify, methods=["POST"]), Route("/health", self.health, methods=["GET"])]
+        self.app = Starlette(routes=routes, lifespan=self._lifespan)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        batches = asyncio.create_task(self._batcher.run(), name="batches")
+        batches.add_done_callback(_end_with)
+        try:
+            yield
+        finally:
+            batches.cancel()
+
+    async def health(self, request: Request) -> Response:
+        """200 once the model is loaded."""
+        return Response()
+
+    async def classify(self, request: Request) -> Response:
+        """Numbers for the input's sequences; 400 for what cannot be scored."""
+        try:
+            body = msgspec.json.decode(await request.body(), type=ClassifyBody)
+            rows = self._rows(body)
+        except (msgspec.DecodeError, ValueError) as error:
+            return _error(400, str(error))
+        numbers = await self._batcher.score(rows)
+        if not all(map(math.isfinite, numbers)):
+            return _error(500, f"the model gave {numbers}, which is not finite")
+        if body.use_activation:
+            numbers = [_sigmoid(number) for number in numbers]
+        tokens = sum(map(len, rows))
+        answer = Classified(
+            id=f"classify-{uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=self._name,
+            data=[Item(i, [number], self._label) for i, number in enumerate(numbers)],
+            usage=Usage(tokens, tokens),
+        )
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    def _rows(self, body: ClassifyBody) -> list[list[int]]:
+        """Token ids of each sequence. Raises ValueError for those that cannot be scored."""
+        given: Sequence[Any] = [body.input] if isinstance(body.input, str) else body.input
+        if given and all(isinstance(part, int) for part in given):
+            given = [given]
+        rows = [self._encode(part, body.add_special_tokens) for part in given]
+        if not rows:
+            raise ValueError("input: there is nothing in it")
+        for row in rows:
+            if not row:
+                raise ValueError("input: a sequence without tokens")
+            if self._longest is not None and len(row) > self._longest:
+                raise ValueError(f"input: a sequence of {len(row)} tokens; the model takes {self._longest}")
+            if not 0 <= min(row) <= max(row) < self._vocabulary:
+                raise ValueError(f"input: token ids must be from 0 to {self._vocabulary - 1}")
+        return rows
+
+    def _encode(self, part: str | int | list[int], special: bool) -> list[int]:
+        if isinstance(part, str):
+            return list(self._tokenizer(part, add_special_tokens=special)["input_ids"])
+        if isinstance(part, int):
+            raise ValueError("input: token ids and texts are mixed")
+        return part
+
+
+def _sigmoid(number: float) -> float:
+    """Without overflow."""
+    return 0.5 * (1.0 + math.tanh(0.5 * number))
+
+
+def _error(status: int, message: str) -> Response:
+    kind = "BadRequestError" if status == 400 else "InternalServerError"
+    body = {"error": {"message": message, "type": kind, "code": status}}
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+def _end_with(batches: "asyncio.Task[None]") -> None:
+    """The model failed: end the process, which is then replaced, rather than let its clients wait."""
+    if not batches.cancelled():
+        log.critical("the reward model failed", exc_info=batches.exception())
+        os._exit(1)

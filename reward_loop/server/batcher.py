@@ -1,0 +1,36 @@
+"""Puts requests that come while the model works into its next batch."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+Scoring = Callable[[Sequence[Sequence[int]]], list[float]]
+Waiting = tuple[Sequence[int], "asyncio.Future[float]"]
+
+
+class Batcher:
+    """Calls ``scoring`` in a thread, with up to ``batch_size`` rows at a time."""
+
+    def __init__(self, scoring: Scoring, batch_size: int) -> None:
+        self._scoring, self._batch_size = scoring, batch_size
+        self._waiting: asyncio.Queue[Waiting] = asyncio.Queue()
+
+    async def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """A number for each row. Waits for its batches; what ends ``run`` ends the process, and with it this wait."""
+        futures = [asyncio.get_running_loop().create_future() for _ in rows]
+        for waiting in zip(rows, futures):
+            self._waiting.put_nowait(waiting)
+        return list(await asyncio.gather(*futures))
+
+    async def run(self) -> None:
+        """Consumes rows; produces their numbers. Waits for the next row; runs until cancelled or ``scoring`` raises."""
+        while True:
+            batch = [await self._waiting.get()]
+            while len(batch) < self._batch_size and not self._waiting.empty():
+                batch.append(self._waiting.get_nowait())
+            batch = [waiting for waiting in batch if not waiting[1].done()]  # the others' clients have gone
+            if not batch:
+                continue
+            numbers = await asyncio.to_thread(self._scoring, [row for row, _ in batch])
+            for (_, future), number in zip(batch, numbers):
+                if not future.done():
+                    future.set_result(number)

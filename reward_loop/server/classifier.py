@@ -1,0 +1,86 @@
+"""A sequence classifier with one label: token ids in, one number for each conversation out."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+
+from rl_async.errors import UserError
+
+SUFFIX = "ForSequenceClassification"
+
+
+def load_classifier(path: str, dtype: str, device: str) -> torch.nn.Module:
+    """The classifier in ``path``, ready to score; ``device`` auto: cuda if there is one.
+
+    Raises UserError if it is no sequence classifier with one label: a causal LM would load, with a random head.
+    """
+    config = _read_config(Path(path))
+    architectures = config.get("architectures") or []
+    if not any(name.endswith(SUFFIX) for name in architectures):
+        raise UserError(
+            f"reward model: {path} holds {', '.join(architectures) or 'no architecture'}, not a sequence classifier; "
+            "`rl-async reward-model` trains one"
+        )
+    try:
+        model: Any = AutoModelForSequenceClassification.from_pretrained(path, dtype=getattr(torch, dtype))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]  # Transformers adds paragraphs of advice
+        raise UserError(f"reward model: cannot load {path}: {reason}") from error
+    if model.config.num_labels != 1:
+        raise UserError(f"reward model: {path} has {model.config.num_labels} labels; a reward needs one (num_labels=1)")
+    return model.to(pick_device(device)).eval()
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_dir():  # Transformers would look for it on the Hub
+        raise UserError(f"reward model: there is no folder {path}")
+    try:
+        return dict(json.loads((path / "config.json").read_text()))
+    except (OSError, ValueError) as error:
+        raise UserError(f"reward model: {path}/config.json cannot be read: {error}") from error
+
+
+def pick_device(device: str) -> str:
+    """``device``, with auto resolved to cuda if there is one."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
+def longest(model: Any) -> int | None:
+    """The most tokens that the model has positions for; None: unknown."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return int(limit) if limit else None
+
+
+def values(model: Any, rows: Sequence[Sequence[int]]) -> Tensor:
+    """float32 [N]: the classifier's output for each of N token sequences, with gradients if they are on.
+
+    Decoders are read at the last token that is not the padding token; many tokenizers pad with the very token that
+    ends a turn. So padding is on the right and of a token that ends none of these rows.
+    """
+    ends = {row[-1] for row in rows}
+    text_config = model.config.get_text_config()
+    candidates = (text_config.pad_token_id, *range(len(rows) + 1))
+    padding = next(token for token in candidates if token is not None and token not in ends)
+    text_config.pad_token_id = padding
+    width = max(len(row) for row in rows)
+    tokens = torch.full((len(rows), width), padding)
+    attended = torch.zeros((len(rows), width), dtype=torch.int64)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = torch.tensor(row)
+        attended[i, : len(row)] = 1
+    device = next(model.parameters()).device
+    logits = model(input_ids=tokens.to(device), attention_mask=attended.to(device)).logits
+    return logits[:, 0].float()
+
+
+@torch.inference_mode()
+def score(model: Any, rows: Sequence[Sequence[int]]) -> list[float]:
+    """The same as numbers."""
+    return [float(value) for value in values(model, rows)]

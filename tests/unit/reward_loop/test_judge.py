@@ -1,0 +1,269 @@
+"""The judge: what it is asked, what counts as a verdict, what is tried again, what is asked only once."""
+
+import asyncio
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_async.configs.reward import JudgeConfig
+from rl_async.configs.schema import RewardConfig, RewardTerm
+from rl_async.errors import ConfigError, UserError
+from rl_async.messages import Turn
+from rl_async.reward_loop.api import Conversation, ScorerFailed
+from rl_async.reward_loop.judge import Judge, fill
+from rl_async.reward_loop.limits import RateLimit
+from rl_async.reward_loop.service import VERDICTS_FILE, RewardService
+from rl_async.reward_loop.verdicts import Verdicts
+
+from .outside import Answer, Outside, says, verdict
+from .rows import score
+
+KEY = "sk-very-secret-1234"
+
+
+def config(server: Outside, **more: Any) -> JudgeConfig:
+    return JudgeConfig(**{"url": f"{server.url}/v1", "model": "m", "backoff_s": 0.01, "timeout_s": 20.0} | more)
+
+
+def conversation(answer: str = "42") -> Conversation:
+    turns = [Turn(role="user", text="What is 6*7?"), Turn(role="assistant", text=answer)]
+    return Conversation(data_source="unit", solution_str=answer, ground_truth="42", turns=turns)
+
+
+async def judged(server: Outside, *answers: str, verdicts: Verdicts | None = None, **more: Any) -> list[Any]:
+    """Scores, or the texts of failures, one conversation after the other."""
+    judge = Judge(config(server, **more), verdicts)
+    outcomes: list[Any] = []
+    try:
+        for answer in answers:
+            try:
+                outcomes.append((await judge.score(conversation(answer))).value)
+            except ScorerFailed as failure:
+                outcomes.append(str(failure))
+    finally:
+        await judge.close()
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("said", "lowest", "highest", "value"),
+    [("7", 0.0, 10.0, 0.7), ("0", 0.0, 10.0, 0.0), ("10.0", 0.0, 10.0, 1.0), ("-0.5", -1.0, 1.0, 0.25)],
+)
+async def test_the_score_is_mapped_to_0_and_1(said: str, lowest: float, highest: float, value: float) -> None:
+    async with Outside(verdict(said)) as server:
+        judge = Judge(config(server, lowest=lowest, highest=highest), None)
+        given = await judge.score(conversation())
+        await judge.close()
+    assert given.value == pytest.approx(value)
+    assert given.extra == {"raw": float(said)}
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (verdict("11"), "gave 11, which is not from 0 to 10"),
+        (verdict("-1"), "gave -1, which is not"),
+        (verdict('"7"'), "gave no verdict: Expected `float`, got `str`"),
+        (verdict("true"), "gave no verdict: Expected `float`, got `bool`"),
+        (verdict("NaN"), "gave no verdict"),
+        (says('{"score": 7}'), "missing required field `reason`"),
+        (says('{"reason": "x", "score": 7, "bonus": 1}'), "unknown field `bonus`"),
+        (says('Sure: {"reason": "x", "score": 7}'), "gave no verdict"),
+        (says(""), "gave no verdict"),
+        (says('{"reason": "x", "score": 7}', "length"), "it ended with 'length' (reward.judge.max_tokens)"),
+        (says("", refusal="I will not grade this"), "I will not grade this"),
+        (Answer({"choices": []}), "answered what is no chat completion"),
+        (Answer("<html>"), "answered what is no chat completion"),
+    ],
+)
+async def test_anything_but_a_verdict_is_refused_and_not_asked_again(answer: Answer, reason: str) -> None:
+    async with Outside(answer) as server:
+        (failure,) = await judged(server, "42")
+    assert reason in failure
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("passing", [Answer("slow down", 429), Answer("boom", 500), Answer("", 503), Answer("", 0)])
+async def test_errors_that_pass_are_tried_again(passing: Answer) -> None:
+    async with Outside(passing, passing, verdict(5)) as server:
+        assert await judged(server, "42") == [0.5]
+    assert len(server.asked) == 3
+    assert server.asked[0] == server.asked[2]
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 302])
+async def test_other_errors_are_final(status: int) -> None:
+    async with Outside(Answer("what is wrong", status, {"Location": "/elsewhere"}), verdict(5)) as server:
+        (failure,) = await judged(server, "42")
+    assert f"answered {status}: what is wrong" in failure
+    assert len(server.asked) == 1
+
+
+async def test_attempts_are_counted() -> None:
+    async with Outside(Answer("overloaded", 503)) as server:
+        (failure,) = await judged(server, "42", attempts=3)
+    assert "answered 503: overloaded (attempt 3 of 3)" in failure
+    assert len(server.asked) == 3
+
+
+async def test_a_server_that_is_not_there_is_named() -> None:
+    async with Outside(verdict(5)) as server:
+        pass
+    (failure,) = await judged(server, "42", attempts=2)
+    assert f"{server.url}/v1/chat/completions: ClientConnectorError" in failure
+
+
+async def test_a_longer_pause_asked_for_by_the_server_is_kept() -> None:
+    async with Outside(Answer("later", 429, {"Retry-After": "3600"}), verdict(5)) as server:
+        (failure,) = await judged(server, "42", timeout_s=0.2)
+    assert "did not answer within 0.2 s (reward.judge.timeout_s); before that: " in failure
+    assert len(server.asked) == 1, "it was asked again before an hour had passed"
+
+
+async def test_a_judge_that_hangs_marks_the_trajectory_and_no_other_part_of_it() -> None:
+    async with Outside(Answer(None)) as server:
+        terms = (RewardTerm(name="exact_answer"), RewardTerm(name="judge", weight=2.0))
+        async with RewardService(RewardConfig(functions=terms, judge=config(server, timeout_s=0.1))) as service:
+            scored = await asyncio.gather(*(score(service, "42") for _ in range(8)))  # one verdict for all
+    for row in scored:
+        assert not row.scored and row.reward == 0.0 and row.reward_parts == {"exact_answer": 1.0}
+        assert row.error.startswith(f"reward judge: {server.url}/v1/chat/completions did not answer within 0.1 s")
+    assert len(server.asked) == 1
+
+
+async def test_the_service_weighs_the_judge_with_the_other_parts() -> None:
+    async with Outside(verdict(5)) as server:
+        terms = (RewardTerm(name="exact_answer"), RewardTerm(name="judge", weight=2.0))
+        async with RewardService(RewardConfig(functions=terms, judge=config(server))) as service:
+            scored = await score(service, "42")
+    assert (scored.reward, scored.error) == (2.0, "")
+    assert scored.reward_parts == {"exact_answer": 1.0, "judge": 0.5, "judge/raw": 5.0}
+
+
+async def test_what_the_judge_is_asked() -> None:
+    async with Outside(verdict(5)) as server:
+        await judged(server, "42", system="Be strict.", extra_body={"max_tokens": None, "seed": 3})
+        await judged(server, "42", response_format="none")
+    body, plain = server.asked[0].body, server.asked[1].body
+    assert [message["role"] for message in body["messages"]] == ["system", "user"]
+    assert "<response>\n42\n</response>" in body["messages"][1]["content"]
+    assert body["response_format"]["json_schema"]["schema"]["required"] == ["reason", "score"]
+    assert body["seed"] == 3 and "max_tokens" not in body and body["temperature"] == 0.0
+    assert "response_format" not in plain and plain["max_tokens"] == 512
+
+
+def test_the_template_is_filled_once() -> None:
+    template = '{prompt}|{response}|{ground_truth}|{lowest}|{highest}|{"score": 1}|{other}'
+    wanted = JudgeConfig(url="http://x", model="m", template=template)
+    spoken = conversation("{ground_truth}")
+    assert fill(wanted, spoken) == 'What is 6*7?|{ground_truth}|42|0|10|{"score": 1}|{other}'
+    everything = JudgeConfig(url="http://x", model="m", template="{conversation}")
+    assert fill(everything, spoken) == "[user]\nWhat is 6*7?\n\n[assistant]\n{ground_truth}"
+
+
+async def test_the_key_comes_from_the_environment_and_goes_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    caplog.set_level("DEBUG")
+    async with Outside(Answer(f"busy, {KEY}", 500), Answer(f"bad key {KEY}", 401), verdict(5)) as server:
+        wanted = config(server, api_key_env="JUDGE_KEY")
+        terms = (RewardTerm(name="judge"),)
+        async with RewardService(RewardConfig(functions=terms, judge=wanted), folder=tmp_path) as service:
+            refused = await score(service, "42")
+            accepted = await score(service, "43")
+    assert {asked.authorization for asked in server.asked} == {f"Bearer {KEY}"}
+    assert "answered 401: bad key ***" in refused.error and accepted.error == ""
+    assert KEY not in refused.error + caplog.text
+    assert_nowhere(tmp_path)
+
+
+def assert_nowhere(folder: Path) -> None:
+    files = [file.read_bytes() for file in folder.rglob("*") if file.is_file()]
+    assert files and not any(KEY.encode() in content for content in files)
+
+
+def test_a_missing_key_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    judge = JudgeConfig(url="http://x/v1", model="m", api_key_env="JUDGE_KEY", cache="none")
+    with pytest.raises(ConfigError, match=r"^reward\.judge\.api_key_env: the environment has no JUDGE_KEY"):
+        RewardService(RewardConfig(functions=(RewardTerm(name="judge"),), judge=judge))
+
+
+async def test_no_key_no_header() -> None:
+    async with Outside(verdict(5)) as server:
+        await judged(server, "42")
+    assert server.asked[0].authorization is None
+
+
+async def test_equal_requests_are_asked_once_and_failures_again() -> None:
+    async with Outside(verdict(11), verdict(5), verdict(6), verdict(7)) as server:
+        outcomes = await judged(server, "a", "a", "a", "b", "a", verdicts=Verdicts(None))
+        assert "not from 0 to 10" in outcomes[0]
+        assert outcomes[1:] == [0.5, 0.5, 0.6, 0.5]
+        assert len(server.asked) == 3
+        assert await judged(server, "a", "a") == [0.7, 0.7]
+        assert len(server.asked) == 5
+
+
+async def test_a_resumed_run_does_not_pay_twice(tmp_path: Path) -> None:
+    async with Outside(verdict(5), verdict(6)) as server:
+        wanted = RewardConfig(functions=(RewardTerm(name="judge"),), judge=config(server))
+        rewards = []
+        for answer in ("a", "b", "a"):
+            async with RewardService(wanted, folder=tmp_path) as service:
+                rewards.append((await score(service, answer)).reward)
+    assert rewards == [0.5, 0.6, 0.5]
+    assert len(server.asked) == 2
+    with sqlite3.connect(tmp_path / VERDICTS_FILE) as file:
+        assert file.execute("SELECT score, reason FROM verdicts ORDER BY score").fetchall() == [
+            (5.0, "because"),
+            (6.0, "because"),
+        ]
+    file.close()
+
+
+async def test_other_settings_of_the_judge_are_another_question(tmp_path: Path) -> None:
+    async with Outside(verdict(5), verdict(6)) as server:
+        for model in ("m", "other"):
+            await judged(server, "a", verdicts=Verdicts(tmp_path / VERDICTS_FILE), model=model)
+    assert len(server.asked) == 2
+
+
+def test_a_broken_cache_is_named(tmp_path: Path) -> None:
+    (tmp_path / VERDICTS_FILE).write_text("this is no database" * 100)
+    with pytest.raises(UserError, match=rf"{VERDICTS_FILE}: cannot hold the judge's verdicts"):
+        Verdicts(tmp_path / VERDICTS_FILE)
+
+
+async def test_one_conversation_given_up_leaves_the_verdict_to_the_others() -> None:
+    async with Outside(verdict(5)) as server:
+        judge = Judge(config(server), Verdicts(None))
+        first, second = (asyncio.create_task(judge.score(conversation())) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        assert (await second).value == 0.5
+        assert first.cancelled()
+        await judge.close()
+
+
+async def test_no_more_requests_at_once_than_allowed() -> None:
+    async with Outside(verdict(5)) as server:
+        judge = Judge(config(server, max_concurrent=3), None)
+        await asyncio.gather(*(judge.score(conversation(str(i))) for i in range(12)))
+        await judge.close()
+    assert server.most_running == 3
+
+
+async def test_retries_count_against_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[int] = []
+
+    async def wait(limit: RateLimit) -> None:
+        waits.append(len(server.asked))
+
+    monkeypatch.setattr(RateLimit, "wait", wait)
+    async with Outside(Answer("", 503), Answer("", 503), verdict(5)) as server:
+        await judged(server, "42", per_minute=1000)
+    assert waits == [0, 1, 2], "each request waits for its turn"

@@ -1,0 +1,61 @@
+"""The client of a reward model: what it sends, and answers that are no reward."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
+from rl_async.configs.reward import RewardModelConfig
+from rl_async.configs.schema import RewardConfig, RewardTerm
+from rl_async.reward_loop.render import conversation_ids, load_tokenizer
+from rl_async.reward_loop.service import RewardService
+
+from .outside import Answer, Outside
+from .rows import score
+
+TERMS = (RewardTerm(name="reward_model", weight=2.0),)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer([[{"role": "user", "content": "?"}]], 100).save_pretrained(path)
+    return str(path)
+
+
+def classified(*probs: Any) -> Answer:
+    return Answer({"data": [{"index": 0, "label": None, "num_classes": len(probs), "probs": list(probs)}]})
+
+
+async def test_the_whole_conversation_is_sent_and_the_raw_output_is_the_reward(folder: str) -> None:
+    async with Outside(Answer("loading", 503), classified(-3.5)) as server:
+        model = RewardModelConfig(path=folder, url=server.url, name="org/rm")
+        async with RewardService(RewardConfig(functions=TERMS, model=model)) as service:
+            row = await score(service, "42")
+    assert (row.reward, row.reward_parts, row.error) == (-7.0, {"reward_model": -3.5}, "")
+    said = [("user", "?"), ("assistant", "call"), ("tool", "1"), ("assistant", "42")]
+    messages = [{"role": role, "content": text} for role, text in said]
+    ids = conversation_ids(load_tokenizer(folder, "test"), messages)
+    assert server.asked[1].body == {"model": "org/rm", "input": ids, "use_activation": False}
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (classified(0.1, 0.9), "has the model one label?"),
+        (classified(), "has the model one label?"),
+        (classified(None), "what is no classification"),
+        (Answer({"data": []}), "has the model one label?"),
+        (Answer("<html>"), "what is no classification"),
+        (Answer(None), "did not answer within 0.2 s (reward.model.timeout_s)"),
+    ],
+)
+async def test_answers_that_are_no_reward_mark_the_trajectory(folder: str, answer: Answer, said: str) -> None:
+    async with Outside(answer) as server:
+        model = RewardModelConfig(path=folder, timeout_s=0.2 if answer.body is None else 20.0)
+        config = RewardConfig(functions=TERMS, model=model)
+        async with RewardService(config, model_url=server.url, folder=Path(folder)) as service:
+            row = await score(service, "42")
+    assert not row.scored and row.reward == 0.0
+    assert row.error.startswith("reward reward_model: ") and said in row.error
