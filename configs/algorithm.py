@@ -29,10 +29,12 @@ class AdvantageOptions(Config, frozen=True):
     """Numbers of the advantage estimators; each says who reads it."""
 
     gamma: Annotated[Fraction, doc("gae, reinforce_plus_plus: discount per token.")] = 1.0
-    lam: Annotated[Fraction, doc("gae: lambda.")] = 0.95
-    gdpo_weights: Annotated[dict[str, float], doc("gdpo: factor per part of the reward; 1 if not named.")] = (
-        msgspec.field(default_factory=dict)
-    )
+    lam: Annotated[Fraction, doc("gae: lambda.")] = 1.0
+    whiten: Annotated[bool, doc("gae: mean 0 and variance 1 over the batch's sampled tokens.")] = True
+    passk_std: Annotated[bool, doc("grpo_passk: divide by the group's standard deviation.")] = True
+    gdpo_weights: Annotated[
+        dict[str, float], doc("gdpo: factor per part of the reward; its weight in reward.functions if not named.")
+    ] = msgspec.field(default_factory=dict)
 
 
 class LossOptions(Config, frozen=True):

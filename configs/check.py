@@ -165,6 +165,16 @@ def _group_size(c: RunConfig) -> str | None:
     return None
 
 
+def _gdpo_kl(c: RunConfig) -> str | None:
+    a = c.algorithm
+    if a.advantage == "gdpo" and a.kl.place == "reward" and a.kl.coef > 0:
+        return (
+            "algorithm.advantage=gdpo learns from the parts of the reward, which algorithm.kl.place=reward does not "
+            "touch, so that the KL would count for nothing; use algorithm.kl.place=loss"
+        )
+    return None
+
+
 def _sum_squares(c: RunConfig) -> str | None:
     name, preset = c.algorithm.advantage, PRESETS.get(c.algorithm.correction)
     if name in NEEDS_DISTRIBUTION and preset is not None and preset.proximal == "behaviour":
@@ -312,6 +322,7 @@ RULES: tuple[Rule, ...] = (
     _publish_every,
     _group_size,
     _kl,
+    _gdpo_kl,
     _sum_squares,
     _critic,
     _critic_warmup,

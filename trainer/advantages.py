@@ -65,8 +65,8 @@ class Groups:
 
     @property
     def size(self) -> Tensor:
-        """Scored episodes of each row's group, float64 [N]."""
-        return self.sum(torch.ones_like(self.weights))
+        """Scored episodes of each row's group, float64 [N]; whole numbers, which sums of 1/9 and the like miss."""
+        return self.sum(torch.ones_like(self.weights)).round(decimals=9)
 
     def mean(self, values: Tensor) -> Tensor:
         """Mean over each row's group, [N]; 0 for a group without a scored episode."""
@@ -81,6 +81,11 @@ class Groups:
         """Largest of the values [N] where ``where`` [N], over each row's group [N]; -inf if there is none."""
         start = torch.full((self.count,), -torch.inf, dtype=values.dtype)
         return start.scatter_reduce(0, self.index[where], values[where], "amax")[self.index]
+
+    def differs(self, values: Tensor) -> Tensor:
+        """Whether the values [N] of each row's group are not all equal, bool [N]; a deviation is off by rounding."""
+        counts = self.weights > 0
+        return self.max(values, counts) > -self.max(-values, counts)
 
     def centred(self, values: Tensor) -> Tensor:
         """Values [N] minus their group's mean; 0 for rows that do not count."""

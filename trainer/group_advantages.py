@@ -59,7 +59,7 @@ def gpg(x: AdvantageInputs) -> Tensor:
     """
     groups = _groups(x)
     centred = groups.centred(x.rewards)
-    teaching = groups.std(x.rewards) > 0
+    teaching = groups.differs(x.rewards)
     alpha = x.weights.sum() / x.weights[teaching].sum().clamp(min=1)
     return spread(alpha * centred, x.mask)
 
@@ -67,23 +67,25 @@ def gpg(x: AdvantageInputs) -> Tensor:
 def grpo_passk(x: AdvantageInputs) -> Tensor:
     """Only the best episode of a group learns: A = (r_best - r_second) / (std + 1e-4), all others 0.
 
-    Source: "Optimizing LLMs for Pass@k" (arXiv:2503.19595), the max-minus-second-best estimator; divided by the group's
-    standard deviation as verl does. With several best ones the difference is 0.
+    Source: Tang et al. (arXiv:2503.19595), the leave-one-out advantage of the group's maximum, max(r) - max(the others'
+    r), which is 0 for all but a single best one. verl divides it by the standard deviation; ``passk_std=false`` leaves
+    that out.
     """
     groups = _groups(x)
     best = x.scored & (x.rewards == groups.max(x.rewards, x.scored))
     second = groups.max(x.rewards, x.scored & ~best)
     alone = best & (groups.sum(best.double()) <= 1 + EPSILON) & second.isfinite()
     gap = torch.where(alone, x.rewards - second, 0.0)
-    return spread(gap / (groups.std(x.rewards) + EPSILON), x.mask)
+    scale = groups.std(x.rewards) + EPSILON if x.options.passk_std else 1.0
+    return spread(gap / scale, x.mask)
 
 
 def gdpo(x: AdvantageInputs) -> Tensor:
     """Every part of the reward is normalised in its group by itself, then summed and whitened over the batch.
 
     A = whiten(sum_k w_k (r_k - mean_k) / (std_k + 1e-4)), so that a part of small spread is not drowned by another.
-    w_k from ``gdpo_weights``, 1 if not named. Without parts the reward is the only one. Source: GDPO
-    (arXiv:2601.05242).
+    w_k from ``gdpo_weights``, 1 if not named (``advantage_inputs`` names all, so that a penalty stays one). Without
+    parts the reward is the only one; turn rewards do not enter. Source: GDPO (arXiv:2601.05242).
     """
     groups = _groups(x)
     total = torch.zeros_like(x.rewards)
@@ -102,7 +104,10 @@ def reinforce_plus_plus_baseline(x: AdvantageInputs) -> Tensor:
 
 
 def remax(x: AdvantageInputs) -> Tensor:
-    """A_i = r_i - r of the greedy episode of the same task. Source: ReMax (arXiv:2310.10505)."""
+    """A_i = r_i - r of the greedy episode of the same task, both with their turn rewards.
+
+    Source: ReMax (arXiv:2310.10505). A group whose greedy episode has no score gets 0.
+    """
     assert x.baselines is not None, "remax needs greedy episodes"
     return spread(torch.where(x.scored, x.rewards - x.baselines, 0.0), x.mask)
 

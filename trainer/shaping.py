@@ -27,7 +27,7 @@ def rewards(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> Tens
     values = torch.tensor([h.reward for h in headers], dtype=torch.float64)
     values = torch.where(scored, values + penalties(headers, options), 0.0)
     if options.reward_scale == "batch_std":
-        values = scaled(values, scored)
+        values = scaled(values, torch.tensor([h.scored and not h.baseline for h in headers]))
     if options.reward_clip is not None:
         values = values.clamp(-options.reward_clip, options.reward_clip)
     return values
@@ -47,7 +47,7 @@ def penalties(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> Te
 
 
 def scaled(values: Tensor, scored: Tensor) -> Tensor:
-    """Values [N] over the standard deviation (biased) of the scored ones; unchanged where that is 0.
+    """Values [N] over the standard deviation (biased) of the scored ones that train; unchanged where that is 0.
 
     The mean is not taken away, so signs stay. Source: reward scaling, arXiv:2005.12729, section 2, which divides by
     the deviation of a rolling sum of discounted rewards. Here it is that of the batch, so that a step depends on its
@@ -102,7 +102,7 @@ def shaping_metrics(headers: Sequence[TrajectoryHeader], options: ShapingConfig)
     """What shaping did to a batch, if it is asked to do anything to rewards or rows."""
     if options == ShapingConfig(dynamic_sampling=options.dynamic_sampling, max_refills=options.max_refills):
         return {}
-    scored = torch.tensor([h.scored for h in headers])
+    scored = torch.tensor([h.scored and not h.baseline for h in headers])
     return {
         "shaping/reward_mean": rewards(headers, options)[scored].mean().item(),
         "shaping/overlong_penalty_mean": penalties(headers, options).mean().item(),

@@ -13,9 +13,11 @@ def batch_metrics(headers: Sequence[TrajectoryHeader], step: int, max_staleness:
 
     Rewards are over rows that were scored, of which there must be one; ``reward/unscored_fraction`` says how many were
     not (a scorer failed). ``staleness/mean`` and ``staleness/max`` are over trained tokens: the step minus the step of
-    the version that sampled each. ``max_staleness`` is the bound beyond which tokens were masked, or None.
+    the version that sampled each. ``max_staleness`` is the bound beyond which tokens were masked, or None. Greedy
+    episodes of algorithm.advantage=remax count in ``reward/greedy_mean`` alone, which is over scored ones.
     """
-    baselines, headers = [h.reward for h in headers if h.baseline], [h for h in headers if not h.baseline]
+    baselines = [h.reward for h in headers if h.baseline and h.scored]
+    headers = [h for h in headers if not h.baseline]
     rewards = np.array([h.reward for h in headers if h.scored])
     runs = [(step - r.version.step, r.end - r.start) for h in headers for r in fresh_runs(h, step, max_staleness)]
     tokens = sum(count for _, count in runs)
@@ -42,7 +44,9 @@ def _flat_groups(headers: Sequence[TrajectoryHeader]) -> float:
 
 
 def conversation_sums(rows: Sequence[Trajectory]) -> list[float]:
-    """[rows, assistant turns, tool calls, failed tool calls, rows with an error], to be added up over ranks."""
+    """[rows, assistant turns, tool calls, failed tool calls, rows with an error] of the sampled rows, to be added up
+    over ranks."""
+    rows = [row for row in rows if not row.baseline]
     calls = [call for row in rows for turn in row.turns for call in turn.tool_calls]
     return [
         float(len(rows)),

@@ -8,6 +8,7 @@ train     epochs of mini-batches: the objective on each micro-batch, cut out of 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -170,10 +171,12 @@ def advantage_inputs(whole: WholeBatch, looked: Looked, config: RunConfig) -> Ad
     headers = whole.headers
     outcomes = shaping.rewards(headers, config.algorithm.shaping)
     turn_rewards = whole.turn_rewards.double()
-    names = [term.name for term in config.reward.functions]
-    baselines, compared = greedy_baselines(headers, outcomes)
+    rewards = outcomes + turn_rewards.sum(1)
+    weights = {term.name: term.weight for term in config.reward.functions}
+    options = config.algorithm.advantage_options
+    baselines, compared = greedy_baselines(headers, rewards)
     return AdvantageInputs(
-        rewards=outcomes + turn_rewards.sum(1),
+        rewards=rewards,
         token_rewards=turn_rewards + on_last_token(outcomes, whole.mask),
         mask=whole.mask,
         groups=torch.tensor([h.group_id for h in headers]),
@@ -181,9 +184,10 @@ def advantage_inputs(whole: WholeBatch, looked: Looked, config: RunConfig) -> Ad
         baselines=baselines,
         row_weights=whole.row_weights,
         turns=whole.turns,
-        options=config.algorithm.advantage_options,
+        options=msgspec.structs.replace(options, gdpo_weights=weights | options.gdpo_weights),
         parts={
-            name: torch.tensor([h.reward_parts.get(name, 0.0) for h in headers], dtype=torch.float64) for name in names
+            name: torch.tensor([h.reward_parts.get(name, 0.0) for h in headers], dtype=torch.float64)
+            for name in weights
         },
         values=None if looked.values is None else looked.values.double(),
         logprobs=looked.proximal.double(),

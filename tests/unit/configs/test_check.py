@@ -21,6 +21,15 @@ from rl_async.errors import ConfigError
         (["rollout.top_k=20"], ["rollout.top_k"]),
         (["queue.max_staleness=1", "weight_sync.every=3"], ["weight_sync.every=3", "queue.max_staleness"]),
         (["rollout.group_size=1"], ["rollout.group_size", "algorithm.advantage"]),
+        (["algorithm.advantage=rloo", "rollout.group_size=1"], ["rollout.group_size", "algorithm.advantage=rloo"]),
+        (
+            ["algorithm.advantage=gdpo", "algorithm.kl.coef=0.1", "algorithm.kl.place=reward"],
+            ["algorithm.advantage=gdpo", "algorithm.kl.place"],
+        ),
+        (
+            ["algorithm.advantage=optimal_token_baseline", "algorithm.correction=bypass_ppo_clip"],
+            ["algorithm.advantage=optimal_token_baseline", "algorithm.correction=bypass_ppo_clip", "decoupled"],
+        ),
         (["algorithm.advantage=gae"], ["algorithm.advantage=gae", "critic"]),
         (["critic={}"], ["algorithm.advantage=grpo", "algorithm.advantage=gae", "critic=null"]),
         (["algorithm.advantage=gae", "critic={shared: true, path: m}"], ["critic.path", "critic.shared"]),
@@ -70,6 +79,11 @@ def test_publishing_as_rarely_as_the_slots_allow_is_accepted() -> None:
 def test_a_critic_needs_no_group_to_compare_with() -> None:
     config = load_config("calculator", ["algorithm.advantage=gae", "critic={}", "rollout.group_size=1"])
     assert config.critic is not None and not config.critic.shared
+
+
+@pytest.mark.parametrize("name", ["remax", "reinforce_plus_plus"])
+def test_estimators_without_groups_take_a_group_of_one(name: str) -> None:
+    assert load_config("calculator", [f"algorithm.advantage={name}", "rollout.group_size=1"]).rollout.group_size == 1
 
 
 def test_all_broken_rules_are_reported_at_once() -> None:

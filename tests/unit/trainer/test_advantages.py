@@ -31,6 +31,7 @@ def random_inputs(seed: int, options: AdvantageOptions | None = None, unscored: 
     turn_rewards = np.where(mask, draw.random((rows, width)) < 0.2, False) * 0.25
     turn_rewards[5] = turn_rewards[4] = 0.0
     whole = torch.from_numpy(mask)
+    distributions = torch.from_numpy(draw.dirichlet(np.full(4, 0.5), (rows, width)))
     outcomes = torch.from_numpy(rewards)
     return AdvantageInputs(
         rewards=outcomes + torch.from_numpy(turn_rewards).sum(1),
@@ -44,8 +45,8 @@ def random_inputs(seed: int, options: AdvantageOptions | None = None, unscored: 
         parts={"a": outcomes, "b": torch.from_numpy(draw.random(rows))},
         baselines=torch.from_numpy(draw.random(4))[torch.tensor(groups)],
         values=torch.from_numpy(draw.normal(size=(rows, width))),
-        logprobs=torch.from_numpy(np.log(draw.uniform(0.05, 0.9, (rows, width)))),
-        sum_squares=torch.from_numpy(draw.uniform(0.05, 0.9, (rows, width))),
+        logprobs=distributions.amax(2).log(),
+        sum_squares=(distributions**2).sum(2),
     )
 
 
@@ -185,7 +186,8 @@ def token_baseline(p: Plain, *, by_column: bool) -> Rows:
     assert p.x.logprobs is not None and p.x.sum_squares is not None
     to_go, energy = p.to_go(), []
     for i, tokens in enumerate(p.tokens):
-        steps = [1 - 2 * math.exp(p.x.logprobs[i, t].item()) + p.x.sum_squares[i, t].item() for t in tokens]
+        chosen, squares = p.x.logprobs[i].exp().tolist(), p.x.sum_squares[i].tolist()
+        steps = [1 - 2 * chosen[t] + squares[t] for t in tokens]
         energy.append([sum(steps[: k + 1]) for k in range(len(steps))])
 
     def place(i: int, k: int) -> int:
@@ -196,10 +198,11 @@ def token_baseline(p: Plain, *, by_column: bool) -> Rows:
         row = []
         for k in range(len(tokens)):
             same = [(j, m) for j in p.members(i) for m in range(len(p.tokens[j])) if place(j, m) == place(i, k)]
+            others = [place(j, len(p.tokens[j]) - 1) for j in p.members(i) if j != i]
             baseline = 0.0
-            if len(same) > 1:
+            if others and place(i, k) <= max(others):
                 total = sum(p.weight[j] * energy[j][m] for j, m in same)
-                baseline = sum(p.weight[j] * energy[j][m] * to_go[j][m] for j, m in same) / (total + 1e-8)
+                baseline = sum(p.weight[j] * energy[j][m] * to_go[j][m] for j, m in same) / total
             row.append(to_go[i][k] - baseline if p.scored[i] and p.size(i) > 1 else 0.0)
         result.append(row)
     return result
