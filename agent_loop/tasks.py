@@ -78,7 +78,7 @@ def make_data(
     _write(target / "demos.parquet", [{"messages": conversation} for conversation in conversations])
 
 
-def make_pairs(name: str, folder: str | Path, *, pairs: int = 4096, held_out: int = 256, seed: int = 0) -> None:
+def make_pairs(name: str, folder: str | Path, *, pairs: int = 16384, held_out: int = 256, seed: int = 0) -> None:
     """Write ``pairs.parquet`` into ``folder``: for each prompt a flawless conversation and one with a single flaw.
 
     Columns prompt, chosen, rejected, of chat messages. No prompt is among those that ``make_data`` holds out with the
