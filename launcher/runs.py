@@ -4,7 +4,7 @@ import fcntl
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -69,8 +69,10 @@ def hold(folder: Path) -> Iterator[None]:
     """Keep every other launcher of this machine out of the run while the block runs.
 
     The lock is on a file beside the folder and ends with this process, however it ends; children do not inherit it.
-    Raises UserError, before anything is touched, if another process holds it.
+    A folder of runs that was made for the lock alone is removed with it. Raises UserError, before anything is touched,
+    if another process holds the lock.
     """
+    new = not folder.parent.exists()
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.with_name(f".{folder.name}.lock")
     with path.open("a+") as file:
@@ -91,6 +93,9 @@ def hold(folder: Path) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
+            if new:
+                with suppress(OSError):  # it is not empty: there are runs in it
+                    folder.parent.rmdir()
 
 
 def checkpoints(folder: Path) -> list[int]:

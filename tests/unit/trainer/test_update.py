@@ -56,12 +56,14 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def train(rows: list[Trajectory], algorithm: AlgorithmConfig, minibatches: int = 1) -> tuple[Table, Updated]:
+def train(
+    rows: list[Trajectory], algorithm: AlgorithmConfig, minibatches: int = 1, epochs: int = 1
+) -> tuple[Table, Updated]:
     config = RunConfig(
         model=ModelConfig(path="none"),
         data=DataConfig(path="none"),
         algorithm=algorithm,
-        trainer=TrainerConfig(minibatches=minibatches, max_tokens_per_microbatch=64),
+        trainer=TrainerConfig(minibatches=minibatches, epochs=epochs, max_tokens_per_microbatch=64),
     )
     headers = [row.header() for row in rows]
     batch = Batch(0, headers, plan_batch(headers, 0, config, 1), dict(zip(row_keys(headers), rows, strict=True)))
@@ -70,7 +72,7 @@ def train(rows: list[Trajectory], algorithm: AlgorithmConfig, minibatches: int =
 
 
 def test_old_logprobs_are_computed_once_for_all_epochs_and_minibatches() -> None:
-    policy, updated = train(make_rows(0), AlgorithmConfig(epochs=3, aggregation="token-sum"), minibatches=2)
+    policy, updated = train(make_rows(0), AlgorithmConfig(aggregation="token-sum"), minibatches=2, epochs=3)
     looks = policy.events.count("look")
     assert policy.events == ["look"] * looks + ["step"] * 6 and looks > 2
     # Had pi_old moved along, no ratio would ever have left its band.
@@ -78,7 +80,7 @@ def test_old_logprobs_are_computed_once_for_all_epochs_and_minibatches() -> None
 
 
 def test_bypass_never_looks() -> None:
-    policy, _ = train(make_rows(0), AlgorithmConfig(epochs=2, correction="bypass_ppo_clip"), minibatches=2)
+    policy, _ = train(make_rows(0), AlgorithmConfig(correction="bypass_ppo_clip"), minibatches=2, epochs=2)
     assert policy.events == ["step"] * 4
 
 

@@ -69,7 +69,7 @@ def test_losses_that_use_the_mask_are_accepted(write, name: str) -> None:
 
 
 def test_built_in_functions_keep_the_contract() -> None:
-    load_advantage("rl_async.trainer.advantages:grpo", AdvantageOptions())
+    load_advantage("rl_async.trainer.group_advantages:grpo", AdvantageOptions())
     for name in ("ppo", "reinforce"):
         load_loss(f"rl_async.trainer.losses:{name}", AlgorithmConfig())
 
