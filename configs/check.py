@@ -1,25 +1,11 @@
 """Combinations that cannot work, refused before anything starts. Each rule names the keys and the way out."""
 
-import difflib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from rl_async.configs.algorithm import (
-    ADAPTIVE_LIMIT,
-    ADVANTAGES,
-    LOSSES,
-    NEEDS_DISTRIBUTION,
-    WITHOUT_GROUPS,
-    WITHOUT_RATIO,
-    AlgorithmConfig,
-)
-from rl_async.configs.correction import PRESETS, Correction, CorrectionOptions, resolve
-from rl_async.configs.critic import NEEDS_CRITIC
+from rl_async.configs.check_algorithm import ALGORITHM_RULES, Rule
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import ConfigError
-from rl_async.userload import is_user_reference
-
-Rule = Callable[[RunConfig], str | None]
 
 
 def _engine(c: RunConfig) -> str | None:
@@ -72,186 +58,6 @@ def _publish_every(c: RunConfig) -> str | None:
         return (
             f"weight_sync.every={c.weight_sync.every} would wait for ever: all slots are used up after "
             f"queue.max_staleness + 1 = {c.queue.max_staleness + 1} steps; publish at least that often"
-        )
-    return None
-
-
-def _names(c: RunConfig) -> str | None:
-    a = c.algorithm
-    known = (("advantage", a.advantage, ADVANTAGES), ("loss", a.loss, LOSSES), ("correction", a.correction, PRESETS))
-    for key, name, names in known:
-        if name not in names and not is_user_reference(name):
-            close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-            return f"algorithm.{key}: no {name!r}" + (
-                f"; did you mean {close[0]}?" if close else f"; known: {', '.join(names)}"
-            )
-    return None
-
-
-def _correction(c: RunConfig) -> str | None:
-    if c.algorithm.correction not in PRESETS:
-        return None  # _names says so
-    try:
-        correction = resolve(c.algorithm.correction, c.algorithm.correction_options)
-    except ConfigError as error:
-        return str(error)
-    rules = (_correction_loss, _double_weight, _bypass)
-    return next((message for rule in rules if (message := rule(c.algorithm, correction))), None)
-
-
-def _correction_loss(a: AlgorithmConfig, correction: Correction) -> str | None:
-    if correction.loss is not None and correction.loss not in LOSSES:
-        return f"algorithm.correction={a.correction} trains with the loss {correction.loss}, which is not available yet"
-    if correction.loss is not None and a.loss not in (AlgorithmConfig().loss, correction.loss):
-        return (
-            f"algorithm.correction={a.correction} brings its own loss, {correction.loss}, and algorithm.loss={a.loss} "
-            "asks for another; leave algorithm.loss out, or choose a correction without a loss"
-        )
-    return None
-
-
-def _double_weight(a: AlgorithmConfig, correction: Correction) -> str | None:
-    if a.loss == "decoupled_ppo" and correction.weight != "none":
-        return (
-            f"algorithm.loss=decoupled_ppo weighs tokens by pi_old/mu itself, and algorithm.correction={a.correction} "
-            "would weigh them again; use algorithm.correction=disabled, or algorithm.loss=ppo"
-        )
-    return None
-
-
-def _bypass(a: AlgorithmConfig, correction: Correction) -> str | None:
-    if correction.proximal == "recompute":
-        return None
-    if correction.normalise:
-        return (
-            f"algorithm.correction_options.normalise needs the mean weight of the whole batch, and with "
-            f"algorithm.correction={a.correction} weights follow from the policy as it changes from mini-batch to "
-            "mini-batch; use a decoupled correction"
-        )
-    loss = correction.loss or a.loss
-    if loss == "decoupled_ppo":
-        return (
-            "algorithm.loss=decoupled_ppo weighs tokens by pi_old/mu, and algorithm.correction="
-            f"{a.correction} takes mu for pi_old, so that all weights are 1; use algorithm.correction=disabled"
-        )
-    if loss == "m2po":
-        return (
-            "algorithm.loss=m2po limits how far pi_old is from mu, and algorithm.correction="
-            f"{a.correction} takes mu for pi_old; use a decoupled correction"
-        )
-    if correction.weight != "none" and loss not in WITHOUT_RATIO:
-        return (
-            f"algorithm.correction_options.weight={correction.weight} with algorithm.correction={a.correction} would "
-            f"correct twice, since the ratio of algorithm.loss={loss} is pi/mu already; use a decoupled or a bypass_pg "
-            "correction"
-        )
-    return None
-
-
-def _user_correction(c: RunConfig) -> str | None:
-    a = c.algorithm
-    if is_user_reference(a.correction) and a.correction_options != CorrectionOptions():
-        return (
-            f"algorithm.correction_options changes a preset, and algorithm.correction={a.correction} is your own; "
-            "put its numbers into your function"
-        )
-    return None
-
-
-def _group_size(c: RunConfig) -> str | None:
-    name = c.algorithm.advantage
-    if name in ADVANTAGES and name not in WITHOUT_GROUPS and c.rollout.group_size < 2:
-        return f"algorithm.advantage={name} compares the members of a group; rollout.group_size must be at least 2"
-    return None
-
-
-def _gdpo_kl(c: RunConfig) -> str | None:
-    a = c.algorithm
-    if a.advantage == "gdpo" and a.kl.place == "reward" and a.kl.coef > 0:
-        return (
-            "algorithm.advantage=gdpo learns from the parts of the reward, which algorithm.kl.place=reward does not "
-            "touch, so that the KL would count for nothing; use algorithm.kl.place=loss"
-        )
-    return None
-
-
-def _sum_squares(c: RunConfig) -> str | None:
-    name, preset = c.algorithm.advantage, PRESETS.get(c.algorithm.correction)
-    if name in NEEDS_DISTRIBUTION and preset is not None and preset.proximal == "behaviour":
-        return (
-            f"algorithm.advantage={name} needs the distribution of pi_old, and algorithm.correction="
-            f"{c.algorithm.correction} spares the pass that would give it; use a decoupled correction"
-        )
-    return None
-
-
-def _kl(c: RunConfig) -> str | None:
-    kl = c.algorithm.kl
-    if kl.estimator == "full" and kl.place == "reward":
-        return (
-            "algorithm.kl.estimator=full needs both distributions over the vocabulary, which no token's reward keeps; "
-            "use algorithm.kl.place=loss, or another estimator"
-        )
-    if kl.coef > 0 and kl.place == "reward" and c.algorithm.advantage == "gdpo":
-        return (
-            "algorithm.advantage=gdpo normalises the parts of the reward one by one, and the KL of "
-            "algorithm.kl.place=reward is none of them; use algorithm.kl.place=loss"
-        )
-    rows = c.data.train_batch_groups * c.rollout.group_size
-    if kl.controller == "adaptive" and kl.horizon <= ADAPTIVE_LIMIT * rows:
-        return (
-            f"algorithm.kl.horizon={kl.horizon} with {rows} trajectories per step could make the coefficient negative "
-            f"in one step; use more than {ADAPTIVE_LIMIT * rows:.0f}"
-        )
-    if kl.place == "reward" and kl.estimator.endswith("+"):
-        return (
-            f"algorithm.kl.estimator={kl.estimator} differs by its gradient, and a reward has none; use it in the loss"
-        )
-    return None
-
-
-def _critic(c: RunConfig) -> str | None:
-    name = c.algorithm.advantage
-    if name in NEEDS_CRITIC and c.critic is None:
-        return f"algorithm.advantage={name} needs the values of a critic; add a section critic, or critic={{}}"
-    if c.critic is None:
-        return None
-    if name not in NEEDS_CRITIC:
-        return f"algorithm.advantage={name} never asks the critic; use algorithm.advantage=gae, or critic=null"
-    if c.critic.shared and c.critic.path is not None:
-        return "critic.path names a second model, but critic.shared=true has none; use critic.shared=false"
-    return None
-
-
-def _critic_warmup(c: RunConfig) -> str | None:
-    if c.critic is None or c.critic.warmup_steps == 0:
-        return None
-    if c.critic.shared:
-        return (
-            "critic.warmup_steps would train the policy's backbone too, as critic.shared=true; use "
-            "critic.shared=false, or critic.warmup_steps=0"
-        )
-    if c.critic.warmup_steps >= c.trainer.steps:
-        return f"critic.warmup_steps={c.critic.warmup_steps} leaves the policy none of trainer.steps={c.trainer.steps}"
-    return None
-
-
-def _dynamic_sampling(c: RunConfig) -> str | None:
-    if c.algorithm.shaping.dynamic_sampling and c.rollout.group_size < 2:
-        return (
-            "algorithm.shaping.dynamic_sampling gives up groups whose rewards are all equal, and those of a group of "
-            "one always are; rollout.group_size must be at least 2"
-        )
-    return None
-
-
-def _overlong(c: RunConfig) -> str | None:
-    shaping = c.algorithm.shaping
-    if shaping.overlong_max_tokens is not None and shaping.overlong_cache_tokens > shaping.overlong_max_tokens:
-        return (
-            f"algorithm.shaping.overlong_cache_tokens={shaping.overlong_cache_tokens} is more than "
-            f"algorithm.shaping.overlong_max_tokens={shaping.overlong_max_tokens}; the penalty would begin below no "
-            "tokens at all"
         )
     return None
 
@@ -310,9 +116,7 @@ def _judge(c: RunConfig) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
-    _names,
-    _correction,
-    _user_correction,
+    *ALGORITHM_RULES,
     _engine,
     _backend,
     _tensor_parallel,
@@ -320,14 +124,6 @@ RULES: tuple[Rule, ...] = (
     _transport,
     _truncation,
     _publish_every,
-    _group_size,
-    _kl,
-    _gdpo_kl,
-    _sum_squares,
-    _critic,
-    _critic_warmup,
-    _dynamic_sampling,
-    _overlong,
     _minibatches,
     _lengths,
     _make,

@@ -23,7 +23,9 @@ from rl_async.configs.algorithm import ADVANTAGES, LOSSES
 
 # What a method needs beside its name, and why.
 NEEDS: dict[str, list[str]] = {
-    "gae": ["critic={}"],  # it bootstraps from a critic
+    "gae": ["critic={learning_rate: 1e-3}"],  # it bootstraps from a critic, which learns as fast as the policy
+    # The greedy answer beats most samples, so nearly all advantages are negative: 1e-3 unlearns what the model can do.
+    "remax": ["trainer.learning_rate=1e-4"],
     "gspo": ["algorithm.clip_low=3e-2", "algorithm.clip_high=4e-2"],  # length-normalised ratios stay near 1
 }
 
