@@ -10,7 +10,8 @@ demo: setup
 	$(BIN)/rl-async launch --mode disaggregated --config calculator $(if $(RUN_NAME),--name $(RUN_NAME))
 
 test: setup-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/unit
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/contracts tests/e2e tests/gpu
 
 check: setup-test
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check

@@ -1,8 +1,9 @@
 """Does asynchrony hide what it should? Wall time per step against the limit, in one run of each mode.
 
-Generation and training are each made to take a second a step by sleeping inside the real engine (at every decode
-iteration; the first one samples twice, from the prompt and decoding) and inside the real trainer (for what is left of
-the second); queue, weight sync, HTTP and processes are the real ones.
+Generation and training are each stretched to a second a step by sleeping inside the real engine (for what is left of
+each decode iteration; the first one samples twice, from the prompt and decoding) and inside the real trainer (for what
+is left of the second); queue, weight sync, HTTP and processes are the real ones. The model has random weights, so that
+of each batch many responses use up their tokens.
 
     disaggregated_vs_ideal   one-step-off: seconds per step / max(generation, training)     limit 1.0
     colocated_vs_sum         on-policy, taking turns: seconds per step / (generation + training)   limit 1.0
@@ -17,8 +18,24 @@ import subprocess
 import sys
 from pathlib import Path
 
-ITERATIONS = 5  # of decoding per response, each behind a sleep; no answer of the task ends before its last token
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from rl_async.configs.load import load_config
+
+RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
+ITERATIONS = 40  # of decoding per response
 SKIPPED = 2  # the first steps fill the pipeline
+
+
+def random_model(runs: Path) -> Path:
+    """The folder of the preset's model with weights that know nothing."""
+    folder = runs / "overlap-model"
+    if not folder.exists():
+        made = load_config("sort").model.path
+        subprocess.run([RL_ASYNC, "sft", "--config", "sort"], check=True, stdout=subprocess.DEVNULL)
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(made)).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(made).save_pretrained(folder)
+    return folder
 
 
 def run(mode: str, staleness: int, arguments: argparse.Namespace) -> dict[str, float]:
@@ -31,8 +48,12 @@ def run(mode: str, staleness: int, arguments: argparse.Namespace) -> dict[str, f
         f"queue.max_staleness={staleness}",
         f"trainer.steps={arguments.steps}",
         f"trainer.min_train_s={arguments.seconds}",
-        f"rollout.sleep_s={arguments.seconds / ITERATIONS}",
+        f"model.path={random_model(arguments.runs)}",
+        "sft=null",
+        f"rollout.min_iteration_s={arguments.seconds / ITERATIONS}",
         f"rollout.max_tokens={ITERATIONS + 1}",
+        "rollout.max_model_len=64",
+        "agent.max_tokens=64",
         "agent.loop=single_turn",
         "data.train_batch_groups=8",
         "rollout.group_size=8",
@@ -41,7 +62,7 @@ def run(mode: str, staleness: int, arguments: argparse.Namespace) -> dict[str, f
         "trainer.checkpoint_every=0",
         f"launcher.run_dir={arguments.runs}",
     ]
-    command = [str(Path(sys.executable).with_name("rl-async")), "launch", "--mode", mode, "--config", "sort"]
+    command = [RL_ASYNC, "launch", "--mode", mode, "--config", "sort"]
     subprocess.run([*command, "--name", name, *overrides], check=True, stdout=subprocess.DEVNULL)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     counted = metrics[SKIPPED:]

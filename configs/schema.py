@@ -79,8 +79,8 @@ class RolloutConfig(Config, frozen=True):
         Seconds, doc("Deadline of one generate request; time in which its engine sleeps does not count.")
     ] = 120.0
     start_timeout_s: Annotated[Seconds, doc("Deadline for an engine to answer its health probe.")] = 120.0
-    sleep_s: Annotated[
-        float, Meta(ge=0, description="Embedded engine: added to each decode iteration; for benchmarks of overlap.")
+    min_iteration_s: Annotated[
+        float, Meta(ge=0, description="Embedded engine: a decode iteration is stretched to this; for benchmarks.")
     ] = 0.0
     port: Annotated[Count, doc("First engine's port, the others follow; 0: free ports.")] = 0
 

@@ -10,6 +10,7 @@ reward of its last five steps is above that of its first five by ``--margin``.
 reward first/last   mean sampled reward of the first and the last five steps
 kl                  largest k3 estimate of KL(behaviour || policy) per token over the run: how far apart they grew
 ess                 smallest effective sample size of the token weights, 1 when on-policy
+with                what the method was given beside its name
 """
 
 import argparse
@@ -21,12 +22,30 @@ from pathlib import Path
 
 from rl_async.configs.algorithm import ADVANTAGES, LOSSES
 
+# The preset's learning rate of 1e-3 is for losses that limit how far one step may go.
+SLOWER = "trainer.learning_rate=3e-4"
 # What a method needs beside its name, and why.
-NEEDS: dict[str, list[str]] = {
-    "gae": ["critic={learning_rate: 1e-3}"],  # it bootstraps from a critic, which learns as fast as the policy
+NEEDS: dict[tuple[str, str], list[str]] = {
+    ("advantage", "gae"): [
+        "critic={learning_rate: 1e-3}"
+    ],  # it bootstraps from a critic, which learns as fast as the policy
     # The greedy answer beats most samples, so nearly all advantages are negative: 1e-3 unlearns what the model can do.
-    "remax": ["trainer.learning_rate=1e-4"],
-    "gspo": ["algorithm.clip_low=3e-2", "algorithm.clip_high=4e-2"],  # length-normalised ratios stay near 1
+    ("advantage", "remax"): ["trainer.learning_rate=1e-4"],
+    # Only a group with a single best sample teaches, and of 16 samples too many succeed.
+    ("advantage", "grpo_passk"): ["rollout.group_size=4", "data.train_batch_groups=96", SLOWER],
+    ("loss", "decoupled_ppo"): ["algorithm.correction=disabled"],  # it brings its own weight
+    ("loss", "reinforce"): ["trainer.minibatches=1", SLOWER],  # no ratio, so no second mini-batch
+    ("loss", "gpg"): ["trainer.minibatches=1", SLOWER],
+    ("loss", "gspo"): ["algorithm.clip_low=3e-2", "algorithm.clip_high=4e-2"],  # length-normalised ratios stay near 1
+    # The paper's limits; a mean per row, as its formula has.
+    ("loss", "gmpo"): [
+        "algorithm.clip_low=0.4",
+        "algorithm.clip_high=0.4",
+        "algorithm.aggregation=seq-mean-token-mean",
+        SLOWER,
+    ],
+    ("loss", "m2po"): [SLOWER],  # no clip of the ratio to pi_old
+    ("loss", "kl_cov"): [SLOWER],  # no clip, but for a penalty on few tokens
 }
 
 
@@ -40,7 +59,7 @@ def run(kind: str, name: str, arguments: argparse.Namespace) -> list[dict[str, f
         f"seed={arguments.seed}",
         "trainer.schedule=constant",
         "eval.every=0",
-        *NEEDS.get(name, []),
+        *NEEDS.get((kind, name), []),
         *arguments.override,
     ]
     print("$", " ".join(command), flush=True)
@@ -61,7 +80,8 @@ def row(kind: str, name: str, metrics: Sequence[dict[str, float]], steps: int, m
     first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
     kl, ess = max(m["correction/k3"] for m in metrics), min(m["correction/ess"] for m in metrics)
     verdict = "learns" if last - first > margin else "does not learn"
-    return f"{kind:<10} {name:<32} {first:>7.3f} {last:>7.3f} {kl:>9.4f} {ess:>7.3f}  {verdict}"
+    given = " ".join(NEEDS.get((kind, name), []))
+    return f"{kind:<10} {name:<32} {first:>7.3f} {last:>7.3f} {kl:>9.4f} {ess:>7.3f}  {verdict:<14} {given}"
 
 
 def main() -> None:
@@ -76,7 +96,7 @@ def main() -> None:
     arguments = parser.parse_args()
     tried = [("advantage", name) for name in arguments.advantages] + [("loss", name) for name in arguments.losses]
     lines = [row(kind, name, run(kind, name, arguments), arguments.steps, arguments.margin) for kind, name in tried]
-    print(f"\n{'':<10} {'':<32} {'first':>7} {'last':>7} {'kl max':>9} {'ess min':>7}")
+    print(f"\n{'':<10} {'':<32} {'first':>7} {'last':>7} {'kl max':>9} {'ess min':>7}  {'':<14} with")
     print("\n".join(lines))
 
 

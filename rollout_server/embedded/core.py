@@ -43,10 +43,10 @@ def _check_served(model: nn.Module) -> None:
 class EngineCore:
     """Waiting and running sequences, their cache, and ``step``. ``version`` names the weights in use."""
 
-    def __init__(self, model: nn.Module, *, max_batch: int, max_length: int, sleep_s: float = 0.0) -> None:
+    def __init__(self, model: nn.Module, *, max_batch: int, max_length: int, min_iteration_s: float = 0.0) -> None:
         _check_served(model)
         self.model: Any = model  # nn.Module has no types for what a Transformers model holds
-        self.max_batch, self.max_length, self.sleep_s = max_batch, max_length, sleep_s
+        self.max_batch, self.max_length, self.min_iteration_s = max_batch, max_length, min_iteration_s
         config: Any = model.config
         self.vocab_size: int = config.vocab_size
         self.version = "default"
@@ -126,13 +126,14 @@ class EngineCore:
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
         """One iteration. Returns the sequences that it finished."""
-        if self.sleep_s:
-            time.sleep(self.sleep_s)
+        began = time.monotonic()
         finished: list[Sequence] = []
         if admitted := self._admit():
             finished += self._prefill(admitted)
         if self.running:
             finished += self._decode()
+        if self.min_iteration_s:
+            time.sleep(max(0.0, began + self.min_iteration_s - time.monotonic()))
         return finished
 
     def _admit(self) -> list[Sequence]:

@@ -25,7 +25,7 @@ def run_folder(folder: Path, model: Path) -> Path:
     config = RunConfig(
         model=ModelConfig(path=str(model)),
         data=DataConfig(path="none"),
-        rollout=RolloutConfig(max_batch_size=4, max_model_len=4096, sleep_s=0.002),
+        rollout=RolloutConfig(max_batch_size=4, max_model_len=4096, min_iteration_s=0.002),
     )
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(dump(config))

@@ -64,7 +64,7 @@ class Request(Sequence):
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    engine = Engine(EngineCore(llama(), max_batch=4, max_length=4096, sleep_s=0.001), fail)
+    engine = Engine(EngineCore(llama(), max_batch=4, max_length=4096, min_iteration_s=0.001), fail)
     yield engine
     engine.stop()
 
