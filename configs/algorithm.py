@@ -41,7 +41,8 @@ class LossOptions(Config, frozen=True):
     """Numbers of the losses; each says who reads it."""
 
     clip_dual: Annotated[
-        Annotated[float, Meta(gt=1)] | None, doc("ppo: dual clip, the bound c of -c A for negative advantages.")
+        Annotated[float, Meta(gt=1)] | None,
+        doc("ppo, decoupled_ppo, clip_cov: dual clip, the bound c of -c A for A < 0."),
     ] = None
     decoupled_cap: Annotated[
         float, Meta(gt=0, description="decoupled_ppo: tokens with a larger pi_old/mu count 0.")
@@ -100,10 +101,11 @@ class ShapingConfig(Config, frozen=True):
         bool, doc("Trajectories that were cut off for their length count in their group and do not train themselves.")
     ] = False
     reward_scale: Annotated[
-        Literal["none", "batch_std"], doc("batch_std: divide by the standard deviation of the batch's scored rewards.")
+        Literal["none", "batch_std"], doc("batch_std: divide by the standard deviation of the batch's scored outcomes.")
     ] = "none"
     reward_clip: Annotated[
-        Annotated[float, Meta(gt=0)] | None, doc("Rewards are clipped to [-reward_clip, reward_clip], last of all.")
+        Annotated[float, Meta(gt=0)] | None,
+        doc("Outcome rewards are clipped to [-reward_clip, reward_clip], last of all."),
     ] = None
     resample: Annotated[
         Literal["none", "pow", "max_min", "max_random"],

@@ -12,8 +12,9 @@ from rl_async.configs.algorithm import (
     WITHOUT_RATIO,
     AlgorithmConfig,
 )
-from rl_async.configs.correction import PRESETS, Correction, CorrectionOptions, resolve
+from rl_async.configs.correction import PRESETS, Correction, CorrectionOptions, band, limits, resolve
 from rl_async.configs.critic import NEEDS_CRITIC
+from rl_async.configs.samples import samples_per_group
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import ConfigError
 from rl_async.userload import is_user_reference
@@ -40,13 +41,11 @@ def _correction(c: RunConfig) -> str | None:
         correction = resolve(c.algorithm.correction, c.algorithm.correction_options)
     except ConfigError as error:
         return str(error)
-    rules = (_correction_loss, _double_weight, _bypass)
+    rules = (_correction_loss, _double_weight, _bypass, _excludes_everything)
     return next((message for rule in rules if (message := rule(c.algorithm, correction))), None)
 
 
 def _correction_loss(a: AlgorithmConfig, correction: Correction) -> str | None:
-    if correction.loss is not None and correction.loss not in LOSSES:
-        return f"algorithm.correction={a.correction} trains with the loss {correction.loss}, which is not available yet"
     if correction.loss is not None and a.loss not in (AlgorithmConfig().loss, correction.loss):
         return (
             f"algorithm.correction={a.correction} brings its own loss, {correction.loss}, and algorithm.loss={a.loss} "
@@ -93,6 +92,36 @@ def _bypass(a: AlgorithmConfig, correction: Correction) -> str | None:
     return None
 
 
+def _excludes_everything(a: AlgorithmConfig, correction: Correction) -> str | None:
+    """On-policy data has r = 1 everywhere, and must train."""
+    key = "algorithm.correction_options"
+    kept = {f"{key}.band={correction.band}": band(correction.band)} if correction.band is not None else {}
+    for name, limit in correction.reject.items():
+        if name.endswith("k1"):
+            kept[f"{key}.reject {name}: {limit}"] = limits(name, limit)
+    for place, (low, high) in kept.items():
+        if not low <= 1 <= high:
+            return f"{place} leaves out r = 1, so that data of the policy itself would never train"
+    if correction.age_weights and correction.age_weights[0] == 0:
+        return f"{key}.age_weights gives 0 to tokens of age 0, so that data of the policy itself would never train"
+    return None
+
+
+def _never_acts(c: RunConfig) -> str | None:
+    age, options = c.algorithm.correction_options.max_age, c.algorithm.loss_options
+    if isinstance(age, int) and age >= c.queue.max_staleness:
+        return (
+            f"algorithm.correction_options.max_age={age} never acts: no token is trained that is more than "
+            f"queue.max_staleness={c.queue.max_staleness} steps old"
+        )
+    if c.algorithm.loss == "clip_cov" and options.clip_cov_low >= options.clip_cov_high:
+        return (
+            f"algorithm.loss_options: no covariance is above clip_cov_low={options.clip_cov_low:g} and below "
+            f"clip_cov_high={options.clip_cov_high:g}"
+        )
+    return None
+
+
 def _user_correction(c: RunConfig) -> str | None:
     a = c.algorithm
     if is_user_reference(a.correction) and a.correction_options != CorrectionOptions():
@@ -110,12 +139,34 @@ def _group_size(c: RunConfig) -> str | None:
     return None
 
 
-def _gdpo_kl(c: RunConfig) -> str | None:
-    a = c.algorithm
-    if a.advantage == "gdpo" and a.kl.place == "reward" and a.kl.coef > 0:
+def _gdpo(c: RunConfig) -> str | None:
+    a, shaping = c.algorithm, c.algorithm.shaping
+    if a.advantage != "gdpo":
+        return None
+    unknown = a.advantage_options.gdpo_weights.keys() - {term.name for term in c.reward.functions}
+    if unknown:
+        return f"algorithm.advantage_options.gdpo_weights: {sorted(unknown)[0]!r} is none of reward.functions"
+    ignored = {
+        "algorithm.kl.place=reward": a.kl.place == "reward" and a.kl.coef > 0,
+        "algorithm.shaping.overlong_max_tokens": shaping.overlong_max_tokens is not None,
+        "algorithm.shaping.reward_scale": shaping.reward_scale != "none",
+        "algorithm.shaping.reward_clip": shaping.reward_clip is not None,
+    }
+    for key, is_set in ignored.items():
+        if is_set:
+            return (
+                f"algorithm.advantage=gdpo learns from the parts of the reward, which {key} does not touch, so that it "
+                "would count for nothing; leave it out, or choose another advantage"
+            )
+    return None
+
+
+def _filtered_baselines(c: RunConfig) -> str | None:
+    name = c.algorithm.advantage
+    if name in NEEDS_DISTRIBUTION and c.algorithm.shaping.overlong_filter:
         return (
-            "algorithm.advantage=gdpo learns from the parts of the reward, which algorithm.kl.place=reward does not "
-            "touch, so that the KL would count for nothing; use algorithm.kl.place=loss"
+            f"algorithm.advantage={name} takes its baseline from the tokens that train, and "
+            "algorithm.shaping.overlong_filter would take whole trajectories out of it; use one of them"
         )
     return None
 
@@ -137,6 +188,9 @@ def _kl(c: RunConfig) -> str | None:
             "algorithm.kl.estimator=full needs both distributions over the vocabulary, which no token's reward keeps; "
             "use algorithm.kl.place=loss, or another estimator"
         )
+    if kl.coef == 0 and (kl.controller == "adaptive" or kl.reference_path is not None):
+        key = "controller=adaptive" if kl.controller == "adaptive" else "reference_path"
+        return f"algorithm.kl.{key} does nothing while algorithm.kl.coef=0; set algorithm.kl.coef"
     rows = c.data.train_batch_groups * c.rollout.group_size
     if kl.controller == "adaptive" and kl.horizon <= ADAPTIVE_LIMIT * rows:
         return (
@@ -156,7 +210,7 @@ def _critic(c: RunConfig) -> str | None:
         return f"algorithm.advantage={name} needs the values of a critic; add a section critic, or critic={{}}"
     if c.critic is None:
         return None
-    if name not in NEEDS_CRITIC:
+    if name in ADVANTAGES and name not in NEEDS_CRITIC:
         return f"algorithm.advantage={name} never asks the critic; use algorithm.advantage=gae, or critic=null"
     if c.critic.shared and c.critic.path is not None:
         return "critic.path names a second model, but critic.shared=true has none; use critic.shared=false"
@@ -177,7 +231,13 @@ def _critic_warmup(c: RunConfig) -> str | None:
 
 
 def _dynamic_sampling(c: RunConfig) -> str | None:
-    if c.algorithm.shaping.dynamic_sampling and c.rollout.group_size < 2:
+    a = c.algorithm
+    if a.shaping.dynamic_sampling and a.advantage in WITHOUT_GROUPS and a.advantage != "remax":
+        return (
+            f"algorithm.shaping.dynamic_sampling gives up groups whose rewards are all equal, from which "
+            f"algorithm.advantage={a.advantage} learns all the same; use one of them"
+        )
+    if a.shaping.dynamic_sampling and samples_per_group(c) < 2:
         return (
             "algorithm.shaping.dynamic_sampling gives up groups whose rewards are all equal, and those of a group of "
             "one always are; rollout.group_size must be at least 2"
@@ -201,7 +261,9 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     _correction,
     _user_correction,
     _group_size,
-    _gdpo_kl,
+    _gdpo,
+    _filtered_baselines,
+    _never_acts,
     _sum_squares,
     _kl,
     _critic,

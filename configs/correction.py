@@ -22,9 +22,10 @@ LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
 MEASURES = ("k1", "k2", "k3")
 REJECTIONS = tuple(f"{level}_{measure}" for level in LEVELS for measure in MEASURES)
 
-# What can mask a token, or, with band, set its weight to 0; "" is nothing. max_staleness: queue.on_straggler=mask did,
-# before any correction saw the token.
-RULES = ("", "band", "max_age", "veto", *REJECTIONS, "max_staleness")
+# What can mask a token, or, with band, set its weight to 0; "" is nothing. The last four are no rules of a preset:
+# queue.on_straggler=mask and algorithm.shaping.overlong_filter, which act before any correction sees the token, the
+# greedy episodes of algorithm.advantage=remax, and a correction of the user's that names no rule.
+RULES = ("", "band", "max_age", "veto", *REJECTIONS, "max_staleness", "overlong_filter", "greedy", "correction")
 
 
 class Correction(Config, frozen=True):

@@ -17,8 +17,8 @@ class AdvantageInputs:
     """A whole step's batch, the same on every rank. N rows, T predicted tokens.
 
     Groups may differ in size, and lack members that were lost. An episode that yielded several rows counts once in
-    every statistic (``row_weights``); its rows share its reward. Rows without a valid reward (``scored`` false) belong
-    to no statistic and get advantage 0.
+    every statistic (``row_weights``); its rows share its outcome, and each has its own turn rewards. Rows without a
+    valid reward (``scored`` false) belong to no statistic and get advantage 0.
     """
 
     rewards: Tensor  # float64 [N], of the whole row: outcome and turn rewards
@@ -27,7 +27,8 @@ class AdvantageInputs:
     groups: Tensor  # int64 [N], any ids
     scored: Tensor  # bool [N]
     row_weights: Tensor  # float64 [N], 1 / rows of the row's episode
-    turns: Tensor  # int64 [N, T], assistant turn that a sampled token belongs to, from 0; -1 elsewhere
+    lengths: Tensor  # float64 [N], sampled tokens of the row, also those that do not train
+    turns: Tensor  # int64 [N, T], assistant turn of a sampled token, from 0; -1 elsewhere. For users' estimators
     options: AdvantageOptions
     parts: dict[str, Tensor]  # float64 [N] each: the named parts of the reward
     baselines: Tensor | None = None  # float64 [N], reward of the group's greedy episode

@@ -52,7 +52,7 @@ def build(config: RunConfig) -> Algorithm:
         looks.add("values")
         wants.add("values")
     return Algorithm(
-        advantage=_advantage(algorithm),
+        advantage=_advantage(algorithm, critic=config.critic is not None),
         loss=_loss(algorithm, correction),
         correct=_correct(algorithm, correction),
         finish=normalise if correction.normalise else lambda corrected: corrected,
@@ -65,9 +65,9 @@ def build(config: RunConfig) -> Algorithm:
     )
 
 
-def _advantage(algorithm: AlgorithmConfig) -> Advantage:
+def _advantage(algorithm: AlgorithmConfig, *, critic: bool) -> Advantage:
     if is_user_reference(algorithm.advantage):
-        return load_advantage(algorithm.advantage, algorithm.advantage_options)
+        return load_advantage(algorithm.advantage, algorithm.advantage_options, critic=critic)
     return ADVANTAGES[algorithm.advantage]
 
 

@@ -48,12 +48,16 @@ def layout(
 ) -> list[MiniBatch]:
     """Split a batch into mini-batches, ranks and token-budget micro-batches.
 
-    Rows are permuted with (seed, step) and cut into ``minibatches`` equal parts. Within a part the longest rows go
+    Rows are permuted with (seed, step) and cut into ``minibatches`` equal parts; greedy episodes, which do not train,
+    are dealt out to them afterwards, so that no part has nothing else. Within a part the longest rows go
     first to the rank with the fewest tokens. A micro-batch holds rows of similar length whose padded size is at most
     ``max_tokens`` (a single longer row stands alone).
     """
-    order = np.random.default_rng([seed & 0xFFFFFFFF, step]).permutation(len(headers))
+    train = [row for row, header in enumerate(headers) if not header.baseline]
+    order = np.random.default_rng([seed & 0xFFFFFFFF, step]).permutation(train)
     parts = [part.tolist() for part in np.array_split(order, minibatches) if len(part)]
+    for number, row in enumerate(row for row, header in enumerate(headers) if header.baseline):
+        parts[number % len(parts)].append(row)
     result = []
     for part in parts:
         per_rank = [_pack(rows, headers, max_tokens) for rows in _balance(part, headers, ranks)]

@@ -23,12 +23,18 @@ def covariance(x: SelectInputs) -> Tensor:
     return centred(x.advantages) * centred(x.proximal)
 
 
+def _share(share: float, mask: Tensor) -> int:
+    """So many of the mask's tokens; at least one, if any share is wanted and there are tokens."""
+    tokens = int(mask.sum())
+    return min(max(int(share * tokens), 1), tokens) if share > 0 else 0
+
+
 def select_clip_cov(x: SelectInputs) -> Tensor:
     """A random ``clip_cov_share`` of all tokens, from those whose covariance is between the two bounds, [N, T]."""
     options = x.options.loss_options
     cov = covariance(x)
     candidates = torch.nonzero(x.mask & (cov > options.clip_cov_low) & (cov < options.clip_cov_high))
-    wanted = max(int(options.clip_cov_share * int(x.mask.sum())), 1)
+    wanted = _share(options.clip_cov_share, x.mask)
     order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(x.seed))
     picked = candidates[order[:wanted]]
     selected = torch.zeros_like(x.mask)
@@ -45,7 +51,7 @@ def clip_cov(x: LossInputs) -> Tensor:
 def select_kl_cov(x: SelectInputs) -> Tensor:
     """The ``kl_cov_share`` of all tokens with the largest covariance, at least one, [N, T]."""
     cov = torch.where(x.mask, covariance(x), -torch.inf)
-    wanted = min(max(int(x.options.loss_options.kl_cov_share * int(x.mask.sum())), 1), int(x.mask.sum()))
+    wanted = _share(x.options.loss_options.kl_cov_share, x.mask)
     selected = torch.zeros_like(x.mask).flatten()
     selected[cov.flatten().argsort(descending=True, stable=True)[:wanted]] = True
     return selected.reshape(x.mask.shape)

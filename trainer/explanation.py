@@ -3,24 +3,39 @@
 import itertools
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from rl_async.configs.correction import RULES
 from rl_async.messages import Explanation, RuleRun, Trajectory
 from rl_async.trainer.correction import Corrected
+from rl_async.trainer.whole_batch import WholeBatch
 
 DIGITS = 4  # of a weight that are recorded
 
 
-def explain(row: Trajectory, index: int, corrected: Corrected) -> Explanation:
-    """Weights and rules of the sampled tokens of row ``index`` of the batch, in order.
+def attributed(corrected: Corrected, whole: WholeBatch, filtered: Tensor) -> Corrected:
+    """Verdicts [N, T] in which every token that does not train names a rule, and has weight 0; of no meaning where
+    nothing was sampled.
 
-    A token that the correction never saw was masked by the queue's bound before.
+    ``filtered``: bool [N], rows that overlong_filter took out. Else a token that the correction never saw was masked
+    by the queue's bound.
     """
+    greedy = torch.tensor([h.baseline for h in whole.headers])
+    cause = torch.full_like(corrected.rule, RULES.index("max_staleness"))
+    cause[filtered] = RULES.index("overlong_filter")
+    cause[greedy] = RULES.index("greedy")
+    cause[whole.mask] = RULES.index("correction")
+    unnamed = ~corrected.keep & (corrected.rule == 0)
+    weights = torch.where(corrected.keep, corrected.weights, 0.0)
+    return Corrected(weights, corrected.keep, torch.where(unnamed, cause, corrected.rule))
+
+
+def explain(row: Trajectory, index: int, corrected: Corrected) -> Explanation:
+    """Weights and rules of the sampled tokens of row ``index`` of the batch, in order; of ``attributed`` verdicts."""
     sampled = np.flatnonzero(row.loss_mask[1:])  # position t of the tensors stands for token t + 1
     weights = corrected.weights[index].numpy()[sampled]
     rule = corrected.rule[index].numpy()[sampled]
-    unseen = ~corrected.keep[index].numpy()[sampled] & (rule == 0)
-    rule = np.where(unseen, RULES.index("max_staleness"), rule)
     edges = [0, *(np.flatnonzero(np.diff(rule)) + 1).tolist(), len(rule)]
     runs = [RuleRun(RULES[rule[start]], start, end) for start, end in itertools.pairwise(edges) if start < end]
     return Explanation(weights=_rounded(weights), rules=[run for run in runs if run.rule])

@@ -45,7 +45,7 @@ def opo(x: AdvantageInputs) -> Tensor:
 
     Source: OPO (arXiv:2505.23585). It assumes that a sequence's squared gradient grows with its length.
     """
-    lengths = torch.where(x.scored, x.mask.sum(1).double(), 0.0)
+    lengths = torch.where(x.scored, x.lengths, 0.0)
     groups = Groups.of(x.groups, lengths)
     baseline = groups.sum(x.rewards) / groups.size.clamp(min=1)
     alone = _groups(x).size <= 1

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from rl_async.configs.algorithm import ADAPTIVE_LIMIT, KlConfig
-
-LOG_RATIO_LIMIT = 20.0
+from rl_async.trainer.correction import LOG_RATIO_LIMIT
 
 Estimator = Callable[[Tensor, Tensor], Tensor]  # log pi_theta, log pi_ref -> KL; all [B, T]
 
@@ -72,8 +71,8 @@ ESTIMATORS: dict[str, Estimator] = {
 class KlController:
     """The coefficient of the KL: fixed, or adaptive towards ``target``.
 
-    coef *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon after each step of n trajectories. Source: Ziegler et al.
-    (arXiv:1909.08593), section 2.2.
+    coef *= max(0, 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon) after each step of n trajectories. Source: Ziegler
+    et al. (arXiv:1909.08593), section 2.2; n / horizon, in place of its constant 0.1, is their published code's.
     """
 
     def __init__(self, config: KlConfig) -> None:
@@ -84,5 +83,5 @@ class KlController:
         had = self.coef
         if self._config.controller == "adaptive":
             error = min(max(kl / self._config.target - 1, -ADAPTIVE_LIMIT), ADAPTIVE_LIMIT)
-            self.coef *= 1 + error * trajectories / self._config.horizon
+            self.coef *= max(0.0, 1 + error * trajectories / self._config.horizon)
         return {"kl/coef": had} if had > 0 else {}

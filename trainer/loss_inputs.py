@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rl_async.configs.algorithm import AlgorithmConfig
-
-LOG_RATIO_LIMIT = 20.0  # exp of more than this is no ratio but an accident
+from rl_async.trainer.correction import LOG_RATIO_LIMIT
 
 
 @dataclass(frozen=True)

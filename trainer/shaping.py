@@ -17,6 +17,7 @@ from rl_async.configs.algorithm import ShapingConfig
 from rl_async.messages import TrajectoryHeader
 
 EPSILON = 1e-8
+RESAMPLE = 1  # beside (seed, step), so that this draw has nothing to do with that of mini-batches
 CUT_OFF = "length"  # the finish reason of a trajectory that reached a limit on tokens
 BEST_AND_OTHERS = (0.4, 0.1)  # weights of max_random
 
@@ -26,8 +27,7 @@ def rewards(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> Tens
     scored = torch.tensor([h.scored for h in headers])
     values = torch.tensor([h.reward for h in headers], dtype=torch.float64)
     values = torch.where(scored, values + penalties(headers, options), 0.0)
-    if options.reward_scale == "batch_std":
-        values = scaled(values, torch.tensor([h.scored and not h.baseline for h in headers]))
+    values = values / divisor(headers, options)
     if options.reward_clip is not None:
         values = values.clamp(-options.reward_clip, options.reward_clip)
     return values
@@ -46,16 +46,20 @@ def penalties(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> Te
     return options.overlong_factor * ((begins - lengths) / options.overlong_cache_tokens).clamp(-1.0, 0.0)
 
 
-def scaled(values: Tensor, scored: Tensor) -> Tensor:
-    """Values [N] over the standard deviation (biased) of the scored ones that train; unchanged where that is 0.
+def divisor(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> float:
+    """What rewards, of outcomes and of turns, are divided by: the standard deviation (biased) of the scored outcomes
+    that train, with their penalties; 1 where that is 0 or nobody asked.
 
     The mean is not taken away, so signs stay. Source: reward scaling, arXiv:2005.12729, section 2, which divides by
     the deviation of a rolling sum of discounted rewards. Here it is that of the batch, so that a step depends on its
     batch alone and a checkpoint has nothing to keep.
     """
-    known = values[scored]
-    deviation = known.std(correction=0) if known.numel() else values.new_zeros(())
-    return values / deviation if deviation > EPSILON else values
+    penalised = torch.tensor([h.reward for h in headers], dtype=torch.float64) + penalties(headers, options)
+    known = penalised[torch.tensor([h.scored and not h.baseline for h in headers])]
+    if options.reward_scale == "none" or not known.numel():
+        return 1.0
+    deviation = known.std(correction=0).item()
+    return deviation if deviation > EPSILON else 1.0
 
 
 def trains(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> Tensor:
@@ -79,7 +83,7 @@ def repeats(headers: Sequence[TrajectoryHeader], options: ShapingConfig, seed: i
     if options.resample == "none" or not scored.any() or not values.isfinite().all():
         return counts  # an infinite reward is for the loss to notice and to name
     odds = resample_weights(values[scored].numpy(), options)
-    draw = np.random.default_rng([seed & 0xFFFFFFFF, step])
+    draw = np.random.default_rng([seed & 0xFFFFFFFF, step, RESAMPLE])
     counts[scored] = torch.from_numpy(draw.multinomial(len(odds), odds / odds.sum())).double()
     return counts
 

@@ -17,6 +17,7 @@ def batch_metrics(headers: Sequence[TrajectoryHeader], step: int, max_staleness:
     episodes of algorithm.advantage=remax count in ``reward/greedy_mean`` alone, which is over scored ones.
     """
     baselines = [h.reward for h in headers if h.baseline and h.scored]
+    without_signal = _flat_groups(headers)  # a greedy episode is compared with, so it counts here
     headers = [h for h in headers if not h.baseline]
     rewards = np.array([h.reward for h in headers if h.scored])
     runs = [(step - r.version.step, r.end - r.start) for h in headers for r in fresh_runs(h, step, max_staleness)]
@@ -25,7 +26,7 @@ def batch_metrics(headers: Sequence[TrajectoryHeader], step: int, max_staleness:
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/unscored_fraction": 1.0 - len(rewards) / len(headers),
-        "reward/groups_without_signal": _flat_groups(headers),
+        "reward/groups_without_signal": without_signal,
         "rollout/response_tokens_mean": float(np.mean([h.sampled for h in headers])),
         "rollout/tokens": float(sum(h.tokens for h in headers)),
         "staleness/mean": sum(age * count for age, count in runs) / max(tokens, 1),

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from rl_async.trainer.loss_inputs import LOG_RATIO_LIMIT, LossInputs
+from rl_async.trainer.correction import LOG_RATIO_LIMIT
+from rl_async.trainer.loss_inputs import LossInputs
 
 
 def ppo(x: LossInputs) -> Tensor:

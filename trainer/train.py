@@ -75,7 +75,7 @@ def train(run: Run) -> None:
         run.publisher.before_train()
         updated = update(run.models, batch, run.algorithm, config, run.kl.coef)
         metrics = updated.metrics
-        metrics |= run.kl.after_step(metrics["loss/kl_reference"], len(batch.headers))
+        metrics |= run.kl.after_step(metrics["loss/kl_reference"], sum(not h.baseline for h in batch.headers))
         time.sleep(max(0.0, have_batch + config.trainer.min_train_s - time.perf_counter()))
         record(run, batch, updated.corrected)
         dist.barrier()  # all ranks have trained and recorded before anyone is told so

@@ -61,7 +61,8 @@ def m2po(x: LossInputs) -> Tensor:
 
 
 def select_m2po(x: SelectInputs) -> Tensor:
-    """The fewest tokens without which the mean of (log pi_old - log mu)^2 is at most ``m2po``, largest first, [N, T].
+    """Tokens without which the mean of (log pi_old - log mu)^2 is at most ``m2po``, [N, T]: the largest, no more of
+    them than needed, but for those equal to the smallest of them.
 
     Source: M2PO (arXiv:2510.01161), the second-moment constraint; the budget 0.04 is the paper's.
     """

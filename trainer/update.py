@@ -25,6 +25,7 @@ from rl_async.trainer.batching import MiniBatch, RowKey
 from rl_async.trainer.correction import Corrected
 from rl_async.trainer.correction_metrics import correction_metrics
 from rl_async.trainer.critic import Lesson, lesson
+from rl_async.trainer.explanation import attributed
 from rl_async.trainer.objective import Looked, Objective, Tally
 from rl_async.trainer.whole_batch import Micro, WholeBatch, assemble, gather
 
@@ -64,7 +65,7 @@ class Models:
 
 @dataclass(frozen=True)
 class Updated:
-    """Metrics of the step, equal on all ranks, and what became of each token of the batch, [N, T]."""
+    """Metrics of the step, equal on all ranks, and what became of each token of the batch, [N, T], and why."""
 
     metrics: dict[str, float]
     corrected: Corrected
@@ -106,13 +107,15 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     inputs, kl = penalised(advantage_inputs(whole, looked, config), looked, algorithm, config.algorithm.kl, kl_coef)
     gains = algorithm.advantage(inputs)
     gains = (gains * shaping.repeats(batch.headers, config.algorithm.shaping, config.seed, batch.step)[:, None]).float()
-    corrected = algorithm.finish(algorithm.correct(looked.proximal, whole.behaviour, whole.mask, whole.age))
+    corrected = None
+    if algorithm.decoupled:
+        corrected = algorithm.finish(algorithm.correct(looked.proximal, whole.behaviour, whole.mask, whole.age))
     tally = Tally()
     objective = Objective(
         whole=whole,
         looked=looked,
         advantages=gains,
-        corrected=corrected if algorithm.decoupled else None,
+        corrected=corrected,
         algorithm=algorithm,
         config=config.algorithm,
         tally=tally,
@@ -121,13 +124,14 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     )
     metrics = train_minibatches(models, objective, lesson(inputs, config.critic), batch, minis, config)
     target = looked.proximal
-    if not algorithm.decoupled:
+    if corrected is None:
         target = tally.first_pass(micros, whole.shape)
         corrected = algorithm.correct(target, whole.behaviour, whole.mask, whole.age)
     metrics |= shaping.shaping_metrics(batch.headers, config.algorithm.shaping)
     metrics |= tally.metrics() | kl
     metrics |= correction_metrics(target, whole.behaviour, whole.mask, whole.age, corrected, algorithm.rules)
-    return Updated({**metrics, "tokens/trained": float(corrected.keep.sum())}, corrected)
+    filtered = ~shaping.trains(batch.headers, config.algorithm.shaping)
+    return Updated({**metrics, "tokens/trained": float(corrected.keep.sum())}, attributed(corrected, whole, filtered))
 
 
 def require_rewards(batch: Batch) -> None:
@@ -135,7 +139,7 @@ def require_rewards(batch: Batch) -> None:
 
     Raises RewardsMissing, on every rank, with what was said of this rank's rows.
     """
-    if any(header.scored for header in batch.headers):
+    if any(header.scored and not header.baseline for header in batch.headers):
         return
     said = sorted({row.error for row in batch.rows.values() if row.error})
     raise RewardsMissing(
@@ -170,7 +174,7 @@ def advantage_inputs(whole: WholeBatch, looked: Looked, config: RunConfig) -> Ad
     """The batch as an advantage estimator sees it."""
     headers = whole.headers
     outcomes = shaping.rewards(headers, config.algorithm.shaping)
-    turn_rewards = whole.turn_rewards.double()
+    turn_rewards = whole.turn_rewards.double() / shaping.divisor(headers, config.algorithm.shaping)
     rewards = outcomes + turn_rewards.sum(1)
     weights = {term.name: term.weight for term in config.reward.functions}
     options = config.algorithm.advantage_options
@@ -183,6 +187,7 @@ def advantage_inputs(whole: WholeBatch, looked: Looked, config: RunConfig) -> Ad
         scored=torch.tensor([h.scored and not h.baseline for h in headers]) & compared,
         baselines=baselines,
         row_weights=whole.row_weights,
+        lengths=torch.tensor([h.sampled for h in headers], dtype=torch.float64),
         turns=whole.turns,
         options=msgspec.structs.replace(options, gdpo_weights=weights | options.gdpo_weights),
         parts={

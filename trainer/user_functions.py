@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rl_async.configs.algorithm import AdvantageOptions, AlgorithmConfig
+from rl_async.configs.correction import RULES
 from rl_async.errors import ConfigError
 from rl_async.trainer.advantages import Advantage, AdvantageInputs
 from rl_async.trainer.correction import Corrected
@@ -77,13 +78,13 @@ class Trial:
             raise self.error(f"changes {name} of tokens with what stands at tokens whose mask is false; use the mask")
 
 
-def load_advantage(reference: str, options: AdvantageOptions) -> Advantage:
-    """The user's advantage estimator."""
+def load_advantage(reference: str, options: AdvantageOptions, *, critic: bool = False) -> Advantage:
+    """The user's advantage estimator; ``critic``: there is one, and ``x.values`` with it."""
     trial = Trial("algorithm.advantage", reference)
     function: Advantage = trial.load()
     mask, given = MASK.repeat(3, 1)[:5], list[Tensor]()
     for garbage in GARBAGE:
-        inputs = _advantage_inputs(mask, garbage, options)
+        inputs = _advantage_inputs(mask, garbage, options, critic)
         given.append(trial.tensor(trial.call(function, inputs), mask.shape))
         if given[-1][mask & ~inputs.scored[:, None]].any():
             raise trial.error("gave an advantage to a row without a reward; give 0 where x.scored is false")
@@ -120,7 +121,9 @@ def load_correction(reference: str) -> Correct:
         if not isinstance(result, Corrected):
             raise trial.error(f"gave a {type(result).__name__}, not a Corrected (rl_async.trainer.correction)")
         keep = trial.tensor(result.keep, MASK.shape, torch.bool, "keep as")
-        trial.tensor(result.rule, MASK.shape, torch.uint8, "rule as")
+        rule = trial.tensor(result.rule, MASK.shape, torch.uint8, "rule as")
+        if int(rule.max()) >= len(RULES):
+            raise trial.error(f"gave rule {int(rule.max())}; they are indexes of configs.correction.RULES, 0 for none")
         if (keep & ~MASK).any():
             raise trial.error("keeps tokens whose mask is false")
         weights.append(torch.where(keep, trial.tensor(result.weights, MASK.shape, name="weights as"), 0.0))
@@ -176,7 +179,7 @@ class _Parts(dict[str, Tensor]):
         return REWARDS.clone()
 
 
-def _advantage_inputs(mask: Tensor, garbage: float, options: AdvantageOptions) -> AdvantageInputs:
+def _advantage_inputs(mask: Tensor, garbage: float, options: AdvantageOptions, critic: bool) -> AdvantageInputs:
     """Two groups of two rows, and one whose only row could not be scored."""
     last = torch.tensor([[False, True, False], [False, False, True]]).repeat(3, 1)[:5]
     return AdvantageInputs(
@@ -186,7 +189,10 @@ def _advantage_inputs(mask: Tensor, garbage: float, options: AdvantageOptions) -
         groups=torch.tensor([3, 3, 5, 5, 7]),
         scored=torch.tensor([True, True, True, True, False]),
         row_weights=torch.ones(5, dtype=torch.float64),
+        lengths=mask.sum(1).double(),
         turns=torch.where(mask, 0, -1),
         options=options,
         parts=_Parts(),
+        values=_with_garbage(torch.full(mask.shape, 0.5, dtype=torch.float64), garbage, mask) if critic else None,
+        logprobs=_with_garbage(torch.full(mask.shape, -0.5, dtype=torch.float64), garbage, mask),
     )

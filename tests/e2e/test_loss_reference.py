@@ -84,11 +84,9 @@ def reference(folder: Path, rows: list[Trajectory], per_token: TokenLoss, by_row
 
 
 def decoupled(logprob: Tensor, behaviour: float, advantage: float) -> Tensor:
-    """Around recomputed old log-probabilities, which are the policy's own here, weighted by min(pi_old / mu, 1.05)."""
+    """Weighted by min(pi_old / mu, 1.05). pi_old is the policy itself here, so that the ratio is 1 and no clip acts."""
     old = logprob.item()
-    weight = min(math.exp(old - behaviour), 1.05)
-    ratio = (logprob - old).exp()
-    return -weight * torch.min(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+    return -min(math.exp(old - behaviour), 1.05) * (logprob - old).exp() * advantage
 
 
 def bypassed(logprob: Tensor, behaviour: float, advantage: float) -> Tensor:
@@ -124,3 +122,5 @@ def test_the_trainer_applies_the_reference_loss(model_folder: Path, tmp_path: Pa
     loss, norm = reference(model_folder, rows, per_token, by_row)
     assert metrics["loss/policy"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
     assert metrics["loss/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    if case == "bypassed":
+        assert metrics["loss/clip_fraction"] > 0.02, "the reference's bounds are not tested by this batch"

@@ -24,7 +24,8 @@ def batch(rewards: list[float], groups: list[int], mask: Tensor | None = None, *
         "groups": torch.tensor(groups),
         "scored": torch.ones(len(rewards), dtype=torch.bool),
         "row_weights": torch.ones(len(rewards), dtype=torch.float64),
-        "turns": torch.zeros_like(mask, dtype=torch.int64),
+        "lengths": mask.sum(1).double(),
+        "turns": torch.where(mask, 0, -1),
         "options": AdvantageOptions(),
         "parts": {},
     }
@@ -94,6 +95,15 @@ def test_opo_weighs_an_episode_by_the_tokens_of_all_its_rows() -> None:
     two = ADVANTAGES["opo"](batch([1.0, 1.0, 0.0], [0, 0, 0], split, row_weights=weights))
     assert one[0, 0].item() == two[0, 0].item() == two[1, 0].item() == pytest.approx(1 - 4 / 5)
     assert one[1, 0].item() == two[2, 0].item() == pytest.approx(-4 / 5)
+
+
+def test_a_row_that_does_not_train_keeps_its_place_in_opos_baseline() -> None:
+    mask = torch.tensor([[1, 1], [1, 1], [1, 0]], dtype=torch.bool)
+    x = batch([1.0, 0.0, 0.0], [0, 0, 0], mask)
+    cut_off = torch.tensor([True, False, False])[:, None]  # as overlong_filter does
+    filtered = dataclasses.replace(x, mask=mask & cut_off)
+    assert ADVANTAGES["opo"](filtered)[0].tolist() == ADVANTAGES["opo"](x)[0].tolist() == [1 - 2 / 5] * 2
+    assert not ADVANTAGES["opo"](filtered)[1:].any()
 
 
 def test_passk_without_the_deviation_is_the_gap_to_the_second_best() -> None:

@@ -1,5 +1,6 @@
 """The layout of a batch over mini-batches, ranks and micro-batches."""
 
+import msgspec
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,6 +53,15 @@ def test_the_layout_depends_on_seed_and_step_only() -> None:
     other = layout(headers, step=3, minibatches=2, ranks=2, max_tokens=99, seed=5)
     assert same[0] == same[1]
     assert same[0] != other
+
+
+def test_every_mini_batch_has_rows_that_train() -> None:
+    made = [header(i, 10) for i in range(16)]
+    made[1::2] = [msgspec.structs.replace(h, baseline=True) for h in made[1::2]]
+    for step in range(50):
+        minis = layout(made, step=step, minibatches=4, ranks=2, max_tokens=64, seed=0)
+        assert [sum(not made[row].baseline for row in mini.rows) for mini in minis] == [2] * 4
+        assert [len(mini.rows) for mini in minis] == [4] * 4
 
 
 def test_collate_shifts_by_one_and_masks_stale_tokens() -> None:

@@ -39,6 +39,7 @@ def inputs() -> AdvantageInputs:
         groups=torch.arange(ROWS),
         scored=scored,
         row_weights=torch.ones(ROWS, dtype=torch.float64),
+        lengths=mask.sum(1).double(),
         turns=torch.zeros_like(mask, dtype=torch.int64),
         options=AdvantageOptions(gamma=0.9, lam=0.8),
         parts={},

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_async.configs import algorithm
 from rl_async.configs.algorithm import AdvantageOptions
 from rl_async.trainer.advantages import AdvantageInputs
 from rl_async.trainer.estimators import ADVANTAGES
@@ -35,6 +34,7 @@ def batch(seed: int, rows: int = 6, width: int = 9) -> AdvantageInputs:
         groups=torch.arange(rows) // 2,
         scored=scored,
         row_weights=torch.ones(rows, dtype=torch.float64),
+        lengths=mask.sum(1).double(),
         turns=torch.where(mask, 0, -1),
         options=AdvantageOptions(gamma=0.9, lam=0.8),
         parts={},
@@ -139,7 +139,3 @@ def test_whitening_nothing_and_one_number() -> None:
     values = torch.tensor([[3.0, math.nan]], dtype=torch.float64)
     assert whiten(values, torch.tensor([[False, False]])).tolist() == [[0, 0]]
     assert whiten(values, torch.tensor([[True, False]])).tolist() == [[0, 0]]
-
-
-def test_names_of_the_config_and_functions_are_the_same() -> None:
-    assert set(algorithm.ADVANTAGES) == set(ADVANTAGES)

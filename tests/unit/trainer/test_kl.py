@@ -85,6 +85,12 @@ def test_the_adaptive_coefficient_follows_the_target_within_its_limits() -> None
     assert controller.coef == pytest.approx(before * (1 - 0.2 * 0.1))
 
 
+def test_the_coefficient_never_turns() -> None:
+    controller = KlController(KlConfig(coef=0.1, controller="adaptive", horizon=5))
+    controller.after_step(0.0, 1000)
+    assert controller.coef == 0.0
+
+
 def test_a_fixed_coefficient_stays_and_none_is_not_reported() -> None:
     fixed = KlController(KlConfig(coef=0.1, target=0.02))
     fixed.after_step(5.0, 100)

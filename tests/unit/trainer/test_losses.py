@@ -301,7 +301,25 @@ def test_without_dual_clip_ppo_is_unbounded_for_bad_tokens() -> None:
     torch.testing.assert_close(limited[beyond], (-x.weights * 1.5 * x.advantages)[beyond])
 
 
+@pytest.mark.parametrize("shift", [-500.0, 500.0])
 @pytest.mark.parametrize("name", NAMES)
-def test_wild_log_probabilities_stay_finite(name: str) -> None:
-    x = prepared(name, replace(make(9), logprobs=make(9).logprobs - 500))
-    assert LOSSES[name].per_token(x).isfinite().all()
+def test_wild_log_probabilities_stay_finite(name: str, shift: float) -> None:
+    logprobs = (make(9).logprobs + shift).requires_grad_()
+    loss = LOSSES[name].per_token(prepared(name, replace(make(9), logprobs=logprobs)))
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    assert loss.isfinite().all() and gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_certain_tokens_are_within_the_trust_region_of_each_other(name: str) -> None:
+    certain = replace(make(9), logprobs=torch.zeros_like(make(9).logprobs), proximal=torch.zeros_like(make(9).logprobs))
+    assert torch.equal(LOSSES[name].per_token(certain), -certain.weights * certain.advantages)
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+def test_a_share_of_nothing_picks_nothing(loss: str) -> None:
+    options = AlgorithmConfig(loss_options=LossOptions(clip_cov_share=0.0, kl_cov_share=0.0, clip_cov_low=-9.0))
+    x = make(9)
+    select = LOSSES[loss].select
+    assert select is not None
+    assert not select(SelectInputs(x.proximal, x.behaviour, x.advantages, x.mask, options, seed=0)).any()

@@ -105,6 +105,7 @@ def inputs() -> AdvantageInputs:
         groups=torch.tensor([0, 0]),
         scored=torch.tensor([True, True]),
         row_weights=torch.ones(2, dtype=torch.float64),
+        lengths=mask.sum(1).double(),
         turns=torch.zeros(2, 3, dtype=torch.int64),
         options=AdvantageOptions(),
         parts={},

@@ -53,7 +53,7 @@ def test_tokens_are_explained_beside_rows_that_replay_as_before(tmp_path: Path) 
         first, second = (json.loads(line)["correction"] for line in list(file)[:2])
     sampled = int(rows[0].loss_mask.sum())  # positions 3 and on
     assert first["weights"] == [0.3333, *[0.0] * 4, *[0.3333] * (sampled - 5)]
-    assert first["rules"] == [["band", 1, 3], ["token_k3", 3, 4], ["max_staleness", 4, 5]]
+    assert first["rules"] == [["band", 1, 3], ["token_k3", 3, 4]]
     assert second == {"weights": [0.3333] * int(rows[1].loss_mask.sum()), "rules": []}
     for before, after in zip(rows, read_trajectories(tmp_path / "x.jsonl.gz"), strict=True):
         assert before.header() == after.header() and np.array_equal(before.token_ids, after.token_ids)

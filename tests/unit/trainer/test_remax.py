@@ -90,7 +90,10 @@ def test_metrics_are_those_of_the_sampled_rows_and_name_the_greedy_mean() -> Non
     sampled = [row for row in made if not row.baseline]
     got = batch_metrics([row.header() for row in made], 0, None)
     assert got.pop("reward/greedy_mean") == 0.5
-    assert got == batch_metrics([row.header() for row in sampled], 0, None)
+    alone = batch_metrics([row.header() for row in sampled], 0, None)
+    assert got.pop("reward/groups_without_signal") == 0.0, "each group differs from its greedy episode"
+    assert alone.pop("reward/groups_without_signal") == 0.5
+    assert got == alone
     assert got["reward/mean"] == 0.75
     made[GREEDY].scored = False
     assert batch_metrics([row.header() for row in made], 0, None)["reward/greedy_mean"] == 0.25

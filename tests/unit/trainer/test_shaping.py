@@ -147,6 +147,17 @@ def test_an_infinite_reward_is_left_for_the_loss_to_name() -> None:
     assert shaping.repeats(headers, options, 0, 0).tolist() == [1.0, 1.0]
 
 
+def test_metrics_are_those_of_the_rows_that_were_scored() -> None:
+    made = [header(1.0, sampled=12), header(0.5, sampled=4, finish="length"), header(9.0, scored=False)]
+    options = ShapingConfig(overlong_max_tokens=10, overlong_cache_tokens=4, overlong_filter=True)
+    assert shaping.shaping_metrics(made, options) == {
+        "shaping/reward_mean": pytest.approx((0.0 + 0.5) / 2),
+        "shaping/overlong_penalty_mean": pytest.approx(-1 / 3),
+        "shaping/filtered_fraction": pytest.approx(1 / 3),
+    }
+    assert shaping.shaping_metrics(made, ShapingConfig(dynamic_sampling=True, max_refills=3)) == {}
+
+
 def test_no_scored_row_is_no_error() -> None:
     options = ShapingConfig(resample="max_min", reward_scale="batch_std", reward_clip=1.0)
     headers = [header(scored=False)]

@@ -1,7 +1,10 @@
 """How a step is put together: who is asked what and when, and which rows teach how much."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,11 +13,12 @@ from torch import Tensor
 from rl_async.configs.algorithm import AlgorithmConfig, ShapingConfig
 from rl_async.configs.schema import DataConfig, ModelConfig, RunConfig, TrainerConfig
 from rl_async.errors import RewardsMissing
-from rl_async.messages import Trajectory
+from rl_async.messages import Trajectory, Turn
 from rl_async.trainer import shaping
 from rl_async.trainer.algorithm import build
 from rl_async.trainer.backend import LossFn, Outputs
 from rl_async.trainer.batching import Tensors
+from rl_async.trainer.explanation import explain
 from rl_async.trainer.update import Batch, Models, Updated, plan_batch, row_keys, update
 from tests.conftest import VOCAB, make_rows
 
@@ -126,12 +130,60 @@ def test_a_filtered_row_never_trains(correction: str) -> None:
     assert (policy.table == -4.0).all() and updated.metrics["tokens/trained"] == 0
 
 
-def test_a_batch_without_any_reward_ends_the_run_with_the_scorers_words() -> None:
+def told(rows: list[Trajectory], algorithm: AlgorithmConfig, index: int) -> list[tuple[str, int, int]]:
+    """What is recorded about row ``index``."""
+    _, updated = train(rows, algorithm)
+    explained = explain(rows[index], index, updated.corrected)
+    assert not any(explained.weights[run.start : run.end] != [0.0] * (run.end - run.start) for run in explained.rules)
+    return [(run.rule, run.start, run.end) for run in explained.rules]
+
+
+def test_what_took_a_whole_row_out_is_named() -> None:
+    rows = make_rows(0)
+    tokens = int(rows[5].loss_mask.sum())
+    assert told(rows, AlgorithmConfig(), 5) == []
+    rows[5].finish_reason = "length"
+    algorithm = AlgorithmConfig(shaping=ShapingConfig(overlong_filter=True))
+    assert told(rows, algorithm, 5) == [("overlong_filter", 0, tokens)]
+    rows[5].baseline = True
+    assert told(rows, algorithm, 5) == [("greedy", 0, tokens)]
+
+
+def test_tokens_that_a_users_correction_masks_say_so(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        """import torch
+from rl_async.trainer.correction import Corrected
+def judge(target, behaviour, mask, age):
+    keep = mask & (torch.arange(mask.shape[1]) % 2 == 0)
+    return Corrected(torch.full_like(target, 1.5), keep, torch.zeros_like(mask, dtype=torch.uint8))
+"""
+    )
+    runs = told(make_rows(0), AlgorithmConfig(correction=f"{tmp_path / 'mine.py'}:judge"), 0)
+    assert runs and {rule for rule, _, _ in runs} == {"correction"} and all(end - start == 1 for _, start, end in runs)
+
+
+@pytest.mark.parametrize("scored", [[], [True]])
+def test_a_batch_without_any_reward_ends_the_run_with_the_scorers_words(scored: list[bool]) -> None:
     rows = make_rows(0)
     for row in rows:
         row.scored, row.error = False, "reward my.py:score: raised KeyError: 'answer'"
+    for row in rows[: len(scored)]:
+        row.scored = row.baseline = True  # a greedy episode trains nobody by itself
     with pytest.raises(RewardsMissing, match=r"step 0: none of the batch's 16 .* raised KeyError: 'answer'"):
         train(rows, AlgorithmConfig())
+
+
+def test_outcomes_and_turn_rewards_are_divided_alike() -> None:
+    rows = make_rows(0)
+    for row in rows:
+        row.turns = [Turn(role="assistant", text="", start=4, end=len(row.token_ids), reward=row.sample / 2)]
+    shaped = AlgorithmConfig(loss="reinforce", advantage="dr_grpo", correction="disabled", aggregation="token-sum")
+    plain, _ = train(rows, shaped)
+    scale = msgspec.structs.replace(shaped, shaping=ShapingConfig(reward_scale="batch_std"))
+    divided, _ = train(rows, scale)
+    deviation = float(np.std([row.reward for row in rows]))
+    assert deviation != pytest.approx(1.0)
+    assert torch.allclose((divided.table + 4.0) * deviation, plain.table + 4.0, atol=1e-5)
 
 
 def test_one_reward_is_enough_to_go_on() -> None:

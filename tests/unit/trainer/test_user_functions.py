@@ -68,6 +68,27 @@ def test_losses_that_use_the_mask_are_accepted(write, name: str) -> None:
     assert (loss.select is not None) == (name == "picky_loss")
 
 
+def test_an_advantage_sees_the_policy_and_the_critic_if_there_is_one(write) -> None:
+    path = write(
+        """import torch
+def advantage(x):
+    return torch.where(x.mask & x.scored[:, None], x.rewards[:, None] - x.values + 0 * x.logprobs, 0.0)
+"""
+    )
+    load_advantage(f"{path}:advantage", AdvantageOptions(), critic=True)
+    with pytest.raises(ConfigError, match=r"algorithm.advantage: .* raised TypeError"):
+        load_advantage(f"{path}:advantage", AdvantageOptions())
+
+
+def test_a_correction_that_names_an_unknown_rule_is_refused(write) -> None:
+    path = write(
+        HEAD + "def judge(target, behaviour, mask, age):\n"
+        "    return Corrected(torch.ones_like(target), mask, mask.to(torch.uint8) * 200)\n"
+    )
+    with pytest.raises(ConfigError, match="gave rule 200"):
+        load_correction(f"{path}:judge")
+
+
 def test_built_in_functions_keep_the_contract() -> None:
     load_advantage("rl_async.trainer.group_advantages:grpo", AdvantageOptions())
     for name in ("ppo", "reinforce"):
