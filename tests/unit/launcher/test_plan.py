@@ -4,7 +4,8 @@ import pytest
 
 from rl_async.configs.load import load_config, preset_names
 from rl_async.launcher.memory import ModelSize
-from rl_async.launcher.plan import Devices, assign_devices, fill, plan
+from rl_async.launcher.plan import Devices, assign_devices, plan
+from rl_async.launcher.spec import fill
 
 PORTS = {"queue": 1001, "engine-0": 1002, "engine-1": 1003, "rendezvous": 1004}
 RUN = Path("runs/x")
