@@ -4,13 +4,19 @@ import re
 from collections.abc import Iterator
 
 from rl_async.configs.check_algorithm import ALGORITHM_RULES, Rule
+from rl_async.configs.engines import engine_kinds
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import ConfigError
 
 
 def _engine(c: RunConfig) -> str | None:
-    if c.rollout.engine != "embedded":
-        return f"rollout.engine={c.rollout.engine} is not available yet; use embedded"
+    kinds = engine_kinds(c)
+    if "sglang" in kinds:
+        return "rollout.engine=sglang is not available yet; use embedded or vllm"
+    if len(kinds) != c.rollout.engines:
+        return (
+            f"rollout.engine lists {len(kinds)} kinds and rollout.engines={c.rollout.engines}; give one kind per engine"
+        )
     return None
 
 

@@ -65,9 +65,19 @@ class AgentConfig(Config, frozen=True):
     ] = 0.02
 
 
+EngineKind = Literal["embedded", "vllm", "sglang"]
+
+
 class RolloutConfig(Config, frozen=True):
-    engine: Annotated[Literal["embedded", "vllm", "sglang"], doc("Kind of rollout engine.")] = "embedded"
+    engine: Annotated[
+        EngineKind | tuple[EngineKind, ...], doc("Kind of rollout engine; a list has one kind per engine.")
+    ] = "embedded"
     engines: Annotated[Positive, doc("Engine processes.")] = 1
+    python: Annotated[
+        str, doc("Python that has vLLM or SGLang, and rl-async beside it (scripts/install_vllm_cpu); empty: this one.")
+    ] = ""
+    engine_args: Annotated[tuple[str, ...], doc("More flags for vLLM or SGLang, as on its command line.")] = ()
+    cpu_cache_gb: Annotated[Positive, doc("vLLM on a CPU: memory for its KV cache, in GiB.")] = 1
     group_size: Annotated[Positive, doc("Trajectories sampled per task.")] = 16
     temperature: Annotated[float, Meta(gt=0, description="Sampling temperature for training.")] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1, description="Nucleus; below 1 is refused for training.")] = 1.0
@@ -78,7 +88,7 @@ class RolloutConfig(Config, frozen=True):
     request_timeout_s: Annotated[
         Seconds, doc("Deadline of one generate request; time in which its engine sleeps does not count.")
     ] = 120.0
-    start_timeout_s: Annotated[Seconds, doc("Deadline for an engine to answer its health probe.")] = 120.0
+    start_timeout_s: Annotated[Seconds, doc("Deadline for an engine to answer its health probe.")] = 300.0
     min_iteration_s: Annotated[
         float, Meta(ge=0, description="Embedded engine: a decode iteration is stretched to this; for benchmarks.")
     ] = 0.0

@@ -15,9 +15,10 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from rl_async.errors import EXIT_FAILED, EXIT_USER, QueueLost, RlAsyncError, UserError
-from rl_async.launcher.plan import Plan, ProcessSpec
+from rl_async.launcher.plan import Plan
 from rl_async.launcher.ports import HOST
 from rl_async.launcher.process import Child, Lifeline, describe_exit
+from rl_async.launcher.spec import ProcessSpec
 from rl_async.launcher.tail import LineTail
 from rl_async.launcher.view_model import ProcessState
 from rl_async.messages import Status, StatusReport
@@ -216,7 +217,7 @@ class Supervisor:
             self._set_state(spec.name, "starting", restarts)
             registered = await self._is_healthy(child, url)
             if registered:
-                await self.queue.register_engine(engine_id, url, self._plan.engine_kind)
+                await self.queue.register_engine(engine_id, url, spec.engine_kind)
                 cut_off = self._cut_off[engine_id] = asyncio.Event()
                 if on_engine is not None:
                     await on_engine(engine_id, url)

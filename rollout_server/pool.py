@@ -138,10 +138,7 @@ class EnginePool:
             member = await self._route(request.min_version, session, deadline)
             member.requests += 1
             try:
-                result = await self._answer(member, request, session, deadline)
-                if all(run.version >= request.min_version for run in result.versions):
-                    return result
-                log.warning("%s sampled with weights older than asked for; replaying", member.record.engine_id)
+                return await self._answer(member, request, session, deadline)
             except (EngineLost, TimeoutError) as error:
                 log.warning("request %s lost with %s: %s", request.request_id, member.record.engine_id, error)
                 if deadline.passed:

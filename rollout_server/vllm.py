@@ -6,6 +6,7 @@ Routes under /inference need vLLM's ``--enable-scale-out``, the control routes i
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import aiohttp
@@ -17,20 +18,23 @@ from rl_async.rollout_server.api import GenerateRequest, GenerateResult, PauseMo
 from rl_async.weight_sync.protocol import FinishBody, InitBody, InitInfo, UpdateBody, UpdateInfo
 
 MIN_VERSION_HEADER = "X-Min-Weight-Version"
+KEEP_ALIVE_S = 4.0  # servers hang up on idle connections after 5 s; a request that meets that would be lost
 REQUEST_PREFIX = "generate-tokens-"  # vLLM puts it before the ids of this route, and aborts only by the full id
 
 
-class _SamplingBody(msgspec.Struct, omit_defaults=True):
-    """Every sampling key that is ever sent: vLLM ignores unknown ones without a word."""
+class _SamplingBody(msgspec.Struct):
+    """Every sampling key that is ever sent, each one explicitly: vLLM ignores unknown keys without a word, and fills in
+    missing ones from the model's generation config."""
 
     max_tokens: int
     temperature: float
     logprobs: int
     stop_token_ids: list[int]
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int | None
+    ignore_eos: bool = True  # whoever asks says where to stop, by stop_token_ids
 
 
 class _GenerateBody(msgspec.Struct):
@@ -105,15 +109,18 @@ class VllmEngine:
                 seed=request.seed,
             ),
         )
-        headers = {MIN_VERSION_HEADER: str(request.min_version)}
+        headers = {MIN_VERSION_HEADER: str(request.min_version), "Connection": "keep-alive"}
         raw = await self._call("POST", "/inference/v1/generate", body, headers=headers)
         choice = self._decode(raw, _Answer).choices[0]
         if choice.logprobs is None or len(choice.logprobs.content) != len(choice.token_ids):
             raise EngineRejected(f"{self.url} answered without one log-probability per sampled token")
+        versions = [VersionRun(self._version(s.version), s.start, s.end) for s in choice.weight_versions or []]
+        if versions and versions[0].version < request.min_version:  # vLLM has no such gate, so it may have sampled
+            raise EngineLost(f"{self.url} sampled with {versions[0].version}, older than {request.min_version}")
         return GenerateResult(
             token_ids=choice.token_ids,
             logprobs=[item.logprob for item in choice.logprobs.content],
-            versions=[VersionRun(self._version(s.version), s.start, s.end) for s in choice.weight_versions or []],
+            versions=versions,
             finish_reason=choice.finish_reason,
         )
 
@@ -135,8 +142,15 @@ class VllmEngine:
         await self._call("POST", "/init_weight_transfer_engine", InitBody(init))
 
     async def start_update(self) -> None:
-        """Begin a weight update."""
-        await self._call("POST", "/start_weight_update")
+        """Begin a weight update. vLLM refuses while one is unfinished, and forgets that one only when it fails."""
+        try:
+            await self._call("POST", "/start_weight_update")
+        except EngineLost as error:
+            if "already active" not in str(error):
+                raise
+            with suppress(EngineLost):
+                await self._call("POST", "/update_weights", {"update_info": {}})
+            await self._call("POST", "/start_weight_update")
 
     async def update(self, info: UpdateInfo) -> None:
         """Receive one bucket."""
@@ -159,8 +173,8 @@ class VllmEngine:
         return self._decode(raw, _Checksums).checksums
 
     async def sleep(self, level: int) -> None:
-        """Free device memory: 1 the KV cache, 2 the weights too."""
-        await self._call("POST", "/sleep", params={"level": str(level)})
+        """Free device memory: 1 the KV cache, 2 the weights too. Requests are kept; vLLM would abort them by itself."""
+        await self._call("POST", "/sleep", params={"level": str(level), "mode": "keep"})
 
     async def wake(self, tags: Sequence[str]) -> None:
         """Take memory back for ``weights`` and/or ``kv_cache``."""
@@ -190,10 +204,11 @@ class VllmEngine:
     ) -> bytes:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+                timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             )
         data = None if body is None else msgspec.json.encode(body)
-        sent = {"Content-Type": "application/json", **(headers or {})}
+        # vLLM hangs up after it answered 500, which a next request on the same connection would learn too late.
+        sent = {"Content-Type": "application/json", "Connection": "close", **(headers or {})}
         try:
             async with self._session.request(
                 method, self.url + path, data=data, params=params, headers=sent

@@ -99,7 +99,7 @@ class Server:
             tokens=list(body.token_ids),
             sampling=body.sampling(),
             max_tokens=params.max_tokens,
-            stop_token_ids=frozenset() if params.ignore_eos else frozenset(params.stop_token_ids),
+            stop_token_ids=frozenset(params.stop_token_ids),
             seed=params.seed,
             deliver=post,
             progress=post if body.stream else None,

@@ -1,13 +1,9 @@
-"""What every engine must do, over HTTP. Parametrised by a running engine; today the embedded one."""
+"""What every engine must do, over HTTP: the embedded engine and real vLLM, which speak one dialect."""
 
 import asyncio
-import os
 import secrets
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +13,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rl_async.configs.load import dump
-from rl_async.configs.schema import DataConfig, ModelConfig, RolloutConfig, RunConfig
 from rl_async.errors import EngineLost, EngineRejected
 from rl_async.messages import Sampling, Version, VersionRun
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
@@ -26,45 +20,25 @@ from rl_async.rollout_server.vllm import VllmEngine
 from rl_async.weight_sync.buckets import Bucket, make_buckets
 from rl_async.weight_sync.ipc import SharedMemorySender
 from rl_async.weight_sync.protocol import InitInfo
+from tests.contracts.engine_peers import MAX_LENGTH, Peer, running
 
 V0, V1 = Version(0, 0), Version(0, 1)
+LONG = 2000  # tokens: it takes long enough to sample them that something can happen meanwhile
 
 
-@pytest.fixture(scope="module")
-def url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A running embedded engine."""
-    run = tmp_path_factory.mktemp("run")
-    config = RunConfig(
-        model=ModelConfig(path=str(model_folder)),
-        data=DataConfig(path="none"),
-        rollout=RolloutConfig(max_batch_size=8, max_model_len=256),
-    )
-    (run / "config.yaml").write_text(dump(config))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "rl_async.rollout_server", "--run", str(run), "--port", str(port)]
-    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    try:
-        asyncio.run(_until_healthy(f"http://127.0.0.1:{port}", process))
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(10)
-
-
-async def _until_healthy(url: str, process: "subprocess.Popen[bytes]") -> None:
-    client, deadline = VllmEngine(url), time.monotonic() + 60
-    while not await client.health():
-        assert process.poll() is None and time.monotonic() < deadline, "the engine did not start"
-        await asyncio.sleep(0.1)
-    await client.close()
+@pytest.fixture(scope="module", params=["embedded", "vllm"])
+def peer(
+    request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Peer]:
+    """A running engine of each kind."""
+    with running(request.param, model_folder, tmp_path_factory.mktemp("run")) as started:
+        yield started
 
 
 @pytest.fixture
-async def engine(url: str, model_folder: Path) -> AsyncIterator[VllmEngine]:
+async def engine(peer: Peer, model_folder: Path) -> AsyncIterator[VllmEngine]:
     """A client; the engine serves the folder's weights as version 0.0."""
-    client = VllmEngine(url)
+    client = VllmEngine(peer.url)
     await send(client, tensors(model_folder), V0)
     yield client
     await client.close()
@@ -79,8 +53,8 @@ def tensors(folder: Path, scale: float = 1.0) -> list[tuple[str, torch.Tensor]]:
 async def send(client: VllmEngine, weights: list[tuple[str, torch.Tensor]], version: Version) -> None:
     """A full update over shared memory, with requests in flight kept."""
     buckets: list[Bucket] = list(make_buckets(weights, 1 << 20))
-    await client.init_transfer(InitInfo(backend="ipc"))
     await client.pause("keep")
+    await client.init_transfer(InitInfo(backend="ipc"))
     await client.start_update()
     sender = SharedMemorySender(1, "", 10.0)
     for bucket in buckets:
@@ -88,6 +62,22 @@ async def send(client: VllmEngine, weights: list[tuple[str, torch.Tensor]], vers
     sender.close()
     await client.finish_update(version)
     await client.resume()
+
+
+@asynccontextmanager
+async def sampling(engine: VllmEngine, *requests: GenerateRequest) -> AsyncIterator[list[asyncio.Task[GenerateResult]]]:
+    """The requests' tasks, while the engine samples for them."""
+    tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+    await engine.generate(ask(max_tokens=1))  # first come, first served: when it is answered, the others have begun
+    assert not any(task.done() for task in tasks)
+    yield tasks
+
+
+async def metric(engine: VllmEngine, name: str) -> float:
+    """From the engine's Prometheus text."""
+    async with aiohttp.ClientSession() as session, session.get(f"{engine.url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
 
 
 def ask(tokens: int = 8, max_tokens: int = 16, **more: Any) -> GenerateRequest:
@@ -135,22 +125,22 @@ async def test_greedy_and_stop_tokens(engine: VllmEngine, model_folder: Path) ->
 
 
 async def test_requests_in_flight_go_on_with_the_new_weights(engine: VllmEngine, model_folder: Path) -> None:
-    requests = [ask(max_tokens=200) for _ in range(4)]
-    tasks = [asyncio.create_task(engine.generate(r)) for r in requests]
-    await asyncio.sleep(0.05)
-    await send(engine, tensors(model_folder, 1.5), V1)
+    weights = tensors(model_folder, 1.5)
+    requests = [ask(max_tokens=LONG) for _ in range(4)]
+    async with sampling(engine, *requests) as tasks:
+        await send(engine, weights, V1)
     for request, task in zip(requests, tasks, strict=True):
         got = await task
         assert [run.version for run in got.versions] == [V0, V1], "the update came too late or too early"
         boundary = got.versions[1].start
-        assert len(got.token_ids) == 200
+        assert len(got.token_ids) == LONG
         assert difference(model_folder, request, got)[:boundary].max() < 1e-5
         assert difference(model_folder, request, got, 1.5)[boundary:].max() < 1e-5
         assert difference(model_folder, request, got)[boundary:].max() > 1e-3, "the weights did not change"
 
 
 async def test_the_version_gate(engine: VllmEngine) -> None:
-    with pytest.raises(EngineLost, match="409"):
+    with pytest.raises(EngineLost, match="older than"):
         await engine.generate(ask(min_version=V1))
     assert await engine.version() == V0
 
@@ -160,28 +150,54 @@ async def test_checksums_follow_the_weights(engine: VllmEngine, model_folder: Pa
     await send(engine, tensors(model_folder, 1.5), V1)
     after = await engine.checksums()
     assert before.keys() == after.keys()
-    changed = {name for name in before if before[name] != after[name]}
-    assert changed == {name for name, t in tensors(model_folder) if t.dim() == 2}
+    assert {name for name in before if before[name] != after[name]} == {name for name in before if "norm" not in name}
+    await send(engine, tensors(model_folder), V0)
+    assert await engine.checksums() == before
+
+
+async def test_a_failed_update_can_be_started_again(engine: VllmEngine, model_folder: Path) -> None:
+    bucket, *_ = make_buckets(tensors(model_folder, 3.0), 1 << 20)
+    sender = SharedMemorySender(1, "", 10.0)
+    await engine.init_transfer(InitInfo(backend="ipc"))
+    await engine.pause("keep")
+    await engine.start_update()
+    with pytest.raises(EngineLost, match="checksum"):
+        await engine.update(msgspec.structs.replace(sender.stage(bucket), checksum="wrong"))
+    sender.close()
+    await send(engine, tensors(model_folder, 1.5), V1)
+    request = ask(min_version=V1)
+    assert difference(model_folder, request, await engine.generate(request), 1.5).max() < 1e-5
+
+
+async def test_an_unfinished_update_is_forgotten(engine: VllmEngine, model_folder: Path) -> None:
+    *_, bucket = make_buckets(tensors(model_folder, 3.0), 1 << 14)
+    sender = SharedMemorySender(1, "", 10.0)
+    await engine.init_transfer(InitInfo(backend="ipc"))
+    await engine.pause("keep")
+    await engine.start_update()
+    await engine.update(sender.stage(bucket))  # and then the trainer dies
+    sender.close()
+    await send(engine, tensors(model_folder, 1.5), V1)
+    request = ask(min_version=V1)
+    assert difference(model_folder, request, await engine.generate(request), 1.5).max() < 1e-5
 
 
 async def test_pause_keep_holds_requests_and_new_ones_wait(engine: VllmEngine) -> None:
-    running = asyncio.create_task(engine.generate(ask(max_tokens=100)))
-    await asyncio.sleep(0.02)
-    await engine.pause("keep")
+    async with sampling(engine, ask(max_tokens=LONG)) as (running,):
+        await engine.pause("keep")
     waiting = asyncio.create_task(engine.generate(ask(max_tokens=2)))
     await asyncio.sleep(0.2)
     assert not running.done() and not waiting.done()
     assert await engine.health()
     await engine.resume()
-    assert len((await running).token_ids) == 100
+    assert len((await running).token_ids) == LONG
     assert len((await waiting).token_ids) == 2
 
 
 async def test_pause_wait_lets_running_requests_finish(engine: VllmEngine) -> None:
-    running = asyncio.create_task(engine.generate(ask(max_tokens=100)))
-    await asyncio.sleep(0.02)
-    await engine.pause("wait")
-    assert (await asyncio.wait_for(running, 1)).finish_reason == "length"
+    async with sampling(engine, ask(max_tokens=LONG)) as (running,):
+        await engine.pause("wait")
+    assert (await asyncio.wait_for(running, 5)).finish_reason == "length"
     waiting = asyncio.create_task(engine.generate(ask(max_tokens=2)))
     await asyncio.sleep(0.1)
     assert not waiting.done()
@@ -190,31 +206,27 @@ async def test_pause_wait_lets_running_requests_finish(engine: VllmEngine) -> No
 
 
 async def test_abort_returns_what_was_sampled(engine: VllmEngine) -> None:
-    request = ask(max_tokens=200)
-    other = asyncio.create_task(engine.generate(ask(max_tokens=30)))
-    task = asyncio.create_task(engine.generate(request))
-    await asyncio.sleep(0.03)
-    await engine.abort(request.request_id)
+    request = ask(max_tokens=LONG)
+    async with sampling(engine, request, ask(max_tokens=LONG - 10)) as (task, other):
+        await engine.abort(request.request_id)
     got = await task
     assert got.finish_reason == "abort"
-    assert len(got.token_ids) == len(got.logprobs) < 200
+    assert len(got.token_ids) == len(got.logprobs) < LONG
     assert (await other).finish_reason == "length"
 
 
 async def test_pause_abort_ends_everything(engine: VllmEngine) -> None:
-    tasks = [asyncio.create_task(engine.generate(ask(max_tokens=200))) for _ in range(3)]
-    await asyncio.sleep(0.03)
-    await engine.pause("abort")
+    async with sampling(engine, *(ask(max_tokens=LONG) for _ in range(3))) as tasks:
+        await engine.pause("abort")
     assert {(await task).finish_reason for task in tasks} == {"abort"}
     await engine.resume()
 
 
 @pytest.mark.parametrize("level", [1, 2])
 async def test_sleep_keeps_requests(engine: VllmEngine, model_folder: Path, level: int) -> None:
-    request = ask(max_tokens=150)
-    task = asyncio.create_task(engine.generate(request))
-    await asyncio.sleep(0.03)
-    await engine.pause("keep")
+    request = ask(max_tokens=LONG)
+    async with sampling(engine, request) as (task,):
+        await engine.pause("keep")
     await engine.sleep(level)
     await engine.wake(["weights"])
     if level == 2:
@@ -222,28 +234,27 @@ async def test_sleep_keeps_requests(engine: VllmEngine, model_folder: Path, leve
     await engine.wake(["kv_cache"])
     await engine.resume()
     got = await task
-    assert len(got.token_ids) == 150
+    assert len(got.token_ids) == LONG
     assert difference(model_folder, request, got).max() < 1e-5
 
 
 async def test_bad_requests_are_refused_and_harm_nobody(engine: VllmEngine) -> None:
-    with pytest.raises(EngineRejected, match="at most 255"):
-        await engine.generate(ask(tokens=300))
-    with pytest.raises(EngineRejected, match="token_ids must lie"):
+    with pytest.raises(EngineRejected, match=f"{MAX_LENGTH}|{MAX_LENGTH - 1}"):
+        await engine.generate(ask(tokens=MAX_LENGTH + 44))
+    with pytest.raises(EngineRejected, match=r"99999|token_ids must lie"):
         await engine.generate(msgspec.structs.replace(ask(), token_ids=[99999]))
     async with aiohttp.ClientSession() as session:
-        for body in (
-            {"token_ids": [1], "sampling_params": {"bogus": 1}},
-            {"token_ids": [1], "sampling_params": {"temperature": -1}},
-            {"token_ids": "x"},
-            {},
-        ):
+        for body in ({"token_ids": [1], "sampling_params": {"temperature": -1}}, {"token_ids": "x"}, {}):
             async with session.post(f"{engine.url}/inference/v1/generate", json=body) as response:
                 assert response.status == 400
                 assert (await response.json())["error"]["message"]
-        async with session.post(f"{engine.url}/finish_weight_update", json={"weight_version": "0.9"}) as response:
-            assert response.status == 500, "no update was started"
     assert len((await engine.generate(ask())).token_ids) == 16
+
+
+async def test_no_update_is_finished_that_was_not_started(engine: VllmEngine) -> None:
+    with pytest.raises(EngineLost, match="500"):
+        await engine.finish_update(Version(0, 9))
+    assert await engine.version() == V0
 
 
 async def test_streaming_sends_every_token_once(engine: VllmEngine) -> None:
@@ -270,13 +281,8 @@ async def test_streaming_sends_every_token_once(engine: VllmEngine) -> None:
 
 
 async def test_a_client_that_hangs_up_frees_its_place(engine: VllmEngine) -> None:
-    task = asyncio.create_task(engine.generate(ask(max_tokens=240)))
-    await asyncio.sleep(0.03)
-    task.cancel()
-    async with aiohttp.ClientSession() as session:
-        for _ in range(50):
-            async with session.get(f"{engine.url}/load") as response:
-                if (await response.json())["server_load"] == 0:
-                    return
-            await asyncio.sleep(0.02)
-    pytest.fail("the request went on without its client")
+    async with sampling(engine, ask(max_tokens=LONG)) as (task,):
+        task.cancel()
+    async with asyncio.timeout(1):
+        while await metric(engine, "vllm:num_requests_running"):
+            pass

@@ -19,9 +19,9 @@ MAY_IMPORT = {
     "launcher": {"configs", *MIDDLE, "agent_loop", "trainer"},
 }
 HOME_OF = {
-    "torch": {"trainer", "weight_sync", "rollout_server/embedded", "reward_loop/server"},
+    "torch": {"trainer", "weight_sync", "rollout_server/embedded", "rollout_server/in_vllm", "reward_loop/server"},
     "ray": set(),
-    "vllm": set(),
+    "vllm": {"rollout_server/in_vllm"},
     "sglang": set(),
 }
 FILES = sorted(path for folder in MAY_IMPORT for path in (ROOT / folder).rglob("*.py"))

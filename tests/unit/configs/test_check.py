@@ -9,7 +9,7 @@ from rl_async.errors import ConfigError
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["rollout.engine=vllm"], ["rollout.engine=vllm", "not available yet"]),
+        (["rollout.engine=[embedded, vllm]"], ["rollout.engine lists 2 kinds", "rollout.engines=1"]),
         (["rollout.engine=sglang"], ["rollout.engine=sglang", "not available yet"]),
         (["trainer.backend=megatron"], ["trainer.backend=megatron", "not available yet"]),
         (["queue.journal=sqlite"], ["queue.journal=sqlite", "not available yet"]),
@@ -88,5 +88,5 @@ def test_estimators_without_groups_take_a_group_of_one(name: str) -> None:
 
 def test_all_broken_rules_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config("calculator", ["rollout.engine=vllm", "queue.journal=redis"])
+        load_config("calculator", ["rollout.engine=sglang", "queue.journal=redis"])
     assert "rollout.engine" in str(caught.value) and "queue.journal" in str(caught.value)

