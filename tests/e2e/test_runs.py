@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.conftest import vllm_python
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
 STEPS = 8
@@ -71,8 +73,8 @@ def start(home: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
             process.wait(10)
 
 
-def finish(process: "subprocess.Popen[str]", code: int = 0) -> str:
-    output, _ = process.communicate(timeout=200)
+def finish(process: "subprocess.Popen[str]", code: int = 0, timeout_s: float = 200) -> str:
+    output, _ = process.communicate(timeout=timeout_s)
     assert process.returncode == code, output[-4000:]
     return output
 
@@ -125,6 +127,18 @@ def test_colocated(home: Path, start: Callable[..., Any]) -> None:
     finish(start("colocated", mode="colocated", config="calculator-sync"))
     rows = assert_complete(home, "colocated", bound=0)
     assert max(m["correction/logprob_diff_max"] for m in rows) < 1e-4, "on-policy in every step"
+
+
+@pytest.mark.timeout(480)
+@pytest.mark.parametrize(
+    ("mode", "config", "bound"), [("disaggregated", "calculator", 1), ("colocated", "calculator-sync", 0)]
+)
+def test_vllm(home: Path, start: Callable[..., Any], mode: str, config: str, bound: int) -> None:
+    overrides = ["rollout.engine=vllm", f"rollout.python={vllm_python()}"]
+    finish(start(f"vllm-{mode}", *overrides, mode=mode, config=config), timeout_s=400)
+    rows = assert_complete(home, f"vllm-{mode}", bound)
+    on_policy = [m["correction/logprob_diff_max"] for m in rows if m["staleness/max"] == 0]
+    assert on_policy and max(on_policy) < 1e-4, "vLLM and the trainer disagree about the same weights"
 
 
 def assert_ranks_share_the_rows(home: Path, name: str, ranks: int) -> None:

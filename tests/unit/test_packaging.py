@@ -60,7 +60,7 @@ def test_the_wheel_holds_every_module_and_preset(site: Path) -> None:
 
 
 def test_every_module_imports_from_the_wheel(site: Path, tmp_path: Path) -> None:
-    names = sorted(modules())
+    names = sorted(modules() - {"rl_async.rollout_server.in_vllm.transfer"})  # vLLM alone imports it
     code = (
         f"import sys; sys.path.insert(0, {str(site)!r}); import importlib, rl_async\n"
         f"assert rl_async.__file__.startswith({str(site)!r}), rl_async.__file__\n"
