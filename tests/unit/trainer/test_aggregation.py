@@ -63,6 +63,13 @@ def test_no_split_changes_value_or_gradient_and_masked_garbage_does_not_enter(mo
         torch.testing.assert_close(split.grad, whole.grad, rtol=1e-12, atol=1e-12)
 
 
+def test_a_row_of_one_token_counts_with_its_whole_loss() -> None:
+    values, mask = torch.tensor([[3.0, 9.0], [1.0, 2.0]]), torch.tensor([[True, False], [True, True]])
+    weights = torch.ones(2)
+    mean = AGGREGATIONS["seq-mean-token-mean"](values, mask, weights, count(mask, weights, 2))
+    assert mean.item() == pytest.approx((3.0 + 1.5) / 2)
+
+
 def test_counts_of_a_mini_batch_in_which_nothing_trains_divide_by_one() -> None:
     _, mask, weights = batch()
     assert count(torch.zeros_like(mask), weights, 9) == Counts(tokens=1, sequences=1.0, width=9)

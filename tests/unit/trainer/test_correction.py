@@ -234,6 +234,7 @@ def test_normalised_weights_have_the_mean_one_over_tokens_that_train() -> None:
     correction = Correction(weight="token", cap=2.0, reject={"token_k3": 0.3})
     raw = correct(target, behaviour, mask, age, correction)
     got = normalise(raw)
+    assert got.rule is raw.rule and got.weights.dtype == raw.weights.dtype
     verdicts = zip(raw.weights.flatten().tolist(), raw.keep.flatten().tolist(), strict=True)
     kept = [weight for weight, keep in verdicts if keep]
     assert len(kept) < int(mask.sum())

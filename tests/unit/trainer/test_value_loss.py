@@ -70,6 +70,7 @@ def test_explained_variance() -> None:
     garbage = torch.where(mask, values, math.nan)
     assert explained_variance(garbage, returns, mask) == pytest.approx(expected)
     assert explained_variance(returns, returns, mask) == 1.0
+    assert explained_variance(values * 1e-3, returns * 1e-3, mask) == pytest.approx(expected)
     assert explained_variance(torch.ones_like(returns), returns, mask) == pytest.approx(0.0)
 
 
