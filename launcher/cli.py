@@ -67,6 +67,8 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_show(commands.add_parser("show", help="the trajectories of a step, and why each token trained as it did"))
 
+    _add_engine_commands(commands.add_parser("engine", help="look at a rollout engine"))
+
     audit = commands.add_parser("audit", help="was every admitted sample of a run trained exactly once?")
     audit.add_argument("run", type=Path, metavar="RUN", help="run folder")
     audit.set_defaults(command=_audit)
@@ -118,6 +120,16 @@ def _add_config_commands(parser: argparse.ArgumentParser) -> None:
     explain = commands.add_parser("explain", help="what a key or a section means")
     explain.add_argument("key", metavar="KEY")
     explain.set_defaults(command=_config_explain)
+
+
+def _add_engine_commands(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    verify = commands.add_parser("verify", help="do its log-probabilities agree with a plain forward pass?")
+    verify.add_argument("url", metavar="URL", help="of an embedded engine, or of vLLM with --enable-scale-out")
+    verify.add_argument("--model", type=Path, required=True, metavar="PATH", help="folder of the model it serves")
+    verify.add_argument("--prompts", type=int, default=32, metavar="N", help="random prompts (default: 32)")
+    verify.add_argument("--tolerance", type=float, default=1e-4, metavar="X", help="largest difference (default: 1e-4)")
+    verify.set_defaults(command=_engine_verify)
 
 
 def _add_data_commands(parser: argparse.ArgumentParser) -> None:
@@ -219,6 +231,14 @@ def _show(arguments: argparse.Namespace) -> int:
 
     show(arguments.run, arguments.step, arguments.group, arguments.sample)
     return 0
+
+
+def _engine_verify(arguments: argparse.Namespace) -> int:
+    from rl_async.launcher.verify import verify
+
+    agreement = verify(arguments.url, arguments.model, arguments.prompts, arguments.tolerance)
+    print(agreement.text())
+    return 0 if agreement.ok else 1
 
 
 def _audit(arguments: argparse.Namespace) -> int:

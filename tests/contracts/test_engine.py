@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rl_async.errors import EngineLost, EngineRejected
+from rl_async.launcher.verify import verify
 from rl_async.messages import Sampling, Version, VersionRun
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.vllm import VllmEngine
@@ -68,7 +69,8 @@ async def send(client: VllmEngine, weights: list[tuple[str, torch.Tensor]], vers
 async def sampling(engine: VllmEngine, *requests: GenerateRequest) -> AsyncIterator[list[asyncio.Task[GenerateResult]]]:
     """The requests' tasks, while the engine samples for them."""
     tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
-    await engine.generate(ask(max_tokens=1))  # first come, first served: when it is answered, the others have begun
+    for _ in range(2):  # the first may overtake the others on its way; when the second is answered, they have begun
+        await engine.generate(ask(max_tokens=1))
     assert not any(task.done() for task in tasks)
     yield tasks
 
@@ -111,6 +113,14 @@ async def test_logprobs_agree_with_a_plain_forward_pass(engine: VllmEngine, mode
         assert got.finish_reason == "length"
         assert got.versions == [VersionRun(V0, 0, request.max_tokens)]
         assert difference(model_folder, request, got).max() < 1e-5
+
+
+async def test_it_is_verified_against_its_own_weights_and_no_others(engine: VllmEngine, model_folder: Path) -> None:
+    found = await asyncio.to_thread(verify, engine.url, model_folder, 12, 1e-5)
+    assert found.ok and found.tokens == 12 * 32 and "samples from this model" in found.text()
+    await send(engine, tensors(model_folder, 1.5), V1)
+    found = await asyncio.to_thread(verify, engine.url, model_folder, 4, 1e-2)
+    assert not found.ok and "does NOT agree" in found.text() and "other weights" in found.text()
 
 
 async def test_greedy_and_stop_tokens(engine: VllmEngine, model_folder: Path) -> None:

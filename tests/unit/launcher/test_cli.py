@@ -75,6 +75,7 @@ def test_a_mistake_ends_the_process_with_2_and_no_traceback() -> None:
             ["launch", "--config", "sort", "rollout.engine=vllm", "rollout.python=nix"],
             "rollout.python: nix cannot be run",
         ),
+        (["engine", "verify", "http://127.0.0.1:9", "--model", "nowhere"], "--model: cannot load a causal LM"),
         (["config", "show", "nothing"], "no preset 'nothing'"),
         (["config", "explain", "queue.max_stale"], "queue.max_staleness"),
         (["data", "make", "nothing"], "no generator 'nothing'"),
