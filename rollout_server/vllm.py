@@ -18,6 +18,7 @@ from rl_async.rollout_server.api import GenerateRequest, GenerateResult, PauseMo
 from rl_async.weight_sync.protocol import FinishBody, InitBody, InitInfo, UpdateBody, UpdateInfo
 
 MIN_VERSION_HEADER = "X-Min-Weight-Version"
+SLEEP_STATE = "vllm:engine_sleep_state"
 KEEP_ALIVE_S = 4.0  # servers hang up on idle connections after 5 s; a request that meets that would be lost
 REQUEST_PREFIX = "generate-tokens-"  # vLLM puts it before the ids of this route, and aborts only by the full id
 
@@ -73,10 +74,6 @@ class _WeightInfo(msgspec.Struct):
     weight_version: str | None = None
 
 
-class _Sleeping(msgspec.Struct):
-    is_sleeping: bool
-
-
 class _Checksums(msgspec.Struct):
     checksums: dict[str, str]
 
@@ -84,7 +81,7 @@ class _Checksums(msgspec.Struct):
 class VllmEngine:
     """One engine at ``url``. Methods raise EngineRejected for 4xx answers, EngineLost for everything that fails.
 
-    Calls other than ``generate`` leave deadlines to their caller, who cancels them.
+    ``timeout_s`` bounds every call; a caller with a shorter deadline cancels it.
     """
 
     def __init__(self, url: str, timeout_s: float | None = 600.0) -> None:
@@ -111,10 +108,15 @@ class VllmEngine:
         )
         headers = {MIN_VERSION_HEADER: str(request.min_version), "Connection": "keep-alive"}
         raw = await self._call("POST", "/inference/v1/generate", body, headers=headers)
-        choice = self._decode(raw, _Answer).choices[0]
+        choices = self._decode(raw, _Answer).choices
+        if len(choices) != 1:
+            raise EngineRejected(f"{self.url} answered with {len(choices)} choices, not one")
+        choice = choices[0]
         if choice.logprobs is None or len(choice.logprobs.content) != len(choice.token_ids):
             raise EngineRejected(f"{self.url} answered without one log-probability per sampled token")
         versions = [VersionRun(self._version(s.version), s.start, s.end) for s in choice.weight_versions or []]
+        if [run.start for run in versions] + [len(choice.token_ids)] != [0] + [run.end for run in versions]:
+            raise EngineRejected(f"{self.url} answered without the weight version of every token")
         if versions and versions[0].version < request.min_version:  # vLLM has no such gate, so it may have sampled
             raise EngineLost(f"{self.url} sampled with {versions[0].version}, older than {request.min_version}")
         return GenerateResult(
@@ -181,8 +183,14 @@ class VllmEngine:
         await self._call("POST", "/wake_up", params=[("tags", tag) for tag in tags])
 
     async def is_sleeping(self) -> bool:
-        """Whether it gave up device memory and has not taken all of it back."""
-        return self._decode(await self._call("GET", "/is_sleeping"), _Sleeping).is_sleeping
+        """Whether it gave up device memory and has not taken all of it back.
+
+        Read from the metrics: to ``/is_sleeping`` vLLM says yes also when it is only paused, and waking it would then
+        resume it.
+        """
+        lines = (await self._call("GET", "/metrics")).decode().splitlines()
+        awake = [line for line in lines if line.startswith(SLEEP_STATE) and 'sleep_state="awake"' in line]
+        return any(float(line.rsplit(None, 1)[1]) == 0 for line in awake)
 
     async def health(self) -> bool:
         """Whether the engine answers its probe within 5 s."""

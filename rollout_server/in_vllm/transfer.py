@@ -6,6 +6,7 @@ import msgspec
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from rl_async.weight_sync.receiver import WeightReceiver
@@ -17,8 +18,6 @@ class WeightTransfer(WeightTransferEngine):
     Methods raise WeightSyncError, ValueError for a body that is not understood; vLLM answers 500 then, and the update
     has to be started again.
     """
-
-    init_info_cls, update_info_cls = InitInfo, UpdateInfo
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -34,15 +33,17 @@ class WeightTransfer(WeightTransferEngine):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join a transfer, leaving any earlier one."""
-        if self.parallel_config.world_size > 1:
-            raise ValueError(
-                "weights are sent to one worker per engine, and this one has "
-                f"{self.parallel_config.world_size}; start it without tensor or pipeline parallelism"
-            )
+        workers = self.parallel_config.world_size_across_dp
+        if workers > 1:
+            raise ValueError(f"weights are sent to one worker per engine, and this one has {workers}")
         self._receiver.init(init_info)
 
     def start_weight_update(self) -> None:
         """vLLM collects each layer's tensors in its checkpoint's layout and fuses them when the layer is complete."""
+        for layer in self.model.modules():  # of an update that failed half-way vLLM would keep count
+            info = get_layerwise_info(layer)
+            info.loaded_weights.clear()
+            info.load_numel = 0
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ def tensors(folder: Path, scale: float = 1.0) -> list[tuple[str, torch.Tensor]]:
 
 async def send(client: VllmEngine, weights: list[tuple[str, torch.Tensor]], version: Version) -> None:
     """A full update over shared memory, with requests in flight kept."""
-    buckets: list[Bucket] = list(make_buckets(weights, 1 << 20))
+    buckets: list[Bucket] = list(make_buckets(weights, 1 << 12))  # what vLLM fuses comes in several of them
     await client.pause("keep")
     await client.init_transfer(InitInfo(backend="ipc"))
     await client.start_update()
@@ -71,8 +71,13 @@ async def sampling(engine: VllmEngine, *requests: GenerateRequest) -> AsyncItera
     tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
     for _ in range(2):  # the first may overtake the others on its way; when the second is answered, they have begun
         await engine.generate(ask(max_tokens=1))
-    assert not any(task.done() for task in tasks)
-    yield tasks
+    try:
+        assert not any(task.done() for task in tasks)
+        yield tasks
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        raise
 
 
 async def metric(engine: VllmEngine, name: str) -> float:
@@ -166,11 +171,15 @@ async def test_checksums_follow_the_weights(engine: VllmEngine, model_folder: Pa
 
 
 async def test_a_failed_update_can_be_started_again(engine: VllmEngine, model_folder: Path) -> None:
-    bucket, *_ = make_buckets(tensors(model_folder, 3.0), 1 << 20)
+    buckets = list(make_buckets(tensors(model_folder, 3.0), 1 << 12))
+    half = len(buckets) // 2
     sender = SharedMemorySender(1, "", 10.0)
     await engine.init_transfer(InitInfo(backend="ipc"))
     await engine.pause("keep")
     await engine.start_update()
+    for bucket in buckets[:half]:
+        await engine.update(sender.stage(bucket))
+    bucket = buckets[half]
     with pytest.raises(EngineLost, match="checksum"):
         await engine.update(msgspec.structs.replace(sender.stage(bucket), checksum="wrong"))
     sender.close()
@@ -180,7 +189,8 @@ async def test_a_failed_update_can_be_started_again(engine: VllmEngine, model_fo
 
 
 async def test_an_unfinished_update_is_forgotten(engine: VllmEngine, model_folder: Path) -> None:
-    *_, bucket = make_buckets(tensors(model_folder, 3.0), 1 << 14)
+    weights = [(name, tensor) for name, tensor in tensors(model_folder, 3.0) if "gate_proj" in name or "q_proj" in name]
+    (bucket,) = make_buckets(weights, 1 << 20)  # parts of what vLLM fuses
     sender = SharedMemorySender(1, "", 10.0)
     await engine.init_transfer(InitInfo(backend="ipc"))
     await engine.pause("keep")
@@ -202,6 +212,18 @@ async def test_pause_keep_holds_requests_and_new_ones_wait(engine: VllmEngine) -
     await engine.resume()
     assert len((await running).token_ids) == LONG
     assert len((await waiting).token_ids) == 2
+
+
+async def test_a_pause_is_no_sleep(engine: VllmEngine) -> None:
+    await engine.pause("keep")
+    assert not await engine.is_sleeping()
+    await engine.sleep(2)
+    assert await engine.is_sleeping()
+    await engine.wake(["weights"])
+    assert await engine.is_sleeping()
+    await engine.wake(["kv_cache"])
+    assert not await engine.is_sleeping()
+    await engine.resume()
 
 
 async def test_pause_wait_lets_running_requests_finish(engine: VllmEngine) -> None:

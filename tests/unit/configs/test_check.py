@@ -10,6 +10,12 @@ from rl_async.errors import ConfigError
     ("overrides", "named"),
     [
         (["rollout.engine=[embedded, vllm]"], ["rollout.engine lists 2 kinds", "rollout.engines=1"]),
+        (["rollout.engine_args=[--block-size, '32']"], ["rollout.engine_args", "rollout.engine starts none"]),
+        (
+            ["rollout.engine=vllm", "rollout.engine_args=['--logprobs-mode=raw_logprobs']"],
+            ["rollout.engine_args: --logprobs-mode=raw_logprobs", "would break training"],
+        ),
+        (["rollout.engine=vllm", "rollout.engine_args=[--max_model_len, '9']"], ["use rollout.max_model_len"]),
         (["rollout.engine=sglang"], ["rollout.engine=sglang", "not available yet"]),
         (["trainer.backend=megatron"], ["trainer.backend=megatron", "not available yet"]),
         (["queue.journal=sqlite"], ["queue.journal=sqlite", "not available yet"]),

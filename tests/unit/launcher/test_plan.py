@@ -178,7 +178,7 @@ def test_vllm_is_started_by_its_own_python_with_our_shell_around_it() -> None:
         *("--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "160", "--max-num-seqs", "384"),
         *("--seed", "10001", "--block-size", "32", "--port", "1003"),
     ]
-    assert vllm.env["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert (vllm.env["VLLM_CPU_KVCACHE_SPACE"], vllm.env["VLLM_CPU_OMP_THREADS_BIND"]) == ("1", "nobind")
     assert "VLLM_CPU_KVCACHE_SPACE" not in embedded.env
 
 

@@ -71,6 +71,8 @@ async def test_nothing_is_left_to_the_servers_defaults() -> None:
     [
         ({"weight_versions": [{"version": "0.0", "start": 0, "end": 2}]}, EngineLost, "older than 0.1"),
         ({"weight_versions": [{"version": "default", "start": 0, "end": 2}]}, EngineLost, "did not send"),
+        ({"weight_versions": None}, EngineRejected, "weight version of every token"),
+        ({"weight_versions": [{"version": "0.1", "start": 0, "end": 1}]}, EngineRejected, "weight version of every"),
         ({"logprobs": None}, EngineRejected, "one log-probability per sampled token"),
         ({"finish_reason": "error"}, EngineLost, "not Answer"),
     ],
