@@ -51,9 +51,7 @@ def _vllm(config: RunConfig, run_dir: Path, index: int, gpu: int | None) -> Comm
     if gpu is not None and config.mode == "colocated":
         argv += ("--enable-sleep-mode",)
     env = {}
-    if (
-        gpu is None
-    ):  # nobind: by itself vLLM takes all cores, in every engine the same ones, whatever launcher.threads is
+    if gpu is None:  # nobind: else every vLLM takes the same, nearly all, cores and ignores launcher.threads
         env = {"VLLM_CPU_KVCACHE_SPACE": str(rollout.cpu_cache_gb), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return (rollout.python or argv[0], *argv[1:], *rollout.engine_args), env
 
