@@ -19,8 +19,13 @@ from rl_async.weight_sync.protocol import FinishBody, InitBody, InitInfo, Update
 
 MIN_VERSION_HEADER = "X-Min-Weight-Version"
 SLEEP_STATE = "vllm:engine_sleep_state"
+GENERATE = "/inference/v1/generate"
 KEEP_ALIVE_S = 4.0  # servers hang up on idle connections after 5 s; a request that meets that would be lost
 REQUEST_PREFIX = "generate-tokens-"  # vLLM puts it before the ids of this route, and aborts only by the full id
+
+
+class StaleConnection(EngineLost):
+    """The connection broke before a byte of the answer came."""
 
 
 class _SamplingBody(msgspec.Struct):
@@ -106,8 +111,11 @@ class VllmEngine:
                 seed=request.seed,
             ),
         )
-        headers = {MIN_VERSION_HEADER: str(request.min_version), "Connection": "keep-alive"}
-        raw = await self._call("POST", "/inference/v1/generate", body, headers=headers)
+        headers = {MIN_VERSION_HEADER: str(request.min_version)}
+        try:
+            raw = await self._call("POST", GENERATE, body, headers={**headers, "Connection": "keep-alive"})
+        except StaleConnection:  # the server had closed it already; sampling changes nothing, so it may be asked again
+            raw = await self._call("POST", GENERATE, body, headers=headers)
         choices = self._decode(raw, _Answer).choices
         if len(choices) != 1:
             raise EngineRejected(f"{self.url} answered with {len(choices)} choices, not one")
@@ -223,7 +231,10 @@ class VllmEngine:
             ) as response:
                 raw = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineLost(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+            connected = not isinstance(error, aiohttp.ClientConnectorError)
+            broken = isinstance(error, (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError))
+            kind = StaleConnection if connected and broken else EngineLost
+            raise kind(f"{self.url}{path}: {type(error).__name__}: {error}") from error
         if response.status == 200:
             return raw
         text = f"{self.url}{path} answered {response.status}: {raw[:500].decode(errors='replace')}"

@@ -1,5 +1,6 @@
 """The client against servers that answer what vLLM may answer."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -95,3 +96,29 @@ async def test_an_update_that_an_earlier_trainer_left_is_made_to_fail_and_starte
     async with answering(serve) as client:
         await client.start_update()
     assert calls == ["/start_weight_update", "/update_weights", "/start_weight_update"]
+
+
+async def test_a_connection_that_the_server_closed_meanwhile_costs_no_request() -> None:
+    answered = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answers once per connection, promises to keep it, and hangs up when it is used again."""
+        nonlocal answered
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(int(line.split()[1]) for line in head.lower().splitlines() if line.startswith(b"content-length"))
+        await reader.readexactly(length)
+        body = msgspec.json.encode({"choices": [ANSWER]})
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        answered += 1
+        await reader.read(1)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    engine = VllmEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    try:
+        for _ in range(3):
+            assert (await engine.generate(REQUEST)).token_ids == [5, 9]
+        assert answered == 3
+    finally:
+        await engine.close()
+        server.close()
