@@ -44,7 +44,7 @@ async def run_worker(config: RunConfig, index: int, address: str, *, folder: Pat
         return VllmEngine(record.url, timeout_s=None)  # the pool keeps the deadline, and knows what does not count
 
     async with contextlib.AsyncExitStack() as stack:
-        pool = EnginePool(connect, config.rollout.request_timeout_s)
+        pool = EnginePool(connect, config.rollout.request_timeout_s, config.rollout.max_batch_size)
         runner = EpisodeRunner(config, _renderer(config.model.path), pool)
         rewards = await stack.enter_async_context(RewardService(config.reward, model_url=reward_model, folder=folder))
         queue = await stack.enter_async_context(QueueClient(address, role="agent", name=f"agent-{index}"))

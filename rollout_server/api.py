@@ -1,7 +1,8 @@
 """What the system needs from any rollout engine, and the request and result of one generation.
 
-Three narrow Protocols, one per consumer: agent loops generate, the weight-sync coordinator updates, the launcher and
-the pool probe. ``vllm.py`` implements all three over HTTP; the embedded engine serves the same dialect.
+Narrow Protocols, one per consumer: agent loops generate (below), the pool streams and probes (``pool.py``), the
+weight-sync coordinator updates (``weight_sync/protocol.py``). ``vllm.py`` implements all of them over HTTP; the
+embedded engine serves the same dialect.
 """
 
 from typing import Literal, Protocol
@@ -28,13 +29,22 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 class GenerateResult(msgspec.Struct, frozen=True, kw_only=True):
     """Token ids out: ``token_ids`` and ``logprobs`` have one entry per sampled token, the stop token included.
 
-    ``versions`` covers ``[0, len(token_ids))`` in order. ``abort`` returns what was sampled so far.
+    ``versions`` covers ``[0, len(token_ids))`` in order. ``abort``: this is what was sampled so far; a part of a stream
+    has that reason too while more is to come.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     versions: list[VersionRun]
     finish_reason: Literal["stop", "length", "abort"]
+
+
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """How busy an engine says it is, over all its clients."""
+
+    requests: int  # running and waiting
+    cache_usage: float  # share of the KV cache in use, 0 to 1
+    preemptions: int  # requests put back since the start; paused engines count theirs too
 
 
 class Generator(Protocol):

@@ -1,36 +1,37 @@
-"""Many engines as one Generator: routing, version gate, stickiness, replay of what an engine lost.
+"""Many engines as one Generator: routing, version gate, probes, and replay of what an engine lost.
 
-A conversation stays on its engine for the prefix cache, unless that engine is gone, too old, or has
-``STICKY_SLACK`` more requests than the least loaded one. A request whose engine is lost is sent again elsewhere, or to
-the same machine when it comes back, until its deadline; never to two engines at once, since the first to finish would
-favour short answers.
+Answers come in parts; what an engine had sampled before it was lost is kept, and only the rest is asked for elsewhere,
+or of the same machine when it comes back, until the request's deadline. A request is never with two engines at once:
+the first to finish would favour short answers. ``routing.py`` chooses the engine.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Protocol
 
 from rl_async.errors import EngineLost, EngineRejected, QueueLost
-from rl_async.messages import EngineList, EngineRecord, Version, VersionRun
-from rl_async.rollout_server.api import GenerateRequest, GenerateResult
+from rl_async.messages import EngineList, EngineRecord
+from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult
+from rl_async.rollout_server.parts import NOTHING, continuation, join
+from rl_async.rollout_server.routing import Member, Router
 
-STICKY_SLACK = 16
 SET_ASIDE_S = 1.0
+PROBE_EVERY_S = 2.0
 PROBE_S = 5.0
+SILENT_PROBES = 2  # so many in a row without an answer, and its requests go elsewhere
 WATCH_S = 10.0
-SESSIONS_REMEMBERED = 100_000
 
 log = logging.getLogger("rl_async.pool")
 
 
 class Engine(Protocol):
-    """What the pool needs of an engine client."""
+    """What the pool needs of an engine client. Methods raise EngineLost and EngineRejected."""
 
-    async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult: ...
-    async def health(self) -> bool: ...
+    def stream(self, request: GenerateRequest, *, session: str) -> AsyncIterator[GenerateResult]: ...
+    async def load(self) -> EngineLoad: ...
     async def is_sleeping(self) -> bool: ...
     async def close(self) -> None: ...
 
@@ -41,41 +42,52 @@ class Directory(Protocol):
     async def engines(self, after: int = -1, wait_s: float = 0.0) -> EngineList: ...
 
 
-class _Member:
-    """One engine with its client, its load as this pool sees it, and whether it is set aside after a failure."""
+class _Progress:
+    """A request: what was sampled for it so far, and when it is given up unless more comes."""
 
-    def __init__(self, record: EngineRecord, client: Engine) -> None:
-        self.record, self.client = record, client
-        self.requests = 0
-        self.set_aside_until = 0.0
-
-    def serves(self, version: Version) -> bool:
-        confirmed = self.record.version
-        return confirmed is not None and confirmed >= version and time.monotonic() >= self.set_aside_until
-
-
-@dataclass
-class _Deadline:
-    """Of one request, as monotonic seconds; it moves while the request's engine sleeps."""
-
-    at: float
+    def __init__(self, request: GenerateRequest, session: str, timeout_s: float) -> None:
+        self.request, self.session, self._timeout_s = request, session, timeout_s
+        self.done = NOTHING
+        self.move_on()
 
     @property
-    def left(self) -> float:
-        return max(0.001, self.at - time.monotonic())
+    def unfinished(self) -> bool:
+        """Whether more is to be sampled."""
+        return self.done.finish_reason == "abort" and len(self.done.token_ids) < self.request.max_tokens
 
     @property
-    def passed(self) -> bool:
-        return time.monotonic() >= self.at
+    def rest(self) -> GenerateRequest:
+        """The request for what is missing."""
+        return continuation(self.request, self.done)
+
+    def take(self, part: GenerateResult) -> None:
+        """More of the answer."""
+        self.done = join(self.done, part)
+        self.move_on()
+
+    def move_on(self) -> None:
+        """Something happened, or nothing could have: the deadline starts again."""
+        self._deadline = time.monotonic() + self._timeout_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds to the deadline; never none at all."""
+        return max(0.001, self._deadline - time.monotonic())
+
+    @property
+    def late(self) -> bool:
+        """Whether the deadline has passed."""
+        return time.monotonic() >= self._deadline
 
 
 class EnginePool:
-    """See the module. ``connect`` makes the client of a newly registered engine."""
+    """See the module. ``connect`` makes the client of a newly registered engine, which decodes ``most`` at once;
+    ``timeout_s`` is how long a request may go without a new token while its engine is awake."""
 
-    def __init__(self, connect: Callable[[EngineRecord], Engine], timeout_s: float) -> None:
-        self._connect, self._timeout_s = connect, timeout_s
-        self._members: dict[str, _Member] = {}
-        self._sessions: dict[str, str] = {}
+    def __init__(self, connect: Callable[[EngineRecord], Engine], timeout_s: float, most: int) -> None:
+        self._connect, self._timeout_s, self._most = connect, timeout_s, most
+        self._members: dict[str, Member[Engine]] = {}
+        self._router: Router[Engine] = Router()
         self._changed = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
         self.replayed = 0
@@ -84,24 +96,70 @@ class EnginePool:
         """Take over a registry: new engines join, missing ones leave, versions advance."""
         current = {record.engine_id: record for record in engines.engines}
         for engine_id in self._members.keys() - current.keys():
-            gone = self._members.pop(engine_id)
-            task = asyncio.ensure_future(gone.client.close())
+            member = self._members.pop(engine_id)
+            member.gone.set()
+            task = asyncio.ensure_future(member.client.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
         for engine_id, record in current.items():
             if engine_id in self._members:
                 self._members[engine_id].record = record
             else:
-                self._members[engine_id] = _Member(record, self._connect(record))
+                self._members[engine_id] = Member(record, self._connect(record), self._most)
+        self._announce()
+
+    async def watch(self, directory: Directory) -> None:
+        """Follow the registry for ever, and the health of its engines.
+
+        Consumes the queue's engine list and the engines' load; produces routes; waits for a change of the list, at most
+        WATCH_S a time, and for the clock. Ends only by cancellation, or with ProtocolError in an ExceptionGroup.
+        """
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._follow(directory), name="engine registry")
+            group.create_task(self._probe_all(), name="engine probes")
+
+    async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
+        """Sample on engines that serve at least ``request.min_version``.
+
+        What an engine had sampled when it was lost or gave the request up (abort) is kept. Raises EngineRejected at
+        once, EngineLost when there was no new token within the deadline.
+        """
+        progress = _Progress(request, session, self._timeout_s)
+        while progress.unfinished:
+            member = await self._route(progress)
+            try:
+                with member.carrying(progress.rest):
+                    await self._answer(member, progress)
+            except (EngineLost, TimeoutError) as error:
+                engine = member.engine_id
+                log.warning(
+                    "request %s: %s after %d tokens: %s",
+                    request.request_id,
+                    engine,
+                    len(progress.done.token_ids),
+                    error,
+                )
+                if progress.late:
+                    raise EngineLost(f"no engine answered within {self._timeout_s:.0f} s: {error}") from error
+                member.set_aside_until = time.monotonic() + SET_ASIDE_S
+                self.replayed += 1
+            finally:
+                self._announce()  # there is room for another
+        return progress.done
+
+    async def close(self) -> None:
+        """Close all clients."""
+        for member in self._members.values():
+            await member.client.close()
+        await asyncio.gather(*self._closing)
+
+    def _announce(self) -> None:
+        """Wake all who wait for an engine."""
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def watch(self, directory: Directory) -> None:
-        """Follow the registry for ever.
-
-        Consumes the queue's engine list; produces routes; waits for a change of the list, at most WATCH_S a time.
-        Ends only by cancellation, or with ProtocolError.
-        """
+    async def _follow(self, directory: Directory) -> None:
+        """The registry's half of ``watch``."""
         revision = -1
         while True:
             try:
@@ -113,84 +171,78 @@ class EnginePool:
                 revision = engines.revision
                 self.update(engines)
 
-    async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
-        """Sample on some engine that serves at least ``request.min_version``.
-
-        What an engine had sampled when it gave a request up (abort) is kept: the rest is asked for as a
-        continuation. Raises EngineRejected at once, EngineLost when the deadline has passed.
-        """
-        deadline = _Deadline(time.monotonic() + self._timeout_s)
-        done = GenerateResult(token_ids=[], logprobs=[], versions=[], finish_reason="abort")
-        while done.finish_reason == "abort" and len(done.token_ids) < request.max_tokens:
-            part = await self._once(_continuation(request, done), session, deadline)
-            done = _join(done, part)
-        return done
-
-    async def close(self) -> None:
-        """Close all clients."""
-        for member in self._members.values():
-            await member.client.close()
-        await asyncio.gather(*self._closing)
-
-    async def _once(self, request: GenerateRequest, session: str, deadline: _Deadline) -> GenerateResult:
-        """One answer, from whichever engine gives one."""
+    async def _probe_all(self) -> None:
+        """The engines' half of ``watch``."""
         while True:
-            member = await self._route(request.min_version, session, deadline)
-            member.requests += 1
-            try:
-                return await self._answer(member, request, session, deadline)
-            except (EngineLost, TimeoutError) as error:
-                log.warning("request %s lost with %s: %s", request.request_id, member.record.engine_id, error)
-                if deadline.passed:
-                    raise EngineLost(f"no engine answered within {self._timeout_s:.0f} s: {error}") from error
-            finally:
-                member.requests -= 1
-            member.set_aside_until = time.monotonic() + SET_ASIDE_S
-            self.replayed += 1
+            await asyncio.sleep(PROBE_EVERY_S)
+            await asyncio.gather(*(self._probe(member) for member in list(self._members.values())))
 
-    async def _answer(
-        self, member: _Member, request: GenerateRequest, session: str, deadline: _Deadline
-    ) -> GenerateResult:
-        """The engine's answer. While it sleeps (the trainer has its device) the deadline moves on; a hung engine does
-        not say that it sleeps. Raises EngineLost, EngineRejected or TimeoutError."""
-        answer = asyncio.ensure_future(member.client.generate(request, session=session))
+    async def _probe(self, member: Member[Engine]) -> None:
+        """Ask for its load. One that is silent for long loses its requests to others until it answers again."""
+        try:
+            async with asyncio.timeout(PROBE_S):
+                member.observe(await member.client.load())
+        except (EngineLost, EngineRejected, TimeoutError) as error:
+            member.silent += 1
+            if member.silent == SILENT_PROBES and not member.gone.is_set():
+                log.warning("%s answers no probe: %s", member.engine_id, error or type(error).__name__)
+                member.gone.set()
+            return
+        member.silent = 0
+        if member.gone.is_set() and self._members.get(member.engine_id) is member:
+            log.info("%s answers again", member.engine_id)
+            member.gone = asyncio.Event()
+            self._announce()
+
+    async def _answer(self, member: Member[Engine], progress: _Progress) -> None:
+        """Take the engine's answer. While it sleeps (the trainer has its device) the deadline moves on; a hung engine
+        does not say that it sleeps. Raises EngineLost, EngineRejected or TimeoutError."""
+        answer = asyncio.ensure_future(_read(member.client, progress))
+        gone = asyncio.ensure_future(member.gone.wait())
         try:
             while True:
-                await asyncio.wait({answer}, timeout=deadline.left)
+                await asyncio.wait({answer, gone}, timeout=progress.left_s, return_when=asyncio.FIRST_COMPLETED)
                 if answer.done():
                     return answer.result()
+                if gone.done():
+                    raise EngineLost("it is gone")
+                if not progress.late:
+                    continue  # a part came meanwhile
                 if not await _sleeps(member.client):
-                    raise TimeoutError(f"no answer in {self._timeout_s:g} s")
-                deadline.at = time.monotonic() + self._timeout_s
+                    raise TimeoutError(f"no token in {self._timeout_s:g} s")
+                progress.move_on()
         finally:
             answer.cancel()
+            gone.cancel()
 
-    async def _route(self, version: Version, session: str, deadline: _Deadline) -> _Member:
+    async def _route(self, progress: _Progress) -> Member[Engine]:
         while True:
-            fit = [member for member in self._members.values() if member.serves(version)]
-            if fit:
-                return self._choose(fit, session)
-            if deadline.passed:
-                known = ", ".join(f"{m.record.engine_id} at {m.record.version}" for m in self._members.values())
+            members, now = self._members.values(), time.monotonic()
+            changed = self._changed
+            member = self._router.choose(members, progress.rest, progress.session, now)
+            if member is not None:
+                progress.move_on()
+                return member
+            version = progress.request.min_version
+            if any(other.serves(version, now) for other in members):
+                progress.move_on()  # it only waits for its turn
+            if progress.late:
+                known = ", ".join(f"{m.record.engine_id} at {m.record.version}" for m in members)
                 raise EngineLost(
                     f"no engine serves version {version} after {self._timeout_s:.0f} s (rollout.request_timeout_s); "
                     f"known: {known or 'none'}"
                 )
             try:
-                async with asyncio.timeout(min(deadline.left, SET_ASIDE_S)):
-                    await self._changed.wait()
+                async with asyncio.timeout(min(progress.left_s, SET_ASIDE_S)):
+                    await changed.wait()
             except TimeoutError:
                 continue  # an engine that was set aside may be back
 
-    def _choose(self, fit: list[_Member], session: str) -> _Member:
-        least = min(fit, key=lambda member: member.requests)
-        sticky = self._members.get(self._sessions.get(session, ""))
-        if sticky in fit and sticky is not None and sticky.requests <= least.requests + STICKY_SLACK:
-            return sticky
-        if len(self._sessions) >= SESSIONS_REMEMBERED:
-            del self._sessions[next(iter(self._sessions))]
-        self._sessions[session] = least.record.engine_id
-        return least
+
+async def _read(engine: Engine, progress: _Progress) -> None:
+    async with aclosing(engine.stream(progress.rest, session=progress.session)) as parts:  # type: ignore[type-var]
+        async for part in parts:
+            progress.take(part)
 
 
 async def _sleeps(engine: Engine) -> bool:
@@ -199,33 +251,3 @@ async def _sleeps(engine: Engine) -> bool:
             return await engine.is_sleeping()
     except (EngineLost, EngineRejected, TimeoutError):
         return False
-
-
-def _continuation(request: GenerateRequest, done: GenerateResult) -> GenerateRequest:
-    if not done.token_ids:
-        return request
-    return GenerateRequest(
-        request_id=f"{request.request_id}+{len(done.token_ids)}",
-        token_ids=request.token_ids + done.token_ids,
-        sampling=request.sampling,
-        max_tokens=request.max_tokens - len(done.token_ids),
-        stop_token_ids=request.stop_token_ids,
-        seed=request.seed,
-        min_version=request.min_version,
-    )
-
-
-def _join(first: GenerateResult, second: GenerateResult) -> GenerateResult:
-    offset = len(first.token_ids)
-    runs = list(first.versions)
-    for run in second.versions:
-        if runs and runs[-1].version == run.version:
-            runs[-1] = VersionRun(run.version, runs[-1].start, run.end + offset)
-        else:
-            runs.append(VersionRun(run.version, run.start + offset, run.end + offset))
-    return GenerateResult(
-        token_ids=first.token_ids + second.token_ids,
-        logprobs=first.logprobs + second.logprobs,
-        versions=runs,
-        finish_reason=second.finish_reason,
-    )

@@ -5,27 +5,31 @@ Routes under /inference need vLLM's ``--enable-scale-out``, the control routes i
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
 import aiohttp
 import msgspec
 
-from rl_async.errors import EngineLost, EngineRejected
+from rl_async.errors import EngineError, EngineLost, EngineRejected
 from rl_async.messages import Version, VersionRun
-from rl_async.rollout_server.api import GenerateRequest, GenerateResult, PauseMode
+from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult, PauseMode
+from rl_async.rollout_server.parts import NOTHING, Unversioned, join
 from rl_async.weight_sync.protocol import FinishBody, InitBody, InitInfo, UpdateBody, UpdateInfo
 
 MIN_VERSION_HEADER = "X-Min-Weight-Version"
 SLEEP_STATE = "vllm:engine_sleep_state"
+LOAD = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:num_preemptions_total",
+)
 GENERATE = "/inference/v1/generate"
+STREAM_INTERVAL = 16  # tokens per part of an answer: at most so many of a request are lost with its engine
 KEEP_ALIVE_S = 4.0  # servers hang up on idle connections after 5 s; a request that meets that would be lost
 REQUEST_PREFIX = "generate-tokens-"  # vLLM puts it before the ids of this route, and aborts only by the full id
-
-
-class StaleConnection(EngineLost):
-    """The connection broke before a byte of the answer came."""
 
 
 class _SamplingBody(msgspec.Struct):
@@ -41,13 +45,14 @@ class _SamplingBody(msgspec.Struct):
     min_p: float
     seed: int | None
     ignore_eos: bool = True  # whoever asks says where to stop, by stop_token_ids
+    stream_interval: int = STREAM_INTERVAL
 
 
 class _GenerateBody(msgspec.Struct):
     request_id: str
     token_ids: list[int]
     sampling_params: _SamplingBody
-    stream: bool = False
+    stream: bool = True
 
 
 class _Logprob(msgspec.Struct):
@@ -66,13 +71,19 @@ class _Span(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     token_ids: list[int]
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: Literal["stop", "length", "abort"] | None = None
     logprobs: _Logprobs | None = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[_Span] | None = None  # of all tokens so far; None: not told yet
 
 
-class _Answer(msgspec.Struct):
-    choices: list[_Choice]
+class _Error(msgspec.Struct):
+    message: str
+    code: int = 500
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    error: _Error | None = None  # vLLM begins a stream before it has looked at the request
 
 
 class _WeightInfo(msgspec.Struct):
@@ -95,7 +106,32 @@ class VllmEngine:
         self._session: aiohttp.ClientSession | None = None
 
     async def generate(self, request: GenerateRequest, *, session: str = "") -> GenerateResult:
-        """Sample once. Raises EngineLost also when the engine is older than ``request.min_version`` (409)."""
+        """Sample once; the parts of ``stream`` as one."""
+        done = NOTHING
+        async for part in self.stream(request, session=session):
+            done = join(done, part)
+        return done
+
+    async def stream(self, request: GenerateRequest, *, session: str = "") -> AsyncIterator[GenerateResult]:
+        """Sample, and give every STREAM_INTERVAL tokens as soon as they are here; only the last part says how it ended.
+
+        Raises EngineLost also when the engine is older than ``request.min_version`` (409).
+        """
+        held, ended = Unversioned(), False
+        async with await self._ask(request) as response:
+            try:
+                async for event in _events(response.content):
+                    choice = self._choice(event)
+                    part = self._part(choice, held, request.min_version)
+                    ended = choice.finish_reason is not None
+                    if part is not None:
+                        yield part
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                raise EngineLost(f"{self.url}{GENERATE}: {type(error).__name__}: {error}") from error
+        if not ended:
+            raise EngineLost(f"{self.url}{GENERATE}: the answer broke off")
+
+    async def _ask(self, request: GenerateRequest) -> aiohttp.ClientResponse:
         sampling = request.sampling
         body = _GenerateBody(
             request_id=request.request_id,
@@ -113,26 +149,37 @@ class VllmEngine:
         )
         headers = {MIN_VERSION_HEADER: str(request.min_version)}
         try:
-            raw = await self._call("POST", GENERATE, body, headers={**headers, "Connection": "keep-alive"})
-        except StaleConnection:  # the server had closed it already; sampling changes nothing, so it may be asked again
-            raw = await self._call("POST", GENERATE, body, headers=headers)
-        choices = self._decode(raw, _Answer).choices
-        if len(choices) != 1:
-            raise EngineRejected(f"{self.url} answered with {len(choices)} choices, not one")
-        choice = choices[0]
-        if choice.logprobs is None or len(choice.logprobs.content) != len(choice.token_ids):
+            return await self._open("POST", GENERATE, body, headers={**headers, "Connection": "keep-alive"})
+        except EngineLost as error:
+            if not _broke(error.__cause__):
+                raise
+            # The server may have closed the kept connection already. Sampling changes nothing, so it is asked again.
+            return await self._open("POST", GENERATE, body, headers=headers)
+
+    def _choice(self, raw: bytes) -> _Choice:
+        chunk: _Chunk = self._decode(raw, _Chunk)
+        if chunk.error is not None:
+            raise self._failure(GENERATE, chunk.error.code, chunk.error.message)
+        if len(chunk.choices) != 1:
+            raise EngineRejected(f"{self.url} answered with {len(chunk.choices)} choices, not one")
+        return chunk.choices[0]
+
+    def _part(self, choice: _Choice, held: Unversioned, oldest: Version) -> GenerateResult | None:
+        """What may be handed out now that ``choice`` has come."""
+        logprobs = choice.logprobs.content if choice.logprobs is not None else []
+        if len(logprobs) != len(choice.token_ids):
             raise EngineRejected(f"{self.url} answered without one log-probability per sampled token")
-        versions = [VersionRun(self._version(s.version), s.start, s.end) for s in choice.weight_versions or []]
-        if [run.start for run in versions] + [len(choice.token_ids)] != [0] + [run.end for run in versions]:
-            raise EngineRejected(f"{self.url} answered without the weight version of every token")
-        if versions and versions[0].version < request.min_version:  # vLLM has no such gate, so it may have sampled
-            raise EngineLost(f"{self.url} sampled with {versions[0].version}, older than {request.min_version}")
-        return GenerateResult(
-            token_ids=choice.token_ids,
-            logprobs=[item.logprob for item in choice.logprobs.content],
-            versions=versions,
-            finish_reason=choice.finish_reason,
-        )
+        held.add(choice.token_ids, [item.logprob for item in logprobs])
+        if choice.weight_versions is None and choice.finish_reason is None:
+            return None
+        runs = [VersionRun(self._version(s.version), s.start, s.end) for s in choice.weight_versions or []]
+        try:
+            part = held.take(runs, choice.finish_reason)
+        except ValueError as error:
+            raise EngineRejected(f"{self.url} answered without the weight version of every token") from error
+        if runs and runs[0].version < oldest:  # vLLM has no such gate, so it may have sampled
+            raise EngineLost(f"{self.url} sampled with {runs[0].version}, older than {oldest}")
+        return part
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all."""
@@ -196,9 +243,24 @@ class VllmEngine:
         Read from the metrics: to ``/is_sleeping`` vLLM says yes also when it is only paused, and waking it would then
         resume it.
         """
+        states = await self._metrics()
+        return any(value == 0 for key, value in states if key.startswith(SLEEP_STATE) and 'sleep_state="awake"' in key)
+
+    async def load(self) -> EngineLoad:
+        """How busy it is."""
+        total = dict.fromkeys(LOAD, 0.0)
+        for key, value in await self._metrics():
+            name = key.partition("{")[0]
+            if name in total:
+                total[name] += value
+        running, waiting, usage, preemptions = total.values()
+        return EngineLoad(requests=int(running + waiting), cache_usage=usage, preemptions=int(preemptions))
+
+    async def _metrics(self) -> list[tuple[str, float]]:
+        """Name with labels, and value, of each line of its Prometheus text."""
         lines = (await self._call("GET", "/metrics")).decode().splitlines()
-        awake = [line for line in lines if line.startswith(SLEEP_STATE) and 'sleep_state="awake"' in line]
-        return any(float(line.rsplit(None, 1)[1]) == 0 for line in awake)
+        pairs = [line.rsplit(None, 1) for line in lines if line.startswith("vllm:")]
+        return [(key, float(value)) for key, value in pairs]
 
     async def health(self) -> bool:
         """Whether the engine answers its probe within 5 s."""
@@ -218,6 +280,16 @@ class VllmEngine:
     async def _call(
         self, method: str, path: str, body: Any = None, *, params: Any = None, headers: dict[str, str] | None = None
     ) -> bytes:
+        async with await self._open(method, path, body, params=params, headers=headers) as response:
+            try:
+                return await response.read()
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                raise EngineLost(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+
+    async def _open(
+        self, method: str, path: str, body: Any = None, *, params: Any = None, headers: dict[str, str] | None = None
+    ) -> aiohttp.ClientResponse:
+        """The answer's head, if its status is 200; the caller reads and closes it."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
@@ -226,21 +298,19 @@ class VllmEngine:
         # vLLM hangs up after it answered 500, which a next request on the same connection would learn too late.
         sent = {"Content-Type": "application/json", "Connection": "close", **(headers or {})}
         try:
-            async with self._session.request(
-                method, self.url + path, data=data, params=params, headers=sent
-            ) as response:
+            response = await self._session.request(method, self.url + path, data=data, params=params, headers=sent)
+            if response.status == 200:
+                return response
+            async with response:
                 raw = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            connected = not isinstance(error, aiohttp.ClientConnectorError)
-            broken = isinstance(error, (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError))
-            kind = StaleConnection if connected and broken else EngineLost
-            raise kind(f"{self.url}{path}: {type(error).__name__}: {error}") from error
-        if response.status == 200:
-            return raw
-        text = f"{self.url}{path} answered {response.status}: {raw[:500].decode(errors='replace')}"
-        if 400 <= response.status < 500 and response.status != 409:
-            raise EngineRejected(text)
-        raise EngineLost(text)
+            raise EngineLost(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+        raise self._failure(path, response.status, raw[:500].decode(errors="replace"))
+
+    def _failure(self, path: str, status: int, message: str) -> EngineError:
+        """What an answer with this status means; 409: too old, another engine may do."""
+        refused = 400 <= status < 500 and status != 409
+        return (EngineRejected if refused else EngineLost)(f"{self.url}{path} answered {status}: {message}")
 
     def _decode(self, raw: bytes, kind: Any) -> Any:
         try:
@@ -253,3 +323,19 @@ class VllmEngine:
             return Version.parse(text)
         except ValueError as error:
             raise EngineLost(f"{self.url} serves weights {text!r} that this run did not send") from error
+
+
+def _broke(error: BaseException | None) -> bool:
+    """Whether a connection that was there broke before the answer's head came."""
+    broke = isinstance(error, (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError))
+    return broke and not isinstance(error, aiohttp.ClientConnectorError)
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The JSON of each server-sent event, to the end of the body: a connection is used again only if it was read."""
+    rest = b""
+    async for data in content.iter_any():  # not by line, which has a limit
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: {"):
+                yield line.removeprefix(b"data: ")

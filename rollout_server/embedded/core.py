@@ -198,7 +198,7 @@ class EngineCore:
             if sequence.append(token, logprob, self.version, self.max_length):
                 finished.append(sequence)
                 self._generators.pop(sequence, None)
-            if sequence.progress is not None:
+            if sequence.progress is not None and sequence.part_is_full:
                 sequence.progress(sequence)
         if finished:
             self._drop_finished()

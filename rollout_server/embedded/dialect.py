@@ -24,6 +24,7 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
     ignore_eos: bool = False
     logprobs: Literal[0] | None = 0  # the sampled token's
     n: Literal[1] = 1
+    stream_interval: Annotated[int, Meta(ge=1)] = 1  # tokens per part of a stream
 
 
 class GenerateBody(msgspec.Struct):
@@ -64,6 +65,7 @@ def delta(sequence: Sequence, start: int, end: int) -> dict[str, object]:
         "finish_reason": None,
         "token_ids": tokens,
         "logprobs": {"content": [{"token_id": t, "logprob": p} for t, p in zip(tokens, logprobs, strict=True)]},
+        "weight_versions": [{"version": v, "start": s, "end": e} for v, s, e in sequence.spans(end)],
     }
 
 
@@ -72,7 +74,6 @@ def choice(sequence: Sequence, start: int = 0) -> dict[str, object]:
     return delta(sequence, start, len(sequence.logprobs)) | {
         "finish_reason": sequence.finish_reason,
         "stop_reason": sequence.tokens[-1] if sequence.finish_reason == "stop" else None,
-        "weight_versions": [{"version": v, "start": s, "end": e} for v, s, e in sequence.spans()],
     }
 
 

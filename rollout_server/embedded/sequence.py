@@ -14,7 +14,7 @@ class Sequence:
     """A prompt with what was sampled for it so far.
 
     ``tokens`` holds prompt and samples; ``logprobs`` and ``runs`` count samples only. ``deliver`` is called in the
-    engine's thread, once, when the sequence is finished; ``progress``, if set, after each of its tokens.
+    engine's thread, once, when the sequence is finished; ``progress``, if set, after every ``stream_interval`` tokens.
     """
 
     request_id: str
@@ -25,6 +25,7 @@ class Sequence:
     seed: int | None
     deliver: Callable[["Sequence"], None]
     progress: Callable[["Sequence"], None] | None = None
+    stream_interval: int = 1
     logprobs: list[float] = field(default_factory=list)
     runs: list[tuple[str, int]] = field(default_factory=list)  # (version, number of its first sample)
     finish_reason: FinishReason | None = None
@@ -50,7 +51,13 @@ class Sequence:
             self.finish_reason = "length"
         return self.finish_reason is not None
 
-    def spans(self) -> list[tuple[str, int, int]]:
-        """(version, start, end) over the sampled tokens."""
-        ends = [start for _, start in self.runs[1:]] + [len(self.logprobs)]
-        return [(version, start, end) for (version, start), end in zip(self.runs, ends, strict=True)]
+    def spans(self, count: int) -> list[tuple[str, int, int]]:
+        """(version, start, end) over the first ``count`` sampled tokens."""
+        runs = [(version, start) for version, start in self.runs if start < count]
+        ends = [start for _, start in runs[1:]] + [count] * bool(runs)
+        return [(version, start, end) for (version, start), end in zip(runs, ends, strict=True)]
+
+    @property
+    def part_is_full(self) -> bool:
+        """Whether as many tokens were sampled as go into the parts of a stream."""
+        return len(self.logprobs) % self.stream_interval == 0

@@ -20,6 +20,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "rl_async.rollout_server.in_vllm.transfer", "WeightTransfer"
         )
+    _tell_versions_early()
     if current_platform.is_cpu():
         _keep_weights_unpacked()
 
@@ -33,3 +34,18 @@ def _keep_weights_unpacked() -> None:
         layer.cpu_linear = linear
 
     utils.dispatch_cpu_unquantized_gemm = unpacked
+
+
+def _tell_versions_early() -> None:
+    """vLLM tells which weights sampled the tokens of a stream with its last part only. Were it lost with the engine, so
+    would be all that came before; so every part tells it."""
+    from vllm.v1.engine.output_processor import RequestState
+
+    make = RequestState._new_completion_output
+
+    def with_versions(state: Any, *arguments: Any, **named: Any) -> Any:
+        output = make(state, *arguments, **named)
+        output.weight_versions = state._weight_version_spans()
+        return output
+
+    RequestState._new_completion_output = with_versions

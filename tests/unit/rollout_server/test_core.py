@@ -90,9 +90,9 @@ def test_versions_are_recorded_per_token(model: Qwen3ForCausalLM) -> None:
         core.version = version
         core.step()  # the first iteration samples twice: from the prompt, and decoding
     core.step()
-    assert sequence.spans()[0] == ("0.0", 0, 3)
-    assert [v for v, _, _ in sequence.spans()] == ["0.0", "0.1", "0.2"]
-    assert sequence.spans()[-1][2] == 6
+    assert sequence.spans(6)[0] == ("0.0", 0, 3)
+    assert [v for v, _, _ in sequence.spans(6)] == ["0.0", "0.1", "0.2"]
+    assert sequence.spans(6)[-1][2] == 6
 
 
 def test_abort_frees_slots_and_keeps_the_others_right(model: Qwen3ForCausalLM) -> None:

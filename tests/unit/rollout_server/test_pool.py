@@ -1,36 +1,44 @@
 """Routing, the version gate, and what happens to requests when engines are lost. Engines are handwritten fakes."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
 from rl_async.errors import EngineLost, EngineRejected
 from rl_async.messages import EngineList, EngineRecord, Sampling, Version, VersionRun
-from rl_async.rollout_server.api import GenerateRequest, GenerateResult
-from rl_async.rollout_server.pool import STICKY_SLACK, EnginePool
+from rl_async.rollout_server import pool as pool_module
+from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult
+from rl_async.rollout_server.pool import EnginePool
 
-Behaviour = Callable[[GenerateRequest], GenerateResult]
+Behaviour = Callable[[GenerateRequest], GenerateResult | Iterator[GenerateResult]]
 
 
 class FakeEngine:
-    """Answers as its behaviour says, after ``hold`` is set."""
+    """Answers as its behaviour says, after ``hold`` is set; a behaviour that gives several parts streams them."""
 
     def __init__(self, name: str, behaviour: Behaviour) -> None:
         self.name, self.behaviour = name, behaviour
         self.seen: list[GenerateRequest] = []
         self.hold = asyncio.Event()
         self.hold.set()
+        self.asked = asyncio.Event()
         self.closed = False
         self.asleep = False
+        self.silent = False
 
-    async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
+    async def stream(self, request: GenerateRequest, *, session: str) -> AsyncIterator[GenerateResult]:
         self.seen.append(request)
+        self.asked.set()
         await self.hold.wait()
-        return self.behaviour(request)
+        answer = self.behaviour(request)
+        for part in [answer] if isinstance(answer, GenerateResult) else answer:
+            yield part
 
-    async def health(self) -> bool:
-        return True
+    async def load(self) -> EngineLoad:
+        if self.silent:
+            raise EngineLost("no answer")
+        return EngineLoad(requests=0, cache_usage=0.0, preemptions=0)
 
     async def is_sleeping(self) -> bool:
         return self.asleep
@@ -74,7 +82,7 @@ def make_pool(timeout_s: float = 5.0, **behaviours: Behaviour) -> tuple[EnginePo
         engines[record.engine_id] = FakeEngine(record.engine_id, behaviours[record.engine_id])
         return engines[record.engine_id]
 
-    return EnginePool(connect, timeout_s), engines
+    return EnginePool(connect, timeout_s, 8), engines
 
 
 def lose(_: GenerateRequest) -> GenerateResult:
@@ -135,7 +143,7 @@ async def test_an_engine_that_hangs_awake_is_given_up() -> None:
     engine = engines["a"]
     engine.hold.clear()
     async with asyncio.timeout(5):
-        with pytest.raises(EngineLost, match=r"no engine answered within 0 s: no answer in 0\.1 s"):
+        with pytest.raises(EngineLost, match=r"no engine answered within 0 s: no token in 0\.1 s"):
             await pool.generate(request(), session="s")
 
 
@@ -162,21 +170,101 @@ async def test_what_was_sampled_before_an_abort_is_kept() -> None:
     assert engines["a"].seen[1].max_tokens == 5
 
 
-async def test_conversations_stick_until_their_engine_is_overloaded() -> None:
-    pool, engines = make_pool(a=lambda r: result(1, Version(0, 1)), b=lambda r: result(1, Version(0, 1)))
-    pool.update(registry(a=Version(0, 1), b=Version(0, 1)))
-    for _ in range(5):
-        await pool.generate(request(), session="s")
-    home = max(engines.values(), key=lambda e: len(e.seen))
-    other = next(e for e in engines.values() if e is not home)
-    assert (len(home.seen), len(other.seen)) == (5, 0)
-    home.hold.clear()
-    held = [asyncio.create_task(pool.generate(request(), session="s")) for _ in range(STICKY_SLACK + 1)]
-    await asyncio.sleep(0)
-    await asyncio.wait_for(pool.generate(request(), session="s"), 1)
-    assert other.seen
-    home.hold.set()
-    await asyncio.gather(*held)
+def broken_after(parts: int) -> Behaviour:
+    """Streams parts of two tokens, then breaks off."""
+
+    def behave(request: GenerateRequest) -> Iterator[GenerateResult]:
+        for number in range(parts):
+            yield result(2, V1, "abort", first=2 * number)
+        raise EngineLost("connection reset")
+
+    return behave
+
+
+async def test_what_an_engine_had_sampled_before_it_was_lost_is_kept() -> None:
+    pool, engines = make_pool(a=broken_after(3))
+    pool.update(registry(a=V1))
+    asking = asyncio.create_task(pool.generate(request(), session="s"))
+    await engines["a"].asked.wait()
+    engines["b"] = FakeEngine("b", lambda r: result(2, Version(0, 2), "stop", first=6))
+    pool._connect = lambda record: engines["b"]
+    pool.update(registry(2, a=V1, b=Version(0, 2)))
+    got = await asking
+    assert got.token_ids == list(range(8))
+    assert got.versions == [VersionRun(V1, 0, 6), VersionRun(Version(0, 2), 6, 8)]
+    (asked,) = engines["b"].seen
+    assert (asked.token_ids, asked.max_tokens) == ([1, 2, *range(6)], 2)
+
+
+async def test_a_request_whose_last_token_is_here_is_not_asked_for_again() -> None:
+    pool, engines = make_pool(a=broken_after(4))
+    pool.update(registry(a=V1))
+    got = await pool.generate(request(), session="s")
+    assert got.token_ids == list(range(8))
+    assert len(engines["a"].seen) == 1
+
+
+async def test_each_part_moves_the_deadline() -> None:
+    def slowly(engine: FakeEngine) -> None:
+        async def stream(request: GenerateRequest, *, session: str) -> AsyncIterator[GenerateResult]:
+            for number in range(4):
+                await asyncio.sleep(0.06)
+                yield result(2, V1, "abort" if number < 3 else "stop", first=2 * number)
+
+        engine.stream = stream  # type: ignore[method-assign]
+
+    pool, engines = make_pool(timeout_s=0.15, a=lose)
+    pool.update(registry(a=V1))
+    slowly(engines["a"])
+    assert len((await pool.generate(request(), session="s")).token_ids) == 8
+
+
+async def test_requests_leave_an_engine_that_left_the_registry_or_answers_no_probe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_module, "PROBE_EVERY_S", 0.01)
+    for leave in ("registry", "silence"):
+        pool, engines = make_pool(a=lambda r: result(3, V1), b=lambda r: result(4, V1))
+        pool.update(registry(a=V1))
+        engines["a"].hold.clear()
+        asking = asyncio.create_task(pool.generate(request(), session="s"))
+        await engines["a"].asked.wait()
+        pool.update(registry(2, a=V1, b=V1))
+        probing = asyncio.create_task(pool._probe_all())
+        if leave == "registry":
+            pool.update(registry(3, b=V1))
+        else:
+            engines["a"].silent = True
+        assert len((await asyncio.wait_for(asking, 5)).token_ids) == 4, leave
+        probing.cancel()
+
+
+async def test_an_engine_that_answers_probes_again_gets_requests_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "PROBE_EVERY_S", 0.01)
+    pool, engines = make_pool(timeout_s=5, a=lambda r: result(3, V1))
+    pool.update(registry(a=V1))
+    engines["a"].silent = True
+    probing = asyncio.create_task(pool._probe_all())
+    await pool._members["a"].gone.wait()
+    asking = asyncio.create_task(pool.generate(request(), session="s"))
+    await asyncio.sleep(0.05)
+    assert not engines["a"].seen
+    engines["a"].silent = False
+    assert len((await asyncio.wait_for(asking, 5)).token_ids) == 3
+    probing.cancel()
+
+
+async def test_no_engine_gets_more_than_its_limit() -> None:
+    pool, engines = make_pool(timeout_s=0.2, a=lambda r: result(1, V1))
+    pool.update(registry(a=V1))
+    engine = engines["a"]
+    engine.hold.clear()
+    engine.asleep = True  # so that those it has do not time out
+    asking = [asyncio.create_task(pool.generate(request(), session=str(i))) for i in range(30)]
+    await asyncio.sleep(0.5)  # beyond the deadline, which does not run while they wait for their turn
+    assert len(engine.seen) == pool._members["a"].limit == 10
+    engine.hold.set()
+    assert {len((await task).token_ids) for task in asking} == {1}
 
 
 async def test_a_removed_engine_is_closed() -> None:

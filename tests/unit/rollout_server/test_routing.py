@@ -1,0 +1,105 @@
+"""Where a request costs least, and how many an engine gets at once."""
+
+import pytest
+
+from rl_async.messages import EngineRecord, Sampling, Version
+from rl_async.rollout_server import routing
+from rl_async.rollout_server.api import EngineLoad, GenerateRequest
+from rl_async.rollout_server.routing import Member, Router
+
+V1 = Version(0, 1)
+
+
+def member(name: str, version: Version | None = V1, most: int = 8) -> Member[None]:
+    return Member(EngineRecord(engine_id=name, url=name, kind="embedded", version=version), None, most)
+
+
+def request(prompt: int = 10, max_tokens: int = 20) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r",
+        token_ids=[1] * prompt,
+        sampling=Sampling(),
+        max_tokens=max_tokens,
+        stop_token_ids=[],
+        min_version=V1,
+    )
+
+
+def load(requests: int = 0, usage: float = 0.0, preemptions: int = 0) -> EngineLoad:
+    return EngineLoad(requests=requests, cache_usage=usage, preemptions=preemptions)
+
+
+def chosen(router: Router[None], members: list[Member[None]], session: str, prompt: int = 10) -> str | None:
+    best = router.choose(members, request(prompt), session, 0.0)
+    return None if best is None else best.engine_id
+
+
+def test_a_conversation_stays_while_its_prefix_is_worth_the_wait() -> None:
+    a, b, router = member("a"), member("b"), Router[None]()
+    with b.carrying(request()):
+        assert chosen(router, [a, b], "s") == "a"
+    with a.carrying(request(max_tokens=20)):  # 30 tokens in line
+        assert chosen(router, [a, b], "s", prompt=31) == "a"
+        assert chosen(router, [a, b], "s", prompt=29) == "b"
+        assert chosen(router, [a, b], "s", prompt=10) == "b", "it lives there now"
+    assert a.tokens == a.requests == 0
+
+
+def test_requests_of_others_count_by_number() -> None:
+    a, b, router = member("a"), member("b"), Router[None]()
+    with a.carrying(request()), b.carrying(request(max_tokens=40)):
+        assert chosen(router, [a, b], "s") == "a"
+        a.observe(load(requests=4))  # three of another client
+        assert chosen(router, [a, b], "t") == "b"
+
+
+def test_a_full_cache_makes_an_engine_expensive() -> None:
+    a, b, router = member("a"), member("b"), Router[None]()
+    with a.carrying(request()), b.carrying(request(max_tokens=40)):
+        a.observe(load(requests=1, usage=0.9))
+        assert chosen(router, [a, b], "s") == "b"
+
+
+def test_old_full_and_lost_engines_get_nothing() -> None:
+    router = Router[None]()
+    old, none, aside, gone, full = (member(name) for name in ("old", "none", "aside", "gone", "full"))
+    old.record = EngineRecord(engine_id="old", url="", kind="embedded", version=Version(0, 0))
+    none.record = EngineRecord(engine_id="none", url="", kind="embedded", version=None)
+    aside.set_aside_until = 1.0
+    gone.gone.set()
+    full.requests = int(full.limit)
+    assert chosen(router, [old, none, aside, gone, full], "s") is None
+    full.requests -= 1
+    assert chosen(router, [old, none, aside, gone, full], "s") == "full"
+
+
+def test_the_limit_falls_when_the_cache_is_full_and_grows_when_it_is_reached() -> None:
+    a = member("a", most=80)
+    assert a.limit == 100
+    a.observe(load(usage=1.0, preemptions=5))
+    assert a.limit == 100, "what was preempted before it was first asked is nobody's fault"
+    a.observe(load(usage=1.0, preemptions=6))
+    assert a.limit == 75
+    a.observe(load(usage=0.3, preemptions=9))
+    assert a.limit == 75, "a weight update preempts too"
+    a.requests = 75
+    a.observe(load(usage=0.3, preemptions=9))
+    assert a.limit == pytest.approx(78.75)
+    a.requests = 1000
+    for _ in range(20):
+        a.observe(load(preemptions=9))
+    assert a.limit == 100
+    for preemptions in range(10, 40):
+        a.observe(load(usage=0.95, preemptions=preemptions))
+    assert a.limit == routing.FEWEST
+
+
+def test_old_conversations_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "SESSIONS_REMEMBERED", 2)
+    a, b, router = member("a"), member("b"), Router[None]()
+    with b.carrying(request()):
+        for session in ("s", "t", "s", "u"):
+            assert chosen(router, [a, b], session) == "a"
+    with a.carrying(request(max_tokens=5)):
+        assert chosen(router, [a, b], "s", prompt=20) == "a"
+        assert chosen(router, [a, b], "t", prompt=20) == "b", "it is not known where it was"
