@@ -11,6 +11,7 @@ from msgspec import Meta
 from rl_async.configs.algorithm import AlgorithmConfig
 from rl_async.configs.base import Config, Count, Fraction, Positive, Seconds, doc
 from rl_async.configs.critic import CriticConfig
+from rl_async.configs.mismatch import MismatchConfig
 from rl_async.configs.reward import JudgeConfig, RewardModelConfig
 
 
@@ -177,6 +178,7 @@ class WeightSyncConfig(Config, frozen=True):
     bucket_mb: Annotated[float, Meta(gt=0, description="Size of a bucket in MiB.")] = 64.0
     timeout_s: Annotated[Seconds, doc("Deadline of one engine's update; beyond it the engine is cut off.")] = 60.0
     every: Annotated[Positive, doc("Publish every this many steps; at most max_staleness + 1.")] = 1
+    mismatch: MismatchConfig = MismatchConfig()
 
 
 class EvalConfig(Config, frozen=True):

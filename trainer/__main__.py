@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig
 
 from rl_async.configs.load import load_resolved
 from rl_async.configs.schema import RunConfig
@@ -27,13 +28,15 @@ from rl_async.log import setup_logging
 from rl_async.rollout_server.vllm import VllmEngine
 from rl_async.trainer import sources
 from rl_async.trainer.algorithm import build
+from rl_async.trainer.canaries import PROMPT_TOKENS, Canaries
 from rl_async.trainer.checkpoint import list_checkpoints, load_checkpoint
 from rl_async.trainer.depth import QueueDepth
 from rl_async.trainer.evaluation import Evaluations
 from rl_async.trainer.guard import Guard
 from rl_async.trainer.kl import KlController
+from rl_async.trainer.mismatch import WatchedPublisher
 from rl_async.trainer.models import build_models
-from rl_async.trainer.publisher import EnginePublisher, NoEngines
+from rl_async.trainer.publisher import EnginePublisher, NoEngines, Publisher
 from rl_async.trainer.records import next_lineage
 from rl_async.trainer.trackers import Tracking
 from rl_async.trainer.train import Run, record_evaluation, train
@@ -158,7 +161,7 @@ def _train_from_queue(run: Run, address: str, resume: bool, snapshot: bytes) -> 
     with SyncQueueClient(address, role="trainer", name=f"trainer-{run.rank}") as queue:
         run.source = sources.QueueSource(queue, config.trainer.batch_timeout_s)
         if run.rank != 0:
-            run.publisher = _publisher(run, Bystander())
+            run.publisher = _watched(run, _publisher(run, Bystander()), None)
             train(run)
             return
         if resume:
@@ -175,7 +178,7 @@ def _train_from_queue(run: Run, address: str, resume: bool, snapshot: bytes) -> 
             config.weight_sync.timeout_s,
             config.rollout.start_timeout_s,
         ) as coordinator:
-            run.publisher = _publisher(run, coordinator)
+            run.publisher = _watched(run, _publisher(run, coordinator), queue)
             train(run)
             queue.finish()
 
@@ -185,6 +188,25 @@ def _publisher(run: Run, publisher: WeightCoordinator | Bystander) -> EnginePubl
         run.config.mode, publisher, barrier=dist.barrier, onload=run.models.wake, offload=run.models.sleep
     )
     return EnginePublisher(phase, int(run.config.weight_sync.bucket_mb * 2**20))
+
+
+def _watched(run: Run, publisher: Publisher, queue: SyncQueueClient | None) -> Publisher:
+    """The publisher, comparing log-probabilities with the engines unless that is off. Rank 0 has the queue."""
+    config = run.config
+    mismatch, temperature = config.weight_sync.mismatch, config.rollout.temperature
+    if mismatch.action == "off":
+        return publisher
+    canaries = None
+    if queue is not None:
+        canaries = Canaries(
+            queue.engines,
+            lambda record: VllmEngine(record.url),
+            vocabulary=AutoConfig.from_pretrained(config.model.path).vocab_size,
+            tokens=min(mismatch.tokens, config.rollout.max_model_len - PROMPT_TOKENS),
+            temperature=temperature,
+            timeout_s=config.weight_sync.timeout_s,
+        )
+    return WatchedPublisher(publisher, canaries, mismatch, temperature)
 
 
 if __name__ == "__main__":
