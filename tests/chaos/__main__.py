@@ -1,0 +1,160 @@
+"""Kills and freezes engines at every phase of a sync and of a request, in real runs: see ``scripts/chaos_engines -h``.
+
+A round is one fault in one engine. Runs go on until every round's fault has struck; each must end well, with no group
+lost or trained twice (``rl-async audit``) and no sync longer than its deadline.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rl_async.launcher import machine
+from rl_async.launcher.cli import main as rl_async
+from rl_async.launcher.spec import ProcessSpec
+from tests.chaos.faults import FOLDER, SIGNALS
+
+ROOT = Path(__file__).resolve().parents[2]
+BUCKETS = 4  # at least, per sync
+PHASES = {  # name: (path, the how-manieth in a sync, requests of it per sync, when)
+    "probe": ("/weight_info", 1, 2, "before"),
+    "init": ("/init_weight_transfer_engine", 1, 1, "before"),
+    "init, met": ("/init_weight_transfer_engine", 1, 1, "after"),
+    "pause": ("/pause", 1, 1, "before"),
+    "paused": ("/pause", 1, 1, "after"),
+    "start": ("/start_weight_update", 1, 1, "before"),
+    "first bucket": ("/update_weights", 1, BUCKETS, "before"),
+    "a bucket, loaded": ("/update_weights", 2, BUCKETS, "after"),
+    "last bucket": ("/update_weights", BUCKETS, BUCKETS, "before"),
+    "finish": ("/finish_weight_update", 1, 1, "before"),
+    "finished": ("/finish_weight_update", 1, 1, "after"),
+    "verify": ("/weight_info", 2, 2, "before"),
+    "resume": ("/resume", 1, 1, "before"),
+    "resumed": ("/resume", 1, 1, "after"),
+    "request": ("/inference/v1/generate", 9, 0, "before"),
+    "request, half answered": ("/inference/v1/generate", 5, 0, "during"),
+    "request, answered": ("/inference/v1/generate", 7, 0, "after"),
+}
+ONCE = ("init", "init, met")  # in the life of an engine, unless others die
+SMALL = [
+    *(
+        "data.train_batch_groups=4",
+        "rollout.group_size=4",
+        "trainer.checkpoint_every=5",
+        "eval.every=0",
+        "eval.tasks=4",
+    ),
+    *("queue.lease_s=10", "sft.min_steps=1", "sft.max_steps=2", "sft.check_every=1", "sft.gate=0"),
+    *("launcher.stop_timeout_s=5", "launcher.max_restarts=1000", "trainer.min_train_s=0.3"),
+    *("weight_sync.bucket_mb=0.1", "queue.max_attempts=1000"),
+]
+SYNC_TIMEOUT_S = {"embedded": 6, "vllm": 15}  # of each request of a sync
+
+
+def faults(rounds: int) -> Iterator[dict[str, Any]]:
+    """Every phase with every signal, shuffled; in the first sync of an engine, then in the second, and so on."""
+    kinds = list(itertools.product(SIGNALS, PHASES))
+    random.Random(0).shuffle(kinds)
+    for number in range(rounds):
+        sync, which = divmod(number, len(kinds))
+        signal, name = kinds[which]
+        path, nth, per_sync, when = PHASES[name]
+        later = 0 if name in ONCE else sync % 3
+        yield {"phase": name, "signal": signal, "path": path, "nth": nth + later * per_sync, "when": when}
+
+
+def chaotic(spec: ProcessSpec, folder: Path) -> ProcessSpec:
+    """The same engine with the middleware."""
+    env = {**spec.env, FOLDER: str(folder), "PYTHONPATH": str(ROOT)}
+    if spec.engine_kind == "vllm":
+        argv = (*spec.argv, "--middleware", "tests.chaos.faults.Faulty")
+    else:
+        module = spec.argv.index("rl_async.rollout_server")
+        argv = (*spec.argv[:module], "tests.chaos.engine", *spec.argv[module + 1 :])
+    return dataclasses.replace(spec, argv=argv, env=env)
+
+
+def launch(folder: Path, arguments: list[str]) -> int:
+    """``rl-async launch`` with chaotic engines."""
+    planned = machine.plan
+
+    def plan(*args: Any, **named: Any) -> Any:
+        made = planned(*args, **named)
+        return dataclasses.replace(made, engines=tuple(chaotic(spec, folder) for spec in made.engines))
+
+    machine.plan = plan  # type: ignore[assignment]
+    return rl_async(["launch", *arguments])
+
+
+def one_run(home: Path, name: str, arguments: argparse.Namespace) -> tuple[int, float]:
+    """A run in ``home``. Returns its steps and its longest sync in seconds; ends the program if it went wrong."""
+    kinds = "[vllm, vllm]" if arguments.engine == "vllm" else "embedded"
+    engines = 2 if arguments.engine == "vllm" else 3
+    words = [
+        *("--mode", "disaggregated", "--config", "calculator", "--name", name, *SMALL),
+        *(f"rollout.engine={kinds}", f"rollout.engines={engines}"),
+        *(f"trainer.steps={arguments.steps}", f"weight_sync.timeout_s={SYNC_TIMEOUT_S[arguments.engine]}"),
+    ]
+    if arguments.python:
+        words.append(f"rollout.python={arguments.python}")
+    command = [sys.executable, "-m", "tests.chaos", "--as-launcher", str(home / "faults"), *words]
+    done = subprocess.run(command, cwd=home, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(f"{name} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}\nsee {home}")
+    audit = [sys.executable, "-m", "rl_async.launcher.cli", "audit", f"runs/{name}"]
+    checked = subprocess.run(audit, cwd=home, capture_output=True, text=True)
+    if checked.returncode != 0:
+        sys.exit(f"{name}: {checked.stdout}{checked.stderr}\nsee {home}")
+    steps = [json.loads(line) for line in (home / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    return len(steps), max(step["sync/total_s"] for step in steps)
+
+
+def main() -> int:
+    """Runs until all rounds have struck; the exit code."""
+    if sys.argv[1:2] == ["--as-launcher"]:
+        return launch(Path(sys.argv[2]), sys.argv[3:])
+    parser = argparse.ArgumentParser(prog="scripts/chaos_engines", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="faults in all (default: 5)")
+    parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
+    parser.add_argument("--python", default="", help="for vLLM: its Python, as rollout.python")
+    parser.add_argument("--steps", type=int, default=25, metavar="N", help="trainer steps per run (default: 25)")
+    arguments = parser.parse_args()
+    home = Path(tempfile.mkdtemp(prefix="chaos-"))
+    (home / "faults").mkdir()
+    for number, fault in enumerate(faults(arguments.rounds)):
+        (home / "faults" / f"{number:04d}.queued").write_text(json.dumps(fault))
+    longest, runs, steps = 0.0, 0, 0
+    while any((home / "faults").glob("*.queued")):
+        trained, sync_s = one_run(home, f"run-{runs}", arguments)
+        longest, runs, steps = max(longest, sync_s), runs + 1, steps + trained
+        fired = len(list((home / "faults").glob("*.fired")))
+        print(
+            f"run {runs}: ended well, {trained} steps, longest sync {sync_s:.1f} s; {fired} faults so far", flush=True
+        )
+        for taken in (home / "faults").glob("*.taken"):  # the run was over before its moment came
+            taken.rename(taken.with_suffix(".queued"))
+    struck: Counter[tuple[str, str]] = Counter()
+    for file in (home / "faults").glob("*.fired"):
+        fault = json.loads(file.read_text())
+        struck[fault["phase"], fault["signal"]] += 1
+    print(f"\n{'struck at':24}" + "".join(f"{signal:>8}" for signal in SIGNALS))
+    for phase in PHASES:
+        print(f"{phase:24}" + "".join(f"{struck[phase, signal]:8}" for signal in SIGNALS))
+    print(
+        f"\n{struck.total()} faults in {runs} runs, {steps} steps; every run ended well, no group was lost or trained"
+    )
+    print(f"twice; longest sync {longest:.1f} s. Run folders: {home}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

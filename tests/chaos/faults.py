@@ -1,0 +1,71 @@
+"""Faults that strike an engine from inside its own HTTP server, at one exact moment of a sync or of a request.
+
+An ASGI middleware for the embedded engine and for vLLM (``--middleware``). Each engine process takes one fault from the
+folder that RL_ASYNC_FAULTS names; standard library only, since it also runs in vLLM's environment.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+FOLDER = "RL_ASYNC_FAULTS"
+SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
+Message = dict[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+Receive = Callable[[], Awaitable[Message]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+class Faulty:
+    """Strikes at the ``nth`` request of ``path``: ``before`` it is handled, ``during`` its answer, or ``after`` it was
+    handled and before its answer is complete."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+        self.fault = _take(Path(os.environ[FOLDER]))
+        self.seen = 0
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        fault = self.fault
+        if fault is None or scope["type"] != "http" or scope["path"] != fault["path"]:
+            return await self.app(scope, receive, send)
+        self.seen += 1
+        if self.seen != fault["nth"]:
+            return await self.app(scope, receive, send)
+        if fault["when"] == "before":
+            self._strike()
+
+        async def faulty_send(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                last = not message.get("more_body")
+                if last and fault["when"] == "after":
+                    self._strike()
+                await send(message)
+                if not last and fault["when"] == "during":
+                    self._strike()
+            else:
+                await send(message)
+
+        await self.app(scope, receive, faulty_send)
+
+    def _strike(self) -> None:
+        """The whole engine: whatever it started is in its process group."""
+        fault, self.fault = self.fault, None
+        assert fault is not None
+        Path(fault["file"]).rename(Path(fault["file"]).with_suffix(".fired"))
+        os.killpg(os.getpgrp(), SIGNALS[fault["signal"]])
+
+
+def _take(folder: Path) -> Message | None:
+    """The next fault, if one is left; no other process gets it."""
+    for file in sorted(folder.glob("*.queued")):
+        taken = file.with_suffix(".taken")
+        try:
+            file.rename(taken)
+        except FileNotFoundError:
+            continue  # another engine was faster
+        return {**json.loads(taken.read_text()), "file": str(taken)}
+    return None
