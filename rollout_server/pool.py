@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Protocol
 
+import msgspec
+
 from rl_async.errors import EngineLost, EngineRejected, QueueLost
 from rl_async.messages import EngineList, EngineRecord
 from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult
@@ -59,6 +61,12 @@ class _Progress:
     def rest(self) -> GenerateRequest:
         """The request for what is missing."""
         return continuation(self.request, self.done)
+
+    @property
+    def result(self) -> GenerateResult:
+        """The whole answer. Its engine may have been lost between the last token and the word that it was the last."""
+        full = self.done.finish_reason == "abort"
+        return msgspec.structs.replace(self.done, finish_reason="length") if full else self.done
 
     def take(self, part: GenerateResult) -> None:
         """More of the answer."""
@@ -145,7 +153,7 @@ class EnginePool:
                 self.replayed += 1
             finally:
                 self._announce()  # there is room for another
-        return progress.done
+        return progress.result
 
     async def close(self) -> None:
         """Close all clients."""
