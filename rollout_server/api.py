@@ -11,6 +11,7 @@ import msgspec
 from rl_async.messages import Sampling, Version, VersionRun
 
 PauseMode = Literal["keep", "wait", "abort"]
+FinishReason = Literal["stop", "length", "abort"]
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +35,7 @@ class GenerateResult(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     logprobs: list[float]
     versions: list[VersionRun]
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: FinishReason
 
 
 class Generator(Protocol):
