@@ -61,8 +61,8 @@ class Engine:
     async def info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.version})
 
-    async def is_sleeping(self, request: web.Request) -> web.Response:
-        return web.json_response({"is_sleeping": False})
+    async def metrics(self, request: web.Request) -> web.Response:
+        return web.Response()  # no sleep state: it never sleeps
 
     async def state(self, request: web.Request) -> web.Response:
         sums = {name: float(tensor.double().sum()) for name, tensor in self.weights.items()}
@@ -94,7 +94,7 @@ async def main() -> None:
     }.items():
         app.router.add_post(path, handler)
     app.router.add_get("/weight_info", engine.info)
-    app.router.add_get("/is_sleeping", engine.is_sleeping)
+    app.router.add_get("/metrics", engine.metrics)
     app.router.add_get("/state", engine.state)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
