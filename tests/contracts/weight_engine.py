@@ -62,7 +62,7 @@ class Engine:
         return web.json_response({"weight_version": self.version})
 
     async def metrics(self, request: web.Request) -> web.Response:
-        return web.Response()  # no sleep state: it never sleeps
+        return web.Response(text='vllm:engine_sleep_state{sleep_state="awake"} 1\n')
 
     async def state(self, request: web.Request) -> web.Response:
         sums = {name: float(tensor.double().sum()) for name, tensor in self.weights.items()}
