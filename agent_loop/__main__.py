@@ -22,8 +22,8 @@ from rl_async.lifeline import watch_lifeline
 from rl_async.log import setup_logging
 from rl_async.messages import EngineRecord
 from rl_async.reward_loop.service import RewardService
+from rl_async.rollout_server.connect import EngineClient, connect
 from rl_async.rollout_server.pool import EnginePool
-from rl_async.rollout_server.vllm import VllmEngine
 from rl_async.transfer_queue.client import QueueClient
 
 log = logging.getLogger("rl_async.agent_loop")
@@ -40,11 +40,12 @@ async def run_worker(config: RunConfig, index: int, address: str, *, folder: Pat
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, this.cancel)
 
-    def connect(record: EngineRecord) -> VllmEngine:
-        return VllmEngine(record.url, timeout_s=None)  # the pool keeps the deadline, and knows what does not count
+    def client(record: EngineRecord) -> EngineClient:
+        # No deadline here: the pool keeps it, and knows what does not count.
+        return connect(record.kind, record.url, timeout_s=None)
 
     async with contextlib.AsyncExitStack() as stack:
-        pool = EnginePool(connect, config.rollout.request_timeout_s, config.rollout.max_batch_size)
+        pool = EnginePool(client, config.rollout.request_timeout_s, config.rollout.max_batch_size)
         runner = EpisodeRunner(config, _renderer(config.model.path), pool)
         rewards = await stack.enter_async_context(RewardService(config.reward, model_url=reward_model, folder=folder))
         queue = await stack.enter_async_context(QueueClient(address, role="agent", name=f"agent-{index}"))

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 from rl_async.configs.check_algorithm import ALGORITHM_RULES, Rule
+from rl_async.configs.check_engine import engine_args
 from rl_async.configs.engines import engine_kinds
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import ConfigError
@@ -11,8 +12,6 @@ from rl_async.errors import ConfigError
 
 def _engine(c: RunConfig) -> str | None:
     kinds = engine_kinds(c)
-    if "sglang" in kinds:
-        return "rollout.engine=sglang is not available yet; use embedded or vllm"
     if len(kinds) != c.rollout.engines:
         return (
             f"rollout.engine lists {len(kinds)} kinds and rollout.engines={c.rollout.engines}; give one kind per engine"
@@ -20,40 +19,20 @@ def _engine(c: RunConfig) -> str | None:
     return None
 
 
-# Set by us, or not possible with one worker per engine whose weights change while it listens on loopback.
-ENGINE_FLAGS = {
-    *("--host", "--port", "--model", "--dtype", "--max-model-len", "--max-num-seqs", "--seed", "--api-key"),
-    *(
-        "--enable-scale-out",
-        "--logprobs-mode",
-        "--generation-config",
-        "--weight-transfer-config",
-        "--quantization",
-        "-q",
-    ),
-    *("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp"),
-    "--enable-lora",
-}
-
-
-def _engine_args(c: RunConfig) -> str | None:
-    if c.rollout.engine_args and "vllm" not in engine_kinds(c):
-        return "rollout.engine_args are flags for vLLM, and rollout.engine starts none; leave them out"
-    for word in c.rollout.engine_args:
-        flag = word.partition("=")[0].replace("_", "-")
-        if flag in ENGINE_FLAGS:
-            return f"rollout.engine_args: {word} cannot be given; {ENGINE_KEYS.get(flag, 'it would break training')}"
+def _sglang(c: RunConfig) -> str | None:
+    if "sglang" not in engine_kinds(c):
+        return None
+    if c.mode == "colocated":
+        return (
+            "rollout.engine=sglang does not go with --mode colocated: SGLang does not tell whether it sleeps, so "
+            "requests would be given up while the trainer has its device; use --mode disaggregated"
+        )
+    if c.weight_sync.transport not in ("auto", "gloo"):
+        return (
+            f"rollout.engine=sglang does not go with weight_sync.transport={c.weight_sync.transport}: SGLang takes "
+            "weights from a process group; use auto or gloo"
+        )
     return None
-
-
-ENGINE_KEYS = {
-    "--model": "use model.path",
-    "--dtype": "use model.dtype",
-    "--port": "use rollout.port",
-    "--max-model-len": "use rollout.max_model_len",
-    "--max-num-seqs": "use rollout.max_batch_size",
-    "--seed": "use seed",
-}
 
 
 def _backend(c: RunConfig) -> str | None:
@@ -160,7 +139,8 @@ def _judge(c: RunConfig) -> str | None:
 RULES: tuple[Rule, ...] = (
     *ALGORITHM_RULES,
     _engine,
-    _engine_args,
+    engine_args,
+    _sglang,
     _backend,
     _tensor_parallel,
     _journal,

@@ -125,7 +125,8 @@ def _add_config_commands(parser: argparse.ArgumentParser) -> None:
 def _add_engine_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     verify = commands.add_parser("verify", help="do its log-probabilities agree with a plain forward pass?")
-    verify.add_argument("url", metavar="URL", help="of an embedded engine, or of vLLM with --enable-scale-out")
+    verify.add_argument("url", metavar="URL", help="of an embedded engine, of vLLM with --enable-scale-out, or SGLang")
+    verify.add_argument("--engine", choices=("embedded", "vllm", "sglang"), default="vllm", help="default: vllm")
     verify.add_argument("--model", type=Path, required=True, metavar="PATH", help="folder of the model it serves")
     verify.add_argument("--prompts", type=int, default=32, metavar="N", help="random prompts (default: 32)")
     verify.add_argument("--tolerance", type=float, default=1e-4, metavar="X", help="largest difference (default: 1e-4)")
@@ -236,7 +237,7 @@ def _show(arguments: argparse.Namespace) -> int:
 def _engine_verify(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.verify import verify
 
-    agreement = verify(arguments.url, arguments.model, arguments.prompts, arguments.tolerance)
+    agreement = verify(arguments.url, arguments.model, arguments.prompts, arguments.tolerance, kind=arguments.engine)
     print(agreement.text())
     return 0 if agreement.ok else 1
 

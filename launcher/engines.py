@@ -56,7 +56,24 @@ def _vllm(config: RunConfig, run_dir: Path, index: int, gpu: int | None) -> Comm
     return (rollout.python or argv[0], *argv[1:], *rollout.engine_args), env
 
 
+def _sglang(config: RunConfig, run_dir: Path, index: int, gpu: int | None) -> Command:
+    """SGLang's server in our shell (``rollout_server/in_sglang``)."""
+    rollout = config.rollout
+    flags = {
+        "--model-path": config.model.path,
+        "--host": HOST,
+        "--dtype": config.model.dtype,
+        "--context-length": str(rollout.max_model_len),
+        "--max-running-requests": str(rollout.max_batch_size),
+        "--random-seed": str(config.seed + 10_000 + index),  # else engines would all draw the same
+    }
+    argv = module("rollout_server.in_sglang", *(word for flag in flags.items() for word in flag))
+    # The process group meets on this machine; the host name may resolve to an interface that is down or filtered.
+    return (rollout.python or argv[0], *argv[1:], *rollout.engine_args), {"GLOO_SOCKET_IFNAME": "lo"}
+
+
 COMMANDS: dict[EngineKind, Callable[[RunConfig, Path, int, int | None], Command]] = {
     "embedded": _embedded,
     "vllm": _vllm,
+    "sglang": _sglang,
 }

@@ -14,8 +14,8 @@ from rl_async.errors import ConfigError, RlAsyncError
 from rl_async.launcher.launch import EXIT_SIGNAL, log_into, make_ready, prepare
 from rl_async.launcher.local import Interrupted, Supervisor
 from rl_async.launcher.runs import hold, next_folder
-from rl_async.messages import Reserved, Version
-from rl_async.rollout_server.vllm import VllmEngine
+from rl_async.messages import EngineRecord, Reserved, Version
+from rl_async.rollout_server.connect import connect
 from rl_async.trainer.records import write_trajectories
 
 EVAL_ID = 0
@@ -73,9 +73,9 @@ class Evaluation:
         self._trajectories = folder / "trajectories" / f"eval-{0:06d}.jsonl.gz"
         self.result = Reserved(step=EVAL_ID, headers=[])
 
-    async def on_engine(self, engine_id: str, url: str) -> None:
+    async def on_engine(self, record: EngineRecord) -> None:
         """An update without buckets: the engine keeps the weights of ``model.path`` and serves them as version 0."""
-        engine = VllmEngine(url)
+        engine = connect(record.kind, record.url)
         try:
             await engine.pause("keep")
             await engine.start_update()
@@ -84,8 +84,8 @@ class Evaluation:
         finally:
             await engine.close()
         queue = self._supervisor.queue
-        await queue.publish(Version(), [engine_id])
-        await queue.confirm(engine_id, Version())  # where another engine was published before
+        await queue.publish(Version(), [record.engine_id])
+        await queue.confirm(record.engine_id, Version())  # where another engine was published before
 
     async def run(self) -> None:
         """Ask for the evaluation, wait for its last trajectory, and keep all of them in the run folder.

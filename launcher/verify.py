@@ -13,22 +13,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from rl_async.configs.schema import EngineKind
 from rl_async.errors import EngineError, UserError
 from rl_async.messages import Sampling, Version
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
-from rl_async.rollout_server.vllm import VllmEngine
+from rl_async.rollout_server.connect import connect
 
 TEMPERATURE = 0.7
 PROMPT_TOKENS = (1, 4, 16, 31)
 SAMPLED_TOKENS = 32
 CONCURRENT = 16
-
-
-class _AnyVersion(VllmEngine):
-    """A server that never got weights from us calls them what it likes."""
-
-    def _version(self, text: str) -> Version:
-        return Version()
 
 
 @dataclass(frozen=True)
@@ -64,8 +58,8 @@ class Agreement:
         return "\n".join([*lines, f"verdict: the engine does NOT agree with this model: {why}"])
 
 
-def verify(url: str, folder: Path, prompts: int, tolerance: float) -> Agreement:
-    """Compare the engine at ``url`` with the model in ``folder`` on this many random prompts.
+def verify(url: str, folder: Path, prompts: int, tolerance: float, kind: EngineKind = "vllm") -> Agreement:
+    """Compare the engine of this kind at ``url`` with the model in ``folder`` on this many random prompts.
 
     Raises UserError if the model cannot be loaded or the engine cannot be asked.
     """
@@ -76,7 +70,7 @@ def verify(url: str, folder: Path, prompts: int, tolerance: float) -> Agreement:
         raise UserError(f"--model: cannot load a causal LM from {folder}: {reason}") from error
     requests = make_requests(prompts, int(model.config.vocab_size))
     try:
-        answers = asyncio.run(_ask(url, requests))
+        answers = asyncio.run(_ask(kind, url, requests))
     except EngineError as error:
         raise UserError(f"{url}: {error}") from error
     scaled, raw = [], []
@@ -118,8 +112,10 @@ def logprobs(model: Any, request: GenerateRequest, answer: GenerateResult, tempe
     return logits.log_softmax(-1).gather(1, ids[start:, None])[:, 0]
 
 
-async def _ask(url: str, requests: list[GenerateRequest]) -> list[GenerateResult]:
-    engine, places = _AnyVersion(url), asyncio.Semaphore(CONCURRENT)
+async def _ask(kind: EngineKind, url: str, requests: list[GenerateRequest]) -> list[GenerateResult]:
+    # A server that never got weights from us calls them what it likes.
+    engine = connect(kind, url, read_version=lambda name: Version())
+    places = asyncio.Semaphore(CONCURRENT)
 
     async def ask(request: GenerateRequest) -> GenerateResult:
         async with places:

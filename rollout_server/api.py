@@ -12,6 +12,7 @@ import msgspec
 from rl_async.messages import Sampling, Version, VersionRun
 
 PauseMode = Literal["keep", "wait", "abort"]
+FinishReason = Literal["stop", "length", "abort"]
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +37,7 @@ class GenerateResult(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     logprobs: list[float]
     versions: list[VersionRun]
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: FinishReason
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ from rl_async.errors import EXIT_FAILED, EXIT_USER, RlAsyncError, UserError
 from rl_async.lifeline import watch_lifeline
 from rl_async.lines import drop_torn_line
 from rl_async.log import setup_logging
-from rl_async.rollout_server.vllm import VllmEngine
+from rl_async.rollout_server.connect import connect
 from rl_async.trainer import sources
 from rl_async.trainer.algorithm import build
 from rl_async.trainer.canaries import PROMPT_TOKENS, Canaries
@@ -173,7 +173,7 @@ def _train_from_queue(run: Run, address: str, resume: bool, snapshot: bytes) -> 
             run.evaluations = Evaluations(queue, config.eval.every, record)
         with WeightCoordinator(
             lambda: QueueClient(address, role="weights", name="coordinator"),
-            lambda record: VllmEngine(record.url),
+            lambda record: connect(record.kind, record.url),
             resolve_transport(config),
             config.weight_sync.timeout_s,
             config.rollout.start_timeout_s,
@@ -200,7 +200,7 @@ def _watched(run: Run, publisher: Publisher, queue: SyncQueueClient | None) -> P
     if queue is not None:
         canaries = Canaries(
             queue.engines,
-            lambda record: VllmEngine(record.url),
+            lambda record: connect(record.kind, record.url),
             vocabulary=AutoConfig.from_pretrained(config.model.path).vocab_size,
             tokens=min(mismatch.tokens, config.rollout.max_model_len - PROMPT_TOKENS),
             temperature=temperature,

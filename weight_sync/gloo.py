@@ -14,6 +14,7 @@ from torch import Tensor
 from rl_async.errors import WeightSyncError
 from rl_async.weight_sync.buckets import Bucket, manifest_bytes
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
+from rl_async.weight_sync.rendezvous import group_store
 
 _LOOPBACK = ("127.0.0.1", "localhost")
 
@@ -126,7 +127,7 @@ def _make_group(
     )
     options._devices = [device]
     try:
-        return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, world_size, options)
+        return dist.ProcessGroupGloo(group_store(store, name, "cpu"), rank, world_size, options)
     except RuntimeError as error:
         raise WeightSyncError(f"gloo group {name}: rank {rank} of {world_size} could not meet: {error}") from error
 

@@ -16,7 +16,17 @@ from rl_async.errors import ConfigError
             ["rollout.engine_args: --logprobs-mode=raw_logprobs", "would break training"],
         ),
         (["rollout.engine=vllm", "rollout.engine_args=[--max_model_len, '9']"], ["use rollout.max_model_len"]),
-        (["rollout.engine=sglang"], ["rollout.engine=sglang", "not available yet"]),
+        (["rollout.engine=sglang", "mode=colocated"], ["rollout.engine=sglang", "--mode colocated"]),
+        (
+            ["rollout.engine=sglang", "weight_sync.transport=ipc"],
+            ["rollout.engine=sglang", "weight_sync.transport=ipc"],
+        ),
+        (["rollout.engine=sglang", "rollout.engine_args=[--context_length, '9']"], ["use rollout.max_model_len"]),
+        (["rollout.engine=sglang", "rollout.engine_args=['--tp-size=2']"], ["--tp-size=2", "would break training"]),
+        (
+            ["rollout.engines=2", "rollout.engine=[vllm, sglang]", "rollout.engine_args=['--foo']"],
+            ["rollout.engine_args", "vLLM", "SGLang"],
+        ),
         (["trainer.backend=megatron"], ["trainer.backend=megatron", "not available yet"]),
         (["queue.journal=sqlite"], ["queue.journal=sqlite", "not available yet"]),
         (["queue.journal=redis"], ["queue.journal=redis", "not available yet"]),
@@ -94,5 +104,5 @@ def test_estimators_without_groups_take_a_group_of_one(name: str) -> None:
 
 def test_all_broken_rules_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config("calculator", ["rollout.engine=sglang", "queue.journal=redis"])
+        load_config("calculator", ["rollout.engine=[vllm, sglang]", "queue.journal=redis"])
     assert "rollout.engine" in str(caught.value) and "queue.journal" in str(caught.value)

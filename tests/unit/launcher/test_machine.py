@@ -1,10 +1,12 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from rl_async.configs.load import load_config
 from rl_async.errors import UserError
-from rl_async.launcher.machine import count_gpus, plan_here
+from rl_async.launcher.machine import check_sglang, count_gpus, plan_here
 
 
 @pytest.mark.parametrize(("visible", "count"), [("", 0), ("-1", 0), ("0", 1), ("0,2", 2), ("GPU-ab,GPU-cd", 2)])
@@ -36,3 +38,28 @@ def test_the_judges_key_must_be_there_before_anything_starts(tmp_path: Path, mon
         plan_here(config, tmp_path / "run")
     monkeypatch.setenv("JUDGE_KEY", "secret")
     assert "secret" not in repr(plan_here(config, tmp_path / "run"))
+
+
+def test_sglang_needs_a_gpu_to_start_and_none_to_be_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    config = load_config("calculator", ["rollout.engine=sglang"])
+    with pytest.raises(UserError, match=r"rollout\.engine=sglang.*built for CUDA.*no GPU is visible"):
+        check_sglang(config)
+    assert plan_here(config, tmp_path / "run").engines[0].engine_kind == "sglang"
+    check_sglang(load_config("calculator", []))
+
+
+def test_sglang_must_be_installed_where_it_is_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True, timeout=60)
+    [site] = bare.glob("lib/python*/site-packages")
+    config = load_config("calculator", ["rollout.engine=sglang", f"rollout.python={bare}/bin/python"])
+    with pytest.raises(UserError, match=r"has no SGLang; install `rl-async\[sglang\]`.*rollout\.python"):
+        check_sglang(config)
+    (site / "sglang.py").touch()
+    with pytest.raises(UserError, match="SGLang but not rl-async beside it"):
+        check_sglang(config)
+    (site / "rl_async.py").touch()
+    check_sglang(config)

@@ -186,3 +186,17 @@ def test_vllm_on_a_gpu_that_the_trainer_uses_too_can_sleep() -> None:
     config = load_config("calculator", ["rollout.engine=vllm"], mode="colocated")
     assert "--enable-sleep-mode" in plan(config, RUN, gpus=1).engines[0].argv
     assert "--enable-sleep-mode" not in plan(config, RUN).engines[0].argv
+
+
+def test_sglang_is_started_by_its_own_python_with_our_shell_around_it() -> None:
+    overrides = ["rollout.engine=sglang", "rollout.python=/venv/bin/python"]
+    [engine] = plan(
+        load_config("calculator", [*overrides, "rollout.engine_args=[--page-size, '16']"]), RUN, gpus=2
+    ).engines
+    assert (engine.engine_kind, engine.device) == ("sglang", "cuda:1")
+    assert engine.command(PORTS) == [
+        *("/venv/bin/python", "-m", "rl_async.rollout_server.in_sglang", "--model-path", "artifacts/calculator/model"),
+        *("--host", "127.0.0.1", "--dtype", "float32", "--context-length", "160", "--max-running-requests", "384"),
+        *("--random-seed", "10000", "--page-size", "16", "--port", "1002"),
+    ]
+    assert engine.env["CUDA_VISIBLE_DEVICES"] == "1"

@@ -1,0 +1,1 @@
+"""The process around an SGLang server. Nothing of ours runs inside SGLang itself."""
