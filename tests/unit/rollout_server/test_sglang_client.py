@@ -54,8 +54,10 @@ async def answering(handler: Callable[[str, Any], tuple[int, Any]]) -> AsyncIter
 async def test_tokens_logprobs_and_versions_are_taken_over() -> None:
     async with answering(lambda path, body: (200, {"output_ids": [5, 9], "meta_info": META})) as client:
         got = await client.generate(REQUEST)
+        parts = [part async for part in client.stream(REQUEST)]
     assert (got.token_ids, got.logprobs, got.finish_reason) == ([5, 9], [-1.0, -2.0], "stop")
     assert got.versions == [VersionRun(Version(0, 1), 0, 1), VersionRun(Version(0, 2), 1, 2)]
+    assert parts == [got]
 
 
 async def test_nothing_is_left_to_the_servers_defaults_and_no_stop_token_to_ignore_eos() -> None:
