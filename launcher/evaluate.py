@@ -99,17 +99,18 @@ class Evaluation:
             if time.monotonic() > deadline:
                 raise EvaluationTimeout(f"no result within trainer.batch_timeout_s={self._timeout_s:g}: {reply.why}")
         self.result = reply
-        rows = await queue.fetch([(header.group_id, header.sample) for header in reply.headers])
+        rows = await queue.fetch([header.key for header in reply.headers])
         await asyncio.to_thread(write_trajectories, self._trajectories, rows)
 
 
 def report_lines(result: Reserved) -> Sequence[str]:
     """Mean reward per data source, and over all."""
     rewards: dict[str, list[float]] = defaultdict(list)
-    for header in result.headers:
+    episodes = [header for header in result.headers if header.segment == 0]
+    for header in episodes:
         rewards[result.tasks[header.group_id].data_source].append(header.reward)
     if len(rewards) != 1:
-        rewards["all"] = [header.reward for header in result.headers]
+        rewards["all"] = [header.reward for header in episodes]
     return [
         f"{source}: reward {sum(values) / max(len(values), 1):.4f} over {len(values)} trajectories"
         for source, values in rewards.items()

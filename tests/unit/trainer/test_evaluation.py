@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from rl_async.errors import RlAsyncError
-from rl_async.messages import Done, NotReady, Reserved, Trajectory, Version, VersionRun
+from rl_async.messages import Done, NotReady, Reserved, RowKey, Trajectory, Version, VersionRun
 from rl_async.trainer.evaluation import EvalResult, Evaluations
 from tests.conftest import make_rows
 
@@ -29,7 +29,7 @@ class Queue:
         headers = [row.header() for row in ROWS]
         return Reserved(step=eval_id, headers=headers) if self.done else NotReady(why="one is missing")
 
-    def fetch(self, rows: Sequence[tuple[int, int]]) -> list[Trajectory]:
+    def fetch(self, rows: Sequence[RowKey]) -> list[Trajectory]:
         versions = [VersionRun(Version(0, step), i, i + 1) for i, step in enumerate(self.steps or self.asked[-1:])]
         return [msgspec.structs.replace(row, versions=versions, reward=0.5) for row in ROWS]
 
