@@ -11,7 +11,7 @@ from rich.console import Console
 
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import ConfigError, RlAsyncError
-from rl_async.launcher.launch import EXIT_SIGNAL, log_into, make_ready, prepare
+from rl_async.launcher.launch import EXIT_SIGNAL, announce, log_into, make_ready, prepare
 from rl_async.launcher.local import Interrupted, Supervisor
 from rl_async.launcher.runs import hold, next_folder
 from rl_async.messages import Reserved, Version
@@ -38,6 +38,7 @@ def evaluate(config: RunConfig, name_or_path: str) -> int:
         try:
             with Supervisor(planned, ports, folder) as supervisor:
                 await prepare(config, planned, supervisor, console)
+                announce(config, folder, ports, console)
                 evaluation = Evaluation(supervisor, config, folder)
                 await supervisor.run(evaluation.run, evaluation.on_engine)
         except Interrupted as interruption:

@@ -65,6 +65,14 @@ async def prepare(config: RunConfig, planned: Plan, supervisor: Supervisor, cons
         )
 
 
+def announce(config: RunConfig, folder: Path, ports: Mapping[str, int], console: Console) -> None:
+    """Write down where others may join the run, and print where agent programs are awaited."""
+    places = endpoints(config, ports)
+    write_endpoints(folder, places)
+    if places.gateway:
+        console.print(f"gateway: {places.gateway}", markup=False, highlight=False, soft_wrap=True)
+
+
 async def _run(config: RunConfig, folder: Path, planned: Plan, ports: Mapping[str, int]) -> int:
     console = Console()
     view: View | None = None
@@ -72,10 +80,7 @@ async def _run(config: RunConfig, folder: Path, planned: Plan, ports: Mapping[st
         with Supervisor(planned, ports, folder) as supervisor:
             await prepare(config, planned, supervisor, console)
             console.print(f"run folder: {folder}", markup=False, highlight=False, soft_wrap=True)
-            places = endpoints(config, ports)
-            write_endpoints(folder, places)
-            if places.gateway:
-                console.print(f"gateway: {places.gateway}", markup=False, highlight=False, soft_wrap=True)
+            announce(config, folder, ports, console)
             view = View(config, folder, supervisor.states, supervisor.status, console)
             async with _shown(view):
                 await supervisor.run()

@@ -73,7 +73,7 @@ class GatewayEpisode:
         self._recorder.record(prompt, result, said, seconds)
         self._answers += 1
         self._generate_s += seconds
-        reason = "length" if result.finish_reason == "length" else "stop"
+        reason = "stop" if result.finish_reason == "stop" else "length"
         return Completion(number, said, reason, len(prompt.token_ids), sampled)
 
     def _check(self, request: ChatRequest) -> None:
