@@ -80,8 +80,8 @@ def bind(host: str, port: int) -> socket.socket:
     """A listening socket. Raises UserError if the address cannot be had."""
     try:
         return socket.create_server((host, port))
-    except OSError as error:
-        raise UserError(f"agent.gateway: cannot listen on {host}:{port}: {error.strerror}") from error
+    except (OSError, OverflowError) as error:
+        raise UserError(f"agent.gateway: cannot listen on {host}:{port}: {error}") from error
 
 
 def serve(run: Path, queue: str, reward_model: str, host: str, port: int) -> int:

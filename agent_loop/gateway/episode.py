@@ -44,6 +44,7 @@ class GatewayEpisode:
         self._renderer, self._generator, self._max_answers = renderer, generator, max_answers
         self._recorder = Recorder(renderer)
         self._sampling = policy_sampling(config, group.partition)
+        self._usual = policy_sampling(config, "train")  # what a program may ask for in held-out episodes as well
         self._limit = min(config.agent.max_tokens, config.rollout.max_model_len)
         self._max_tokens = config.rollout.max_tokens
         self._requests = self._answers = self._in_flight = 0
@@ -89,8 +90,8 @@ class GatewayEpisode:
                 param="messages",
             )
         for name in ("temperature", "top_p"):
-            wanted = getattr(request, name)
-            if wanted is not None and not math.isclose(wanted, getattr(self._sampling, name)):
+            wanted, known = getattr(request, name), [getattr(s, name) for s in (self._sampling, self._usual)]
+            if wanted is not None and not any(math.isclose(wanted, value) for value in known):
                 raise unsupported(name, wanted)
 
     def _prompt(self, request: ChatRequest) -> Prompt:
@@ -143,7 +144,7 @@ class GatewayEpisode:
             )
             for segment, row in enumerate(self._recorder.rows)
         ]
-        return rows, self._recorder.newest
+        return rows, self._recorder.last
 
 
 def share_reward(rows: list[Trajectory], scored: Trajectory) -> None:

@@ -189,6 +189,8 @@ class Episodes:
         async with episode.ending:
             if episode_id in self._ended:
                 return self._ended[episode_id]
+            if episode.closed:  # given up at this moment
+                raise RequestRefused("this episode has ended", code="episode_ended", status=404)
             if ending.error:
                 return await self._fail(episode, f"the agent program: {ending.error}")
             return await self._hand_over(episode, ending)

@@ -59,7 +59,7 @@ class Recorder:
     def __init__(self, renderer: ChatRenderer) -> None:
         self._renderer = renderer
         self.rows: list[Row] = []
-        self.newest = -1  # the row with the answer recorded last
+        self.last = -1  # the row with the answer recorded last
         self._answers: defaultdict[bytes, list[Answer]] = defaultdict(list)  # by the history that each ends
         self._texts: dict[bytes, str] = {}  # what was sampled, by the identity of the answer as it was given out
 
@@ -95,7 +95,7 @@ class Recorder:
         key = history_keys([*prompt.messages, said], prompt.tools)[-1]
         self._answers[key].append(Answer(row, len(row.tokens), len(row.turns)))
         self._texts[said.identity()] = text
-        self.newest = next(number for number, other in enumerate(self.rows) if other is row)
+        self.last = next(number for number, other in enumerate(self.rows) if other is row)
 
     def _longest(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> tuple[int, Answer | None]:
         """The longest part of the history that a recorded answer ends, in messages, and that answer.

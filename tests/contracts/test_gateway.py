@@ -257,6 +257,8 @@ def check_logprobs(model: Any, row: Any) -> None:
 def test_a_port_that_is_taken_is_a_user_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match=r"agent\.gateway"):
         bind("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(UserError, match=r"agent\.gateway"):
+        bind("127.0.0.1", 1 << 16)
 
 
 def test_the_client_says_when_there_is_no_gateway() -> None:

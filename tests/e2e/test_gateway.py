@@ -73,6 +73,7 @@ def test_agent_programs_train_a_run_through_two_gateways(tmp_path: Path, start: 
     output, _ = launch.communicate(timeout=240)
     assert launch.returncode == 0, output[-4000:]
     assert f"gateway: {url}" in output
+    assert second.wait(60) == 0, "the gateway that joined did not hear that the run is over"
     played = [process.communicate(timeout=60)[0] for process in programs]
     assert [process.returncode for process in programs] == [0, 0], played
     assert all(int(text.split()[-3]) > 0 for text in played), played

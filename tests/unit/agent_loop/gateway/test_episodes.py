@@ -193,6 +193,27 @@ async def test_episodes_without_an_end_and_samples_without_a_program_are_given_u
     }
 
 
+async def test_an_end_that_comes_while_the_episode_is_given_up_is_refused(renderer: ChatRenderer) -> None:
+    failing, failed = asyncio.Event(), asyncio.Event()
+
+    class SlowQueue(FakeQueue):
+        async def fail(self, group_id: int, sample: int, attempt: int, error: str) -> Done | Refused:
+            failing.set()
+            await failed.wait()
+            return await super().fail(group_id, sample, attempt, error)
+
+    queue = SlowQueue([leased()])
+    async with gateway(queue, renderer, ScriptedEngine(renderer, ["5"]), episode_timeout_s=0.05) as episodes:
+        episode = await begin(episodes)
+        await episode.complete(ask("a?"))
+        await asyncio.wait_for(failing.wait(), 10)
+        with pytest.raises(RequestRefused, match="has ended"):
+            await episodes.end(episode.id, Ending(reward=1.0))
+        failed.set()
+        await asyncio.wait_for(queue.failed.wait(), 10)
+    assert queue.rows == [] and len(queue.failures) == 1
+
+
 async def test_an_answer_that_comes_after_the_end_is_not_recorded(renderer: ChatRenderer) -> None:
     released = asyncio.Event()
     scripted = ScriptedEngine(renderer, ["4", "5"])
@@ -264,7 +285,9 @@ async def test_held_out_tasks_are_sampled_as_evaluations_are(renderer: ChatRende
     engine = ScriptedEngine(renderer, ["5"])
     async with gateway(queue, renderer, engine) as episodes:
         episode = await begin(episodes)
-        await episode.complete(ask("a?"))
+        await episode.complete(ask("a?", temperature=1.0))
+        with pytest.raises(RequestRefused):
+            await episode.complete(ask("a?", temperature=0.9))
         await episodes.end(episode.id, Ending())
     assert engine.requests[0].sampling.temperature == run_config().eval.temperature
     assert queue.rows[0][0].partition == "eval"
