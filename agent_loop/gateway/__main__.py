@@ -78,10 +78,15 @@ async def run_gateway(
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket. Raises UserError if the address cannot be had."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        return socket.create_server((host, port))
+        listener.bind((host, port))
+        listener.listen()
     except (OSError, OverflowError) as error:
+        listener.close()
         raise UserError(f"agent.gateway: cannot listen on {host}:{port}: {error}") from error
+    return listener
 
 
 def serve(run: Path, queue: str, reward_model: str, host: str, port: int) -> int:

@@ -33,7 +33,7 @@ class Episode:
     gateway: "Gateway"
 
     def reward(self, value: float, **parts: float) -> dict[str, Any]:
-        """End it with this reward. Raises GatewayError if it has ended, or has no answer."""
+        """End it with this reward; ``accepted`` is false if it has ended. Raises GatewayError if it has no answer."""
         return self._end({"reward": value, "parts": parts})
 
     def score(self) -> dict[str, Any]:
@@ -46,17 +46,22 @@ class Episode:
 
     def _end(self, body: dict[str, Any]) -> dict[str, Any]:
         status, answer = self.gateway.post(f"/episodes/{self.id}/reward", body)
-        if status != 200 and answer != FINISHED:
+        if status == 404 or answer == FINISHED:  # too late, or the gateway was started again and knows nothing of it
+            return {"accepted": False, "reason": "the episode has ended", "rows": 0, "reward": None}
+        if status != 200:
             raise GatewayError(f"{status}: {answer}")
         return answer
 
 
 class Gateway:
-    """The gateway at ``url``. A gateway that answered once and is gone has ended with its run."""
+    """The gateway at ``url``, which has ``start_s`` to begin.
 
-    def __init__(self, url: str, *, wait_s: float = 20.0, start_s: float = 60.0) -> None:
-        self._url, self._wait_s = url.rstrip("/"), wait_s
-        self._start_by = time.monotonic() + start_s
+    One that answered and is gone for ``gone_s``, in which the launcher starts again a gateway that died, has ended with
+    its run.
+    """
+
+    def __init__(self, url: str, *, wait_s: float = 20.0, start_s: float = 60.0, gone_s: float = 20.0) -> None:
+        self._url, self._wait_s, self._start_s, self._gone_s = url.rstrip("/"), wait_s, start_s, gone_s
         self._answered = False
 
     def episodes(self) -> Iterator[Episode]:
@@ -71,10 +76,11 @@ class Gateway:
                 return
 
     def post(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Status and body of the answer. Raises OSError if there is no gateway within ``start_s``."""
+        """Status and body of the answer; 503 and FINISHED if the gateway is gone. Raises OSError if it never came."""
         request = urllib.request.Request(
             self._url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
+        deadline = time.monotonic() + (self._gone_s if self._answered else self._start_s)
         while True:
             try:
                 with urllib.request.urlopen(request, timeout=self._wait_s + 60) as answer:
@@ -85,8 +91,8 @@ class Gateway:
                     self._answered = True
                     return error.code, json.load(error)
             except (urllib.error.URLError, ConnectionError) as error:
-                if self._answered:
+                if time.monotonic() > deadline and self._answered:
                     return 503, FINISHED
-                if time.monotonic() > self._start_by:
+                if time.monotonic() > deadline:
                     raise OSError(f"no gateway at {self._url}: {error}") from error
                 time.sleep(0.5)

@@ -98,7 +98,7 @@ class RunningGateway:
             await serving
 
     def stop(self) -> None:
-        if self._loop is not None:
+        if self._loop is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self.queue.over.set)
         self._thread.join(10)
         assert not self._thread.is_alive()

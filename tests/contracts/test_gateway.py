@@ -116,7 +116,7 @@ def test_errors_are_those_that_the_client_knows(start: Any) -> None:
     with pytest.raises(GatewayError, match="no answer"):
         episode.reward(1.0)
     client.chat.completions.create(model="any", messages=question)
-    episode.reward(1.0)
+    assert episode.reward(1.0)["accepted"] and episode.reward(0.0)["reward"] == 1.0
     with pytest.raises(openai.NotFoundError, match="ended"):
         client.chat.completions.create(model="any", messages=question)
     assert gateway.queue.failures == []
@@ -259,6 +259,17 @@ def test_a_port_that_is_taken_is_a_user_error() -> None:
         bind("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(UserError, match=r"agent\.gateway"):
         bind("127.0.0.1", 1 << 16)
+
+
+def test_a_gateway_that_is_gone_has_ended_with_its_run(start: Any) -> None:
+    gateway = start("5", samples=2)
+    door = Gateway(gateway.url, gone_s=0)
+    episodes = door.episodes()
+    episode = next(episodes)
+    unknown = Episode("guessed", "", {}, door).reward(1.0)
+    assert unknown == {"accepted": False, "reason": "the episode has ended", "rows": 0, "reward": None}
+    gateway.stop()
+    assert episode.fail("late")["accepted"] is False and list(episodes) == []
 
 
 def test_the_client_says_when_there_is_no_gateway() -> None:

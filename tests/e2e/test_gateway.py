@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -70,6 +71,8 @@ def test_agent_programs_train_a_run_through_two_gateways(tmp_path: Path, start: 
         start(sys.executable, str(ROOT / "tests" / "e2e" / "gateway_program.py"), line.split()[1]),
         start(sys.executable, str(ROOT / "examples" / "gateway_agent.py"), url, "4"),
     ]
+    wait_for(run / "metrics.jsonl", launch)
+    process_of(run, "rl_async.agent_loop.gateway").kill()  # its episodes are lost, and handed out again
     output, _ = launch.communicate(timeout=240)
     assert launch.returncode == 0, output[-4000:]
     assert f"gateway: {url}" in output
@@ -80,6 +83,13 @@ def test_agent_programs_train_a_run_through_two_gateways(tmp_path: Path, start: 
     audit = subprocess.run([RL_ASYNC, "audit", str(run)], cwd=tmp_path, capture_output=True, text=True)
     assert audit.returncode == 0, audit.stdout + audit.stderr
     check_rows(run)
+
+
+def process_of(run: Path, module: str) -> psutil.Process:
+    for process in psutil.process_iter(["cmdline", "cwd"]):
+        if module in (process.info["cmdline"] or []) and process.info["cwd"] == str(run.parents[1]):
+            return process
+    raise AssertionError(f"no process {module}")
 
 
 def check_rows(run: Path) -> None:
