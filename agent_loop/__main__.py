@@ -9,21 +9,18 @@ import sys
 from pathlib import Path
 
 import uvloop
-from transformers import PreTrainedTokenizerFast
 
 from rl_async.agent_loop.loops import EpisodeRunner
-from rl_async.agent_loop.render import ChatRenderer
+from rl_async.agent_loop.render import load_renderer
 from rl_async.agent_loop.worker import AgentWorker
 from rl_async.configs.load import load_resolved
 from rl_async.configs.samples import samples_per_group
 from rl_async.configs.schema import RunConfig
-from rl_async.errors import ConfigError, RlAsyncError, UserError
+from rl_async.errors import RlAsyncError, UserError
 from rl_async.lifeline import watch_lifeline
 from rl_async.log import setup_logging
-from rl_async.messages import EngineRecord
 from rl_async.reward_loop.service import RewardService
-from rl_async.rollout_server.connect import EngineClient, connect
-from rl_async.rollout_server.pool import EnginePool
+from rl_async.rollout_server.connect import engine_pool
 from rl_async.transfer_queue.client import QueueClient
 
 log = logging.getLogger("rl_async.agent_loop")
@@ -40,13 +37,9 @@ async def run_worker(config: RunConfig, index: int, address: str, *, folder: Pat
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, this.cancel)
 
-    def client(record: EngineRecord) -> EngineClient:
-        # No deadline here: the pool keeps it, and knows what does not count.
-        return connect(record.kind, record.url, timeout_s=None)
-
     async with contextlib.AsyncExitStack() as stack:
-        pool = EnginePool(client, config.rollout.request_timeout_s, config.rollout.max_batch_size)
-        runner = EpisodeRunner(config, _renderer(config.model.path), pool)
+        pool = engine_pool(config.rollout)
+        runner = EpisodeRunner(config, load_renderer(config.model.path), pool)
         rewards = await stack.enter_async_context(RewardService(config.reward, model_url=reward_model, folder=folder))
         queue = await stack.enter_async_context(QueueClient(address, role="agent", name=f"agent-{index}"))
         stack.push_async_callback(pool.close)
@@ -63,13 +56,6 @@ async def run_worker(config: RunConfig, index: int, address: str, *, folder: Pat
             watching = group.create_task(pool.watch(queue), name="engine registry")
             await worker.run()
             watching.cancel()
-
-
-def _renderer(model_path: str) -> ChatRenderer:
-    try:
-        return ChatRenderer(PreTrainedTokenizerFast.from_pretrained(model_path))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {model_path} has no usable tokenizer with a chat template: {error}") from error
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,15 +4,14 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-import numpy as np
-
 from rl_async.agent_loop.parsers import BAD_CALL, ParsedCall
 from rl_async.agent_loop.render import ChatRenderer, Message
+from rl_async.agent_loop.row_tokens import RowTokens
 from rl_async.agent_loop.tools import Tool, ToolResult
 from rl_async.configs.samples import is_baseline
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import DataError
-from rl_async.messages import LeasedGroup, Sampling, ToolCall, Trajectory, Turn, VersionRun
+from rl_async.messages import LeasedGroup, Sampling, ToolCall, Trajectory, Turn
 from rl_async.rollout_server.api import GenerateRequest, Generator
 
 
@@ -42,22 +41,18 @@ class Episode:
         self._renderer, self._generator = renderer, generator
         self._id = f"{group.group_id}.{sample}.{group.attempt}"
         self._baseline = is_baseline(config, group.partition, sample)
-        self._sampling = Sampling(temperature=0.0) if self._baseline else _sampling(config, group.partition)
+        self._sampling = Sampling(temperature=0.0) if self._baseline else policy_sampling(config, group.partition)
         self._limit = min(config.agent.max_tokens, config.rollout.max_model_len)
         self._seconds = {"generate": 0.0, "tools": 0.0}
         self._began = time.monotonic()
-        self._token_ids = renderer.prompt(self.messages, self.schemas)
-        self._mask = [False] * len(self._token_ids)
-        self._logprobs = [0.0] * len(self._token_ids)
-        self._versions: list[VersionRun] = []
-        self._sampled = 0
-        if len(self._token_ids) >= self._limit:
+        self._row = RowTokens(renderer.prompt(self.messages, self.schemas))
+        if len(self._row) >= self._limit:
             raise DataError(
-                f"task {self.task.task_id}: its prompt has {len(self._token_ids)} tokens and leaves no room within "
+                f"task {self.task.task_id}: its prompt has {len(self._row)} tokens and leaves no room within "
                 f"{self._limit} (agent.max_tokens, rollout.max_model_len)"
             )
         for message in self.messages:
-            self.turns.append(Turn(role=message["role"], text=message["content"], end=len(self._token_ids)))
+            self.turns.append(Turn(role=message["role"], text=message["content"], end=len(self._row)))
 
     @property
     def text(self) -> str:
@@ -66,12 +61,12 @@ class Episode:
 
     async def generate(self) -> str:
         """Let the model take a turn. Why it ended: ``stop``, ``length`` or ``abort``."""
-        room = min(self.config.rollout.max_tokens, self._limit - len(self._token_ids))
+        room = min(self.config.rollout.max_tokens, self._limit - len(self._row))
         if room <= 0:
             return "length"
         request = GenerateRequest(
             request_id=f"{self._id}.{len(self.turns)}",
-            token_ids=self._token_ids.copy(),
+            token_ids=self._row.token_ids.copy(),
             sampling=self._sampling,
             max_tokens=room,
             stop_token_ids=self._renderer.stop_token_ids,
@@ -81,31 +76,23 @@ class Episode:
         result = await self._generator.generate(request, session=self._id)
         seconds = time.monotonic() - began
         self._seconds["generate"] += seconds
-        start = len(self._token_ids)
-        self._token_ids += result.token_ids
-        self._mask += [True] * len(result.token_ids)
-        self._logprobs += result.logprobs
-        self._add_versions(result.versions)
-        self._sampled += len(result.token_ids)
+        start = len(self._row)
+        self._row.add_sampled(result)
         text = self._renderer.turn_text(result.token_ids)
         self.messages.append({"role": "assistant", "content": text})
-        self.turns.append(Turn(role="assistant", text=text, start=start, end=len(self._token_ids), seconds=seconds))
+        self.turns.append(Turn(role="assistant", text=text, start=start, end=len(self._row), seconds=seconds))
         return result.finish_reason
 
     def add(self, messages: Sequence[Message]) -> bool:
         """Append messages of others and open the next assistant turn. False, and nothing added, if there is no room."""
         delta = self._renderer.delta(messages)
-        start = len(self._token_ids)
+        start = len(self._row)
         if start + len(delta) >= self._limit:
             return False
-        self._token_ids += delta
-        self._mask += [False] * len(delta)
-        self._logprobs += [0.0] * len(delta)
+        self._row.add(delta)
         self.messages += messages
         for message in messages:
-            self.turns.append(
-                Turn(role=message["role"], text=message["content"], start=start, end=len(self._token_ids))
-            )
+            self.turns.append(Turn(role=message["role"], text=message["content"], start=start, end=len(self._row)))
         return True
 
     async def call(self, calls: Sequence[ParsedCall]) -> list[Message]:
@@ -137,7 +124,7 @@ class Episode:
 
     def drift(self) -> int | None:
         """Position of the first token that the full chat template would have otherwise; None: all agree."""
-        return self._renderer.check(self.messages, self._token_ids, self.schemas)
+        return self._renderer.check(self.messages, self._row.token_ids, self.schemas)
 
     def trajectory(self, finish_reason: str) -> Trajectory:
         """The row to train on, not scored yet."""
@@ -149,10 +136,7 @@ class Episode:
             attempt=group.attempt,
             episode_id=self._id,
             partition=group.partition,
-            token_ids=np.array(self._token_ids, np.int32),
-            loss_mask=np.array(self._mask, np.bool_),
-            logprobs=np.array(self._logprobs, np.float32),
-            versions=self._versions,
+            **self._row.arrays(),
             sampling=self._sampling,
             reward=0.0,
             baseline=self._baseline,
@@ -162,16 +146,9 @@ class Episode:
             ground_truth=self.task.ground_truth,
         )
 
-    def _add_versions(self, runs: Sequence[VersionRun]) -> None:
-        """Count on from the turns before, joining a run to the last one of the same version."""
-        for run in runs:
-            start, end = self._sampled + run.start, self._sampled + run.end
-            if self._versions and self._versions[-1].version == run.version:
-                start = self._versions.pop().start
-            self._versions.append(VersionRun(run.version, start, end))
 
-
-def _sampling(config: RunConfig, partition: str) -> Sampling:
+def policy_sampling(config: RunConfig, partition: str) -> Sampling:
+    """The distribution that a partition's tokens are drawn from."""
     if partition == "eval":
         return Sampling(temperature=config.eval.temperature)
     rollout = config.rollout

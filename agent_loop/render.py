@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 from transformers import PreTrainedTokenizerFast
 
+from rl_async.errors import ConfigError
+
 Message = dict[str, Any]
 
 _MARK = "rendermark"
@@ -127,3 +129,11 @@ class ChatRenderer:
         if not mark:
             raise ValueError("the chat template does not print the assistant's text")
         return after
+
+
+def load_renderer(model_path: str) -> ChatRenderer:
+    """Of the model's tokenizer. Raises ConfigError if it has none that can be used."""
+    try:
+        return ChatRenderer(PreTrainedTokenizerFast.from_pretrained(model_path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {model_path} has no usable tokenizer with a chat template: {error}") from error

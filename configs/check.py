@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from rl_async.configs.check_algorithm import ALGORITHM_RULES, Rule
 from rl_async.configs.check_engine import engine_args
+from rl_async.configs.check_gateway import gateway_rule
 from rl_async.configs.engines import engine_kinds
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import ConfigError
@@ -152,6 +153,7 @@ RULES: tuple[Rule, ...] = (
     _make,
     _reward_models,
     _judge,
+    gateway_rule,
 )
 
 

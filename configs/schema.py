@@ -11,6 +11,7 @@ from msgspec import Meta
 from rl_async.configs.algorithm import AlgorithmConfig
 from rl_async.configs.base import Config, Count, Fraction, Positive, Seconds, doc
 from rl_async.configs.critic import CriticConfig
+from rl_async.configs.gateway import GatewayConfig
 from rl_async.configs.mismatch import MismatchConfig
 from rl_async.configs.reward import JudgeConfig, RewardModelConfig
 
@@ -64,6 +65,9 @@ class AgentConfig(Config, frozen=True):
     check_rendering: Annotated[
         Fraction, doc("Share of episodes whose tokens are compared with the full chat template.")
     ] = 0.02
+    gateway: Annotated[
+        GatewayConfig | None, doc("Agent programs play the episodes through an OpenAI-compatible gateway, no workers.")
+    ] = None
 
 
 EngineKind = Literal["embedded", "vllm", "sglang"]

@@ -69,6 +69,8 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_engine_commands(commands.add_parser("engine", help="look at a rollout engine"))
 
+    _add_gateway(commands.add_parser("gateway", help="let agent programs play episodes of a run that is going on"))
+
     audit = commands.add_parser("audit", help="was every admitted sample of a run trained exactly once?")
     audit.add_argument("run", type=Path, metavar="RUN", help="run folder")
     audit.set_defaults(command=_audit)
@@ -82,6 +84,14 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sample", type=int, help="only this row of each group")
     parser.description = "Of the rows asked for, the most corrected one is shown token by token."
     parser.set_defaults(command=_show)
+
+
+def _add_gateway(parser: argparse.ArgumentParser) -> None:
+    parser.description = "An OpenAI-compatible gateway; each episode gets a base_url of its own. See docs/gateway.md."
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run that is going on")
+    parser.add_argument("--host", default="", help="address to listen on (default: agent.gateway.host, or loopback)")
+    parser.add_argument("--port", type=int, default=0, help="default: a free one")
+    parser.set_defaults(command=_gateway)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
@@ -232,6 +242,12 @@ def _show(arguments: argparse.Namespace) -> int:
 
     show(arguments.run, arguments.step, arguments.group, arguments.sample)
     return 0
+
+
+def _gateway(arguments: argparse.Namespace) -> int:
+    from rl_async.agent_loop.gateway.__main__ import attach
+
+    return attach(arguments.run, arguments.host, arguments.port)
 
 
 def _engine_verify(arguments: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import ConfigError, RlAsyncError
-from rl_async.launcher.launch import EXIT_SIGNAL, log_into, make_ready, prepare
+from rl_async.launcher.launch import EXIT_SIGNAL, announce, log_into, make_ready, prepare
 from rl_async.launcher.local import Interrupted, Supervisor
 from rl_async.launcher.runs import hold, next_folder
 from rl_async.messages import EngineRecord, Reserved, Version
@@ -38,6 +38,7 @@ def evaluate(config: RunConfig, name_or_path: str) -> int:
         try:
             with Supervisor(planned, ports, folder) as supervisor:
                 await prepare(config, planned, supervisor, console)
+                announce(config, folder, ports, console)
                 evaluation = Evaluation(supervisor, config, folder)
                 await supervisor.run(evaluation.run, evaluation.on_engine)
         except Interrupted as interruption:
@@ -99,17 +100,18 @@ class Evaluation:
             if time.monotonic() > deadline:
                 raise EvaluationTimeout(f"no result within trainer.batch_timeout_s={self._timeout_s:g}: {reply.why}")
         self.result = reply
-        rows = await queue.fetch([(header.group_id, header.sample) for header in reply.headers])
+        rows = await queue.fetch([header.key for header in reply.headers])
         await asyncio.to_thread(write_trajectories, self._trajectories, rows)
 
 
 def report_lines(result: Reserved) -> Sequence[str]:
     """Mean reward per data source, and over all."""
     rewards: dict[str, list[float]] = defaultdict(list)
-    for header in result.headers:
+    episodes = [header for header in result.headers if header.segment == 0]
+    for header in episodes:
         rewards[result.tasks[header.group_id].data_source].append(header.reward)
     if len(rewards) != 1:
-        rewards["all"] = [header.reward for header in result.headers]
+        rewards["all"] = [header.reward for header in episodes]
     return [
         f"{source}: reward {sum(values) / max(len(values), 1):.4f} over {len(values)} trajectories"
         for source, values in rewards.items()

@@ -10,10 +10,11 @@ from pathlib import Path
 from rich.console import Console
 
 from rl_async.configs.schema import RunConfig
+from rl_async.endpoints import write_endpoints
 from rl_async.launcher.artifacts import needs_preparation
 from rl_async.launcher.local import Interrupted, Supervisor
 from rl_async.launcher.machine import check_sglang, plan_here
-from rl_async.launcher.plan import Plan
+from rl_async.launcher.plan import Plan, endpoints
 from rl_async.launcher.ports import assign_ports
 from rl_async.launcher.runs import checkpoints, create, hold
 from rl_async.launcher.view import View
@@ -65,6 +66,14 @@ async def prepare(config: RunConfig, planned: Plan, supervisor: Supervisor, cons
         )
 
 
+def announce(config: RunConfig, folder: Path, ports: Mapping[str, int], console: Console) -> None:
+    """Write down where others may join the run, and print where agent programs are awaited."""
+    places = endpoints(config, ports)
+    write_endpoints(folder, places)
+    if places.gateway:
+        console.print(f"gateway: {places.gateway}", markup=False, highlight=False, soft_wrap=True)
+
+
 async def _run(config: RunConfig, folder: Path, planned: Plan, ports: Mapping[str, int]) -> int:
     console = Console()
     view: View | None = None
@@ -72,6 +81,7 @@ async def _run(config: RunConfig, folder: Path, planned: Plan, ports: Mapping[st
         with Supervisor(planned, ports, folder) as supervisor:
             await prepare(config, planned, supervisor, console)
             console.print(f"run folder: {folder}", markup=False, highlight=False, soft_wrap=True)
+            announce(config, folder, ports, console)
             view = View(config, folder, supervisor.states, supervisor.status, console)
             async with _shown(view):
                 await supervisor.run()

@@ -3,11 +3,13 @@
 The mode decides here, and nowhere else, which process uses which device and how weights travel.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from rl_async.configs.schema import RunConfig
 from rl_async.configs.transport import Transport, resolve_transport
+from rl_async.endpoints import Endpoints
 from rl_async.launcher.engines import engine_spec
 from rl_async.launcher.memory import (
     ModelSize,
@@ -20,6 +22,7 @@ from rl_async.launcher.ports import HOST, PortWish
 from rl_async.launcher.spec import ProcessSpec, environment, module
 
 REWARD_MODEL = "reward-model"
+GATEWAY = "gateway"
 RENDEZVOUS = "rendezvous"  # the port where trainer ranks meet
 
 
@@ -57,7 +60,7 @@ def plan(
         prepare=_prepare(config, run_dir),
         queue=_queue(config, run_dir),
         engines=tuple(engine_spec(config, run_dir, i, devices.engine(i), size) for i in range(config.rollout.engines)),
-        workers=tuple(_worker(config, run_dir, i) for i in range(config.agent.workers)),
+        workers=_workers(config, run_dir),
         trainers=tuple(_trainer(config, run_dir, i, devices, size, resume) for i in range(config.trainer.ranks)),
         ports=_ports(config),
         start_timeout_s=config.rollout.start_timeout_s,
@@ -137,12 +140,22 @@ def _reward_model(config: RunConfig, gpus: int) -> ProcessSpec:
     )
 
 
-def _worker(config: RunConfig, run_dir: Path, index: int) -> ProcessSpec:
-    argv = module("agent_loop", "--run", str(run_dir), "--index", str(index), "--queue", f"tcp://{HOST}:{{queue}}")
+def _workers(config: RunConfig, run_dir: Path) -> tuple[ProcessSpec, ...]:
+    """Those who play the episodes: agent workers, or a gateway for agent programs in their place."""
+    gateway = config.agent.gateway
+    if gateway is not None:
+        return (_worker(config, run_dir, GATEWAY, "agent_loop.gateway", "--port", f"{{{GATEWAY}}}"),)
+    return tuple(
+        _worker(config, run_dir, f"worker-{i}", "agent_loop", "--index", str(i)) for i in range(config.agent.workers)
+    )
+
+
+def _worker(config: RunConfig, run_dir: Path, name: str, program: str, *flags: str) -> ProcessSpec:
+    argv = module(program, "--run", str(run_dir), *flags, "--queue", f"tcp://{HOST}:{{queue}}")
     if serves_reward_model(config):
         argv += ("--reward-model", f"http://{HOST}:{{{REWARD_MODEL}}}")
     return ProcessSpec(
-        name=f"worker-{index}",
+        name=name,
         role="worker",
         argv=argv,
         env=environment(config),
@@ -183,4 +196,16 @@ def _ports(config: RunConfig) -> tuple[PortWish, ...]:
     wishes = [PortWish("queue", config.queue.port, "queue.port"), *engines, PortWish(RENDEZVOUS)]
     if config.reward.model is not None and serves_reward_model(config):
         wishes.append(PortWish(REWARD_MODEL, config.reward.model.port, "reward.model.port"))
+    if config.agent.gateway is not None:
+        wishes.append(PortWish(GATEWAY, config.agent.gateway.port, "agent.gateway.port"))
     return tuple(wishes)
+
+
+def endpoints(config: RunConfig, ports: Mapping[str, int]) -> Endpoints:
+    """Where the processes of a run that others may join are to be found."""
+    gateway = config.agent.gateway
+    return Endpoints(
+        queue=f"tcp://{HOST}:{ports['queue']}",
+        reward_model=f"http://{HOST}:{ports[REWARD_MODEL]}" if REWARD_MODEL in ports else "",
+        gateway="" if gateway is None else f"http://{gateway.host}:{ports[GATEWAY]}",
+    )

@@ -31,6 +31,7 @@ class RecordedRow(msgspec.Struct):
     reward: float
     token_ids: list[int]
     loss_mask: list[bool]
+    segment: int = 0
     error: str = ""
     correction: Explanation | None = None
 
@@ -60,7 +61,8 @@ def show(run: Path, step: int | None, group: int | None, sample: int | None, con
     elif sample is None:
         console.print(_table(f"step {number}, group {group}", chosen, lambda row: row.sample, "sample"))
     row = max(chosen, key=_corrected)
-    console.print(f"\ngroup {row.group_id}, sample {row.sample}, reward {row.reward:g}", highlight=False)
+    place = f"group {row.group_id}, sample {row.sample}" + (f", segment {row.segment}" if row.segment else "")
+    console.print(f"\n{place}, reward {row.reward:g}", highlight=False)
     console.print(render(row, _decoder(run)), soft_wrap=True, highlight=False)
     console.print(LEGEND, highlight=False, soft_wrap=True)
 
@@ -80,7 +82,7 @@ def read_step(folder: Path, step: int | None) -> tuple[int, list[RecordedRow]]:
         if _place(file) == (lineage, number):
             with gzip.open(file, "rb") as lines:
                 rows += [msgspec.json.decode(line, type=RecordedRow) for line in lines]
-    return number, sorted(rows, key=lambda row: (row.group_id, row.sample))
+    return number, sorted(rows, key=lambda row: (row.group_id, row.sample, row.segment))
 
 
 def render(row: RecordedRow, decode: Callable[[Sequence[int]], str]) -> Text:

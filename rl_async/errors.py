@@ -9,6 +9,7 @@ RlAsyncError
 │   ├── EngineRejected   it will refuse again (bad request); never retried
 │   └── EngineLost       connection lost or timed out; the request may be replayed elsewhere
 ├── WeightSyncError      names the engine, the phase and the bucket
+├── RequestRefused       an agent program asked the gateway for what cannot be had; names the field
 ├── QueueLost            the transfer queue did not answer within the deadline
 ├── RewardsMissing       no row of a batch could be scored; names the step and what the scorer said
 ├── TrainingDiverged     a NaN or infinite number; names the step and the batch
@@ -54,6 +55,14 @@ class EngineLost(EngineError):
 
 class EpisodeTimeout(RlAsyncError):
     """A user's loop or environment did not end within agent.episode_timeout_s."""
+
+
+class RequestRefused(RlAsyncError):
+    """The gateway refuses a request of an agent program. ``status`` is HTTP's; ``code`` and ``param`` as OpenAI's."""
+
+    def __init__(self, message: str, *, code: str, param: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.code, self.param, self.status = code, param, status
 
 
 class WeightSyncError(RlAsyncError):

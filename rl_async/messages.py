@@ -11,7 +11,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-SCHEMA = 2
+SCHEMA = 3
+
+RowKey = tuple[int, int, int]  # (group, sample, segment)
 
 
 class Version(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -110,6 +112,11 @@ class TrajectoryHeader(msgspec.Struct, kw_only=True):
     tokens_sha256: str  # of the payload's token ids, for the audit
     nbytes: int = 0  # of the payload frames; filled by the queue
 
+    @property
+    def key(self) -> RowKey:
+        """Names the row within its run."""
+        return self.group_id, self.sample, self.segment
+
 
 def has_signal(group: Sequence[TrajectoryHeader]) -> bool:
     """Whether two scored members of one group differ in reward; one that is not a number differs from all.
@@ -123,6 +130,9 @@ def has_signal(group: Sequence[TrajectoryHeader]) -> bool:
 
 class Trajectory(msgspec.Struct, kw_only=True):
     """One row to train on, exactly as it was sampled. Agent worker -> queue (opaque payload) -> trainer.
+
+    An episode is one row, or several that count from segment 0 and share its reward: conversations side by side, or a
+    history that was branched or rewritten.
 
     token_ids int32[T]; loss_mask bool[T], true only where the policy sampled; logprobs float32[T] under the sampling
     distribution, 0 where the mask is false.
@@ -149,6 +159,11 @@ class Trajectory(msgspec.Struct, kw_only=True):
     turns: list[Turn] = []
     timings: dict[str, float] = {}  # seconds: generate, tools, reward, total
     ground_truth: str = ""
+
+    @property
+    def key(self) -> RowKey:
+        """Names the row within its run."""
+        return self.group_id, self.sample, self.segment
 
     def header(self) -> TrajectoryHeader:
         """The control header that travels in front of this trajectory."""
@@ -221,10 +236,14 @@ class Renew(Request):
 
 
 class Put(Request):
-    """One finished trajectory; its payload is in the frames behind this one. Agent worker -> queue."""
+    """One finished sample: all rows of its episode, from segment 0. Agent worker -> queue.
+
+    Their payloads are in the frames behind this one: ``counts[i]`` frames for the i-th row.
+    """
 
     worker: str
-    header: TrajectoryHeader
+    headers: list[TrajectoryHeader]
+    counts: list[int]
 
 
 class Fail(Request):
@@ -247,7 +266,7 @@ class Reserve(Request):
 class Fetch(Request):
     """The payloads of some rows of a reserved or evaluated batch. Trainer ranks -> queue."""
 
-    rows: list[tuple[int, int]]  # (group_id, sample)
+    rows: list[RowKey]
 
 
 class Commit(Request):
@@ -424,7 +443,7 @@ class NotReady(Reply):
 
 
 class Reserved(Reply):
-    """The batch of a step or an evaluation: headers ordered by (group, sample)."""
+    """The batch of a step or an evaluation: headers ordered by (group, sample, segment)."""
 
     step: int
     headers: list[TrajectoryHeader]

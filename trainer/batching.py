@@ -13,8 +13,6 @@ from torch import Tensor
 
 from rl_async.messages import Trajectory, TrajectoryHeader, VersionRun
 
-RowKey = tuple[int, int]  # (group, sample)
-
 
 @dataclass(frozen=True)
 class MiniBatch:

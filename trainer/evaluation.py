@@ -8,8 +8,7 @@ from typing import Protocol
 import msgspec
 
 from rl_async.errors import RlAsyncError
-from rl_async.messages import NotReady, Reply, Reserved, Trajectory
-from rl_async.trainer.batching import RowKey
+from rl_async.messages import NotReady, Reply, Reserved, RowKey, Trajectory
 
 log = logging.getLogger("rl_async.evaluation")
 
@@ -27,8 +26,8 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int  # of the version that was published when it was asked for: no token is older
     newest_step: int  # of the newest version that sampled a token; later than ``step`` if training went on meanwhile
-    reward: float  # mean over trajectories
-    trajectories: int
+    reward: float  # mean over episodes
+    trajectories: int  # episodes, each of one row or several
 
     def metrics(self) -> dict[str, float]:
         """As ``eval/...``."""
@@ -87,17 +86,18 @@ class Evaluations:
         reply = self._queue.eval_result(self._running, wait_s)
         if isinstance(reply, NotReady):
             return None
-        rows = self._queue.fetch([(h.group_id, h.sample) for h in reply.headers])
+        rows = self._queue.fetch([header.key for header in reply.headers])
         step, self._running = self._running, None
         if not rows:
             log.warning("the evaluation after step %d produced no trajectory; see the ledger for its errors", step)
             return None
+        episodes = [row for row in rows if row.segment == 0]
         result = EvalResult(
             step=step,
             newest_step=max((run.version.step for row in rows for run in row.versions), default=step),
-            reward=sum(row.reward for row in rows) / len(rows),
-            trajectories=len(rows),
+            reward=sum(row.reward for row in episodes) / len(episodes),
+            trajectories=len(episodes),
         )
         self._record(result, rows)
-        log.info("evaluation after step %d: reward %.3f over %d trajectories", step, result.reward, len(rows))
+        log.info("evaluation after step %d: reward %.3f over %d trajectories", step, result.reward, len(episodes))
         return result

@@ -21,6 +21,7 @@ class TrainedRow(msgspec.Struct, frozen=True):
     step: int
     group: int
     sample: int
+    segment: int
     tokens_sha256: str
 
 
@@ -33,6 +34,7 @@ def append_trained(path: Path, lineage: int, step: int, rows: Iterable[Trajector
                 step=step,
                 group=row.group_id,
                 sample=row.sample,
+                segment=row.segment,
                 tokens_sha256=row.tokens_sha256(),
             )
         )

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rl_async.errors import ProtocolError, RlAsyncError, UserError
-from rl_async.messages import NotReady, Reply, Reserved, Trajectory
-from rl_async.trainer.batching import RowKey
+from rl_async.messages import NotReady, Reply, Reserved, RowKey, Trajectory
 from rl_async.trainer.records import read_trajectories
 
 POLL_S = 2.0
@@ -85,7 +84,7 @@ class RecordedSource:
             raise UserError(f"{self._folder} has no recorded batch of step {step}")
         newest = _lineage(paths[-1])
         rows = [row for path in paths if _lineage(path) == newest for row in read_trajectories(path)]
-        self._rows = {(row.group_id, row.sample): row for row in rows}
+        self._rows = {row.key: row for row in rows}
         return Reserved(step=step, headers=[self._rows[key].header() for key in sorted(self._rows)])
 
     def fetch(self, keys: Sequence[RowKey]) -> list[Trajectory]:

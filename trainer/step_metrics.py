@@ -11,27 +11,29 @@ from rl_async.trainer.batching import fresh_runs
 def batch_metrics(headers: Sequence[TrajectoryHeader], step: int, max_staleness: int | None) -> dict[str, float]:
     """Rewards, response lengths, and the staleness of the trained tokens.
 
-    Rewards are over rows that were scored, of which there must be one; ``reward/unscored_fraction`` says how many were
-    not (a scorer failed). ``staleness/mean`` and ``staleness/max`` are over trained tokens: the step minus the step of
-    the version that sampled each. ``max_staleness`` is the bound beyond which tokens were masked, or None. Greedy
-    episodes of algorithm.advantage=remax count in ``reward/greedy_mean`` alone, which is over scored ones.
+    Rewards are over episodes that were scored, of which there must be one; ``reward/unscored_fraction`` says how many
+    were not (a scorer failed). ``staleness/mean`` and ``staleness/max`` are over trained tokens: the step minus the
+    step of the version that sampled each. ``max_staleness`` is the bound beyond which tokens were masked, or None.
+    Greedy episodes of algorithm.advantage=remax count in ``reward/greedy_mean`` alone, which is over scored ones.
     """
-    baselines = [h.reward for h in headers if h.baseline and h.scored]
+    baselines = [h.reward for h in headers if h.baseline and h.scored and h.segment == 0]
     without_signal = _flat_groups(headers)  # a greedy episode is compared with, so it counts here
     headers = [h for h in headers if not h.baseline]
-    rewards = np.array([h.reward for h in headers if h.scored])
+    episodes = [h for h in headers if h.segment == 0]  # their other rows have the same reward
+    rewards = np.array([h.reward for h in episodes if h.scored])
     runs = [(step - r.version.step, r.end - r.start) for h in headers for r in fresh_runs(h, step, max_staleness)]
     tokens = sum(count for _, count in runs)
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
-        "reward/unscored_fraction": 1.0 - len(rewards) / len(headers),
+        "reward/unscored_fraction": 1.0 - len(rewards) / len(episodes),
         "reward/groups_without_signal": without_signal,
         "rollout/response_tokens_mean": float(np.mean([h.sampled for h in headers])),
         "rollout/tokens": float(sum(h.tokens for h in headers)),
         "staleness/mean": sum(age * count for age, count in runs) / max(tokens, 1),
         "staleness/max": float(max((age for age, _ in runs), default=0)),
         "batch/trajectories": float(len(headers)),
+        "batch/episodes": float(len(episodes)),
         **({"reward/greedy_mean": float(np.mean(baselines))} if baselines else {}),
     }
 

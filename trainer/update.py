@@ -16,12 +16,12 @@ from torch import Tensor
 from rl_async.configs.algorithm import KlConfig
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import RewardsMissing, TrainingDiverged
-from rl_async.messages import Trajectory, TrajectoryHeader
+from rl_async.messages import RowKey, Trajectory, TrajectoryHeader
 from rl_async.trainer import batching, shaping
 from rl_async.trainer.advantages import AdvantageInputs
 from rl_async.trainer.algorithm import Algorithm
 from rl_async.trainer.backend import Backend, LossFn, Want
-from rl_async.trainer.batching import MiniBatch, RowKey
+from rl_async.trainer.batching import MiniBatch
 from rl_async.trainer.correction import Corrected
 from rl_async.trainer.correction_metrics import correction_metrics
 from rl_async.trainer.critic import Lesson, lesson
@@ -72,8 +72,8 @@ class Updated:
 
 
 def row_keys(headers: Sequence[TrajectoryHeader]) -> list[RowKey]:
-    """(group, sample) of each row, in batch order."""
-    return [(h.group_id, h.sample) for h in headers]
+    """The name of each row, in batch order."""
+    return [header.key for header in headers]
 
 
 def plan_batch(headers: Sequence[TrajectoryHeader], step: int, config: RunConfig, ranks: int) -> list[MiniBatch]:

@@ -1,8 +1,8 @@
 """Compares what the trainer trained (``trained.jsonl``) with what the queue had admitted (``ledger.jsonl``).
 
-A correct run trained every admitted group exactly once, with all its samples, on the tokens that its worker had
-sampled, in the step that the queue had reserved it for. After a resume, what an older lineage trained beyond the
-checkpoint does not count.
+A correct run trained every admitted group exactly once, with all rows of all its samples, on the tokens that its
+worker had sampled, in the step that the queue had reserved it for. After a resume, what an older lineage trained
+beyond the checkpoint does not count.
 ``python -m rl_async.transfer_queue.audit RUN`` exits with 1 if the run is not correct.
 """
 
@@ -29,7 +29,7 @@ class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
     partition: str = ""
     samples: int = 0
     sample: int = -1
-    tokens_sha256: str = ""
+    tokens_sha256: list[str] = []  # by segment
     step: int = -1
     groups: list[int] = []
     lineage: int = 0
@@ -45,7 +45,11 @@ class TrainedLine(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     group: int
     sample: int
+    segment: int = 0
     tokens_sha256: str
+
+
+Rows = dict[tuple[int, int, int], list[TrainedLine]]  # by (group, sample, segment)
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +86,7 @@ class Admissions:
     def __init__(self) -> None:
         self.groups: dict[int, int] = {}  # samples by group
         self.given_up: set[int] = set()
-        self.tokens: dict[tuple[int, int], str] = {}  # hash of what was put last, by (group, sample)
+        self.tokens: dict[tuple[int, int], list[str]] = {}  # hash of each row put last, by (group, sample)
         self.batches: dict[int, set[int]] = {}  # groups by step
         self.resumes: list[tuple[int, int]] = []  # (lineage, step)
 
@@ -117,27 +121,27 @@ def audit(run_dir: Path) -> AuditReport:
     admissions = Admissions()
     for line in _lines(run_dir / "ledger.jsonl", LedgerLine):
         admissions.read(line)
-    rows: dict[tuple[int, int], list[TrainedLine]] = defaultdict(list)
+    rows: Rows = defaultdict(list)
     kept = cut = 0
     for row in _lines(run_dir / "trained.jsonl", TrainedLine):
         if row.step >= admissions.first_void_step(row.lineage):
             cut += 1
         else:
             kept += 1
-            rows[row.group, row.sample].append(row)
+            rows[row.group, row.sample, row.segment].append(row)
     return AuditReport(
         admitted=len(admissions.groups),
         given_up=len(admissions.given_up & admissions.groups.keys()),
-        trained=len({group for group, _ in rows} & admissions.groups.keys()),
+        trained=len({group for group, *_ in rows} & admissions.groups.keys()),
         rows=kept,
         cut=cut,
         violations=[*_violations_of_rows(admissions, rows), *_missing(admissions, rows)],
     )
 
 
-def _violations_of_rows(admissions: Admissions, rows: dict[tuple[int, int], list[TrainedLine]]) -> Iterator[str]:
-    for (group, sample), trained in sorted(rows.items()):
-        name = f"group {group} sample {sample}"
+def _violations_of_rows(admissions: Admissions, rows: Rows) -> Iterator[str]:
+    for (group, sample, segment), trained in sorted(rows.items()):
+        name = f"group {group} sample {sample}" + (f" segment {segment}" if segment else "")
         steps = ", ".join(f"{row.lineage}.{row.step}" for row in trained)
         if len(trained) > 1:
             yield f"{name} was trained {len(trained)} times (lineage.step {steps})"
@@ -149,19 +153,27 @@ def _violations_of_rows(admissions: Admissions, rows: dict[tuple[int, int], list
             yield f"{name} was trained ({steps}), but the group has {admissions.groups[group]} samples"
         elif (group, sample) not in admissions.tokens:
             yield f"{name} was trained ({steps}), but no trajectory of it came to the queue"
+        elif not 0 <= segment < len(admissions.tokens[group, sample]):
+            yield f"{name} was trained ({steps}), but its sample came with {len(admissions.tokens[group, sample])} rows"
         elif group not in admissions.batches.get(trained[-1].step, set()):
             yield f"{name} was trained ({steps}) but not reserved for that step"
-        sampled = admissions.tokens.get((group, sample))
-        if sampled is not None and any(row.tokens_sha256 != sampled for row in trained):
+        sampled = admissions.tokens.get((group, sample), [])[segment : segment + 1]
+        if sampled and any(row.tokens_sha256 != sampled[0] for row in trained):
             yield f"{name} was trained ({steps}) on other tokens than were sampled"
 
 
-def _missing(admissions: Admissions, rows: dict[tuple[int, int], list[TrainedLine]]) -> Iterator[str]:
+def _missing(admissions: Admissions, rows: Rows) -> Iterator[str]:
     for group, samples in sorted(admissions.groups.items()):
-        missing = [sample for sample in range(samples) if (group, sample) not in rows]
-        if missing and group not in admissions.given_up:
+        if group in admissions.given_up:
+            continue
+        missing = [sample for sample in range(samples) if (group, sample, 0) not in rows]
+        if missing:
             what = "all samples" if len(missing) == samples else f"samples {missing}"
             yield f"group {group} was admitted, but {what} were never trained"
+        for sample in set(range(samples)) - set(missing):
+            came = range(1, len(admissions.tokens.get((group, sample), [])))
+            if lost := [segment for segment in came if (group, sample, segment) not in rows]:
+                yield f"group {group} sample {sample} was trained, but its segments {lost} never were"
 
 
 def _lines(path: Path, kind: type[T]) -> Iterator[T]:

@@ -108,7 +108,7 @@ class Batches:
             why += "; no version is published"
         if blocked_by:
             group = book.groups[blocked_by[0]]
-            here = len(group.headers())
+            here = sum(sample.here for sample in group.samples)
             workers = sorted({sample.worker for sample in group.samples if sample.worker is not None})
             ages = [book.leases.age(worker, group.group_id, now) for worker in workers]
             why += f"; first unfinished: group {group.group_id} with {here} of {len(group.samples)} samples"

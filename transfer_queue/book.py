@@ -13,7 +13,7 @@ from rl_async.transfer_queue.transitions import GroupReady, Transition
 
 _UNRESERVED = (State.WAITING, State.LEASED, State.READY)
 _LAST = 1 << 62
-_FIRST_GUESS_BYTES = 1 << 10  # of a trajectory, until one has been seen
+_FIRST_GUESS_BYTES = 1 << 10  # of a sample, until one has been seen
 
 
 class _Place(NamedTuple):
@@ -44,7 +44,7 @@ class Book:
         self.refills_left = settings.refill_allowance  # groups without signal that may still be given up
         self.finished = False
         self.payload_bytes = 0
-        self._outstanding = 0  # samples whose trajectory is still to come
+        self._outstanding = 0  # samples still to come
         self._largest_bytes = _FIRST_GUESS_BYTES
         self._states: Counter[tuple[str, State]] = Counter()
         self._unleased = 0  # open groups of which no token exists or ever existed
@@ -105,13 +105,13 @@ class Book:
             self.emit(GroupReady(group=group.group_id, partition=group.partition))
 
     def stored(self, nbytes: int) -> None:
-        """A trajectory of this size has come."""
+        """A sample whose rows have this size together has come."""
         self.payload_bytes += nbytes
         self._outstanding -= 1
         self._largest_bytes = max(self._largest_bytes, nbytes)
 
     def sample_given_up(self) -> None:
-        """A trajectory will never come."""
+        """A sample will never come."""
         self._outstanding -= 1
 
     def remove(self, group: Group) -> None:
@@ -119,8 +119,8 @@ class Book:
         for index, sample in enumerate(group.samples):
             if sample.worker is not None:
                 self.leases.end(sample.worker, group.group_id, index)
-            if sample.header is not None:
-                self.payload_bytes -= sample.header.nbytes
+            if sample.here:
+                self.payload_bytes -= sample.nbytes
             elif not sample.dead:
                 self._outstanding -= 1
         self._states[group.partition, group.state] -= 1

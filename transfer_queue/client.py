@@ -172,10 +172,13 @@ class QueueClient:
         """Keep this worker's leases."""
         return await self._ask(m.Renew(worker=self.worker), m.Done)
 
-    async def put(self, trajectory: m.Trajectory) -> m.Done | m.Refused:
-        """Hand over a trajectory; Refused (``fenced``) if it is no longer wanted."""
-        request = m.Put(worker=self.worker, header=trajectory.header())
-        reply = (await self.exchange(request, codec.encode(trajectory))).reply
+    async def put(self, *rows: m.Trajectory) -> m.Done | m.Refused:
+        """Hand over all rows of one sample, from segment 0; Refused (``fenced``) if they are no longer wanted."""
+        frames = [codec.encode(row) for row in rows]
+        request = m.Put(
+            worker=self.worker, headers=[row.header() for row in rows], counts=[len(parts) for parts in frames]
+        )
+        reply = (await self.exchange(request, [frame for parts in frames for frame in parts])).reply
         return expect_either(reply, m.Done, m.Refused)
 
     async def fail(self, group_id: int, sample: int, attempt: int, error: str) -> m.Done | m.Refused:
@@ -219,8 +222,8 @@ class QueueClient:
         """What an evaluation produced, once it is complete."""
         return await self._ask_either(m.EvalResult(eval_id=eval_id, wait_s=wait_s), m.Reserved, m.NotReady)
 
-    async def fetch(self, rows: Sequence[tuple[int, int]]) -> list[m.Trajectory]:
-        """The trajectories of these (group, sample)."""
+    async def fetch(self, rows: Sequence[m.RowKey]) -> list[m.Trajectory]:
+        """The trajectories of these rows."""
         return trajectories(await self.exchange(m.Fetch(rows=list(rows))))
 
     async def finish(self) -> m.Done:
@@ -313,8 +316,8 @@ class SyncQueueClient:
         """Fix the batch of ``step``."""
         return self._ask_either(m.Reserve(step=step, wait_s=wait_s), m.Reserved, m.NotReady)
 
-    def fetch(self, rows: Sequence[tuple[int, int]]) -> list[m.Trajectory]:
-        """The trajectories of these (group, sample)."""
+    def fetch(self, rows: Sequence[m.RowKey]) -> list[m.Trajectory]:
+        """The trajectories of these rows."""
         return trajectories(self.exchange(m.Fetch(rows=list(rows))))
 
     def commit(self, step: int) -> m.Done:

@@ -94,18 +94,21 @@ class Delivery:
         self._book.leases.hear(worker, now)
         return Done()
 
-    def put(self, worker: str, header: TrajectoryHeader, now: float) -> Done | Refused:
-        """Take in a trajectory. The same again is Done again; one of an older attempt is fenced.
+    def put(self, worker: str, headers: Sequence[TrajectoryHeader], now: float) -> Done | Refused:
+        """Take in all rows of a sample. The same again is Done again; those of an older attempt are fenced.
 
-        Whether it is new shows in the transitions: only a new one is announced as stored.
+        Whether they are new shows in the transitions: only new ones are announced as stored.
         """
         self._book.leases.hear(worker, now)
+        if not _belong_together(headers):
+            return Refused(code="rows", reason="the rows of a put are one attempt's at one sample, from segment 0")
+        header = headers[0]
         found = self._find(header.group_id, header.sample, header.attempt)
         if isinstance(found, Refused):
             return found
         group, sample = found
-        if sample.header is not None:
-            if _bytes(sample.header) == _bytes(header):
+        if sample.here:
+            if _bytes(sample.headers) == _bytes(headers):
                 return Done()
             return Refused(code="conflict", reason=f"{_name(header.group_id, header.sample)} is here, and differs")
         if sample.worker is None:
@@ -113,9 +116,9 @@ class Delivery:
         if header.partition != group.partition:
             return Refused(code="conflict", reason=f"group {group.group_id} belongs to partition {group.partition}")
         self._book.leases.end(sample.worker, group.group_id, header.sample)
-        sample.worker, sample.header = None, header
-        self._book.stored(header.nbytes)
-        self._book.emit(SampleStored(header=header))
+        sample.worker, sample.headers = None, list(headers)
+        self._book.stored(sample.nbytes)
+        self._book.emit(SampleStored(headers=sample.headers))
         self._book.settle(group)
         self._refill(group)
         return Done()
@@ -144,7 +147,7 @@ class Delivery:
         if isinstance(found, Refused):
             return found
         group, sample = found
-        if sample.header is not None:
+        if sample.here:
             return Refused(code="conflict", reason=f"{_name(group_id, index)} is here")
         if sample.worker is None:
             return Done()  # reported before
@@ -240,8 +243,13 @@ class Delivery:
         self._book.emit(GroupDropped(group=group_id, reason=reason))
 
 
-def _bytes(header: TrajectoryHeader) -> bytes:
-    return msgspec.msgpack.encode(header)  # unlike the structs, equal when a reward is not a number
+def _belong_together(headers: Sequence[TrajectoryHeader]) -> bool:
+    places = {(h.group_id, h.sample, h.attempt, h.partition, h.episode_id) for h in headers}
+    return len(places) == 1 and [h.segment for h in headers] == list(range(len(headers)))
+
+
+def _bytes(headers: Sequence[TrajectoryHeader]) -> bytes:
+    return msgspec.msgpack.encode(headers)  # unlike the structs, equal when a reward is not a number
 
 
 def _name(group_id: int, index: int) -> str:

@@ -21,18 +21,28 @@ class State(StrEnum):
 
 @dataclass(slots=True)
 class Sample:
-    """One trajectory to come. ``attempt`` is that of its newest lease and fences all older ones."""
+    """One episode to come. ``attempt`` is that of its newest lease and fences all older ones."""
 
     attempt: int = -1
     failures: int = 0
     worker: str | None = None  # who generates it now
-    header: TrajectoryHeader | None = None  # set once it is here
+    headers: list[TrajectoryHeader] = field(default_factory=list)  # of its rows, once they are here
     dead: bool = False  # evaluation only: given up
+
+    @property
+    def here(self) -> bool:
+        """Whether it was handed over."""
+        return bool(self.headers)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the payloads that are here."""
+        return sum(header.nbytes for header in self.headers)
 
     @property
     def missing(self) -> bool:
         """Whether a worker should be found for it."""
-        return self.worker is None and self.header is None and not self.dead
+        return self.worker is None and not self.here and not self.dead
 
 
 @dataclass(slots=True)
@@ -55,7 +65,7 @@ class Group:
 
     def untouched(self) -> bool:
         """Whether no token of it exists or is being generated."""
-        return all(sample.worker is None and sample.header is None for sample in self.samples)
+        return all(sample.worker is None and not sample.here for sample in self.samples)
 
     def progress(self) -> State:
         """WAITING, LEASED or READY, as its samples say."""
@@ -66,5 +76,5 @@ class Group:
         return State.READY
 
     def headers(self) -> list[TrajectoryHeader]:
-        """Of the samples that are here, in order."""
-        return [sample.header for sample in self.samples if sample.header is not None]
+        """Of the rows that are here, by sample and segment."""
+        return [header for sample in self.samples for header in sample.headers]

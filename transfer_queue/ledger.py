@@ -26,7 +26,7 @@ from rl_async.transfer_queue.transitions import (
 
 
 class Ledger:
-    """Writes what became of groups, and the hash of each sample's tokens as its producer announced it.
+    """Writes what became of groups, and the hashes of each sample's tokens as its producer announced them.
 
     Each line is one write, so a killed queue tears none; one torn by a full disk is cut off by the next queue.
     """
@@ -55,12 +55,11 @@ def _admit(event: Admitted) -> dict[str, Any]:
 
 
 def _put(event: SampleStored) -> dict[str, Any]:
-    header = event.header
     return {
         "event": "put",
-        "group": header.group_id,
-        "sample": header.sample,
-        "tokens_sha256": header.tokens_sha256,
+        "group": event.headers[0].group_id,
+        "sample": event.headers[0].sample,
+        "tokens_sha256": [header.tokens_sha256 for header in event.headers],  # by segment
     }
 
 

@@ -3,22 +3,25 @@
 from collections.abc import Sequence
 
 from rl_async.codec import Frame
+from rl_async.messages import RowKey
 from rl_async.transfer_queue.transitions import DeadLettered, EvalClosed, GroupDropped, Retired, Transition
 
 
 class Payloads:
-    """Frames by (group, sample); a group's are freed when the store forgets the group."""
+    """Frames by (group, sample, segment); a group's are freed when the store forgets the group."""
 
     def __init__(self) -> None:
-        self._groups: dict[int, dict[int, Sequence[Frame]]] = {}
+        self._groups: dict[int, dict[int, Sequence[Sequence[Frame]]]] = {}
 
-    def put(self, group: int, sample: int, frames: Sequence[Frame]) -> None:
-        """Keep the frames of one trajectory."""
-        self._groups.setdefault(group, {})[sample] = frames
+    def put(self, group: int, sample: int, rows: Sequence[Sequence[Frame]]) -> None:
+        """Keep the frames of each row of one sample, by segment, unless they are here."""
+        self._groups.setdefault(group, {}).setdefault(sample, rows)
 
-    def get(self, group: int, sample: int) -> Sequence[Frame] | None:
-        """The frames of one trajectory; None if there are none."""
-        return self._groups.get(group, {}).get(sample)
+    def get(self, key: RowKey) -> Sequence[Frame] | None:
+        """The frames of one row; None if there are none."""
+        group, sample, segment = key
+        rows = self._groups.get(group, {}).get(sample, ())
+        return rows[segment] if 0 <= segment < len(rows) else None
 
     def consume(self, transition: Transition) -> None:
         """Free what the transition makes unreachable."""

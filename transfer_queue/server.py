@@ -9,6 +9,7 @@ Nothing but this loop touches the store, so handlers need no locks. A request th
 Malformed and counted; one that does not apply is answered Refused. Neither changes anything.
 """
 
+import itertools
 import logging
 import math
 import time
@@ -275,19 +276,25 @@ class QueueServer:
         return Answer(m.Welcome(schema=m.SCHEMA, run_id=self._run_id))
 
     def _put(self, request: m.Put, payload: Sequence[Frame]) -> Answer:
-        nbytes = sum(memoryview(frame).nbytes for frame in payload)
-        header = msgspec.structs.replace(request.header, nbytes=nbytes)
-        reply = self._store.put(request.worker, header, self._clock())
-        row = header.group_id, header.sample
-        if isinstance(reply, m.Done) and self._store.holds(header.group_id) and self._payloads.get(*row) is None:
-            self._payloads.put(*row, payload)
+        counts = request.counts
+        if len(counts) != len(request.headers) or min(counts, default=0) < 1 or sum(counts) != len(payload):
+            raise ProtocolError(f"a Put of {len(request.headers)} rows in {len(payload)} payload frames, not {counts}")
+        frames = iter(payload)
+        rows = [list(itertools.islice(frames, count)) for count in counts]
+        headers = [
+            msgspec.structs.replace(header, nbytes=sum(memoryview(frame).nbytes for frame in row))
+            for header, row in zip(request.headers, rows, strict=True)
+        ]
+        reply = self._store.put(request.worker, headers, self._clock())
+        if isinstance(reply, m.Done) and self._store.holds(headers[0].group_id):
+            self._payloads.put(headers[0].group_id, headers[0].sample, rows)
         return Answer(reply)
 
     def _fetch(self, request: m.Fetch) -> Answer:
-        rows = [self._payloads.get(group, sample) for group, sample in request.rows]
+        rows = [self._payloads.get(key) for key in request.rows]
         missing = [row for row, frames in zip(request.rows, rows) if frames is None]
         if missing:
-            return Answer(m.Refused(code="unknown_row", reason=f"no trajectory of (group, sample) {missing[:8]}"))
+            return Answer(m.Refused(code="unknown_row", reason=f"no row (group, sample, segment) {missing[:8]}"))
         found = [frames for frames in rows if frames is not None]
         return Answer(m.Rows(counts=[len(frames) for frames in found]), [f for frames in found for f in frames])
 

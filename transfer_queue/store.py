@@ -68,12 +68,12 @@ class Store:
         """Hear of the worker: it keeps its leases, and may have more."""
         return self._delivery.renew(worker, now)
 
-    def put(self, worker: str, header: TrajectoryHeader, now: float) -> Done | Refused:
-        """Take in one trajectory; it is announced as SampleStored only if it is new."""
-        return self._delivery.put(worker, header, now)
+    def put(self, worker: str, headers: Sequence[TrajectoryHeader], now: float) -> Done | Refused:
+        """Take in all rows of one sample; they are announced as SampleStored only if they are new."""
+        return self._delivery.put(worker, headers, now)
 
     def holds(self, group: int) -> bool:
-        """Whether the group is known; its last trajectory may have shown that it is not worth keeping."""
+        """Whether the group is known; its last sample may have shown that it is not worth keeping."""
         return group in self._book.groups
 
     def fail(self, worker: str, group: int, sample: int, attempt: int, error: str, now: float) -> Done | Refused:

@@ -17,7 +17,7 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Admitted(Transition, frozen=True, kw_only=True):
-    """A task became a group of ``samples`` trajectories to generate."""
+    """A task became a group of ``samples`` episodes to generate."""
 
     group: int
     partition: str  # train | eval
@@ -45,9 +45,9 @@ class LeaseLost(Transition, frozen=True, kw_only=True):
 
 
 class SampleStored(Transition, frozen=True, kw_only=True):
-    """One trajectory of a group is here."""
+    """One sample of a group is here, with all rows of its episode."""
 
-    header: TrajectoryHeader
+    headers: list[TrajectoryHeader]
 
 
 class SampleFailed(Transition, frozen=True, kw_only=True):

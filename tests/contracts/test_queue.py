@@ -3,11 +3,13 @@
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import numpy as np
 import pytest
 
 from rl_async.errors import ProtocolError
 from rl_async.messages import (
+    Done,
     NotReady,
     Refused,
     Reserve,
@@ -28,7 +30,7 @@ async def test_one_step_from_lease_to_publication(queue, trainer):
         await agent.renew()
     batch = trainer.reserve(0, 1.0)
     assert isinstance(batch, Reserved)
-    rows = trainer.fetch([(h.group_id, h.sample) for h in batch.headers])
+    rows = trainer.fetch([header.key for header in batch.headers])
     assert [(row.group_id, row.sample) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert all(np.array_equal(row.token_ids, np.arange(100_000)) for row in rows)
     assert rows[0].logprobs.dtype == np.float32 and rows[0].loss_mask.all()
@@ -40,8 +42,26 @@ async def test_one_step_from_lease_to_publication(queue, trainer):
     trainer.retire(1)
     assert trainer.status().payload_bytes == 0
     with pytest.raises(ProtocolError, match="unknown_row"):
-        trainer.fetch([(0, 0)])
+        trainer.fetch([(0, 0, 0)])
     assert trainer.resume(1, 1, snapshot).kept == 0
+
+
+async def test_the_rows_of_one_episode_arrive_together_and_are_fetched_one_by_one(queue, trainer):
+    trainer.publish(Version(0, 0), [])
+    async with worker(queue) as agent:
+        first, second = (await agent.lease(2, 1.0)).groups
+        rows = [msgspec.structs.replace(trajectory(first, 0, 5 + i), segment=i) for i in range(3)]
+        assert await agent.put(*rows) == await agent.put(*rows) == Done()  # as after a lost answer
+        assert (await agent.put(*rows[1:])).code == "rows"
+        assert await agent.put(trajectory(first, 1)) == Done()
+        await put_all(agent, [second])
+    batch = trainer.reserve(0, 1.0)
+    assert [header.key for header in batch.headers][:4] == [(0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0)]
+    assert [len(row.token_ids) for row in trainer.fetch([(0, 0, 2), (0, 1, 0), (0, 0, 1)])] == [7, 5, 6]
+    assert batch.headers[2].tokens_sha256 == rows[2].tokens_sha256()
+    for key in ((0, 0, 3), (0, 0, -1), (0, 1, 1)):
+        with pytest.raises(ProtocolError, match="unknown_row"):
+            trainer.fetch([key])
 
 
 async def test_a_group_without_signal_is_forgotten_whole_and_another_is_leased(address):
@@ -60,7 +80,7 @@ async def test_a_group_without_signal_is_forgotten_whole_and_another_is_leased(a
             assert (status.counters["refilled"], status.payload_bytes, len(full)) == (1, 0, 1)
             for sample in (0, 1):
                 with pytest.raises(ProtocolError, match="unknown_row"):
-                    trainer.fetch([(0, sample)])
+                    trainer.fetch([(0, sample, 0)])
     finally:
         queue.stop()
 
@@ -113,7 +133,7 @@ async def test_evaluation_and_finish(queue, trainer):
         await put_all(agent, (await agent.lease(1, 1.0)).groups)
         result = await agent.eval_result(3, 5.0)
         assert isinstance(result, Reserved)
-        (row,) = await agent.fetch([(h.group_id, h.sample) for h in result.headers])
+        (row,) = await agent.fetch([header.key for header in result.headers])
         assert row.partition == "eval"
         lease = asyncio.create_task(agent.lease(100, 30.0))
         await lease  # the train groups
@@ -136,7 +156,7 @@ def test_ranks_fetch_at_the_same_time(queue, trainer):
         with SyncQueueClient(queue.address, role="trainer", name=f"trainer-{number}") as client:
             reserved = client.reserve(0, 5.0)
             assert isinstance(reserved, Reserved)
-            return [len(row.token_ids) for row in client.fetch([(number, 0), (number, 1)])]
+            return [len(row.token_ids) for row in client.fetch([(number, 0, 0), (number, 1, 0)])]
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(rank, [0, 1])) == [[50_000, 50_000]] * 2

@@ -2,6 +2,7 @@
 
 import pytest
 
+from rl_async.configs.check_gateway import gateway_problem
 from rl_async.configs.load import load_config
 from rl_async.errors import ConfigError
 
@@ -81,6 +82,31 @@ def test_impossible_combinations_name_their_keys(overrides: list[str], named: li
     for part in named:
         assert part in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+GATEWAY = "agent.gateway={}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["algorithm.advantage=remax"], "algorithm.advantage=remax"),
+        (["algorithm.advantage=grpo_passk"], "algorithm.advantage=grpo_passk"),
+        (["algorithm.advantage=tir_optimal_token_baseline"], "algorithm.advantage=tir_optimal_token_baseline"),
+        (["algorithm.shaping.reward_scale=batch_std"], "algorithm.shaping.reward_scale"),
+        (["algorithm.shaping.resample=pow"], "algorithm.shaping.resample"),
+        (
+            ["algorithm.shaping.overlong_max_tokens=48", "algorithm.shaping.overlong_cache_tokens=8"],
+            "algorithm.shaping.overlong_max_tokens",
+        ),
+    ],
+)
+def test_what_takes_a_row_for_an_episode_does_not_go_with_a_gateway(overrides: list[str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load_config("calculator", [*overrides, GATEWAY])
+    without = load_config("calculator", overrides)
+    assert without.agent.gateway is None and named in str(gateway_problem(without))
+    assert gateway_problem(load_config("calculator", [GATEWAY])) is None
 
 
 def test_users_own_functions_are_looked_for_only_where_torch_is() -> None:

@@ -81,6 +81,7 @@ def test_a_mistake_ends_the_process_with_2_and_no_traceback() -> None:
         (["data", "make", "nothing"], "no generator 'nothing'"),
         (["data", "inspect", "missing.parquet"], "missing.parquet"),
         (["audit", "missing"], "missing"),
+        (["gateway", "missing"], "missing is not the folder of a run that is going on"),
         (["reward-model", "--pairs", "x.jsonl", "--model", "m", "--out", "rm"], "no file x.jsonl"),
         (["eval", "--config", "calculator", "data.eval_path=null"], "data.eval_path"),
     ],

@@ -9,6 +9,7 @@ import pytest
 
 from rl_async.configs.load import load_config
 from rl_async.configs.schema import RunConfig
+from rl_async.endpoints import read_endpoints
 from rl_async.launcher import launch as module
 from rl_async.launcher.launch import launch, log_into, make_ready
 from rl_async.launcher.local import RoleFailed
@@ -41,7 +42,8 @@ def test_a_run_ends_with_a_summary_and_0(rig: Any, config: Any, capsys: pytest.C
     rig.go()
     assert launch(config, rig.folder) == 0
     shown = capsys.readouterr().out
-    assert f"run folder: {rig.folder}" in shown
+    assert f"run folder: {rig.folder}" in shown and "gateway" not in shown
+    assert read_endpoints(rig.folder).queue.startswith("tcp://127.0.0.1:")
     assert "no step was trained" in shown
     assert "trainer-0 started" in (rig.folder / "logs" / "launcher.log").read_text()
     assert rig.alive() == []

@@ -3,8 +3,10 @@ from pathlib import Path
 import pytest
 
 from rl_async.configs.load import load_config, preset_names
+from rl_async.endpoints import Endpoints
 from rl_async.launcher.memory import ModelSize
-from rl_async.launcher.plan import Devices, assign_devices, plan
+from rl_async.launcher.plan import Devices, assign_devices, endpoints, plan
+from rl_async.launcher.ports import PortWish
 from rl_async.launcher.spec import fill
 
 PORTS = {"queue": 1001, "engine-0": 1002, "engine-1": 1003, "rendezvous": 1004}
@@ -37,6 +39,23 @@ def test_the_command_lines_of_the_roles() -> None:
     assert commands["engine"] == "-m rl_async.rollout_server --run runs/x --index 0 --port 1002"
     assert commands["worker"] == "-m rl_async.agent_loop --run runs/x --index 0 --queue tcp://127.0.0.1:1001"
     assert commands["trainer"] == "-m rl_async.trainer --run runs/x --queue tcp://127.0.0.1:1001"
+
+
+def test_a_gateway_takes_the_place_of_the_workers() -> None:
+    config = load_config("calculator", ["agent.gateway.port=8123", "agent.workers=3"])
+    planned, ports = plan(config, RUN), PORTS | {"gateway": 8123}
+    (gateway,) = planned.workers
+    assert (gateway.name, gateway.role) == ("gateway", "worker")
+    assert " ".join(gateway.command(ports)[1:]) == (
+        "-m rl_async.agent_loop.gateway --run runs/x --port 8123 --queue tcp://127.0.0.1:1001"
+    )
+    assert PortWish("gateway", 8123, "agent.gateway.port") in planned.ports
+    assert endpoints(config, ports) == Endpoints(queue="tcp://127.0.0.1:1001", gateway="http://127.0.0.1:8123")
+
+
+def test_who_joins_a_run_is_told_of_its_reward_model() -> None:
+    places = endpoints(load_config("calculator"), PORTS | {"reward-model": 1005})
+    assert places == Endpoints(queue="tcp://127.0.0.1:1001", reward_model="http://127.0.0.1:1005")
 
 
 def test_trainer_ranks_meet_at_one_port() -> None:

@@ -21,12 +21,15 @@ def words(ids: Sequence[int]) -> str:
     return "".join("abcdefghij"[i] for i in ids)
 
 
-def row(sample: int = 0, weights: Sequence[float] = (1.0, 0.5, 0.25, 0.0, 0.0, 0.0, 1.0)) -> RecordedRow:
+def row(
+    sample: int = 0, weights: Sequence[float] = (1.0, 0.5, 0.25, 0.0, 0.0, 0.0, 1.0), segment: int = 0
+) -> RecordedRow:
     """Three tokens of context, seven sampled."""
     rules = [RuleRun("band", 3, 4), RuleRun("seq_mean_k1", 4, 6)] if 0.0 in weights else []
     return RecordedRow(
         group_id=4,
         sample=sample,
+        segment=segment,
         reward=1.0,
         token_ids=list(range(10)),
         loss_mask=[False] * 3 + [True] * 7,
@@ -89,3 +92,11 @@ def test_a_row_can_be_named_on_the_command_line(run: Path, capsys: pytest.Captur
     assert "step 3, group 4" in (told := capsys.readouterr().out) and "group 4, sample 1" in told
     assert main(["show", str(run), "--group", "5"]) == 2
     assert "--group 5" in capsys.readouterr().err
+
+
+def test_rows_of_one_sample_are_told_apart(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    clean, marked = row(0, [1.0] * 7), row(0, segment=1)
+    write(run / "trajectories", "step-000004-lineage0-rank0.jsonl.gz", marked, clean)
+    assert [r.segment for r in read_step(run / "trajectories", 4)[1]] == [0, 1]
+    assert main(["show", str(run), "--step", "4", "--group", "4", "--sample", "0"]) == 0
+    assert "group 4, sample 0, segment 1, reward 1" in capsys.readouterr().out

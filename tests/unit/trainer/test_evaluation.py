@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from rl_async.errors import RlAsyncError
-from rl_async.messages import Done, NotReady, Reserved, Trajectory, Version, VersionRun
+from rl_async.messages import Done, NotReady, Reserved, RowKey, Trajectory, Version, VersionRun
 from rl_async.trainer.evaluation import EvalResult, Evaluations
 from tests.conftest import make_rows
 
-ROWS = make_rows(0)[:2]
+ROWS = [msgspec.structs.replace(row, reward=0.5) for row in make_rows(0)[:2]]
 
 
 class Queue:
@@ -26,12 +26,23 @@ class Queue:
 
     def eval_result(self, eval_id: int, wait_s: float) -> Reserved | NotReady:
         assert eval_id == self.asked[-1]
-        headers = [row.header() for row in ROWS]
+        headers = [row.header() for row in self.rows()]
         return Reserved(step=eval_id, headers=headers) if self.done else NotReady(why="one is missing")
 
-    def fetch(self, rows: Sequence[tuple[int, int]]) -> list[Trajectory]:
+    def rows(self) -> list[Trajectory]:
+        return ROWS
+
+    def fetch(self, rows: Sequence[RowKey]) -> list[Trajectory]:
         versions = [VersionRun(Version(0, step), i, i + 1) for i, step in enumerate(self.steps or self.asked[-1:])]
-        return [msgspec.structs.replace(row, versions=versions, reward=0.5) for row in ROWS]
+        return [msgspec.structs.replace(row, versions=versions, reward=row.reward) for row in self.rows()]
+
+
+class Branching(Queue):
+    """Its first episode has three rows."""
+
+    def rows(self) -> list[Trajectory]:
+        segments = [msgspec.structs.replace(ROWS[0], segment=segment, reward=1.0) for segment in range(3)]
+        return [*segments, msgspec.structs.replace(ROWS[1], reward=0.0)]
 
 
 class Recorder:
@@ -41,7 +52,7 @@ class Recorder:
         self.results: list[EvalResult] = []
 
     def __call__(self, result: EvalResult, rows: list[Trajectory]) -> None:
-        assert len(rows) == result.trajectories
+        assert len({row.episode_id for row in rows}) == result.trajectories
         self.results.append(result)
 
 
@@ -91,3 +102,9 @@ def test_the_end_does_not_ask_again_for_what_runs() -> None:
 def test_an_evaluation_that_does_not_end_is_named() -> None:
     with pytest.raises(RlAsyncError, match="version step 7"):
         Evaluations(Queue(done=False), 0, Recorder()).finish(7, 0.0)
+
+
+def test_an_episode_of_several_rows_counts_once() -> None:
+    recorder = Recorder()
+    (result,) = Evaluations(Branching(done=True), 0, recorder).finish(7, 1.0)
+    assert (result.reward, result.trajectories) == (0.5, 2)

@@ -4,6 +4,7 @@ import gzip
 import json
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,6 +21,7 @@ from rl_async.trainer.records import (
     read_trajectories,
     write_trajectories,
 )
+from rl_async.trainer.sources import RecordedSource
 from tests.conftest import make_rows
 
 
@@ -88,3 +90,17 @@ def test_a_torn_evaluation_is_cut_off_before_the_next_is_written(tmp_path: Path)
 
 def test_every_resume_is_a_lineage_of_its_own(tmp_path: Path) -> None:
     assert [next_lineage(tmp_path, resuming) for resuming in (False, True, True)] == [0, 1, 2]
+
+
+def test_rows_of_one_sample_are_recorded_and_replayed_one_by_one(tmp_path: Path) -> None:
+    first, other = make_rows(0)[:2]
+    rows = [first, msgspec.structs.replace(first, segment=1, token_ids=first.token_ids[::-1]), other]
+    write_trajectories(tmp_path / "step-000000-lineage0-rank0.jsonl.gz", rows[1:])
+    write_trajectories(tmp_path / "step-000000-lineage0-rank1.jsonl.gz", rows[:1])
+    append_trained(tmp_path / "trained.jsonl", 0, 0, rows)
+    lines = [json.loads(line) for line in (tmp_path / "trained.jsonl").read_text().splitlines()]
+    assert [(line["group"], line["sample"], line["segment"]) for line in lines] == [(0, 0, 0), (0, 0, 1), (0, 1, 0)]
+    source = RecordedSource(tmp_path)
+    assert [header.key for header in source.reserve(0).headers] == [row.key for row in rows]
+    found = source.fetch([(0, 0, 1), (0, 0, 0)])
+    assert [row.tokens_sha256() for row in found] == [rows[1].tokens_sha256(), first.tokens_sha256()]

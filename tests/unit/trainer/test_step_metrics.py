@@ -1,5 +1,6 @@
 """Rewards of a step are those of rows that were scored."""
 
+import msgspec
 import pytest
 
 from rl_async.trainer.step_metrics import batch_metrics
@@ -28,3 +29,12 @@ def test_rows_without_a_reward_are_counted_and_left_out() -> None:
 )
 def test_a_group_without_scored_rows_has_no_signal(groups: list[list[float | None]], share: float) -> None:
     assert metrics(groups)["reward/groups_without_signal"] == share
+
+
+def test_an_episode_of_several_rows_counts_once() -> None:
+    rows = make_rows(0, groups=1, samples=2)
+    rows[0].reward, rows[1].reward = 1.0, 0.0
+    more = [msgspec.structs.replace(rows[0], segment=segment) for segment in (1, 2)]
+    got = batch_metrics([row.header() for row in [rows[0], *more, rows[1]]], 0, None)
+    assert (got["reward/mean"], got["batch/trajectories"], got["batch/episodes"]) == (0.5, 4.0, 2.0)
+    assert got["reward/unscored_fraction"] == 0.0

@@ -68,7 +68,7 @@ class Rig:
     def put_all(self, groups: list[LeasedGroup], worker: str = "w") -> None:
         for group in groups:
             for sample in group.samples:
-                answer = self.store.put(worker, self.header(group, sample), self.now)
+                answer = self.store.put(worker, [self.header(group, sample)], self.now)
                 assert type(answer).__name__ == "Done", answer
 
     def publish(self, step: int, lineage: int = 0) -> None:

@@ -13,8 +13,8 @@ def admit(group, samples=2, partition="train"):
     return {"event": "admit", "group": group, "task": f"t{group}", "partition": partition, "samples": samples}
 
 
-def put(group, sample, tokens="00"):
-    return {"event": "put", "group": group, "sample": sample, "tokens_sha256": tokens}
+def put(group, sample, *tokens):
+    return {"event": "put", "group": group, "sample": sample, "tokens_sha256": tokens or ["00"]}
 
 
 def puts(*groups):
@@ -29,8 +29,9 @@ def resume(step, lineage, **more):
     return {"event": "resume", "step": step, "lineage": lineage, **more}
 
 
-def trained(step, group, sample, lineage=0, tokens="00"):
-    return {"lineage": lineage, "step": step, "group": group, "sample": sample, "tokens_sha256": tokens}
+def trained(step, group, sample, lineage=0, tokens="00", segment=0):
+    row = {"lineage": lineage, "step": step, "group": group, "sample": sample, "segment": segment}
+    return row | {"tokens_sha256": tokens}
 
 
 def rows(step, *groups, lineage=0):
@@ -94,6 +95,10 @@ def test_groups_without_signal_count_as_given_up(run):
         (
             [*TRAINED[:-1], trained(1, 4, 1, tokens="11")],
             "group 4 sample 1 was trained (0.1) on other tokens",
+        ),
+        (
+            [*TRAINED, trained(1, 4, 1, segment=1)],
+            "group 4 sample 1 segment 1 was trained (0.1), but its sample came with 1",
         ),
         (rows(0, 0, 3) + rows(1, 1, 4), "group 1 sample 0 was trained (0.1) but not reserved for that step"),
     ],
@@ -162,3 +167,20 @@ def test_a_torn_last_line_does_not_count_and_a_broken_one_is_named(run, capsys):
 def test_many_violations_are_summed_up(run):
     report = audit(run([admit(group) for group in range(SHOWN + 5)], []))
     assert "and 5 more violations" in report.text()
+
+
+SEGMENTED = [*LEDGER[:-3], admit(4), *puts(3), put(4, 0), put(4, 1, "00", "11"), reserve(1, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([trained(1, 4, 1, tokens="11", segment=1)], None),
+        ([], "group 4 sample 1 was trained, but its segments [1] never were"),
+        ([trained(1, 4, 1, tokens="22", segment=1)], "group 4 sample 1 segment 1 was trained (0.1) on other tokens"),
+        (2 * [trained(1, 4, 1, tokens="11", segment=1)], "group 4 sample 1 segment 1 was trained 2 times"),
+    ],
+)
+def test_every_row_of_a_sample_must_be_trained_once(run, more, message):
+    violations = audit(run(SEGMENTED, TRAINED + more)).violations
+    assert (violations == []) if message is None else any(message in violation for violation in violations)

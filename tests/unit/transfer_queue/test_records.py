@@ -53,7 +53,7 @@ def test_ledger_has_one_line_per_event_and_is_only_appended(make_rig, tmp_path):
         "resume",
         "finish",
     ]
-    assert lines[3] == {"event": "put", "group": 0, "sample": 1, "tokens_sha256": "0-1-0"}
+    assert lines[3] == {"event": "put", "group": 0, "sample": 1, "tokens_sha256": ["0-1-0"]}
     assert lines[5]["group"] == 1 and "boom" in lines[5]["error"]
     assert lines[10] == {"event": "reserve", "step": 0, "groups": [0, 2]}
     assert (lines[12]["step"], lines[12]["lineage"], lines[12]["fresh"]) == (0, 1, False)
@@ -70,12 +70,17 @@ def test_payloads_are_freed_with_their_groups():
     feed = Feed()
     feed.subscribe(payloads.consume)
     for group in range(4):
-        payloads.put(group, 0, [b"x"])
+        payloads.put(group, 0, [[b"x"], [b"y", b"z"]])
     feed(GroupDropped(group=0, reason=""))
     feed(Retired(step=1, groups=[1]))
     feed(EvalClosed(eval_id=1, groups=[2]))
     feed(Published(version=Version(0, 1), released=[3]))
-    assert [payloads.get(group, 0) for group in range(4)] == [None, None, None, [b"x"]]
+    assert [payloads.get((group, 0, 0)) for group in range(4)] == [None, None, None, [b"x"]]
+    assert [payloads.get((3, sample, segment)) for sample, segment in ((0, 1), (0, 2), (1, 0))] == [
+        [b"y", b"z"],
+        None,
+        None,
+    ]
 
 
 def test_leases_live_as_long_as_their_worker_is_heard():

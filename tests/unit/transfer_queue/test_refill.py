@@ -15,7 +15,7 @@ from rl_async.transfer_queue.transitions import GroupDropped
 def put(rig, group, rewards, scored=(True, True)):
     for sample, (reward, ok) in enumerate(zip(rewards, scored, strict=True)):
         header = rig.header(group, sample, reward=reward, scored=ok)
-        assert rig.store.put("w", header, rig.now) == Done()
+        assert rig.store.put("w", [header], rig.now) == Done()
 
 
 def dropped(rig):

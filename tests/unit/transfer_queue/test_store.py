@@ -124,36 +124,36 @@ def test_put_again_is_done_and_stores_once(make_rig):
     rig.publish(0)
     group = rig.lease()[0]
     header = rig.header(group, 0, reward=math.nan)
-    assert rig.store.put("w", header, 0.0) == rig.store.put("w", header, 0.0) == Done()
+    assert rig.store.put("w", [header], 0.0) == rig.store.put("w", [header], 0.0) == Done()
     assert len(rig.of(SampleStored)) == 1
-    assert rig.store.put("w", rig.header(group, 0, tokens=99), 0.0).code == "conflict"
+    assert rig.store.put("w", [rig.header(group, 0, tokens=99)], 0.0).code == "conflict"
 
 
 def test_put_to_nowhere_is_refused(make_rig):
     rig = make_rig()
     rig.publish(0)
     group = rig.lease()[0]
-    assert rig.store.put("w", rig.header(group, 0, group_id=77), 0.0).code == "unknown_group"
-    assert rig.store.put("w", rig.header(group, 7), 0.0).code == "unknown_sample"
-    assert rig.store.put("w", rig.header(group, 0, partition="eval"), 0.0).code == "conflict"
+    assert rig.store.put("w", [rig.header(group, 0, group_id=77)], 0.0).code == "unknown_group"
+    assert rig.store.put("w", [rig.header(group, 7)], 0.0).code == "unknown_sample"
+    assert rig.store.put("w", [rig.header(group, 0, partition="eval")], 0.0).code == "conflict"
 
 
 def test_only_missing_samples_of_a_lost_worker_are_leased_again(make_rig):
     rig = make_rig(max_staleness=0)
     rig.publish(0)
     first, second = rig.lease("lost")
-    rig.store.put("lost", rig.header(first, 0), 0.0)
+    rig.store.put("lost", [rig.header(first, 0)], 0.0)
     rig.now = 5.0
     rig.store.renew("other", rig.now)
     rig.now = 10.0
     rig.store.expire(rig.now)
     again = rig.lease("other")
     assert [(g.group_id, g.samples, g.attempt) for g in again] == [(0, [1], 1), (1, [0, 1], 1)]
-    assert rig.store.put("lost", rig.header(first, 1), rig.now).code == "fenced"
-    assert rig.store.put("lost", rig.header(first, 0), rig.now) == Done()  # it was stored before the loss
+    assert rig.store.put("lost", [rig.header(first, 1)], rig.now).code == "fenced"
+    assert rig.store.put("lost", [rig.header(first, 0)], rig.now) == Done()  # it was stored before the loss
     rig.put_all(again, "other")
     assert isinstance(rig.store.reserve(0, rig.now), Reserved)
-    assert rig.store.put("lost", rig.header(second, 0), rig.now).code == "fenced"
+    assert rig.store.put("lost", [rig.header(second, 0)], rig.now).code == "fenced"
     assert rig.store.status(rig.now).counters["redelivered"] == 3
 
 
@@ -180,7 +180,7 @@ def test_failed_sample_is_redelivered_then_dead_letters_its_group(make_rig):
     assert rig.store.fail("w", 0, 1, again.attempt, "bang", 0.0) == Done()
     (dead,) = rig.of(DeadLettered)
     assert dead.group == 0 and "bang" in dead.error
-    assert rig.store.put("w", rig.header(first, 0), 0.0).code == "fenced"
+    assert rig.store.put("w", [rig.header(first, 0)], 0.0).code == "fenced"
     (replacement,) = rig.lease()
     assert replacement.group_id == 2
     rig.put_all([second, replacement])
@@ -229,7 +229,7 @@ def test_drop_gives_up_a_straggler_and_replaces_it(make_rig):
     rig.put_all(rig.lease())
     assert members(rig.store.reserve(1, 0.0)) == [3, 4]
     assert [dropped.group for dropped in rig.of(GroupDropped)] == [0]
-    assert rig.store.put("w", rig.header(straggler, 0), 0.0).code == "fenced"
+    assert rig.store.put("w", [rig.header(straggler, 0)], 0.0).code == "fenced"
     assert [group.group_id for group in rig.lease()] == [6]
 
 
@@ -257,7 +257,7 @@ def test_younger_tokens_than_promised_loosen_a_deadline(make_rig):
     rig.publish(1)
     for sample in groups[0].samples:
         header = rig.header(groups[0], sample, versions=[VersionRun(Version(0, 1), 0, 2)])
-        rig.store.put("w", header, 0.0)
+        rig.store.put("w", [header], 0.0)
     rig.put_all(rig.lease())
     assert members(rig.store.reserve(1, 0.0)) == [0, 3]
 
@@ -326,7 +326,7 @@ def test_resume_behind_the_published_version_fences_what_is_being_generated(make
     train_step(rig, 0)
     in_flight = rig.lease()
     rig.store.resume(0, 1, b"")
-    assert rig.store.put("w", rig.header(in_flight[0], 0), 0.0).code == "fenced"
+    assert rig.store.put("w", [rig.header(in_flight[0], 0)], 0.0).code == "fenced"
     rig.publish(0, lineage=1)
     assert rig.lease() == []
     train_step(rig, 0, lineage=1)
@@ -438,7 +438,7 @@ def test_resume_forgets_evaluations(make_rig):
     rig.store.evaluate(1)
     groups = rig.lease(max_groups=2)
     rig.store.resume(0, 1, b"")
-    assert rig.store.put("w", rig.header(groups[0], 0), 0.0).code == "fenced"
+    assert rig.store.put("w", [rig.header(groups[0], 0)], 0.0).code == "fenced"
     assert rig.store.evaluate(1) == Done()
 
 
@@ -464,3 +464,27 @@ def test_engine_registry(make_rig):
     assert isinstance(rig.store.confirm("e2", Version(0, 0)), Refused)
     rig.store.remove_engine("e0")
     assert [engine.engine_id for engine in rig.store.engines().engines] == ["e1"]
+
+
+def test_the_rows_of_a_sample_come_together_or_not_at_all(make_rig):
+    rig = make_rig()
+    rig.publish(0)
+    (group,) = rig.lease(max_groups=1)
+    first, second = (rig.header(group, 0, segment=segment, tokens_sha256=f"s{segment}") for segment in (0, 1))
+    other_episode = rig.header(group, 0, segment=1, episode_id="another")
+    for rows in ([], [second], [second, first], [first, first], [first, rig.header(group, 1)], [first, other_episode]):
+        assert rig.store.put("w", rows, 0.0).code == "rows"
+    assert rig.store.status(0.0).payload_bytes == 0
+    assert rig.store.put("w", [first, second], 0.0) == rig.store.put("w", [first, second], 0.0) == Done()
+    assert rig.store.put("w", [first], 0.0).code == "conflict"
+    assert [[h.key for h in event.headers] for event in rig.of(SampleStored)] == [[(0, 0, 0), (0, 0, 1)]]
+    assert rig.store.status(0.0).payload_bytes == 20
+    for header in (rig.header(group, 1), *(rig.header(g, s) for g in rig.lease() for s in g.samples)):
+        assert rig.store.put("w", [header], 0.0) == Done()
+    batch = rig.store.reserve(0, 0.0)
+    assert [header.key for header in batch.headers] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
+    rig.store.commit(0)
+    rig.publish(1)
+    rig.store.retire(1)
+    left = sum(h.nbytes for event in rig.of(SampleStored) for h in event.headers) - 50
+    assert rig.store.status(0.0).payload_bytes == left

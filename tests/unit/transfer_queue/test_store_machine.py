@@ -42,6 +42,10 @@ class Source:
         self.taken = int(cursor)
 
 
+def segments(group_id: int, sample: int) -> int:
+    return 2 if (group_id + sample) % 3 == 0 else 1
+
+
 class Histories(RuleBasedStateMachine):
     """The model: what workers hold, what each step's batch was, and what the trainer did."""
 
@@ -99,7 +103,11 @@ class Histories(RuleBasedStateMachine):
         self.store.undelivered("gone", groups)
         self.store.undelivered("gone", groups)
 
-    def header(self, group: LeasedGroup, sample: int, oldest: int) -> TrajectoryHeader:
+    def headers(self, group: LeasedGroup, sample: int, oldest: int) -> list[TrajectoryHeader]:
+        """One row, or two of every third sample."""
+        return [self.header(group, sample, oldest, segment) for segment in range(segments(group.group_id, sample))]
+
+    def header(self, group: LeasedGroup, sample: int, oldest: int, segment: int) -> TrajectoryHeader:
         # Engines serve what was published last; it is older than the lease promised if training went back since.
         first, last = sorted((group.min_version.step, self.published.step))
         step = min(max(oldest, first), last)
@@ -109,7 +117,7 @@ class Histories(RuleBasedStateMachine):
             attempt=group.attempt,
             partition=group.partition,
             episode_id="",
-            segment=0,
+            segment=segment,
             tokens=1,
             sampled=1,
             reward=float(sample) if group.group_id % 3 == 0 else 1.0,  # two groups of three teach nothing
@@ -125,10 +133,10 @@ class Histories(RuleBasedStateMachine):
     def put(self, data: st.DataObject, oldest: int, again: bool) -> None:
         index = data.draw(st.integers(0, len(self.held) - 1))
         worker, group, sample = self.held[index] if again else self.held.pop(index)
-        header = self.header(group, sample, oldest)
-        answer = self.store.put(worker, header, self.now)
+        headers = self.headers(group, sample, oldest)
+        answer = self.store.put(worker, headers, self.now)
         if answer == Done():
-            resent = self.store.put(worker, header, self.now)
+            resent = self.store.put(worker, headers, self.now)
             dropped = self.store.holds(group.group_id) is False
             assert resent.code == "fenced" if isinstance(resent, Refused) else not dropped
         else:
@@ -141,7 +149,7 @@ class Histories(RuleBasedStateMachine):
         left = sorted({group.group_id for _, group, _ in self.held})[:stragglers]
         for held in [held for held in self.held if held[1].group_id not in left]:
             self.held.remove(held)
-            self.store.put(held[0], self.header(held[1], held[2], STEPS if newest else 0), self.now)
+            self.store.put(held[0], self.headers(held[1], held[2], STEPS if newest else 0), self.now)
         self.reserve()
         self.train()
 
@@ -181,7 +189,8 @@ class Histories(RuleBasedStateMachine):
     def check_batch(self, step: int, batch: Reserved) -> None:
         members = sorted({header.group_id for header in batch.headers})
         assert len(members) == BATCH and sorted(batch.tasks) == members
-        assert [(h.group_id, h.sample) for h in batch.headers] == [(g, s) for g in members for s in range(GROUP)]
+        rows = [(g, s, i) for g in members for s in range(GROUP) for i in range(segments(g, s))]
+        assert [header.key for header in batch.headers] == rows
         assert all(task.task_id == f"t{group}" for group, task in batch.tasks.items())
         for header in batch.headers:
             assert step - min(run.version.step for run in header.versions) <= self.settings.max_staleness
@@ -274,7 +283,7 @@ class Histories(RuleBasedStateMachine):
             self.held = []
             self.lease("z", 100)
             for worker, group, sample in self.held:
-                assert self.store.put(worker, self.header(group, sample, STEPS), self.now) == Done()
+                assert self.store.put(worker, self.headers(group, sample, STEPS), self.now) == Done()
             self.reserve()
             self.train()
         assert self.step == STEPS, self.store.reserve(self.reserved_until, self.now)

@@ -1,0 +1,98 @@
+"""For agent programs: the gateway's own requests, with nothing but the standard library.
+
+for episode in Gateway(url).episodes():
+    client = openai.OpenAI(base_url=episode.base_url, api_key="none")
+    ...
+    episode.reward(1.0)
+"""
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rl_async.errors import RlAsyncError
+
+FINISHED = {"finished": True}
+
+
+class GatewayError(RlAsyncError):
+    """The gateway refused a request; the message is its answer."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One episode to play. ``task`` has prompt (chat messages), ground_truth, tools (schemas), partition and extra."""
+
+    id: str
+    base_url: str
+    task: dict[str, Any]
+    gateway: "Gateway"
+
+    def reward(self, value: float, **parts: float) -> dict[str, Any]:
+        """End it with this reward; ``accepted`` is false if it has ended. Raises GatewayError if it has no answer."""
+        return self._end({"reward": value, "parts": parts})
+
+    def score(self) -> dict[str, Any]:
+        """End it; the run's own reward functions score it."""
+        return self._end({})
+
+    def fail(self, error: str) -> dict[str, Any]:
+        """Give it up; the sample is handed out again."""
+        return self._end({"error": error})
+
+    def _end(self, body: dict[str, Any]) -> dict[str, Any]:
+        status, answer = self.gateway.post(f"/episodes/{self.id}/reward", body)
+        if status == 404 or answer == FINISHED:  # too late, or the gateway was started again and knows nothing of it
+            return {"accepted": False, "reason": "the episode has ended", "rows": 0, "reward": None}
+        if status != 200:
+            raise GatewayError(f"{status}: {answer}")
+        return answer
+
+
+class Gateway:
+    """The gateway at ``url``, which has ``start_s`` to begin.
+
+    One that answered and is gone for ``gone_s``, in which the launcher starts again a gateway that died, has ended with
+    its run.
+    """
+
+    def __init__(self, url: str, *, wait_s: float = 20.0, start_s: float = 60.0, gone_s: float = 20.0) -> None:
+        self._url, self._wait_s, self._start_s, self._gone_s = url.rstrip("/"), wait_s, start_s, gone_s
+        self._answered = False
+
+    def episodes(self) -> Iterator[Episode]:
+        """Episodes to play, one after another, until the run is over. Call it once in each thread that plays."""
+        while True:
+            status, answer = self.post("/episodes", {"wait_s": self._wait_s})
+            if status == 200:
+                yield Episode(answer["episode_id"], answer["base_url"], answer["task"], self)
+            elif status != 503:
+                raise GatewayError(f"{status}: {answer}")
+            elif answer == FINISHED:
+                return
+
+    def post(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Status and body of the answer; 503 and FINISHED if the gateway is gone. Raises OSError if it never came."""
+        request = urllib.request.Request(
+            self._url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        deadline = time.monotonic() + (self._gone_s if self._answered else self._start_s)
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=self._wait_s + 60) as answer:
+                    self._answered = True
+                    return answer.status, json.load(answer)
+            except urllib.error.HTTPError as error:
+                with error:
+                    self._answered = True
+                    return error.code, json.load(error)
+            except (urllib.error.URLError, ConnectionError) as error:
+                if time.monotonic() > deadline and self._answered:
+                    return 503, FINISHED
+                if time.monotonic() > deadline:
+                    raise OSError(f"no gateway at {self._url}: {error}") from error
+                time.sleep(0.5)

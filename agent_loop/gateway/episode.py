@@ -1,0 +1,176 @@
+"""One episode that an agent program plays: its requests become answers of the run's engines, its end becomes rows."""
+
+import asyncio
+import math
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jinja2
+
+from rl_async.agent_loop.episode import policy_sampling
+from rl_async.agent_loop.gateway.chat import ASSISTANT, ChatRequest, Completion, read_answer
+from rl_async.agent_loop.gateway.openai import unsupported
+from rl_async.agent_loop.gateway.recorder import Prompt, Recorder, cut_at_stop
+from rl_async.agent_loop.render import ChatRenderer
+from rl_async.configs.schema import RunConfig
+from rl_async.errors import RequestRefused
+from rl_async.messages import LeasedGroup, Trajectory
+from rl_async.rollout_server.api import GenerateRequest, Generator
+
+ID_BYTES = 16
+
+
+class GatewayEpisode:
+    """A leased sample in the hands of an agent program. ``id`` is a secret: it lets its bearer act in the episode."""
+
+    def __init__(
+        self,
+        group: LeasedGroup,
+        sample: int,
+        *,
+        config: RunConfig,
+        renderer: ChatRenderer,
+        generator: Generator,
+        max_answers: int,
+    ) -> None:
+        self.id = secrets.token_urlsafe(ID_BYTES)
+        self.group, self.sample = group, sample
+        self.closed = False
+        self.ending = asyncio.Lock()
+        self.began = time.monotonic()
+        self._name = f"{group.group_id}.{sample}.{group.attempt}"
+        self._renderer, self._generator, self._max_answers = renderer, generator, max_answers
+        self._recorder = Recorder(renderer)
+        self._sampling = policy_sampling(config, group.partition)
+        self._usual = policy_sampling(config, "train")  # what a program may ask for in held-out episodes as well
+        self._limit = min(config.agent.max_tokens, config.rollout.max_model_len)
+        self._max_tokens = config.rollout.max_tokens
+        self._requests = self._answers = self._in_flight = 0
+        self._generate_s = 0.0
+
+    async def complete(self, request: ChatRequest) -> Completion:
+        """The policy's answer, recorded if the episode is still open when it comes.
+
+        Raises RequestRefused for what cannot be had, EngineRejected or EngineLost when no engine answers.
+        """
+        self._check(request)
+        prompt = self._prompt(request)
+        number = self._requests
+        self._requests += 1
+        self._in_flight += 1
+        began = time.monotonic()
+        try:
+            result = await self._generator.generate(self._generate(request, prompt, number), session=self._name)
+        finally:
+            self._in_flight -= 1
+        seconds = time.monotonic() - began
+        if self.closed:
+            raise RequestRefused("the episode ended before this answer came", code="episode_ended", status=404)
+        sampled = len(result.token_ids)
+        result, text = cut_at_stop(result, request.stops, self._renderer)
+        said = read_answer(text, tools=bool(request.tools))
+        self._recorder.record(prompt, result, said, seconds)
+        self._answers += 1
+        self._generate_s += seconds
+        reason = "stop" if result.finish_reason == "stop" else "length"
+        return Completion(number, said, reason, len(prompt.token_ids), sampled)
+
+    def _check(self, request: ChatRequest) -> None:
+        if self._answers + self._in_flight >= self._max_answers:
+            raise RequestRefused(
+                f"this episode has had its {self._max_answers} answers (agent.gateway.max_answers)",
+                code="too_many_answers",
+            )
+        if not request.messages or request.messages[-1].role == ASSISTANT:
+            raise RequestRefused(
+                "the last message must be somebody's whom the assistant is to answer",
+                code="invalid_request",
+                param="messages",
+            )
+        for name in ("temperature", "top_p"):
+            wanted, known = getattr(request, name), [getattr(s, name) for s in (self._sampling, self._usual)]
+            if wanted is not None and not any(math.isclose(wanted, value) for value in known):
+                raise unsupported(name, wanted)
+
+    def _prompt(self, request: ChatRequest) -> Prompt:
+        try:
+            prompt = self._recorder.prompt(request.messages, request.tools)
+        except jinja2.TemplateError as error:
+            raise RequestRefused(
+                f"the chat template does not take these messages: {error}", code="invalid_request", param="messages"
+            ) from error
+        if len(prompt.token_ids) >= self._limit:
+            raise RequestRefused(
+                f"the messages have {len(prompt.token_ids)} tokens and leave no room within {self._limit} "
+                "(agent.max_tokens, rollout.max_model_len)",
+                code="context_length_exceeded",
+                param="messages",
+            )
+        return prompt
+
+    def _generate(self, request: ChatRequest, prompt: Prompt, number: int) -> GenerateRequest:
+        room = min(self._max_tokens, self._limit - len(prompt.token_ids))
+        return GenerateRequest(
+            request_id=f"{self._name}.{number}",
+            token_ids=prompt.token_ids,
+            sampling=self._sampling,
+            max_tokens=room if request.max_tokens is None else min(room, request.max_tokens),
+            stop_token_ids=self._renderer.stop_token_ids,
+            min_version=self.group.min_version,
+        )
+
+    def trajectories(self) -> tuple[list[Trajectory], int]:
+        """All rows, without rewards, and which of them has the answer that came last."""
+        group = self.group
+        timings = {"generate": self._generate_s, "total": time.monotonic() - self.began}
+        rows = [
+            Trajectory(
+                task_id=group.task.task_id,
+                group_id=group.group_id,
+                sample=self.sample,
+                attempt=group.attempt,
+                episode_id=self._name,
+                segment=segment,
+                partition=group.partition,
+                **row.tokens.arrays(),
+                sampling=self._sampling,
+                reward=0.0,
+                finish_reason=row.finish_reason,
+                turns=row.turns,
+                timings=dict(timings),
+                ground_truth=group.task.ground_truth,
+            )
+            for segment, row in enumerate(self._recorder.rows)
+        ]
+        return rows, self._recorder.last
+
+
+def share_reward(rows: list[Trajectory], scored: Trajectory) -> None:
+    """Give every row of an episode what one of them was scored with."""
+    for row in rows:
+        row.reward, row.scored, row.error = scored.reward, scored.scored, scored.error
+        row.reward_parts = dict(scored.reward_parts)
+
+
+def give_reward(rows: list[Trajectory], reward: float, parts: Mapping[str, float]) -> None:
+    """Give every row the agent program's own reward. Raises RequestRefused for numbers that are not finite."""
+    if not all(math.isfinite(value) for value in (reward, *parts.values())):
+        raise RequestRefused("a reward is a finite number", code="invalid_request", param="reward")
+    for row in rows:
+        row.reward, row.reward_parts = reward, dict(parts)
+
+
+def task_view(episode: GatewayEpisode, tools: list[dict[str, Any]]) -> dict[str, Any]:
+    """What an agent program is told of its task."""
+    task = episode.group.task
+    return {
+        "task_id": task.task_id,
+        "data_source": task.data_source,
+        "partition": episode.group.partition,
+        "prompt": task.prompt,
+        "ground_truth": task.ground_truth,
+        "tools": tools,
+        "extra": task.extra,
+    }

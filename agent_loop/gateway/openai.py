@@ -1,0 +1,199 @@
+"""OpenAI's dialect: chat completion requests in, completions, chunks and errors out. Pure."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from rl_async.agent_loop.gateway.chat import Call, ChatMessage, ChatRequest, Completion
+from rl_async.errors import RequestRefused
+
+# Fields that change no token. A seed would make the members of a group alike, which then teach nothing.
+IGNORED = frozenset(
+    {
+        *("seed", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_retention", "reasoning_effort", "verbosity", "prediction"),
+    }
+)
+# Fields that would change what is sampled or what is given out, and the values with which they do not.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "parallel_tool_calls": (True,),
+    "modalities": (["text"],),
+    "tool_choice": ("auto", "none"),
+}
+
+
+Limit = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Part(msgspec.Struct):
+    """A piece of a message's content."""
+
+    type: str
+    text: str = ""
+
+
+class Function(msgspec.Struct):
+    """The function of a call."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCallBody(msgspec.Struct):
+    """A call in an assistant's message."""
+
+    function: Function
+
+
+class MessageBody(msgspec.Struct):
+    """One message; fields that no template prints are passed over."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    tool_calls: list[ToolCallBody] | None = None
+
+
+class StreamOptions(msgspec.Struct):
+    """Of a streamed answer."""
+
+    include_usage: bool | None = None
+
+
+class ChatBody(msgspec.Struct):
+    """The fields of a request that are used."""
+
+    messages: list[MessageBody]
+    model: str = ""
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: Limit | None = None
+    max_completion_tokens: Limit | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+def read_request(body: bytes) -> ChatRequest:
+    """A chat completion request. Raises RequestRefused naming the field that cannot be had."""
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, Any])
+        chat = msgspec.json.decode(body, type=ChatBody)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise RequestRefused(str(error), code="invalid_request") from error
+    for name, value in fields.items():
+        if value is None or (name in ChatBody.__struct_fields__ and name not in NEUTRAL) or name in IGNORED:
+            continue
+        if value not in NEUTRAL.get(name, ()):
+            raise unsupported(name, value)
+    limits = [limit for limit in (chat.max_tokens, chat.max_completion_tokens) if limit is not None]
+    stops = [chat.stop] if isinstance(chat.stop, str) else chat.stop or []
+    return ChatRequest(
+        messages=[_message(message) for message in chat.messages],
+        tools=[] if chat.tool_choice == "none" else chat.tools or [],
+        stops=[stop for stop in stops if stop],
+        max_tokens=min(limits, default=None),
+        temperature=chat.temperature,
+        top_p=chat.top_p,
+        stream=bool(chat.stream),
+        usage=bool(chat.stream_options and chat.stream_options.include_usage),
+        model=chat.model,
+    )
+
+
+def unsupported(name: str, value: Any) -> RequestRefused:
+    """The refusal of a field that would make the tokens another distribution's, or that nobody knows."""
+    shown = msgspec.json.encode(value).decode()[:80]
+    return RequestRefused(
+        f"{name}={shown} is not possible here: tokens are trained on, so they come from the run's own distribution, "
+        f"one answer to a request; leave {name} out (docs/gateway.md lists the fields)",
+        code="unsupported_value",
+        param=name,
+    )
+
+
+def _message(body: MessageBody) -> ChatMessage:
+    role = "system" if body.role == "developer" else body.role
+    calls = [Call(call.function.name, call.function.arguments or "{}") for call in body.tool_calls or []]
+    return ChatMessage(role, _text(body.content), tuple(calls))
+
+
+def _text(content: str | list[Part] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    other = [part.type for part in content if part.type != "text"]
+    if other:
+        raise RequestRefused(f"content of type {other[0]} is not possible", code="unsupported_value", param="messages")
+    return "".join(part.text for part in content)
+
+
+def completion(done: Completion, episode: str, model: str) -> dict[str, Any]:
+    """The answer as one object."""
+    message: dict[str, Any] = {"role": "assistant", "content": done.message.text, "refusal": None}
+    if done.message.calls:
+        message |= {"content": done.message.text or None, "tool_calls": _calls(done)}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason(done)}
+    return _head(done, episode, model, "chat.completion") | {"choices": [choice], "usage": _usage(done)}
+
+
+def chunks(done: Completion, episode: str, model: str, *, usage: bool) -> Iterator[dict[str, Any]]:
+    """The answer as the objects of a stream."""
+    head = _head(done, episode, model, "chat.completion.chunk")
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    if done.message.text:
+        deltas.append({"content": done.message.text})
+    deltas += [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(_calls(done))]
+    for delta in deltas:
+        yield head | {"choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}]}
+    yield head | {"choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": finish_reason(done)}]}
+    if usage:
+        yield head | {"choices": [], "usage": _usage(done)}
+
+
+def finish_reason(done: Completion) -> str:
+    """``tool_calls`` if there are any; else why the engine stopped."""
+    return "tool_calls" if done.message.calls else done.finish_reason
+
+
+def models(names: Sequence[str]) -> dict[str, Any]:
+    """The list of models."""
+    return {
+        "object": "list",
+        "data": [{"id": name, "object": "model", "created": 0, "owned_by": "rl-async"} for name in names],
+    }
+
+
+def error_body(error: RequestRefused) -> dict[str, Any]:
+    """An error as OpenAI's clients read it."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+
+
+def _head(done: Completion, episode: str, model: str, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{episode}-{done.number}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def _calls(done: Completion) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": f"call_{done.number}_{i}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for i, call in enumerate(done.message.calls)
+    ]
+
+
+def _usage(done: Completion) -> dict[str, int]:
+    total = done.prompt_tokens + done.sampled_tokens
+    return {"prompt_tokens": done.prompt_tokens, "completion_tokens": done.sampled_tokens, "total_tokens": total}

@@ -1,0 +1,160 @@
+"""What was sampled in one episode, as a tree of conversations cut into rows. Pure: no engine, no clock.
+
+    messages ── prompt() ──> token ids ── an engine ──> result ── record() ──> rows
+
+A request that continues a recorded answer gets that answer's tokens and those of the new messages, so nothing that was
+sampled is ever tokenised again. If nothing stands behind the answer in its row, the row goes on; else a new row begins
+with the same tokens, which are context there: every sampled token trains in one row only.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rl_async.agent_loop.gateway.chat import ASSISTANT, ChatMessage, answer_text, history_keys
+from rl_async.agent_loop.render import ChatRenderer, Message
+from rl_async.agent_loop.row_tokens import RowTokens
+from rl_async.messages import ToolCall, Turn, VersionRun
+from rl_async.rollout_server.api import GenerateResult
+
+
+@dataclass
+class Row:
+    """One segment of the episode."""
+
+    tokens: RowTokens
+    turns: list[Turn] = field(default_factory=list)
+    finish_reason: str = ""
+
+
+class Answer(NamedTuple):
+    """Where a recorded answer ends: in which row, behind how many of its tokens and turns."""
+
+    row: Row
+    tokens: int
+    turns: int
+
+    @property
+    def newest(self) -> bool:
+        """Whether nothing stands behind it."""
+        return self.tokens == len(self.row.tokens)
+
+
+class Prompt(NamedTuple):
+    """What an engine is to continue, and where it came from."""
+
+    token_ids: list[int]
+    turns: list[Turn]  # those that are new
+    continues: Answer | None
+    messages: Sequence[ChatMessage]
+    tools: Sequence[dict[str, Any]]
+
+
+class Recorder:
+    """The rows of one episode, in the order in which they began."""
+
+    def __init__(self, renderer: ChatRenderer) -> None:
+        self._renderer = renderer
+        self.rows: list[Row] = []
+        self.last = -1  # the row with the answer recorded last
+        self._answers: defaultdict[bytes, list[Answer]] = defaultdict(list)  # by the history that each ends
+        self._texts: dict[bytes, str] = {}  # what was sampled, by the identity of the answer as it was given out
+
+    def prompt(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> Prompt:
+        """The tokens of a conversation that the assistant is to continue; nothing is recorded yet.
+
+        Raises jinja2.TemplateError for messages that the chat template does not take.
+        """
+        known, answer = self._longest(messages, tools)
+        new = [self._plain(message) for message in messages[known:]]
+        if answer is None:
+            token_ids = self._renderer.prompt(new, tools)
+            turns = [Turn(role=m["role"], text=m["content"], end=len(token_ids)) for m in new]
+        else:
+            token_ids = answer.row.tokens.token_ids[: answer.tokens]
+            if token_ids[-1] not in self._renderer.stop_token_ids:  # the answer was cut short
+                token_ids.append(self._renderer.end_of_turn)
+            token_ids += self._renderer.delta(new)
+            turns = [Turn(role=m["role"], text=m["content"], start=answer.tokens, end=len(token_ids)) for m in new]
+        return Prompt(token_ids, turns, answer, messages, tools)
+
+    def record(self, prompt: Prompt, result: GenerateResult, said: ChatMessage, seconds: float = 0.0) -> None:
+        """Take in what an engine sampled behind ``prompt``, and the answer that is given out for it."""
+        row = self._row(prompt)
+        start = len(row.tokens)
+        row.tokens.add_sampled(result)
+        text = self._renderer.turn_text(result.token_ids)
+        calls = [ToolCall(name=call.name, arguments=call.arguments) for call in said.calls]
+        row.turns.append(
+            Turn(role=ASSISTANT, text=text, start=start, end=len(row.tokens), tool_calls=calls, seconds=seconds)
+        )
+        row.finish_reason = result.finish_reason
+        key = history_keys([*prompt.messages, said], prompt.tools)[-1]
+        self._answers[key].append(Answer(row, len(row.tokens), len(row.turns)))
+        self._texts[said.identity()] = text
+        self.last = next(number for number, other in enumerate(self.rows) if other is row)
+
+    def _longest(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> tuple[int, Answer | None]:
+        """The longest part of the history that a recorded answer ends, in messages, and that answer.
+
+        Of answers that say the same, one behind which nothing stands is preferred, so that no row is begun in vain.
+        """
+        keys = history_keys(messages, tools)
+        for size in range(len(messages) - 1, 0, -1):
+            if found := self._answers.get(keys[size - 1]):
+                return size, next((answer for answer in reversed(found) if answer.newest), found[-1])
+        return 0, None
+
+    def _row(self, prompt: Prompt) -> Row:
+        """The row that goes on behind the prompt, with the prompt's tokens in it."""
+        before = prompt.continues
+        if before is not None and before.newest:
+            row = before.row
+            row.tokens.add(prompt.token_ids[before.tokens :])
+        else:
+            turns = before.row.turns[: before.turns] if before is not None else []
+            row = Row(RowTokens(prompt.token_ids), list(turns))
+            self.rows.append(row)
+        row.turns += prompt.turns
+        return row
+
+    def _plain(self, message: ChatMessage) -> Message:
+        """As chat templates take it. A tool's result could end its turn, or begin another, with special tokens."""
+        text = message.text
+        if message.role == ASSISTANT:
+            text = self._texts.get(message.identity()) or answer_text(message)
+        elif message.role == "tool":
+            text = self._renderer.clean(text, len(text.encode(errors="replace")))
+        return {"role": message.role, "content": text}
+
+
+def cut_at_stop(result: GenerateResult, stops: Sequence[str], renderer: ChatRenderer) -> tuple[GenerateResult, str]:
+    """What is left of an answer that ends with the token that completes a stop string, and its text before the string.
+
+    Whether an answer ends there depends on earlier tokens only, so what is left is a sample of the policy that stops
+    at these strings.
+    """
+
+    def stopped(tokens: int) -> bool:
+        text = renderer.turn_text(result.token_ids[:tokens])
+        return any(stop in text for stop in stops)
+
+    text = renderer.turn_text(result.token_ids)
+    if not stopped(len(result.token_ids)):
+        return result, text
+    low, high = 1, len(result.token_ids)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if stopped(middle) else (middle + 1, high)
+    text = renderer.turn_text(result.token_ids[:low])
+    cut = msgspec.structs.replace(
+        result,
+        token_ids=result.token_ids[:low],
+        logprobs=result.logprobs[:low],
+        versions=[VersionRun(run.version, run.start, min(run.end, low)) for run in result.versions if run.start < low],
+        finish_reason="stop",
+    )
+    return cut, text[: min(text.find(stop) for stop in stops if stop in text)]

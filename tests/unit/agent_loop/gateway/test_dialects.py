@@ -1,0 +1,163 @@
+"""What requests of both dialects may ask for, and what their clients read back."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from rl_async.agent_loop.gateway import anthropic, openai
+from rl_async.agent_loop.gateway.chat import Call, ChatMessage, Completion
+from rl_async.errors import RequestRefused
+
+HELLO = {"role": "user", "content": "hello"}
+CALLING = Completion(3, ChatMessage("assistant", "so", (Call("f", '{"a": 1}'), Call("g", "{}"))), "stop", 5, 7)
+SPEAKING = Completion(0, ChatMessage("assistant", "hi"), "length", 5, 7)
+
+
+def chat(**fields: Any) -> Any:
+    return openai.read_request(msgspec.json.encode({"messages": [HELLO], **fields}))
+
+
+def messages(**fields: Any) -> Any:
+    return anthropic.read_request(msgspec.json.encode({"messages": [HELLO], "max_tokens": 9, **fields}))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 2},
+        {"logit_bias": {"5": 1}},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -1},
+        {"response_format": {"type": "json_object"}},
+        {"parallel_tool_calls": False},
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"logprobs": True},
+        {"modalities": ["audio"]},
+        {"top_k": 5},
+        {"guided_regex": ".*"},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_what_would_change_the_tokens_is_refused_by_name(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestRefused, match=next(iter(fields))) as refused:
+        chat(**fields)
+    body = openai.error_body(refused.value)["error"]
+    assert (body["param"], body["code"], refused.value.status) == (next(iter(fields)), "unsupported_value", 400)
+
+
+def test_what_changes_nothing_is_accepted() -> None:
+    neutral = {"n": 1, "logit_bias": {}, "presence_penalty": 0.0, "response_format": {"type": "text"}, "seed": 5}
+    request = chat(**neutral, tool_choice="auto", logprobs=None, user="me", stream_options={"include_usage": True})
+    assert request == chat(stream_options={"include_usage": True})
+    assert request.usage and not request.stream and request.temperature is None
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"messages": 5}', b'{"messages": [{"role": "robot", "content": ""}]}'])
+def test_what_is_no_request_is_refused(body: bytes) -> None:
+    for read in (openai.read_request, anthropic.read_request):
+        with pytest.raises(RequestRefused) as refused:
+            read(body)
+        assert refused.value.code == "invalid_request"
+
+
+def test_limits_and_stops() -> None:
+    assert chat(max_tokens=9, max_completion_tokens=5).max_tokens == 5
+    assert (chat(stop="a").stops, chat(stop=["a", "", "b"]).stops, chat().stops) == (["a"], ["a", "b"], [])
+    with pytest.raises(RequestRefused):
+        chat(max_tokens=0)
+
+
+def test_messages_become_one_form() -> None:
+    call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    request = chat(
+        messages=[
+            {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]},
+            {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": []},
+            {"role": "tool", "tool_call_id": "call_0", "content": "1"},
+        ],
+        tools=[{"type": "function", "function": {"name": "f"}}],
+    )
+    assert request.messages == [
+        ChatMessage("system", "be brief"),
+        ChatMessage("assistant", "", (Call("f", '{"a": 1}'),)),
+        ChatMessage("tool", "1"),
+    ]
+    assert len(request.tools) == 1
+    with pytest.raises(RequestRefused, match="image_url"):
+        chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+
+
+def test_without_tools_nothing_of_them_is_in_the_prompt() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert chat(tools=tools, tool_choice="none").tools == [] and chat(tools=tools).tools == tools
+
+
+def test_a_completion_has_calls_text_and_usage() -> None:
+    body = openai.completion(CALLING, "ep", "m")
+    (choice,) = body["choices"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "so"
+    assert [call["id"] for call in choice["message"]["tool_calls"]] == ["call_3_0", "call_3_1"]
+    assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12}
+    spoken = openai.completion(SPEAKING, "ep", "m")["choices"][0]
+    assert (spoken["finish_reason"], spoken["message"]["content"]) == ("length", "hi")
+    assert "tool_calls" not in spoken["message"]
+
+
+def test_an_answer_comes_back_as_the_message_that_was_recorded() -> None:
+    for done in (CALLING, SPEAKING):
+        echoed = openai.completion(done, "ep", "m")["choices"][0]["message"]
+        assert chat(messages=[HELLO, echoed]).messages[1].identity() == done.message.identity()
+        blocks = anthropic.message(done, "ep", "m")["content"]
+        echoed = {"role": "assistant", "content": blocks}
+        assert messages(messages=[HELLO, echoed]).messages[1].identity() == done.message.identity()
+
+
+def test_chunks_add_up_to_the_completion() -> None:
+    *parts, last, usage = openai.chunks(CALLING, "ep", "m", usage=True)
+    deltas = [part["choices"][0]["delta"] for part in parts]
+    assert "".join(delta.get("content", "") for delta in deltas) == "so"
+    assert [call["function"]["name"] for delta in deltas for call in delta.get("tool_calls", [])] == ["f", "g"]
+    assert last["choices"][0]["finish_reason"] == "tool_calls" and usage["usage"]["total_tokens"] == 12
+    assert len(list(openai.chunks(CALLING, "ep", "m", usage=False))) == len(parts) + 1
+
+
+def test_anthropic_messages_become_the_same_form() -> None:
+    result = {"type": "tool_result", "tool_use_id": "x", "content": [{"type": "text", "text": "1"}]}
+    request = messages(
+        system=[{"type": "text", "text": "be brief"}],
+        messages=[
+            HELLO,
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "f", "input": {"a": 1}}]},
+            {"role": "user", "content": [result, {"type": "text", "text": "go on"}]},
+        ],
+        tools=[{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
+        stop_sequences=["x"],
+    )
+    assert request.messages == [
+        ChatMessage("system", "be brief"),
+        ChatMessage("user", "hello"),
+        ChatMessage("assistant", "", (Call("f", '{"a":1}'),)),
+        ChatMessage("tool", "1"),
+        ChatMessage("user", "go on"),
+    ]
+    assert request.tools[0]["function"] == {"name": "f", "description": "d", "parameters": {"type": "object"}}
+    assert (request.max_tokens, request.stops) == (9, ["x"])
+
+
+@pytest.mark.parametrize("fields", [{"top_k": 5}, {"thinking": {"type": "enabled"}}, {"tool_choice": {"type": "any"}}])
+def test_anthropic_fields_that_cannot_be_had_are_named(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestRefused, match=next(iter(fields))) as refused:
+        messages(**fields)
+    assert anthropic.error_body(refused.value)["error"]["type"] == "invalid_request_error"
+
+
+def test_anthropic_events_add_up_to_the_message() -> None:
+    events = list(anthropic.events(CALLING, "ep", "m"))
+    assert [event["type"] for event in events[:2]] == ["message_start", "content_block_start"]
+    inputs = [json.loads(e["delta"]["partial_json"]) for e in events if e.get("delta", {}).get("partial_json")]
+    assert inputs == [{"a": 1}, {}]
+    assert events[-2]["delta"]["stop_reason"] == "tool_use" and events[-1] == {"type": "message_stop"}
+    assert anthropic.message(SPEAKING, "ep", "m")["stop_reason"] == "max_tokens"

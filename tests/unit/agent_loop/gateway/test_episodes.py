@@ -1,0 +1,293 @@
+"""Episodes of a gateway against a queue in memory: leased on demand, ended once, given up when late."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from rl_async.agent_loop.gateway.chat import ChatMessage, ChatRequest
+from rl_async.agent_loop.gateway.episode import GatewayEpisode
+from rl_async.agent_loop.gateway.episodes import Ending, Episodes
+from rl_async.agent_loop.render import ChatRenderer
+from rl_async.configs.gateway import GatewayConfig
+from rl_async.configs.schema import RewardConfig
+from rl_async.errors import EngineLost, RequestRefused
+from rl_async.messages import Done, Leased, LeasedGroup, Refused, Trajectory
+from rl_async.reward_loop.service import RewardService
+from rl_async.rollout_server.api import GenerateRequest, GenerateResult
+from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
+
+
+class FakeQueue:
+    """Has the given groups, and says that the run is over when told to."""
+
+    def __init__(self, groups: Sequence[LeasedGroup] = ()) -> None:
+        self.groups = list(groups)
+        self.rows: list[tuple[Trajectory, ...]] = []
+        self.failures: list[tuple[int, int, str]] = []
+        self.over = asyncio.Event()
+        self.answer: Done | Refused = Done()
+        self.failed = asyncio.Event()
+
+    async def lease(self, max_groups: int, wait_s: float) -> Leased:
+        if max_groups and self.groups:
+            taken, self.groups = self.groups[:max_groups], self.groups[max_groups:]
+            return Leased(groups=taken)
+        await self.over.wait()
+        return Leased(groups=[], finished=True)
+
+    async def renew(self) -> Done:
+        return Done()
+
+    async def put(self, *rows: Trajectory) -> Done | Refused:
+        self.rows.append(rows)
+        return self.answer
+
+    async def fail(self, group_id: int, sample: int, attempt: int, error: str) -> Done | Refused:
+        self.failures.append((group_id, sample, error))
+        self.failed.set()
+        return Done()
+
+
+class Gone:
+    """An engine that is never there."""
+
+    async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
+        raise EngineLost("no engine answered")
+
+
+@asynccontextmanager
+async def gateway(
+    queue: FakeQueue, renderer: ChatRenderer, engine: Any, rollout: Any = None, **agent: Any
+) -> AsyncIterator[Episodes]:
+    config = run_config(rollout, **agent)
+    async with RewardService(RewardConfig()) as rewards:
+        episodes = Episodes(config, renderer, engine, queue, rewards)
+        running = asyncio.create_task(episodes.run())
+        yield episodes
+        queue.over.set()
+        await asyncio.wait_for(running, 10)
+
+
+def ask(*texts: str, **changes: Any) -> ChatRequest:
+    messages = [ChatMessage("assistant" if i % 2 else "user", text) for i, text in enumerate(texts)]
+    plain = ChatRequest(messages, [], [], None, None, None, False, False, "")
+    return plain._replace(**changes)
+
+
+async def begin(episodes: Episodes) -> GatewayEpisode:
+    episode = await episodes.begin(5.0)
+    assert episode is not None
+    return episode
+
+
+async def test_samples_are_leased_when_asked_for_and_named_by_secrets(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased(samples=2), leased(samples=1)])
+    async with gateway(queue, renderer, Gone()) as episodes:
+        await asyncio.sleep(0)
+        assert len(queue.groups) == 2
+        first, second = await begin(episodes), await begin(episodes)
+        assert len(queue.groups) == 1 and (first.sample, second.sample) == (0, 1)
+        assert len({first.id, second.id}) == 2 and len(first.id) >= 22
+        waiting = asyncio.create_task(begin(episodes))
+        assert (await waiting).sample == 0
+        assert await episodes.begin(0.01) is None and not episodes.finished
+        late = asyncio.create_task(episodes.begin(30.0))
+        await asyncio.sleep(0)
+        queue.over.set()
+        assert await late is None and episodes.finished
+
+
+async def test_all_rows_are_put_at_once_with_the_programs_reward(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased()])
+    engine = ScriptedEngine(renderer, ["1", "2", "3"], versions=[3, 4, 5])
+    async with gateway(queue, renderer, engine) as episodes:
+        episode = await begin(episodes)
+        first = await episode.complete(ask("a?"))
+        assert (first.message.text, first.finish_reason, first.sampled_tokens) == ("1", "stop", 2)
+        await episode.complete(ask("a?", "1", "b?"))
+        await episode.complete(ask("a?", "1", "c?"))
+        ended = await episodes.end(episode.id, Ending(reward=0.5, parts={"x": 1.0}))
+        assert ended == await episodes.end(episode.id, Ending(error="asked again"))
+        assert (ended.accepted, ended.rows, ended.reward) == (True, 2, 0.5)
+    ((one, two),) = queue.rows
+    assert [row.segment for row in (one, two)] == [0, 1] and one.episode_id == two.episode_id == "7.0.1"
+    assert [(row.reward, row.reward_parts) for row in (one, two)] == [(0.5, {"x": 1.0})] * 2
+    assert [run.version.step for row in (one, two) for run in row.versions] == [3, 4, 5]
+    assert [int(row.loss_mask.sum()) for row in (one, two)] == [4, 2]
+    assert queue.failures == [] and set(engine.sessions) == {"7.0.1"}
+
+
+async def test_without_a_reward_the_runs_functions_score_the_last_answer(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased()])
+    async with gateway(queue, renderer, ScriptedEngine(renderer, ["4", "5"])) as episodes:
+        episode = await begin(episodes)
+        await episode.complete(ask("a?"))
+        await episode.complete(ask("what is 2+3?"))
+        assert (await episodes.end(episode.id, Ending())).reward == 1.0
+    ((one, two),) = queue.rows
+    assert [(row.reward, row.scored, row.reward_parts) for row in (one, two)] == [
+        (1.0, True, {"exact_answer": 1.0})
+    ] * 2
+
+
+async def test_a_refusal_leaves_the_episode_open(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased()])
+    async with gateway(queue, renderer, ScriptedEngine(renderer, ["5"])) as episodes:
+        episode = await begin(episodes)
+        with pytest.raises(RequestRefused, match="no answer"):
+            await episodes.end(episode.id, Ending(reward=1.0))
+        await episode.complete(ask("a?"))
+        for ending in (
+            Ending(reward=float("inf")),
+            Ending(reward=1.0, parts={"x": float("nan")}),
+            Ending(parts={"x": 1}),
+        ):
+            with pytest.raises(RequestRefused):
+                await episodes.end(episode.id, ending)
+        assert (await episodes.end(episode.id, Ending(reward=1.0))).accepted
+        with pytest.raises(RequestRefused, match="has ended"):
+            episodes.get(episode.id)
+        with pytest.raises(RequestRefused, match="no such episode"):
+            await episodes.end("guessed", Ending(reward=1.0))
+    assert len(queue.rows) == 1
+
+
+async def test_what_the_queue_does_not_want_any_more_is_said(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased()])
+    queue.answer = Refused(code="fenced", reason="too late")
+    async with gateway(queue, renderer, ScriptedEngine(renderer, ["5"])) as episodes:
+        episode = await begin(episodes)
+        await episode.complete(ask("a?"))
+        ended = await episodes.end(episode.id, Ending(reward=1.0))
+    assert (ended.accepted, ended.reason) == (False, "too late")
+
+
+async def test_a_program_may_give_up(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased()])
+    async with gateway(queue, renderer, Gone()) as episodes:
+        episode = await begin(episodes)
+        with pytest.raises(EngineLost):
+            await episode.complete(ask("a?"))
+        assert (await episodes.end(episode.id, Ending(error="sandbox"))).accepted
+    assert queue.failures == [(7, 0, "the agent program: sandbox")] and queue.rows == []
+
+
+async def test_episodes_without_an_end_and_samples_without_a_program_are_given_up(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased(samples=3)])
+    async with gateway(queue, renderer, Gone(), episode_timeout_s=0.05) as episodes:
+        episode = await begin(episodes)
+        async with asyncio.timeout(10):
+            while len(queue.failures) < 3:
+                queue.failed.clear()
+                await queue.failed.wait()
+        with pytest.raises(RequestRefused, match="ended"):
+            episodes.get(episode.id)
+    assert sorted(sample for _, sample, _ in queue.failures) == [0, 1, 2]
+    assert {error.partition(":")[0] for _, _, error in queue.failures} == {
+        "EpisodeTimeout",
+        "no agent program asked for it",
+    }
+
+
+async def test_an_end_that_comes_while_the_episode_is_given_up_is_refused(renderer: ChatRenderer) -> None:
+    failing, failed = asyncio.Event(), asyncio.Event()
+
+    class SlowQueue(FakeQueue):
+        async def fail(self, group_id: int, sample: int, attempt: int, error: str) -> Done | Refused:
+            failing.set()
+            await failed.wait()
+            return await super().fail(group_id, sample, attempt, error)
+
+    queue = SlowQueue([leased()])
+    async with gateway(queue, renderer, ScriptedEngine(renderer, ["5"]), episode_timeout_s=0.05) as episodes:
+        episode = await begin(episodes)
+        await episode.complete(ask("a?"))
+        await asyncio.wait_for(failing.wait(), 10)
+        with pytest.raises(RequestRefused, match="has ended"):
+            await episodes.end(episode.id, Ending(reward=1.0))
+        failed.set()
+        await asyncio.wait_for(queue.failed.wait(), 10)
+    assert queue.rows == [] and len(queue.failures) == 1
+
+
+async def test_an_answer_that_comes_after_the_end_is_not_recorded(renderer: ChatRenderer) -> None:
+    released = asyncio.Event()
+    scripted = ScriptedEngine(renderer, ["4", "5"])
+
+    class Slow:
+        async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
+            if scripted.requests:
+                await released.wait()
+            return await scripted.generate(request, session=session)
+
+    queue = FakeQueue([leased()])
+    async with gateway(queue, renderer, Slow()) as episodes:
+        episode = await begin(episodes)
+        await episode.complete(ask("a?"))
+        late = asyncio.create_task(episode.complete(ask("b?")))
+        await asyncio.sleep(0)
+        await episodes.end(episode.id, Ending(reward=0.0))
+        released.set()
+        with pytest.raises(RequestRefused, match="ended before"):
+            await late
+    assert [len(rows) for rows in queue.rows] == [1]
+
+
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        (ask("a?", temperature=0.5), "unsupported_value"),
+        (ask("a?", top_p=0.9), "unsupported_value"),
+        (ask("a?", "b"), "invalid_request"),
+        (ask(), "invalid_request"),
+        (ask("a" * 300), "context_length_exceeded"),
+    ],
+    ids=["temperature", "top_p", "assistant last", "nothing", "long"],
+)
+async def test_requests_that_cannot_be_trained_on(renderer: ChatRenderer, request_: ChatRequest, code: str) -> None:
+    queue = FakeQueue([leased()])
+    engine = ScriptedEngine(renderer, ["5"])
+    async with gateway(queue, renderer, engine) as episodes:
+        episode = await begin(episodes)
+        with pytest.raises(RequestRefused) as refused:
+            await episode.complete(request_)
+        assert refused.value.code == code and engine.requests == []
+        await episode.complete(ask("a?", temperature=1.0, top_p=1.0))
+
+
+async def test_limits_of_tokens_and_answers(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased()])
+    engine = ScriptedEngine(renderer, ["1+2+3+4", "1+2", "7"])
+    options = {"gateway": GatewayConfig(max_answers=3), "max_tokens": 64}
+    async with gateway(queue, renderer, engine, {"max_tokens": 8}, **options) as episodes:
+        episode = await begin(episodes)
+        done = await episode.complete(ask("a?", max_tokens=3))
+        assert (done.message.text, done.finish_reason, done.sampled_tokens) == ("1+2", "length", 3)
+        done = await episode.complete(ask("a?", stops=["2"]))
+        assert (done.message.text, done.finish_reason) == ("1+", "stop")
+        await episode.complete(ask("a?", "1+", "b?", max_tokens=99))
+        assert [request.max_tokens for request in engine.requests] == [3, 8, 8]
+        with pytest.raises(RequestRefused, match="max_answers"):
+            await episode.complete(ask("a?"))
+        await episodes.end(episode.id, Ending(reward=0.0))
+    cut, stopped = queue.rows[0]
+    assert (cut.finish_reason, int(cut.loss_mask.sum())) == ("length", 3)
+    text = renderer.decode(stopped.token_ids[stopped.loss_mask].tolist())
+    assert text == "1+27<|im_end|>", "the stop string is in the row, what came behind it is not"
+
+
+async def test_held_out_tasks_are_sampled_as_evaluations_are(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([msgspec.structs.replace(leased(), partition="eval")])
+    engine = ScriptedEngine(renderer, ["5"])
+    async with gateway(queue, renderer, engine) as episodes:
+        episode = await begin(episodes)
+        await episode.complete(ask("a?", temperature=1.0))
+        with pytest.raises(RequestRefused):
+            await episode.complete(ask("a?", temperature=0.9))
+        await episodes.end(episode.id, Ending())
+    assert engine.requests[0].sampling.temperature == run_config().eval.temperature
+    assert queue.rows[0][0].partition == "eval"

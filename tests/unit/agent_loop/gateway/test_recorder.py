@@ -1,0 +1,259 @@
+"""Messages to rows: continued, branched, edited and parallel conversations, and what always holds of the tokens."""
+
+import json
+from typing import Any
+
+import jinja2
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rl_async.agent_loop.gateway.chat import Call, ChatMessage, answer_text, history_keys, read_answer
+from rl_async.agent_loop.gateway.recorder import Prompt, Recorder, cut_at_stop
+from rl_async.agent_loop.render import ChatRenderer
+from rl_async.messages import Version, VersionRun
+from rl_async.rollout_server.api import GenerateResult
+
+TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {}}}]
+
+
+def user(text: str) -> ChatMessage:
+    return ChatMessage("user", text)
+
+
+def tool(text: str) -> ChatMessage:
+    return ChatMessage("tool", text)
+
+
+class Talk:
+    """A recorder with an engine whose every token has a log-probability of its own."""
+
+    def __init__(self, renderer: ChatRenderer) -> None:
+        self.renderer, self.recorder = renderer, Recorder(renderer)
+        self.prompts: list[Prompt] = []
+        self.results: list[GenerateResult] = []
+        self._sampled = 0
+
+    def result(self, token_ids: list[int], finish_reason: Any = "stop") -> GenerateResult:
+        logprobs = [-0.001 * (self._sampled + i + 1) for i in range(len(token_ids))]
+        self._sampled += len(token_ids)
+        middle = len(token_ids) // 2
+        runs = [VersionRun(Version(0, len(self.results)), 0, middle)] if middle else []
+        runs.append(VersionRun(Version(0, len(self.results) + 1), middle, len(token_ids)))
+        return GenerateResult(token_ids=token_ids, logprobs=logprobs, versions=runs, finish_reason=finish_reason)
+
+    def say(self, messages: list[ChatMessage], text: str, tools: Any = (), *, ends: bool = True) -> ChatMessage:
+        """One request, answered with ``text``; the answer as it is given out."""
+        spoken = self.renderer.encode(text) + [self.renderer.end_of_turn] * ends
+        return self.answer(self.recorder.prompt(messages, tools), self.result(spoken, "stop" if ends else "length"))
+
+    def answer(self, prompt: Prompt, result: GenerateResult) -> ChatMessage:
+        said = read_answer(self.renderer.turn_text(result.token_ids), tools=bool(prompt.tools))
+        self.prompts.append(prompt)
+        self.results.append(result)
+        self.recorder.record(prompt, result, said)
+        return said
+
+    def text(self, row: int) -> str:
+        return self.renderer.decode(self.recorder.rows[row].tokens.token_ids)
+
+    def trained(self, row: int) -> str:
+        arrays = self.recorder.rows[row].tokens.arrays()
+        return self.renderer.decode(arrays["token_ids"][arrays["loss_mask"]].tolist())
+
+
+@pytest.fixture
+def talk(renderer: ChatRenderer) -> Talk:
+    return Talk(renderer)
+
+
+def test_a_conversation_with_calls_is_one_row_of_the_sampled_tokens(talk: Talk) -> None:
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "2+3"}}</tool_call>'
+    said = talk.say([user("2+3?")], "so: " + call, TOOLS)
+    assert said == ChatMessage("assistant", "so:", (Call("calculator", '{"expression":"2+3"}'),))
+    echoed = ChatMessage("assistant", "so: ", (Call("calculator", '{ "expression" : "2+3" }'),))
+    talk.say([user("2+3?"), echoed, tool("5<|im_end|>")], "5", TOOLS)
+    assert talk.text(0) == (
+        f"<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\nso: {call}<|im_end|>\n<|im_start|>user\n"
+        "<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n5<|im_end|>"
+    )
+    assert talk.trained(0) == f"so: {call}<|im_end|>5<|im_end|>"
+    (row,) = talk.recorder.rows
+    assert [turn.role for turn in row.turns] == ["user", "assistant", "tool", "assistant"]
+    assert [call.name for call in row.turns[1].tool_calls] == ["calculator"]
+    spans = [talk.renderer.decode(row.tokens.token_ids[turn.start : turn.end]) for turn in row.turns[1::2]]
+    assert spans == [f"so: {call}<|im_end|>", "5<|im_end|>"]
+
+
+def test_a_branch_shares_tokens_as_context_and_trains_its_own(talk: Talk) -> None:
+    first = talk.say([user("a?")], "1")
+    talk.say([user("a?"), first, user("b?")], "2")
+    third = talk.say([user("a?"), first, user("c?")], "3")
+    talk.say([user("a?"), first, user("c?"), third, user("d?")], "4")
+    assert [talk.trained(row) for row in (0, 1)] == ["1<|im_end|>2<|im_end|>", "3<|im_end|>4<|im_end|>"]
+    rows = [row.tokens.arrays() for row in talk.recorder.rows]
+    shared = talk.prompts[0].token_ids + talk.results[0].token_ids
+    assert all(row["token_ids"][: len(shared)].tolist() == shared for row in rows)
+    assert not rows[1]["loss_mask"][: len(shared)].any() and not rows[1]["logprobs"][: len(shared)].any()
+    assert [turn.text for turn in talk.recorder.rows[1].turns] == ["a?", "1", "c?", "3", "d?", "4"]
+    assert rows[1]["versions"][0].start == 0 and talk.recorder.last == 1
+
+
+def test_the_same_question_again_is_another_row_of_which_either_goes_on(talk: Talk) -> None:
+    for _ in range(2):
+        said = talk.say([user("a?")], "1")
+    talk.say([user("a?"), said, user("b?")], "2")
+    talk.say([user("a?"), said, user("c?")], "3")
+    assert sorted(map(talk.trained, range(2))) == ["1<|im_end|>2<|im_end|>", "1<|im_end|>3<|im_end|>"]
+    assert len(talk.recorder.rows) == 2
+
+
+def test_two_requests_at_once_that_continue_one_answer_are_two_rows(talk: Talk) -> None:
+    first = talk.say([user("a?")], "1")
+    prompts = [talk.recorder.prompt([user("a?"), first, user(text)], ()) for text in ("b?", "c?")]
+    for prompt in reversed(prompts):
+        talk.answer(prompt, talk.result([*talk.renderer.encode("2"), talk.renderer.end_of_turn]))
+    assert [talk.trained(row) for row in (0, 1)] == ["1<|im_end|>2<|im_end|>", "2<|im_end|>"]
+    assert talk.text(0).count("c?") == 1 and talk.text(1).count("b?") == 1
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools"),
+    [
+        ([user("other?"), ChatMessage("assistant", "1"), user("b?")], ()),
+        ([ChatMessage("system", "s"), user("a?"), ChatMessage("assistant", "1"), user("b?")], ()),
+        ([user("a?"), ChatMessage("assistant", "7"), user("b?")], ()),
+        ([user("a?"), ChatMessage("assistant", "1", (Call("x", "{}"),)), user("b?")], ()),
+        ([user("a?"), ChatMessage("assistant", "1"), user("b?")], TOOLS),
+    ],
+    ids=["user", "system", "assistant", "calls", "tools"],
+)
+def test_an_edited_history_begins_anew(talk: Talk, messages: list[ChatMessage], tools: Any) -> None:
+    talk.say([user("a?")], "1")
+    talk.say(messages, "2", tools)
+    assert [talk.trained(row) for row in (0, 1)] == ["1<|im_end|>", "2<|im_end|>"]
+    assert talk.prompts[1].continues is None
+
+
+def test_an_edit_keeps_the_longest_recorded_part_and_the_words_as_sampled(talk: Talk) -> None:
+    call = '<tool_call>\n{"name":"calculator","arguments":{"expression":"1"}}</tool_call>'
+    first = talk.say([user("a?")], "1", TOOLS)
+    second = talk.say([user("a?"), first, user("b?")], call, TOOLS)
+    talk.say([user("a?"), first, user("c?"), second, tool("9")], "3", TOOLS)
+    shared = talk.prompts[0].token_ids + talk.results[0].token_ids
+    assert talk.prompts[2].token_ids[: len(shared)] == shared and talk.prompts[2].continues is not None
+    assert f"c?<|im_end|>\n<|im_start|>assistant\n{call}<|im_end|>" in talk.text(1)
+    assert talk.trained(1) == "3<|im_end|>"
+
+
+def test_a_cut_answer_is_closed_by_a_token_that_does_not_train(talk: Talk) -> None:
+    said = talk.say([user("a?")], "12", ends=False)
+    talk.say([user("a?"), said, user("b?")], "3")
+    assert talk.text(0).count("<|im_end|>") == 4 and talk.trained(0) == "123<|im_end|>"
+    assert talk.recorder.rows[0].finish_reason == "stop"
+
+
+def test_answers_with_a_broken_call_are_text() -> None:
+    broken = 'x <tool_call>{"name": "f"}</tool_call><tool_call>{</tool_call>'
+    assert read_answer(broken, tools=True) == ChatMessage("assistant", broken)
+    good = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert read_answer(good, tools=False).calls == ()
+    said = read_answer(good, tools=True)
+    assert read_answer(answer_text(said), tools=True) == said
+
+
+def test_a_history_is_named_by_all_that_counts() -> None:
+    names = [
+        history_keys(messages, tools)[-1]
+        for messages in (
+            [user("ab")],
+            [user("a"), user("b")],
+            [tool("ab")],
+            [user("ab ")],
+            [ChatMessage("assistant", "", (Call("f", '{"a":1}'),))],
+            [ChatMessage("assistant", "", (Call("f", '{"a":2}'),))],
+        )
+        for tools in ((), TOOLS)
+    ]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("stops", "kept", "text"), [(["4"], "12+34", "12+3"), (["+3", "2"], "12", "1"), (["9"], "12+34-46", "12+34-46")]
+)
+def test_a_stop_string_cuts_tokens_log_probabilities_and_versions(
+    talk: Talk, stops: list[str], kept: str, text: str
+) -> None:
+    whole = talk.result([*talk.renderer.encode("12+34-46"), talk.renderer.end_of_turn])
+    cut, shown = cut_at_stop(whole, stops, talk.renderer)
+    n = len(cut.token_ids)
+    assert (talk.renderer.turn_text(cut.token_ids), shown, cut.finish_reason) == (kept, text, "stop")
+    assert cut.token_ids == whole.token_ids[:n] and cut.logprobs == whole.logprobs[:n]
+    assert cut.versions[-1].end == n and all(run.start < run.end for run in cut.versions)
+    assert (n == len(whole.token_ids)) is ("9" in stops)
+
+
+def test_messages_that_the_template_refuses_record_nothing(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{{ raise_exception('no system') if messages[0].role == 'system' }}" + str(
+        talk.renderer._tokenizer.chat_template
+    )
+    monkeypatch.setattr(talk.renderer._tokenizer, "chat_template", template)
+    with pytest.raises(jinja2.TemplateError, match="no system"):
+        talk.recorder.prompt([ChatMessage("system", "never seen before"), user("a?")], ())
+    assert talk.recorder.rows == []
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_every_sampled_token_trains_in_exactly_one_row_as_it_was_returned(renderer: ChatRenderer, data: Any) -> None:
+    """Random requests and random tokens: continued, branched, edited, parallel, with special tokens in any place."""
+    talk = Talk(renderer)
+    histories: list[list[ChatMessage]] = []
+    open_prompts: list[Prompt] = []
+    vocabulary = len(renderer._tokenizer)
+    for _ in range(data.draw(st.integers(1, 9))):
+        history = list(data.draw(st.sampled_from(histories))) if histories and data.draw(st.booleans()) else []
+        if history and data.draw(st.integers(0, 3)) == 0:
+            place = data.draw(st.integers(0, len(history) - 1))
+            history[place] = ChatMessage(history[place].role, "edited")
+        if history and data.draw(st.booleans()):
+            history = history[: data.draw(st.integers(0, len(history)))]
+        history.append(data.draw(st.sampled_from([user("a"), user("b"), tool("7")])))
+        open_prompts.append(talk.recorder.prompt(history, data.draw(st.sampled_from([(), TOOLS]))))
+        if data.draw(st.booleans()):
+            continue  # others are asked before this one is answered
+        for prompt in open_prompts:
+            sampled = data.draw(st.lists(st.integers(0, vocabulary - 1), min_size=1, max_size=6))
+            histories.append([*prompt.messages, talk.answer(prompt, talk.result(sampled))])
+        open_prompts = []
+    found = []
+    for row in talk.recorder.rows:
+        arrays = row.tokens.arrays()
+        sampled = np.flatnonzero(arrays["loss_mask"])
+        versions = [run.version for run in arrays["versions"] for _ in range(run.start, run.end)]
+        assert len(versions) == len(sampled) and not arrays["logprobs"][~arrays["loss_mask"]].any()
+        tokens, logprobs = arrays["token_ids"], arrays["logprobs"]
+        found += [(np.float32(logprobs[i]), int(tokens[i]), v) for i, v in zip(sampled, versions, strict=True)]
+    expected = [
+        (np.float32(logprob), token, next(run.version for run in result.versions if run.start <= i < run.end))
+        for result in talk.results
+        for i, (logprob, token) in enumerate(zip(result.logprobs, result.token_ids, strict=True))
+    ]
+    assert sorted(found) == sorted(expected)
+    contexts = [row.tokens.token_ids for row in talk.recorder.rows]
+    for prompt, result in zip(talk.prompts, talk.results, strict=True):
+        whole = prompt.token_ids + result.token_ids
+        assert any(tokens[: len(whole)] == whole for tokens in contexts), "not behind the tokens that the engine saw"
+        if prompt.continues is not None:
+            before = prompt.continues.row.tokens.token_ids[: prompt.continues.tokens]
+            assert prompt.token_ids[: len(before)] == before
+
+
+def test_arguments_are_compared_as_values() -> None:
+    first, second = (
+        ChatMessage("assistant", "", (Call("f", text),)) for text in ('{"b": 1,"a":2}', '{"a": 2, "b": 1}')
+    )
+    assert first.identity() == second.identity()
+    assert json.loads(first.calls[0].arguments) == json.loads(second.calls[0].arguments)
+    assert ChatMessage("assistant", "", (Call("f", "{"),)).identity() != first.identity()
