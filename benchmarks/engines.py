@@ -33,6 +33,7 @@ from rl_async.agent_loop.prompts import make_sources
 from rl_async.agent_loop.render import ChatRenderer
 from rl_async.configs.load import load_config
 from rl_async.configs.schema import RunConfig
+from rl_async.errors import EngineLost
 from rl_async.launcher.artifacts import needs_preparation
 from rl_async.launcher.prepare import prepare
 from rl_async.messages import EngineList, EngineRecord, LeasedGroup, Sampling, Version
@@ -96,8 +97,11 @@ class Bare:
             "sampling_params": {"max_tokens": request.max_tokens, "temperature": 1.0, "logprobs": 0}
             | {"ignore_eos": True},
         }
-        async with self._session.post(self._url, data=msgspec.json.encode(body)) as reply:
+        headers = {"Content-Type": "application/json"}
+        async with self._session.post(self._url, data=msgspec.json.encode(body), headers=headers) as reply:
             answer = msgspec.json.decode(await reply.read())
+        if "choices" not in answer:
+            raise EngineLost(f"{self._url}: {answer}")
         count = len(answer["choices"][0]["token_ids"])
         assert count == request.max_tokens, "an answer ended early"
         return count
@@ -130,9 +134,10 @@ async def pool_against_bare(config: RunConfig, url: str, bare: Bare) -> tuple[fl
         runner = EpisodeRunner(config, renderer, recorder)
 
         async def play(number: int, runner: EpisodeRunner = runner, places: asyncio.Semaphore = places) -> None:
-            group = LeasedGroup(group_id=number, task=tasks.next(), samples=[0], attempt=0, partition="train")
+            task = tasks.next()
+            group = LeasedGroup(group_id=number, task=task, samples=[0], attempt=0, partition="train", min_version=V0)
             async with places:
-                await runner.run(msgspec.structs.replace(group, min_version=V0), 0)
+                await runner.run(group, 0)
 
         with timed(rates[0]) as tokens:
             await asyncio.gather(*(play(repeat * EPISODES + number) for number in range(EPISODES)))
@@ -144,7 +149,7 @@ async def pool_against_bare(config: RunConfig, url: str, bare: Bare) -> tuple[fl
 
 async def over_http(config: RunConfig, url: str) -> tuple[dict[int, float], float, float]:
     """Tokens per second of requests that are alike, by how many at once; then of episodes and of their requests."""
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2)) as session:
         bare = Bare(url, session)
         rates: dict[int, list[float]] = {count: [] for count in AT_ONCE}
         requests = [[request] for request in alike(config, max(AT_ONCE))]
