@@ -17,6 +17,7 @@ from typing import Any
 from rl_async.errors import RlAsyncError
 
 FINISHED = {"finished": True}
+SLOW_S = 600.0  # a judge may take its time to score
 
 
 class GatewayError(RlAsyncError):
@@ -83,7 +84,7 @@ class Gateway:
         deadline = time.monotonic() + (self._gone_s if self._answered else self._start_s)
         while True:
             try:
-                with urllib.request.urlopen(request, timeout=self._wait_s + 60) as answer:
+                with urllib.request.urlopen(request, timeout=self._wait_s + SLOW_S) as answer:
                     self._answered = True
                     return answer.status, json.load(answer)
             except urllib.error.HTTPError as error:

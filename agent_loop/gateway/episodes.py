@@ -58,6 +58,7 @@ class Ended(NamedTuple):
     reward: float | None
 
     def body(self) -> dict[str, Any]:
+        """What the agent program is told."""
         return self._asdict()
 
 

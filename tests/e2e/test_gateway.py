@@ -93,10 +93,13 @@ def process_of(run: Path, module: str) -> psutil.Process:
 
 
 def check_rows(run: Path) -> None:
-    """Every sample of every step is there; those of the second gateway's program have three rows with one reward."""
+    """Every sample of every step is there; those of the second gateway's program have several rows with one reward.
+
+    Three rows, or two if its two conversations begin with the same words.
+    """
     lines = [json.loads(line) for line in (run / "trained.jsonl").read_text().splitlines()]
     rows = Counter((line["group"], line["sample"]) for line in lines)
-    assert len(rows) == 4 * 4 * 4 and set(rows.values()) == {1, 3}
+    assert len(rows) == 4 * 4 * 4 and {1, 3} <= set(rows.values()) <= {1, 2, 3}
     recorded = []
     for path in (run / "trajectories").glob("step-*"):
         with gzip.open(path, "rt") as file:
