@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_show(commands.add_parser("show", help="the trajectories of a step, and why each token trained as it did"))
 
-    _add_engine_commands(commands.add_parser("engine", help="look at a rollout engine"))
+    _add_engine_commands(commands.add_parser("engine", help="verify an engine; list, add, remove those of a run"))
 
     _add_gateway(commands.add_parser("gateway", help="let agent programs play episodes of a run that is going on"))
 
@@ -141,6 +141,19 @@ def _add_engine_commands(parser: argparse.ArgumentParser) -> None:
     verify.add_argument("--prompts", type=int, default=32, metavar="N", help="random prompts (default: 32)")
     verify.add_argument("--tolerance", type=float, default=1e-4, metavar="X", help="largest difference (default: 1e-4)")
     verify.set_defaults(command=_engine_verify)
+    show = commands.add_parser("list", help="the engines of a run that is going on, and what they serve")
+    show.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    show.set_defaults(command=_engine_list)
+    add = commands.add_parser("add", help="give an engine that you started to a run that is going on")
+    add.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    add.add_argument("url", metavar="URL", help="of the engine, on this machine")
+    add.add_argument("--engine", choices=("embedded", "vllm", "sglang"), default="vllm", help="default: vllm")
+    add.add_argument("--wait", type=float, default=120.0, metavar="S", help="for its first weights (default: 120)")
+    add.set_defaults(command=_engine_add)
+    remove = commands.add_parser("remove", help="take an added engine away; its requests go to the others")
+    remove.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    remove.add_argument("engine", metavar="ENGINE", help="its name, as `rl-async engine list` shows it")
+    remove.set_defaults(command=_engine_remove)
 
 
 def _add_data_commands(parser: argparse.ArgumentParser) -> None:
@@ -256,6 +269,29 @@ def _engine_verify(arguments: argparse.Namespace) -> int:
     agreement = verify(arguments.url, arguments.model, arguments.prompts, arguments.tolerance, kind=arguments.engine)
     print(agreement.text())
     return 0 if agreement.ok else 1
+
+
+def _engine_list(arguments: argparse.Namespace) -> int:
+    from rl_async.launcher.run_engines import list_engines, table
+
+    print(table(list_engines(arguments.run)))
+    return 0
+
+
+def _engine_add(arguments: argparse.Namespace) -> int:
+    from rl_async.launcher.run_engines import add_engine
+
+    record = add_engine(arguments.run, arguments.url, arguments.engine, arguments.wait)
+    print(f"{record.engine_id} serves version {record.version} and gets requests from now on")
+    return 0
+
+
+def _engine_remove(arguments: argparse.Namespace) -> int:
+    from rl_async.launcher.run_engines import remove_engine
+
+    remove_engine(arguments.run, arguments.engine)
+    print(f"{arguments.engine} gets no more requests; stop its process when you like")
+    return 0
 
 
 def _audit(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,108 @@
+"""An engine that somebody adds to a run that is going on, and takes away again; and one that is added and killed."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
+SMALL = [
+    *("data.train_batch_groups=4", "rollout.group_size=4", "trainer.steps=1000", "trainer.min_train_s=0.3"),
+    *("eval.tasks=4", "sft.min_steps=1", "sft.max_steps=2", "sft.check_every=1", "sft.gate=0"),
+    *("weight_sync.timeout_s=5", "launcher.stop_timeout_s=5"),
+]
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts processes in ``tmp_path``; what is left of them is killed by pid."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*command: str) -> "subprocess.Popen[str]":
+        with (tmp_path / f"{len(started)}.out").open("w") as output:
+            started.append(subprocess.Popen(command, cwd=tmp_path, stdout=output, stderr=output, text=True))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait(10)
+
+
+def engine(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [RL_ASYNC, "engine", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150)
+
+
+def sampled(url: str) -> float:
+    """Tokens that the engine has sampled."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+
+def until(condition: Callable[[], bool], what: str, timeout_s: float = 90) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def test_an_added_engine_gets_weights_then_requests_and_may_leave_or_die(tmp_path: Path, start: Start) -> None:
+    run = tmp_path / "runs" / "mine"
+    launched = start(RL_ASYNC, "launch", "--mode", "disaggregated", "--config", "calculator", "--name", "mine", *SMALL)
+    metrics = run / "metrics.jsonl"
+    until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2, "no step was trained")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    assert "no embedded engine answers" in engine(tmp_path, "add", "runs/mine", url, "--engine", "embedded").stderr
+    added = start(
+        sys.executable, "-m", "rl_async.rollout_server", "--run", "runs/mine", "--index", "7", "--port", str(port)
+    )
+    until(lambda: answers(url), "the added engine did not start")
+    assert sampled(url) == 0
+
+    done = engine(tmp_path, "add", "runs/mine", url, "--engine", "embedded")
+    assert done.returncode == 0, done.stderr
+    assert f"added-{port} serves version 0." in done.stdout
+    until(lambda: sampled(url) > 0, "the added engine gets no requests")
+    assert f"added-{port}" in engine(tmp_path, "list", "runs/mine").stdout
+    assert "has it already" in engine(tmp_path, "add", "runs/mine", url, "--engine", "embedded").stderr
+
+    assert "belongs to the launcher" in engine(tmp_path, "remove", "runs/mine", "engine-0").stderr
+    assert "no engine nobody" in engine(tmp_path, "remove", "runs/mine", "nobody").stderr
+    assert engine(tmp_path, "remove", "runs/mine", f"added-{port}").returncode == 0
+    assert f"added-{port}" not in engine(tmp_path, "list", "runs/mine").stdout
+
+    assert engine(tmp_path, "add", "runs/mine", url, "--engine", "embedded").returncode == 0
+    added.kill()
+    until(lambda: f"added-{port}" not in engine(tmp_path, "list", "runs/mine").stdout, "the dead engine was kept")
+    before = len(metrics.read_text().splitlines())
+    until(lambda: len(metrics.read_text().splitlines()) > before + 2, "the run does not go on")
+
+    assert launched.poll() is None
+    psutil.Process(launched.pid).terminate()
+    launched.wait(30)
+    engines = {json.loads(line).get("sync/engines") for line in metrics.read_text().splitlines()}
+    assert engines == {1.0, 2.0}
+    gone = engine(tmp_path, "list", "runs/mine")
+    assert gone.returncode == 2 and "is not going on" in gone.stderr
