@@ -8,6 +8,7 @@ import mmap
 import os
 from multiprocessing.shared_memory import SharedMemory
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -38,14 +39,7 @@ class SharedMemorySender:
             raise WeightSyncError(f"no {bucket.nbytes} bytes of shared memory: {error}") from error
         assert self._segment.buf is not None  # only after close
         self._segment.buf[: bucket.nbytes] = bucket.data.numpy().data
-        info = bucket.info
-        return UpdateInfo(
-            names=info.names,
-            dtype_names=info.dtype_names,
-            shapes=info.shapes,
-            checksum=info.checksum,
-            shm_name=self._segment.name,
-        )
+        return msgspec.structs.replace(bucket.info, shm_name=self._segment.name)
 
     def send(self, bucket: Bucket) -> None:
         """The bytes are already there."""

@@ -34,7 +34,9 @@ class UpdateInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     names: list[str]
     dtype_names: list[str]  # as in torch: float32, bfloat16, ...
-    shapes: list[list[int]]
+    shapes: list[list[int]]  # of whole parameters
+    starts: list[int] = []  # where a parameter is cut: the first element of each piece; empty: all are whole
+    numels: list[int] = []  # and how many elements each piece has
     checksum: str  # xxh3_128 of the bucket's bytes, in hex
     shm_name: str = ""  # ipc: the shared memory that holds the bytes
 

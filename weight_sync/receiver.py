@@ -6,7 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from rl_async.errors import WeightSyncError
-from rl_async.weight_sync.buckets import unpack, verify
+from rl_async.weight_sync.buckets import Piece, unpack, verify
 from rl_async.weight_sync.gloo import GlooReceiver
 from rl_async.weight_sync.ipc import SharedMemoryReceiver
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
@@ -19,14 +19,14 @@ class _Source(Protocol):
 
 
 class WeightReceiver:
-    """Receives buckets, verifies them and hands their tensors to ``load``.
+    """Receives buckets, verifies them and hands their pieces to ``load``.
 
     ``load`` gets views that are valid during its call only, so it must copy. All methods block and raise
     WeightSyncError; call them in a thread, one at a time. An engine whose update failed holds mixed weights until the
     next complete update.
     """
 
-    def __init__(self, load: Callable[[list[tuple[str, Tensor]]], None]) -> None:
+    def __init__(self, load: Callable[[list[Piece]], None]) -> None:
         self._load = load
         self._source: _Source | None = None
 

@@ -8,6 +8,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from rl_async.weight_sync.assembly import Assembler
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from rl_async.weight_sync.receiver import WeightReceiver
 
@@ -21,7 +22,7 @@ class WeightTransfer(WeightTransferEngine):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._receiver = WeightReceiver(self._load)
+        self._receiver = WeightReceiver(Assembler(self._load))
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
         """As the base class, but strict about names and types."""

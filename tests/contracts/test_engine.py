@@ -54,6 +54,7 @@ def tensors(folder: Path, scale: float = 1.0) -> list[tuple[str, torch.Tensor]]:
 async def send(client: VllmEngine, weights: list[tuple[str, torch.Tensor]], version: Version) -> None:
     """A full update over shared memory, with requests in flight kept."""
     buckets: list[Bucket] = list(make_buckets(weights, 1 << 12))  # what vLLM fuses comes in several of them
+    assert any(bucket.info.starts for bucket in buckets), "no parameter was cut"
     await client.pause("keep")
     await client.init_transfer(InitInfo(backend="ipc"))
     await client.start_update()

@@ -107,13 +107,15 @@ def connect(record: EngineRecord) -> VllmEngine:
 
 
 def buckets(value: float) -> list[Bucket]:
-    """Three buckets."""
-    named = {f"layer.{i}": torch.full((64, 16), value + i, dtype=torch.bfloat16) for i in range(3)}
+    """Three buckets; the first parameter needs two of them."""
+    named = {
+        f"layer.{i}": torch.full((rows, 16), value + i, dtype=torch.bfloat16) for i, rows in enumerate((96, 32, 64))
+    }
     return list(make_buckets(named.items(), 64 * 16 * 2))
 
 
 def expected(value: float) -> dict[str, float]:
-    return {f"layer.{i}": 1024.0 * (value + i) for i in range(3)}
+    return {f"layer.{i}": 16.0 * rows * (value + i) for i, rows in enumerate((96, 32, 64))}
 
 
 def states(records: list[EngineRecord]) -> dict[str, dict[str, Any]]:

@@ -15,6 +15,7 @@ import torch
 from aiohttp import web
 
 from rl_async.errors import WeightSyncError
+from rl_async.weight_sync.assembly import Assembler
 from rl_async.weight_sync.protocol import FinishBody, InitBody, UpdateBody
 from rl_async.weight_sync.receiver import WeightReceiver
 
@@ -26,7 +27,7 @@ class Engine:
 
     def __init__(self, fault: str | None, at: int) -> None:
         self.weights: dict[str, torch.Tensor] = {}
-        self.receiver = WeightReceiver(lambda named: self.weights.update((n, t.clone()) for n, t in named))
+        self.receiver = WeightReceiver(Assembler(lambda named: self.weights.update((n, t.clone()) for n, t in named)))
         self.version: str | None = None
         self.paused = False
         self.buckets, self.fault, self.at = 0, fault, at
@@ -61,8 +62,8 @@ class Engine:
     async def info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.version})
 
-    async def is_sleeping(self, request: web.Request) -> web.Response:
-        return web.json_response({"is_sleeping": False})
+    async def metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text='vllm:engine_sleep_state{sleep_state="awake"} 1\n')
 
     async def state(self, request: web.Request) -> web.Response:
         sums = {name: float(tensor.double().sum()) for name, tensor in self.weights.items()}
@@ -94,7 +95,7 @@ async def main() -> None:
     }.items():
         app.router.add_post(path, handler)
     app.router.add_get("/weight_info", engine.info)
-    app.router.add_get("/is_sleeping", engine.is_sleeping)
+    app.router.add_get("/metrics", engine.metrics)
     app.router.add_get("/state", engine.state)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()

@@ -12,6 +12,7 @@ import torch
 from rl_async.errors import EngineError, EngineLost, QueueLost, WeightSyncError
 from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.weight_sync import fleet as fleet_module
+from rl_async.weight_sync.assembly import Assembler
 from rl_async.weight_sync.buckets import Bucket, make_buckets
 from rl_async.weight_sync.fleet import Fleet
 from rl_async.weight_sync.protocol import Backend, InitInfo, UpdateInfo
@@ -29,13 +30,16 @@ class Engine:
     def __init__(self, faults: Mapping[str, Exception] | None = None) -> None:
         self.faults = dict(faults or {})
         self.weights: dict[str, float] = {}
-        self.receiver = WeightReceiver(lambda named: self.weights.update((n, t.sum().item()) for n, t in named))
+        self.receiver = WeightReceiver(Assembler(self._load))
         self.serves: Version | None = None
         self.calls: list[str] = []
         self.updates = 0
         self.closed = False
         self.asleep: set[str] = set()
         self.dead: EngineLost | None = None
+
+    def _load(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        self.weights.update((name, tensor.sum().item()) for name, tensor in named)
 
     def _called(self, name: str) -> None:
         self.calls.append(name)

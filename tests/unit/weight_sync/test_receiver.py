@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_async.errors import WeightSyncError
-from rl_async.weight_sync.buckets import make_buckets
+from rl_async.weight_sync.buckets import Piece, make_buckets
 from rl_async.weight_sync.gloo import GlooReceiver, GlooSender
 from rl_async.weight_sync.ipc import SharedMemorySender
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
@@ -26,7 +26,7 @@ def staged() -> Iterator[UpdateInfo]:
     sender.close()
 
 
-def receive(staged: UpdateInfo, load: Callable[[list[tuple[str, torch.Tensor]]], None]) -> None:
+def receive(staged: UpdateInfo, load: Callable[[list[Piece]], None]) -> None:
     receiver = WeightReceiver(load)
     receiver.init(InitInfo(backend="ipc"))
     receiver.update(staged)
@@ -37,26 +37,26 @@ def test_the_loader_gets_the_tensors() -> None:
     sender = SharedMemorySender(1, "", 1.0)
     (bucket,) = make_buckets(NAMED, 1 << 10)
     staged = sender.stage(bucket)
-    receive(staged, lambda named: loaded.update((name, tensor.clone()) for name, tensor in named))
+    receive(staged, lambda named: loaded.update((p.name, p.data.view(p.shape).clone()) for p in named))
     sender.close()
     assert not Path("/dev/shm", staged.shm_name).exists()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in NAMED)
 
 
-def zero(named: list[tuple[str, torch.Tensor]]) -> None:
-    for _, tensor in named:
-        tensor.zero_()
+def zero(pieces: list[Piece]) -> None:
+    for piece in pieces:
+        piece.data.zero_()
 
 
 def test_a_loader_cannot_change_the_bytes_of_other_engines(staged: UpdateInfo) -> None:
     others: list[list[float]] = []
     receive(staged, zero)
-    receive(staged, lambda named: others.append(named[0][1].tolist()))
+    receive(staged, lambda pieces: others.append(pieces[0].data.tolist()))
     assert others == [[0.0, 1.0, 2.0, 3.0]]
 
 
 def test_nothing_is_loaded_if_the_checksum_differs(staged: UpdateInfo) -> None:
-    loaded: list[tuple[str, torch.Tensor]] = []
+    loaded: list[Piece] = []
     with pytest.raises(WeightSyncError, match="checksum"):
         receive(msgspec.structs.replace(staged, checksum="0" * 32), loaded.extend)
     assert loaded == []
