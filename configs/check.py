@@ -79,10 +79,24 @@ def _journal(c: RunConfig) -> str | None:
 
 def _transport(c: RunConfig) -> str | None:
     transport = c.weight_sync.transport
-    if transport not in ("auto", "gloo", "ipc"):
-        return f"weight_sync.transport={transport} is not available yet; use auto, gloo or ipc"
+    if transport == "nccl":
+        return f"weight_sync.transport={transport} is not available yet; use auto, gloo, ipc or disk"
     if transport == "gloo" and c.mode == "colocated":
-        return "weight_sync.transport=gloo does not go with --mode colocated; use auto or ipc"
+        return "weight_sync.transport=gloo does not go with --mode colocated; use auto, ipc or disk"
+    return None
+
+
+def _weight_sync(c: RunConfig) -> str | None:
+    """Options that would do nothing."""
+    sync = c.weight_sync
+    if sync.folder and sync.transport != "disk":
+        return "weight_sync.folder is where weight_sync.transport=disk puts its files; set that too, or leave it out"
+    if sync.staged and c.mode == "colocated":
+        return "weight_sync.staged lets engines decode meanwhile, and with --mode colocated they sleep; leave it out"
+    if sync.waves > c.rollout.engines:
+        return f"weight_sync.waves={sync.waves} needs as many engines; rollout.engines={c.rollout.engines}"
+    if sync.waves > 1 and c.mode == "colocated":
+        return "weight_sync.waves lets some engines decode meanwhile, and with --mode colocated all sleep; leave it out"
     return None
 
 
@@ -165,6 +179,7 @@ RULES: tuple[Rule, ...] = (
     _tensor_parallel,
     _journal,
     _transport,
+    _weight_sync,
     _truncation,
     _publish_every,
     _minibatches,

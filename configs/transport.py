@@ -4,7 +4,7 @@ from typing import Literal
 
 from rl_async.configs.schema import RunConfig
 
-Transport = Literal["gloo", "ipc"]
+Transport = Literal["gloo", "ipc", "disk"]
 
 
 def resolve_transport(config: RunConfig) -> Transport:
@@ -12,6 +12,6 @@ def resolve_transport(config: RunConfig) -> Transport:
 
     ``configs/check.py`` has refused the transports that are not built yet.
     """
-    if config.weight_sync.transport in ("gloo", "ipc"):
+    if config.weight_sync.transport in ("gloo", "ipc", "disk"):
         return config.weight_sync.transport
     return "ipc" if config.mode == "colocated" else "gloo"

@@ -88,6 +88,17 @@ def manifest_bytes(info: UpdateInfo) -> int:
     return _layout(dtypes, numels)[1]
 
 
+def wire_bytes(info: UpdateInfo) -> int:
+    """Bytes that travel for this bucket. Raises WeightSyncError for a malformed manifest."""
+    return info.payload_bytes if info.kind == "delta" else manifest_bytes(info)
+
+
+def item_size(info: UpdateInfo) -> int:
+    """The smallest item of the bucket in bytes, of which every offset and the size are multiples; 1 if it is empty."""
+    dtypes, numels, _ = _manifest(info)
+    return min((dtype.itemsize for dtype in dtypes), default=1) if any(numels) else 1
+
+
 def checksum(data: Tensor) -> str:
     """xxh3_128 of a host tensor's bytes (uint8[nbytes], contiguous), in hex."""
     return xxhash.xxh3_128_hexdigest(data.numpy().data)

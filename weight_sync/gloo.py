@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.errors import WeightSyncError
-from rl_async.weight_sync.buckets import Bucket, manifest_bytes
+from rl_async.weight_sync.buckets import Bucket, wire_bytes
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 
 _LOOPBACK = ("127.0.0.1", "localhost")
@@ -90,7 +90,7 @@ class GlooReceiver:
 
     def receive(self, info: UpdateInfo) -> Tensor:
         """The bytes of one bucket, uint8[nbytes]."""
-        data = torch.empty(manifest_bytes(info), dtype=torch.uint8)
+        data = torch.empty(wire_bytes(info), dtype=torch.uint8)
         _broadcast(self._group, data, self._timeout_s)
         return data
 

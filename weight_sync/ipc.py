@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_async.errors import WeightSyncError
-from rl_async.weight_sync.buckets import Bucket, manifest_bytes
+from rl_async.weight_sync.buckets import Bucket, wire_bytes
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 
 
@@ -59,12 +59,15 @@ class SharedMemorySender:
 class SharedMemoryReceiver:
     """One engine's side; needs no connection."""
 
+    def __init__(self, info: InitInfo) -> None:
+        """Nothing to meet."""
+
     def receive(self, info: UpdateInfo) -> Tensor:
         """The bytes of one bucket, uint8[nbytes], mapped; the mapping lives as long as the tensor and its views."""
         name = info.shm_name
         if not name or "/" in name:
             raise WeightSyncError(f"{name!r} is not the name of a shared memory segment")
-        nbytes = manifest_bytes(info)
+        nbytes = wire_bytes(info)
         try:
             # Not SharedMemory: until Python 3.13 it makes the reader's resource tracker unlink the sender's segment.
             descriptor = _posixshmem.shm_open(f"/{name}", os.O_RDONLY, mode=0o600)

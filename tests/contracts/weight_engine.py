@@ -38,15 +38,16 @@ class Engine:
 
     async def update(self, request: web.Request) -> web.Response:
         body = msgspec.json.decode(await request.read(), type=UpdateBody)
-        assert self.paused
+        assert self.paused or body.update_info.hold == "stage"
         self.buckets += 1
         if self.fault and self.buckets == self.at:
             os.kill(os.getpid(), FAULTS[self.fault])
         return await self._run(lambda: self.receiver.update(body.update_info))
 
     async def finish(self, request: web.Request) -> web.Response:
+        assert self.paused
         self.version = msgspec.json.decode(await request.read(), type=FinishBody).weight_version
-        return web.json_response({})
+        return await self._run(self.receiver.finish)
 
     async def pause(self, request: web.Request) -> web.Response:
         self.paused = True
@@ -57,6 +58,7 @@ class Engine:
         return web.json_response({})
 
     async def start(self, request: web.Request) -> web.Response:
+        self.receiver.start()
         return web.json_response({})
 
     async def info(self, request: web.Request) -> web.Response:

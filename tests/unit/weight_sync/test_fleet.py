@@ -59,8 +59,9 @@ class Engine:
         self._called("init")
         await asyncio.to_thread(self.receiver.init, init)
 
-    async def start_update(self) -> None:
+    async def start_update(self, staged: bool = False) -> None:
         self._called("start")
+        self.receiver.start()
         if "weights" in self.asleep:
             raise EngineError("the weights are asleep")
 
@@ -74,6 +75,7 @@ class Engine:
 
     async def finish_update(self, version: Version) -> None:
         self._called("finish")
+        await asyncio.to_thread(self.receiver.finish)
         self.serves = version
 
     async def version(self) -> Version | None:

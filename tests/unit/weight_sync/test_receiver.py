@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rl_async.errors import WeightSyncError
 from rl_async.weight_sync.buckets import Piece, make_buckets
+from rl_async.weight_sync.disk import DiskSender
 from rl_async.weight_sync.gloo import GlooReceiver, GlooSender
 from rl_async.weight_sync.ipc import SharedMemorySender
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
@@ -95,3 +98,56 @@ def test_gloo_gives_up_when_there_is_no_store() -> None:
     info = msgspec.structs.replace(GlooSender(1, "gone", 30).init_info(0), timeout_s=0.3)
     with pytest.raises(WeightSyncError, match=f"no store at 127.0.0.1:{info.master_port}"):
         GlooReceiver(info)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Iterator[tuple[InitInfo, UpdateInfo]]:
+    """A bucket in a file: how to join, and its manifest."""
+    sender = DiskSender(tmp_path / "weights")
+    (bucket,) = make_buckets(NAMED, 1 << 10)
+    yield sender.init_info(0), sender.stage(bucket)
+    sender.close()
+
+
+def test_a_file_is_plain_safetensors_and_nothing_unfinished_is_left(written: tuple[InitInfo, UpdateInfo]) -> None:
+    init, staged = written
+    assert [path.name for path in Path(init.folder).iterdir()] == [staged.file]
+    (bucket,) = make_buckets(NAMED, 1 << 10)
+    assert torch.equal(load_file(Path(init.folder, staged.file))["bucket"], bucket.data)
+
+
+def test_what_a_killed_trainer_left_is_deleted(tmp_path: Path) -> None:
+    (tmp_path / "old.safetensors").write_bytes(b"old")
+    sender = DiskSender(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    sender.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"file": ""}, "is not the name of a file"),
+        ({"file": "../000000.safetensors"}, "is not the name of a file"),
+        ({"file": "000007.safetensors"}, "cannot read weights"),
+        ({"shapes": [[5], [2, 3]]}, "has 28 bytes of weights, its manifest 32"),
+        ({"checksum": "0" * 32}, "checksum"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(
+    written: tuple[InitInfo, UpdateInfo], change: dict[str, Any], message: str
+) -> None:
+    init, staged = written
+    receiver = WeightReceiver(lambda _: None)
+    receiver.init(init)
+    with pytest.raises(WeightSyncError, match=message):
+        receiver.update(msgspec.structs.replace(staged, **change))
+
+
+def test_a_damaged_file_is_refused(written: tuple[InitInfo, UpdateInfo]) -> None:
+    init, staged = written
+    path = Path(init.folder, staged.file)
+    path.write_bytes(path.read_bytes()[:-3])
+    receiver = WeightReceiver(lambda _: None)
+    receiver.init(init)
+    with pytest.raises(WeightSyncError, match="cannot read weights"):
+        receiver.update(staged)
