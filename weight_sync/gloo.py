@@ -58,7 +58,7 @@ class GlooSender:
         """Broadcast the bucket's bytes."""
         if self._group is None:
             raise WeightSyncError(f"gloo group {self._name} is not connected")
-        _broadcast(self._group, bucket.data, self._timeout_s)
+        broadcast(self._group, bucket.data, self._timeout_s)
 
     def unstage(self) -> None:
         """Nothing was prepared."""
@@ -73,6 +73,7 @@ class GlooReceiver:
 
     def __init__(self, info: InitInfo) -> None:
         self._timeout_s = info.timeout_s
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         try:
             self._store = dist.TCPStore(
                 info.master_address, info.master_port, is_master=False, timeout=timedelta(seconds=info.timeout_s)
@@ -89,9 +90,15 @@ class GlooReceiver:
         )
 
     def receive(self, info: UpdateInfo) -> Tensor:
-        """The bytes of one bucket, uint8[nbytes]."""
-        data = torch.empty(wire_bytes(info), dtype=torch.uint8)
-        _broadcast(self._group, data, self._timeout_s)
+        """The bytes that travelled for one bucket, uint8[nbytes], valid until the next one.
+
+        One buffer serves all: touching fresh memory costs as much as copying.
+        """
+        nbytes = wire_bytes(info)
+        if self._buffer.numel() < nbytes:
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+        data = self._buffer[:nbytes]
+        broadcast(self._group, data, self._timeout_s)
         return data
 
 
@@ -131,7 +138,8 @@ def _make_group(
         raise WeightSyncError(f"gloo group {name}: rank {rank} of {world_size} could not meet: {error}") from error
 
 
-def _broadcast(group: dist.ProcessGroupGloo, data: Tensor, timeout_s: float) -> None:
+def broadcast(group: dist.ProcessGroupGloo, data: Tensor, timeout_s: float) -> None:
+    """From rank 0 into everyone's ``data``, uint8[nbytes]. Raises WeightSyncError after ``timeout_s`` at the latest."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.timeout = timedelta(seconds=timeout_s)
