@@ -79,10 +79,10 @@ def _journal(c: RunConfig) -> str | None:
 
 def _transport(c: RunConfig) -> str | None:
     transport = c.weight_sync.transport
-    if transport == "nccl":
-        return f"weight_sync.transport={transport} is not available yet; use auto, gloo, ipc or disk"
-    if transport == "gloo" and c.mode == "colocated":
-        return "weight_sync.transport=gloo does not go with --mode colocated; use auto, ipc or disk"
+    if transport in ("gloo", "nccl") and c.mode == "colocated":
+        return f"weight_sync.transport={transport} does not go with --mode colocated; use auto, ipc or disk"
+    if transport == "nccl" and c.model.device == "cpu":
+        return "weight_sync.transport=nccl needs GPUs, and model.device=cpu; use auto, gloo or disk"
     return None
 
 

@@ -172,7 +172,7 @@ class TrainerConfig(Config, frozen=True):
 class WeightSyncConfig(Config, frozen=True):
     transport: Annotated[
         Literal["auto", "gloo", "ipc", "nccl", "disk"],
-        doc("auto: ipc when colocated, else gloo. disk: files in weight_sync.folder."),
+        doc("auto: ipc when colocated, else gloo. disk: files in weight_sync.folder. nccl: GPU to GPU, never run yet."),
     ] = "auto"
     folder: Annotated[str, doc("disk: a folder that trainer and engines share; empty: weights/ in the run folder.")] = (
         ""

@@ -44,11 +44,15 @@ class GlooSender:
 
     def connect(self) -> None:
         """Meet all engines."""
+        self._group = _make_group(
+            self.store(), 0, self._world_size, self._name, self._timeout_s, loopback=self._host in _LOOPBACK
+        )
+
+    def store(self) -> dist.TCPStore:
+        """Where the group meets. Raises WeightSyncError when it is closed."""
         if self._store is None:
             raise WeightSyncError(f"gloo group {self._name} is closed")
-        self._group = _make_group(
-            self._store, 0, self._world_size, self._name, self._timeout_s, loopback=self._host in _LOOPBACK
-        )
+        return self._store
 
     def stage(self, bucket: Bucket) -> UpdateInfo:
         """Nothing to prepare."""
@@ -74,12 +78,7 @@ class GlooReceiver:
     def __init__(self, info: InitInfo) -> None:
         self._timeout_s = info.timeout_s
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        try:
-            self._store = dist.TCPStore(
-                info.master_address, info.master_port, is_master=False, timeout=timedelta(seconds=info.timeout_s)
-            )
-        except RuntimeError as error:
-            raise WeightSyncError(f"gloo: no store at {info.master_address}:{info.master_port}: {error}") from error
+        self._store = joined_store(info)
         self._group = _make_group(
             self._store,
             info.rank_offset,
@@ -100,6 +99,18 @@ class GlooReceiver:
         data = self._buffer[:nbytes]
         broadcast(self._group, data, self._timeout_s)
         return data
+
+
+def joined_store(info: InitInfo) -> dist.TCPStore:
+    """The sender's store. Raises WeightSyncError if it does not answer in time."""
+    try:
+        return dist.TCPStore(
+            info.master_address, info.master_port, is_master=False, timeout=timedelta(seconds=info.timeout_s)
+        )
+    except RuntimeError as error:
+        raise WeightSyncError(
+            f"{info.backend}: no store at {info.master_address}:{info.master_port}: {error}"
+        ) from error
 
 
 def _listening_store(host: str, timeout_s: float) -> dist.TCPStore:

@@ -10,6 +10,7 @@ from rl_async.weight_sync.buckets import Piece, unpack, verify
 from rl_async.weight_sync.disk import DiskReceiver
 from rl_async.weight_sync.gloo import GlooReceiver
 from rl_async.weight_sync.ipc import SharedMemoryReceiver
+from rl_async.weight_sync.nccl import NcclReceiver
 from rl_async.weight_sync.protocol import Backend, InitInfo, UpdateInfo
 from rl_async.weight_sync.shelf import Shelf
 
@@ -24,6 +25,7 @@ RECEIVERS: dict[Backend, Callable[[InitInfo], _Source]] = {
     "gloo": GlooReceiver,
     "ipc": SharedMemoryReceiver,
     "disk": DiskReceiver,
+    "nccl": NcclReceiver,
 }
 
 

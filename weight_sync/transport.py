@@ -8,6 +8,7 @@ from rl_async.weight_sync.buckets import Bucket
 from rl_async.weight_sync.disk import DiskSender
 from rl_async.weight_sync.gloo import GlooSender
 from rl_async.weight_sync.ipc import SharedMemorySender
+from rl_async.weight_sync.nccl import NcclSender
 from rl_async.weight_sync.protocol import Backend, InitInfo, UpdateInfo
 
 
@@ -48,5 +49,6 @@ SenderFactory = Callable[[int, str, float, Path], Sender]
 SENDERS: dict[Backend, SenderFactory] = {
     "gloo": lambda engines, name, timeout_s, _: GlooSender(engines, name, timeout_s),
     "ipc": lambda engines, name, timeout_s, _: SharedMemorySender(engines, name, timeout_s),
+    "nccl": lambda engines, name, timeout_s, _: NcclSender(engines, name, timeout_s),
     "disk": lambda engines, name, timeout_s, folder: DiskSender(folder / name),
 }

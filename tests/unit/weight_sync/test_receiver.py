@@ -14,6 +14,7 @@ from rl_async.weight_sync.buckets import Piece, make_buckets
 from rl_async.weight_sync.disk import DiskSender
 from rl_async.weight_sync.gloo import GlooReceiver, GlooSender
 from rl_async.weight_sync.ipc import SharedMemorySender
+from rl_async.weight_sync.nccl import NcclSender
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from rl_async.weight_sync.receiver import WeightReceiver
 
@@ -151,3 +152,11 @@ def test_a_damaged_file_is_refused(written: tuple[InitInfo, UpdateInfo]) -> None
     receiver.init(init)
     with pytest.raises(WeightSyncError, match="cannot read weights"):
         receiver.update(staged)
+
+
+def test_nccl_without_a_gpu_says_what_to_use_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(WeightSyncError, match=r"needs a CUDA device .* use gloo, ipc or disk"):
+        NcclSender(1, "none", 1.0)
+    with pytest.raises(WeightSyncError, match="needs a CUDA device"):
+        WeightReceiver(lambda _: None).init(InitInfo(backend="nccl"))
