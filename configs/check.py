@@ -28,11 +28,14 @@ def _sglang(c: RunConfig) -> str | None:
             "rollout.engine=sglang does not go with --mode colocated: SGLang does not tell whether it sleeps, so "
             "requests would be given up while the trainer has its device; use --mode disaggregated"
         )
-    if c.weight_sync.transport not in ("auto", "gloo"):
+    if c.weight_sync.transport not in ("auto", "gloo", "nccl"):
         return (
             f"rollout.engine=sglang does not go with weight_sync.transport={c.weight_sync.transport}: SGLang takes "
-            "weights from a process group; use auto or gloo"
+            "weights from a process group; use auto, gloo or nccl"
         )
+    for option in ("delta", "staged"):
+        if getattr(c.weight_sync, option):
+            return f"rollout.engine=sglang does not go with weight_sync.{option}: SGLang keeps no copy of the weights"
     return None
 
 
@@ -59,10 +62,24 @@ def _journal(c: RunConfig) -> str | None:
 
 def _transport(c: RunConfig) -> str | None:
     transport = c.weight_sync.transport
-    if transport not in ("auto", "gloo", "ipc"):
-        return f"weight_sync.transport={transport} is not available yet; use auto, gloo or ipc"
-    if transport == "gloo" and c.mode == "colocated":
-        return "weight_sync.transport=gloo does not go with --mode colocated; use auto or ipc"
+    if transport in ("gloo", "nccl") and c.mode == "colocated":
+        return f"weight_sync.transport={transport} does not go with --mode colocated; use auto, ipc or disk"
+    if transport == "nccl" and c.model.device == "cpu":
+        return "weight_sync.transport=nccl needs GPUs, and model.device=cpu; use auto, gloo or disk"
+    return None
+
+
+def _weight_sync(c: RunConfig) -> str | None:
+    """Options that would do nothing."""
+    sync = c.weight_sync
+    if sync.folder and sync.transport != "disk":
+        return "weight_sync.folder is where weight_sync.transport=disk puts its files; set that too, or leave it out"
+    if sync.staged and c.mode == "colocated":
+        return "weight_sync.staged lets engines decode meanwhile, and with --mode colocated they sleep; leave it out"
+    if sync.waves > c.rollout.engines:
+        return f"weight_sync.waves={sync.waves} needs as many engines; rollout.engines={c.rollout.engines}"
+    if sync.waves > 1 and c.mode == "colocated":
+        return "weight_sync.waves lets some engines decode meanwhile, and with --mode colocated all sleep; leave it out"
     return None
 
 
@@ -146,6 +163,7 @@ RULES: tuple[Rule, ...] = (
     _tensor_parallel,
     _journal,
     _transport,
+    _weight_sync,
     _truncation,
     _publish_every,
     _minibatches,

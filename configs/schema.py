@@ -177,10 +177,23 @@ class TrainerConfig(Config, frozen=True):
 class WeightSyncConfig(Config, frozen=True):
     transport: Annotated[
         Literal["auto", "gloo", "ipc", "nccl", "disk"],
-        doc("auto: ipc when colocated, else gloo."),
+        doc("auto: ipc when colocated, else gloo. disk: files in weight_sync.folder. nccl: GPU to GPU, never run yet."),
     ] = "auto"
+    folder: Annotated[str, doc("disk: a folder that trainer and engines share; empty: weights/ in the run folder.")] = (
+        ""
+    )
+    delta: Annotated[
+        bool, doc("Send only what changed; an engine without the last version gets all. Costs engines one host copy.")
+    ] = False
+    staged: Annotated[
+        bool, doc("Engines decode on while they receive and pause only to load. Costs engines one host copy.")
+    ] = False
+    waves: Annotated[Positive, doc("Update engines in this many groups, one after another, so that some decode.")] = 1
     bucket_mb: Annotated[float, Meta(gt=0, description="Size of a bucket in MiB.")] = 64.0
     timeout_s: Annotated[Seconds, doc("Deadline of one engine's update; beyond it the engine is cut off.")] = 60.0
+    sync_timeout_s: Annotated[
+        Seconds, doc("Deadline of the update of all engines; those that are not done then are cut off.")
+    ] = 600.0
     every: Annotated[Positive, doc("Publish every this many steps; at most max_staleness + 1.")] = 1
     mismatch: MismatchConfig = MismatchConfig()
 

@@ -112,8 +112,13 @@ class SglangEngine:
         await self._control("/init_weights_update_group", body)
         self._group = init.group_name
 
-    async def start_update(self) -> None:
-        """Begin a weight update. SGLang refuses while one is unfinished, so that one is ended first."""
+    async def start_update(self, staged: bool = False) -> None:
+        """Begin a weight update. SGLang refuses while one is unfinished, so that one is ended first.
+
+        Raises EngineRejected for ``staged``: SGLang loads what it receives.
+        """
+        if staged:
+            raise EngineRejected("SGLang cannot keep weights aside; weight_sync.staged needs other engines")
         try:
             await self._control("/begin_weight_update", {})
         except EngineRejected as error:
@@ -123,9 +128,16 @@ class SglangEngine:
             await self._control("/begin_weight_update", {})
 
     async def update(self, info: UpdateInfo) -> None:
-        """Receive one bucket. SGLang knows no checksums; that of ``info`` is not verified."""
+        """Receive one bucket. SGLang knows no checksums; that of ``info`` is not verified.
+
+        Raises EngineRejected for what SGLang cannot put together: pieces of a parameter, and deltas.
+        """
         if not self._group:
             raise EngineRejected("an update before the transfer was initialised")
+        if info.starts or info.numels:
+            raise EngineRejected("SGLang takes whole parameters only; the largest must fit into weight_sync.bucket_mb")
+        if info.kind == "delta" or info.hold != "no":
+            raise EngineRejected("SGLang keeps no copy of its weights; weight_sync.delta needs other engines")
         body = UpdateBody(names=info.names, dtypes=info.dtype_names, shapes=info.shapes, group_name=self._group)
         await self._control("/update_weights_from_distributed", body)
 

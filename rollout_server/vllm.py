@@ -151,16 +151,21 @@ class VllmEngine:
         """Join a weight-transfer group."""
         await self._http.call("POST", "/init_weight_transfer_engine", InitBody(init))
 
-    async def start_update(self) -> None:
-        """Begin a weight update. vLLM refuses while one is unfinished, and forgets that one only when it fails."""
+    async def start_update(self, staged: bool = False) -> None:
+        """Begin a weight update. ``staged``: buckets are kept for ``finish``, so it may go on decoding.
+
+        vLLM refuses while one is unfinished, and forgets that one only when it fails.
+        """
+        start = ("POST", "/start_weight_update")
+        params = {"staged": "true"} if staged else None
         try:
-            await self._http.call("POST", "/start_weight_update")
+            await self._http.call(*start, params=params)
         except EngineLost as error:
             if "already active" not in str(error):
                 raise
             with suppress(EngineLost):
                 await self._http.call("POST", "/update_weights", {"update_info": {}})
-            await self._http.call("POST", "/start_weight_update")
+            await self._http.call(*start, params=params)
 
     async def update(self, info: UpdateInfo) -> None:
         """Receive one bucket."""

@@ -43,6 +43,7 @@ from rl_async.trainer.train import Run, record_evaluation, train
 from rl_async.trainer.update import Models
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
 from rl_async.weight_sync.coordinator import WeightCoordinator
+from rl_async.weight_sync.options import SyncOptions
 from rl_async.weight_sync.phases import Bystander, build_phase
 
 log = logging.getLogger("rl_async.trainer")
@@ -177,10 +178,22 @@ def _train_from_queue(run: Run, address: str, resume: bool, snapshot: bytes) -> 
             resolve_transport(config),
             config.weight_sync.timeout_s,
             config.rollout.start_timeout_s,
+            _sync_options(run),
         ) as coordinator:
             run.publisher = _watched(run, _publisher(run, coordinator), queue)
             train(run)
             queue.finish()
+
+
+def _sync_options(run: Run) -> SyncOptions:
+    sync = run.config.weight_sync
+    return SyncOptions(
+        folder=Path(sync.folder) / run.config.name / "weights" if sync.folder else run.folder / "weights",
+        delta=sync.delta,
+        staged=sync.staged,
+        waves=sync.waves,
+        sync_timeout_s=sync.sync_timeout_s,
+    )
 
 
 def _publisher(run: Run, publisher: WeightCoordinator | Bystander) -> EnginePublisher:

@@ -11,6 +11,7 @@ from rl_async.errors import WeightSyncError
 from rl_async.messages import EngineRecord, Version
 from rl_async.weight_sync.buckets import Bucket
 from rl_async.weight_sync.fleet import Fleet
+from rl_async.weight_sync.options import PLAIN, SyncOptions
 from rl_async.weight_sync.protocol import Backend, EngineControl, EngineDirectory, SyncReport
 
 T = TypeVar("T")
@@ -35,6 +36,7 @@ class WeightCoordinator:
         transport: Backend,
         timeout_s: float,
         engine_wait_s: float = 180.0,
+        options: SyncOptions = PLAIN,
     ) -> None:
         self._exits = AsyncExitStack()
         self._loop = asyncio.new_event_loop()
@@ -43,7 +45,7 @@ class WeightCoordinator:
 
         async def start() -> tuple[Fleet, asyncio.Task[None]]:
             directory = await self._exits.enter_async_context(open_directory())
-            fleet = Fleet(directory, connect, transport, timeout_s, engine_wait_s)
+            fleet = Fleet(directory, connect, transport, timeout_s, engine_wait_s, options)
             return fleet, asyncio.create_task(fleet.keep_caught_up(), name="catch-up")
 
         try:

@@ -11,8 +11,11 @@ from collections.abc import Callable, Sequence
 
 from rl_async.errors import RlAsyncError, WeightSyncError
 from rl_async.messages import EngineRecord, Version
-from rl_async.weight_sync import wave
+from rl_async.weight_sync import disk, wave
 from rl_async.weight_sync.buckets import Bucket
+from rl_async.weight_sync.delta import deltas
+from rl_async.weight_sync.groups import address, by_base, split
+from rl_async.weight_sync.options import PLAIN, SyncOptions
 from rl_async.weight_sync.protocol import Backend, EngineControl, EngineDirectory, SyncReport
 from rl_async.weight_sync.transport import SENDERS, Sender
 from rl_async.weight_sync.wave import EngineFailed, Member, Outcome
@@ -37,7 +40,11 @@ class Fleet:
         transport: Backend,
         timeout_s: float,
         engine_wait_s: float,
+        options: SyncOptions = PLAIN,
     ) -> None:
+        self._options = options
+        if transport == "disk":
+            disk.clear(options.folder)
         self._directory, self._connect, self._transport = directory, connect, transport
         self._timeout_s, self._engine_wait_s = timeout_s, engine_wait_s
         self._lock = asyncio.Lock()
@@ -45,8 +52,11 @@ class Fleet:
         self._revision = -1
         self._version: Version | None = None  # the last one published, kept with its buckets for late engines
         self._buckets: Sequence[Bucket] = ()
+        self._base: Version | None = None  # during a publication: what its deltas start from
+        self._deltas: Sequence[Bucket] = ()
+        self._sent = 0  # bytes, in the latest transfer that went well
         self._suspended = False
-        self._group: tuple[list[str], Sender] | None = None  # its members in order; reused while they stay the same
+        self._groups: dict[tuple[str, ...], Sender] = {}  # by members in order; reused while they stay the same
         self._generations = itertools.count()
 
     async def publish(self, version: Version, buckets: Sequence[Bucket]) -> SyncReport:
@@ -56,15 +66,17 @@ class Fleet:
         """
         began = time.monotonic()
         async with self._lock:
-            self._version, self._buckets, self._suspended = version, buckets, False
+            await self._take(version, buckets)
+            self._suspended = False
             done, failures = await self._bring_up_all(began + self._engine_wait_s)
+            self._base, self._deltas = None, ()
             engines = [member.engine_id for member in done]
             await self._directory.publish(version, engines)
         return SyncReport(
             version=version,
             seconds=time.monotonic() - began,
             pause_seconds=max(member.pause_seconds for member in done),
-            nbytes=sum(bucket.nbytes for bucket in buckets),
+            nbytes=self._sent,
             engines=engines,
             failures=[str(failure) for failure in failures],
         )
@@ -96,19 +108,28 @@ class Fleet:
 
     async def close(self) -> None:
         """Close the connections to the engines; the engines keep serving."""
-        self._take_group([])
+        self._close_groups()
         for member in self._members.values():
             await member.control.close()
         self._members.clear()
 
+    async def _take(self, version: Version, buckets: Sequence[Bucket]) -> None:
+        """Make these the weights to send, and deltas out of them where some engine may hold the last ones."""
+        addressed = address(buckets, version, self._options.hold)
+        self._base, self._deltas = None, ()
+        if self._options.delta and self._version not in (None, version):
+            base, old = self._version, self._buckets
+            self._deltas = await wave.in_thread(lambda: list(deltas(addressed, old, str(base))))
+            self._base = base
+        self._version, self._buckets = version, addressed
+
     async def _bring_up_all(self, deadline: float) -> tuple[list[Member], list[EngineFailed]]:
-        """All registered engines; if none is left, those that register before ``deadline``."""
+        """All registered engines, wave after wave; if none is left, those that register before ``deadline``."""
         failures: list[EngineFailed] = []
         await self._refresh()
         while True:
             if self._members:
-                done, failed = await self._bring_up(list(self._members.values()), keep_group=True)
-                failures += failed
+                done = await self._bring_up_in_time(list(self._members.values()), failures)
                 if done:
                     return done, failures
             left = deadline - time.monotonic()
@@ -117,6 +138,23 @@ class Fleet:
                 raise WeightSyncError(f"no engine took version {self._version} in {self._engine_wait_s:g} s: {why}")
             await self._refresh(after=self._revision, wait_s=min(left, POLL_S))
 
+    async def _bring_up_in_time(self, members: list[Member], failures: list[EngineFailed]) -> list[Member]:
+        """The members in waves, one after another. Those that are not done at the deadline are cut off."""
+        done: list[Member] = []
+        waves = split(members, self._options.waves)
+        self._close_groups(but=waves)
+        try:
+            async with asyncio.timeout(self._options.sync_timeout_s):
+                for group in waves:
+                    await self._bring_up(group, done, failures, keep_group=True)
+        except TimeoutError:
+            why = f"not done within weight_sync.sync_timeout_s={self._options.sync_timeout_s:g} s"
+            settled = {m.engine_id for m in done} | {failure.engine_id for failure in failures}
+            late = [EngineFailed(m.engine_id, m.phase, why, lost=False) for m in members if m.engine_id not in settled]
+            await self._cut_off(late)
+            failures += late
+        return done
+
     async def _catch_up(self) -> None:
         async with self._lock:
             if self._version is None or self._suspended:
@@ -124,25 +162,27 @@ class Fleet:
             await self._refresh()
             late = [member for member in self._members.values() if member.record.version != self._version]
             for member in late:
-                done, _ = await self._bring_up([member], keep_group=False)
+                done: list[Member] = []
+                await self._bring_up([member], done, [], keep_group=False)
                 if done:
                     await self._directory.confirm(member.engine_id, self._version)
                     log.info("%s caught up with version %s", member.engine_id, self._version)
 
     async def _bring_up(
-        self, members: Sequence[Member], *, keep_group: bool
-    ) -> tuple[list[Member], list[EngineFailed]]:
-        """Send the weights until each member serves them or is cut off.
+        self, members: Sequence[Member], done: list[Member], failures: list[EngineFailed], *, keep_group: bool
+    ) -> None:
+        """Send the weights until each member serves them (and is in ``done``) or is cut off (and in ``failures``).
 
-        First all together. If some were lost, the others together again in a new group. After that, or if nobody
-        stands out as the culprit, each alone: whoever fails then has failed by itself.
+        First all together, who holds the base of the deltas apart from who does not. If some were lost, the others
+        together again in a new group. After that, or if nobody stands out as the culprit, each alone: whoever fails
+        then has failed by itself. Deltas are tried once.
         """
-        pending, failures = await wave.probe(members, self._timeout_s)
-        await self._cut_off(failures)
-        done: list[Member] = []
+        pending, silent = await wave.probe(members, self._timeout_s)
+        await self._cut_off(silent)
+        failures += silent
         together, rounds = True, 0
         while pending:
-            waves = [pending] if together else [[member] for member in pending]
+            waves = by_base(pending, self._base) if together else [[member] for member in pending]
             outcomes = await asyncio.gather(*(self._one_wave(w, keep_group and together) for w in waves))
             culprits = [f for w, outcome in zip(waves, outcomes) for f in await self._culprits(w, outcome)]
             await self._cut_off(culprits)
@@ -153,27 +193,43 @@ class Fleet:
             pending = [member for member in pending if member.engine_id not in settled]
             together = bool(culprits) and rounds == 0
             rounds += 1
-        return done, failures
 
     async def _one_wave(self, members: Sequence[Member], keep_group: bool) -> Outcome:
         """Connect if the group is new, then transfer. A group that failed in any way is never used again."""
-        assert self._version is not None
-        ids = [member.engine_id for member in members]
-        sender = self._take_group(ids) if keep_group else None
-        outcome = Outcome()
+        ids = tuple(member.engine_id for member in members)
+        sender = self._groups.pop(ids, None) if keep_group else None
+        new = sender is None
         if sender is None:
             name = f"weights-{next(self._generations)}"
-            sender = SENDERS[self._transport](len(members), name, self._timeout_s / 2)
-            outcome = await wave.connect(members, sender, self._timeout_s)
-        if outcome.clean:
-            outcome = await wave.transfer(members, sender, self._buckets, self._version, self._timeout_s)
+            sender = SENDERS[self._transport](len(members), name, self._timeout_s / 2, self._options.folder)
+        outcome = Outcome(sender_error=WeightSyncError("interrupted"))
+        try:
+            outcome = await self._through(sender, members, new)
+        finally:
+            if keep_group and outcome.clean:
+                self._groups[ids] = sender
+            else:
+                sender.close()
         for problem in (*outcome.failures, outcome.sender_error):
             if problem is not None:
                 log.warning("version %s to %s: %s", self._version, ", ".join(ids), problem)
-        if keep_group and outcome.clean:
-            self._group = (ids, sender)
-        else:
-            sender.close()
+        return outcome
+
+    async def _through(self, sender: Sender, members: Sequence[Member], new: bool) -> Outcome:
+        """One transfer, of deltas if all members hold their base; a failure of such a one is held against nobody."""
+        assert self._version is not None
+        if new:
+            met = await wave.connect(members, sender, self._timeout_s)
+            if not met.clean:
+                return met
+        delta = self._base is not None and all(member.held == self._base for member in members)
+        buckets = self._deltas if delta else self._buckets
+        outcome = await wave.transfer(
+            members, sender, buckets, self._version, self._timeout_s, staged=self._options.staged
+        )
+        outcome.delta = delta
+        if outcome.done:
+            self._sent = sum(bucket.nbytes for bucket in buckets)
         return outcome
 
     async def _culprits(self, members: Sequence[Member], outcome: Outcome) -> list[EngineFailed]:
@@ -182,7 +238,7 @@ class Fleet:
         Alone with the sender every failure is its own. Among others it is if the engine no longer answers: an error
         that a living engine reports may come from a peer that died.
         """
-        if len(members) == 1:
+        if len(members) == 1 and not outcome.delta:
             if outcome.failures or outcome.done:
                 return outcome.failures
             return [EngineFailed(members[0].engine_id, "transfer", f"{outcome.sender_error}", lost=False)]
@@ -208,15 +264,14 @@ class Fleet:
     async def _cut_off(self, failures: Sequence[EngineFailed]) -> None:
         """Remove failed engines from the registry, so that nobody asks them again; the launcher replaces them."""
         for failure in failures:
+            if failure.engine_id not in self._members:
+                continue  # the deadline of the whole update struck while it was being cut off
             log.error("cut off: %s", failure)
-            member = self._members.pop(failure.engine_id)
             await self._directory.remove_engine(failure.engine_id, str(failure))
-            await member.control.close()
+            await self._members.pop(failure.engine_id).control.close()
 
-    def _take_group(self, ids: list[str]) -> Sender | None:
-        """The kept group if it is one of exactly these members; any other is closed."""
-        kept, self._group = self._group, None
-        if kept is not None and kept[0] != ids:
-            kept[1].close()
-            return None
-        return kept[1] if kept is not None else None
+    def _close_groups(self, but: Sequence[Sequence[Member]] = ()) -> None:
+        """Close the kept groups that are none of these."""
+        kept = {tuple(member.engine_id for member in group) for group in but}
+        for ids in self._groups.keys() - kept:
+            self._groups.pop(ids).close()

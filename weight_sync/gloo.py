@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.errors import WeightSyncError
-from rl_async.weight_sync.buckets import Bucket, manifest_bytes
+from rl_async.weight_sync.buckets import Bucket, wire_bytes
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from rl_async.weight_sync.rendezvous import group_store
 
@@ -45,11 +45,15 @@ class GlooSender:
 
     def connect(self) -> None:
         """Meet all engines."""
+        self._group = _make_group(
+            self.store(), 0, self._world_size, self._name, self._timeout_s, loopback=self._host in _LOOPBACK
+        )
+
+    def store(self) -> dist.TCPStore:
+        """Where the group meets. Raises WeightSyncError when it is closed."""
         if self._store is None:
             raise WeightSyncError(f"gloo group {self._name} is closed")
-        self._group = _make_group(
-            self._store, 0, self._world_size, self._name, self._timeout_s, loopback=self._host in _LOOPBACK
-        )
+        return self._store
 
     def stage(self, bucket: Bucket) -> UpdateInfo:
         """Nothing to prepare."""
@@ -59,7 +63,7 @@ class GlooSender:
         """Broadcast the bucket's bytes."""
         if self._group is None:
             raise WeightSyncError(f"gloo group {self._name} is not connected")
-        _broadcast(self._group, bucket.data, self._timeout_s)
+        broadcast(self._group, bucket.data, self._timeout_s)
 
     def unstage(self) -> None:
         """Nothing was prepared."""
@@ -74,12 +78,8 @@ class GlooReceiver:
 
     def __init__(self, info: InitInfo) -> None:
         self._timeout_s = info.timeout_s
-        try:
-            self._store = dist.TCPStore(
-                info.master_address, info.master_port, is_master=False, timeout=timedelta(seconds=info.timeout_s)
-            )
-        except RuntimeError as error:
-            raise WeightSyncError(f"gloo: no store at {info.master_address}:{info.master_port}: {error}") from error
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._store = joined_store(info)
         self._group = _make_group(
             self._store,
             info.rank_offset,
@@ -90,10 +90,28 @@ class GlooReceiver:
         )
 
     def receive(self, info: UpdateInfo) -> Tensor:
-        """The bytes of one bucket, uint8[nbytes]."""
-        data = torch.empty(manifest_bytes(info), dtype=torch.uint8)
-        _broadcast(self._group, data, self._timeout_s)
+        """The bytes that travelled for one bucket, uint8[nbytes], valid until the next one.
+
+        One buffer serves all: touching fresh memory costs as much as copying.
+        """
+        nbytes = wire_bytes(info)
+        if self._buffer.numel() < nbytes:
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+        data = self._buffer[:nbytes]
+        broadcast(self._group, data, self._timeout_s)
         return data
+
+
+def joined_store(info: InitInfo) -> dist.TCPStore:
+    """The sender's store. Raises WeightSyncError if it does not answer in time."""
+    try:
+        return dist.TCPStore(
+            info.master_address, info.master_port, is_master=False, timeout=timedelta(seconds=info.timeout_s)
+        )
+    except RuntimeError as error:
+        raise WeightSyncError(
+            f"{info.backend}: no store at {info.master_address}:{info.master_port}: {error}"
+        ) from error
 
 
 def _listening_store(host: str, timeout_s: float) -> dist.TCPStore:
@@ -132,7 +150,8 @@ def _make_group(
         raise WeightSyncError(f"gloo group {name}: rank {rank} of {world_size} could not meet: {error}") from error
 
 
-def _broadcast(group: dist.ProcessGroupGloo, data: Tensor, timeout_s: float) -> None:
+def broadcast(group: dist.ProcessGroupGloo, data: Tensor, timeout_s: float) -> None:
+    """From rank 0 into everyone's ``data``, uint8[nbytes]. Raises WeightSyncError after ``timeout_s`` at the latest."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.timeout = timedelta(seconds=timeout_s)

@@ -8,11 +8,12 @@ import mmap
 import os
 from multiprocessing.shared_memory import SharedMemory
 
+import msgspec
 import torch
 from torch import Tensor
 
 from rl_async.errors import WeightSyncError
-from rl_async.weight_sync.buckets import Bucket, manifest_bytes
+from rl_async.weight_sync.buckets import Bucket, wire_bytes
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 
 
@@ -38,14 +39,7 @@ class SharedMemorySender:
             raise WeightSyncError(f"no {bucket.nbytes} bytes of shared memory: {error}") from error
         assert self._segment.buf is not None  # only after close
         self._segment.buf[: bucket.nbytes] = bucket.data.numpy().data
-        info = bucket.info
-        return UpdateInfo(
-            names=info.names,
-            dtype_names=info.dtype_names,
-            shapes=info.shapes,
-            checksum=info.checksum,
-            shm_name=self._segment.name,
-        )
+        return msgspec.structs.replace(bucket.info, shm_name=self._segment.name)
 
     def send(self, bucket: Bucket) -> None:
         """The bytes are already there."""
@@ -65,12 +59,15 @@ class SharedMemorySender:
 class SharedMemoryReceiver:
     """One engine's side; needs no connection."""
 
+    def __init__(self, info: InitInfo) -> None:
+        """Nothing to meet."""
+
     def receive(self, info: UpdateInfo) -> Tensor:
         """The bytes of one bucket, uint8[nbytes], mapped; the mapping lives as long as the tensor and its views."""
         name = info.shm_name
         if not name or "/" in name:
             raise WeightSyncError(f"{name!r} is not the name of a shared memory segment")
-        nbytes = manifest_bytes(info)
+        nbytes = wire_bytes(info)
         try:
             # Not SharedMemory: until Python 3.13 it makes the reader's resource tracker unlink the sender's segment.
             descriptor = _posixshmem.shm_open(f"/{name}", os.O_RDONLY, mode=0o600)

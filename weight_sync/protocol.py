@@ -11,13 +11,15 @@ import msgspec
 
 from rl_async.messages import EngineList, Version
 
-Backend = Literal["gloo", "ipc"]
+Backend = Literal["gloo", "ipc", "disk", "nccl"]
+Hold = Literal["no", "keep", "stage"]
 
 
 class InitInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How an engine joins a transfer; ``ipc`` needs the backend only. Coordinator -> engine.
+    """How an engine joins a transfer; ``ipc`` needs the backend only, ``disk`` the folder. Coordinator -> engine.
 
-    The sender is rank 0 of a group of ``world_size`` and holds the store at ``master_address:master_port``.
+    With ``gloo`` and ``nccl`` the sender is rank 0 of a group of ``world_size`` and holds the store at
+    ``master_address:master_port``.
     """
 
     backend: Backend
@@ -27,16 +29,31 @@ class InitInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     world_size: int = 0
     timeout_s: float = 0.0  # of the rendezvous and of each transfer
     group_name: str = ""
+    folder: str = ""  # disk: where the files are
 
 
 class UpdateInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Manifest of one bucket: what its flat bytes hold, in this order. Coordinator -> engine."""
+    """Manifest of one bucket: what its flat bytes hold, in this order. Coordinator -> engine.
+
+    A ``delta`` travels as ``payload_bytes`` bytes and makes the bucket out of the one that the engine holds of version
+    ``base``; an engine that holds another version refuses it.
+    """
 
     names: list[str]
     dtype_names: list[str]  # as in torch: float32, bfloat16, ...
-    shapes: list[list[int]]
+    shapes: list[list[int]]  # of whole parameters
+    starts: list[int] = []  # where a parameter is cut: the first element of each piece; empty: all are whole
+    numels: list[int] = []  # and how many elements each piece has
     checksum: str  # xxh3_128 of the bucket's bytes, in hex
     shm_name: str = ""  # ipc: the shared memory that holds the bytes
+    file: str = ""  # disk: the file that holds the bytes
+    hold: Hold = "no"  # keep: load, and keep a copy for later deltas; stage: keep only, ``finish`` loads
+    version: str = ""  # what follows is set unless hold is no: the version, the bucket's place, how many there are
+    index: int = 0
+    count: int = 0
+    kind: Literal["full", "delta"] = "full"
+    base: str = ""  # delta: the version that it changes
+    payload_bytes: int = 0  # delta
 
 
 class InitBody(msgspec.Struct, frozen=True):
@@ -75,8 +92,8 @@ class EngineControl(Protocol):
         """Join a transfer group, leaving any earlier one; returns when the whole group has met."""
         ...
 
-    async def start_update(self) -> None:
-        """Begin an update; one that was left unfinished is forgotten."""
+    async def start_update(self, staged: bool = False) -> None:
+        """Begin an update; one that was left unfinished is forgotten. ``staged``: the engine goes on decoding."""
         ...
 
     async def update(self, info: UpdateInfo) -> None:
@@ -134,6 +151,6 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
     version: Version
     seconds: float  # the whole publication
     pause_seconds: float  # the longest pause of an engine, from its answer to pause to its answer to resume
-    nbytes: int  # of all buckets, once
+    nbytes: int  # of the buckets as one engine got them: deltas, if there was a group that could use them
     engines: list[str]  # that confirmed the version
     failures: list[str]  # engines cut off: which, in which phase and bucket, why

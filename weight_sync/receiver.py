@@ -6,10 +6,13 @@ from typing import Protocol
 from torch import Tensor
 
 from rl_async.errors import WeightSyncError
-from rl_async.weight_sync.buckets import unpack, verify
+from rl_async.weight_sync.buckets import Piece, unpack, verify
+from rl_async.weight_sync.disk import DiskReceiver
 from rl_async.weight_sync.gloo import GlooReceiver
 from rl_async.weight_sync.ipc import SharedMemoryReceiver
-from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
+from rl_async.weight_sync.nccl import NcclReceiver
+from rl_async.weight_sync.protocol import Backend, InitInfo, UpdateInfo
+from rl_async.weight_sync.shelf import Shelf
 
 
 class _Source(Protocol):
@@ -18,30 +21,58 @@ class _Source(Protocol):
         ...
 
 
-class WeightReceiver:
-    """Receives buckets, verifies them and hands their tensors to ``load``.
+RECEIVERS: dict[Backend, Callable[[InitInfo], _Source]] = {
+    "gloo": GlooReceiver,
+    "ipc": SharedMemoryReceiver,
+    "disk": DiskReceiver,
+    "nccl": NcclReceiver,
+}
 
-    ``load`` gets views that are valid during its call only, so it must copy. All methods block and raise
+
+class WeightReceiver:
+    """Receives buckets, verifies them and hands their pieces to ``load``.
+
+    ``load`` gets views that are valid during its call only, so it must copy. A bucket with ``hold: stage`` is not
+    loaded before ``finish``. All methods block and raise
     WeightSyncError; call them in a thread, one at a time. An engine whose update failed holds mixed weights until the
     next complete update.
     """
 
-    def __init__(self, load: Callable[[list[tuple[str, Tensor]]], None]) -> None:
+    def __init__(self, load: Callable[[list[Piece]], None]) -> None:
         self._load = load
         self._source: _Source | None = None
+        self._shelf = Shelf()
+        self._staged = ""  # the version that ``finish`` loads
+
+    def start(self) -> None:
+        """A new update begins; what an unfinished one staged is not loaded any more."""
+        self._staged = ""
 
     def init(self, info: InitInfo) -> None:
         """Join a transfer, leaving any earlier one; blocks until the group has met."""
         self.close()
-        self._source = GlooReceiver(info) if info.backend == "gloo" else SharedMemoryReceiver()
+        self._source = RECEIVERS[info.backend](info)
 
     def update(self, info: UpdateInfo) -> None:
-        """Receive, verify and load one bucket."""
+        """Receive, verify and load or stage one bucket."""
         if self._source is None:
             raise WeightSyncError("an update before the transfer was initialised")
         data = self._source.receive(info)
-        verify(data, info)
-        self._load(unpack(data, info))
+        if info.hold == "no":
+            verify(data, info)
+            self._load(unpack(data, info))
+            return
+        held = self._shelf.put(data, info)
+        if info.hold == "stage":
+            self._staged = info.version
+        else:
+            self._load(unpack(held, info))
+
+    def finish(self) -> None:
+        """All buckets were received: load what was staged."""
+        staged, self._staged = self._staged, ""
+        if staged:
+            self._shelf.load(staged, self._load)
 
     def close(self) -> None:
         """Leave the transfer."""

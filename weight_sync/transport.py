@@ -1,11 +1,14 @@
 """What the coordinator needs of a transport on the sending side, and the table of transports."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from rl_async.weight_sync.buckets import Bucket
+from rl_async.weight_sync.disk import DiskSender
 from rl_async.weight_sync.gloo import GlooSender
 from rl_async.weight_sync.ipc import SharedMemorySender
+from rl_async.weight_sync.nccl import NcclSender
 from rl_async.weight_sync.protocol import Backend, InitInfo, UpdateInfo
 
 
@@ -40,6 +43,12 @@ class Sender(Protocol):
         ...
 
 
-SenderFactory = Callable[[int, str, float], Sender]  # engines, name of the group, deadline in seconds
+# Engines, name of the group, deadline in seconds, folder for files.
+SenderFactory = Callable[[int, str, float, Path], Sender]
 
-SENDERS: dict[Backend, SenderFactory] = {"gloo": GlooSender, "ipc": SharedMemorySender}
+SENDERS: dict[Backend, SenderFactory] = {
+    "gloo": lambda engines, name, timeout_s, _: GlooSender(engines, name, timeout_s),
+    "ipc": lambda engines, name, timeout_s, _: SharedMemorySender(engines, name, timeout_s),
+    "nccl": lambda engines, name, timeout_s, _: NcclSender(engines, name, timeout_s),
+    "disk": lambda engines, name, timeout_s, folder: DiskSender(folder / name),
+}

@@ -3,6 +3,10 @@
     probe -> init (a new group only) -> pause -> [wake weights] -> start -> bucket 0, 1, ... -> finish -> verify
           -> [wake kv_cache] -> resume
 
+Staged, the engines go on decoding while they receive, and ``finish`` loads:
+
+    ... -> start -> bucket 0, 1, ... -> pause -> [wake weights] -> finish -> verify -> [wake kv_cache] -> resume
+
 A wave that fails before ``finish`` stops at once and leaves its engines paused: they hold mixed weights until a later
 wave succeeds. From ``finish`` on each engine is on its own.
 """
@@ -43,6 +47,8 @@ class Member:
     paused_at: float | None = None  # monotonic seconds
     asleep: set[str] | None = None  # tags: weights, kv_cache; None: not known, as an earlier trainer left it
     pause_seconds: float = 0.0  # its latest pause
+    held: Version | None = None  # what it has acknowledged whole; a delta starts from there
+    phase: str = "probe"  # the latest request to it
 
     @property
     def engine_id(self) -> str:
@@ -57,6 +63,7 @@ class Outcome:
     done: list[Member] = field(default_factory=list)
     failures: list[EngineFailed] = field(default_factory=list)
     sender_error: WeightSyncError | None = None
+    delta: bool = False  # whether deltas were sent
 
     @property
     def clean(self) -> bool:
@@ -66,6 +73,7 @@ class Outcome:
 
 async def call(member: Member, phase: str, request: Awaitable[T], timeout_s: float) -> T:
     """One request to one engine. Raises EngineFailed, naming the phase."""
+    member.phase = phase
     try:
         async with asyncio.timeout(timeout_s):
             return await request
@@ -92,8 +100,16 @@ async def each(
 
 
 async def probe(members: Sequence[Member], timeout_s: float) -> tuple[list[Member], list[EngineFailed]]:
-    """Who answers at all; asked before a group is formed, since a dead member makes the others wait for it."""
-    return await each(members, lambda member: call(member, "probe", member.control.version(), timeout_s))
+    """Who answers at all; asked before a group is formed, since a dead member makes the others wait for it.
+
+    One that serves another version than it acknowledged was restarted, and holds nothing.
+    """
+
+    async def ask(member: Member) -> None:
+        if await call(member, "probe", member.control.version(), timeout_s) != member.held:
+            member.held = None
+
+    return await each(members, ask)
 
 
 async def connect(members: Sequence[Member], sender: Sender, timeout_s: float) -> Outcome:
@@ -109,13 +125,21 @@ async def connect(members: Sequence[Member], sender: Sender, timeout_s: float) -
 
 
 async def transfer(
-    members: Sequence[Member], sender: Sender, buckets: Sequence[Bucket], version: Version, timeout_s: float
+    members: Sequence[Member],
+    sender: Sender,
+    buckets: Sequence[Bucket],
+    version: Version,
+    timeout_s: float,
+    *,
+    staged: bool = False,
 ) -> Outcome:
     """Bring connected members from wherever they are to serving ``version``. Each request has ``timeout_s``.
 
     Raises WeightSyncError only for a fault of this process (a bucket cannot be staged).
     """
-    _, failures = await each(members, lambda member: _prepare(member, timeout_s))
+    for member in members:
+        member.held = None  # until it has acknowledged all of this version
+    _, failures = await each(members, lambda member: _prepare(member, timeout_s, staged))
     if failures:
         return Outcome(failures=failures)
     for index, bucket in enumerate(buckets):
@@ -134,11 +158,17 @@ async def suspend(member: Member, timeout_s: float) -> None:
         member.asleep = set(TAGS)
 
 
-async def _prepare(member: Member, timeout_s: float) -> None:
+async def _prepare(member: Member, timeout_s: float, staged: bool) -> None:
     await _asleep(member, timeout_s)  # before the pause, which it would lengthen
+    if not staged:
+        await _stop(member, timeout_s)
+    await call(member, "start", member.control.start_update(staged), timeout_s)
+
+
+async def _stop(member: Member, timeout_s: float) -> None:
+    """Nothing samples any more, and there is memory to load into."""
     await _pause(member, timeout_s)
     await _wake(member, "weights", timeout_s)
-    await call(member, "start", member.control.start_update(), timeout_s)
 
 
 async def _pause(member: Member, timeout_s: float) -> None:
@@ -175,10 +205,12 @@ async def _one_bucket(
 
 
 async def _commit(member: Member, version: Version, timeout_s: float) -> None:
+    await _stop(member, timeout_s)
     await call(member, "finish", member.control.finish_update(version), timeout_s)
     served = await call(member, "verify", member.control.version(), timeout_s)
     if served != version:
         raise EngineFailed(member.engine_id, "verify", f"it serves {served}, not {version}", lost=False)
+    member.held = version
     await _wake(member, "kv_cache", timeout_s)
     await call(member, "resume", member.control.resume(), timeout_s)
     if member.paused_at is not None:

@@ -14,11 +14,12 @@ from typing import Literal, TypeVar
 
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import nn
 
 from rl_async.errors import EngineLost, WeightSyncError
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.sequence import Sequence
+from rl_async.weight_sync.buckets import Piece
 
 T = TypeVar("T")
 log = logging.getLogger("rl_async.engine")
@@ -130,8 +131,8 @@ class Engine:
 
         return self.call(action)
 
-    def load_weights(self, tensors: Items[tuple[str, Tensor]]) -> None:
-        """Copy tensors into the parameters of the same Hugging Face name; returns when that is done.
+    def load_weights(self, pieces: Items[Piece]) -> None:
+        """Copy pieces into the parameters of the same Hugging Face name; returns when that is done.
 
         Raises WeightSyncError for an unknown name or a wrong shape.
         """
@@ -141,15 +142,17 @@ class Engine:
                 if self._shapes:
                     raise WeightSyncError("the engine has given up its weights' memory; wake it up for weights first")
                 parameters = dict(self.core.model.named_parameters())
-                for name, tensor in tensors:
+                for piece in pieces:
+                    name, end = piece.name, piece.start + piece.data.numel()
                     if name not in parameters:
                         raise WeightSyncError(f"the engine's model has no parameter {name!r}")
-                    if parameters[name].shape != tensor.shape:
+                    if parameters[name].shape != piece.shape:
                         raise WeightSyncError(
-                            f"{name} has shape {list(tensor.shape)}, the engine's has {list(parameters[name].shape)}"
+                            f"{name} has shape {list(piece.shape)}, the engine's has {list(parameters[name].shape)}"
                         )
-                    parameters[name].copy_(tensor)
-                    self._unsent.discard(name)
+                    parameters[name].view(-1)[piece.start : end].copy_(piece.data)
+                    if end == parameters[name].numel():  # pieces come in order
+                        self._unsent.discard(name)
             self._weights_changed = True
 
         self.call(action).result()

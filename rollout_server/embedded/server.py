@@ -175,15 +175,19 @@ class Server:
         return _json({"message": "initialised"})
 
     async def start_update(self, request: Request) -> Response:
-        if not (self.engine.paused or self.engine.asleep):
+        staged = request.query_params.get("staged") == "true"
+        if not (staged or self._stopped()):
             return _error(400, "pause the engine before an update: it would sample from mixed weights")
-        self._update_active = self._mixed = True
+        self._receiver.start()
+        self._update_active, self._mixed = True, self._mixed or not staged
         return _json({"message": "started"})
 
     async def update(self, request: Request) -> Response:
         body = msgspec.json.decode(await request.body(), type=UpdateBody)
         if not self._update_active:
             return _error(500, "no weight update was started")
+        if body.update_info.hold != "stage" and not self._stopped():
+            return _error(400, "only buckets to stage are taken before the engine is paused")
         async with self._transfer:
             try:
                 await asyncio.to_thread(self._receiver.update, body.update_info)
@@ -197,9 +201,17 @@ class Server:
         Version.parse(body.weight_version)
         if not self._update_active:
             return _error(500, "no weight update was started")
+        if not self._stopped():
+            return _error(400, "pause the engine before the end of an update: it would sample from mixed weights")
+        self._mixed = True
+        async with self._transfer:
+            await asyncio.to_thread(self._receiver.finish)
         await asyncio.wrap_future(self.engine.set_version(body.weight_version))
         self._update_active = self._mixed = False
         return _json({"message": "finished"})
+
+    def _stopped(self) -> bool:
+        return self.engine.paused or self.engine.asleep
 
     async def weight_info(self, request: Request) -> Response:
         return _json({"weight_version": self.engine.core.version})

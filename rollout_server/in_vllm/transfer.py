@@ -8,6 +8,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from rl_async.weight_sync.assembly import Assembler
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from rl_async.weight_sync.receiver import WeightReceiver
 
@@ -21,7 +22,8 @@ class WeightTransfer(WeightTransferEngine):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._receiver = WeightReceiver(self._load)
+        self._receiver = WeightReceiver(Assembler(self._load))
+        self._loading = False
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
         """As the base class, but strict about names and types."""
@@ -39,7 +41,13 @@ class WeightTransfer(WeightTransferEngine):
         self._receiver.init(init_info)
 
     def start_weight_update(self) -> None:
+        """The layers are taken apart when the first bucket is loaded: until then vLLM goes on sampling with them."""
+        self._receiver.start()
+        self._loading = False
+
+    def _begin_loading(self) -> None:
         """vLLM collects each layer's tensors in its checkpoint's layout and fuses them when the layer is complete."""
+        self._loading = True
         for layer in self.model.modules():  # of an update that failed half-way vLLM would keep count
             info = get_layerwise_info(layer)
             info.loaded_weights.clear()
@@ -55,13 +63,18 @@ class WeightTransfer(WeightTransferEngine):
         self._receiver.update(update_info)
 
     def finish_weight_update(self) -> None:
-        """All layers are complete."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        """Load what was staged; all layers are complete then."""
+        self._receiver.finish()
+        if self._loading:
+            self._loading = False
+            finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
         """Leave the transfer."""
         self._receiver.close()
 
     def _load(self, tensors: list[tuple[str, Tensor]]) -> None:
+        if not self._loading:
+            self._begin_loading()
         # Cloned, since a layer is put together only when its last tensor has come, perhaps with another bucket.
         self.model.load_weights((name, tensor.to(self.device, copy=True)) for name, tensor in tensors)

@@ -19,8 +19,10 @@ from rl_async.messages import Sampling, Version, VersionRun
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.vllm import VllmEngine
 from rl_async.weight_sync.buckets import Bucket, make_buckets
+from rl_async.weight_sync.delta import deltas
+from rl_async.weight_sync.groups import address
 from rl_async.weight_sync.ipc import SharedMemorySender
-from rl_async.weight_sync.protocol import InitInfo
+from rl_async.weight_sync.protocol import Hold, InitInfo
 from tests.contracts.engine_peers import MAX_LENGTH, Peer, running
 
 V0, V1 = Version(0, 0), Version(0, 1)
@@ -54,6 +56,7 @@ def tensors(folder: Path, scale: float = 1.0) -> list[tuple[str, torch.Tensor]]:
 async def send(client: VllmEngine, weights: list[tuple[str, torch.Tensor]], version: Version) -> None:
     """A full update over shared memory, with requests in flight kept."""
     buckets: list[Bucket] = list(make_buckets(weights, 1 << 12))  # what vLLM fuses comes in several of them
+    assert any(bucket.info.starts for bucket in buckets), "no parameter was cut"
     await client.pause("keep")
     await client.init_transfer(InitInfo(backend="ipc"))
     await client.start_update()
@@ -152,6 +155,52 @@ async def test_requests_in_flight_go_on_with_the_new_weights(engine: VllmEngine,
         assert difference(model_folder, request, got)[:boundary].max() < 1e-5
         assert difference(model_folder, request, got, 1.5)[boundary:].max() < 1e-5
         assert difference(model_folder, request, got)[boundary:].max() > 1e-3, "the weights did not change"
+
+
+async def held(client: VllmEngine, buckets: list[Bucket], version: Version, hold: Hold) -> None:
+    """An update that the engine keeps a copy of; with ``stage`` it decodes until it loads."""
+    await client.init_transfer(InitInfo(backend="ipc"))
+    if hold == "keep":
+        await client.pause("keep")
+    await client.start_update(hold == "stage")
+    sender = SharedMemorySender(1, "", 10.0)
+    for bucket in buckets:
+        await client.update(sender.stage(bucket))
+    sender.close()
+    if hold == "stage":
+        assert (await client.generate(ask(max_tokens=2))).versions == [VersionRun(V0, 0, 2)]
+        await client.pause("keep")
+    await client.finish_update(version)
+    await client.resume()
+
+
+@pytest.mark.parametrize("hold", ["keep", "stage"])
+async def test_deltas_and_staged_updates_end_in_the_same_weights(
+    engine: VllmEngine, model_folder: Path, hold: Hold
+) -> None:
+    weights = tensors(model_folder)
+    changed = [(name, tensor.clone()) for name, tensor in weights]
+    for _, tensor in changed:
+        tensor.view(-1)[::50] *= 1.5
+    old, new = (list(address(list(make_buckets(w, 1 << 12)), v, hold)) for w, v in ((weights, V0), (changed, V1)))
+    await held(engine, old, V0, hold)
+    sent = list(deltas(new, old, str(V0)))
+    assert sum(bucket.nbytes for bucket in sent) < sum(bucket.nbytes for bucket in new) / 5
+    await held(engine, sent, V1, hold)
+    got = await engine.generate(ask(min_version=V1))
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    model.load_state_dict(dict(changed), strict=False)
+    ids = ask().token_ids + got.token_ids
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0].log_softmax(-1)[range(7, len(ids) - 1), ids[8:]]
+    assert (expected - torch.tensor(got.logprobs)).abs().max() < 1e-5
+    await engine.pause("keep")
+    await engine.start_update()
+    sender = SharedMemorySender(1, "", 10.0)
+    with pytest.raises(EngineLost, match=r"a delta against version 0\.0, but this engine holds 0\.1"):
+        await engine.update(sender.stage(sent[0]))
+    sender.close()
+    await send(engine, weights, V0)
 
 
 async def test_the_version_gate(engine: VllmEngine) -> None:

@@ -1,4 +1,4 @@
-"""Weights between real processes: both transports, engines that die, hang or come late."""
+"""Weights between real processes: all transports, engines that die, hang or come late."""
 
 import asyncio
 import os
@@ -16,14 +16,18 @@ import msgspec
 import pytest
 import torch
 
+from rl_async.errors import EngineLost
 from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.rollout_server.vllm import VllmEngine
 from rl_async.weight_sync.buckets import Bucket, make_buckets
 from rl_async.weight_sync.coordinator import WeightCoordinator
+from rl_async.weight_sync.disk import DiskSender
+from rl_async.weight_sync.options import SyncOptions
 from rl_async.weight_sync.protocol import Backend
 
 ENGINE = Path(__file__).with_name("weight_engine.py")
 Start = Callable[..., list[EngineRecord]]
+TRANSPORTS: list[Backend] = ["gloo", "ipc", "disk"]
 
 
 class Directory:
@@ -107,13 +111,15 @@ def connect(record: EngineRecord) -> VllmEngine:
 
 
 def buckets(value: float) -> list[Bucket]:
-    """Three buckets."""
-    named = {f"layer.{i}": torch.full((64, 16), value + i, dtype=torch.bfloat16) for i in range(3)}
+    """Three buckets; the first parameter needs two of them."""
+    named = {
+        f"layer.{i}": torch.full((rows, 16), value + i, dtype=torch.bfloat16) for i, rows in enumerate((96, 32, 64))
+    }
     return list(make_buckets(named.items(), 64 * 16 * 2))
 
 
 def expected(value: float) -> dict[str, float]:
-    return {f"layer.{i}": 1024.0 * (value + i) for i in range(3)}
+    return {f"layer.{i}": 16.0 * rows * (value + i) for i, rows in enumerate((96, 32, 64))}
 
 
 def states(records: list[EngineRecord]) -> dict[str, dict[str, Any]]:
@@ -132,11 +138,12 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("psm_*")}
 
 
-@pytest.mark.parametrize("transport", ["gloo", "ipc"])
-def test_two_engines_get_two_versions(transport: Backend, start: Start) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_two_engines_get_two_versions(transport: Backend, start: Start, tmp_path: Path) -> None:
     directory, records, before = Directory(), start(a="", b=""), shared_memory()
     directory.add(*records)
-    with WeightCoordinator(directory.open, connect, transport, timeout_s=30) as coordinator:
+    options = SyncOptions(folder=tmp_path / "weights")
+    with WeightCoordinator(directory.open, connect, transport, timeout_s=30, options=options) as coordinator:
         for step in (0, 1):
             report = coordinator.publish(Version(0, step), buckets(step * 10.0))
             assert (report.engines, report.failures, report.nbytes) == (["a", "b"], [], 3 * 2048)
@@ -144,22 +151,24 @@ def test_two_engines_get_two_versions(transport: Backend, start: Start) -> None:
             assert states(records) == {"a": serves(step * 10.0, f"0.{step}"), "b": serves(step * 10.0, f"0.{step}")}
             assert directory.published == Version(0, step)
     assert shared_memory() <= before
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-@pytest.mark.parametrize("transport", ["gloo", "ipc"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_engine_killed_in_the_middle_is_named_and_replaced_and_the_others_go_on(
-    transport: Backend, start: Start
+    transport: Backend, start: Start, tmp_path: Path
 ) -> None:
     directory = Directory()
     *good, replacement, _ = records = start(a="", b="", new="", dying="--fault kill --at 5")
     before = shared_memory()
     directory.add(*good, records[-1])
-    with WeightCoordinator(directory.open, connect, transport, timeout_s=30) as coordinator:
+    options = SyncOptions(folder=tmp_path / "weights")
+    with WeightCoordinator(directory.open, connect, transport, timeout_s=30, options=options) as coordinator:
         assert coordinator.publish(Version(0, 0), buckets(0)).engines == ["a", "b", "dying"]
         report = coordinator.publish(Version(0, 1), buckets(10))
         assert report.engines == ["a", "b"]
         assert len(report.failures) == 1
-        assert report.failures[0].startswith("dying failed in update, bucket 2/3: EngineLost")
+        assert report.failures[0].startswith("dying failed in update, bucket 2/3: ")
         assert directory.removed == {"dying": report.failures[0]}
         assert states(good) == {"a": serves(10, "0.1"), "b": serves(10, "0.1")}
 
@@ -172,6 +181,7 @@ def test_an_engine_killed_in_the_middle_is_named_and_replaced_and_the_others_go_
         assert coordinator.publish(Version(0, 2), buckets(20)).engines == ["a", "b", "new"]
         assert list(states([*good, replacement]).values()) == [serves(20, "0.2")] * 3
     assert shared_memory() <= before
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_an_engine_that_hangs_is_cut_off_at_the_deadline(start: Start) -> None:
@@ -182,3 +192,20 @@ def test_an_engine_that_hangs_is_cut_off_at_the_deadline(start: Start) -> None:
     assert report.engines == ["a"]
     assert report.failures == ["hanging failed in update, bucket 2/3: no answer within 2 s"]
     assert states(records[:1]) == {"a": serves(0, "0.0")}
+
+
+def test_an_engine_that_shares_no_folder_says_so(start: Start, tmp_path: Path) -> None:
+    (record,) = start(a="")
+    sender = DiskSender(tmp_path / "weights")
+    info = sender.init_info(0)
+    sender.close()
+
+    async def join() -> None:
+        engine = connect(record)
+        try:
+            await engine.init_transfer(info)
+        finally:
+            await engine.close()
+
+    with pytest.raises(EngineLost, match=r"is no folder here; set weight_sync\.folder"):
+        asyncio.run(join())

@@ -15,6 +15,7 @@ import torch
 from aiohttp import web
 
 from rl_async.errors import WeightSyncError
+from rl_async.weight_sync.assembly import Assembler
 from rl_async.weight_sync.protocol import FinishBody, InitBody, UpdateBody
 from rl_async.weight_sync.receiver import WeightReceiver
 
@@ -26,7 +27,7 @@ class Engine:
 
     def __init__(self, fault: str | None, at: int) -> None:
         self.weights: dict[str, torch.Tensor] = {}
-        self.receiver = WeightReceiver(lambda named: self.weights.update((n, t.clone()) for n, t in named))
+        self.receiver = WeightReceiver(Assembler(lambda named: self.weights.update((n, t.clone()) for n, t in named)))
         self.version: str | None = None
         self.paused = False
         self.buckets, self.fault, self.at = 0, fault, at
@@ -37,15 +38,16 @@ class Engine:
 
     async def update(self, request: web.Request) -> web.Response:
         body = msgspec.json.decode(await request.read(), type=UpdateBody)
-        assert self.paused
+        assert self.paused or body.update_info.hold == "stage"
         self.buckets += 1
         if self.fault and self.buckets == self.at:
             os.kill(os.getpid(), FAULTS[self.fault])
         return await self._run(lambda: self.receiver.update(body.update_info))
 
     async def finish(self, request: web.Request) -> web.Response:
+        assert self.paused
         self.version = msgspec.json.decode(await request.read(), type=FinishBody).weight_version
-        return web.json_response({})
+        return await self._run(self.receiver.finish)
 
     async def pause(self, request: web.Request) -> web.Response:
         self.paused = True
@@ -56,6 +58,7 @@ class Engine:
         return web.json_response({})
 
     async def start(self, request: web.Request) -> web.Response:
+        self.receiver.start()
         return web.json_response({})
 
     async def info(self, request: web.Request) -> web.Response:

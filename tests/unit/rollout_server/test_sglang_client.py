@@ -269,3 +269,27 @@ async def test_only_what_sleeps_is_woken() -> None:
         ("/resume_memory_occupation", ["weights"]),
         ("/resume_memory_occupation", ["kv_cache"]),
     ]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"starts": [0], "numels": [1]}, "bucket_mb"),
+        ({"kind": "delta", "base": "0.1", "payload_bytes": 8}, "weight_sync.delta"),
+        ({"hold": "keep"}, "weight_sync.delta"),
+    ],
+)
+async def test_buckets_that_sglang_could_not_put_together_are_not_sent(change: dict[str, Any], said: str) -> None:
+    paths: list[str] = []
+
+    def serve(path: str, body: Any) -> tuple[int, Any]:
+        paths.append(path)
+        return 200, DONE
+
+    async with answering(serve) as client:
+        await client.init_transfer(INIT)
+        with pytest.raises(EngineRejected, match=said):
+            await client.update(msgspec.structs.replace(UPDATE, **change))
+        with pytest.raises(EngineRejected, match="staged"):
+            await client.start_update(staged=True)
+    assert "/update_weights_from_distributed" not in paths and "/begin_weight_update" not in paths

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_async.errors import WeightSyncError
+from rl_async.weight_sync.assembly import Assembler
 from rl_async.weight_sync.buckets import checksum, make_buckets, manifest_bytes, unpack, verify
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int64, torch.bool]
@@ -23,27 +24,59 @@ def tensors(spec: list[tuple[torch.dtype, list[int]]]) -> list[tuple[str, torch.
 
 
 @settings(deadline=None)
-@given(parameters, st.integers(1, 400))
-def test_every_tensor_comes_back_in_order_within_the_bound(
+@given(parameters, st.integers(8, 400))
+def test_every_tensor_comes_back_in_order_and_no_bucket_is_above_the_bound(
     spec: list[tuple[torch.dtype, list[int]]], max_bytes: int
 ) -> None:
     named = tensors(spec)
-    back = []
+    back: list[tuple[str, torch.Tensor]] = []
+    assemble = Assembler(lambda done: back.extend((name, tensor.clone()) for name, tensor in done))
     for bucket in make_buckets(named, max_bytes):
         info = msgspec.json.decode(msgspec.json.encode(bucket.info), type=type(bucket.info))
         verify(bucket.data, info)
-        assert bucket.nbytes == manifest_bytes(info)
-        assert bucket.nbytes <= max_bytes or len(info.names) == 1
-        back += unpack(bucket.data.clone(), info)
+        assert bucket.nbytes == manifest_bytes(info) <= max_bytes
+        assemble(unpack(bucket.data.clone(), info))
     assert [name for name, _ in back] == [name for name, _ in named]
     for (_, sent), (_, received) in zip(named, back):
         assert sent.dtype == received.dtype
         assert torch.equal(sent, received)
 
 
-def test_a_tensor_larger_than_the_bound_travels_alone() -> None:
-    named = [("small", torch.ones(2)), ("huge", torch.ones(100)), ("last", torch.ones(2))]
-    assert [bucket.info.names for bucket in make_buckets(named, 32)] == [["small"], ["huge"], ["last"]]
+def test_only_a_tensor_larger_than_the_bound_is_cut_and_its_end_shares_a_bucket() -> None:
+    named = [("small", torch.ones(2)), ("fits", torch.ones(8)), ("huge", torch.ones(2, 9)), ("last", torch.ones(2))]
+    found = [(b.info.names, b.info.starts, b.info.numels) for b in make_buckets(named, 32)]
+    assert found == [
+        (["small"], [], []),
+        (["fits"], [], []),
+        (["huge"], [0], [8]),
+        (["huge"], [8], [8]),
+        (["huge", "last"], [16, 0], [2, 2]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ([1], "'w' from element 4 on, after 0 elements of ''"),
+        ([0, 2], "'w' from element 8 on, after 4 elements of 'w'"),
+        ([0, 1, 1], "'w' from element 4 on, after 8 elements of 'w'"),
+    ],
+)
+def test_pieces_out_of_order_are_refused(order: list[int], message: str) -> None:
+    buckets = list(make_buckets([("w", torch.arange(10.0))], 16))
+    assemble = Assembler(lambda _: None)
+    with pytest.raises(WeightSyncError, match=message):
+        for index in order:
+            assemble(unpack(buckets[index].data, buckets[index].info))
+
+
+def test_a_parameter_that_was_left_unfinished_is_forgotten() -> None:
+    got: list[torch.Tensor] = []
+    assemble = Assembler(lambda done: got.extend(tensor.clone() for _, tensor in done))
+    old, new = (list(make_buckets([("w", torch.full((10,), value))], 16)) for value in (1.0, 2.0))
+    for bucket in [*old[:2], *new]:
+        assemble(unpack(bucket.data, bucket.info))
+    assert [tensor.tolist() for tensor in got] == [[2.0] * 10]
 
 
 def test_buckets_are_copies_made_lazily() -> None:
@@ -51,14 +84,15 @@ def test_buckets_are_copies_made_lazily() -> None:
     stream = make_buckets([("a", weight), ("b", weight)], 16)
     first = next(stream)
     weight.fill_(1.0)
-    assert unpack(first.data, first.info)[0][1].tolist() == [0.0] * 4
-    assert unpack(next(stream).data, first.info)[0][1].tolist() == [1.0] * 4
+    assert unpack(first.data, first.info)[0].data.tolist() == [0.0] * 4
+    assert unpack(next(stream).data, first.info)[0].data.tolist() == [1.0] * 4
 
 
 def test_transposed_and_trained_tensors_are_packed_in_their_logical_order() -> None:
     weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3)).t()
     (bucket,) = make_buckets([("w", weight)], 1 << 10)
-    assert torch.equal(unpack(bucket.data, bucket.info)[0][1], weight.detach())
+    (piece,) = unpack(bucket.data, bucket.info)
+    assert torch.equal(piece.data.view(piece.shape), weight.detach())
 
 
 def test_a_flipped_bit_is_noticed() -> None:
@@ -74,6 +108,9 @@ def test_a_flipped_bit_is_noticed() -> None:
         ({"shapes": [[7]]}, "the bucket has 24 bytes, its manifest 28"),
         ({"names": []}, "0 names, 1 dtypes and 1 shapes"),
         ({"dtype_names": ["Tensor"]}, "unknown dtype 'Tensor'"),
+        ({"starts": [0]}, "1 starts and 0 numels"),
+        ({"starts": [4], "numels": [6]}, "elements 4 to 10 of 'w', which has 6"),
+        ({"starts": [-1], "numels": [6]}, "elements -1 to 5 of 'w'"),
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
@@ -85,6 +122,8 @@ def test_a_manifest_that_does_not_fit_is_refused(change: dict[str, Any], message
 def test_a_bucket_must_be_able_to_hold_something() -> None:
     with pytest.raises(ValueError, match="at least one byte"):
         next(make_buckets([("w", torch.ones(1))], 0))
+    with pytest.raises(ValueError, match=r"not one element of w \(4 bytes\)"):
+        next(make_buckets([("w", torch.ones(1))], 3))
 
 
 def test_the_checksum_is_plain_xxh3_128() -> None:

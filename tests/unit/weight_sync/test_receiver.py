@@ -2,15 +2,19 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rl_async.errors import WeightSyncError
-from rl_async.weight_sync.buckets import make_buckets
+from rl_async.weight_sync.buckets import Piece, make_buckets
+from rl_async.weight_sync.disk import DiskSender
 from rl_async.weight_sync.gloo import GlooReceiver, GlooSender
 from rl_async.weight_sync.ipc import SharedMemorySender
+from rl_async.weight_sync.nccl import NcclSender
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from rl_async.weight_sync.receiver import WeightReceiver
 
@@ -26,7 +30,7 @@ def staged() -> Iterator[UpdateInfo]:
     sender.close()
 
 
-def receive(staged: UpdateInfo, load: Callable[[list[tuple[str, torch.Tensor]]], None]) -> None:
+def receive(staged: UpdateInfo, load: Callable[[list[Piece]], None]) -> None:
     receiver = WeightReceiver(load)
     receiver.init(InitInfo(backend="ipc"))
     receiver.update(staged)
@@ -37,26 +41,26 @@ def test_the_loader_gets_the_tensors() -> None:
     sender = SharedMemorySender(1, "", 1.0)
     (bucket,) = make_buckets(NAMED, 1 << 10)
     staged = sender.stage(bucket)
-    receive(staged, lambda named: loaded.update((name, tensor.clone()) for name, tensor in named))
+    receive(staged, lambda named: loaded.update((p.name, p.data.view(p.shape).clone()) for p in named))
     sender.close()
     assert not Path("/dev/shm", staged.shm_name).exists()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in NAMED)
 
 
-def zero(named: list[tuple[str, torch.Tensor]]) -> None:
-    for _, tensor in named:
-        tensor.zero_()
+def zero(pieces: list[Piece]) -> None:
+    for piece in pieces:
+        piece.data.zero_()
 
 
 def test_a_loader_cannot_change_the_bytes_of_other_engines(staged: UpdateInfo) -> None:
     others: list[list[float]] = []
     receive(staged, zero)
-    receive(staged, lambda named: others.append(named[0][1].tolist()))
+    receive(staged, lambda pieces: others.append(pieces[0].data.tolist()))
     assert others == [[0.0, 1.0, 2.0, 3.0]]
 
 
 def test_nothing_is_loaded_if_the_checksum_differs(staged: UpdateInfo) -> None:
-    loaded: list[tuple[str, torch.Tensor]] = []
+    loaded: list[Piece] = []
     with pytest.raises(WeightSyncError, match="checksum"):
         receive(msgspec.structs.replace(staged, checksum="0" * 32), loaded.extend)
     assert loaded == []
@@ -95,3 +99,64 @@ def test_gloo_gives_up_when_there_is_no_store() -> None:
     info = msgspec.structs.replace(GlooSender(1, "gone", 30).init_info(0), timeout_s=0.3)
     with pytest.raises(WeightSyncError, match=f"no store at 127.0.0.1:{info.master_port}"):
         GlooReceiver(info)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Iterator[tuple[InitInfo, UpdateInfo]]:
+    """A bucket in a file: how to join, and its manifest."""
+    sender = DiskSender(tmp_path / "weights")
+    (bucket,) = make_buckets(NAMED, 1 << 10)
+    yield sender.init_info(0), sender.stage(bucket)
+    sender.close()
+
+
+def test_a_file_is_plain_safetensors_and_nothing_unfinished_is_left(written: tuple[InitInfo, UpdateInfo]) -> None:
+    init, staged = written
+    assert [path.name for path in Path(init.folder).iterdir()] == [staged.file]
+    (bucket,) = make_buckets(NAMED, 1 << 10)
+    assert torch.equal(load_file(Path(init.folder, staged.file))["bucket"], bucket.data)
+
+
+def test_what_a_killed_trainer_left_is_deleted(tmp_path: Path) -> None:
+    (tmp_path / "old.safetensors").write_bytes(b"old")
+    sender = DiskSender(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    sender.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"file": ""}, "is not the name of a file"),
+        ({"file": "../000000.safetensors"}, "is not the name of a file"),
+        ({"file": "000007.safetensors"}, "cannot read weights"),
+        ({"shapes": [[5], [2, 3]]}, "has 28 bytes of weights, its manifest 32"),
+        ({"checksum": "0" * 32}, "checksum"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(
+    written: tuple[InitInfo, UpdateInfo], change: dict[str, Any], message: str
+) -> None:
+    init, staged = written
+    receiver = WeightReceiver(lambda _: None)
+    receiver.init(init)
+    with pytest.raises(WeightSyncError, match=message):
+        receiver.update(msgspec.structs.replace(staged, **change))
+
+
+def test_a_damaged_file_is_refused(written: tuple[InitInfo, UpdateInfo]) -> None:
+    init, staged = written
+    path = Path(init.folder, staged.file)
+    path.write_bytes(path.read_bytes()[:-3])
+    receiver = WeightReceiver(lambda _: None)
+    receiver.init(init)
+    with pytest.raises(WeightSyncError, match="cannot read weights"):
+        receiver.update(staged)
+
+
+def test_nccl_without_a_gpu_says_what_to_use_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(WeightSyncError, match=r"needs a CUDA device .* use gloo, ipc or disk"):
+        NcclSender(1, "none", 1.0)
+    with pytest.raises(WeightSyncError, match="needs a CUDA device"):
+        WeightReceiver(lambda _: None).init(InitInfo(backend="nccl"))

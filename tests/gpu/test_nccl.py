@@ -1,0 +1,51 @@
+"""Buckets from GPU to GPU, between two processes. Needs two GPUs, since NCCL refuses two ranks on one."""
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+import torch
+
+from rl_async.weight_sync.buckets import make_buckets
+from rl_async.weight_sync.nccl import NcclSender
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs two GPUs"),
+]
+
+ENGINE = """
+import sys
+import msgspec, torch
+from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
+from rl_async.weight_sync.receiver import WeightReceiver
+
+torch.cuda.set_device(1)
+receiver = WeightReceiver(lambda pieces: print(sum(float(piece.data.double().sum()) for piece in pieces), flush=True))
+receiver.init(msgspec.json.decode(sys.stdin.readline(), type=InitInfo))
+for line in sys.stdin:
+    receiver.update(msgspec.json.decode(line, type=UpdateInfo))
+"""
+
+
+def test_buckets_cross_from_one_gpu_to_another() -> None:
+    torch.cuda.set_device(0)
+    sender = NcclSender(1, "weights-0", 60)
+    process = subprocess.Popen([sys.executable, "-c", ENGINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(msgspec.json.encode(sender.init_info(0)).decode() + "\n")
+        process.stdin.flush()
+        sender.connect()
+        for bucket in make_buckets([("w", torch.arange(1000.0)), ("v", torch.ones(500, dtype=torch.bfloat16))], 2000):
+            process.stdin.write(msgspec.json.encode(sender.stage(bucket)).decode() + "\n")
+            process.stdin.flush()
+            sender.send(bucket)
+        process.stdin.close()
+        assert sum(map(float, process.stdout.read().split())) == 999 * 500 + 500
+        assert process.wait(60) == 0
+    finally:
+        sender.close()
+        process.kill()
+        process.wait(10)
