@@ -21,6 +21,7 @@ from rl_async.rollout_server.embedded.dialect import GenerateBody, SamplingParam
 from rl_async.rollout_server.embedded.engine import Engine
 from rl_async.rollout_server.embedded.local import LocalEngine
 from rl_async.rollout_server.embedded.sequence import Sequence
+from rl_async.weight_sync.buckets import Piece
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
@@ -69,8 +70,12 @@ def engine() -> Iterator[Engine]:
     engine.stop()
 
 
-def parameters(engine: Engine) -> list[tuple[str, torch.Tensor]]:
-    return [(name, p.detach().clone()) for name, p in engine.core.model.named_parameters()]
+def whole(name: str, tensor: torch.Tensor) -> Piece:
+    return Piece(name, tuple(tensor.shape), 0, tensor.reshape(-1))
+
+
+def parameters(engine: Engine) -> list[Piece]:
+    return [whole(name, p.detach().clone()) for name, p in engine.core.model.named_parameters()]
 
 
 def test_pause_wait_ends_when_all_that_came_before_have(engine: Engine) -> None:
@@ -119,7 +124,7 @@ def test_nothing_is_decoded_until_weights_that_were_given_up_are_sent(engine: En
     request = Request()
     engine.submit(request)
     engine.load_weights(weights[:-1])
-    with pytest.raises(WeightSyncError, match=weights[-1][0]):
+    with pytest.raises(WeightSyncError, match=weights[-1].name):
         engine.set_version("0.1").result(WAIT_S)
     assert not request.finished.wait(0.1)
     engine.load_weights(weights[-1:])
@@ -128,11 +133,11 @@ def test_nothing_is_decoded_until_weights_that_were_given_up_are_sent(engine: En
 
 
 def test_weights_of_another_model_are_refused(engine: Engine) -> None:
-    name, tensor = parameters(engine)[0]
+    name, tensor = next(iter(engine.core.model.named_parameters()))
     with pytest.raises(WeightSyncError, match="no parameter 'nothing'"):
-        engine.load_weights([("nothing", tensor)])
+        engine.load_weights([whole("nothing", tensor.detach())])
     with pytest.raises(WeightSyncError, match="shape"):
-        engine.load_weights([(name, tensor[:1])])
+        engine.load_weights([whole(name, tensor.detach()[:1])])
 
 
 def test_a_failed_thread_is_reported_and_takes_nothing_more() -> None:
