@@ -44,6 +44,7 @@ PHASES = {  # name: (path, the how-manieth in a sync, requests of it per sync, w
     "request, half answered": ("/inference/v1/generate", 5, 0, "during"),
     "request, answered": ("/inference/v1/generate", 7, 0, "after"),
 }
+SYNC_S = 40  # deadline of a whole sync
 ONCE = ("init", "init, met")  # in the life of an engine, unless others die
 SMALL = [
     *(
@@ -56,19 +57,19 @@ SMALL = [
     *("queue.lease_s=10", "sft.min_steps=1", "sft.max_steps=2", "sft.check_every=1", "sft.gate=0"),
     *("launcher.stop_timeout_s=5", "launcher.max_restarts=1000", "trainer.min_train_s=0.3"),
     *("weight_sync.bucket_mb=0.1", "queue.max_attempts=1000"),
+    f"weight_sync.sync_timeout_s={SYNC_S}",
 ]
 SYNC_TIMEOUT_S = {"embedded": 6, "vllm": 15}  # of each request of a sync
 
 
 def faults(rounds: int) -> Iterator[dict[str, Any]]:
-    """Every phase with every signal, shuffled; in the first sync of an engine, then in the second, and so on."""
+    """Every phase with every signal, shuffled, in the first, the second or the third sync of an engine."""
     kinds = list(itertools.product(SIGNALS, PHASES))
     random.Random(0).shuffle(kinds)
     for number in range(rounds):
-        sync, which = divmod(number, len(kinds))
-        signal, name = kinds[which]
+        signal, name = kinds[number % len(kinds)]
         path, nth, per_sync, when = PHASES[name]
-        later = 0 if name in ONCE else sync % 3
+        later = 0 if name in ONCE else number % 3
         yield {"phase": name, "signal": signal, "path": path, "nth": nth + later * per_sync, "when": when}
 
 
@@ -96,7 +97,7 @@ def launch(folder: Path, arguments: list[str]) -> int:
 
 
 def one_run(home: Path, name: str, arguments: argparse.Namespace) -> tuple[int, float]:
-    """A run in ``home``. Returns its steps and its longest sync in seconds; ends the program if it went wrong."""
+    """A run in ``home``. Returns its steps and its longest sync in seconds; ends the program if anything was wrong."""
     kinds = "[vllm, vllm]" if arguments.engine == "vllm" else "embedded"
     engines = 2 if arguments.engine == "vllm" else 3
     words = [
@@ -115,7 +116,10 @@ def one_run(home: Path, name: str, arguments: argparse.Namespace) -> tuple[int, 
     if checked.returncode != 0:
         sys.exit(f"{name}: {checked.stdout}{checked.stderr}\nsee {home}")
     steps = [json.loads(line) for line in (home / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-    return len(steps), max(step["sync/total_s"] for step in steps)
+    longest = max(step["sync/total_s"] for step in steps)
+    if longest > SYNC_S:
+        sys.exit(f"{name}: a sync took {longest:.1f} s, longer than its deadline of {SYNC_S} s; see {home}")
+    return len(steps), longest
 
 
 def main() -> int:
