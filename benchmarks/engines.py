@@ -133,14 +133,17 @@ async def pool_against_bare(config: RunConfig, url: str, bare: Bare) -> tuple[fl
         recorder, places = Recorder(pool), asyncio.Semaphore(CONVERSATIONS)
         runner = EpisodeRunner(config, renderer, recorder)
 
-        async def play(number: int, runner: EpisodeRunner = runner, places: asyncio.Semaphore = places) -> None:
-            task = tasks.next()
-            group = LeasedGroup(group_id=number, task=task, samples=[0], attempt=0, partition="train", min_version=V0)
+        groups = [
+            LeasedGroup(group_id=n, task=tasks.next(), samples=[0], attempt=0, partition="train", min_version=V0)
+            for n in range(repeat * EPISODES, (repeat + 1) * EPISODES)
+        ]
+
+        async def play(group: LeasedGroup, runner: EpisodeRunner = runner, places: asyncio.Semaphore = places) -> None:
             async with places:
                 await runner.run(group, 0)
 
         with timed(rates[0]) as tokens:
-            await asyncio.gather(*(play(repeat * EPISODES + number) for number in range(EPISODES)))
+            await asyncio.gather(*map(play, groups))
             tokens += [request.max_tokens for asked in recorder.asked.values() for request in asked]
         rates[1].append(await rate(list(recorder.asked.values()), bare, CONVERSATIONS))
     await pool.close()

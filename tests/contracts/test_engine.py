@@ -17,6 +17,7 @@ from rl_async.errors import EngineLost, EngineRejected
 from rl_async.launcher.verify import verify
 from rl_async.messages import Sampling, Version, VersionRun
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
+from rl_async.rollout_server.parts import NOTHING, join
 from rl_async.rollout_server.vllm import VllmEngine
 from rl_async.weight_sync.buckets import Bucket, make_buckets
 from rl_async.weight_sync.delta import deltas
@@ -70,12 +71,21 @@ async def send(client: VllmEngine, weights: list[tuple[str, torch.Tensor]], vers
 
 @asynccontextmanager
 async def sampling(engine: VllmEngine, *requests: GenerateRequest) -> AsyncIterator[list[asyncio.Task[GenerateResult]]]:
-    """The requests' tasks, while the engine samples for them."""
-    tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
-    for _ in range(2):  # the first may overtake the others on its way; when the second is answered, they have begun
-        await engine.generate(ask(max_tokens=1))
+    """The requests' tasks, when each has got its first tokens and none its last."""
+    begun = [asyncio.Event() for _ in requests]
+
+    async def generate(request: GenerateRequest, first: asyncio.Event) -> GenerateResult:
+        done = NOTHING
+        async for part in engine.stream(request):
+            done = join(done, part)
+            first.set()
+        return done
+
+    tasks = [asyncio.create_task(generate(*pair)) for pair in zip(requests, begun, strict=True)]
     try:
-        assert not any(task.done() for task in tasks)
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(first.wait() for first in begun))
+        assert [task.result() for task in tasks if task.done()] == []
         yield tasks
     except BaseException:
         for task in tasks:
