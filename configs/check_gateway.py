@@ -4,7 +4,7 @@ from rl_async.configs.algorithm import ShapingConfig
 from rl_async.configs.schema import RunConfig
 
 ONE_ROW_EACH = ("grpo_passk", "remax", "optimal_token_baseline", "tir_optimal_token_baseline")
-OF_ROWS = ("overlong_max_tokens", "reward_scale", "resample")  # of algorithm.shaping: statistics of rows
+OF_ROWS = ("overlong_max_tokens", "overlong_filter", "reward_scale", "resample")  # of algorithm.shaping
 
 
 def gateway_problem(c: RunConfig) -> str | None:
@@ -14,6 +14,11 @@ def gateway_problem(c: RunConfig) -> str | None:
         return (
             f"algorithm.advantage={name} compares rows one by one, and an agent program's episode may be several; use "
             "another estimator with a gateway, such as grpo or rloo"
+        )
+    if name == "gdpo":
+        return (
+            "algorithm.advantage=gdpo needs every part of the reward by name, and an agent program may post a reward "
+            "without them; use another estimator with a gateway, such as grpo or rloo"
         )
     default = ShapingConfig()
     for key in OF_ROWS:

@@ -193,7 +193,7 @@ class WeightSyncConfig(Config, frozen=True):
     timeout_s: Annotated[Seconds, doc("Deadline of one engine's update; beyond it the engine is cut off.")] = 60.0
     sync_timeout_s: Annotated[
         Seconds, doc("Deadline of the update of all engines; those that are not done then are cut off.")
-    ] = 600.0
+    ] = 240.0
     every: Annotated[Positive, doc("Publish every this many steps; at most max_staleness + 1.")] = 1
     mismatch: MismatchConfig = MismatchConfig()
 

@@ -5,6 +5,7 @@ restarted one does, and requests only after that. When it fails it is cut off, a
 """
 
 import asyncio
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,7 +51,7 @@ def add_engine(run: Path, url: str, kind: EngineKind, wait_s: float) -> EngineRe
         raise UserError(f"{url}: an address on this machine is needed, http://{HOST}:PORT: weights travel on it only")
     if not asyncio.run(_answers(url, kind)):
         raise UserError(f"{url}: no {kind} engine answers GET /health there within {ANSWER_S:g} s")
-    engine_id = f"{ADDED}{parts.port}"
+    engine_id = f"{ADDED}{parts.port}-{secrets.token_hex(2)}"  # never used again: a name stands for one process
     with _queue(run) as queue:
         known = queue.engines()
         for engine in known.engines:

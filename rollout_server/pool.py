@@ -54,8 +54,9 @@ class _Progress:
 
     @property
     def unfinished(self) -> bool:
-        """Whether more is to be sampled."""
-        return self.done.finish_reason == "abort" and len(self.done.token_ids) < self.request.max_tokens
+        """Whether more is to be sampled. Its engine may have been lost between the last token and the word that it was
+        the last."""
+        return self.done.finish_reason == "abort" and not (self._full or self._stopped)
 
     @property
     def rest(self) -> GenerateRequest:
@@ -64,14 +65,24 @@ class _Progress:
 
     @property
     def result(self) -> GenerateResult:
-        """The whole answer. Its engine may have been lost between the last token and the word that it was the last."""
-        full = self.done.finish_reason == "abort"
-        return msgspec.structs.replace(self.done, finish_reason="length") if full else self.done
+        """The whole answer."""
+        if self.done.finish_reason != "abort":
+            return self.done
+        return msgspec.structs.replace(self.done, finish_reason="stop" if self._stopped else "length")
+
+    @property
+    def _full(self) -> bool:
+        return len(self.done.token_ids) >= self.request.max_tokens
+
+    @property
+    def _stopped(self) -> bool:
+        return self.done.token_ids[-1:] != [] and self.done.token_ids[-1] in self.request.stop_token_ids
 
     def take(self, part: GenerateResult) -> None:
         """More of the answer."""
         self.done = join(self.done, part)
-        self.move_on()
+        if part.token_ids:
+            self.move_on()
 
     def move_on(self) -> None:
         """Something happened, or nothing could have: the deadline starts again."""
@@ -229,12 +240,11 @@ class EnginePool:
             changed = self._changed
             member = self._router.choose(members, progress.rest, progress.session, now)
             if member is not None:
-                progress.move_on()
                 return member
             version = progress.request.min_version
             if any(other.serves(version, now) for other in members):
                 progress.move_on()  # it only waits for its turn
-            if progress.late:
+            elif progress.late:
                 known = ", ".join(f"{m.record.engine_id} at {m.record.version}" for m in members)
                 raise EngineLost(
                     f"no engine serves version {version} after {self._timeout_s:.0f} s (rollout.request_timeout_s); "
@@ -248,9 +258,12 @@ class EnginePool:
 
 
 async def _read(engine: Engine, progress: _Progress) -> None:
+    before = len(progress.done.token_ids)
     async with aclosing(engine.stream(progress.rest, session=progress.session)) as parts:  # type: ignore[type-var]
         async for part in parts:
             progress.take(part)
+    if progress.unfinished and len(progress.done.token_ids) == before:
+        raise EngineLost("it gave the request up without a token")
 
 
 async def _sleeps(engine: Engine) -> bool:

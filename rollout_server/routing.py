@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 from rl_async.messages import EngineRecord, Version
 from rl_async.rollout_server.api import EngineLoad, GenerateRequest
 
-FULL = 0.9  # share of the cache from which on preemptions are the cache's fault, not a weight update's
+FULL = 0.9  # share of the cache above which preemptions may be the cache's fault; a weight update preempts too, once
 BACK_OFF, GROW = 0.75, 1.05
 FEWEST = 4
 SESSIONS_REMEMBERED = 100_000
@@ -40,6 +40,7 @@ class Member(Generic[C]):
         self.silent = 0  # probes in a row without an answer
         self.gone = asyncio.Event()  # it left the registry, or answers no probes: whoever waits for it need not
         self._load: EngineLoad | None = None
+        self._pressed = False  # it had preempted with a full cache when it was last asked
 
     @property
     def engine_id(self) -> str:
@@ -67,9 +68,11 @@ class Member(Generic[C]):
         return self.tokens * share / (1.0 - min(self._load.cache_usage, 0.95))
 
     def observe(self, load: EngineLoad) -> None:
-        """It told its load: adapt the limit."""
+        """It told its load: adapt the limit. Fewer when it was found preempting with a full cache twice in a row."""
         before, self._load = self._load, load
-        if before is not None and load.preemptions > before.preemptions and load.cache_usage >= FULL:
+        pressed = before is not None and load.preemptions > before.preemptions and load.cache_usage >= FULL
+        twice, self._pressed = pressed and self._pressed, pressed
+        if twice:
             self.limit = max(float(FEWEST), self.limit * BACK_OFF)
         elif self.requests >= self.limit - 1:
             self.limit = min(self._most, self.limit * GROW)

@@ -51,11 +51,13 @@ class Canaries:
         self._directory, self._connect, self._vocabulary = directory, connect, vocabulary
         self._tokens, self._sampling, self._timeout_s = tokens, Sampling(temperature=temperature), timeout_s
         self._asked: Future[list[Canary]] | None = None
+        self.asked = 0  # engines, by the latest ``send``
 
     def send(self, version: Version) -> None:
         """Ask the engines that serve exactly this version, in a thread of its own. Raises QueueLost."""
         engines = [record for record in self._directory().engines if record.version == version]
         asked: Future[list[Canary]] = Future()
+        self.asked = len(engines)
 
         def run() -> None:
             try:
@@ -95,4 +97,6 @@ class Canaries:
             return None
         finally:
             await engine.close()
+        if not got.token_ids:  # given up at once
+            return None
         return Canary(record.engine_id, request.token_ids + got.token_ids, got.logprobs)

@@ -40,7 +40,6 @@ class Agreement:
             "mismatch/worst_engine_mean": max(self.means),
             "mismatch/max": self.largest,
             "mismatch/kl": self.kl,
-            "mismatch/engines": float(len(self.means)),
         }
 
 
@@ -83,9 +82,13 @@ class WatchedPublisher:
         """Whether the weights are to be sent again."""
         drawn = self._canaries.collect() if self._canaries is not None else []
         agreement = compare(backend, drawn, self._temperature)
+        silent = self._canaries.asked - len(drawn) if self._canaries is not None else 0
+        if silent:
+            log.warning("version %s: %d engines sampled nothing to compare within the deadline", version, silent)
+        self._found = {"mismatch/engines": float(len(drawn)), "mismatch/silent": float(silent)}
         if agreement is None:
             return False
-        self._found = agreement.metrics()
+        self._found |= agreement.metrics()
         worse = [n for n, mean in enumerate(agreement.means) if not mean <= self._config.limit]  # or not-a-number
         if not worse:
             self._resynced = False
@@ -124,11 +127,11 @@ def compare(backend: Backend, drawn: Sequence[Canary], temperature: float) -> Ag
     assert outputs.logprobs is not None
     difference = (outputs.logprobs.cpu() - behaviour).double()
     sampled = difference[mask]
-    return Agreement(
-        means=[row[used].abs().mean().item() for row, used in zip(difference, mask, strict=True)],
-        largest=sampled.abs().max().item(),
-        kl=(sampled.exp() - 1 - sampled).mean().item(),
-    )
+    means = [row[used].abs().mean().item() for row, used in zip(difference, mask, strict=True)]
+    found = torch.tensor([sampled.abs().max().item(), (sampled.exp() - 1 - sampled).mean().item(), *means])
+    dist.broadcast(found, 0)  # rounding differs between ranks, and all must come to the same verdict
+    largest, kl, *means = found.tolist()
+    return Agreement(means, largest, kl)
 
 
 def _broadcast(drawn: Sequence[Canary]) -> tuple[Tensor, Tensor, Tensor]:

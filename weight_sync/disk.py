@@ -61,8 +61,8 @@ class DiskSender:
             self._file = None
 
     def close(self) -> None:
-        """Delete what is left."""
-        clear(self._folder)
+        """Delete what is left. After a deadline a thread may still write; the next trainer deletes that."""
+        shutil.rmtree(self._folder, ignore_errors=True)
         self._file = None
 
 

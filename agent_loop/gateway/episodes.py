@@ -7,6 +7,8 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -133,8 +135,9 @@ class Episodes:
         while True:
             await asyncio.sleep(min(1.0, limit / 4))
             now = time.monotonic()
-            for episode in [e for e in self._open.values() if not e.closed and now - e.began > limit]:
-                await self._fail(episode, f"EpisodeTimeout: no end within {limit:g} s (agent.episode_timeout_s)")
+            for episode in [e for e in self._open.values() if now - e.began > limit]:
+                if not (episode.closed or episode.ending.locked()):  # else its end is on its way
+                    await self._fail(episode, f"EpisodeTimeout: no end within {limit:g} s (agent.episode_timeout_s)")
             if now - self._asked > limit and not self._waiting:
                 while self._samples:
                     group, sample = self._samples.popleft()
@@ -208,18 +211,18 @@ class Episodes:
             give_reward(rows, ending.reward, ending.parts)
         elif ending.parts:
             raise RequestRefused("parts of a reward need the reward", code="invalid_request", param="reward")
-        episode.closed = True
-        if ending.reward is None:
-            await self._rewards.score(episode.group.task, rows[last])
-            share_reward(rows, rows[last])
-        reply = await self._queue.put(*rows)
+        with _closing(episode):
+            if ending.reward is None:
+                await self._rewards.score(episode.group.task, rows[last])
+                share_reward(rows, rows[last])
+            reply = await self._queue.put(*rows)
         self.put += 1
         return self._close(episode, reply, len(rows), rows[last].reward if rows[last].scored else None)
 
     async def _fail(self, episode: GatewayEpisode, error: str) -> Ended:
-        episode.closed = True
         log.warning("sample %d.%d: %s", episode.group.group_id, episode.sample, error)
-        reply = await self._queue.fail(episode.group.group_id, episode.sample, episode.group.attempt, error)
+        with _closing(episode):
+            reply = await self._queue.fail(episode.group.group_id, episode.sample, episode.group.attempt, error)
         self.failed += 1
         return self._close(episode, reply, 0, None)
 
@@ -231,3 +234,14 @@ class Episodes:
         if len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
         return ended
+
+
+@contextmanager
+def _closing(episode: GatewayEpisode) -> Iterator[None]:
+    """It takes no more requests; if the block fails it does again, and its end may be posted again."""
+    episode.closed = True
+    try:
+        yield
+    except BaseException:
+        episode.closed = False
+        raise

@@ -74,6 +74,11 @@ class EngineCore:
         """Bytes that the cache holds."""
         return self._cache.nbytes()
 
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the cache can come to hold; it never runs out before."""
+        return self.max_batch * self.max_length
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that ``check`` accepted."""
         if sequence.seed is not None:

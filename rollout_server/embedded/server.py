@@ -256,7 +256,7 @@ class Server:
             "vllm:generation_tokens_total": core.sampled_tokens,
             "vllm:num_preemptions_total": core.preemptions,
             "rl_async:kv_cache_bytes": core.cache_bytes,
-            "vllm:kv_cache_usage_perc": len(core.running) / core.max_batch,
+            "vllm:kv_cache_usage_perc": sum(len(s.tokens) for s in list(core.running)) / core.cache_tokens,
             'vllm:engine_sleep_state{sleep_state="awake"}': int(not self.engine.asleep),
         }
         return PlainTextResponse("".join(f"{name} {value}\n" for name, value in values.items()))

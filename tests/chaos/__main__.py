@@ -1,7 +1,9 @@
 """Kills and freezes engines at every phase of a sync and of a request, in real runs: see ``scripts/chaos_engines -h``.
 
 A round is one fault in one engine. Runs go on until every round's fault has struck; each must end well, with no group
-lost or trained twice (``rl-async audit``) and no sync longer than its deadline.
+lost or trained twice (``rl-async audit``) and no sync longer than its deadline. The runs are on-policy, so that the
+trainer's log-probabilities must be those of the engines on every token, also where one engine went on with what another
+had begun.
 """
 
 import argparse
@@ -10,13 +12,14 @@ import itertools
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_async.launcher import machine
 from rl_async.launcher.cli import main as rl_async
@@ -45,6 +48,9 @@ PHASES = {  # name: (path, the how-manieth in a sync, requests of it per sync, w
     "request, answered": ("/inference/v1/generate", 7, 0, "after"),
 }
 SYNC_S = 40  # deadline of a whole sync
+RUN_S = 900
+AGREE = 1e-4  # largest difference of a log-probability, float32
+KEPT = re.compile(r"request \S+ of \S+: ([1-9]\d*) tokens, then")  # a worker's line on a request that lost its engine
 ONCE = ("init", "init, met")  # in the life of an engine, unless others die
 SMALL = [
     *(
@@ -56,7 +62,7 @@ SMALL = [
     ),
     *("queue.lease_s=10", "sft.min_steps=1", "sft.max_steps=2", "sft.check_every=1", "sft.gate=0"),
     *("launcher.stop_timeout_s=5", "launcher.max_restarts=1000", "trainer.min_train_s=0.3"),
-    *("weight_sync.bucket_mb=0.1", "queue.max_attempts=1000"),
+    *("weight_sync.bucket_mb=0.1", "queue.max_attempts=1000", "queue.max_staleness=0"),
     f"weight_sync.sync_timeout_s={SYNC_S}",
 ]
 SYNC_TIMEOUT_S = {"embedded": 6, "vllm": 15}  # of each request of a sync
@@ -96,8 +102,17 @@ def launch(folder: Path, arguments: list[str]) -> int:
     return rl_async(["launch", *arguments])
 
 
-def one_run(home: Path, name: str, arguments: argparse.Namespace) -> tuple[int, float]:
-    """A run in ``home``. Returns its steps and its longest sync in seconds; ends the program if anything was wrong."""
+class Finished(NamedTuple):
+    """A run that ended well."""
+
+    steps: int
+    longest_sync_s: float
+    largest_difference: float  # of a log-probability, trainer against engines
+    kept: list[int]  # tokens of each answer that was continued elsewhere
+
+
+def one_run(home: Path, name: str, arguments: argparse.Namespace) -> Finished:
+    """A run in ``home``. Ends the program if anything was wrong with it."""
     kinds = "[vllm, vllm]" if arguments.engine == "vllm" else "embedded"
     engines = 2 if arguments.engine == "vllm" else 3
     words = [
@@ -108,18 +123,24 @@ def one_run(home: Path, name: str, arguments: argparse.Namespace) -> tuple[int, 
     if arguments.python:
         words.append(f"rollout.python={arguments.python}")
     command = [sys.executable, "-m", "tests.chaos", "--as-launcher", str(home / "faults"), *words]
-    done = subprocess.run(command, cwd=home, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=home, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=RUN_S
+    )
     if done.returncode != 0:
         sys.exit(f"{name} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}\nsee {home}")
     audit = [sys.executable, "-m", "rl_async.launcher.cli", "audit", f"runs/{name}"]
-    checked = subprocess.run(audit, cwd=home, capture_output=True, text=True)
+    checked = subprocess.run(audit, cwd=home, capture_output=True, text=True, timeout=RUN_S)
     if checked.returncode != 0:
         sys.exit(f"{name}: {checked.stdout}{checked.stderr}\nsee {home}")
     steps = [json.loads(line) for line in (home / "runs" / name / "metrics.jsonl").read_text().splitlines()]
     longest = max(step["sync/total_s"] for step in steps)
     if longest > SYNC_S:
         sys.exit(f"{name}: a sync took {longest:.1f} s, longer than its deadline of {SYNC_S} s; see {home}")
-    return len(steps), longest
+    apart = max(step["correction/logprob_diff_max"] for step in steps)
+    if apart > AGREE:
+        sys.exit(f"{name}: log-probabilities of trainer and engines differ by up to {apart:.2g}; see {home}")
+    log = (home / "runs" / name / "logs" / "worker-0.log").read_text()
+    return Finished(len(steps), longest, apart, [int(count) for count in KEPT.findall(log)])
 
 
 def main() -> int:
@@ -136,13 +157,17 @@ def main() -> int:
     (home / "faults").mkdir()
     for number, fault in enumerate(faults(arguments.rounds)):
         (home / "faults" / f"{number:04d}.queued").write_text(json.dumps(fault))
-    longest, runs, steps = 0.0, 0, 0
+    runs: list[Finished] = []
     while any((home / "faults").glob("*.queued")):
-        trained, sync_s = one_run(home, f"run-{runs}", arguments)
-        longest, runs, steps = max(longest, sync_s), runs + 1, steps + trained
+        if len(runs) > arguments.rounds:
+            sys.exit(f"after {len(runs)} runs some faults have not struck; see {home}/faults")
+        runs.append(one_run(home, f"run-{len(runs)}", arguments))
         fired = len(list((home / "faults").glob("*.fired")))
+        ended = runs[-1]
         print(
-            f"run {runs}: ended well, {trained} steps, longest sync {sync_s:.1f} s; {fired} faults so far", flush=True
+            f"run {len(runs)}: ended well, {ended.steps} steps, longest sync {ended.longest_sync_s:.1f} s, "
+            f"log-probabilities within {ended.largest_difference:.1e}; {fired} faults so far",
+            flush=True,
         )
         for taken in (home / "faults").glob("*.taken"):  # the run was over before its moment came
             taken.rename(taken.with_suffix(".queued"))
@@ -153,10 +178,14 @@ def main() -> int:
     print(f"\n{'struck at':24}" + "".join(f"{signal:>8}" for signal in SIGNALS))
     for phase in PHASES:
         print(f"{phase:24}" + "".join(f"{struck[phase, signal]:8}" for signal in SIGNALS))
+    kept = [count for run in runs for count in run.kept]
     print(
-        f"\n{struck.total()} faults in {runs} runs, {steps} steps; every run ended well, no group was lost or trained"
+        f"\n{struck.total()} faults in {len(runs)} runs, {sum(run.steps for run in runs)} steps; every run ended well, "
+        f"no group was lost or trained twice\n"
+        f"longest sync {max(run.longest_sync_s for run in runs):.1f} s of {SYNC_S}; log-probabilities of trainer and "
+        f"engines within {max(run.largest_difference for run in runs):.1e}\n"
+        f"{len(kept)} answers were continued elsewhere with the {sum(kept)} tokens that they had; run folders: {home}"
     )
-    print(f"twice; longest sync {longest:.1f} s. Run folders: {home}")
     return 0
 
 

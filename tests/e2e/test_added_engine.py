@@ -83,14 +83,15 @@ def test_an_added_engine_gets_weights_then_requests_and_may_leave_or_die(tmp_pat
 
     done = engine(tmp_path, "add", "runs/mine", url, "--engine", "embedded")
     assert done.returncode == 0, done.stderr
-    assert f"added-{port} serves version 0." in done.stdout
+    name, _, rest = done.stdout.partition(" ")
+    assert name.startswith(f"added-{port}-") and rest.startswith("serves version 0.")
     until(lambda: sampled(url) > 0, "the added engine gets no requests")
-    assert f"added-{port}" in engine(tmp_path, "list", "runs/mine").stdout
+    assert name in engine(tmp_path, "list", "runs/mine").stdout
     assert "has it already" in engine(tmp_path, "add", "runs/mine", url, "--engine", "embedded").stderr
 
     assert "belongs to the launcher" in engine(tmp_path, "remove", "runs/mine", "engine-0").stderr
     assert "no engine nobody" in engine(tmp_path, "remove", "runs/mine", "nobody").stderr
-    assert engine(tmp_path, "remove", "runs/mine", f"added-{port}").returncode == 0
+    assert engine(tmp_path, "remove", "runs/mine", name).returncode == 0
     assert f"added-{port}" not in engine(tmp_path, "list", "runs/mine").stdout
 
     assert engine(tmp_path, "add", "runs/mine", url, "--engine", "embedded").returncode == 0

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 
+import msgspec
 import pytest
 
 from rl_async.errors import EngineLost, EngineRejected
@@ -202,6 +203,26 @@ async def test_a_request_whose_last_token_is_here_is_not_asked_for_again() -> No
     got = await pool.generate(request(), session="s")
     assert (got.token_ids, got.finish_reason) == (list(range(8)), "length")
     assert len(engines["a"].seen) == 1
+
+
+async def test_nothing_is_sampled_behind_a_stop_token_whose_last_word_was_lost() -> None:
+    pool, engines = make_pool(a=broken_after(2))
+    pool.update(registry(a=V1))
+    asked = msgspec.structs.replace(request(), stop_token_ids=[3])
+    got = await pool.generate(asked, session="s")
+    assert (got.token_ids, got.finish_reason) == ([0, 1, 2, 3], "stop")
+    assert len(engines["a"].seen) == 1
+
+
+@pytest.mark.parametrize("what", ["errors", "empty aborts"])
+async def test_engines_that_answer_probes_and_nothing_else_are_given_up_at_the_deadline(what: str) -> None:
+    behaviour = lose if what == "errors" else lambda r: result(0, V1, "abort")
+    pool, engines = make_pool(timeout_s=2.5, a=behaviour, b=behaviour)
+    pool.update(registry(a=V1, b=V1))
+    async with asyncio.timeout(10):
+        with pytest.raises(EngineLost, match=r"(within|after) 2 s"):
+            await pool.generate(request(), session="s")
+    assert 2 <= len(engines["a"].seen) + len(engines["b"].seen) < 10, "they are set aside in between"
 
 
 async def test_each_part_moves_the_deadline() -> None:

@@ -79,9 +79,12 @@ def test_the_limit_falls_when_the_cache_is_full_and_grows_when_it_is_reached() -
     a.observe(load(usage=1.0, preemptions=5))
     assert a.limit == 100, "what was preempted before it was first asked is nobody's fault"
     a.observe(load(usage=1.0, preemptions=6))
+    assert a.limit == 100, "a weight update preempts too, once"
+    a.observe(load(usage=1.0, preemptions=7))
     assert a.limit == 75
     a.observe(load(usage=0.3, preemptions=9))
-    assert a.limit == 75, "a weight update preempts too"
+    a.observe(load(usage=1.0, preemptions=9))
+    assert a.limit == 75
     a.requests = 75
     a.observe(load(usage=0.3, preemptions=9))
     assert a.limit == pytest.approx(78.75)

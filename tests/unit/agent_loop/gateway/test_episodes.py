@@ -14,7 +14,7 @@ from rl_async.agent_loop.gateway.episodes import Ending, Episodes
 from rl_async.agent_loop.render import ChatRenderer
 from rl_async.configs.gateway import GatewayConfig
 from rl_async.configs.schema import RewardConfig
-from rl_async.errors import EngineLost, RequestRefused
+from rl_async.errors import EngineLost, QueueLost, RequestRefused
 from rl_async.messages import Done, Leased, LeasedGroup, Refused, Trajectory
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
@@ -119,6 +119,29 @@ async def test_all_rows_are_put_at_once_with_the_programs_reward(renderer: ChatR
     assert [run.version.step for row in (one, two) for run in row.versions] == [3, 4, 5]
     assert [int(row.loss_mask.sum()) for row in (one, two)] == [4, 2]
     assert queue.failures == [] and set(engine.sessions) == {"7.0.1"}
+
+
+async def test_an_end_that_could_not_be_handed_over_may_be_posted_again(renderer: ChatRenderer) -> None:
+    class Deaf(FakeQueue):
+        """Loses the first of everything that it is told."""
+
+        lost = 0
+
+        async def put(self, *rows: Trajectory) -> Done | Refused:
+            self.lost += 1
+            if self.lost == 1:
+                raise QueueLost("no answer")
+            return await super().put(*rows)
+
+    queue = Deaf([leased()])
+    async with gateway(queue, renderer, ScriptedEngine(renderer, ["4"])) as episodes:
+        episode = await begin(episodes)
+        await episode.complete(ask("2+2"))
+        with pytest.raises(QueueLost):
+            await episodes.end(episode.id, Ending(reward=1.0))
+        ended = await episodes.end(episode.id, Ending(reward=1.0))
+        assert (ended.accepted, ended.rows, ended.reward) == (True, 1, 1.0)
+    assert len(queue.rows) == 1
 
 
 async def test_without_a_reward_the_runs_functions_score_the_last_answer(renderer: ChatRenderer) -> None:
