@@ -91,7 +91,10 @@ def _find(name_or_path: str) -> tuple[str, str]:
     if path.suffix in (".yaml", ".yml") or path.parent != Path("."):
         if not path.is_file():
             raise ConfigError(f"--config: no file {path}")
-        return path.read_text(), str(path)
+        try:
+            return path.read_text(encoding="utf-8"), str(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--config: cannot read {path}: {error}") from error
     if name_or_path not in preset_names():
         hint = _nearest(name_or_path, preset_names())
         raise ConfigError(f"--config: no preset {name_or_path!r}{hint}; `rl-async config list` shows all")

@@ -1,5 +1,6 @@
 """An agent program with the plain openai client, trained through the gateway. See docs/gateway.md.
 
+pip install openai
 rl-async launch --mode disaggregated --config calculator agent.gateway={}     # prints the gateway's URL
 python examples/gateway_agent.py URL
 """

@@ -56,6 +56,8 @@ def needs_model(config: RunConfig) -> bool:
                 f"model.path: no folder {path}; give the folder of a Hugging Face model, or set sft.demos_path to warm "
                 "up a tiny one"
             )
+        if Path(config.launcher.run_dir).resolve() in path.resolve().parents:
+            raise UserError(f"model.path: no folder {path}; no model is made in a folder of runs")
         return True
     _check_model_folder(path, "model.path")
     record = path / SFT_FILE

@@ -30,6 +30,10 @@ def evaluate(config: RunConfig, name_or_path: str) -> int:
     """Evaluate ``model.path`` on ``data.eval_path`` and print the mean reward per data source; the exit code."""
     if config.data.eval_path is None:
         raise ConfigError("data.eval_path: an evaluation needs held-out tasks")
+    if not Path(config.model.path).exists():
+        raise ConfigError(
+            f"model.path: no folder {config.model.path}; an evaluation makes none, `rl-async sft` makes a preset's own"
+        )
     folder = next_folder(Path(config.launcher.run_dir), f"eval-{Path(name_or_path).stem}")
     config = without_training(msgspec.structs.replace(config, name=folder.name))
     console = Console()

@@ -29,7 +29,10 @@ def new_run(
         config = msgspec.structs.replace(config, name=folder.name)
     folder = _folder(root, config.name)
     if folder.exists():
-        raise UserError(f"--name: the run {folder} exists; add --resume to continue it, or choose another name")
+        way_out = (
+            "add --resume to continue it" if checkpoints(folder) else "nothing is to be resumed there, so delete it"
+        )
+        raise UserError(f"--name: the run {folder} exists; {way_out}, or choose another name")
     return config, folder
 
 
@@ -47,13 +50,35 @@ def resumed_run(
         raise UserError(f"--resume: no run {folder}")
     if not checkpoints(folder):
         raise UserError(
-            f"--resume: {folder} has no complete checkpoint to continue from; start it anew without --resume"
+            f"--resume: {folder} has no complete checkpoint to continue from; delete it and start anew without --resume"
         )
     config = load_resolved(folder / "config.yaml", overrides)
     if mode is not None:
         config = msgspec.structs.replace(config, mode=mode)
         check(config)
+    _refuse_another_run(load_resolved(folder / "config.yaml"), config, preset, folder)
     return config, folder
+
+
+def _refuse_another_run(before: RunConfig, config: RunConfig, preset: RunConfig, folder: Path) -> None:
+    """Raise UserError for what a run cannot become by being resumed, and if there is nothing left to do."""
+    if preset.data.path != before.data.path:
+        raise UserError(
+            f"--resume: {folder} trains on {before.data.path}, and this config on {preset.data.path}; give the config "
+            "that the run was started with"
+        )
+    for key, old, new in (
+        ("model.path", before.model.path, config.model.path),
+        ("seed", before.seed, config.seed),
+        ("rollout.group_size", before.rollout.group_size, config.rollout.group_size),
+    ):
+        if old != new:
+            raise UserError(f"{key}: {folder} was started with {old}, and a run that is resumed keeps it")
+    done = checkpoints(folder)[-1]
+    if done >= config.trainer.steps:
+        raise UserError(
+            f"trainer.steps: {folder} has trained {done} of {config.trainer.steps} steps; give a larger number"
+        )
 
 
 def create(config: RunConfig, folder: Path) -> None:
@@ -73,8 +98,12 @@ def hold(folder: Path) -> Iterator[None]:
     if another process holds the lock.
     """
     new = not folder.parent.exists()
-    folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.with_name(f".{folder.name}.lock")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise UserError(f"launcher.run_dir: cannot write into {folder.parent}: {error.strerror}") from error
     with path.open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

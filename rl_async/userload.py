@@ -47,6 +47,9 @@ def _load_file(path: Path, reference: str, key: str) -> Any:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
+    except SyntaxError as error:
+        del sys.modules[module_name]
+        raise ConfigError(f"{key}: {path}:{error.lineno}: {error.msg}") from error
     except Exception:
         del sys.modules[module_name]  # a half-loaded module must not be found next time
         raise

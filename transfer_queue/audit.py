@@ -61,6 +61,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     rows: int  # trained, after the cut
     cut: int  # rows of older lineages beyond their checkpoint
     violations: list[str]
+    in_flight: int | None = None  # groups still to be trained by a run that has not finished; None: it has
 
     @property
     def ok(self) -> bool:
@@ -71,12 +72,20 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
         """For people."""
         lines = [
             f"{self.admitted} groups admitted, {self.given_up} given up, {self.trained} trained with {self.rows} rows"
-            f" ({self.cut} rows of older lineages cut)"
+            f" ({self.cut} rows beyond the checkpoints that were resumed from do not count)"
         ]
         lines += [f"violation: {violation}" for violation in self.violations[:SHOWN]]
         if len(self.violations) > SHOWN:
             lines.append(f"... and {len(self.violations) - SHOWN} more violations")
-        lines.append("FAILED" if self.violations else "ok: every admitted group was trained exactly once")
+        if self.violations:
+            lines.append("FAILED")
+        elif self.in_flight is not None:
+            lines.append(
+                "ok so far: nothing was trained twice; the run has not finished, and "
+                f"{self.in_flight} groups are in flight or wait for --resume"
+            )
+        else:
+            lines.append("ok: every admitted group was trained exactly once")
         return "\n".join(lines)
 
 
@@ -89,6 +98,7 @@ class Admissions:
         self.tokens: dict[tuple[int, int], list[str]] = {}  # hash of each row put last, by (group, sample)
         self.batches: dict[int, set[int]] = {}  # groups by step
         self.resumes: list[tuple[int, int]] = []  # (lineage, step)
+        self.finished = False
 
     def read(self, line: LedgerLine) -> None:
         """Apply one line."""
@@ -103,9 +113,12 @@ class Admissions:
                 self.batches[line.step] = set(line.groups)
             case "resume":
                 self._resume(line)
+            case "finish":
+                self.finished = True
 
     def _resume(self, line: LedgerLine) -> None:
         self.resumes.append((line.lineage, line.step))
+        self.finished = False
         self.batches = {step: groups for step, groups in self.batches.items() if step < line.step}
         if line.fresh:  # another queue took over: what the old one did after the checkpoint is void
             self.groups = {group: n for group, n in self.groups.items() if group < line.next_group}
@@ -129,13 +142,15 @@ def audit(run_dir: Path) -> AuditReport:
         else:
             kept += 1
             rows[row.group, row.sample, row.segment].append(row)
+    missing = list(_missing(admissions, rows))
     return AuditReport(
         admitted=len(admissions.groups),
         given_up=len(admissions.given_up & admissions.groups.keys()),
         trained=len({group for group, *_ in rows} & admissions.groups.keys()),
         rows=kept,
         cut=cut,
-        violations=[*_violations_of_rows(admissions, rows), *_missing(admissions, rows)],
+        violations=[*_violations_of_rows(admissions, rows), *(missing if admissions.finished else [])],
+        in_flight=None if admissions.finished else len(missing),
     )
 
 

@@ -20,15 +20,16 @@ from rl_async.configs.gateway import GatewayConfig
 from rl_async.configs.load import load_resolved
 from rl_async.configs.schema import RunConfig
 from rl_async.endpoints import read_endpoints
-from rl_async.errors import EXIT_USER, ConfigError, RlAsyncError, UserError
+from rl_async.errors import EXIT_USER, ConfigError, QueueLost, RlAsyncError, UserError
 from rl_async.lifeline import watch_lifeline
 from rl_async.log import setup_logging
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.connect import engine_pool
-from rl_async.transfer_queue.client import QueueClient
+from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
 
 log = logging.getLogger("rl_async.gateway")
 
+ANSWER_S = 5.0
 LINGER_S = 10.0  # in which agent programs hear that the run is over
 
 
@@ -108,6 +109,11 @@ def attach(run: Path, host: str, port: int) -> int:
     """Run a gateway beside the processes of a run that is going on; the exit code. Raises UserError."""
     setup_logging("gateway")
     places = read_endpoints(run)
+    try:
+        with SyncQueueClient(places.queue, role="agent", name="gateway-probe", timeout_s=ANSWER_S) as queue:
+            queue.status()
+    except QueueLost as error:
+        raise UserError(f"{run} is not going on: its queue at {places.queue} does not answer") from error
     return serve(run, places.queue, places.reward_model, host, port)
 
 

@@ -107,7 +107,7 @@ def assert_complete(home: Path, name: str, bound: int) -> list[dict[str, float]]
     assert sorted({m["step"] for m in rows}) == list(range(STEPS))
     assert max(m["staleness/max"] for m in rows) <= bound
     audit = call(home, "audit", f"runs/{name}")
-    assert audit.returncode == 0, audit.stdout + audit.stderr
+    assert audit.returncode == 0 and "ok: every admitted group" in audit.stdout, audit.stdout + audit.stderr
     left = [p.pid for p in psutil.process_iter(["cmdline"]) if f"runs/{name}" in (p.info["cmdline"] or [])]
     assert not left, "processes outlived the run"
     return rows

@@ -114,7 +114,22 @@ def test_a_model_without_tokenizer_is_refused(tmp_path: Path, capsys: pytest.Cap
 
 def test_the_existing_name_of_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "runs" / "mine").mkdir(parents=True)
-    assert "add --resume" in only_error(capsys, "launch", "--config", "calculator", "--name", "mine")
+    assert "so delete it" in only_error(capsys, "launch", "--config", "calculator", "--name", "mine")
+
+
+def test_an_evaluation_makes_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "model.path: no folder typo;" in only_error(capsys, "eval", "--config", "calculator", "model.path=typo")
+
+
+def test_folders_that_cannot_be_written_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    said = only_error(capsys, "launch", "--config", "calculator", "--name", "mine", "launcher.run_dir=file")
+    assert "launcher.run_dir: cannot write into file" in said
+
+
+def test_a_config_that_is_no_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.yaml").write_bytes(b"\xff\xfe")
+    assert "--config: cannot read" in only_error(capsys, "launch", "--config", "./c.yaml")
 
 
 @pytest.mark.parametrize(

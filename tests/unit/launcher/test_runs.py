@@ -43,8 +43,26 @@ def test_the_resolved_config_is_in_the_folder(root: str) -> None:
 
 def test_an_existing_name_is_refused(root: str) -> None:
     make_run(root, name="mine")
-    with pytest.raises(UserError, match=r"--name: the run .*mine exists; add --resume"):
+    with pytest.raises(UserError, match=r"--name: the run .*mine exists; nothing is to be resumed there, so delete it"):
         new_run("calculator", [root], name="mine")
+    make_run(root, name="more", steps=(2,))
+    with pytest.raises(UserError, match=r"--name: the run .*more exists; add --resume"):
+        new_run("calculator", [root], name="more")
+
+
+@pytest.mark.parametrize(
+    ("config", "override", "said"),
+    [
+        ("shop", "trainer.steps=9", "give the config that the run was started with"),
+        ("calculator", "seed=9", "seed: .* keeps it"),
+        ("calculator", "model.path=other", "model.path: .* keeps it"),
+        ("calculator", "trainer.steps=3", "has trained 3 of 3 steps"),
+    ],
+)
+def test_a_run_does_not_become_another_by_being_resumed(root: str, config: str, override: str, said: str) -> None:
+    make_run(root, name="mine", steps=(3,))
+    with pytest.raises(UserError, match=said):
+        resumed_run(config, [root, override], name="mine")
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "a b"])

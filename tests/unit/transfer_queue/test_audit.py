@@ -34,6 +34,9 @@ def trained(step, group, sample, lineage=0, tokens="00", segment=0):
     return row | {"tokens_sha256": tokens}
 
 
+FINISH = {"event": "finish"}
+
+
 def rows(step, *groups, lineage=0):
     return [trained(step, group, sample, lineage) for group in groups for sample in range(2)]
 
@@ -61,8 +64,20 @@ LEDGER = [
     *puts(3, 4),
     reserve(1, 3, 4),
     {"event": "commit", "step": 1},
+    FINISH,
 ]
 TRAINED = rows(0, 0, 1) + rows(1, 3, 4)
+
+
+def test_what_an_unfinished_run_has_not_trained_is_in_flight(run, capsys):
+    folder = run(LEDGER[:-1], rows(0, 0, 1))
+    report = audit(folder)
+    assert report.ok and report.in_flight == 2
+    assert main([str(folder)]) == 0
+    assert "ok so far" in capsys.readouterr().out
+    assert not audit(run(LEDGER, rows(0, 0, 1))).ok, "a finished run has lost them"
+    assert not audit(run(LEDGER[:-1], rows(0, 0, 1) * 2)).ok, "twice is twice at any time"
+    assert audit(run([*LEDGER, resume(1, 1)], rows(0, 0, 1))).in_flight == 2, "resumed, it is unfinished again"
 
 
 def test_a_correct_run_passes(run, capsys):
@@ -133,7 +148,7 @@ def test_steps_beyond_a_checkpoint_are_cut(run):
 
 
 def test_the_lowest_later_resume_cuts_a_lineage(run):
-    ledger = [*LEDGER, resume(1, 1), reserve(1, 3, 4), resume(0, 2), reserve(0, 0, 1), reserve(1, 3, 4)]
+    ledger = [*LEDGER, resume(1, 1), reserve(1, 3, 4), resume(0, 2), reserve(0, 0, 1), reserve(1, 3, 4), FINISH]
     lines = TRAINED + rows(1, 3, 4, lineage=1) + rows(0, 0, 1, lineage=2) + rows(1, 3, 4, lineage=2)
     report = audit(run(ledger, lines))
     assert report.ok, report.violations
@@ -165,11 +180,11 @@ def test_a_torn_last_line_does_not_count_and_a_broken_one_is_named(run, capsys):
 
 
 def test_many_violations_are_summed_up(run):
-    report = audit(run([admit(group) for group in range(SHOWN + 5)], []))
+    report = audit(run([*(admit(group) for group in range(SHOWN + 5)), FINISH], []))
     assert "and 5 more violations" in report.text()
 
 
-SEGMENTED = [*LEDGER[:-3], admit(4), *puts(3), put(4, 0), put(4, 1, "00", "11"), reserve(1, 3, 4)]
+SEGMENTED = [*LEDGER[:-4], admit(4), *puts(3), put(4, 0), put(4, 1, "00", "11"), reserve(1, 3, 4), FINISH]
 
 
 @pytest.mark.parametrize(
