@@ -117,6 +117,15 @@ def test_the_existing_name_of_a_run_is_refused(tmp_path: Path, capsys: pytest.Ca
     assert "so delete it" in only_error(capsys, "launch", "--config", "calculator", "--name", "mine")
 
 
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    command = [sys.executable, "-m", "rl_async.launcher.cli", "config", "explain", "algorithm.correction"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 0
+
+
 def test_an_evaluation_makes_no_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "model.path: no folder typo;" in only_error(capsys, "eval", "--config", "calculator", "model.path=typo")
 
