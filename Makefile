@@ -1,17 +1,21 @@
 # make demo: set up .venv and train a tiny model by reinforcement learning.  make test: set up .venv and pass the tests.
+# make test-slow: more tests, of faults in the middle of runs, and of vLLM and SGLang where they are installed.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUN_NAME ?=
 
-.PHONY: demo test check setup setup-test clean
+.PHONY: demo test test-slow check setup setup-test clean
 
 demo: setup
 	$(BIN)/rl-async launch --mode disaggregated --config calculator $(if $(RUN_NAME),--name $(RUN_NAME))
 
 test: setup-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/unit
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/contracts tests/e2e tests/gpu
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" tests/contracts tests/e2e tests/gpu
+
+test-slow: setup-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/contracts tests/e2e
 
 check: setup-test
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check

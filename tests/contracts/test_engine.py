@@ -30,7 +30,7 @@ V0, V1 = Version(0, 0), Version(0, 1)
 LONG = 2000  # tokens: it takes long enough to sample them that something can happen meanwhile
 
 
-@pytest.fixture(scope="module", params=["embedded", "vllm"])
+@pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=pytest.mark.slow)])
 def peer(
     request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Peer]:

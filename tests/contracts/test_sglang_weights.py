@@ -23,6 +23,8 @@ from rl_async.weight_sync.protocol import UpdateInfo
 from tests.contracts.sglang_wheel import load, wheel_folder
 from tests.contracts.test_weight_transport import Directory
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 Start = Callable[..., list[EngineRecord]]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
 SMALL = [
     *("data.train_batch_groups=4", "rollout.group_size=4", "trainer.steps=1000", "trainer.min_train_s=0.3"),

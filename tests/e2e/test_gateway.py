@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 pytest.importorskip("openai", reason="install the openai client: pip install openai")
 ROOT = Path(__file__).parents[2]
 RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))

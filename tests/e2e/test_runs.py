@@ -138,6 +138,7 @@ def test_colocated(home: Path, start: Callable[..., Any]) -> None:
     assert_compared(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize(
     ("mode", "config", "bound"), [("disaggregated", "calculator", 1), ("colocated", "calculator-sync", 0)]
