@@ -57,15 +57,16 @@ class Member(Generic[C]):
         """Whether it may get one more request."""
         return self.requests < self.limit
 
-    def queued(self) -> float:
+    def queued(self, request: GenerateRequest) -> float:
         """Tokens before a new request, others' included, by how much room is left in the cache.
 
-        Other clients' requests are known by number only, and taken to be as long as ours.
+        Other clients' requests are known by number only, and taken to be as long as ours, or as this one.
         """
         if self._load is None:
             return float(self.tokens)
-        share = max(1.0, self._load.requests / self.requests) if self.requests else 1.0
-        return self.tokens * share / (1.0 - min(self._load.cache_usage, 0.95))
+        others = max(0, self._load.requests - self.requests)
+        each = self.tokens / self.requests if self.requests else _most_tokens(request)
+        return (self.tokens + others * each) / (1.0 - min(self._load.cache_usage, 0.95))
 
     def observe(self, load: EngineLoad) -> None:
         """It told its load: adapt the limit. Fewer when it was found preempting with a full cache twice in a row."""
@@ -80,7 +81,7 @@ class Member(Generic[C]):
     @contextmanager
     def carrying(self, request: GenerateRequest) -> Iterator[None]:
         """While the request is in flight."""
-        tokens = len(request.token_ids) + request.max_tokens
+        tokens = _most_tokens(request)
         self.requests, self.tokens = self.requests + 1, self.tokens + tokens
         try:
             yield
@@ -105,7 +106,7 @@ class Router(Generic[C]):
 
         def cost(member: Member[C]) -> tuple[float, int]:
             prompt = 0 if member.engine_id == home else len(request.token_ids)
-            return member.queued() + prompt, member.requests
+            return member.queued(request) + prompt, member.requests
 
         best = min(fit, key=cost)
         self._homes.pop(session, None)  # to its end: the oldest are forgotten first
@@ -113,3 +114,7 @@ class Router(Generic[C]):
         if len(self._homes) > SESSIONS_REMEMBERED:
             del self._homes[next(iter(self._homes))]
         return best
+
+
+def _most_tokens(request: GenerateRequest) -> int:
+    return len(request.token_ids) + request.max_tokens

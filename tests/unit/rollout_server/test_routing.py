@@ -53,6 +53,13 @@ def test_requests_of_others_count_by_number() -> None:
         assert chosen(router, [a, b], "t") == "b"
 
 
+def test_an_engine_that_only_others_use_is_not_free() -> None:
+    a, b, router = member("a"), member("b"), Router[None]()
+    a.observe(load(requests=3))
+    with b.carrying(request()):
+        assert chosen(router, [a, b], "s") == "b"
+
+
 def test_a_full_cache_makes_an_engine_expensive() -> None:
     a, b, router = member("a"), member("b"), Router[None]()
     with a.carrying(request()), b.carrying(request(max_tokens=40)):
