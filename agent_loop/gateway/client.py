@@ -6,6 +6,7 @@ for episode in Gateway(url).episodes():
     episode.reward(1.0)
 """
 
+import http.client
 import json
 import time
 import urllib.error
@@ -84,16 +85,24 @@ class Gateway:
         deadline = time.monotonic() + (self._gone_s if self._answered else self._start_s)
         while True:
             try:
-                with urllib.request.urlopen(request, timeout=self._wait_s + SLOW_S) as answer:
-                    self._answered = True
-                    return answer.status, json.load(answer)
-            except urllib.error.HTTPError as error:
-                with error:
-                    self._answered = True
-                    return error.code, json.load(error)
-            except (urllib.error.URLError, ConnectionError) as error:
+                status, answer = _ask(request, self._wait_s + SLOW_S)
+            except (urllib.error.URLError, ConnectionError, http.client.HTTPException) as error:
+                # HTTPException: it died in the middle of its answer
                 if time.monotonic() > deadline and self._answered:
                     return 503, FINISHED
                 if time.monotonic() > deadline:
                     raise OSError(f"no gateway at {self._url}: {error}") from error
                 time.sleep(0.5)
+            else:
+                self._answered = True
+                return status, json.loads(answer)
+
+
+def _ask(request: urllib.request.Request, timeout_s: float) -> tuple[int, bytes]:
+    """Status and whole body of the answer, whatever its status."""
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()

@@ -1,0 +1,58 @@
+"""The agent programs' client, against a gateway that dies in the middle of its answers."""
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from rl_async.agent_loop.gateway.client import FINISHED, Gateway
+
+TASK = json.dumps({"episode_id": "e", "base_url": "http://none", "task": {"prompt": []}}).encode()
+
+
+def answer(body: bytes, status: str = "200 OK") -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., str]]:
+    """A server that answers its connections with these bytes, one after another, and closes each."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    threads: list[threading.Thread] = []
+
+    def play(answers: tuple[bytes, ...]) -> None:
+        for data in answers:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(data)
+        listener.close()
+
+    def begin(*answers: bytes) -> str:
+        threads.append(threading.Thread(target=play, args=(answers,)))
+        threads[-1].start()
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    yield begin
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive(), "the client did not ask again"
+
+
+@pytest.mark.parametrize("cut", [0, 10, -len(TASK), -1], ids=["nothing", "status line", "headers only", "last byte"])
+def test_an_answer_that_is_cut_off_is_asked_for_again(serve: Callable[..., str], cut: int) -> None:
+    url = serve(answer(TASK)[:cut], answer(TASK))
+    assert next(Gateway(url).episodes()).id == "e"
+
+
+def test_an_error_that_is_cut_off_is_asked_for_again(serve: Callable[..., str]) -> None:
+    over = answer(json.dumps(FINISHED).encode(), "503 Service Unavailable")
+    assert list(Gateway(serve(over[:-1], over)).episodes()) == []
+
+
+def test_a_gateway_that_stays_away_in_the_middle_of_an_answer_has_ended(serve: Callable[..., str]) -> None:
+    episodes = Gateway(serve(answer(TASK), answer(TASK)[:-1]), gone_s=0.0).episodes()
+    assert next(episodes).id == "e"
+    assert list(episodes) == []
