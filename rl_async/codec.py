@@ -1,10 +1,11 @@
-"""Structs to frames and back: one msgpack frame, then one raw frame per array, without copies.
+"""Structs with arrays to one frame and back.
 
-An array inside a struct is replaced in the msgpack frame by ``[dtype, shape, frame]``; its bytes travel untouched.
-Decoded arrays are read-only views of the received frames.
+Inside the msgpack an array is ``[shape, extension]``: the extension's type says which dtype, its data are the bytes.
+Decoded arrays are read-only views of the received frame.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,55 +16,56 @@ from rl_async.errors import ProtocolError
 T = TypeVar("T")
 Frame = bytes | memoryview
 
-_DTYPES = {name: np.dtype(name) for name in ("bool", "uint8", "uint16", "int32", "int64", "float32", "float64")}
+_DTYPES = tuple(np.dtype(name) for name in ("bool", "uint8", "uint16", "int32", "int64", "float32", "float64"))
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
-def encode(message: msgspec.Struct) -> list[Frame]:
-    """Encode a struct to ``[msgpack, array0, array1, ...]``.
-
-    Arrays must have a dtype listed in this module; non-contiguous arrays are copied once, others never.
-    """
-    arrays: list[Frame] = []
-
-    def hook(value: Any) -> Any:
-        if not isinstance(value, np.ndarray):
-            raise NotImplementedError(f"cannot encode {type(value).__name__}")
-        if value.dtype.name not in _DTYPES:
-            raise ProtocolError(f"cannot encode an array of {value.dtype}; known: {', '.join(_DTYPES)}")
-        flat = np.ascontiguousarray(value)
-        arrays.append(flat.reshape(-1).view(np.uint8).data if flat.size else b"")
-        return [value.dtype.name, value.shape, len(arrays)]
-
-    head = msgspec.msgpack.encode(message, enc_hook=hook)
-    return [head, *arrays]
+def _enc_hook(value: Any) -> Any:
+    if not isinstance(value, np.ndarray):
+        raise NotImplementedError(f"cannot encode {type(value).__name__}")
+    code = _CODES.get(value.dtype)
+    if code is None:
+        raise ProtocolError(f"cannot encode an array of {value.dtype}; known: {', '.join(map(str, _DTYPES))}")
+    return value.shape, msgspec.msgpack.Ext(code, np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
 
 
-def decode(frames: Sequence[Any], kind: type[T]) -> T:
-    """Decode frames made by :func:`encode` into ``kind``.
-
-    Raises ProtocolError if the bytes do not form a valid ``kind`` or an array's frame has the wrong length.
-    """
-    if not frames:
-        raise ProtocolError(f"no frames for a {getattr(kind, '__name__', kind)}")
-
-    def hook(wanted: type, value: Any) -> Any:
-        if wanted is not np.ndarray:
-            raise NotImplementedError(f"cannot decode {wanted}")
-        return _array(frames, value)
-
+def _dec_hook(wanted: type, value: Any) -> Any:
+    if wanted is not np.ndarray:
+        raise NotImplementedError(f"cannot decode {wanted}")
     try:
-        return msgspec.msgpack.decode(frames[0], type=kind, dec_hook=hook)
-    except (msgspec.DecodeError, msgspec.ValidationError, NotImplementedError) as error:
-        raise ProtocolError(f"malformed {getattr(kind, '__name__', kind)}: {error}") from error
+        shape, (dtype, data) = value
+        if data.nbytes != math.prod(shape) * dtype.itemsize or min(shape, default=0) < 0:
+            raise ProtocolError(f"an array of {data.nbytes} bytes is not {dtype}{list(shape)}")
+        return np.frombuffer(data, dtype).reshape(shape)
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"malformed array: {error}") from error
 
 
-def _array(frames: Sequence[Any], value: Any) -> np.ndarray:
-    try:
-        name, shape, index = value
-        dtype, buffer = _DTYPES[name], frames[index]
-        count = int(np.prod(shape, dtype=np.int64))
-        if index < 1 or memoryview(buffer).nbytes != count * dtype.itemsize:
-            raise ProtocolError(f"array frame {index} has {memoryview(buffer).nbytes} bytes, not {name}{list(shape)}")
-        return np.frombuffer(buffer, dtype=dtype, count=count).reshape(shape)
-    except (TypeError, ValueError, KeyError, IndexError) as error:
-        raise ProtocolError(f"malformed array descriptor {value!r}") from error
+def _ext_hook(code: int, data: memoryview) -> Any:
+    if not 0 <= code < len(_DTYPES):
+        raise ProtocolError(f"an array of unknown type {code}")
+    return _DTYPES[code], data
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """Encode a struct whose arrays have a dtype listed in this module. Raises ProtocolError for another."""
+    return _encoder.encode(message)
+
+
+def decoder(kind: type[T]) -> Callable[[Frame], T]:
+    """A function that decodes what :func:`encode` made of a ``kind``. Make it once: that takes longer than its use.
+
+    It raises ProtocolError if the bytes are no valid ``kind``.
+    """
+    decode = msgspec.msgpack.Decoder(kind, dec_hook=_dec_hook, ext_hook=_ext_hook).decode
+
+    def checked(frame: Frame) -> T:
+        try:
+            return decode(frame)
+        except (msgspec.DecodeError, msgspec.ValidationError, NotImplementedError) as error:
+            raise ProtocolError(f"malformed {kind.__name__}: {error}") from error
+
+    return checked

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-SCHEMA = 3
+SCHEMA = 4
 
 RowKey = tuple[int, int, int]  # (group, sample, segment)
 
@@ -175,7 +175,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
             episode_id=self.episode_id,
             segment=self.segment,
             tokens=len(self.token_ids),
-            sampled=int(self.loss_mask.sum()),
+            sampled=int(np.count_nonzero(self.loss_mask)),
             reward=self.reward,
             finish_reason=self.finish_reason,
             versions=self.versions,
@@ -187,7 +187,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
 
     def tokens_sha256(self) -> str:
         """Hash of the token ids, as hexadecimal digits: the same wherever the same tokens are."""
-        return hashlib.sha256(np.ascontiguousarray(self.token_ids, dtype="<i4").tobytes()).hexdigest()
+        return hashlib.sha256(np.ascontiguousarray(self.token_ids, dtype="<i4").data).hexdigest()
 
 
 class RuleRun(msgspec.Struct, frozen=True, array_like=True):
@@ -236,14 +236,13 @@ class Renew(Request):
 
 
 class Put(Request):
-    """One finished sample: all rows of its episode, from segment 0. Agent worker -> queue.
+    """Finished samples, each with all rows of its episode from segment 0. Agent worker -> queue.
 
-    Their payloads are in the frames behind this one: ``counts[i]`` frames for the i-th row.
+    The payload frames behind this one are the rows, in the same order. The answer is Taken.
     """
 
     worker: str
-    headers: list[TrajectoryHeader]
-    counts: list[int]
+    samples: list[list[TrajectoryHeader]]
 
 
 class Fail(Request):
@@ -450,10 +449,14 @@ class Reserved(Reply):
     tasks: dict[int, Task] = {}  # by group, for records and replays
 
 
-class Rows(Reply):
-    """Payload frames follow: ``counts[i]`` frames for the i-th row asked for."""
+class Taken(Reply):
+    """Of each sample of a Put, in order: None if it was taken, now or before, else why it is not wanted."""
 
-    counts: list[int]
+    refused: list[Refused | None]
+
+
+class Rows(Reply):
+    """The payload frames behind this one are the rows that were asked for, in the same order."""
 
 
 class SnapshotTaken(Reply):
@@ -514,6 +517,7 @@ ReplyType = (
     | Leased
     | NotReady
     | Reserved
+    | Taken
     | Rows
     | SnapshotTaken
     | Resumed

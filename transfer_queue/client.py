@@ -13,11 +13,11 @@ from typing import Self, TypeVar
 import zmq
 import zmq.asyncio
 
-from rl_async import codec
 from rl_async import messages as m
 from rl_async.codec import Frame
 from rl_async.errors import ProtocolError, QueueLost
 from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.outbox import Outbox
 from rl_async.transfer_queue.session import (
     Session,
     expect,
@@ -51,6 +51,7 @@ class QueueClient:
         self._connection = 0  # counts connections
         self._pending: dict[bytes, asyncio.Future[wire.ReplyMessage]] = {}
         self._broken: QueueLost | ProtocolError | None = None
+        self._outbox = Outbox(self._put)
 
     @property
     def worker(self) -> str:
@@ -174,12 +175,11 @@ class QueueClient:
 
     async def put(self, *rows: m.Trajectory) -> m.Done | m.Refused:
         """Hand over all rows of one sample, from segment 0; Refused (``fenced``) if they are no longer wanted."""
-        frames = [codec.encode(row) for row in rows]
-        request = m.Put(
-            worker=self.worker, headers=[row.header() for row in rows], counts=[len(parts) for parts in frames]
-        )
-        reply = (await self.exchange(request, [frame for parts in frames for frame in parts])).reply
-        return expect_either(reply, m.Done, m.Refused)
+        return await self._outbox.put(rows)
+
+    async def _put(self, samples: list[list[m.TrajectoryHeader]], payload: list[Frame]) -> list[m.Refused | None]:
+        reply = (await self.exchange(m.Put(worker=self.worker, samples=samples), payload)).reply
+        return expect(reply, m.Taken).refused
 
     async def fail(self, group_id: int, sample: int, attempt: int, error: str) -> m.Done | m.Refused:
         """Give up one attempt at one sample."""
@@ -224,7 +224,7 @@ class QueueClient:
 
     async def fetch(self, rows: Sequence[m.RowKey]) -> list[m.Trajectory]:
         """The trajectories of these rows."""
-        return trajectories(await self.exchange(m.Fetch(rows=list(rows))))
+        return trajectories(await self.exchange(m.Fetch(rows=list(rows))), len(rows))
 
     async def finish(self) -> m.Done:
         """The run is over."""
@@ -318,7 +318,7 @@ class SyncQueueClient:
 
     def fetch(self, rows: Sequence[m.RowKey]) -> list[m.Trajectory]:
         """The trajectories of these rows."""
-        return trajectories(self.exchange(m.Fetch(rows=list(rows))))
+        return trajectories(self.exchange(m.Fetch(rows=list(rows))), len(rows))
 
     def commit(self, step: int) -> m.Done:
         """The batch of ``step`` was trained."""

@@ -8,17 +8,17 @@ from rl_async.transfer_queue.transitions import DeadLettered, EvalClosed, GroupD
 
 
 class Payloads:
-    """Frames by (group, sample, segment); a group's are freed when the store forgets the group."""
+    """Rows by (group, sample, segment); a group's are freed when the store forgets the group."""
 
     def __init__(self) -> None:
-        self._groups: dict[int, dict[int, Sequence[Sequence[Frame]]]] = {}
+        self._groups: dict[int, dict[int, Sequence[Frame]]] = {}
 
-    def put(self, group: int, sample: int, rows: Sequence[Sequence[Frame]]) -> None:
-        """Keep the frames of each row of one sample, by segment, unless they are here."""
+    def put(self, group: int, sample: int, rows: Sequence[Frame]) -> None:
+        """Keep the rows of one sample, by segment, unless they are here."""
         self._groups.setdefault(group, {}).setdefault(sample, rows)
 
-    def get(self, key: RowKey) -> Sequence[Frame] | None:
-        """The frames of one row; None if there are none."""
+    def get(self, key: RowKey) -> Frame | None:
+        """One row; None if it is not here."""
         group, sample, segment = key
         rows = self._groups.get(group, {}).get(sample, ())
         return rows[segment] if 0 <= segment < len(rows) else None

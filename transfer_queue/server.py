@@ -276,27 +276,32 @@ class QueueServer:
         return Answer(m.Welcome(schema=m.SCHEMA, run_id=self._run_id))
 
     def _put(self, request: m.Put, payload: Sequence[Frame]) -> Answer:
-        counts = request.counts
-        if len(counts) != len(request.headers) or min(counts, default=0) < 1 or sum(counts) != len(payload):
-            raise ProtocolError(f"a Put of {len(request.headers)} rows in {len(payload)} payload frames, not {counts}")
+        if not all(request.samples) or sum(map(len, request.samples)) != len(payload):
+            raise ProtocolError(
+                f"a Put of {[len(headers) for headers in request.samples]} rows with {len(payload)} payload frames"
+            )
         frames = iter(payload)
-        rows = [list(itertools.islice(frames, count)) for count in counts]
+        samples = [(headers, list(itertools.islice(frames, len(headers)))) for headers in request.samples]
+        return Answer(m.Taken(refused=[self._take(request.worker, headers, rows) for headers, rows in samples]))
+
+    def _take(self, worker: str, headers: Sequence[m.TrajectoryHeader], rows: Sequence[Frame]) -> m.Refused | None:
         headers = [
-            msgspec.structs.replace(header, nbytes=sum(memoryview(frame).nbytes for frame in row))
-            for header, row in zip(request.headers, rows, strict=True)
+            msgspec.structs.replace(header, nbytes=memoryview(row).nbytes)
+            for header, row in zip(headers, rows, strict=True)
         ]
-        reply = self._store.put(request.worker, headers, self._clock())
-        if isinstance(reply, m.Done) and self._store.holds(headers[0].group_id):
+        reply = self._store.put(worker, headers, self._clock())
+        if isinstance(reply, m.Refused):
+            return reply
+        if self._store.holds(headers[0].group_id):
             self._payloads.put(headers[0].group_id, headers[0].sample, rows)
-        return Answer(reply)
+        return None
 
     def _fetch(self, request: m.Fetch) -> Answer:
         rows = [self._payloads.get(key) for key in request.rows]
-        missing = [row for row, frames in zip(request.rows, rows) if frames is None]
+        missing = [key for key, row in zip(request.rows, rows) if row is None]
         if missing:
             return Answer(m.Refused(code="unknown_row", reason=f"no row (group, sample, segment) {missing[:8]}"))
-        found = [frames for frames in rows if frames is not None]
-        return Answer(m.Rows(counts=[len(frames) for frames in found]), [f for frames in found for f in frames])
+        return Answer(m.Rows(), [row for row in rows if row is not None])
 
     def _remove_engine(self, request: m.RemoveEngine) -> Answer:
         log.info("engine %s leaves: %s", request.engine_id, request.reason)

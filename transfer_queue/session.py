@@ -1,6 +1,5 @@
 """What the two clients of the queue share: identity, hello, and judging replies."""
 
-import itertools
 import os
 import secrets
 from typing import Any, TypeVar
@@ -15,6 +14,8 @@ from rl_async.transfer_queue import wire
 
 R = TypeVar("R", bound=m.Reply)
 S = TypeVar("S", bound=m.Reply)
+
+_decode_row = codec.decoder(m.Trajectory)
 
 
 class Session:
@@ -72,13 +73,12 @@ def expect_either(reply: m.Reply, kind: type[R], other: type[S]) -> R | S:
     raise ProtocolError(f"the transfer queue answered {reply}")
 
 
-def trajectories(message: wire.ReplyMessage) -> list[m.Trajectory]:
-    """Decode the rows of a Fetch; their arrays are views of the received frames."""
-    counts = expect(message.reply, m.Rows).counts
-    if sum(counts) != len(message.payload):
-        raise ProtocolError(f"{sum(counts)} payload frames were announced, {len(message.payload)} came")
-    frames = iter(message.payload)
-    return [codec.decode(list(itertools.islice(frames, count)), m.Trajectory) for count in counts]
+def trajectories(message: wire.ReplyMessage, asked: int) -> list[m.Trajectory]:
+    """Decode the ``asked`` rows of a Fetch; their arrays are views of the received frames."""
+    expect(message.reply, m.Rows)
+    if len(message.payload) != asked:
+        raise ProtocolError(f"{asked} rows were asked for, {len(message.payload)} came")
+    return [_decode_row(frame) for frame in message.payload]
 
 
 def set_options(socket: "zmq.Socket[Any]") -> None:

@@ -45,12 +45,12 @@ def test_a_put_needs_a_payload(raw):
     group = LeasedGroup(
         group_id=0, partition="train", attempt=0, samples=[0], task=Source().next(), min_version=Version()
     )
-    put = msgspec.msgpack.encode(Put(worker="w", headers=[trajectory(group, 0).header()], counts=[1]))
-    assert isinstance(ask(raw, ID, put).reply, Malformed)
-    assert ask(raw, ID, put, b"x").reply.code == "unknown_group"
     header = trajectory(group, 0).header()
-    for headers, counts in (([header], []), ([header], [2]), ([header, header], [2, -1]), ([header, header], [1, 0])):
-        put = msgspec.msgpack.encode(Put(worker="w", headers=headers, counts=counts))
+    put = msgspec.msgpack.encode(Put(worker="w", samples=[[header]]))
+    assert isinstance(ask(raw, ID, put).reply, Malformed)
+    assert [refused.code for refused in ask(raw, ID, put, b"x").reply.refused] == ["unknown_group"]
+    for samples in ([], [[]], [[header], []], [[header, header]], [[header], [header]]):
+        put = msgspec.msgpack.encode(Put(worker="w", samples=samples))
         assert isinstance(ask(raw, ID, put, b"x").reply, Malformed)
 
 

@@ -72,7 +72,7 @@ def test_weights_are_told_with_four_digits(weight: float, told: float) -> None:
 
 def test_what_is_recorded_as_trained_has_the_hash_that_the_worker_announced(tmp_path: Path) -> None:
     sampled = make_rows(0)[:2]
-    received = [codec.decode(codec.encode(row), Trajectory) for row in sampled]
+    received = [codec.decoder(Trajectory)(codec.encode(row)) for row in sampled]
     append_trained(tmp_path / "trained.jsonl", 0, 0, received)
     trained = [json.loads(line)["tokens_sha256"] for line in (tmp_path / "trained.jsonl").read_text().splitlines()]
     assert trained == [row.header().tokens_sha256 for row in sampled]

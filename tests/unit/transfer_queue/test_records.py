@@ -70,14 +70,14 @@ def test_payloads_are_freed_with_their_groups():
     feed = Feed()
     feed.subscribe(payloads.consume)
     for group in range(4):
-        payloads.put(group, 0, [[b"x"], [b"y", b"z"]])
+        payloads.put(group, 0, [b"x", b"y"])
     feed(GroupDropped(group=0, reason=""))
     feed(Retired(step=1, groups=[1]))
     feed(EvalClosed(eval_id=1, groups=[2]))
     feed(Published(version=Version(0, 1), released=[3]))
-    assert [payloads.get((group, 0, 0)) for group in range(4)] == [None, None, None, [b"x"]]
+    assert [payloads.get((group, 0, 0)) for group in range(4)] == [None, None, None, b"x"]
     assert [payloads.get((3, sample, segment)) for sample, segment in ((0, 1), (0, 2), (1, 0))] == [
-        [b"y", b"z"],
+        b"y",
         None,
         None,
     ]
