@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rl_async.messages import Trajectory, TrajectoryHeader, VersionRun
+from rl_async.trainer.partition import imbalance, karmarkar_karp
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ def layout(
     """Split a batch into mini-batches, ranks and token-budget micro-batches.
 
     Rows are permuted with (seed, step) and cut into ``minibatches`` equal parts; greedy episodes, which do not train,
-    are dealt out to them afterwards, so that no part has nothing else. Within a part the longest rows go
-    first to the rank with the fewest tokens. A micro-batch holds rows of similar length whose padded size is at most
+    are dealt out to them afterwards, so that no part has nothing else. Within a part ranks get nearly
+    equal numbers of tokens. A micro-batch holds rows of similar length whose padded size is at most
     ``max_tokens`` (a single longer row stands alone).
     """
     train = [row for row, header in enumerate(headers) if not header.baseline]
@@ -67,13 +68,16 @@ def layout(
 
 
 def _balance(rows: list[int], headers: Sequence[TrajectoryHeader], ranks: int) -> list[list[int]]:
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    load = [0] * ranks
-    for row in sorted(rows, key=lambda i: (-headers[i].tokens, i)):
-        lightest = load.index(min(load))
-        shares[lightest].append(row)
-        load[lightest] += headers[row].tokens
-    return shares
+    shares = karmarkar_karp([headers[row].tokens for row in rows], ranks)
+    return [[rows[index] for index in share] for share in shares]
+
+
+def token_imbalance(plan: Sequence[MiniBatch], headers: Sequence[TrajectoryHeader]) -> float:
+    """By how much the rank with the most tokens is above the mean, in the worst mini-batch; 0 for one rank."""
+    return max(
+        imbalance([sum(headers[row].tokens for micro in micros for row in micro) for micros in mini.ranks])
+        for mini in plan
+    )
 
 
 def _pack(rows: list[int], headers: Sequence[TrajectoryHeader], max_tokens: int) -> list[list[int]]:

@@ -131,7 +131,9 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     metrics |= tally.metrics() | kl
     metrics |= correction_metrics(target, whole.behaviour, whole.mask, whole.age, corrected, algorithm.rules)
     filtered = ~shaping.trains(batch.headers, config.algorithm.shaping)
-    return Updated({**metrics, "tokens/trained": float(corrected.keep.sum())}, attributed(corrected, whole, filtered))
+    metrics["tokens/trained"] = float(corrected.keep.sum())
+    metrics["batch/token_imbalance"] = batching.token_imbalance(batch.plan, batch.headers)
+    return Updated(metrics, attributed(corrected, whole, filtered))
 
 
 def require_rewards(batch: Batch) -> None:
