@@ -40,7 +40,7 @@ def start(folder: Path, model: Path) -> list["subprocess.Popen[str]"]:
     ]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_lost_rank_ends_the_other(model_folder: Path, tmp_path: Path, how: signal.Signals) -> None:
     ranks = start(tmp_path, model_folder)
     try:

@@ -75,7 +75,9 @@ CRITICS = {
 }
 
 
-@pytest.mark.parametrize("kind", CRITICS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "none" else pytest.mark.slow) for kind in CRITICS]
+)
 def test_kill_and_resume_ends_with_identical_weights(
     recorded: Path, model_folder: Path, tmp_path: Path, kind: str
 ) -> None:

@@ -179,6 +179,7 @@ def test_two_trainer_ranks_share_every_batch(home: Path, start: Callable[..., An
     assert len(checkpoints) == 2 and checkpoints[-1] == f"step-{STEPS:06d}", "the last two are kept"
 
 
+@pytest.mark.slow
 def test_two_trainer_ranks_take_turns_with_the_engine(home: Path, start: Callable[..., Any]) -> None:
     finish(start("turns", "trainer.ranks=2", mode="colocated", config="calculator-sync"))
     rows = assert_complete(home, "turns", bound=0)
@@ -207,6 +208,7 @@ def test_killed_trainer_goes_on_from_its_checkpoint(home: Path, start: Callable[
     assert min(m["step"] for m in rows if m["lineage"] == 1) == 4
 
 
+@pytest.mark.slow
 def test_a_killed_colocated_trainer_wakes_the_engines_it_left_asleep(home: Path, start: Callable[..., Any]) -> None:
     run = start("asleep", "trainer.min_train_s=0.5", mode="colocated", config="calculator-sync")
     wait_for_steps(home, "asleep", 5, run)
