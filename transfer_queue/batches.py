@@ -346,9 +346,7 @@ class Batches:
     def dump(self) -> BatchesState:
         """The state; equal for equal batches."""
         batches = {step: self._batches[step] for step in sorted(self._batches)}
-        return BatchesState(
-            batches=batches, next_step=self._next_step, retired=self._retired, resumed=self._resumed
-        )
+        return BatchesState(batches=batches, next_step=self._next_step, retired=self._retired, resumed=self._resumed)
 
     def load(self, state: BatchesState) -> None:
         """Take over a state."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from rl_async.messages import Done, Leased, LeasedGroup, Refused, Task, TrajectoryHeader, Version, has_signal
+from rl_async.messages import Done, Leased, LeasedGroup, Refused, TrajectoryHeader, Version, has_signal
 from rl_async.transfer_queue.book import Book
 from rl_async.transfer_queue.grants import Grant, Grants, Lent
 from rl_async.transfer_queue.groups import EVAL, EVAL_GROUPS, TRAIN, Group, Sample, State

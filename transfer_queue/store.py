@@ -256,7 +256,7 @@ class Store:
     # --- what there is ----------------------------------------------------------------------------------------------
 
     def status(self, now: float) -> StatusReport:
-        """Counts of training groups, and counters: of changes since the run began, of other requests since the start."""
+        """Counts of training groups; counters of changes since the run began, of other requests since the start."""
         book = self._book
         return StatusReport(
             published=self._published(),
