@@ -121,7 +121,23 @@ class QueueConfig(Config, frozen=True):
     max_staleness: Annotated[
         Count, doc("Bound on the staleness of any trained token, in steps. 0: on-policy, 1: one-step-off-policy.")
     ] = 1
-    journal: Annotated[Literal["memory", "sqlite", "redis"], doc("Where state transitions are recorded.")] = "memory"
+    journal: Annotated[
+        Literal["memory", "sqlite", "redis"],
+        doc(
+            "Where the queue's state is recorded: nowhere, in the run folder, or on a Redis server. With these two a "
+            "killed queue is started again and the run goes on (docs/transfer_queue.md)."
+        ),
+    ] = "sqlite"
+    sqlite_synchronous: Annotated[
+        Literal["normal", "full", "off"],
+        doc(
+            "normal: what was acknowledged survives the queue's death at any instant, a power cut may cost the last "
+            "moments. full: it survives both; each flush waits for the disk. off: a power cut may cost the whole file."
+        ),
+    ] = "normal"
+    redis_url: Annotated[
+        str, doc("Server of queue.journal=redis; a password comes from the variable RL_ASYNC_REDIS_PASSWORD.")
+    ] = "redis://127.0.0.1:6379/0"
     on_straggler: Annotated[
         Literal["wait", "drop", "mask"],
         doc("When passing an unfinished group would break the bound: wait for it, drop it, or mask its stale tokens."),

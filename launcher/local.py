@@ -113,12 +113,12 @@ class Supervisor:
         """
         try:
             async with QueueClient(self.address, role="launcher", name="launcher") as self._client:
-                queue = await self._start(self._plan.queue)
-                await self._first(self._until_answered(), [self._keep_queue(queue), self._watch_signals()])
+                await self._start(self._plan.queue)
+                await self._first(self._until_answered(), [self._keep_queue(), self._watch_signals()])
                 await self._first(
                     work() if work else self._keep_trainers(),
                     [
-                        self._keep_queue(queue),
+                        self._keep_queue(),
                         self._watch_signals(),
                         self._watch_registry(),
                         *(self._keep_engine(spec, on_engine) for spec in self._plan.engines),
@@ -174,10 +174,16 @@ class Supervisor:
     async def _until_answered(self) -> None:
         await self.queue.request(Status(), timeout_s=self._plan.start_timeout_s)
 
-    async def _keep_queue(self, child: Child) -> None:
-        """Waits for the queue's end, which ends the run: what it knew is in no other process."""
-        code = await child.wait()
-        self._give_up(child, code, 0)
+    async def _keep_queue(self) -> None:
+        """Produces one running queue. Waits for its end, after which the run goes on if its journal outlives it.
+
+        Without such a journal (``max_restarts`` is 0) the end of the queue ends the run: what it knew is nowhere else.
+        """
+        spec = self._plan.queue
+        while True:
+            child, restarts = self._children[spec.name], self._states[spec.name].restarts
+            code = await child.wait()
+            await self._start(spec, restarts=await self._before_restart(spec, child, code, restarts))
 
     async def _keep_worker(self, spec: ProcessSpec) -> None:
         """Produces one running agent worker. Waits for its end; returns when the queue says that the run is over.

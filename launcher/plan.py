@@ -112,7 +112,15 @@ def _prepare(config: RunConfig, run_dir: Path) -> ProcessSpec | None:
 
 def _queue(config: RunConfig, run_dir: Path) -> ProcessSpec:
     argv = module("transfer_queue", "--run", str(run_dir), "--address", f"tcp://{HOST}:{{queue}}")
-    return ProcessSpec(name="queue", role="queue", argv=argv, env=environment(config), memory_bytes=queue_bytes(config))
+    return ProcessSpec(
+        name="queue",
+        role="queue",
+        argv=argv,
+        first_argv=("--relaunched",),
+        env=environment(config),
+        max_restarts=0 if config.queue.journal == "memory" else config.launcher.max_restarts,
+        memory_bytes=queue_bytes(config),
+    )
 
 
 def _reward_model(config: RunConfig, gpus: int) -> ProcessSpec:

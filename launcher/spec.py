@@ -20,13 +20,14 @@ class ProcessSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     device: str = "cpu"
     max_restarts: int = 0
+    first_argv: tuple[str, ...] = ()  # added when it is started for the first time
     restart_argv: tuple[str, ...] = ()  # added when it is started again
     memory_bytes: int | None = None  # None: unknown
     engine_kind: str = ""  # of an engine, for the registry
 
     def command(self, ports: Mapping[str, int], *, restarted: bool = False) -> list[str]:
         """The command line with ports filled in."""
-        argv = self.argv + (self.restart_argv if restarted else ())
+        argv = self.argv + (self.restart_argv if restarted else self.first_argv)
         return [fill(part, ports) for part in argv]
 
     def environment(self, ports: Mapping[str, int]) -> dict[str, str]:

@@ -3,7 +3,8 @@
 RlAsyncError
 ├── UserError            bad config, data, paths or user code; the command line prints it and exits with 2
 │   ├── ConfigError      names the key and the file and line, or the argument
-│   └── DataError        names the file, the row and the column
+│   ├── DataError        names the file, the row and the column
+│   └── JournalError     the queue's journal cannot be read or written; names the file or server and the way out
 ├── ProtocolError        a malformed or unexpected message from another process
 ├── EngineError          an engine refused or failed a request
 │   ├── EngineRejected   it will refuse again (bad request); never retried
@@ -35,6 +36,10 @@ class ConfigError(UserError):
 
 class DataError(UserError):
     """A row of a data set is wrong."""
+
+
+class JournalError(UserError):
+    """The queue's journal cannot be read or written, or another process holds it."""
 
 
 class ProtocolError(RlAsyncError):

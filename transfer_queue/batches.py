@@ -1,14 +1,14 @@
 """The trainer's side of the store: batches of steps, what frees slots, and going back to a checkpoint."""
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import msgspec
 
 from rl_async.messages import Done, NotReady, Refused, Reserved, Resumed, Version
 from rl_async.transfer_queue.book import Book
 from rl_async.transfer_queue.delivery import Delivery
-from rl_async.transfer_queue.groups import TRAIN, Group, State
+from rl_async.transfer_queue.groups import TRAIN, Group, Sample, State
 from rl_async.transfer_queue.policy import Candidate, choose
 from rl_async.transfer_queue.source import TaskSource
 from rl_async.transfer_queue.transitions import (
@@ -19,17 +19,26 @@ from rl_async.transfer_queue.transitions import (
     Retired,
     RolledBack,
     Tightened,
+    Transition,
 )
 
 
-@dataclass(slots=True)
-class Batch:
+class Batch(msgspec.Struct):
     """The members of one step."""
 
     groups: list[int]
     committed: bool = False
     released: bool = False  # gave back its slots
     retired: bool = False  # its groups are forgotten
+
+
+class BatchesState(msgspec.Struct, kw_only=True):
+    """All batches, and where the trainer is."""
+
+    batches: dict[int, Batch]
+    next_step: int
+    retired: int
+    resumed: tuple[int, int, Resumed] | None
 
 
 class QueueSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,10 +50,15 @@ class QueueSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Batches:
-    """Batches by step, in order: a step is reserved once, trained, published and at last retired."""
+    """Batches by step, in order: a step is reserved once, trained, published and at last retired.
 
-    def __init__(self, book: Book, delivery: Delivery, source: TaskSource) -> None:
-        self._book, self._delivery, self._source = book, delivery, source
+    The verbs decide and ``change``; what a change does is said once, by the methods in the past tense below them.
+    """
+
+    def __init__(
+        self, book: Book, change: Callable[[Transition], None], delivery: Delivery, source: TaskSource
+    ) -> None:
+        self._book, self._change, self._delivery, self._source = book, change, delivery, source
         self._batches: dict[int, Batch] = {}
         self._next_step = 0  # the first without a batch
         self._retired = 0  # steps before this one are forgotten
@@ -62,15 +76,10 @@ class Batches:
         members = self._members(step, now)
         if isinstance(members, NotReady):
             return members
-        batch = Batch(sorted(members))
-        self._batches[step] = batch
-        self._next_step = step + 1
-        book = self._book
-        book.refills_left = min(book.refills_left + book.settings.max_refills, book.settings.refill_allowance)
-        for group_id in batch.groups:
-            self._book.move(self._book.groups[group_id], State.RESERVED)
-        self._book.emit(BatchReserved(step=step, groups=batch.groups))
-        return self._answer(step, batch)
+        settings = self._book.settings
+        left = min(self._book.refills_left + settings.max_refills, settings.refill_allowance)
+        self._change(BatchReserved(step=step, groups=sorted(members), refills_left=left))
+        return self._answer(step, self._batches[step])
 
     def _members(self, step: int, now: float) -> list[int] | NotReady:
         """The groups pinned to the step, and others for the seats that are left."""
@@ -88,7 +97,8 @@ class Batches:
         unfinished = [group_id for group_id in members if book.groups[group_id].state is not State.READY]
         if unfinished:
             return self._not_ready(step, unfinished, now)
-        choice = choose(candidates, step, settings.batch_groups - len(members), settings, pinned)
+        seats = max(0, settings.batch_groups - len(members))  # fewer than 0 if a resumed run has smaller batches
+        choice = choose(candidates, step, seats, settings, pinned)
         for group_id in choice.drop:
             self._delivery.drop(group_id, f"too late for its staleness bound when step {step} was reserved")
         if len(members) + len(choice.take) < settings.batch_groups:
@@ -131,10 +141,7 @@ class Batches:
                 return Done()
             return Refused(code="wrong_step", reason=f"step {step} has no batch")
         if not batch.committed:
-            batch.committed = True
-            for group_id in batch.groups:
-                self._book.move(self._book.groups[group_id], State.COMMITTED)
-            self._book.emit(BatchCommitted(step=step))
+            self._change(BatchCommitted(step=step))
         return Done()
 
     def publish(self, version: Version) -> Done | Refused:
@@ -148,18 +155,9 @@ class Batches:
         untrained = [step for step, batch in trained if not batch.committed]
         if untrained or version.step > self._next_step:
             return Refused(code="wrong_step", reason=f"{version} before step {min(untrained, default=self._next_step)}")
-        if version == book.published:
-            return Done()
-        released: list[int] = []
-        for step, batch in trained:
-            if not batch.released:
-                batch.released = True
-                released += batch.groups
-                book.alive -= len(batch.groups)
-            if batch.retired:
-                del self._batches[step]
-        book.published = version
-        book.emit(Published(version=version, released=released))
+        if version != book.published:
+            released = [group for _, batch in trained if not batch.released for group in batch.groups]
+            self._change(Published(version=version, released=released))
         return Done()
 
     def retire(self, step: int) -> Done | Refused:
@@ -168,17 +166,8 @@ class Batches:
             return Refused(code="wrong_step", reason=f"not every step before {step} was trained")
         if step <= self._retired:
             return Done()
-        forgotten: list[int] = []
-        for at in [at for at, batch in self._batches.items() if at < step and not batch.retired]:
-            batch = self._batches[at]
-            batch.retired = True
-            forgotten += batch.groups
-            for group_id in batch.groups:
-                self._book.remove(self._book.groups[group_id])
-            if batch.released:
-                del self._batches[at]
-        self._retired = step
-        self._book.emit(Retired(step=step, groups=forgotten))
+        ended = [batch for at, batch in self._batches.items() if at < step and not batch.retired]
+        self._change(Retired(step=step, groups=[group for batch in ended for group in batch.groups]))
         return Done()
 
     def tighten(self, max_staleness: int) -> Done | Refused:
@@ -188,8 +177,7 @@ class Batches:
             return Refused(code="bad_bound", reason=f"max_staleness={max_staleness} is negative")
         bound = min(max_staleness, book.settings.max_staleness)
         if bound != book.max_staleness:
-            book.max_staleness = bound
-            book.emit(Tightened(max_staleness=bound))
+            self._change(Tightened(max_staleness=bound))
         return Done()
 
     # --- checkpoint and resume --------------------------------------------------------------------------------------
@@ -204,7 +192,7 @@ class Batches:
         ]
         snapshot = QueueSnapshot(
             next_group=self._book.next_group,
-            cursor=self._source.cursor(),
+            cursor=self._book.cursor,
             groups=sorted(groups, key=lambda group: group.group),
         )
         return msgspec.msgpack.encode(snapshot)
@@ -216,54 +204,151 @@ class Batches:
         if lineage < self._book.lineage or (self._resumed is not None and lineage == self._book.lineage):
             return Refused(code="wrong_lineage", reason=f"lineage {self._book.lineage} has begun")
         untouched = self._book.next_group == 0 and self._next_step == 0
-        answer = self._restore(step, lineage, snapshot) if untouched else self._roll_back(step, lineage)
-        if isinstance(answer, Resumed):
-            self._resumed = (step, lineage, answer)
-            self._book.lineage, self._book.published = lineage, None
-            self._book.max_staleness = self._book.settings.max_staleness
-        return answer
+        if untouched or (snapshot and not self._reaches(step)):
+            return self._restore(step, lineage, snapshot)
+        return self._roll_back(step, lineage)
+
+    def _reaches(self, step: int) -> bool:
+        """Whether the batches from ``step`` on are known, and those before it trained."""
+        trained = all(batch.committed for at, batch in self._batches.items() if at < step)
+        return trained and self._retired <= step <= self._next_step
 
     def _roll_back(self, step: int, lineage: int) -> Resumed | Refused:
         """Steps from ``step`` on get the same batches again, of the trajectories that are still here."""
         book = self._book
-        trained = all(batch.committed for at, batch in self._batches.items() if at < step)
-        if not self._retired <= step <= self._next_step or not trained:
+        if not self._reaches(step):
             reason = f"step {step} is not between the steps retired ({self._retired}) and trained here"
             return Refused(code="wrong_step", reason=reason)
-        for at in range(step, self._next_step):
-            batch = self._batches.pop(at)
-            if batch.released:
-                book.alive += len(batch.groups)
-            for group_id in batch.groups:
-                group = book.groups[group_id]
-                group.pinned = at
-                book.move(group, State.READY)
-        self._next_step = step
-        if book.published is not None and book.published.step > step:
-            # What is being generated would go on with weights older than its lease promised.
+        # What is being generated would go on with weights older than its lease promised.
+        too_new = book.published is not None and book.published.step > step
+        bound = book.settings.max_staleness
+        self._change(
+            RolledBack(step=step, lineage=lineage, fresh=False, next_group=book.next_group, max_staleness=bound)
+        )
+        if too_new:
             self._delivery.revoke_all()
-        book.emit(RolledBack(step=step, lineage=lineage, fresh=False, next_group=book.next_group))
-        return Resumed(kept=len(book.open), readmitted=0)
+        return self._resume_answer()
 
     def _restore(self, step: int, lineage: int, snapshot: bytes) -> Resumed | Refused:
-        """Take over from a queue that is gone: its unfinished groups are generated again, under their old ids."""
+        """Take over from a queue that is gone, or whose journal ends before the checkpoint.
+
+        Its unfinished groups are generated again, under their old ids.
+        """
+        book = self._book
         if not snapshot and step > 0:
             return Refused(code="no_snapshot", reason="this queue is new, and the checkpoint has no queue snapshot")
         if not snapshot:
-            state = QueueSnapshot(next_group=0, cursor=self._source.cursor(), groups=[])
+            state = QueueSnapshot(next_group=0, cursor=book.cursor, groups=[])
         else:
             try:
                 state = msgspec.msgpack.decode(snapshot, type=QueueSnapshot)
             except (msgspec.DecodeError, msgspec.ValidationError) as error:
                 return Refused(code="bad_snapshot", reason=str(error))
-        book = self._book
         self._source.seek(state.cursor)
-        self._next_step = self._retired = step
-        book.next_group = state.next_group
-        book.given_up = state.next_group - step * book.settings.batch_groups - len(state.groups)
-        for group in state.groups:
-            self._delivery.admit(group.group, group.task, TRAIN, book.settings.group_size, pinned=group.step)
-        book.emit(
-            RolledBack(step=step, lineage=lineage, fresh=True, next_group=state.next_group, readmitted=state.groups)
+        self._change(
+            RolledBack(
+                step=step,
+                lineage=lineage,
+                fresh=True,
+                next_group=state.next_group,
+                max_staleness=book.settings.max_staleness,
+                readmitted=state.groups,
+                samples=book.settings.group_size,
+                given_up=state.next_group - step * book.settings.batch_groups - len(state.groups),
+                cursor=state.cursor,
+            )
         )
-        return Resumed(kept=0, readmitted=len(state.groups))
+        return self._resume_answer()
+
+    def _resume_answer(self) -> Resumed:
+        assert self._resumed is not None
+        return self._resumed[2]
+
+    # --- what a change does -----------------------------------------------------------------------------------------
+
+    def batch_reserved(self, event: BatchReserved) -> None:
+        """A step has its members."""
+        self._batches[event.step] = Batch(event.groups)
+        self._next_step = event.step + 1
+        self._book.refills_left = event.refills_left
+        for group_id in event.groups:
+            self._book.move(self._book.groups[group_id], State.RESERVED)
+
+    def batch_committed(self, event: BatchCommitted) -> None:
+        """A step was trained."""
+        batch = self._batches[event.step]
+        batch.committed = True
+        for group_id in batch.groups:
+            self._book.move(self._book.groups[group_id], State.COMMITTED)
+
+    def version_published(self, event: Published) -> None:
+        """The steps before the version give back their slots."""
+        for step in [at for at in self._batches if at < event.version.step]:
+            batch = self._batches[step]
+            if not batch.released:
+                batch.released = True
+                self._book.alive -= len(batch.groups)
+            if batch.retired:
+                del self._batches[step]
+        self._book.published = event.version
+
+    def steps_retired(self, event: Retired) -> None:
+        """The groups of steps are forgotten; those not published yet keep their slots."""
+        for step in [at for at, batch in self._batches.items() if at < event.step and not batch.retired]:
+            batch = self._batches[step]
+            batch.retired = True
+            for group_id in batch.groups:
+                self._book.remove(self._book.groups[group_id])
+            if batch.released:
+                del self._batches[step]
+        self._retired = event.step
+
+    def bound_tightened(self, event: Tightened) -> None:
+        """Groups are admitted for this bound."""
+        self._book.max_staleness = event.max_staleness
+
+    def rolled_back(self, event: RolledBack) -> None:
+        """Steps from ``event.step`` on are to come, and nothing is published."""
+        book = self._book
+        if event.fresh:
+            self._start_over(event)
+        else:
+            self._reopen(event.step)
+        self._next_step = event.step
+        book.lineage, book.published, book.finished = event.lineage, None, False
+        book.max_staleness = event.max_staleness
+        kept = 0 if event.fresh else len(book.open)
+        self._resumed = (event.step, event.lineage, Resumed(kept=kept, readmitted=len(event.readmitted)))
+
+    def _reopen(self, step: int) -> None:
+        for at in range(step, self._next_step):
+            batch = self._batches.pop(at)
+            if batch.released:
+                self._book.alive += len(batch.groups)
+            for group_id in batch.groups:
+                group = self._book.groups[group_id]
+                group.pinned = at
+                self._book.move(group, State.READY)
+
+    def _start_over(self, event: RolledBack) -> None:
+        book = self._book
+        book.clear()
+        self._delivery.grants.load([])
+        self._batches.clear()
+        self._retired = event.step
+        book.next_group, book.given_up, book.cursor = event.next_group, event.given_up, event.cursor
+        for readmitted in event.readmitted:
+            samples = [Sample() for _ in range(event.samples)]
+            book.add(Group(readmitted.group, readmitted.task, TRAIN, samples, pinned=readmitted.step))
+
+    # --- dump and load ----------------------------------------------------------------------------------------------
+
+    def dump(self) -> BatchesState:
+        """The state; equal for equal batches."""
+        batches = {step: self._batches[step] for step in sorted(self._batches)}
+        return BatchesState(batches=batches, next_step=self._next_step, retired=self._retired, resumed=self._resumed)
+
+    def load(self, state: BatchesState) -> None:
+        """Take over a state."""
+        self._batches = state.batches
+        self._next_step, self._retired, self._resumed = state.next_step, state.retired, state.resumed

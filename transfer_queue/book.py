@@ -2,14 +2,15 @@
 
 import heapq
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from rl_async.messages import Version
 from rl_async.transfer_queue.groups import EVAL, EVAL_GROUPS, TRAIN, Group, State
 from rl_async.transfer_queue.leases import Leases
 from rl_async.transfer_queue.policy import Load, QueueSettings
-from rl_async.transfer_queue.transitions import GroupReady, Transition
 
 _UNRESERVED = (State.WAITING, State.LEASED, State.READY)
 _LAST = 1 << 62
@@ -24,16 +25,35 @@ class _Place(NamedTuple):
     group_id: int
 
 
+class BookState(msgspec.Struct, kw_only=True):
+    """What of the book cannot be counted again."""
+
+    groups: list[Group]
+    counters: dict[str, int]
+    lineage: int
+    published: Version | None
+    max_staleness: int
+    alive: int
+    next_group: int
+    next_eval_group: int
+    given_up: int
+    refills_left: int
+    finished: bool
+    cursor: bytes
+    largest_bytes: int
+
+
 class Book:
     """All groups in memory. Every operation costs O(log n) or O(samples of one group)."""
 
-    def __init__(self, settings: QueueSettings, emit: Callable[[Transition], None]) -> None:
+    def __init__(self, settings: QueueSettings, cursor: bytes) -> None:
         self.settings = settings
-        self.emit = emit
+        self.now = 0.0  # of the newest lease, and of a replay
         self.groups: dict[int, Group] = {}
         self.open: dict[int, Group] = {}  # training groups in no batch yet
         self.leases = Leases(settings.lease_s)
         self.counters: Counter[str] = Counter({"refilled": 0} if settings.max_refills else {})
+        self.asked: Counter[str] = Counter()  # what changed nothing, and is not recorded: counted since the start
         self.lineage = 0
         self.published: Version | None = None  # nothing is admitted or leased without one
         self.max_staleness = settings.max_staleness  # for which groups are admitted; the trainer may tighten it
@@ -43,12 +63,14 @@ class Book:
         self.given_up = 0  # training groups dropped or dead-lettered
         self.refills_left = settings.refill_allowance  # groups without signal that may still be given up
         self.finished = False
+        self.cursor = cursor  # of the task source, behind the last group admitted
         self.payload_bytes = 0
         self._outstanding = 0  # samples still to come
         self._largest_bytes = _FIRST_GUESS_BYTES
         self._states: Counter[tuple[str, State]] = Counter()
         self._unleased = 0  # open groups of which no token exists or ever existed
         self._lines: dict[str, list[_Place]] = {TRAIN: [], EVAL: []}  # heaps of waiting groups
+        self._queued: set[int] = set()  # groups in these lines
 
     def count(self, state: State) -> int:
         """Training groups in this state."""
@@ -59,7 +81,7 @@ class Book:
         """Training groups that hold a slot and whose tokens have an age: all but those never leased."""
         return self.alive - self._unleased
 
-    def load(self) -> Load:
+    def load_of_admission(self) -> Load:
         """What admission looks at."""
         return Load(
             slots=self.settings.slots_at(self.max_staleness),
@@ -94,7 +116,7 @@ class Book:
         self._queue(group)
 
     def settle(self, group: Group) -> None:
-        """After a change of its samples: WAITING, LEASED, or READY, which is announced once."""
+        """After a change of its samples: WAITING, LEASED or READY."""
         state = group.progress()
         if state is group.state:
             return
@@ -102,7 +124,6 @@ class Book:
         if state is State.READY:
             steps = [run.version.step for header in group.headers() for run in header.versions]
             group.oldest = min(steps, default=group.oldest)
-            self.emit(GroupReady(group=group.group_id, partition=group.partition))
 
     def stored(self, nbytes: int) -> None:
         """A sample whose rows have this size together has come."""
@@ -141,15 +162,14 @@ class Book:
             group = self.groups.get(line[0].group_id)
             if group is not None and group.state is State.WAITING:
                 return group
-            heapq.heappop(line)  # given up, or its samples came, while it waited
-            if group is not None:
-                group.queued = False
+            self._queued.discard(heapq.heappop(line).group_id)  # given up while it waited
         return None
 
     def take(self, group: Group, weights_step: int) -> None:
         """The head of its line leaves it, to be generated from weights of ``weights_step`` or newer."""
-        heapq.heappop(self._lines[group.partition])
-        group.queued = False
+        if self.head(group.partition) is not group:
+            raise ValueError(f"group {group.group_id} is not the head of its line")
+        self._queued.discard(heapq.heappop(self._lines[group.partition]).group_id)
         if group.oldest is None and group.partition == TRAIN:
             self._unleased -= 1
         if group.oldest is None or group.untouched():
@@ -158,7 +178,60 @@ class Book:
             group.oldest = min(group.oldest, weights_step)
 
     def _queue(self, group: Group) -> None:
-        if group.state is State.WAITING and not group.queued:
-            group.queued = True
+        if group.state is State.WAITING and group.group_id not in self._queued:
+            self._queued.add(group.group_id)
             step = _LAST if group.pinned is None else group.pinned
             heapq.heappush(self._lines[group.partition], _Place(group.oldest is None, step, group.group_id))
+
+    def clear(self) -> None:
+        """Forget all groups and what was counted of them; counters and the registry of workers stay."""
+        for group in list(self.groups.values()):
+            self.remove(group)
+        self.alive = 0
+        self._queued.clear()
+        for line in self._lines.values():
+            line.clear()
+
+    # --- dump and load ----------------------------------------------------------------------------------------------
+
+    def dump(self) -> BookState:
+        """The state; equal for equal books."""
+        return BookState(
+            groups=[self.groups[group_id] for group_id in sorted(self.groups)],
+            counters={name: self.counters[name] for name in sorted(self.counters) if self.counters[name]},
+            lineage=self.lineage,
+            published=self.published,
+            max_staleness=self.max_staleness,
+            alive=self.alive,
+            next_group=self.next_group,
+            next_eval_group=self.next_eval_group,
+            given_up=self.given_up,
+            refills_left=self.refills_left,
+            finished=self.finished,
+            cursor=self.cursor,
+            largest_bytes=self._largest_bytes,
+        )
+
+    def load(self, state: BookState) -> None:
+        """Take over a state; only an empty book can."""
+        self.counters.update(state.counters)
+        self.lineage, self.published, self.max_staleness = state.lineage, state.published, state.max_staleness
+        self.next_group, self.next_eval_group = state.next_group, state.next_eval_group
+        self.given_up, self.refills_left, self.finished = state.given_up, state.refills_left, state.finished
+        self.cursor, self._largest_bytes = state.cursor, state.largest_bytes
+        self._take_over(state.groups)
+        self.alive = state.alive
+
+    def _take_over(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            self.groups[group.group_id] = group
+            self._states[group.partition, group.state] += 1
+            if group.partition == TRAIN and group.state in _UNRESERVED:
+                self.open[group.group_id] = group
+                self._unleased += group.oldest is None
+            for index, sample in enumerate(group.samples):
+                self.payload_bytes += sample.nbytes
+                self._outstanding += not sample.here and not sample.dead
+                if sample.worker is not None:
+                    self.leases.give(sample.worker, group.group_id, [index], self.now)
+            self._queue(group)

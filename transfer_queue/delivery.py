@@ -1,93 +1,102 @@
 """The workers' side of the store: admission, leases, and what comes back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from rl_async.messages import Done, Leased, LeasedGroup, Refused, Task, TrajectoryHeader, Version, has_signal
+from rl_async.messages import Done, Leased, LeasedGroup, Refused, TrajectoryHeader, Version, has_signal
 from rl_async.transfer_queue.book import Book
+from rl_async.transfer_queue.grants import Grant, Grants, Lent
 from rl_async.transfer_queue.groups import EVAL, EVAL_GROUPS, TRAIN, Group, Sample, State
 from rl_async.transfer_queue.policy import is_short_of_bytes, may_admit, may_lease
 from rl_async.transfer_queue.source import TaskSource
 from rl_async.transfer_queue.transitions import (
     Admitted,
     DeadLettered,
+    GrantVoided,
     GroupDropped,
+    GroupReady,
     LeaseGiven,
     LeaseLost,
     SampleFailed,
     SampleStored,
+    SignalWaived,
+    Transition,
 )
 
 NO_SIGNAL = "no_signal"  # the reason for which a group without signal is dropped
 
 
 class Delivery:
-    """Hands out groups and takes in trajectories. Every sample is with one worker, here, or waiting."""
+    """Hands out groups and takes in trajectories. Every sample is with one worker, here, or waiting.
 
-    def __init__(self, book: Book, source: TaskSource) -> None:
-        self._book, self._source = book, source
+    The verbs decide and ``change``; what a change does is said once, by the methods in the past tense below them.
+    """
 
-    def admit(self, group_id: int, task: Task, partition: str, samples: int, pinned: int | None = None) -> Group:
-        """Make a task into a waiting group."""
-        group = Group(group_id, task, partition, [Sample() for _ in range(samples)], pinned=pinned)
-        self._book.add(group)
-        return group
+    def __init__(self, book: Book, change: Callable[[Transition], None], source: TaskSource) -> None:
+        self._book, self._change, self._source = book, change, source
+        self.grants = Grants()
 
-    def lease(self, worker: str, max_groups: int, now: float) -> Leased:
+    def lease(self, worker: str, max_groups: int, now: float, request: bytes = b"") -> Leased:
         """Up to ``max_groups`` groups with all their missing samples, evaluations first, then the oldest.
 
         Asking is no sign of life, since the question may have waited for long: a worker that was not heard of (see
-        ``renew``) within the lease time gets nothing.
+        ``renew``) within the lease time gets nothing. A request that was answered with groups gets the same again.
         """
         book = self._book
+        granted = self.grants.get(request)
+        if granted is not None:
+            return Leased(groups=self._lent(granted))
         if book.finished:
             return Leased(groups=[], finished=True)
         if not book.leases.hears(worker):
             return Leased(groups=[])
+        book.now = now
         groups: list[LeasedGroup] = []
         while book.published is not None and len(groups) < max_groups:
             group = book.head(EVAL) or self._next_train()
             if group is None:
                 break
-            groups.append(self._give(group, worker, book.published, now))
+            groups.append(self._give(group, worker, book.published, request))
         return Leased(groups=groups)
+
+    def granted(self, request: bytes) -> bool:
+        """Whether this request for leases was answered with groups."""
+        return self.grants.get(request) is not None
+
+    def _lent(self, grant: Grant) -> list[LeasedGroup]:
+        """The groups of an answer, without those that are gone."""
+        groups = self._book.groups
+        return [_leased(groups[lent.group], lent) for lent in grant.lent if lent.group in groups]
 
     def _next_train(self) -> Group | None:
         book = self._book
         waiting = book.head(TRAIN)
         if waiting is not None:
             return waiting if may_lease(book.settings, book.active, begun=waiting.oldest is not None) else None
-        load = book.load()
+        load = book.load_of_admission()
         if not may_admit(book.settings, load):
             if is_short_of_bytes(book.settings, load):
-                book.counters["short_of_bytes"] += 1
+                book.asked["short_of_bytes"] += 1
             return None
-        task, group_id = self._source.next(), book.next_group
-        book.next_group += 1
-        book.emit(Admitted(group=group_id, partition=TRAIN, samples=book.settings.group_size, task=task))
-        return self.admit(group_id, task, TRAIN, book.settings.group_size)
+        task, group_id, samples = self._source.next(), book.next_group, book.settings.group_size
+        cursor = self._source.cursor()
+        self._change(Admitted(group=group_id, partition=TRAIN, samples=samples, task=task, cursor=cursor))
+        return book.groups[group_id]
 
-    def _give(self, group: Group, worker: str, version: Version, now: float) -> LeasedGroup:
-        missing, attempt = group.missing(), group.leases
-        self._book.take(group, version.step)
-        group.leases += 1
-        for index in missing:
-            group.samples[index].attempt = attempt
-            group.samples[index].worker = worker
-        self._book.leases.give(worker, group.group_id, missing, now)
-        self._book.settle(group)
-        self._book.emit(
-            LeaseGiven(group=group.group_id, samples=missing, attempt=attempt, worker=worker, min_version=version)
+    def _give(self, group: Group, worker: str, version: Version, request: bytes) -> LeasedGroup:
+        lent = Lent(group.group_id, group.leases, group.missing(), version)
+        self._change(
+            LeaseGiven(
+                group=lent.group,
+                samples=lent.samples,
+                attempt=lent.attempt,
+                worker=worker,
+                min_version=version,
+                request=request,
+            )
         )
-        return LeasedGroup(
-            group_id=group.group_id,
-            partition=group.partition,
-            attempt=attempt,
-            samples=missing,
-            task=group.task,
-            min_version=version,
-        )
+        return _leased(group, lent)
 
     def renew(self, worker: str, now: float) -> Done:
         """Keep the worker's leases."""
@@ -115,13 +124,16 @@ class Delivery:
             return self._fenced(header.group_id, header.sample, header.attempt)
         if header.partition != group.partition:
             return Refused(code="conflict", reason=f"group {group.group_id} belongs to partition {group.partition}")
-        self._book.leases.end(sample.worker, group.group_id, header.sample)
-        sample.worker, sample.headers = None, list(headers)
-        self._book.stored(sample.nbytes)
-        self._book.emit(SampleStored(headers=sample.headers))
-        self._book.settle(group)
+        self._change_sample(group, SampleStored(headers=list(headers)))
         self._refill(group)
         return Done()
+
+    def _change_sample(self, group: Group, transition: SampleStored | SampleFailed) -> None:
+        """A change that may complete the group, which is then announced."""
+        before = group.state
+        self._change(transition)
+        if group.state is State.READY and before is not State.READY:
+            self._change(GroupReady(group=group.group_id, partition=group.partition))
 
     def _refill(self, group: Group) -> None:
         """Give up a training group that is complete and teaches nothing, as long as the allowance lasts.
@@ -135,10 +147,9 @@ class Delivery:
         if group.pinned is not None or has_signal(group.headers()):
             return
         if book.refills_left <= 0:
-            book.counters["accepted_without_signal"] += 1
+            self._change(SignalWaived(group=group.group_id))
             return
-        book.refills_left -= 1
-        self.drop(group.group_id, NO_SIGNAL, counter="refilled")
+        self.drop(group.group_id, NO_SIGNAL)
 
     def fail(self, worker: str, group_id: int, index: int, attempt: int, error: str, now: float) -> Done | Refused:
         """One attempt failed: the sample waits again, or its group is dead-lettered."""
@@ -151,8 +162,6 @@ class Delivery:
             return Refused(code="conflict", reason=f"{_name(group_id, index)} is here")
         if sample.worker is None:
             return Done()  # reported before
-        self._book.leases.end(sample.worker, group_id, index)
-        sample.worker = None
         self._charge(group, [index], error)
         return Done()
 
@@ -170,7 +179,7 @@ class Delivery:
         return group, sample
 
     def _fenced(self, group_id: int, index: int, attempt: int) -> Refused:
-        self._book.counters["fenced"] += 1
+        self._book.asked["fenced"] += 1
         return Refused(code="fenced", reason=f"attempt {attempt} at {_name(group_id, index)} is no longer wanted")
 
     def expire(self, now: float) -> None:
@@ -178,69 +187,137 @@ class Delivery:
         for worker, held in self._book.leases.expired(now):
             for group_id, samples in held.items():
                 if group_id in self._book.groups:  # else dead-lettered just now, by another worker's loss
-                    group = self._take_back(worker, group_id, samples, charged=True)
-                    self._charge(group, samples, f"worker {worker} was lost")
+                    self._change(LeaseLost(group=group_id, samples=samples, worker=worker, charged=True))
+                    self._charge(self._book.groups[group_id], samples, f"worker {worker} was lost")
 
     def revoke_all(self) -> None:
         """Take back all leases, so that what they generate now is fenced; no attempt is charged."""
         for worker, held in self._book.leases.holding():
             for group_id, samples in held.items():
-                self._book.settle(self._take_back(worker, group_id, samples, charged=False))
+                self._change(LeaseLost(group=group_id, samples=samples, worker=worker, charged=False))
 
-    def undelivered(self, worker: str, groups: Sequence[LeasedGroup]) -> None:
-        """Take back leases of which the worker never heard; no attempt is charged."""
-        for leased in groups:
-            group = self._book.groups.get(leased.group_id)
+    def undelivered(self, request: bytes) -> None:
+        """Take back the leases that this request got, and of which the worker never heard; no attempt is charged."""
+        grant = self.grants.get(request)
+        if grant is None:
+            return
+        for lent in grant.lent:
+            group = self._book.groups.get(lent.group)
             if group is None:
                 continue
-            held = [i for i in leased.samples if group.samples[i].worker == worker]
-            held = [i for i in held if group.samples[i].attempt == leased.attempt]
+            held = [i for i in lent.samples if group.samples[i].worker == grant.worker]
+            held = [i for i in held if group.samples[i].attempt == lent.attempt]
             if held:
-                self._book.settle(self._take_back(worker, leased.group_id, held, charged=False))
-
-    def _take_back(self, worker: str, group_id: int, samples: list[int], *, charged: bool) -> Group:
-        group = self._book.groups[group_id]
-        for index in samples:
-            self._book.leases.end(worker, group_id, index)
-            group.samples[index].worker = None
-        self._book.counters["leases_lost"] += len(samples)
-        self._book.emit(LeaseLost(group=group_id, samples=samples, worker=worker, charged=charged))
-        return group
+                self._change(LeaseLost(group=lent.group, samples=held, worker=grant.worker, charged=False))
+        self._change(GrantVoided(request=request))
 
     def _charge(self, group: Group, samples: list[int], error: str) -> None:
-        """These samples, which no worker holds, used up one attempt each."""
+        """These samples used up one attempt each."""
         limit = self._book.settings.max_attempts
         for index in samples:
             sample = group.samples[index]
-            sample.failures += 1
-            exhausted = sample.failures >= limit
+            exhausted = sample.failures + 1 >= limit
             if exhausted and group.partition == TRAIN:
-                self._dead_letter(group, f"sample {index} failed {sample.failures} times; last: {error}")
+                text = f"sample {index} failed {sample.failures + 1} times; last: {error}"
+                self._change(DeadLettered(group=group.group_id, error=text))
                 return
-            if exhausted:
-                sample.dead = True
-                self._book.counters["eval_missing"] += 1
-                self._book.sample_given_up()
-            else:
-                self._book.counters["redelivered"] += 1
-            self._book.emit(
-                SampleFailed(group=group.group_id, sample=index, attempt=sample.attempt, error=error, dead=sample.dead)
+            failed = SampleFailed(
+                group=group.group_id, sample=index, attempt=sample.attempt, error=error, dead=exhausted
             )
-        self._book.settle(group)
+            self._change_sample(group, failed)
 
-    def _dead_letter(self, group: Group, error: str) -> None:
-        self._book.give_up(group)
-        self._book.counters["dead_letters"] += 1
-        self._book.emit(DeadLettered(group=group.group_id, error=error))
-
-    def drop(self, group_id: int, reason: str, counter: str = "dropped") -> None:
+    def drop(self, group_id: int, reason: str) -> None:
         """Give up a group that is in no batch, and count it."""
         group = self._book.groups[group_id]
         if group.state in (State.RESERVED, State.COMMITTED):
             raise ValueError(f"group {group_id} is {group.state}")
-        self._book.give_up(group)
-        self._book.counters[counter] += 1
-        self._book.emit(GroupDropped(group=group_id, reason=reason))
+        self._change(GroupDropped(group=group_id, reason=reason))
+
+    # --- what a change does -----------------------------------------------------------------------------------------
+
+    def admitted(self, event: Admitted) -> None:
+        """A waiting group more."""
+        book = self._book
+        if event.partition == TRAIN:
+            book.next_group, book.cursor = event.group + 1, event.cursor
+        else:
+            book.next_eval_group = event.group + 1
+        book.add(Group(event.group, event.task, event.partition, [Sample() for _ in range(event.samples)]))
+
+    def lease_given(self, event: LeaseGiven) -> None:
+        """The head of a line goes to a worker."""
+        book, group = self._book, self._book.groups[event.group]
+        book.take(group, event.min_version.step)
+        group.leases = event.attempt + 1
+        for index in event.samples:
+            group.samples[index].attempt = event.attempt
+            group.samples[index].worker = event.worker
+        book.leases.give(event.worker, event.group, event.samples, book.now)
+        book.settle(group)
+        lent = Lent(event.group, event.attempt, event.samples, event.min_version)
+        self.grants.give(event.request, event.worker, lent)
+
+    def grant_voided(self, event: GrantVoided) -> None:
+        """The answer is forgotten."""
+        self.grants.void(event.request)
+
+    def lease_lost(self, event: LeaseLost) -> None:
+        """Samples wait again."""
+        group = self._book.groups[event.group]
+        for index in event.samples:
+            self._book.leases.end(event.worker, event.group, index)
+            group.samples[index].worker = None
+        self._book.counters["leases_lost"] += len(event.samples)
+        self._book.settle(group)
+
+    def sample_stored(self, event: SampleStored) -> None:
+        """A sample is here."""
+        group = self._book.groups[event.headers[0].group_id]
+        index = event.headers[0].sample
+        sample = self._leave(group, index)
+        sample.headers = event.headers
+        self._book.stored(sample.nbytes)
+        self._book.settle(group)
+
+    def sample_failed(self, event: SampleFailed) -> None:
+        """A sample waits again, or is given up."""
+        group = self._book.groups[event.group]
+        sample = self._leave(group, event.sample)
+        sample.failures += 1
+        sample.dead = event.dead
+        if event.dead:
+            self._book.counters["eval_missing"] += 1
+            self._book.sample_given_up()
+        else:
+            self._book.counters["redelivered"] += 1
+        self._book.settle(group)
+
+    def _leave(self, group: Group, index: int) -> Sample:
+        """A sample that no worker holds any more."""
+        sample = group.samples[index]
+        if sample.worker is not None:
+            self._book.leases.end(sample.worker, group.group_id, index)
+            sample.worker = None
+        return sample
+
+    def signal_waived(self, event: SignalWaived) -> None:
+        """It is counted."""
+        self._book.counters["accepted_without_signal"] += 1
+
+    def group_dropped(self, event: GroupDropped) -> None:
+        """A group less; one without signal uses up the allowance."""
+        book = self._book
+        book.give_up(book.groups[event.group])
+        if event.reason == NO_SIGNAL:
+            book.refills_left -= 1
+            book.counters["refilled"] += 1
+        else:
+            book.counters["dropped"] += 1
+
+    def dead_lettered(self, event: DeadLettered) -> None:
+        """A group less."""
+        self._book.give_up(self._book.groups[event.group])
+        self._book.counters["dead_letters"] += 1
 
 
 def _belong_together(headers: Sequence[TrajectoryHeader]) -> bool:
@@ -254,3 +331,14 @@ def _bytes(headers: Sequence[TrajectoryHeader]) -> bytes:
 
 def _name(group_id: int, index: int) -> str:
     return f"sample {index} of group {group_id}"
+
+
+def _leased(group: Group, lent: Lent) -> LeasedGroup:
+    return LeasedGroup(
+        group_id=group.group_id,
+        partition=group.partition,
+        attempt=lent.attempt,
+        samples=lent.samples,
+        task=group.task,
+        min_version=lent.min_version,
+    )

@@ -1,17 +1,16 @@
 """Evaluations: the held-out tasks, admitted outside the slots, never trained."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+
+import msgspec
 
 from rl_async.messages import Done, NotReady, Refused, Reserved, Task
 from rl_async.transfer_queue.book import Book
-from rl_async.transfer_queue.delivery import Delivery
 from rl_async.transfer_queue.groups import EVAL, State
-from rl_async.transfer_queue.transitions import Admitted, EvalClosed, EvalOpened
+from rl_async.transfer_queue.transitions import Admitted, EvalAnswered, EvalClosed, EvalOpened, Transition
 
 
-@dataclass(slots=True)
-class Evaluation:
+class Evaluation(msgspec.Struct):
     """One round over the held-out tasks."""
 
     groups: list[int]
@@ -21,8 +20,8 @@ class Evaluation:
 class Evaluations:
     """Evaluations by id. One whose result was given out is forgotten when the next begins."""
 
-    def __init__(self, book: Book, delivery: Delivery, tasks: Sequence[Task]) -> None:
-        self._book, self._delivery, self._tasks = book, delivery, tasks
+    def __init__(self, book: Book, change: Callable[[Transition], None], tasks: Sequence[Task]) -> None:
+        self._book, self._change, self._tasks = book, change, tasks
         self._evals: dict[int, Evaluation] = {}
 
     def open(self, eval_id: int) -> Done | Refused:
@@ -35,12 +34,9 @@ class Evaluations:
         samples = self._book.settings.eval_samples
         first = self._book.next_eval_group
         groups = list(range(first, first + len(self._tasks)))
-        self._book.next_eval_group += len(groups)
         for group_id, task in zip(groups, self._tasks, strict=True):
-            self._book.emit(Admitted(group=group_id, partition=EVAL, samples=samples, task=task))
-            self._delivery.admit(group_id, task, EVAL, samples)
-        self._evals[eval_id] = Evaluation(groups)
-        self._book.emit(EvalOpened(eval_id=eval_id, groups=groups))
+            self._change(Admitted(group=group_id, partition=EVAL, samples=samples, task=task))
+        self._change(EvalOpened(eval_id=eval_id, groups=groups))
         return Done()
 
     def result(self, eval_id: int) -> Reserved | NotReady | Refused:
@@ -56,7 +52,8 @@ class Evaluations:
                 why=f"{len(unfinished)} of {len(groups)} groups of evaluation {eval_id} are unfinished, "
                 f"the first is {first.group_id} ({first.state})"
             )
-        evaluation.answered = True
+        if not evaluation.answered:
+            self._change(EvalAnswered(eval_id=eval_id))
         return Reserved(
             step=eval_id,
             headers=[header for group in groups for header in group.headers()],
@@ -74,7 +71,31 @@ class Evaluations:
             self._close(eval_id)
 
     def _close(self, eval_id: int) -> None:
-        groups = self._evals.pop(eval_id).groups
-        for group_id in groups:
-            self._book.remove(self._book.groups[group_id])
-        self._book.emit(EvalClosed(eval_id=eval_id, groups=groups))
+        self._change(EvalClosed(eval_id=eval_id, groups=self._evals[eval_id].groups))
+
+    # --- what a change does -----------------------------------------------------------------------------------------
+
+    def opened(self, event: EvalOpened) -> None:
+        """Its groups, just admitted, are one evaluation."""
+        self._evals[event.eval_id] = Evaluation(event.groups)
+
+    def answered(self, event: EvalAnswered) -> None:
+        """It need not be kept for long."""
+        self._evals[event.eval_id].answered = True
+
+    def closed(self, event: EvalClosed) -> None:
+        """It and its groups are forgotten."""
+        del self._evals[event.eval_id]
+        for group_id in event.groups:
+            if group_id in self._book.groups:
+                self._book.remove(self._book.groups[group_id])
+
+    # --- dump and load ----------------------------------------------------------------------------------------------
+
+    def dump(self) -> dict[int, Evaluation]:
+        """The state; equal for equal evaluations."""
+        return {eval_id: self._evals[eval_id] for eval_id in sorted(self._evals)}
+
+    def load(self, evals: dict[int, Evaluation]) -> None:
+        """Take over a state."""
+        self._evals = evals

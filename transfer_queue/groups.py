@@ -1,7 +1,8 @@
 """The records of the store: a group, its samples, and its state."""
 
-from dataclasses import dataclass, field
 from enum import StrEnum
+
+import msgspec
 
 from rl_async.messages import Task, TrajectoryHeader
 
@@ -19,14 +20,13 @@ class State(StrEnum):
     COMMITTED = "committed"
 
 
-@dataclass(slots=True)
-class Sample:
+class Sample(msgspec.Struct):
     """One episode to come. ``attempt`` is that of its newest lease and fences all older ones."""
 
     attempt: int = -1
     failures: int = 0
     worker: str | None = None  # who generates it now
-    headers: list[TrajectoryHeader] = field(default_factory=list)  # of its rows, once they are here
+    headers: list[TrajectoryHeader] = []  # of its rows, once they are here
     dead: bool = False  # evaluation only: given up
 
     @property
@@ -45,8 +45,7 @@ class Sample:
         return self.worker is None and not self.here and not self.dead
 
 
-@dataclass(slots=True)
-class Group:
+class Group(msgspec.Struct):
     """The samples of one task."""
 
     group_id: int
@@ -57,7 +56,6 @@ class Group:
     leases: int = 0  # handed out so far; the next lease's attempt number
     oldest: int | None = None  # step of the oldest weights that any of its tokens may come from
     pinned: int | None = None  # the step whose batch it belongs to whatever happens
-    queued: bool = field(default=False)  # has an entry in the waiting line
 
     def missing(self) -> list[int]:
         """Samples for which a worker should be found."""

@@ -1,28 +1,128 @@
-"""Where transitions are recorded."""
+"""Where transitions and payloads are recorded, so that another process can go on from them.
 
-from typing import Protocol
+``memory`` keeps them as long as the process lives. ``sqlite_journal.py`` and ``redis_journal.py`` keep them longer;
+docs/transfer_queue.md says what each of them guarantees.
+"""
 
-from rl_async.errors import ConfigError
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from rl_async.codec import Frame
+from rl_async.configs.schema import RunConfig
+from rl_async.messages import RowKey
+from rl_async.transfer_queue.payloads import Payloads, freed_by
 from rl_async.transfer_queue.transitions import Transition
+
+JOURNAL_SCHEMA = 1  # raise it when an older process would misread a transition or a dump of the store
+
+
+class Recovered(NamedTuple):
+    """What was recorded: ``dump`` stands for the first ``dumped`` transitions, ``transitions`` are the later ones."""
+
+    dump: bytes
+    dumped: int
+    transitions: Iterator[Transition]
 
 
 class Journal(Protocol):
-    """An append-only record of transitions."""
+    """The record of one run's queue. Only one process at a time may have it open.
+
+    All methods raise JournalError when the record cannot be kept; nothing may be answered after that.
+    """
+
+    @property
+    def run_id(self) -> str:
+        """Names the state: another one means that what an earlier queue knew is lost."""
+        ...
+
+    def recover(self) -> Recovered:
+        """What was flushed so far. Call it once, before anything else."""
+        ...
 
     def append(self, transition: Transition) -> None:
-        """Record one transition; it is as durable as the backend promises when this returns."""
+        """Record one transition, and free the payloads that it makes unreachable."""
+        ...
+
+    def put(self, group: int, sample: int, rows: Sequence[Frame]) -> None:
+        """Record the rows of one sample, by segment, unless they are here."""
+        ...
+
+    def get(self, key: RowKey) -> Frame | None:
+        """One row; None if it is not here."""
+        ...
+
+    def flush(self) -> None:
+        """Make everything so far durable, all of it or nothing. Called often, even when there is nothing."""
+        ...
+
+    @property
+    def outgrown(self) -> bool:
+        """Whether a dump of the store would be much shorter than the record."""
+        ...
+
+    def compact(self, dump: bytes) -> None:
+        """Replace all transitions, which are flushed, by the dump of the store that they led to."""
+        ...
+
+    def close(self) -> None:
+        """Let others have it; what was not flushed is forgotten."""
         ...
 
 
 class MemoryJournal:
-    """The store's own memory is the record: it ends with the process, so nothing is kept twice."""
+    """The store's own memory is the record of transitions; payloads are kept beside it. Both end with the process."""
+
+    outgrown = False
+
+    def __init__(self, name: str = "memory") -> None:
+        self.run_id = new_run_id(name)
+        self._payloads = Payloads()
+
+    def recover(self) -> Recovered:
+        """Nothing was recorded."""
+        return Recovered(b"", 0, iter(()))
 
     def append(self, transition: Transition) -> None:
-        """Nothing to do: no later process could read it."""
+        """Only frees payloads: no later process could read the transition."""
+        self._payloads.free(freed_by(transition))
+
+    def put(self, group: int, sample: int, rows: Sequence[Frame]) -> None:
+        """Keep the rows."""
+        self._payloads.put(group, sample, rows)
+
+    def get(self, key: RowKey) -> Frame | None:
+        """One row; None if it is not here."""
+        return self._payloads.get(key)
+
+    def flush(self) -> None:
+        """Nothing is durable here."""
+
+    def compact(self, dump: bytes) -> None:
+        """There is nothing to replace."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
-def make_journal(kind: str) -> Journal:
-    """The journal that ``queue.journal`` names. Raises ConfigError for one that this version does not have."""
-    if kind == "memory":
-        return MemoryJournal()
-    raise ConfigError(f"queue.journal: {kind!r} is not available in this version; use queue.journal=memory")
+def new_run_id(name: str) -> str:
+    """An id that no other queue has: clients that outlive a queue notice by it that the next one does not know them."""
+    return f"{name}-{secrets.token_hex(8)}"
+
+
+def open_journal(config: RunConfig, run: Path) -> Journal:
+    """The journal that ``queue.journal`` names, held by this process alone.
+
+    Raises JournalError if another process holds it, or if it cannot be read or written.
+    """
+    match config.queue.journal:
+        case "sqlite":
+            from rl_async.transfer_queue.sqlite_journal import SqliteJournal
+
+            return SqliteJournal(run, config.name, config.queue.sqlite_synchronous)
+        case "redis":
+            from rl_async.transfer_queue.redis_journal import RedisJournal
+
+            return RedisJournal(config.queue.redis_url, config.name)
+    return MemoryJournal(config.name)

@@ -38,6 +38,12 @@ class Leases:
         self._held.setdefault(worker, {}).setdefault(group, set()).update(samples)
         self._since.setdefault((worker, group), now)
 
+    def revive(self, now: float) -> None:
+        """After a replay, which knows no times: whoever holds something was heard of just now, and took it just now."""
+        for worker in self._held:
+            self.hear(worker, now)
+        self._since = dict.fromkeys(self._since, now)
+
     def end(self, worker: str, group: int, sample: int) -> None:
         """The worker holds this sample no longer."""
         held = self._held.get(worker, {})

@@ -1,14 +1,35 @@
-"""Trajectory payloads, kept as they were received and never decoded."""
+"""Which payloads a transition frees, and the table of those kept in memory. They are never decoded."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rl_async.codec import Frame
 from rl_async.messages import RowKey
-from rl_async.transfer_queue.transitions import DeadLettered, EvalClosed, GroupDropped, Retired, Transition
+from rl_async.transfer_queue.transitions import (
+    DeadLettered,
+    EvalClosed,
+    GroupDropped,
+    Retired,
+    RolledBack,
+    Transition,
+)
+
+ALL_GROUPS = None  # a fresh start frees everything
+
+
+def freed_by(transition: Transition) -> Sequence[int] | None:
+    """The groups whose payloads nobody can ask for after this; ALL_GROUPS after a fresh start."""
+    match transition:
+        case GroupDropped(group=group) | DeadLettered(group=group):
+            return (group,)
+        case Retired(groups=groups) | EvalClosed(groups=groups):
+            return groups
+        case RolledBack(fresh=True):
+            return ALL_GROUPS
+    return ()
 
 
 class Payloads:
-    """Rows by (group, sample, segment); a group's are freed when the store forgets the group."""
+    """Rows by (group, sample, segment)."""
 
     def __init__(self) -> None:
         self._groups: dict[int, dict[int, Sequence[Frame]]] = {}
@@ -23,11 +44,10 @@ class Payloads:
         rows = self._groups.get(group, {}).get(sample, ())
         return rows[segment] if 0 <= segment < len(rows) else None
 
-    def consume(self, transition: Transition) -> None:
-        """Free what the transition makes unreachable."""
-        match transition:
-            case GroupDropped(group=group) | DeadLettered(group=group):
-                self._groups.pop(group, None)
-            case Retired(groups=groups) | EvalClosed(groups=groups):
-                for group in groups:
-                    self._groups.pop(group, None)
+    def free(self, groups: Iterable[int] | None) -> None:
+        """Forget the payloads of these groups, or of all."""
+        if groups is None:
+            self._groups.clear()
+            return
+        for group in groups:
+            self._groups.pop(group, None)

@@ -1,11 +1,11 @@
-"""The queue's socket: one ROUTER on one event loop around the pure store.
+"""What the queue answers: requests and parked long-polls around the pure store, without a socket.
 
-    DEALERs --request--> [decode -> handler -> store] --reply--> DEALERs
-                                |  transitions
-                                v
-                 journal, ledger, payloads; parked long-polls are tried again
+    request --> [decode -> handler -> store] --> answers, to be sent when the journal has them (``loop.py``)
+                             |  transitions
+                             v
+              journal, ledger; parked long-polls are tried again
 
-Nothing but this loop touches the store, so handlers need no locks. A request that nobody can understand is answered
+One thread does all of it, so handlers need no locks. A request that nobody can understand is answered
 Malformed and counted; one that does not apply is answered Refused. Neither changes anything.
 """
 
@@ -18,22 +18,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-import zmq
-import zmq.asyncio
 
 from rl_async import messages as m
 from rl_async.codec import Frame
-from rl_async.errors import ProtocolError, UserError
+from rl_async.errors import ProtocolError
 from rl_async.transfer_queue import transitions as t
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.payloads import Payloads
+from rl_async.transfer_queue.journal import Journal
 from rl_async.transfer_queue.store import Store
 
 log = logging.getLogger("rl_async.queue")
 
-TICK_S = 0.05  # deadlines of waits and leases are kept to within this
 MAX_WAIT_S = 60.0  # longer waits are cut to this
-REMEMBERED = 4096  # answers to leases, and peers that said hello
+REMEMBERED = 4096  # peers that said hello, and those that were given leases
 
 
 class Answer(NamedTuple):
@@ -49,14 +46,6 @@ class Parked(NamedTuple):
     identity: bytes
     request: m.Request
     deadline: float
-
-
-class Granted(NamedTuple):
-    """The answer to a lease, who asked, and over which connection."""
-
-    identity: bytes
-    worker: str
-    leased: m.Leased
 
 
 class Outgoing(NamedTuple):
@@ -90,24 +79,19 @@ _WAKES: dict[type[m.Request], frozenset[type[t.Transition]]] = {
 
 
 class QueueServer:
-    """Answers requests from the store. ``handle`` and ``tick`` are synchronous; ``serve`` is the loop around them."""
+    """Answers requests from the store. What ``handle``, ``tick`` and ``undelivered`` return is to be sent once the
+    journal is flushed: no client may hear of what a crash could undo."""
 
     def __init__(
-        self,
-        store: Store,
-        payloads: Payloads,
-        feed: t.Feed,
-        run_id: str,
-        clock: Callable[[], float] = time.monotonic,
+        self, store: Store, journal: Journal, feed: t.Feed, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._store, self._payloads, self._run_id, self._clock = store, payloads, run_id, clock
+        self._store, self._journal, self._clock = store, journal, clock
         self._changed: set[type[t.Transition]] = set()
         feed.subscribe(lambda transition: self._changed.add(type(transition)))
         self._parked: dict[type[m.Request], dict[bytes, Parked]] = {kind: {} for kind in _WAKES}
         self._greeted: OrderedDict[bytes, str] = OrderedDict()  # identity -> name; the longest silent first
-        self._leased: OrderedDict[bytes, Granted] = OrderedDict()  # by request id, so that a resend gets the same
+        self._leased_to: OrderedDict[bytes, bytes] = OrderedDict()  # identity that got a lease first, by request id
         self._polls: dict[type[m.Request], Callable[[Any, bool], Answer | None]] = {
-            m.Lease: self._lease,
             m.Reserve: self._reserve,
             m.EvalResult: self._eval_result,
             m.Engines: self._engines,
@@ -129,35 +113,6 @@ class QueueServer:
             m.Status: lambda r: Answer(store.status(clock())),
             m.Finish: lambda r: Answer(store.finish()),
         }
-
-    # --- the loop ---------------------------------------------------------------------------------------------------
-
-    async def serve(self, socket: zmq.asyncio.Socket) -> None:
-        """Answer requests until cancelled.
-
-        Consumes: requests of all clients. Produces: replies, and the store's transitions. Waits for: the socket.
-        Unblocked by: a request, or the next tick, which ends leases and waits that are due.
-        """
-        while True:
-            outgoing = self.tick()
-            if await socket.poll(TICK_S * 1000):
-                parts = await socket.recv_multipart(copy=False)
-                outgoing += self.handle(parts)
-            await self._send(socket, outgoing)
-
-    async def _send(self, socket: zmq.asyncio.Socket, outgoing: list[Outgoing]) -> None:
-        """Send answers, and those that follow from one whose client is gone."""
-        while outgoing:
-            failed: list[Outgoing] = []
-            for message in outgoing:
-                frames = wire.encode(message.request_id, message.answer.reply, message.answer.payload)
-                try:
-                    await socket.send_multipart([message.identity, *frames], copy=False)
-                except zmq.ZMQError as error:
-                    if error.errno != zmq.EHOSTUNREACH:
-                        raise
-                    failed.append(message)
-            outgoing = [answer for message in failed for answer in self.undelivered(message)]
 
     def handle(self, parts: Sequence[Any]) -> list[Outgoing]:
         """Answer one message, and whatever was waiting for its effect."""
@@ -196,13 +151,10 @@ class QueueServer:
         for parked in self._parked.values():
             for request_id in [key for key, waiting in parked.items() if waiting.identity == message.identity]:
                 del parked[request_id]
-        granted = self._leased.get(message.request_id)
-        if granted is not None and granted.identity == message.identity:  # else it was a repetition
-            del self._leased[message.request_id]
-            log.info(
-                "%d groups leased by %s, which is gone, are taken back", len(granted.leased.groups), granted.worker
-            )
-            self._store.undelivered(granted.worker, granted.leased.groups)
+        if self._leased_to.get(message.request_id) == message.identity:  # else it was a repetition
+            del self._leased_to[message.request_id]
+            log.info("an answer with leases reached nobody; they are taken back")
+            self._store.undelivered(message.request_id)
         return self._wake()
 
     def _wake(self) -> list[Outgoing]:
@@ -234,7 +186,7 @@ class QueueServer:
         self._greeted.move_to_end(identity)
         if isinstance(request, m.Put):
             return self._put(request, message.payload)
-        if kind in self._polls:
+        if kind in self._parked:
             return self._poll(identity, message.request_id, request)
         return self._handlers[kind](request)
 
@@ -249,19 +201,11 @@ class QueueServer:
         return answer
 
     def _polled(self, request_id: bytes, waiting: Parked, *, last: bool) -> Answer | None:
-        """Try a long-poll; when ``last``, there is always an answer. A lease that was granted is granted again."""
-        granted = self._leased.get(request_id)
-        if granted is not None:
-            return Answer(granted.leased)
+        """Try a long-poll; when ``last``, there is always an answer."""
         request = waiting.request
-        answer = self._polls[type(request)](request, last)
-        if answer is None or not isinstance(request, m.Lease):
-            return answer
-        if isinstance(answer.reply, m.Leased) and answer.reply.groups:
-            self._leased[request_id] = Granted(waiting.identity, request.worker, answer.reply)
-            if len(self._leased) > REMEMBERED:
-                self._leased.popitem(last=False)
-        return answer
+        if isinstance(request, m.Lease):
+            return self._lease(request_id, waiting.identity, request, last)
+        return self._polls[type(request)](request, last)
 
     # --- handlers ---------------------------------------------------------------------------------------------------
 
@@ -273,7 +217,7 @@ class QueueServer:
         self._greeted.move_to_end(identity)
         if len(self._greeted) > REMEMBERED:
             self._greeted.popitem(last=False)
-        return Answer(m.Welcome(schema=m.SCHEMA, run_id=self._run_id))
+        return Answer(m.Welcome(schema=m.SCHEMA, run_id=self._journal.run_id))
 
     def _put(self, request: m.Put, payload: Sequence[Frame]) -> Answer:
         if not all(request.samples) or sum(map(len, request.samples)) != len(payload):
@@ -293,11 +237,11 @@ class QueueServer:
         if isinstance(reply, m.Refused):
             return reply
         if self._store.holds(headers[0].group_id):
-            self._payloads.put(headers[0].group_id, headers[0].sample, rows)
+            self._journal.put(headers[0].group_id, headers[0].sample, rows)
         return None
 
     def _fetch(self, request: m.Fetch) -> Answer:
-        rows = [self._payloads.get(key) for key in request.rows]
+        rows = [self._journal.get(key) for key in request.rows]
         missing = [key for key, row in zip(request.rows, rows) if row is None]
         if missing:
             return Answer(m.Refused(code="unknown_row", reason=f"no row (group, sample, segment) {missing[:8]}"))
@@ -307,9 +251,15 @@ class QueueServer:
         log.info("engine %s leaves: %s", request.engine_id, request.reason)
         return Answer(self._store.remove_engine(request.engine_id))
 
-    def _lease(self, request: m.Lease, last: bool) -> Answer | None:
-        reply = self._store.lease(request.worker, request.max_groups, self._clock())
-        return Answer(reply) if reply.groups or reply.finished or last else None
+    def _lease(self, request_id: bytes, identity: bytes, request: m.Lease, last: bool) -> Answer | None:
+        """Groups, and who got them first over this connection, so that they can be taken back if it is gone."""
+        reply = self._store.lease(request.worker, request.max_groups, self._clock(), request_id)
+        if self._store.granted(request_id):
+            self._leased_to.setdefault(request_id, identity)
+            if len(self._leased_to) > REMEMBERED:
+                self._leased_to.popitem(last=False)
+            return Answer(reply)
+        return Answer(reply) if reply.finished or last else None
 
     def _reserve(self, request: m.Reserve, last: bool) -> Answer | None:
         reply = self._store.reserve(request.step, self._clock())
@@ -322,18 +272,3 @@ class QueueServer:
     def _engines(self, request: m.Engines, last: bool) -> Answer | None:
         reply = self._store.engines()
         return Answer(reply) if reply.revision > request.after or last else None
-
-
-def bind(context: zmq.asyncio.Context, address: str) -> zmq.asyncio.Socket:
-    """A ROUTER on ``address``. Raises UserError if it cannot be had."""
-    socket = context.socket(zmq.ROUTER)
-    socket.set(zmq.LINGER, wire.LINGER_MS)
-    socket.set(zmq.SNDHWM, 0)  # a reply is never dropped; there are at most as many as requests
-    socket.set(zmq.HEARTBEAT_IVL, wire.HEARTBEAT_MS)
-    socket.set(zmq.ROUTER_MANDATORY, 1)  # an answer to a client that is gone is an error, and its leases are taken back
-    try:
-        socket.bind(address)
-    except zmq.ZMQError as error:
-        socket.close(0)
-        raise UserError(f"the transfer queue cannot listen on {address}: {error.strerror} (queue.port)") from error
-    return socket

@@ -1,5 +1,8 @@
 """The queue's state machine: no sockets, no clock, no files. Time is passed in, changes come out as transitions.
 
+A verb decides, and changes the state by a transition and by nothing else; ``recover`` applies the same transitions
+again. So a store that was recovered is in the state in which the lost one was.
+
     tasks --admit--> WAITING --lease--> LEASED --put--> READY --reserve--> RESERVED --commit--> COMMITTED --retire-->
                         ^                  |              ^                   |                    |
                         +-- fail, expiry --+              +------ resume -----+--------------------+
@@ -8,13 +11,15 @@
 registry; all work on the one ``book.py``. The rules for staleness are in ``policy.py``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
 
 from rl_async.messages import (
     Done,
     EngineList,
     Leased,
-    LeasedGroup,
     NotReady,
     Refused,
     Reserved,
@@ -24,15 +29,26 @@ from rl_async.messages import (
     TrajectoryHeader,
     Version,
 )
-from rl_async.transfer_queue.batches import Batches
-from rl_async.transfer_queue.book import Book
+from rl_async.transfer_queue import transitions as t
+from rl_async.transfer_queue.batches import Batches, BatchesState
+from rl_async.transfer_queue.book import Book, BookState
 from rl_async.transfer_queue.delivery import Delivery
 from rl_async.transfer_queue.engines import Engines
-from rl_async.transfer_queue.evals import Evaluations
+from rl_async.transfer_queue.evals import Evaluation, Evaluations
+from rl_async.transfer_queue.grants import Grant
 from rl_async.transfer_queue.groups import State
 from rl_async.transfer_queue.policy import QueueSettings
 from rl_async.transfer_queue.source import TaskSource
-from rl_async.transfer_queue.transitions import RunFinished, Transition
+
+
+class StoreState(msgspec.Struct, kw_only=True):
+    """The whole state, but for the times of leases and what was counted of requests that changed nothing."""
+
+    book: BookState
+    grants: list[Grant]
+    batches: BatchesState
+    evals: dict[int, Evaluation]
+    engines: t.EnginesChanged
 
 
 class Store:
@@ -43,26 +59,105 @@ class Store:
         settings: QueueSettings,
         source: TaskSource,
         eval_tasks: Sequence[Task],
-        emit: Callable[[Transition], None],
+        emit: Callable[[t.Transition], None],
     ) -> None:
-        self._book = Book(settings, emit)
-        self._delivery = Delivery(self._book, source)
-        self._batches = Batches(self._book, self._delivery, source)
-        self._evals = Evaluations(self._book, self._delivery, eval_tasks)
-        self._engines = Engines(self._book)
+        self._emit, self._source = emit, source
+        book = self._book = Book(settings, source.cursor())
+        delivery = self._delivery = Delivery(book, self._change, source)
+        batches = self._batches = Batches(book, self._change, delivery, source)
+        evals = self._evals = Evaluations(book, self._change, eval_tasks)
+        self._engines = Engines(self._change)
+        self._effects: dict[type[t.Transition], Callable[[Any], None]] = {
+            t.Admitted: delivery.admitted,
+            t.LeaseGiven: delivery.lease_given,
+            t.GrantVoided: delivery.grant_voided,
+            t.LeaseLost: delivery.lease_lost,
+            t.SampleStored: delivery.sample_stored,
+            t.SampleFailed: delivery.sample_failed,
+            t.GroupReady: _announced,
+            t.SignalWaived: delivery.signal_waived,
+            t.GroupDropped: delivery.group_dropped,
+            t.DeadLettered: delivery.dead_lettered,
+            t.BatchReserved: batches.batch_reserved,
+            t.BatchCommitted: batches.batch_committed,
+            t.Published: batches.version_published,
+            t.Retired: batches.steps_retired,
+            t.Tightened: batches.bound_tightened,
+            t.RolledBack: batches.rolled_back,
+            t.EvalOpened: evals.opened,
+            t.EvalAnswered: evals.answered,
+            t.EvalClosed: evals.closed,
+            t.EnginesChanged: self._engines.changed,
+            t.RunFinished: self._run_finished,
+            t.Relaunched: self._relaunched,
+        }
+
+    def _change(self, transition: t.Transition) -> None:
+        """Apply and announce. The only way in which the state changes."""
+        self._effects[type(transition)](transition)
+        self._emit(transition)
+
+    # --- recovery ---------------------------------------------------------------------------------------------------
+
+    def dump(self) -> bytes:
+        """The whole state, for a journal's snapshot; equal for equal stores."""
+        state = StoreState(
+            book=self._book.dump(),
+            grants=self._delivery.grants.dump(),
+            batches=self._batches.dump(),
+            evals=self._evals.dump(),
+            engines=self._engines.dump(),
+        )
+        return msgspec.msgpack.encode(state)
+
+    def recover(self, dump: bytes, transitions: Iterable[t.Transition], now: float) -> None:
+        """Take over a dump, unless it is empty, and what came after it. Only a new store can.
+
+        Every worker with leases has a full lease time from ``now``. Nothing is emitted. Raises DataError if the tasks
+        are not those that the cursor was taken from.
+        """
+        self._book.now = now
+        if dump:
+            state = msgspec.msgpack.decode(dump, type=StoreState)
+            self._book.load(state.book)
+            self._delivery.grants.load(state.grants)
+            self._batches.load(state.batches)
+            self._evals.load(state.evals)
+            self._engines.changed(state.engines)
+        for transition in transitions:
+            self._effects[type(transition)](transition)
+        self._source.seek(self._book.cursor)
+        self._book.leases.revive(now)
+
+    def relaunch(self) -> None:
+        """All other processes of the run were started anew: nobody holds a lease, serves, or knows that it was over."""
+        self._delivery.revoke_all()
+        self._engines.forget_all()
+        if self._book.published is not None or self._book.finished:
+            self._change(t.Relaunched())
+
+    def _relaunched(self, event: t.Relaunched) -> None:
+        self._book.published, self._book.finished = None, False
+
+    def _run_finished(self, event: t.RunFinished) -> None:
+        self._book.finished = True
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
-    def lease(self, worker: str, max_groups: int, now: float) -> Leased:
+    def lease(self, worker: str, max_groups: int, now: float, request: bytes = b"") -> Leased:
         """Groups to generate; none if there are none, or if the worker was not heard of (``renew``) of late.
 
-        Raises DataError for a bad row of the task source.
+        The same ``request``, unless it is empty, gets the same groups. Raises DataError for a bad row of the source.
         """
-        return self._delivery.lease(worker, max_groups, now)
+        return self._delivery.lease(worker, max_groups, now, request)
 
-    def undelivered(self, worker: str, groups: Sequence[LeasedGroup]) -> None:
-        """The answer that gave these leases did not reach the worker."""
-        self._delivery.undelivered(worker, groups)
+    def granted(self, request: bytes) -> bool:
+        """Whether this request for leases was answered with groups."""
+        return self._delivery.granted(request)
+
+    def undelivered(self, request: bytes) -> None:
+        """The answer to this request for leases did not reach the worker."""
+        self._delivery.undelivered(request)
 
     def renew(self, worker: str, now: float) -> Done:
         """Hear of the worker: it keeps its leases, and may have more."""
@@ -136,9 +231,8 @@ class Store:
     def finish(self) -> Done:
         """The run is over."""
         if not self._book.finished:
-            self._book.finished = True
             self._evals.close_answered()
-            self._book.emit(RunFinished())
+            self._change(t.RunFinished())
         return Done()
 
     # --- engines ----------------------------------------------------------------------------------------------------
@@ -162,7 +256,7 @@ class Store:
     # --- what there is ----------------------------------------------------------------------------------------------
 
     def status(self, now: float) -> StatusReport:
-        """Counts of training groups, and counters since the start."""
+        """Counts of training groups; counters of changes since the run began, of other requests since the start."""
         book = self._book
         return StatusReport(
             published=self._published(),
@@ -176,15 +270,19 @@ class Store:
             max_staleness=book.max_staleness,
             admitted=book.next_group,
             payload_bytes=book.payload_bytes,
-            counters=dict(book.counters),
+            counters=dict(book.counters + book.asked) | {name: n for name, n in book.counters.items() if not n},
             oldest_lease_s=book.leases.oldest_s(now),
             workers=book.leases.workers,
             finished=book.finished,
         )
 
     def count(self, counter: str) -> None:
-        """Add one to a counter of the status report."""
-        self._book.counters[counter] += 1
+        """Add one to a counter of the status report that is not recorded."""
+        self._book.asked[counter] += 1
 
     def _published(self) -> Version:
         return self._book.published or Version(self._book.lineage, -1)
+
+
+def _announced(event: t.GroupReady) -> None:
+    """Nothing to do: the sample that completed the group has made it ready."""

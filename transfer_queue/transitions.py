@@ -1,8 +1,9 @@
 """What happened in the store, as facts in order.
 
-The store emits one of these for every change that must outlive it. The journal records them, the ledger writes some
-of them down for people and for the audit, the payload table frees bytes by them, and the server wakes waiting
-requests by them.
+A change of the store's state IS one of these: the store decides on it, applies it and emits it, and a replay applies
+the same ones again. So a transition holds whatever its effect depends on, except the state before it. The journal
+records them and frees payloads by them, the ledger writes some of them down for people and for the audit, and the
+server wakes waiting requests by them.
 """
 
 from collections.abc import Callable
@@ -23,16 +24,27 @@ class Admitted(Transition, frozen=True, kw_only=True):
     partition: str  # train | eval
     samples: int
     task: Task
+    cursor: bytes = b""  # of the task source, behind this task; empty for evaluations
 
 
 class LeaseGiven(Transition, frozen=True, kw_only=True):
-    """A worker generates these samples, from weights of ``min_version`` or newer."""
+    """A worker generates these samples, from weights of ``min_version`` or newer.
+
+    ``request`` names the question; asked again, it is answered with the same groups.
+    """
 
     group: int
     samples: list[int]
     attempt: int
     worker: str
     min_version: Version
+    request: bytes = b""
+
+
+class GrantVoided(Transition, frozen=True, kw_only=True):
+    """The answer to this request for leases never arrived; asked again, it is a new question."""
+
+    request: bytes
 
 
 class LeaseLost(Transition, frozen=True, kw_only=True):
@@ -67,6 +79,12 @@ class GroupReady(Transition, frozen=True, kw_only=True):
     partition: str
 
 
+class SignalWaived(Transition, frozen=True, kw_only=True):
+    """A group without signal was accepted, since the allowance for giving such groups up is used up."""
+
+    group: int
+
+
 class GroupDropped(Transition, frozen=True, kw_only=True):
     """A straggler, or a group without signal, was given up; another task takes its slot."""
 
@@ -82,10 +100,11 @@ class DeadLettered(Transition, frozen=True, kw_only=True):
 
 
 class BatchReserved(Transition, frozen=True, kw_only=True):
-    """The members of a step are fixed."""
+    """The members of a step are fixed; ``refills_left`` groups without signal may be given up from now on."""
 
     step: int
     groups: list[int]
+    refills_left: int = 0
 
 
 class BatchCommitted(Transition, frozen=True, kw_only=True):
@@ -125,15 +144,19 @@ class ReadmittedGroup(msgspec.Struct, frozen=True, kw_only=True):
 class RolledBack(Transition, frozen=True, kw_only=True):
     """Training goes on from ``step`` completed steps, and groups are admitted for the configured bound.
 
-    ``fresh``: this queue had no state; it took ``readmitted`` and ``next_group`` from the checkpoint, so what an
-    earlier queue admitted from ``next_group`` on is void.
+    ``fresh``: this queue had no state, or one that does not reach the checkpoint; it took all that follows from the
+    checkpoint, so what was admitted from ``next_group`` on is void.
     """
 
     step: int
     lineage: int
     fresh: bool
     next_group: int
+    max_staleness: int
     readmitted: list[ReadmittedGroup] = []
+    samples: int = 0  # of each readmitted group
+    given_up: int = 0  # groups that were dropped or dead-lettered before the checkpoint
+    cursor: bytes = b""  # of the task source
 
 
 class EvalOpened(Transition, frozen=True, kw_only=True):
@@ -141,6 +164,12 @@ class EvalOpened(Transition, frozen=True, kw_only=True):
 
     eval_id: int
     groups: list[int]
+
+
+class EvalAnswered(Transition, frozen=True, kw_only=True):
+    """The result of an evaluation was given out; it is forgotten when the next one begins."""
+
+    eval_id: int
 
 
 class EvalClosed(Transition, frozen=True, kw_only=True):
@@ -161,13 +190,19 @@ class RunFinished(Transition, frozen=True, kw_only=True):
     """Nothing more is admitted or leased."""
 
 
+class Relaunched(Transition, frozen=True, kw_only=True):
+    """Every other process of the run was started anew: nothing is published, and the run is not over."""
+
+
 TransitionType = (
     Admitted
     | LeaseGiven
+    | GrantVoided
     | LeaseLost
     | SampleStored
     | SampleFailed
     | GroupReady
+    | SignalWaived
     | GroupDropped
     | DeadLettered
     | BatchReserved
@@ -177,9 +212,11 @@ TransitionType = (
     | Tightened
     | RolledBack
     | EvalOpened
+    | EvalAnswered
     | EvalClosed
     | EnginesChanged
     | RunFinished
+    | Relaunched
 )
 
 Consumer = Callable[[Transition], None]

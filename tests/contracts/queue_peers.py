@@ -1,14 +1,11 @@
 """A queue on a thread, and what its clients send."""
 
 import asyncio
-import contextlib
-import secrets
 import threading
 
 import msgspec
 import numpy as np
 import zmq
-import zmq.asyncio
 
 from rl_async.messages import (
     SCHEMA,
@@ -22,9 +19,10 @@ from rl_async.messages import (
 )
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.client import QueueClient
-from rl_async.transfer_queue.payloads import Payloads
+from rl_async.transfer_queue.journal import MemoryJournal
+from rl_async.transfer_queue.loop import bind, serve
 from rl_async.transfer_queue.policy import QueueSettings
-from rl_async.transfer_queue.server import QueueServer, bind
+from rl_async.transfer_queue.server import QueueServer
 from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import Feed
 
@@ -47,32 +45,25 @@ class Source:
 
 
 class RunningQueue:
-    """A queue on a thread with its own event loop."""
+    """A queue with a memory journal, on a thread."""
 
     def __init__(self, address: str, settings: QueueSettings) -> None:
         self.address = address
-        self._ready, self._stop = threading.Event(), asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(settings)))
+        self._ready, self._stop = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._serve, args=[settings])
         self._thread.start()
         assert self._ready.wait(10)
 
-    async def _serve(self, settings: QueueSettings) -> None:
-        self._loop = asyncio.get_running_loop()
-        payloads = Payloads()
-        feed = Feed(payloads.consume)
+    def _serve(self, settings: QueueSettings) -> None:
+        journal = MemoryJournal()
+        feed = Feed(journal.append)
         store = Store(settings, Source(), [Source().next()], feed)
-        with zmq.asyncio.Context() as context, bind(context, self.address) as socket:
-            serving = asyncio.create_task(QueueServer(store, payloads, feed, secrets.token_hex(4)).serve(socket))
+        with zmq.Context() as context, bind(context, self.address) as socket:
             self._ready.set()
-            await asyncio.wait([serving, asyncio.create_task(self._stop.wait())], return_when="FIRST_COMPLETED")
-            serving.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await serving
+            serve(socket, QueueServer(store, journal, feed), journal.flush, self._stop.is_set)
 
     def stop(self) -> None:
-        if self._thread.is_alive() and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._stop.set)
+        self._stop.set()
         self._thread.join(10)
         assert not self._thread.is_alive()
 

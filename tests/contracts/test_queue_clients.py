@@ -15,7 +15,7 @@ from rl_async.messages import (
 )
 from rl_async.transfer_queue import session, wire
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
-from rl_async.transfer_queue.server import bind
+from rl_async.transfer_queue.loop import bind
 from tests.contracts.queue_peers import SETTINGS, RunningQueue, worker
 
 

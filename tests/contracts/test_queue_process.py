@@ -8,11 +8,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from rl_async.configs.load import dump
-from rl_async.configs.schema import DataConfig, EvalConfig, ModelConfig, RunConfig
+from rl_async.configs.schema import DataConfig, EvalConfig, ModelConfig, QueueConfig, RunConfig
 from rl_async.messages import NotReady, Version
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
 
@@ -20,6 +19,7 @@ CONFIG = RunConfig(
     model=ModelConfig(path="no-model-needed"),
     data=DataConfig(path="tasks.jsonl", eval_path="tasks.jsonl", train_batch_groups=2),
     eval=EvalConfig(tasks=3),
+    queue=QueueConfig(journal="memory"),
     name="unit",
 )
 
@@ -72,7 +72,8 @@ async def test_the_process_serves_and_ends_on_sigterm(run, port):
         process.wait()
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
-    ledger = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+    journal, *ledger = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+    assert journal["event"] == "journal" and journal["id"].startswith("unit-")
     assert [(line["event"], line["partition"]) for line in ledger] == [("admit", "eval")] * 3 + [("admit", "train")] * 2
 
 
@@ -118,9 +119,3 @@ def test_a_taken_port_is_one_clear_line(run):
 
 def test_a_missing_config_is_one_clear_line(tmp_path, port):
     ends_with(tmp_path, port, "config.yaml")
-
-
-def test_a_missing_journal_is_one_clear_line(run, port):
-    queue = msgspec.structs.replace(CONFIG.queue, journal="sqlite")
-    (run / "config.yaml").write_text(dump(msgspec.structs.replace(CONFIG, queue=queue)))
-    ends_with(run, port, "queue.journal")

@@ -16,7 +16,7 @@ from rl_async.messages import (
     Version,
     Welcome,
 )
-from rl_async.transfer_queue.server import bind
+from rl_async.transfer_queue.loop import bind
 from tests.contracts.queue_peers import HELLO, ID, Source, ask, trajectory
 
 

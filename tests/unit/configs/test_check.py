@@ -30,8 +30,8 @@ from rl_async.errors import ConfigError
             ["rollout.engine_args", "vLLM", "SGLang"],
         ),
         (["trainer.backend=megatron"], ["trainer.backend=megatron", "not available yet"]),
-        (["queue.journal=sqlite"], ["queue.journal=sqlite", "not available yet"]),
-        (["queue.journal=redis"], ["queue.journal=redis", "not available yet"]),
+        (["queue.redis_url=localhost"], ["queue.redis_url", "redis://"]),
+        (["queue.redis_url=redis://:secret@host:1/0"], ["queue.redis_url", "RL_ASYNC_REDIS_PASSWORD"]),
         (["model.device=cpu", "weight_sync.transport=nccl"], ["weight_sync.transport=nccl", "model.device=cpu"]),
         (["mode=colocated", "weight_sync.transport=nccl"], ["weight_sync.transport=nccl", "colocated"]),
         (["weight_sync.folder=/shared"], ["weight_sync.folder", "weight_sync.transport=disk"]),
@@ -135,5 +135,5 @@ def test_estimators_without_groups_take_a_group_of_one(name: str) -> None:
 
 def test_all_broken_rules_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config("calculator", ["rollout.engine=[vllm, sglang]", "queue.journal=redis"])
-    assert "rollout.engine" in str(caught.value) and "queue.journal" in str(caught.value)
+        load_config("calculator", ["rollout.engine=[vllm, sglang]", "queue.redis_url=x"])
+    assert "rollout.engine" in str(caught.value) and "queue.redis_url" in str(caught.value)

@@ -19,7 +19,14 @@ ROLES = Path(__file__).with_name("roles.py")
 DEADLINE_S = 60.0
 
 
-def fake_plan(folder: Path, *, stop_timeout_s: float = 20.0, max_restarts: int = 2, reward_model: bool = False) -> Plan:
+def fake_plan(
+    folder: Path,
+    *,
+    stop_timeout_s: float = 20.0,
+    max_restarts: int = 2,
+    reward_model: bool = False,
+    queue_restarts: int = 0,
+) -> Plan:
     """One process of each role; the trainer is done when ``folder/go`` exists."""
     (folder / "logs").mkdir(exist_ok=True)
 
@@ -35,7 +42,7 @@ def fake_plan(folder: Path, *, stop_timeout_s: float = 20.0, max_restarts: int =
         mode="disaggregated",
         transport="gloo",
         prepare=spec("prepare"),
-        queue=spec("queue", "{queue}", restarts=0),
+        queue=spec("queue", "{queue}", restarts=queue_restarts),
         engines=(spec("engine", "{engine-0}"),),
         workers=(spec("worker"),),
         trainers=(spec("trainer", "{queue}"),),

@@ -4,7 +4,6 @@ Each appends its pid to ``FOLDER/KIND.pids``. How it behaves is said by a file `
 ``work``, ``exit CODE``, ``stubborn`` or ``grandchild``, one for each start; the last one counts for all that follow.
 """
 
-import asyncio
 import http.server
 import os
 import signal
@@ -44,20 +43,23 @@ class Healthy(http.server.BaseHTTPRequestHandler):
         """Quiet."""
 
 
-async def queue(port: int) -> None:
-    import zmq.asyncio
+def queue(folder: Path, port: int) -> None:
+    import zmq
 
-    from rl_async.transfer_queue.payloads import Payloads
+    from rl_async.transfer_queue.loop import bind, serve
     from rl_async.transfer_queue.policy import QueueSettings
-    from rl_async.transfer_queue.server import QueueServer, bind
+    from rl_async.transfer_queue.server import QueueServer
+    from rl_async.transfer_queue.sqlite_journal import SqliteJournal
     from rl_async.transfer_queue.store import Store
     from rl_async.transfer_queue.transitions import Feed
 
-    payloads = Payloads()
-    feed = Feed(payloads.consume)
+    journal = SqliteJournal(folder, "fake")
+    feed = Feed(journal.append)
     store = Store(QueueSettings(steps=1, batch_groups=1, group_size=2), NoTasks(), [], feed)
-    with zmq.asyncio.Context() as context, bind(context, ADDRESS.format(port)) as socket:
-        await QueueServer(store, payloads, feed, "fake").serve(socket)
+    recovered = journal.recover()
+    store.recover(recovered.dump, recovered.transitions, 0.0)
+    with zmq.Context() as context, bind(context, ADDRESS.format(port)) as socket:
+        serve(socket, QueueServer(store, journal, feed), journal.flush, lambda: False)
 
 
 def trainer(folder: Path, port: int, resumed: bool) -> None:
@@ -95,7 +97,7 @@ def main() -> None:
         print("error: the data is wrong" if what[-1] == "2" else "something broke", file=sys.stderr, flush=True)
         sys.exit(int(what[-1]))
     if kind == "queue":
-        asyncio.run(queue(port))
+        queue(folder, port)
     elif kind in ("engine", "reward-model"):
         http.server.ThreadingHTTPServer(("127.0.0.1", port), Healthy).serve_forever()
     elif kind == "trainer":

@@ -180,6 +180,28 @@ async def test_the_death_of_the_queue_ends_the_run(rig: Any, make_plan: Any) -> 
     assert rig.alive() == []
 
 
+async def test_a_queue_whose_journal_outlives_it_is_started_again(rig: Any, make_plan: Any) -> None:
+    async def meddle(supervisor: Supervisor) -> None:
+        for restarts in (0, 1, 2):
+            await eventually(lambda restarts=restarts: state(supervisor, "queue") == ("running", restarts))
+            await eventually(lambda: state(supervisor, "engine-0") == ("running", 0))
+            assert await registered(supervisor) == ["engine-0"], "the registry outlived the queue"
+            if restarts < 2:
+                os.kill(rig.pids("queue")[-1], signal.SIGKILL)
+        rig.go()
+
+    supervisor = await supervise(rig, make_plan(rig.folder, queue_restarts=2), meddle)
+    assert state(supervisor, "queue") == ("ended", 2)
+    assert len(rig.pids("engine")) == len(rig.pids("worker")) == len(rig.pids("trainer")) == 1
+
+
+async def test_a_queue_that_dies_too_often_ends_the_run(rig: Any, make_plan: Any) -> None:
+    rig.do("queue", "exit 7")
+    with pytest.raises(RoleFailed, match=r"queue failed \(exit code 7 after 1 restarts\)"):
+        await supervise(rig, make_plan(rig.folder, queue_restarts=1))
+    assert rig.alive() == []
+
+
 async def test_what_a_role_started_ends_with_it(rig: Any, make_plan: Any) -> None:
     rig.do("worker", "grandchild")
 

@@ -35,7 +35,8 @@ def test_one_process_per_engine_worker_and_rank() -> None:
 def test_the_command_lines_of_the_roles() -> None:
     planned = plan(load_config("calculator"), RUN)
     commands = {spec.role: " ".join(spec.command(PORTS)[1:]) for spec in planned.processes}
-    assert commands["queue"] == "-m rl_async.transfer_queue --run runs/x --address tcp://127.0.0.1:1001"
+    assert commands["queue"] == "-m rl_async.transfer_queue --run runs/x --address tcp://127.0.0.1:1001 --relaunched"
+    assert "--relaunched" not in planned.queue.command(PORTS, restarted=True), "then the others live on"
     assert commands["engine"] == "-m rl_async.rollout_server --run runs/x --index 0 --port 1002"
     assert commands["worker"] == "-m rl_async.agent_loop --run runs/x --index 0 --queue tcp://127.0.0.1:1001"
     assert commands["trainer"] == "-m rl_async.trainer --run runs/x --queue tcp://127.0.0.1:1001"
@@ -75,10 +76,13 @@ def test_only_a_trainer_that_starts_again_resumes() -> None:
     assert resumed.command(PORTS).count("--resume") == resumed.command(PORTS, restarted=True).count("--resume") == 1
 
 
-def test_the_queue_is_never_restarted_and_the_others_as_often_as_configured() -> None:
-    planned = plan(load_config("calculator", ["launcher.max_restarts=7"]), RUN)
+@pytest.mark.parametrize(("journal", "restarts"), [("memory", 0), ("sqlite", 7), ("redis", 7)])
+def test_processes_are_restarted_as_often_as_configured_and_a_queue_that_forgets_never(
+    journal: str, restarts: int
+) -> None:
+    planned = plan(load_config("calculator", ["launcher.max_restarts=7", f"queue.journal={journal}"]), RUN)
     assert {spec.role: spec.max_restarts for spec in planned.processes} == {
-        "queue": 0,
+        "queue": restarts,
         "engine": 7,
         "worker": 7,
         "trainer": 7,

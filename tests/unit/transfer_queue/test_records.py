@@ -1,26 +1,25 @@
 """Journal, ledger, payloads and the envelope."""
 
 import json
+from contextlib import closing
 
 import pytest
 
-from rl_async.errors import ConfigError, ProtocolError
+from rl_async.errors import JournalError, ProtocolError
 from rl_async.messages import Done, Malformed, Status, Version
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.journal import MemoryJournal, make_journal
 from rl_async.transfer_queue.leases import Leases, Lost
 from rl_async.transfer_queue.ledger import Ledger
-from rl_async.transfer_queue.payloads import Payloads
-from rl_async.transfer_queue.transitions import EvalClosed, Feed, GroupDropped, Published, Retired, RunFinished
-
-
-def test_only_the_memory_journal_exists():
-    journal = make_journal("memory")
-    assert isinstance(journal, MemoryJournal)
-    journal.append(RunFinished())
-    for kind in ("sqlite", "redis"):
-        with pytest.raises(ConfigError, match=r"queue\.journal"):
-            make_journal(kind)
+from rl_async.transfer_queue.payloads import Payloads, freed_by
+from rl_async.transfer_queue.transitions import (
+    EvalClosed,
+    Feed,
+    GroupDropped,
+    Published,
+    Retired,
+    RolledBack,
+    RunFinished,
+)
 
 
 def test_ledger_has_one_line_per_event_and_is_only_appended(make_rig, tmp_path):
@@ -40,8 +39,10 @@ def test_ledger_has_one_line_per_event_and_is_only_appended(make_rig, tmp_path):
     ledger = Ledger(path)
     for transition in rig.seen:
         ledger.append(transition)
+    assert path.read_bytes() == b"", "nothing is written before the flush"
+    ledger.flush()
     ledger.close()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = without_numbers(path)
     assert lines[0] == {"event": "admit", "group": 0, "task": "t0", "partition": "train", "samples": 2}
     assert [line["event"] for line in lines] == [
         *("admit", "admit"),
@@ -61,14 +62,75 @@ def test_ledger_has_one_line_per_event_and_is_only_appended(make_rig, tmp_path):
         file.write(b'{"event":"fi')  # torn by a crash
     again = Ledger(path)
     again.append(RunFinished())
+    again.flush()
     again.close()
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [*lines, {"event": "finish"}]
+    assert without_numbers(path) == [*lines, {"event": "finish"}]
+
+
+def without_numbers(path):
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "seq"} for line in lines]
+
+
+def follow(path, journal, count, transitions):
+    """A queue that goes on from a journal of these transitions."""
+    ledger = Ledger(path)
+    ledger.follow(journal, count)
+    assert list(ledger.catch_up(transitions)) == transitions
+    assert ledger.count == count + len(transitions)
+    return ledger
+
+
+DROPS = [GroupDropped(group=group, reason="") for group in range(6)]
+
+
+def dropped(path):
+    return [line.get("group", line.get("id")) for line in without_numbers(path)]
+
+
+def test_a_ledger_is_completed_from_the_journal(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = follow(path, "one", 0, [])
+    for transition in DROPS[:2]:
+        ledger.append(transition)
+    ledger.flush()
+    ledger.append(DROPS[2])  # the journal has it, and the queue is killed
+    ledger.close()
+    ledger = follow(path, "one", 0, DROPS[:3])
+    ledger.close()
+    assert dropped(path) == ["one", 0, 1, 2]
+    follow(path, "one", 2, [*DROPS[2:4], Published(version=Version(0, 1), released=[])]).close()
+    assert dropped(path) == ["one", 0, 1, 2, 3]
+
+
+def test_what_a_journal_lost_is_cut_off_the_ledger_and_another_journal_cuts_nothing(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    follow(path, "one", 0, DROPS).close()
+    ledger = follow(path, "one", 0, DROPS[:4])
+    ledger.append(RunFinished())
+    ledger.flush()
+    ledger.close()
+    assert dropped(path) == ["one", 0, 1, 2, 3, None]
+    ledger = follow(path, "two", 0, [])
+    ledger.append(DROPS[5])
+    ledger.flush()
+    ledger.close()
+    assert dropped(path) == ["one", 0, 1, 2, 3, None, "two", 5]
+    follow(path, "two", 0, []).close()
+    assert dropped(path) == ["one", 0, 1, 2, 3, None, "two"]
+
+
+def test_a_ledger_that_is_none_is_named(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    path.write_text('{"event":"admit"}\nnonsense\n')
+    with closing(Ledger(path)) as ledger, pytest.raises(JournalError, match=r"ledger\.jsonl:2"):
+        ledger.follow("one", 0)
 
 
 def test_payloads_are_freed_with_their_groups():
     payloads = Payloads()
     feed = Feed()
-    feed.subscribe(payloads.consume)
+    feed.subscribe(lambda transition: payloads.free(freed_by(transition)))
     for group in range(4):
         payloads.put(group, 0, [b"x", b"y"])
     feed(GroupDropped(group=0, reason=""))
@@ -81,6 +143,10 @@ def test_payloads_are_freed_with_their_groups():
         None,
         None,
     ]
+    feed(RolledBack(step=0, lineage=1, fresh=False, next_group=4, max_staleness=1))
+    assert payloads.get((3, 0, 0)) == b"x"
+    feed(RolledBack(step=0, lineage=2, fresh=True, next_group=4, max_staleness=1))
+    assert payloads.get((3, 0, 0)) is None
 
 
 def test_leases_live_as_long_as_their_worker_is_heard():

@@ -6,7 +6,7 @@ import pytest
 
 from rl_async import messages as m
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.payloads import Payloads
+from rl_async.transfer_queue.journal import MemoryJournal
 from rl_async.transfer_queue.policy import QueueSettings
 from rl_async.transfer_queue.server import Outgoing, QueueServer
 from rl_async.transfer_queue.store import Store
@@ -23,10 +23,10 @@ class Served:
         self.now = 0.0
         self.seen: list[Transition] = []
         self._ids = wire.RequestIds()
-        payloads = Payloads()
-        feed = Feed(self.seen.append, payloads.consume)
+        journal = MemoryJournal()
+        feed = Feed(self.seen.append, journal.append)
         settings = QueueSettings(steps=10, batch_groups=2, group_size=1, lease_s=LEASE_S, max_attempts=1)
-        self.server = QueueServer(Store(settings, CountingSource(), [], feed), payloads, feed, "run", lambda: self.now)
+        self.server = QueueServer(Store(settings, CountingSource(), [], feed), journal, feed, lambda: self.now)
 
     def ask(self, name: str, request: m.Request) -> list[Outgoing]:
         return self.server.handle([name.encode(), *wire.encode(self._ids.take(), request)])

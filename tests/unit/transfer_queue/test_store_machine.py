@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -21,8 +22,15 @@ from rl_async.transfer_queue.delivery import NO_SIGNAL
 from rl_async.transfer_queue.groups import EVAL_GROUPS
 from rl_async.transfer_queue.policy import QueueSettings
 from rl_async.transfer_queue.store import Store
-from rl_async.transfer_queue.transitions import Admitted, DeadLettered, GroupDropped
+from rl_async.transfer_queue.transitions import (
+    Admitted,
+    DeadLettered,
+    GroupDropped,
+    Transition,
+    TransitionType,
+)
 
+EVAL_TASK = Task(task_id="e0", data_source="", prompt=[], ground_truth="")
 STEPS, BATCH, GROUP, LEASE_S = 6, 2, 2, 10.0
 WORKERS = ["a", "b"]
 
@@ -40,6 +48,11 @@ class Source:
 
     def seek(self, cursor: bytes) -> None:
         self.taken = int(cursor)
+
+
+def recorded(transition: Transition) -> Transition:
+    """As it comes back from a journal."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(transition), type=TransitionType)
 
 
 def segments(group_id: int, sample: int) -> int:
@@ -76,12 +89,29 @@ class Histories(RuleBasedStateMachine):
         self.publish()
 
     def open_queue(self) -> None:
-        self.source = Source()
         self.seen: list[Any] = []
+        self.dumped = (b"", 0)  # a dump, and how many transitions came before it
+        self.requests = 0
         self.refills = 0  # groups given up for want of signal since a batch was complete
         self.held: list[tuple[str, LeasedGroup, int]] = []
-        self.store = Store(self.settings, self.source, [self.source.next()], self.seen.append)
-        self.source.taken = 0
+        self.store = self.new_store()
+
+    def new_store(self) -> Store:
+        self.source = Source()
+        return Store(self.settings, self.source, [EVAL_TASK], self.seen.append)
+
+    @rule(compact=st.booleans())
+    def queue_is_killed(self, compact: bool) -> None:
+        """Another takes its place, from what was recorded: a dump, if there was one, and what came later."""
+        before = self.store.dump()
+        if compact:
+            self.dumped = (before, len(self.seen))
+        dump, count = self.dumped
+        taken = self.source.taken
+        self.store = self.new_store()
+        self.store.recover(dump, [recorded(transition) for transition in self.seen[count:]], self.now)
+        assert self.store.dump() == before
+        assert self.source.taken == taken
 
     def publish(self) -> None:
         self.published = Version(self.lineage, self.step)
@@ -89,19 +119,32 @@ class Histories(RuleBasedStateMachine):
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
-    @rule(worker=st.sampled_from(WORKERS), count=st.integers(1, 4))
-    def lease(self, worker: str, count: int) -> None:
+    def new_request(self) -> bytes:
+        self.requests += 1
+        return self.requests.to_bytes(8, "big")
+
+    @rule(worker=st.sampled_from(WORKERS), count=st.integers(1, 4), crash=st.booleans())
+    def lease(self, worker: str, count: int, crash: bool = False) -> None:
+        """Also by a worker that did not get the answer before the queue was killed, and asks again."""
         self.store.renew(worker, self.now)
-        for group in self.store.lease(worker, count, self.now).groups:
+        request = self.new_request()
+        groups = self.store.lease(worker, count, self.now, request).groups
+        if crash and groups:
+            self.queue_is_killed(compact=False)
+            assert self.store.lease(worker, count, self.now, request).groups == groups
+        for group in groups:
             assert group.min_version == self.published
             self.held += [(worker, group, sample) for sample in group.samples]
 
     @rule(count=st.integers(1, 4))
     def lease_that_reaches_nobody(self, count: int) -> None:
         self.store.renew("gone", self.now)
-        groups = self.store.lease("gone", count, self.now).groups
-        self.store.undelivered("gone", groups)
-        self.store.undelivered("gone", groups)
+        request = self.new_request()
+        groups = self.store.lease("gone", count, self.now, request).groups
+        assert self.store.lease("gone", count, self.now, request).groups == groups
+        for _ in range(2):
+            self.store.undelivered(request)
+        assert not self.store.granted(request)
 
     def headers(self, group: LeasedGroup, sample: int, oldest: int) -> list[TrajectoryHeader]:
         """One row, or two of every third sample."""
