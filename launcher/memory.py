@@ -96,8 +96,8 @@ def engine_bytes(config: RunConfig, size: ModelSize | None) -> int | None:
 
 
 def queue_bytes(config: RunConfig) -> int:
-    """The most payload that the queue holds."""
-    return PYTHON_BYTES + config.queue.max_bytes
+    """The most payload that the queue holds; a journal outside its memory holds it instead."""
+    return PYTHON_BYTES + (config.queue.max_bytes if config.queue.journal == "memory" else 0)
 
 
 def worker_bytes(config: RunConfig) -> int:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -99,6 +100,10 @@ def wait_for_steps(home: Path, name: str, count: int, process: "subprocess.Popen
         assert process.poll() is None, process.communicate()[0][-4000:]
         assert time.monotonic() < deadline, f"run {name} did not reach step {count}"
         time.sleep(0.05)
+
+
+def log_of(home: Path, name: str, process: str) -> str:
+    return (home / "runs" / name / "logs" / f"{process}.log").read_text()
 
 
 def assert_complete(home: Path, name: str, bound: int) -> list[dict[str, float]]:
@@ -227,6 +232,9 @@ def test_interrupt_and_resume_everything(home: Path, start: Callable[..., Any]) 
     finish(run, code=130)
     finish(start("resumed", "--resume"))
     assert_complete(home, "resumed", bound=1)
+    journals = re.findall(r"(\d+) transitions in the journal", log_of(home, "resumed", "queue"))
+    assert len(journals) == 2 and int(journals[0]) == 0 < int(journals[1]), "the second queue goes on from the first"
+    assert re.search(r"the queue kept [1-9]\d* groups and admits 0 again", log_of(home, "resumed", "trainer-0"))
 
 
 BROKEN_TOOL = """
@@ -345,3 +353,14 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_message(home: Path, st
     output = finish(start("failing", "reward.functions=[{name: 'failing.py:score'}]", "eval.tasks=1"), code=1)
     assert "none of the batch's 16 trajectories could be scored" in output
     assert "no such column" in output
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_when_its_queue_is_killed_three_times(home: Path, start: Callable[..., Any]) -> None:
+    process = start("queue-killed")
+    for steps in (1, 3, 5):
+        wait_for_steps(home, "queue-killed", steps, process)
+        role(home, "queue-killed", "rl_async.transfer_queue").kill()
+    finish(process)
+    rows = assert_complete(home, "queue-killed", bound=1)
+    assert len(rows) == STEPS, "no step was trained twice: the trainer never noticed"

@@ -488,3 +488,80 @@ def test_the_rows_of_a_sample_come_together_or_not_at_all(make_rig):
     rig.store.retire(1)
     left = sum(h.nbytes for event in rig.of(SampleStored) for h in event.headers) - 50
     assert rig.store.status(0.0).payload_bytes == left
+
+
+# --- recovery ---------------------------------------------------------------------------------------------------------
+
+
+def recovered(make_rig, rig, transitions=None, now=100.0, **settings):
+    """Another store, from what the first one announced."""
+    other = make_rig(**settings)
+    other.now = now
+    other.store.recover(b"", rig.seen if transitions is None else transitions, now)
+    return other
+
+
+def test_workers_have_a_full_lease_time_after_a_recovery(make_rig):
+    rig = make_rig()
+    rig.publish(0)
+    groups = rig.lease()
+    other = recovered(make_rig, rig)
+    assert (other.store.status(100.0).workers, other.store.status(104.0).oldest_lease_s) == (1, 4.0)
+    other.store.expire(109.9)
+    assert other.of(LeaseLost) == []
+    other.put_all(groups[:1])
+    other.store.expire(120.0)
+    assert [lost.group for lost in other.of(LeaseLost)] == [1, 2, 3]
+
+
+def test_a_repeated_request_gets_its_groups_without_those_that_are_gone(make_rig):
+    rig = make_rig(max_attempts=1)
+    rig.publish(0)
+    rig.store.renew("w", 0.0)
+    first = rig.store.lease("w", 2, 0.0, b"one")
+    other = recovered(make_rig, rig, max_attempts=1)
+    assert other.store.lease("w", 2, 100.0, b"one") == first
+    assert other.of(LeaseLost) == [] and len(other.lease(max_groups=1)) == 1
+    other.store.fail("w", 0, 0, 0, "boom", 100.0)
+    assert [group.group_id for group in other.store.lease("w", 2, 100.0, b"one").groups] == [1]
+
+
+def test_a_queue_that_remembers_less_than_the_checkpoint_starts_from_it(make_rig):
+    """A power cut took the end of the journal; the checkpoint had been forced to disk."""
+    rig = make_rig()
+    rig.publish(0)
+    train_step(rig, 0)
+    known = list(rig.seen)
+    train_step(rig, 1)
+    snapshot = rig.store.snapshot()
+    assert rig.store.retire(2) == Done()
+    other = recovered(make_rig, rig, known)
+    assert other.store.resume(2, 1, b"").code == "wrong_step"
+    assert other.store.resume(2, 1, snapshot) == Resumed(kept=0, readmitted=2)
+    other.publish(2, lineage=1)
+    assert other.store.status(100.0).payload_bytes == 0
+    batch = train_step(other, 2, lineage=1)
+    assert members(batch) == [4, 5] and {task.task_id for task in batch.tasks.values()} == {"t4", "t5"}
+    assert [group.group_id for group in other.lease()][:2] == [8, 9]
+
+
+def test_a_relaunched_run_finds_no_engines_no_leases_and_no_end(make_rig):
+    rig = make_rig()
+    rig.store.relaunch()
+    assert rig.seen == [], "a new run has nothing to forget"
+    rig.store.register_engine("e0", "http://a", "embedded")
+    rig.publish(0)
+    rig.lease()
+    rig.store.finish()
+    other = recovered(make_rig, rig)
+    other.store.relaunch()
+    assert other.store.engines().engines == []
+    assert other.store.register_engine("e0", "http://elsewhere", "embedded") == Done()
+    status = other.store.status(100.0)
+    assert (status.finished, status.leased, status.waiting) == (False, 0, 4)
+    assert other.lease() == [], "nothing is published yet"
+    assert isinstance(other.store.resume(0, 1, b""), Resumed)
+    other.publish(0, lineage=1)
+    assert [group.attempt for group in other.lease()] == [1, 1, 1, 1]
+    seen = rig.seen + other.seen
+    assert recovered(make_rig, rig, seen).store.dump() == other.store.dump()
