@@ -1,7 +1,8 @@
 """How fast are engines, and what do the agent loop and the pool cost? Sampled tokens per second of the demo's model.
 
     pool_vs_bare_*                           episodes with tools through agent loop and pool / the same requests sent
-                                             straight to the engine by a bare client; 64 conversations at once
+                                             straight to the engine by a bare client; 64 conversations at once, on
+                                             the event loop that a worker has
     embedded_vs_vllm_tokens_per_s            over HTTP, bare client; the least of 8, 64 and 256 requests at once
     embedded_vs_static_batch_tokens_per_s    engine in this process / one batch of 256 by Transformers' `generate`
 
@@ -21,10 +22,12 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
 import torch
+import uvloop
 from engine_process import serving
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -36,7 +39,7 @@ from rl_async.configs.schema import RunConfig
 from rl_async.errors import EngineLost
 from rl_async.launcher.artifacts import needs_preparation
 from rl_async.launcher.prepare import prepare
-from rl_async.messages import EngineList, EngineRecord, LeasedGroup, Sampling, Version
+from rl_async.messages import EngineList, EngineRecord, LeasedGroup, Sampling, Task, Version
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Generator
 from rl_async.rollout_server.embedded.local import LocalEngine
 from rl_async.rollout_server.pool import EnginePool
@@ -121,6 +124,12 @@ class Recorder:
         return result
 
 
+def lease(config: RunConfig, task: Task, number: int) -> LeasedGroup:
+    """A whole group, as a worker gets it."""
+    samples = list(range(config.rollout.group_size))
+    return LeasedGroup(group_id=number, task=task, samples=samples, attempt=0, partition="train", min_version=V0)
+
+
 async def pool_against_bare(config: RunConfig, url: str, bare: Bare) -> tuple[float, float]:
     """Medians of (agent loop and pool, bare client)."""
     record = EngineRecord(engine_id="engine", url=url, kind="embedded", version=V0)
@@ -133,17 +142,16 @@ async def pool_against_bare(config: RunConfig, url: str, bare: Bare) -> tuple[fl
         recorder, places = Recorder(pool), asyncio.Semaphore(CONVERSATIONS)
         runner = EpisodeRunner(config, renderer, recorder)
 
-        groups = [
-            LeasedGroup(group_id=n, task=tasks.next(), samples=[0], attempt=0, partition="train", min_version=V0)
-            for n in range(repeat * EPISODES, (repeat + 1) * EPISODES)
-        ]
+        count = EPISODES // config.rollout.group_size
+        groups = [lease(config, tasks.next(), repeat * count + n) for n in range(count)]
+        episodes = [(group, sample) for group in groups for sample in group.samples]
 
-        async def play(group: LeasedGroup, runner: EpisodeRunner = runner, places: asyncio.Semaphore = places) -> None:
+        async def play(group: LeasedGroup, sample: int, runner: Any = runner, places: Any = places) -> None:
             async with places:
-                await runner.run(group, 0)
+                await runner.run(group, sample)
 
         with timed(rates[0]) as tokens:
-            await asyncio.gather(*map(play, groups))
+            await asyncio.gather(*(play(*episode) for episode in episodes))
             tokens += [request.max_tokens for asked in recorder.asked.values() for request in asked]
         rates[1].append(await rate(list(recorder.asked.values()), bare, CONVERSATIONS))
     await pool.close()
@@ -192,7 +200,7 @@ def main() -> None:
     if needs_preparation(config):
         prepare(config, print)
     torch.set_num_threads(1)
-    static, inside = asyncio.run(in_process(config))
+    static, inside = uvloop.run(in_process(config))
     result = {"embedded_vs_static_batch_tokens_per_s": inside / static}
     print(f"{'':34}{'tokens/s':>10}{'ratio':>8}")
     print(f"{f'static batch of {STATIC}, in process':34}{static:10,.0f}")
@@ -201,7 +209,7 @@ def main() -> None:
     rates: dict[str, dict[int, float]] = {}
     for kind in kinds:
         with tempfile.TemporaryDirectory() as folder, serving(kind, config, Path(folder), arguments.vllm) as url:
-            rates[kind], pool, bare = asyncio.run(over_http(config, url))
+            rates[kind], pool, bare = uvloop.run(over_http(config, url))
         result[f"pool_vs_bare_{kind}"] = pool / bare
         for count, found in rates[kind].items():
             ratio = f"{rates['embedded'][count] / found:8.2f}" if kind == "vllm" else ""

@@ -11,6 +11,7 @@ from rl_async.errors import EngineError, EngineLost, EngineRejected
 
 KEEP_ALIVE_S = 4.0  # servers hang up on idle connections after 5 s; a request that meets that would be lost
 HEALTH_S = 5.0
+FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class EngineHttp:
@@ -29,7 +30,7 @@ class EngineHttp:
         Raises EngineRejected for 4xx answers but 409, EngineLost for everything else that is not 200.
         """
         async with await self._open(method, path, body, params=params, headers=headers) as response:
-            return b"".join([data async for data in self._content(path, response)])
+            return await self._whole(path, response)
 
     async def sample(self, path: str, body: Any, headers: dict[str, str] | None = None) -> AsyncIterator[bytes]:
         """As ``call`` with POST, piece by piece, on a connection that is kept.
@@ -43,8 +44,11 @@ class EngineHttp:
                 raise
             opened = await self._open("POST", path, body, headers=headers)
         async with opened as response:
-            async for data in self._content(path, response):  # to its end, else the connection is not used again
-                yield data
+            try:
+                async for data in response.content.iter_any():  # to its end, else the connection is not used again
+                    yield data
+            except FAILURES as error:
+                raise self._lost(path, error) from error
 
     def failure(self, path: str, status: int, message: str) -> EngineError:
         """What an answer with this status means; 409: too old, another engine may do."""
@@ -64,20 +68,22 @@ class EngineHttp:
         sent = {"Content-Type": "application/json", "Connection": "close", **(headers or {})}
         try:
             response = await self._session.request(method, self.url + path, data=data, params=params, headers=sent)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineLost(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+        except FAILURES as error:
+            raise self._lost(path, error) from error
         if response.status == 200:
             return response
         async with response:
-            raw = b"".join([data async for data in self._content(path, response)])
+            raw = await self._whole(path, response)
         raise self.failure(path, response.status, raw[:500].decode(errors="replace"))
 
-    async def _content(self, path: str, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    async def _whole(self, path: str, response: aiohttp.ClientResponse) -> bytes:
         try:
-            async for data in response.content.iter_any():
-                yield data
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineLost(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+            return await response.read()
+        except FAILURES as error:
+            raise self._lost(path, error) from error
+
+    def _lost(self, path: str, error: Exception) -> EngineLost:
+        return EngineLost(f"{self.url}{path}: {type(error).__name__}: {error}")
 
     def decode(self, raw: bytes, kind: Any) -> Any:
         """``raw`` as the struct ``kind``. Raises EngineLost if it is something else."""

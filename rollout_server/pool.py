@@ -116,7 +116,7 @@ class EnginePool:
         current = {record.engine_id: record for record in engines.engines}
         for engine_id in self._members.keys() - current.keys():
             member = self._members.pop(engine_id)
-            member.gone.set()
+            member.lose()
             task = asyncio.ensure_future(member.client.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
@@ -205,7 +205,7 @@ class EnginePool:
             member.silent += 1
             if member.silent == SILENT_PROBES and not member.gone.is_set():
                 log.warning("%s answers no probe: %s", member.engine_id, error or type(error).__name__)
-                member.gone.set()
+                member.lose()
             return
         member.silent = 0
         if member.gone.is_set() and self._members.get(member.engine_id) is member:
@@ -217,22 +217,22 @@ class EnginePool:
         """Take the engine's answer. While it sleeps (the trainer has its device) the deadline moves on; a hung engine
         does not say that it sleeps. Raises EngineLost, EngineRejected or TimeoutError."""
         answer = asyncio.ensure_future(_read(member.client, progress))
-        gone = asyncio.ensure_future(member.gone.wait())
+        member.answers.add(answer)
         try:
             while True:
-                await asyncio.wait({answer, gone}, timeout=progress.left_s, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((answer,), timeout=progress.left_s)
+                if answer.cancelled():
+                    raise EngineLost("it is gone")
                 if answer.done():
                     return answer.result()
-                if gone.done():
-                    raise EngineLost("it is gone")
                 if not progress.late:
                     continue  # a part came meanwhile
                 if not await _sleeps(member.client):
                     raise TimeoutError(f"no token in {self._timeout_s:g} s")
                 progress.move_on()
         finally:
+            member.answers.discard(answer)
             answer.cancel()
-            gone.cancel()
 
     async def _route(self, progress: _Progress) -> Member[Engine]:
         while True:

@@ -38,7 +38,8 @@ class Member(Generic[C]):
         self.limit = self._most = float(max(FEWEST, math.ceil(1.25 * most)))
         self.set_aside_until = 0.0
         self.silent = 0  # probes in a row without an answer
-        self.gone = asyncio.Event()  # it left the registry, or answers no probes: whoever waits for it need not
+        self.gone = asyncio.Event()  # it left the registry, or answers no probes
+        self.answers: set[asyncio.Task[None]] = set()  # that are waited for
         self._load: EngineLoad | None = None
         self._pressed = False  # it had preempted with a full cache when it was last asked
 
@@ -56,6 +57,12 @@ class Member(Generic[C]):
     def has_room(self) -> bool:
         """Whether it may get one more request."""
         return self.requests < self.limit
+
+    def lose(self) -> None:
+        """It is gone: nobody waits for its answers any more."""
+        self.gone.set()
+        for answer in self.answers:
+            answer.cancel()
 
     def queued(self, request: GenerateRequest) -> float:
         """Tokens before a new request, others' included, by how much room is left in the cache.

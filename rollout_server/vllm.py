@@ -117,12 +117,18 @@ class VllmEngine:
         """
         answer, ended = IncomingAnswer(self.url, request, self._read_version), False
         headers = {MIN_VERSION_HEADER: str(request.min_version)}
-        async for event in _events(self._http.sample(GENERATE, _body(request), headers)):
-            choice = self._choice(event)
-            answer.add(choice.token_ids, [item.logprob for item in choice.logprobs.content] if choice.logprobs else [])
-            ended = choice.finish_reason is not None
-            if ended or choice.weight_versions is not None:
-                yield answer.part(choice.weight_versions or [], choice.finish_reason or "abort")
+        rest = b""
+        async for data in self._http.sample(GENERATE, _body(request), headers):
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                if not line.startswith(b"data: {"):  # an empty line, or the end
+                    continue
+                choice = self._choice(line.removeprefix(b"data: "))
+                logprobs = [item.logprob for item in choice.logprobs.content] if choice.logprobs else []
+                answer.add(choice.token_ids, logprobs)
+                ended = choice.finish_reason is not None
+                if ended or choice.weight_versions is not None:
+                    yield answer.part(choice.weight_versions or [], choice.finish_reason or "abort")
         if not ended:
             raise EngineLost(f"{self.url}{GENERATE}: the answer broke off")
 
@@ -245,13 +251,3 @@ def _body(request: GenerateRequest) -> _GenerateBody:
             seed=request.seed,
         ),
     )
-
-
-async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The JSON of each server-sent event."""
-    rest = b""
-    async for data in pieces:
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data: {"):
-                yield line.removeprefix(b"data: ")

@@ -2,13 +2,13 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from rl_async.errors import WeightSyncError
@@ -17,6 +17,7 @@ from rl_async.rollout_server.api import PauseMode
 from rl_async.rollout_server.embedded import dialect
 from rl_async.rollout_server.embedded.engine import Engine, checksums
 from rl_async.rollout_server.embedded.sequence import Sequence
+from rl_async.rollout_server.embedded.stream import News, SequenceStream
 from rl_async.weight_sync.protocol import FinishBody, InitBody, UpdateBody
 from rl_async.weight_sync.receiver import WeightReceiver
 
@@ -79,7 +80,7 @@ class Server:
 
         return guarded
 
-    async def generate(self, request: Request) -> Response:
+    async def generate(self, request: Request) -> Response | SequenceStream:
         """Sample; 409 when the weights are older than the request accepts, 400 when it cannot be served."""
         body = msgspec.json.decode(await request.body(), type=dialect.GenerateBody)
         core = self.engine.core
@@ -88,7 +89,7 @@ class Server:
         if (wanted := request.headers.get(MIN_VERSION_HEADER)) is not None and not self._serves(wanted):
             return _error(409, f"the weights are {core.version}, older than {wanted}")
         loop = asyncio.get_running_loop()
-        events: asyncio.Queue[Sequence] = asyncio.Queue()
+        events: News = asyncio.Queue()
 
         def post(sequence: Sequence) -> None:
             loop.call_soon_threadsafe(events.put_nowait, sequence)
@@ -107,12 +108,12 @@ class Server:
         )
         self.engine.submit(sequence)
         if body.stream:
-            return StreamingResponse(self._stream(sequence, events), media_type="text/event-stream")
+            return SequenceStream(sequence, events, self.engine.abort)
         if not await self._until_finished(request, sequence, events):
             return _error(400, "the client has gone")
         return _json(dialect.answer(sequence, self.model_name))
 
-    async def _until_finished(self, request: Request, sequence: Sequence, events: "asyncio.Queue[Sequence]") -> bool:
+    async def _until_finished(self, request: Request, sequence: Sequence, events: News) -> bool:
         """Wait for the sequence; abort it when the client hangs up. Returns whether the client is still there."""
         finished = asyncio.ensure_future(events.get())
         gone = asyncio.ensure_future(request.receive())  # after the body, the only message is the disconnect
@@ -123,24 +124,6 @@ class Server:
         finished.cancel()
         await asyncio.wrap_future(self.engine.abort(sequence))
         return False
-
-    async def _stream(self, sequence: Sequence, events: "asyncio.Queue[Sequence]") -> AsyncIterator[bytes]:
-        sent = 0
-        try:
-            while True:
-                await events.get()
-                finished = sequence.finish_reason is not None
-                count = len(sequence.logprobs)  # the engine's thread adds the log-probability after its token
-                if count > sent or finished:
-                    part = dialect.choice(sequence, sent) if finished else dialect.delta(sequence, sent, count)
-                    sent = count
-                    yield b"data: " + msgspec.json.encode({"choices": [part]}) + b"\n\n"
-                if finished:
-                    yield b"data: [DONE]\n\n"
-                    return
-        finally:
-            if sequence.finish_reason is None:
-                self.engine.abort(sequence)
 
     def _serves(self, wanted: str) -> bool:
         current = self.engine.core.version

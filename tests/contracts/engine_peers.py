@@ -28,6 +28,7 @@ class Peer:
 
     kind: str
     url: str
+    group: int  # of its processes: whatever the engine started is in it
 
 
 @contextmanager
@@ -60,7 +61,7 @@ def running(kind: str, model: Path, folder: Path, *, batch: int = 8, model_lengt
         if not asyncio.run(_healthy(url, process, START_S[kind])):
             print(log.read_text()[-4000:], file=sys.stderr)
             raise AssertionError(f"the {kind} engine did not start")
-        yield Peer(kind, url)
+        yield Peer(kind, url, process.pid)
     finally:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):

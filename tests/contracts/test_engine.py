@@ -25,6 +25,7 @@ from rl_async.weight_sync.groups import address
 from rl_async.weight_sync.ipc import SharedMemorySender
 from rl_async.weight_sync.protocol import Hold, InitInfo
 from tests.contracts.engine_peers import MAX_LENGTH, Peer, running
+from tests.contracts.engine_weights import differences, log_probabilities, scaled, send, tensors
 
 V0, V1 = Version(0, 0), Version(0, 1)
 LONG = 2000  # tokens: it takes long enough to sample them that something can happen meanwhile
@@ -46,27 +47,6 @@ async def engine(peer: Peer, model_folder: Path) -> AsyncIterator[VllmEngine]:
     await send(client, tensors(model_folder), V0)
     yield client
     await client.close()
-
-
-def tensors(folder: Path, scale: float = 1.0) -> list[tuple[str, torch.Tensor]]:
-    """The model's parameters, matrices scaled."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return [(n, p.detach() * (scale if p.dim() == 2 else 1.0)) for n, p in model.named_parameters()]
-
-
-async def send(client: VllmEngine, weights: list[tuple[str, torch.Tensor]], version: Version) -> None:
-    """A full update over shared memory, with requests in flight kept."""
-    buckets: list[Bucket] = list(make_buckets(weights, 1 << 12))  # what vLLM fuses comes in several of them
-    assert any(bucket.info.starts for bucket in buckets), "no parameter was cut"
-    await client.pause("keep")
-    await client.init_transfer(InitInfo(backend="ipc"))
-    await client.start_update()
-    sender = SharedMemorySender(1, "", 10.0)
-    for bucket in buckets:
-        await client.update(sender.stage(bucket))
-    sender.close()
-    await client.finish_update(version)
-    await client.resume()
 
 
 @asynccontextmanager
@@ -106,21 +86,14 @@ def ask(tokens: int = 8, max_tokens: int = 16, **more: Any) -> GenerateRequest:
     return GenerateRequest(request_id=secrets.token_hex(4), token_ids=ids, max_tokens=max_tokens, **settings)
 
 
-def reference(folder: Path, ids: list[int], scale: float = 1.0) -> torch.Tensor:
+def reference(folder: Path, ids: list[int]) -> torch.Tensor:
     """log-softmax [T, V] of a plain forward pass."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        for name, tensor in tensors(folder, scale):
-            model.get_parameter(name).copy_(tensor)
-        return model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    return log_probabilities(scaled(folder), ids)
 
 
 def difference(folder: Path, request: GenerateRequest, got: GenerateResult, scale: float = 1.0) -> torch.Tensor:
     """|engine - plain forward| per sampled token."""
-    ids = request.token_ids + got.token_ids
-    start = len(request.token_ids)
-    expected = reference(folder, ids, scale)[range(start - 1, len(ids) - 1), ids[start:]]
-    return (expected - torch.tensor(got.logprobs)).abs()
+    return differences(scaled(folder, scale), request, got)
 
 
 async def test_logprobs_agree_with_a_plain_forward_pass(engine: VllmEngine, model_folder: Path) -> None:
