@@ -197,19 +197,20 @@ class _Broadcast:
     group: dist.ProcessGroupGloo
     data: Tensor
     work: dist.Work
+    timeout_s: float
 
     def wait(self) -> None:
-        """Raises WeightSyncError if it failed, at its deadline at the latest."""
+        """Raises WeightSyncError if it failed, or does not end within ``timeout_s`` from now."""
         with _named(self.data):
-            self.work.wait()
+            self.work.wait(timedelta(seconds=self.timeout_s))
 
 
 def _begin(group: dist.ProcessGroupGloo, data: Tensor, timeout_s: float) -> _Broadcast:
     options = dist.BroadcastOptions()
     options.rootRank = 0
-    options.timeout = timedelta(seconds=timeout_s)
+    options.timeout = timedelta(seconds=2 * timeout_s)  # it may have to wait for the one before
     with _named(data):
-        return _Broadcast(group, data, group.broadcast([data], options))  # type: ignore[attr-defined]
+        return _Broadcast(group, data, group.broadcast([data], options), timeout_s)  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -230,8 +231,8 @@ def _settle(under_way: deque[_Broadcast]) -> None:
 
     def wait() -> None:
         while rest:
-            with suppress(WeightSyncError):  # the transfer was given up
-                rest[0].wait()
+            with suppress(RuntimeError):  # the transfer was given up
+                rest[0].work.wait()
             rest.pop(0)
 
     threading.Thread(target=wait, name="weight-transfer-end", daemon=True).start()

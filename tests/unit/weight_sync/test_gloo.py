@@ -125,3 +125,13 @@ def test_whoever_leaves_while_a_bucket_is_under_way_is_free_at_once(who: str) ->
             verify(again[1].receive(info), info)
     for end in again:
         end.close()
+
+
+def test_a_bucket_that_nobody_sends_is_given_up_at_the_deadline() -> None:
+    sender = GlooSender(1, "silent", 0.5)
+    with beside(sender.connect):
+        receiver = GlooReceiver(sender.init_info(0))
+    with pytest.raises(WeightSyncError, match=r"gloo broadcast of 20 bytes: .*[Tt]imed out"):
+        receiver.receive(packed()[0].info)
+    sender.close()
+    receiver.close()
