@@ -23,6 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -190,8 +191,13 @@ class Gloo:
 
     def buckets(self, buckets: list[Bucket]) -> float:
         began = time.perf_counter()
-        self._peer.ask("buckets", infos=[self._sender.stage(bucket) for bucket in buckets])
-        for bucket in buckets:
+        pairs = list(zip_longest(buckets, buckets[1:]))
+        infos = [msgspec.structs.replace(one.info, next_bytes=ahead.nbytes if ahead else 0) for one, ahead in pairs]
+        self._peer.ask("buckets", infos=infos)
+        self._sender.stage(buckets[0])
+        for bucket, ahead in pairs:
+            if ahead:
+                self._sender.stage(ahead)
             self._sender.send(bucket)
             self._sender.unstage()
         self._peer.answer()

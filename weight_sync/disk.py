@@ -6,6 +6,7 @@ and is deleted as soon as every engine has read it; what a killed trainer left i
 
 import os
 import shutil
+from collections import deque
 from pathlib import Path
 
 import msgspec
@@ -21,12 +22,12 @@ KEY = "bucket"
 
 
 class DiskSender:
-    """Writes into ``folder``, which belongs to this sender alone; one file at a time, read by any number of engines."""
+    """Writes into ``folder``, which belongs to this sender alone: a file per staged bucket, read by all engines."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._written = 0
-        self._file: Path | None = None
+        self._files: deque[Path] = deque()
         clear(folder)
         try:
             folder.mkdir(parents=True)
@@ -42,28 +43,27 @@ class DiskSender:
 
     def stage(self, bucket: Bucket) -> UpdateInfo:
         """Write the bucket into a new file, whose name no engine can have cached."""
-        self.unstage()
-        self._file = self._folder / f"{self._written:06d}.safetensors"
+        file = self._folder / f"{self._written:06d}.safetensors"
         self._written += 1
         try:
-            _write(self._file, bucket)
+            _write(file, bucket)
         except (OSError, SafetensorError) as error:
-            raise WeightSyncError(f"weight_sync.folder: cannot write {self._file}: {error}") from error
-        return msgspec.structs.replace(bucket.info, file=self._file.name)
+            raise WeightSyncError(f"weight_sync.folder: cannot write {file}: {error}") from error
+        self._files.append(file)
+        return msgspec.structs.replace(bucket.info, file=file.name)
 
     def send(self, bucket: Bucket) -> None:
         """The bytes are already there."""
 
     def unstage(self) -> None:
-        """Delete the file; engines that still map it keep their mapping."""
-        if self._file is not None:
-            self._file.unlink(missing_ok=True)
-            self._file = None
+        """Delete the oldest file; engines that still map it keep their mapping."""
+        if self._files:
+            self._files.popleft().unlink(missing_ok=True)
 
     def close(self) -> None:
         """Delete what is left. After a deadline a thread may still write; the next trainer deletes that."""
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._file = None
+        self._files.clear()
 
 
 class DiskReceiver:
@@ -88,6 +88,9 @@ class DiskReceiver:
         if data.numel() != wire_bytes(info):
             raise WeightSyncError(f"{path} has {data.numel()} bytes of weights, its manifest {wire_bytes(info)}")
         return data
+
+    def close(self) -> None:
+        """Nothing to leave."""
 
 
 def clear(folder: Path) -> None:

@@ -1,10 +1,19 @@
 """Buckets over a gloo process group: one broadcast per bucket, from rank 0 to the engines of one wave.
 
+Two broadcasts are under way at a time, on gloo's own two threads: while a bucket is loaded the next one arrives. Both
+sides begin them in the order of the buckets, by which gloo tells them apart.
+
 Facts that shape this file: a broadcast may return although a peer hangs (the bytes fit into socket buffers); a peer
-that dies during a large one is noticed only at the deadline; after any failure the group is useless.
+that dies during a large one is noticed only at the deadline; after any failure the group is useless; a group that is
+dropped waits for its broadcasts.
 """
 
 import socket
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -30,6 +39,7 @@ class GlooSender:
             raise WeightSyncError(f"gloo: no store on {host}: {error}") from error
         self._port: int = self._store.port
         self._group: dist.ProcessGroupGloo | None = None
+        self._under_way: deque[_Broadcast] = deque()
 
     def init_info(self, member: int) -> InitInfo:
         """How engine ``member`` joins, as rank ``member + 1``."""
@@ -56,21 +66,26 @@ class GlooSender:
         return self._store
 
     def stage(self, bucket: Bucket) -> UpdateInfo:
-        """Nothing to prepare."""
+        """Begin to broadcast the bucket's bytes."""
+        group = self._group
+        if group is None:
+            raise WeightSyncError(f"gloo group {self._name} is not connected")
+        self._under_way.append(_begin(group, bucket.data, self._timeout_s))
         return bucket.info
 
     def send(self, bucket: Bucket) -> None:
-        """Broadcast the bucket's bytes."""
-        if self._group is None:
-            raise WeightSyncError(f"gloo group {self._name} is not connected")
-        broadcast(self._group, bucket.data, self._timeout_s)
+        """Wait for the oldest broadcast."""
+        self._under_way[0].wait()
 
     def unstage(self) -> None:
-        """Nothing was prepared."""
+        """Forget the oldest broadcast."""
+        if self._under_way:
+            self._under_way.popleft()
 
     def close(self) -> None:
         """Drop the group's sockets, which also fails a peer that still waits for us."""
         self._group = self._store = None
+        _settle(self._under_way)
 
 
 class GlooReceiver:
@@ -78,9 +93,10 @@ class GlooReceiver:
 
     def __init__(self, info: InitInfo) -> None:
         self._timeout_s = info.timeout_s
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffers = deque([torch.empty(0, dtype=torch.uint8)] * 2)
+        self._under_way: deque[_Broadcast] = deque()
         self._store = joined_store(info)
-        self._group = _make_group(
+        self._group: dist.ProcessGroupGloo | None = _make_group(
             self._store,
             info.rank_offset,
             info.world_size,
@@ -90,16 +106,35 @@ class GlooReceiver:
         )
 
     def receive(self, info: UpdateInfo) -> Tensor:
-        """The bytes that travelled for one bucket, uint8[nbytes], valid until the next one.
+        """The bytes that travelled for one bucket, uint8[nbytes], valid until the next one is asked for.
 
-        One buffer serves all: touching fresh memory costs as much as copying.
+        The bucket after it begins to arrive meanwhile, if ``info`` tells its size. Two buffers serve all: touching
+        fresh memory costs as much as copying.
         """
         nbytes = wire_bytes(info)
-        if self._buffer.numel() < nbytes:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
-        data = self._buffer[:nbytes]
-        broadcast(self._group, data, self._timeout_s)
-        return data
+        if not self._under_way:
+            self._begin(nbytes)
+        current = self._under_way[0]
+        if current.data.numel() != nbytes:
+            raise WeightSyncError(f"a bucket of {nbytes} bytes, after one of {current.data.numel()} was announced")
+        if info.next_bytes:
+            self._begin(info.next_bytes)
+        current.wait()
+        self._under_way.popleft()
+        return current.data
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._group = None
+        _settle(self._under_way)
+
+    def _begin(self, nbytes: int) -> None:
+        if self._group is None:
+            raise WeightSyncError("this gloo group was left")
+        if self._buffers[0].numel() < nbytes:
+            self._buffers[0] = torch.empty(nbytes, dtype=torch.uint8)
+        self._under_way.append(_begin(self._group, self._buffers[0][:nbytes], self._timeout_s))
+        self._buffers.rotate()
 
 
 def joined_store(info: InitInfo) -> dist.TCPStore:
@@ -152,10 +187,52 @@ def _make_group(
 
 def broadcast(group: dist.ProcessGroupGloo, data: Tensor, timeout_s: float) -> None:
     """From rank 0 into everyone's ``data``, uint8[nbytes]. Raises WeightSyncError after ``timeout_s`` at the latest."""
+    _begin(group, data, timeout_s).wait()
+
+
+@dataclass(frozen=True)
+class _Broadcast:
+    """One that is under way, from rank 0 into everyone's ``data``, uint8[nbytes]. It keeps its group."""
+
+    group: dist.ProcessGroupGloo
+    data: Tensor
+    work: dist.Work
+    timeout_s: float
+
+    def wait(self) -> None:
+        """Raises WeightSyncError if it failed, or does not end within ``timeout_s`` from now."""
+        with _named(self.data):
+            self.work.wait(timedelta(seconds=self.timeout_s))
+
+
+def _begin(group: dist.ProcessGroupGloo, data: Tensor, timeout_s: float) -> _Broadcast:
     options = dist.BroadcastOptions()
     options.rootRank = 0
-    options.timeout = timedelta(seconds=timeout_s)
+    options.timeout = timedelta(seconds=2 * timeout_s)  # it may have to wait for the one before
+    with _named(data):
+        return _Broadcast(group, data, group.broadcast([data], options), timeout_s)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _named(data: Tensor) -> Iterator[None]:
+    """Torch's errors as ours."""
     try:
-        group.broadcast([data], options).wait()  # type: ignore[attr-defined]
+        yield
     except RuntimeError as error:
         raise WeightSyncError(f"gloo broadcast of {data.numel()} bytes: {error}") from error
+
+
+def _settle(under_way: deque[_Broadcast]) -> None:
+    """Forget these, and with the last one their group; in a thread, if they are to end first (at their deadlines)."""
+    rest = list(under_way)
+    under_way.clear()
+    if all(broadcast.work.is_completed() for broadcast in rest):
+        return
+
+    def wait() -> None:
+        while rest:
+            with suppress(RuntimeError):  # the transfer was given up
+                rest[0].work.wait()
+            rest.pop(0)
+
+    threading.Thread(target=wait, name="weight-transfer-end", daemon=True).start()

@@ -6,6 +6,8 @@ The sender owns each segment and unlinks it; should it be killed, Python's resou
 import _posixshmem
 import mmap
 import os
+import threading
+from collections import deque
 from multiprocessing.shared_memory import SharedMemory
 
 import msgspec
@@ -18,10 +20,12 @@ from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 
 
 class SharedMemorySender:
-    """One segment at a time, read by any number of engines."""
+    """One segment per staged bucket, read by any number of engines."""
 
     def __init__(self, engines: int, group_name: str, timeout_s: float) -> None:
-        self._segment: SharedMemory | None = None
+        self._segments: deque[SharedMemory] = deque()
+        self._lock = threading.Lock()  # a thread may still stage a bucket when all is over
+        self._closed = False
 
     def init_info(self, member: int) -> InitInfo:
         """Engines need nothing to join."""
@@ -32,28 +36,34 @@ class SharedMemorySender:
 
     def stage(self, bucket: Bucket) -> UpdateInfo:
         """Copy the bucket into a new segment."""
-        self.unstage()
-        try:
-            self._segment = SharedMemory(create=True, size=bucket.nbytes)
-        except OSError as error:
-            raise WeightSyncError(f"no {bucket.nbytes} bytes of shared memory: {error}") from error
-        assert self._segment.buf is not None  # only after close
-        self._segment.buf[: bucket.nbytes] = bucket.data.numpy().data
-        return msgspec.structs.replace(bucket.info, shm_name=self._segment.name)
+        with self._lock:
+            if self._closed:
+                raise WeightSyncError("a bucket was staged after the transfer was closed")
+            try:
+                segment = SharedMemory(create=True, size=bucket.nbytes)
+            except OSError as error:
+                raise WeightSyncError(f"no {bucket.nbytes} bytes of shared memory: {error}") from error
+            assert segment.buf is not None  # only after close
+            segment.buf[: bucket.nbytes] = bucket.data.numpy().data
+            self._segments.append(segment)
+        return msgspec.structs.replace(bucket.info, shm_name=segment.name)
 
     def send(self, bucket: Bucket) -> None:
         """The bytes are already there."""
 
     def unstage(self) -> None:
-        """Unlink the segment; engines that still map it keep their mapping."""
-        if self._segment is not None:
-            self._segment.close()
-            self._segment.unlink()
-            self._segment = None
+        """Unlink the oldest segment; engines that still map it keep their mapping."""
+        if self._segments:
+            segment = self._segments.popleft()
+            segment.close()
+            segment.unlink()
 
     def close(self) -> None:
         """Unlink what is left."""
-        self.unstage()
+        with self._lock:
+            self._closed = True
+            while self._segments:
+                self.unstage()
 
 
 class SharedMemoryReceiver:
@@ -78,3 +88,6 @@ class SharedMemoryReceiver:
         except (OSError, ValueError) as error:
             raise WeightSyncError(f"shared memory {name} with {nbytes} bytes: {error}") from error
         return torch.frombuffer(region, dtype=torch.uint8, count=nbytes)
+
+    def close(self) -> None:
+        """Nothing to leave."""

@@ -76,6 +76,10 @@ class NcclReceiver:
             raise
         return data.cpu()
 
+    def close(self) -> None:
+        """Drop the group."""
+        self._group = None
+
 
 def _require_nccl() -> None:
     if not (torch.cuda.is_available() and dist.is_nccl_available()):

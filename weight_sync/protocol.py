@@ -54,6 +54,7 @@ class UpdateInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kind: Literal["full", "delta"] = "full"
     base: str = ""  # delta: the version that it changes
     payload_bytes: int = 0  # delta
+    next_bytes: int = 0  # that travel for the bucket after this one, which may arrive meanwhile; 0: none, or not known
 
 
 class InitBody(msgspec.Struct, frozen=True):

@@ -17,7 +17,11 @@ from rl_async.weight_sync.shelf import Shelf
 
 class _Source(Protocol):
     def receive(self, info: UpdateInfo) -> Tensor:
-        """The bytes of one bucket, uint8[nbytes]."""
+        """The bytes of one bucket, uint8[nbytes], valid until the next is asked for."""
+        ...
+
+    def close(self) -> None:
+        """Leave at once, whatever is under way."""
         ...
 
 
@@ -76,4 +80,6 @@ class WeightReceiver:
 
     def close(self) -> None:
         """Leave the transfer."""
-        self._source = None
+        if self._source is not None:
+            self._source.close()
+            self._source = None

@@ -15,7 +15,9 @@ from rl_async.weight_sync.protocol import Backend, InitInfo, UpdateInfo
 class Sender(Protocol):
     """Sends buckets to one fixed set of engines. All methods block for at most the sender's deadline.
 
-    They raise WeightSyncError. A sender that has failed is closed and never used again.
+    They raise WeightSyncError. A sender that has failed is closed and never used again. For each bucket in turn
+    ``stage``, ``send``, ``unstage``; the bucket after it may be staged before it is unstaged, from another thread, so
+    that at most two are staged.
     """
 
     def init_info(self, member: int) -> InitInfo:
@@ -27,15 +29,18 @@ class Sender(Protocol):
         ...
 
     def stage(self, bucket: Bucket) -> UpdateInfo:
-        """Make a bucket ready; returns the manifest to give to the engines."""
+        """Make a bucket ready, or begin to send it; returns the manifest to give to the engines."""
         ...
 
     def send(self, bucket: Bucket) -> None:
-        """Transfer the staged bucket while the engines receive it. Returning proves nothing: ask the engines."""
+        """Transfer the oldest staged bucket, this one, while the engines receive it.
+
+        Returning proves nothing: ask the engines.
+        """
         ...
 
     def unstage(self) -> None:
-        """All engines have the staged bucket, or never will."""
+        """All engines have the oldest staged bucket, or never will."""
         ...
 
     def close(self) -> None:

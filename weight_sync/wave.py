@@ -17,12 +17,15 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, TypeVar
+
+import msgspec
 
 from rl_async.errors import RlAsyncError, WeightSyncError
 from rl_async.messages import EngineRecord, Version
 from rl_async.weight_sync.buckets import Bucket
-from rl_async.weight_sync.protocol import EngineControl
+from rl_async.weight_sync.protocol import EngineControl, UpdateInfo
 from rl_async.weight_sync.transport import Sender
 
 T = TypeVar("T")
@@ -142,10 +145,9 @@ async def transfer(
     _, failures = await each(members, lambda member: _prepare(member, timeout_s, staged))
     if failures:
         return Outcome(failures=failures)
-    for index, bucket in enumerate(buckets):
-        outcome = await _one_bucket(members, sender, bucket, f"update, bucket {index + 1}/{len(buckets)}", timeout_s)
-        if not outcome.clean:
-            return outcome
+    outcome = await _all_buckets(members, sender, buckets, timeout_s)
+    if not outcome.clean:
+        return outcome
     done, failures = await each(members, lambda member: _commit(member, version, timeout_s))
     return Outcome(done=done, failures=failures)
 
@@ -192,10 +194,38 @@ async def _wake(member: Member, tag: str, timeout_s: float) -> None:
         asleep.discard(tag)
 
 
-async def _one_bucket(
-    members: Sequence[Member], sender: Sender, bucket: Bucket, phase: str, timeout_s: float
+async def _all_buckets(
+    members: Sequence[Member], sender: Sender, buckets: Sequence[Bucket], timeout_s: float
 ) -> Outcome:
-    info = await in_thread(lambda: sender.stage(bucket))
+    """One after another. While the engines receive and load a bucket, the next one is staged, and may arrive."""
+    staged = await _stage(sender, next(iter(buckets), None))
+    for index, (bucket, ahead) in enumerate(zip_longest(buckets, buckets[1:])):
+        if isinstance(staged, WeightSyncError):
+            raise staged
+        assert staged is not None  # a bucket was staged
+        info = msgspec.structs.replace(staged, next_bytes=ahead.nbytes if ahead is not None else 0)
+        phase = f"update, bucket {index + 1}/{len(buckets)}"
+        outcome, staged = await asyncio.gather(
+            _one_bucket(members, sender, bucket, info, phase, timeout_s), _stage(sender, ahead)
+        )
+        if not outcome.clean:
+            return outcome
+    return Outcome()
+
+
+async def _stage(sender: Sender, bucket: Bucket | None) -> UpdateInfo | WeightSyncError | None:
+    """An error is returned, not raised: if the bucket before failed too, that one counts."""
+    if bucket is None:
+        return None
+    try:
+        return await in_thread(lambda: sender.stage(bucket))
+    except WeightSyncError as error:
+        return error
+
+
+async def _one_bucket(
+    members: Sequence[Member], sender: Sender, bucket: Bucket, info: UpdateInfo, phase: str, timeout_s: float
+) -> Outcome:
     try:
         sending = asyncio.create_task(_sending(sender, lambda: sender.send(bucket)))
         _, failures = await each(members, lambda member: call(member, phase, member.control.update(info), timeout_s))

@@ -160,3 +160,15 @@ def test_nccl_without_a_gpu_says_what_to_use_instead(monkeypatch: pytest.MonkeyP
         NcclSender(1, "none", 1.0)
     with pytest.raises(WeightSyncError, match="needs a CUDA device"):
         WeightReceiver(lambda _: None).init(InitInfo(backend="nccl"))
+
+
+def test_two_buckets_are_staged_at_a_time_and_none_after_the_end() -> None:
+    sender = SharedMemorySender(1, "", 1.0)
+    (bucket,) = make_buckets(NAMED, 1 << 10)
+    first, second = sender.stage(bucket), sender.stage(bucket)
+    sender.unstage()
+    assert [Path("/dev/shm", info.shm_name).exists() for info in (first, second)] == [False, True]
+    sender.close()
+    with pytest.raises(WeightSyncError, match="after the transfer was closed"):
+        sender.stage(bucket)
+    assert not Path("/dev/shm", second.shm_name).exists()
