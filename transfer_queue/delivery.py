@@ -321,6 +321,8 @@ class Delivery:
 
 
 def _belong_together(headers: Sequence[TrajectoryHeader]) -> bool:
+    if len(headers) == 1:
+        return headers[0].segment == 0
     places = {(h.group_id, h.sample, h.attempt, h.partition, h.episode_id) for h in headers}
     return len(places) == 1 and [h.segment for h in headers] == list(range(len(headers)))
 

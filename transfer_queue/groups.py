@@ -67,11 +67,13 @@ class Group(msgspec.Struct):
 
     def progress(self) -> State:
         """WAITING, LEASED or READY, as its samples say."""
-        if any(sample.missing for sample in self.samples):
-            return State.WAITING
-        if any(sample.worker is not None for sample in self.samples):
-            return State.LEASED
-        return State.READY
+        leased = False
+        for sample in self.samples:  # a plain loop: this runs at every put, over all samples of the group
+            if sample.worker is not None:
+                leased = True
+            elif not sample.headers and not sample.dead:
+                return State.WAITING
+        return State.LEASED if leased else State.READY
 
     def headers(self) -> list[TrajectoryHeader]:
         """Of the rows that are here, by sample and segment."""

@@ -26,6 +26,8 @@ from rl_async.transfer_queue.transitions import (
     Transition,
 )
 
+_encode = msgspec.json.Encoder().encode
+
 
 class Ledger:
     """Writes what became of groups, and the hashes of each sample's tokens as its producer announced them.
@@ -84,7 +86,7 @@ class Ledger:
         seq, self._seq = self._seq, self._seq + 1
         line = _LINES.get(type(transition))
         if line is not None and seq >= self._known:
-            self._lines.append(msgspec.json.encode(line(transition) | {"seq": seq}) + b"\n")
+            self._lines.append(_encode(line(transition) | {"seq": seq}) + b"\n")
 
     def flush(self) -> None:
         """Write the lines. Raises JournalError naming the file if that fails."""

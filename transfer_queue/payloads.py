@@ -1,6 +1,7 @@
 """Which payloads a transition frees, and the table of those kept in memory. They are never decoded."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from rl_async.codec import Frame
 from rl_async.messages import RowKey
@@ -16,16 +17,19 @@ from rl_async.transfer_queue.transitions import (
 ALL_GROUPS = None  # a fresh start frees everything
 
 
+_FREES: dict[type[Transition], Callable[[Any], Sequence[int] | None]] = {
+    GroupDropped: lambda event: (event.group,),
+    DeadLettered: lambda event: (event.group,),
+    Retired: lambda event: event.groups,
+    EvalClosed: lambda event: event.groups,
+    RolledBack: lambda event: ALL_GROUPS if event.fresh else (),
+}
+
+
 def freed_by(transition: Transition) -> Sequence[int] | None:
     """The groups whose payloads nobody can ask for after this; ALL_GROUPS after a fresh start."""
-    match transition:
-        case GroupDropped(group=group) | DeadLettered(group=group):
-            return (group,)
-        case Retired(groups=groups) | EvalClosed(groups=groups):
-            return groups
-        case RolledBack(fresh=True):
-            return ALL_GROUPS
-    return ()
+    frees = _FREES.get(type(transition))
+    return () if frees is None else frees(transition)
 
 
 class Payloads:

@@ -20,6 +20,7 @@ _COPY_BELOW = 1 << 16  # a small frame's view would hold on to the whole receive
 
 _requests: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(RequestType)
 _replies: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ReplyType)
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class RequestMessage(NamedTuple):
@@ -52,7 +53,7 @@ class RequestIds:
 
 def encode(request_id: bytes, message: Request | Reply, payload: Sequence[Frame] = ()) -> list[Frame]:
     """The frames of one message."""
-    return [request_id, msgspec.msgpack.encode(message), *payload]
+    return [request_id, _encode(message), *payload]
 
 
 def decode_request(parts: Sequence[Any]) -> RequestMessage:
