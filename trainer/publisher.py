@@ -39,6 +39,7 @@ class EnginePublisher:
         report = self._phase.after_train(version, self._export(backend))
         dist.barrier()
         return {
+            "sync/without_engines_s": report.waiting_seconds,
             "sync/pause_s": report.pause_seconds,
             "sync/total_s": report.seconds,
             "sync/bytes": float(report.nbytes),

@@ -68,13 +68,14 @@ class Fleet:
         async with self._lock:
             await self._take(version, buckets)
             self._suspended = False
-            done, failures = await self._bring_up_all(began + self._engine_wait_s)
+            done, failures, waited = await self._bring_up_all(began + self._engine_wait_s)
             self._base, self._deltas = None, ()
             engines = [member.engine_id for member in done]
             await self._directory.publish(version, engines)
         return SyncReport(
             version=version,
             seconds=time.monotonic() - began,
+            waiting_seconds=waited,
             pause_seconds=max(member.pause_seconds for member in done),
             nbytes=self._sent,
             engines=engines,
@@ -123,20 +124,26 @@ class Fleet:
             self._base = base
         self._version, self._buckets = version, addressed
 
-    async def _bring_up_all(self, deadline: float) -> tuple[list[Member], list[EngineFailed]]:
-        """All registered engines, wave after wave; if none is left, those that register before ``deadline``."""
+    async def _bring_up_all(self, deadline: float) -> tuple[list[Member], list[EngineFailed], float]:
+        """All registered engines, wave after wave; if none is left, those that register before ``deadline``.
+
+        Returns who took the weights, who failed, and the seconds in which nobody was there.
+        """
         failures: list[EngineFailed] = []
+        waited = 0.0
         await self._refresh()
         while True:
             if self._members:
                 done = await self._bring_up_in_time(list(self._members.values()), failures)
                 if done:
-                    return done, failures
-            left = deadline - time.monotonic()
+                    return done, failures, waited
+            alone = time.monotonic()
+            left = deadline - alone
             if left <= 0:
                 why = "; ".join(map(str, failures)) or "none was registered"
                 raise WeightSyncError(f"no engine took version {self._version} in {self._engine_wait_s:g} s: {why}")
             await self._refresh(after=self._revision, wait_s=min(left, POLL_S))
+            waited += time.monotonic() - alone
 
     async def _bring_up_in_time(self, members: list[Member], failures: list[EngineFailed]) -> list[Member]:
         """The members in waves, one after another. Those that are not done at the deadline are cut off."""

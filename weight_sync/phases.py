@@ -28,7 +28,9 @@ class Bystander:
 
     def publish(self, version: Version, buckets: Sequence[Bucket]) -> SyncReport:
         """Nothing to do; the report is empty."""
-        return SyncReport(version=version, seconds=0.0, pause_seconds=0.0, nbytes=0, engines=[], failures=[])
+        return SyncReport(
+            version=version, seconds=0.0, waiting_seconds=0.0, pause_seconds=0.0, nbytes=0, engines=[], failures=[]
+        )
 
     def suspend(self) -> None:
         """Nothing to do."""

@@ -151,6 +151,7 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
 
     version: Version
     seconds: float  # the whole publication
+    waiting_seconds: float  # of these, those in which no engine was registered
     pause_seconds: float  # the longest pause of an engine, from its answer to pause to its answer to resume
     nbytes: int  # of the buckets as one engine got them: deltas, if there was a group that could use them
     engines: list[str]  # that confirmed the version

@@ -106,7 +106,8 @@ class Finished(NamedTuple):
     """A run that ended well."""
 
     steps: int
-    longest_sync_s: float
+    longest_sync_s: float  # without the time in which no engine was alive
+    longest_wait_s: float  # for an engine, when all had died
     largest_difference: float  # of a log-probability, trainer against engines
     kept: list[int]  # tokens of each answer that was continued elsewhere
 
@@ -133,14 +134,15 @@ def one_run(home: Path, name: str, arguments: argparse.Namespace) -> Finished:
     if checked.returncode != 0 or "ok: every admitted group" not in checked.stdout:
         sys.exit(f"{name}: {checked.stdout}{checked.stderr}\nsee {home}")
     steps = [json.loads(line) for line in (home / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-    longest = max(step["sync/total_s"] for step in steps)
+    longest = max(step["sync/total_s"] - step["sync/without_engines_s"] for step in steps)
     if longest > SYNC_S:
         sys.exit(f"{name}: a sync took {longest:.1f} s, longer than its deadline of {SYNC_S} s; see {home}")
     apart = max(step["correction/logprob_diff_max"] for step in steps)
     if apart > AGREE:
         sys.exit(f"{name}: log-probabilities of trainer and engines differ by up to {apart:.2g}; see {home}")
     log = (home / "runs" / name / "logs" / "worker-0.log").read_text()
-    return Finished(len(steps), longest, apart, [int(count) for count in KEPT.findall(log)])
+    waited = max(step["sync/without_engines_s"] for step in steps)
+    return Finished(len(steps), longest, waited, apart, [int(count) for count in KEPT.findall(log)])
 
 
 def main() -> int:
@@ -182,7 +184,8 @@ def main() -> int:
     print(
         f"\n{struck.total()} faults in {len(runs)} runs, {sum(run.steps for run in runs)} steps; every run ended well, "
         f"no group was lost or trained twice\n"
-        f"longest sync {max(run.longest_sync_s for run in runs):.1f} s of {SYNC_S}; log-probabilities of trainer and "
+        f"longest sync {max(run.longest_sync_s for run in runs):.1f} s of {SYNC_S}, longest wait for an engine when "
+        f"none was left {max(run.longest_wait_s for run in runs):.1f} s; log-probabilities of trainer and "
         f"engines within {max(run.largest_difference for run in runs):.1e}\n"
         f"{len(kept)} answers were continued elsewhere with the {sum(kept)} tokens that they had; run folders: {home}"
     )

@@ -19,7 +19,9 @@ class Recorder:
 
     def publish(self, version: Version, buckets: Sequence[Bucket]) -> SyncReport:
         self.calls.append(f"publish {version}")
-        return SyncReport(version=version, seconds=1.0, pause_seconds=0.5, nbytes=3, engines=["a"], failures=[])
+        return SyncReport(
+            version=version, seconds=1.0, waiting_seconds=0.0, pause_seconds=0.5, nbytes=3, engines=["a"], failures=[]
+        )
 
     def suspend(self) -> None:
         self.calls.append("suspend")

@@ -1,0 +1,195 @@
+"""How fast is the transfer queue, and what does it cost? Ratios against other paths for the same bytes, in one run.
+
+One producer and one consumer, separate processes on loopback; groups of 8 rows of 1,024 to 2,048 tokens. Arms are
+interleaved and the table has medians, because others may use the machine's cores too.
+
+    memory_vs_raw_broker      groups per second through the queue / through a bare ZMQ proxy            goal >= 0.6
+    sqlite_vs_raw_broker      the same with the sqlite journal, synchronous=normal                      goal >= 0.4
+    memory_vs_redis_streams   against XADD, XREADGROUP, XACK and XDEL on a Redis server without disk    goal > 1
+    memory_vs_transferqueue   against TransferQueue's put, get and clear; null if it is not installed   goal > 1
+    cost_1e6_vs_1e3_groups    server's time per group of 1 KB, last 1,000 of --groups / first 1,000     goal <= 1.3
+    cost_1000_vs_1_producers  server's time per group put by 1,000 connected producers / by one         goal <= 1.3
+    admission_ms_median       lease, and reserve, round trips at half the largest load, the slower one  goal < 1
+    memory_vs_payload         growth of the server's memory / payload bytes that it holds               goal <= 1.3
+    memory_after_retire_...   the same after all of it was retired                                      goal 0
+
+    python benchmarks/transfer_queue.py [--repeats 3] [--groups 1000000] [--transferqueue PYTHON] [--json FILE]
+
+``--transferqueue`` is the Python of an environment with TransferQueue 0.1.11, which brings Ray.
+"""
+
+import argparse
+import json
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+from queue_arms import BATCH, ROWS
+from queue_costs import admission_ms, cost_of_groups, cost_of_producers, memory_of_payload
+
+HERE = Path(__file__).parent
+HELD = "2048"  # groups, for the memory
+Rate = tuple[float, float]  # rows per second, MB per second
+
+
+def address() -> str:
+    """A free one on loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@contextmanager
+def role(name: str, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    """One process of ``queue_arms.py``; killed in the end."""
+    command = [sys.executable, str(HERE / "queue_arms.py"), name, *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def line(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    text = process.stdout.readline()
+    if not text:
+        sys.exit(f"{process.args} ended with {process.wait()}")
+    return text
+
+
+def result(process: "subprocess.Popen[str]") -> Rate:
+    found = json.loads(line(process))
+    return found["groups"] * ROWS / found["seconds"], found["bytes"] / found["seconds"] / 1e6
+
+
+def direct(groups: int) -> Rate:
+    at = address()
+    with role("raw_consumer", at, str(groups), "bind") as consumer, role("raw_producer", at, str(groups)):
+        return result(consumer)
+
+
+def broker(groups: int) -> Rate:
+    producers, consumers = address(), address()
+    with (
+        role("raw_broker", producers, consumers),
+        role("raw_consumer", consumers, str(groups), "connect") as consumer,
+        role("raw_producer", producers, str(groups)),
+    ):
+        return result(consumer)
+
+
+def redis_streams(groups: int) -> Rate:
+    port = address().rpartition(":")[2]
+    with ExitStack() as stack:
+        options = ["--port", port, "--save", "", "--appendonly", "no", "--bind", "127.0.0.1"]
+        server = subprocess.Popen(["redis-server", *options], stdout=subprocess.DEVNULL)
+        stack.callback(lambda: (server.kill(), server.wait()))
+        consumer = stack.enter_context(role("redis_consumer", f"redis://127.0.0.1:{port}", str(groups)))
+        line(consumer)  # ready
+        stack.enter_context(role("redis_producer", f"redis://127.0.0.1:{port}", str(groups)))
+        return result(consumer)
+
+
+def queue(journal: str) -> Callable[[int], Rate]:
+    def run(groups: int) -> Rate:
+        at, groups = address(), groups // BATCH * BATCH
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            role("queue_server", at, journal, folder),
+            role("queue_consumer", at, str(groups)) as consumer,
+        ):
+            line(consumer)  # ready
+            with role("queue_producer", at, str(groups)):
+                return result(consumer)
+
+    return run
+
+
+def transferqueue(python: str) -> Callable[[int], Rate]:
+    """In a folder of its own, since this project has a folder of the same name."""
+
+    def run(groups: int) -> Rate:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [python, str(HERE / "queue_peer.py"), str(groups // 10)]
+            done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, timeout=900, check=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        return found["groups"] * ROWS / found["seconds"], found["bytes"] / found["seconds"] / 1e6
+
+    return run
+
+
+def throughput(arguments: argparse.Namespace) -> dict[str, float]:
+    """Rows per second of each path; prints the table."""
+    arms: dict[str, Callable[[int], Rate]] = {
+        "raw ZMQ, direct": direct,
+        "raw ZMQ, one broker": broker,
+        "this queue, memory": queue("memory"),
+        "this queue, sqlite": queue("sqlite"),
+    }
+    if shutil.which("redis-server"):
+        arms["Redis streams"] = redis_streams
+    found: dict[str, list[Rate]] = {name: [] for name in arms}
+    for _ in range(arguments.repeats):
+        for name, arm in arms.items():
+            found[name].append(arm(arguments.throughput_groups))
+    if arguments.transferqueue:
+        found["TransferQueue"] = [transferqueue(arguments.transferqueue)(arguments.throughput_groups)]
+    rows = {name: statistics.median(rate for rate, _ in rates) for name, rates in found.items()}
+    print(f"{'path':24}{'rows/s':>10}{'MB/s':>8}")
+    for name, rates in found.items():
+        print(f"{name:24}{rows[name]:10,.0f}{statistics.median(mb for _, mb in rates):8,.0f}", flush=True)
+    return rows
+
+
+def half_load(groups_per_s: float) -> float:
+    """Milliseconds of a round trip at this rate, over some ten seconds."""
+    at = address()
+
+    def producer(groups: int) -> str:
+        with role("queue_producer", at, str(groups), str(groups_per_s)) as process:
+            return line(process)
+
+    with tempfile.TemporaryDirectory() as folder, role("queue_server", at, "memory", folder):
+        return admission_ms(at, producer, max(4, int(10 * groups_per_s / BATCH)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--throughput-groups", type=int, default=4800, help="per arm and repeat (default: 4800)")
+    parser.add_argument("--groups", type=int, default=1_000_000, help="handled in all for the cost's growth")
+    parser.add_argument("--transferqueue", default="", metavar="PYTHON")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    print(f"{psutil.cpu_count()} cores, load {psutil.getloadavg()[0]:.1f}")
+    rows = throughput(arguments)
+    ours, raw = rows["this queue, memory"], rows["raw ZMQ, one broker"]
+    figures: dict[str, float | None] = {
+        "memory_vs_raw_broker": ours / raw,
+        "sqlite_vs_raw_broker": rows["this queue, sqlite"] / raw,
+        "memory_vs_redis_streams": ours / rows["Redis streams"] if "Redis streams" in rows else None,
+        "memory_vs_transferqueue": ours / rows["TransferQueue"] if "TransferQueue" in rows else None,
+        "cost_1e6_vs_1e3_groups": cost_of_groups(arguments.groups),
+        "cost_1000_vs_1_producers": cost_of_producers(role, address()),
+        "admission_ms_median": half_load(ours / ROWS / 2),
+    }
+    at = address()
+    with tempfile.TemporaryDirectory() as folder, role("queue_server", at, "memory", folder, HELD) as server:
+        held = memory_of_payload(at, psutil.Process(server.pid), int(HELD))
+    figures["memory_vs_payload"], figures["memory_after_retire_vs_payload"] = held
+    for name, value in figures.items():
+        print(f"{name:28}{'-' if value is None else f'{value:.3f}':>10}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
