@@ -67,11 +67,14 @@ class Group(msgspec.Struct):
 
     def progress(self) -> State:
         """WAITING, LEASED or READY, as its samples say."""
-        if any(sample.missing for sample in self.samples):
-            return State.WAITING
-        if any(sample.worker is not None for sample in self.samples):
-            return State.LEASED
-        return State.READY
+        state = State.READY
+        for sample in self.samples:  # of every group at every put: no calls here
+            if sample.headers or sample.dead:
+                continue
+            if sample.worker is None:
+                return State.WAITING
+            state = State.LEASED
+        return state
 
     def headers(self) -> list[TrajectoryHeader]:
         """Of the rows that are here, by sample and segment."""
