@@ -21,7 +21,7 @@ def recover(store: Store, journal: Journal, ledger: Ledger, now: float) -> int:
     known = ledger.follow(journal.run_id, dumped)
     try:
         store.recover(dump, ledger.catch_up(_of_this_run(dump, transitions, known, journal.run_id)), now)
-    except (msgspec.MsgspecError, LookupError) as error:
+    except (msgspec.MsgspecError, LookupError, ValueError) as error:
         raise JournalError(
             f"the journal of {journal.run_id} does not fit this version of the queue ({type(error).__name__}: {error}"
             "); finish the run with the version that began it, or move the journal away and go on with --resume"
