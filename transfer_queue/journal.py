@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 from rl_async.codec import Frame
 from rl_async.configs.schema import RunConfig
+from rl_async.errors import ConfigError
 from rl_async.messages import RowKey
 from rl_async.transfer_queue.payloads import Payloads, freed_by
 from rl_async.transfer_queue.transitions import Transition
@@ -114,7 +115,8 @@ def new_run_id(name: str) -> str:
 def open_journal(config: RunConfig, run: Path) -> Journal:
     """The journal that ``queue.journal`` names, held by this process alone.
 
-    Raises JournalError if another process holds it, or if it cannot be read or written.
+    Raises JournalError if another process holds it, or if it cannot be read or written; ConfigError without the package
+    that it needs.
     """
     match config.queue.journal:
         case "sqlite":
@@ -122,7 +124,11 @@ def open_journal(config: RunConfig, run: Path) -> Journal:
 
             return SqliteJournal(run, config.name, config.queue.sqlite_synchronous)
         case "redis":
-            from rl_async.transfer_queue.redis_journal import RedisJournal
-
+            try:
+                from rl_async.transfer_queue.redis_journal import RedisJournal
+            except ModuleNotFoundError as error:
+                if error.name != "redis":
+                    raise
+                raise ConfigError("queue.journal=redis needs a package: pip install 'rl-async[redis]'") from error
             return RedisJournal(config.queue.redis_url, config.name)
     return MemoryJournal(config.name)

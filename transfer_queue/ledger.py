@@ -42,8 +42,11 @@ class Ledger:
         self._seq = 0  # of the next transition
         self._known = 0  # transitions whose lines are in the file already
 
-    def follow(self, journal: str, count: int) -> None:
-        """Go on behind ``count`` transitions of this journal; a line says so if it is not the one followed so far."""
+    def follow(self, journal: str, count: int) -> bool:
+        """Go on behind ``count`` transitions of this journal; whether it is the one that was followed so far.
+
+        If it is not, a line will say so.
+        """
         self._seq = count
         last = None
         for _, line in _numbered(self._path):
@@ -54,6 +57,7 @@ class Ledger:
         if last != journal:
             self._known = 0
             self._lines.append(msgspec.json.encode({"event": "journal", "id": journal}) + b"\n")
+        return last == journal
 
     def catch_up(self, transitions: Iterable[Transition]) -> Iterator[Transition]:
         """Pass on transitions of the journal, writing the lines that are missing and cutting off those too many."""

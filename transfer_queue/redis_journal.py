@@ -163,6 +163,10 @@ class RedisJournal:
             time.sleep(pause)
             pause = min(1.0, 2 * pause)
 
+    def _ask(self, command: Callable[..., Any], *arguments: Any) -> Any:
+        """``_try`` for a command that answers in bytes, which its type does not say."""
+        return self._try(command, *arguments)
+
     def _failed(self, error: Exception) -> JournalError:
         return JournalError(f"the Redis server at {self._url} (queue.redis_url) refused the queue's journal: {error}")
 
@@ -221,7 +225,7 @@ class RedisJournal:
 
     def recover(self) -> Recovered:
         """What was flushed. Deletes payloads that a killed queue wrote and never named."""
-        places: dict[bytes, bytes] = self._try(self._redis.hgetall, self._key("places"))
+        places: dict[bytes, bytes] = self._ask(self._redis.hgetall, self._key("places"))
         for field, place in places.items():
             group, _, sample = field.decode().partition(":")
             self._places.setdefault(int(group), {})[int(sample)] = msgspec.msgpack.decode(place, type=_Place)
@@ -286,7 +290,7 @@ class RedisJournal:
         if pending is not None:
             body = pending[start : start + total]
         else:
-            body = self._try(self._redis.getrange, place.key, start, start + total - 1)
+            body = self._ask(self._redis.getrange, place.key, start, start + total - 1)
         if len(body) != total:
             raise JournalError(f"{place.key} is not on {self._url} any more (was it evicted? set maxmemory-policy)")
         return body

@@ -118,7 +118,7 @@ class QueueServer:
         """Answer one message, and whatever was waiting for its effect."""
         identity = bytes(wire.body(parts[0]))
         try:
-            message = wire.decode_request([wire.body(part) for part in parts[1:]])
+            message = wire.decode_request(parts[1:])
             answer = self._answer(identity, message)
         except ProtocolError as error:
             self._store.count("malformed")

@@ -71,7 +71,7 @@ class SqliteJournal:
         try:
             db = sqlite3.connect(self._path, isolation_level=None)
             (schema,) = db.execute("PRAGMA user_version").fetchone()
-            tables = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
+            tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
             if tables and schema != JOURNAL_SCHEMA:
                 raise JournalError(
                     f"{self._path} was written by another version (journal schema {schema}, this one has "

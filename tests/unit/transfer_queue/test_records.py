@@ -11,6 +11,10 @@ from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.leases import Leases, Lost
 from rl_async.transfer_queue.ledger import Ledger
 from rl_async.transfer_queue.payloads import Payloads, freed_by
+from rl_async.transfer_queue.policy import QueueSettings
+from rl_async.transfer_queue.recovery import Recorder, recover
+from rl_async.transfer_queue.sqlite_journal import SqliteJournal
+from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import (
     EvalClosed,
     Feed,
@@ -185,3 +189,22 @@ def test_broken_envelopes_are_protocol_errors(parts):
 def test_malformed_replies_become_errors():
     with pytest.raises(ProtocolError, match="too short"):
         wire.checked(wire.ReplyMessage(b"", Malformed(reason="too short"), []))
+
+
+def test_the_journal_of_another_run_of_the_same_name_is_refused(make_rig, tmp_path):
+    def queue(folder):
+        """A queue of a run in this folder, with a journal that is elsewhere."""
+        folder.mkdir(exist_ok=True)
+        with closing(SqliteJournal(tmp_path, "run")) as journal, closing(Ledger(folder / "ledger.jsonl")) as ledger:
+            rig = make_rig()
+            settings = QueueSettings(steps=1, batch_groups=1, group_size=1)
+            rig.store = Store(settings, rig.source, [], Feed(journal.append, ledger.append))
+            transitions = recover(rig.store, journal, ledger, 0.0)
+            rig.store.publish(Version(0, 0), [])
+            Recorder(rig.store, journal, ledger).flush()
+            return transitions
+
+    assert queue(tmp_path / "one") == 0
+    assert queue(tmp_path / "one") == 2
+    with pytest.raises(JournalError, match=r"run-[0-9a-f]+, which ledger\.jsonl .* never heard of"):
+        queue(tmp_path / "two")

@@ -278,8 +278,11 @@ async def test_publication_waits_for_a_first_engine() -> None:
     directory, engine = Directory(a=Engine({"version": EngineLost("gone")})), Engine()
     publication = asyncio.create_task(make_fleet(directory, engine_wait_s=5).publish(V0, buckets()))
     await eventually(lambda: directory.removed)
+    await asyncio.sleep(0.05)
     directory.add("b", engine)
-    assert (await publication).engines == ["b"]
+    report = await publication
+    assert report.engines == ["b"]
+    assert 0.05 <= report.waiting_seconds <= report.seconds
 
 
 async def test_without_any_engine_the_publication_fails_at_the_deadline() -> None:
