@@ -8,7 +8,7 @@ queue --lease--> samples --episodes--> trajectories --reward--> put --> queue
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from typing import Any, Protocol
 
 from rl_async.agent_loop.loops import EpisodeRunner
@@ -26,7 +26,7 @@ class Queue(Protocol):
 
     async def lease(self, max_groups: int, wait_s: float) -> Leased: ...
     async def renew(self) -> Done: ...
-    async def put(self, trajectory: Trajectory, /) -> Done | Refused: ...
+    def put(self, trajectory: Trajectory, /) -> Awaitable[Done | Refused]: ...
     async def fail(self, group_id: int, sample: int, attempt: int, error: str) -> Done | Refused: ...
 
 

@@ -6,6 +6,7 @@ Producers send the same groups: 8 rows of 1,024 to 2,048 tokens with ids (int32)
 
 import asyncio
 import json
+import math
 import statistics
 import sys
 import time
@@ -14,6 +15,7 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import uvloop
 import zmq
 
 from rl_async import codec
@@ -188,14 +190,15 @@ def queue_server(address: str, kind: str, folder: str, batch: str = str(BATCH), 
 
 
 def queue_producer(address: str, groups: str, groups_per_s: str = "inf") -> None:
-    asyncio.run(_produce(address, int(groups), float(groups_per_s)))
+    uvloop.run(_produce(address, int(groups), float(groups_per_s)))  # as a worker
 
 
 async def _produce(address: str, groups: int, rate: float) -> None:
     """A worker: lease, make rows, hand over; several groups at once, and ``rate`` per second at most.
 
-    Prints the median milliseconds of a lease that got groups.
+    Prints the median milliseconds of a lease that got groups; below the full rate, those that need not wait for any.
     """
+    wait_s = 10.0 if math.isinf(rate) else 0.0
     sizes, left, began, waits = lengths(64), groups, time.perf_counter(), list[float]()
     working: set[asyncio.Task[None]] = set()
 
@@ -207,7 +210,7 @@ async def _produce(address: str, groups: int, rate: float) -> None:
         while left:
             await asyncio.sleep((groups - left) / rate - (time.perf_counter() - began))
             asked = time.perf_counter()
-            leased = await client.lease(min(left, LEASED - len(working), 8), wait_s=0.0)
+            leased = await client.lease(min(left, LEASED - len(working)), wait_s=wait_s)
             if leased.groups:
                 waits.append(1e3 * (time.perf_counter() - asked))
             else:

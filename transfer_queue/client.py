@@ -173,9 +173,9 @@ class QueueClient:
         """Keep this worker's leases."""
         return await self._ask(m.Renew(worker=self.worker), m.Done)
 
-    async def put(self, *rows: m.Trajectory) -> m.Done | m.Refused:
+    def put(self, *rows: m.Trajectory) -> "asyncio.Future[m.Done | m.Refused]":
         """Hand over all rows of one sample, from segment 0; Refused (``fenced``) if they are no longer wanted."""
-        return await self._outbox.put(rows)
+        return self._outbox.put(rows)
 
     async def _put(self, samples: list[list[m.TrajectoryHeader]], payload: list[Frame]) -> list[m.Refused | None]:
         reply = (await self.exchange(m.Put(worker=self.worker, samples=samples), payload)).reply

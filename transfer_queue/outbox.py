@@ -33,13 +33,13 @@ class Outbox:
         self._waiting: list[_Parcel] = []
         self._sending: asyncio.Task[None] | None = None
 
-    async def put(self, rows: Sequence[m.Trajectory]) -> m.Done | m.Refused:
-        """Hand over all rows of one sample; raises what ``send`` raises."""
+    def put(self, rows: Sequence[m.Trajectory]) -> "asyncio.Future[m.Done | m.Refused]":
+        """Hand over all rows of one sample, at once; its answer, or what ``send`` raises, comes when awaited."""
         answer: asyncio.Future[m.Done | m.Refused] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Parcel([row.header() for row in rows], [codec.encode(row) for row in rows], answer))
         if self._sending is None:
             self._sending = asyncio.create_task(self._run(), name="queue client outbox")
-        return await answer
+        return answer
 
     async def _run(self) -> None:
         """Consumes what waits; produces the answers. Waits for the answer to each message; ends when nothing waits."""

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -33,7 +33,7 @@ class Queue(Protocol):
 
     async def lease(self, max_groups: int, wait_s: float) -> Leased: ...
     async def renew(self) -> Done: ...
-    async def put(self, *rows: Trajectory) -> Done | Refused: ...
+    def put(self, *rows: Trajectory) -> Awaitable[Done | Refused]: ...
     async def fail(self, group_id: int, sample: int, attempt: int, error: str) -> Done | Refused: ...
 
 
