@@ -187,6 +187,7 @@ class _TrainerLife:
             if world.rng.random() < 0.1:
                 bound = world.rng.randint(world.publish_every - 1, 3)
                 yield from self._ask(m.Tighten(max_staleness=bound), m.Done)
+        yield from self._ask(m.Retire(step=step), m.Done)  # the one that saved it may have died before
         yield from self._ask(m.Finish(), m.Done)
         trainer.done = True
 

@@ -109,3 +109,15 @@ def test_a_repeated_answer_that_is_lost_takes_nothing_from_the_one_that_arrived(
     assert repeated.answer == arrived.answer
     served.server.undelivered(repeated)
     assert not [lost for lost in served.seen if isinstance(lost, LeaseLost)]
+
+
+def test_a_late_copy_of_a_lease_that_was_answered_with_nothing_gets_nothing(served: Served) -> None:
+    """The worker has gone on: it would keep, by its sign of life, groups of which it never heard."""
+    request = wire.encode(b"a-lease.", m.Lease(worker="a", max_groups=1, wait_s=0.0))
+    served.hello("a, connected again")
+    (nothing,) = served.server.handle([b"a, connected again", *request])
+    assert leased(nothing) == ("a, connected again", [])
+    served.publish()
+    (late,) = served.server.handle([b"a", *request])
+    assert leased(late) == ("a", [])
+    assert leased(served.lease("b")[0]) == ("b", [0])
