@@ -2,9 +2,12 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
+from rl_async import codec
 from rl_async import messages as m
+from rl_async.errors import ProtocolError
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.journal import MemoryJournal
 from rl_async.transfer_queue.policy import QueueSettings
@@ -121,3 +124,18 @@ def test_a_late_copy_of_a_lease_that_was_answered_with_nothing_gets_nothing(serv
     (late,) = served.server.handle([b"a", *request])
     assert leased(late) == ("a", [])
     assert leased(served.lease("b")[0]) == ("b", [0])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        msgspec.msgpack.encode(m.Renew(worker="ab")).replace(b"ab", b"\xa5b"),
+        msgspec.msgpack.encode({"type": "Renew", "worker": "a", "x": 0})[:-1] + b"\x91" * 5000,
+    ],
+    ids=["text that is not UTF-8", "nested too deep"],
+)
+def test_bytes_that_no_decoder_takes_are_malformed(served: Served, body: bytes) -> None:
+    (answer,) = served.server.handle([b"a", bytes(8), body])
+    assert isinstance(answer.answer.reply, m.Malformed)
+    with pytest.raises(ProtocolError):
+        codec.decoder(m.Task)(body)
