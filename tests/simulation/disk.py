@@ -55,7 +55,19 @@ class Disk:
         self.log: list[bytes] = []  # behind the dump
         self.dump, self.dumped = b"", 0
         self.rows: Rows = {}
-        self.history: list[Transition] = []  # all there ever were, for the rules
+        self._history: list[bytes] = []
+
+    @property
+    def history(self) -> list[Transition]:
+        """All there ever were, for the rules."""
+        return [_decode(transition) for transition in self._history]
+
+    def commit(self, transitions: list[bytes], rows: Rows | None) -> None:
+        """A transaction."""
+        self.log += transitions
+        self._history += transitions
+        if rows is not None:
+            self.rows = rows
 
 
 class SimJournal:
@@ -100,11 +112,8 @@ class SimJournal:
         if not self._pending and not self._dirty:
             return
         self._fuse.point("before the flush")
-        disk = self._disk
-        disk.log += self._pending
-        disk.history += map(_decode, self._pending)
-        if self._dirty:
-            disk.rows = {group: dict(samples) for group, samples in self._rows.items()}
+        rows = {group: dict(samples) for group, samples in self._rows.items()} if self._dirty else None
+        self._disk.commit(self._pending, rows)
         self._pending, self._dirty = [], False
         self._fuse.point("after the flush")
 
