@@ -23,3 +23,7 @@ def test_every_rule_holds_in_10000_schedules() -> None:
 
 def test_mutated_messages_harm_nobody() -> None:
     assert "the healthy client was served" in run("fuzz_queue", "--minutes", "0.3")
+
+
+def test_nothing_is_lost_in_10_kills() -> None:
+    assert "10 rounds" in run("chaos_queue", "--rounds", "10")
