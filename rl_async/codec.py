@@ -65,7 +65,7 @@ def decoder(kind: type[T]) -> Callable[[Frame], T]:
     def checked(frame: Frame) -> T:
         try:
             return decode(frame)
-        except (msgspec.DecodeError, msgspec.ValidationError, NotImplementedError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, NotImplementedError) as error:
             raise ProtocolError(f"malformed {kind.__name__}: {error}") from error
 
     return checked

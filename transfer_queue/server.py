@@ -91,6 +91,7 @@ class QueueServer:
         self._parked: dict[type[m.Request], dict[bytes, Parked]] = {kind: {} for kind in _WAKES}
         self._greeted: OrderedDict[bytes, str] = OrderedDict()  # identity -> name; the longest silent first
         self._leased_to: OrderedDict[bytes, bytes] = OrderedDict()  # identity that got a lease first, by request id
+        self._empty: OrderedDict[bytes, None] = OrderedDict()  # requests for leases that were answered with nothing
         self._polls: dict[type[m.Request], Callable[[Any, bool], Answer | None]] = {
             m.Reserve: self._reserve,
             m.EvalResult: self._eval_result,
@@ -252,14 +253,25 @@ class QueueServer:
         return Answer(self._store.remove_engine(request.engine_id))
 
     def _lease(self, request_id: bytes, identity: bytes, request: m.Lease, last: bool) -> Answer | None:
-        """Groups, and who got them first over this connection, so that they can be taken back if it is gone."""
+        """Groups, and who got them first over this connection, so that they can be taken back if it is gone.
+
+        A request that was answered with nothing gets nothing again: its worker may have gone on to the next one and
+        would never hear of groups that a late copy of it was given.
+        """
+        if request_id in self._empty:
+            return Answer(m.Leased(groups=[]))
         reply = self._store.lease(request.worker, request.max_groups, self._clock(), request_id)
         if self._store.granted(request_id):
             self._leased_to.setdefault(request_id, identity)
             if len(self._leased_to) > REMEMBERED:
                 self._leased_to.popitem(last=False)
             return Answer(reply)
-        return Answer(reply) if reply.finished or last else None
+        if not reply.finished and not last:
+            return None
+        self._empty[request_id] = None
+        if len(self._empty) > REMEMBERED:
+            self._empty.popitem(last=False)
+        return Answer(reply)
 
     def _reserve(self, request: m.Reserve, last: bool) -> Answer | None:
         reply = self._store.reserve(request.step, self._clock())

@@ -18,6 +18,9 @@ LINGER_MS = 1000  # for replies that are on their way when a socket closes
 HEARTBEAT_MS = 5000  # a peer whose host is gone is noticed after a few of these
 _COPY_BELOW = 1 << 16  # a small frame's view would hold on to the whole receive buffer
 
+# Of bytes that are no message: wrong types or lengths, text that is not UTF-8, a nesting that is too deep.
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
 _requests: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(RequestType)
 _replies: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ReplyType)
 _encode = msgspec.msgpack.Encoder().encode
@@ -62,7 +65,7 @@ def decode_request(parts: Sequence[Any]) -> RequestMessage:
         raise ProtocolError(f"a request is an id of {ID_BYTES} bytes, a message and its payload")
     try:
         request = _requests.decode(body(parts[1]))
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except _UNREADABLE as error:
         raise ProtocolError(str(error)) from error
     return RequestMessage(bytes(parts[0]), request, [body(part) for part in parts[2:]])
 
@@ -73,7 +76,7 @@ def decode_reply(parts: Sequence[Any]) -> ReplyMessage:
         raise ProtocolError("a reply has at least two frames")
     try:
         reply = _replies.decode(body(parts[1]))
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except _UNREADABLE as error:
         raise ProtocolError(f"malformed reply of the transfer queue: {error}") from error
     return ReplyMessage(bytes(parts[0]), reply, [body(part) for part in parts[2:]])
 

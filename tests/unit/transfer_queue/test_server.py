@@ -2,9 +2,12 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
+from rl_async import codec
 from rl_async import messages as m
+from rl_async.errors import ProtocolError
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.journal import MemoryJournal
 from rl_async.transfer_queue.policy import QueueSettings
@@ -109,3 +112,30 @@ def test_a_repeated_answer_that_is_lost_takes_nothing_from_the_one_that_arrived(
     assert repeated.answer == arrived.answer
     served.server.undelivered(repeated)
     assert not [lost for lost in served.seen if isinstance(lost, LeaseLost)]
+
+
+def test_a_late_copy_of_a_lease_that_was_answered_with_nothing_gets_nothing(served: Served) -> None:
+    """The worker has gone on: it would keep, by its sign of life, groups of which it never heard."""
+    request = wire.encode(b"a-lease.", m.Lease(worker="a", max_groups=1, wait_s=0.0))
+    served.hello("a, connected again")
+    (nothing,) = served.server.handle([b"a, connected again", *request])
+    assert leased(nothing) == ("a, connected again", [])
+    served.publish()
+    (late,) = served.server.handle([b"a", *request])
+    assert leased(late) == ("a", [])
+    assert leased(served.lease("b")[0]) == ("b", [0])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        msgspec.msgpack.encode(m.Renew(worker="ab")).replace(b"ab", b"\xa5b"),
+        msgspec.msgpack.encode({"type": "Renew", "worker": "a", "x": 0})[:-1] + b"\x91" * 5000,
+    ],
+    ids=["text that is not UTF-8", "nested too deep"],
+)
+def test_bytes_that_no_decoder_takes_are_malformed(served: Served, body: bytes) -> None:
+    (answer,) = served.server.handle([b"a", bytes(8), body])
+    assert isinstance(answer.answer.reply, m.Malformed)
+    with pytest.raises(ProtocolError):
+        codec.decoder(m.Task)(body)

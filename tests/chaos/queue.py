@@ -1,0 +1,184 @@
+"""Kills the queue's process, a worker or the trainer at random moments, round after round: scripts/chaos_queue -h.
+
+Real processes over real sockets, without a model. Each writes down what it was told before it goes on; after every
+round these files must agree: nothing acknowledged lost, nothing trained twice, no token older than the bound.
+"""
+
+import argparse
+import json
+import random
+import socket as sockets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rl_async.configs.load import dump
+from rl_async.configs.schema import DataConfig, ModelConfig, QueueConfig, RolloutConfig, RunConfig, TrainerConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+BATCH, GROUP, STALENESS, STEPS = 2, 2, 1, 1_000_000
+ROUND_S = 1.0  # at most, until the next kill
+PROGRESS_S = 60.0  # within which a round must train a step
+ROLES = ("queue", "trainer", "worker-0", "worker-1")
+
+
+class Processes:
+    """The queue, the trainer and two workers in one run folder."""
+
+    def __init__(self, run: Path) -> None:
+        with sockets.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        self._run = run
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, role: str) -> None:
+        """Another process in this role."""
+        if role == "queue":
+            arguments = ["rl_async.transfer_queue", "--run", str(self._run), "--address", self._address]
+        else:
+            arguments = ["tests.chaos.queue_clients", role, str(self._run), self._address]
+        with (self._run / f"{role}.log").open("ab") as log:
+            self._running[role] = subprocess.Popen([sys.executable, "-m", *arguments], cwd=ROOT, stderr=log)
+
+    def kill(self, role: str) -> None:
+        """With SIGKILL."""
+        process = self._running[role]
+        process.kill()
+        process.wait()
+
+    def ended(self) -> list[str]:
+        """Roles whose process has ended by itself."""
+        return [role for role, process in self._running.items() if process.poll() is not None]
+
+    def stop(self) -> None:
+        """All of them."""
+        for role in self._running:
+            self.kill(role)
+
+
+def lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a file that its writer may have been killed in."""
+    if path.exists():
+        for line in path.read_bytes().splitlines(keepends=True):
+            if line.endswith(b"}\n"):
+                yield json.loads(line)
+
+
+def surviving(run: Path) -> dict[int, list[dict[str, Any]]]:
+    """Rows by step as the newest lineage of each step trained them, without what a resume went back behind."""
+    steps: dict[int, list[dict[str, Any]]] = {}
+    for line in lines(run / "trained.jsonl"):
+        if "resumed" in line:
+            steps = {step: rows for step, rows in steps.items() if step < line["resumed"]}
+        else:
+            steps[line["step"]] = line["rows"]
+    return steps
+
+
+def check(run: Path, *, lost: bool) -> tuple[int, int]:
+    """Ends the program if the files disagree; returns steps trained and samples acknowledged so far."""
+    steps = surviving(run)
+    trained: dict[tuple[int, int], str] = {}
+    groups: dict[int, int] = {}
+    for step, rows in steps.items():
+        for row in rows:
+            key = (row["group"], row["sample"])
+            if key in trained or groups.setdefault(row["group"], step) != step:
+                sys.exit(f"group {row['group']} was trained twice; see {run}")
+            trained[key] = row["tokens"]
+            if step - row["oldest"] > STALENESS:
+                sys.exit(f"step {step} trained tokens of version {row['oldest']}; see {run}")
+    if sorted(steps) != list(range(len(steps))):
+        sys.exit(f"the steps {sorted(steps)} were trained; see {run}")
+    acknowledged = [line for worker in run.glob("worker-*.jsonl") for line in lines(worker)]
+    given_up = {e["group"] for e in lines(run / "ledger.jsonl") if e["event"] in ("drop", "dead_letter")}
+    oldest_open = max(groups, default=-1) - 3 * (STALENESS + 1) * BATCH  # older groups were trained or given up
+    for line in [] if lost else acknowledged:
+        key = (line["group"], line["sample"])
+        done = key in trained or key[0] in given_up
+        if trained.get(key, line["tokens"]) != line["tokens"] or (not done and key[0] <= oldest_open):
+            sys.exit(f"{line} was acknowledged, and {trained.get(key)} was trained; see {run}")
+    return len(steps), len(acknowledged)
+
+
+def wait_for_step(run: Path, processes: Processes, after: int) -> None:
+    """Until another step was trained. Ends the program if none is, or if a process ended by itself."""
+    deadline = time.monotonic() + PROGRESS_S
+    while max(surviving(run), default=-1) <= after:
+        if time.monotonic() > deadline:
+            sys.exit(f"no step after {after} was trained within {PROGRESS_S:.0f} s; see {run}")
+        for role in processes.ended():
+            processes.start(role)  # as a launcher does, after QueueLost
+        time.sleep(0.1)
+
+
+def prepare(run: Path, queue: QueueConfig) -> None:
+    """A run folder with a config and tasks."""
+    row = {"data_source": "chaos", "prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": "1"}}
+    (run / "tasks.jsonl").write_text("".join(json.dumps(row | {"extra_info": {}}) + "\n" for _ in range(8)))
+    config = RunConfig(
+        model=ModelConfig(path="no-model-needed"),
+        data=DataConfig(path=str(run / "tasks.jsonl"), train_batch_groups=BATCH),
+        rollout=RolloutConfig(group_size=GROUP),
+        trainer=TrainerConfig(steps=STEPS),
+        queue=queue,
+        name="chaos",
+    )
+    (run / "config.yaml").write_text(dump(config))
+
+
+def main() -> int:
+    """Round after round; the exit code."""
+    parser = argparse.ArgumentParser(prog="scripts/chaos_queue", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=10, metavar="N", help="kills in all (default: 10)")
+    parser.add_argument("--journal", choices=("sqlite", "redis", "memory"), default="sqlite")
+    parser.add_argument("--redis-url", default="redis://127.0.0.1:6379/0")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    rng = random.Random(arguments.seed)
+    run = Path(tempfile.mkdtemp(prefix="chaos-queue-"))
+    prepare(
+        run,
+        QueueConfig(
+            journal=arguments.journal,
+            redis_url=arguments.redis_url,
+            max_staleness=STALENESS,
+            lease_s=2.0,
+            max_attempts=1000,
+        ),
+    )
+    processes = Processes(run)
+    killed = dict.fromkeys(ROLES, 0)
+    began = time.monotonic()
+    lost = False
+    try:
+        for role in ROLES:
+            processes.start(role)
+        wait_for_step(run, processes, 0)
+        for _ in range(arguments.rounds):
+            time.sleep(rng.random() * ROUND_S)
+            role = rng.choice(ROLES)
+            lost = lost or (role == "queue" and arguments.journal == "memory")
+            processes.kill(role)
+            killed[role] += 1
+            trained, _ = check(run, lost=lost)
+            processes.start(role)
+            wait_for_step(run, processes, trained - 1)
+        trained, acknowledged = check(run, lost=lost)
+    finally:
+        processes.stop()
+    print(
+        f"{arguments.rounds} rounds in {time.monotonic() - began:.0f} s, killed {killed}: {trained} steps trained, "
+        f"{acknowledged} samples acknowledged; nothing acknowledged was lost{' but with its journal' if lost else ''}, "
+        f"nothing was trained twice, no token was older than {STALENESS} steps; files: {run}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""The workers and the trainer. They do what the real ones do, without a model."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from rl_async import messages as m
+from rl_async.transfer_queue.wire import ReplyMessage
+from tests.simulation.network import LATEST_S, Client
+from tests.simulation.rules import Checkpoint
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+Reply = tuple[ReplyMessage, str]  # and the disk of the queue that gave it
+
+
+class Worker:
+    """Leases, generates, puts or fails, and is replaced by another when it dies."""
+
+    def __init__(self, world: "World", slot: int) -> None:
+        self._world, self._slot = world, slot
+        self._number = 0
+        self.done = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._number += 1
+        life = self._life = _WorkerLife(self._world, self, f"w{self._slot}-{self._number}")
+        self._world.spawn(life, life.renew())
+        self._world.spawn(life, life.work())
+
+    def killed(self) -> None:
+        """Another takes its place."""
+        if not self._life.dead:
+            self._life.dead = True
+            self._world.after(self._world.rng.random(), self._begin)
+            self.done = False
+
+    def freeze(self) -> None:
+        """It does nothing for longer than a lease."""
+        self._life.frozen_until = self._world.now + self._world.rng.random() * 4
+
+
+class _WorkerLife:
+    def __init__(self, world: "World", worker: Worker, name: str) -> None:
+        self._world, self._worker, self.name = world, worker, name
+        self.dead = False
+        self.frozen_until = 0.0
+        self.client = Client(world, self, name)
+
+    def queue_lost(self) -> None:
+        self._worker.killed()
+
+    def _thaw(self) -> Iterator[float]:
+        while self.frozen_until > self._world.now:
+            yield self.frozen_until - self._world.now
+
+    def renew(self) -> Any:
+        while True:
+            yield from self._thaw()
+            yield m.Renew(worker=self.name), []
+            yield self._world.settings.lease_s / 3
+
+    def work(self) -> Any:
+        world, rng = self._world, self._world.rng
+        while True:
+            lease = m.Lease(worker=self.name, max_groups=rng.randint(1, 3), wait_s=rng.choice([0.0, 0.1, 0.5]))
+            message, disk = yield lease, []
+            if message.reply.finished:
+                self._worker.done = self.dead = True
+                return
+            if disk == world.host.disk.run_id:
+                world.rules.leased(self.name, message.reply)
+            todo = [(group, sample) for group in message.reply.groups for sample in group.samples]
+            while todo:
+                count = rng.randint(1, 4)
+                yield from self._produce(todo[:count])
+                todo = todo[count:]
+            if not message.reply.groups:
+                yield 0.02
+
+    def _produce(self, todo: list[tuple[m.LeasedGroup, int]]) -> Any:
+        world, rng = self._world, self._world.rng
+        since = world.serving
+        yield rng.random() * (1.0 if rng.random() < 0.1 else 0.1)
+        yield from self._thaw()
+        samples, rows = [], []
+        for group, sample in todo:
+            if rng.random() < 0.03 and world.faults:
+                world.struck["sample failed"] += 1
+                yield self._failure(group, sample), []
+                continue
+            headers = self._headers(group, sample, since)
+            samples.append(headers)
+            rows += [header.tokens_sha256.encode() for header in headers]
+        if samples:
+            for headers in samples:
+                world.rules.put(headers)
+            message, disk = yield m.Put(worker=self.name, samples=samples), rows
+            if disk == world.host.disk.run_id:
+                world.rules.answered(samples, message.reply)
+
+    def _failure(self, group: m.LeasedGroup, sample: int) -> m.Fail:
+        return m.Fail(
+            worker=self.name, group_id=group.group_id, sample=sample, attempt=group.attempt, error="simulated"
+        )
+
+    def _headers(self, group: m.LeasedGroup, sample: int, since: m.Version) -> list[m.TrajectoryHeader]:
+        """Of one row, or of two; tokens of two versions if one was published meanwhile."""
+        rng = self._world.rng
+        reward = float(rng.random() < 0.5)
+        runs = [m.VersionRun(since, 0, 1), m.VersionRun(self._world.serving, 1, 2)]
+        return [
+            m.TrajectoryHeader(
+                group_id=group.group_id,
+                sample=sample,
+                attempt=group.attempt,
+                partition=group.partition,
+                episode_id="",
+                segment=segment,
+                tokens=2,
+                sampled=2,
+                reward=reward,
+                finish_reason="stop",
+                versions=runs,
+                tokens_sha256=f"{self.name}:{group.group_id}.{sample}.{segment}:{group.attempt}",
+            )
+            for segment in range(1 + (group.group_id + sample) % 2)
+        ]
+
+
+class Trainer:
+    """Reserves, trains, commits, publishes and saves; another goes on from the last checkpoint when it dies."""
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
+        self._lineage = -1
+        self.step = 0
+        self.checkpoint = Checkpoint()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lineage += 1
+        self.done = self.dead = False
+        self._life = _TrainerLife(self._world, self, self._lineage)
+        self._world.spawn(self._life, self._life.train())
+
+    def killed(self) -> None:
+        """Another takes its place, when what this one has sent has arrived or never will."""
+        if not self._life.dead:
+            self._life.dead, self.done = True, False
+            self._world.after(LATEST_S + 0.2, self._begin)
+
+
+class _TrainerLife:
+    def __init__(self, world: "World", trainer: Trainer, lineage: int) -> None:
+        self._world, self._trainer, self._lineage = world, trainer, lineage
+        self.dead = False
+        self.client = Client(world, self, f"trainer-{lineage}")
+
+    def queue_lost(self) -> None:
+        self._trainer.killed()
+
+    def _ask(self, request: m.Request, *kinds: type[m.Reply]) -> Any:
+        """The reply, which is of one of these kinds."""
+        message, _ = yield request, []
+        if not isinstance(message.reply, kinds):
+            self._world.rules.broken(f"{request} was answered {message.reply}")
+        return message
+
+    def train(self) -> Any:
+        world, trainer, rules = self._world, self._trainer, self._world.rules
+        saved = trainer.checkpoint
+        step = trainer.step = saved.step
+        if self._lineage:
+            yield from self._ask(m.Resume(step=step, lineage=self._lineage, snapshot=saved.queue), m.Resumed)
+            rules.resumed(saved, world.host.disk.run_id)
+        yield from self._publish(step)
+        while step < world.settings.steps:
+            yield from self._one_step(step)
+            step = trainer.step = step + 1
+            last = step == world.settings.steps
+            if last or step % world.publish_every == 0:
+                yield from self._publish(step)
+            if last or step % world.checkpoint_every == 0:
+                yield from self._save(step)
+            if world.rng.random() < 0.1:
+                bound = world.rng.randint(world.publish_every - 1, 3)
+                yield from self._ask(m.Tighten(max_staleness=bound), m.Done)
+        yield from self._ask(m.Retire(step=step), m.Done)  # the one that saved it may have died before
+        yield from self._ask(m.Finish(), m.Done)
+        trainer.done = True
+
+    def _publish(self, step: int) -> Any:
+        version = self._world.serving = m.Version(self._lineage, step)
+        yield from self._ask(m.Publish(version=version, engines=[]), m.Done)
+
+    def _one_step(self, step: int) -> Any:
+        rules = self._world.rules
+        while True:
+            answer = yield from self._ask(m.Reserve(step=step, wait_s=0.5), m.Reserved, m.NotReady)
+            if isinstance(answer.reply, m.Reserved):
+                break
+            yield 0.01
+        headers = answer.reply.headers
+        rules.reserved(step, headers)
+        rows = yield from self._ask(m.Fetch(rows=[header.key for header in headers]), m.Rows)
+        if self._world.rng.random() < 0.3 and step + 1 < self._world.settings.steps:
+            ahead = yield from self._ask(m.Reserve(step=step + 1, wait_s=0.0), m.Reserved, m.NotReady)
+            if isinstance(ahead.reply, m.Reserved):
+                rules.reserved(step + 1, ahead.reply.headers)
+        yield self._world.rng.random() * 0.2
+        rules.trained(step, headers, [bytes(row) for row in rows.payload])
+        yield from self._ask(m.Commit(step=step), m.Done)
+
+    def _save(self, step: int) -> Any:
+        taken = yield from self._ask(m.Snapshot(), m.SnapshotTaken)
+        yield 0.05
+        self._trainer.checkpoint = self._world.rules.checkpoint(step, taken.reply.snapshot)
+        yield from self._ask(m.Retire(step=step), m.Done)

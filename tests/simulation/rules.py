@@ -1,0 +1,180 @@
+"""What must hold in every schedule, whatever struck."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple, NoReturn
+
+from rl_async.messages import Leased, Refused, Reply, Taken, TrajectoryHeader
+from rl_async.transfer_queue.delivery import NO_SIGNAL
+from rl_async.transfer_queue.policy import QueueSettings
+from rl_async.transfer_queue.store import Store
+from rl_async.transfer_queue.transitions import BatchCommitted, DeadLettered, GroupDropped, RolledBack
+from tests.simulation.disk import Disk
+
+Sample = tuple[int, int]  # group, sample
+Tokens = list[str]  # by segment
+
+
+class Broken(AssertionError):
+    """A rule does not hold."""
+
+
+class Checkpoint(NamedTuple):
+    """What the trainer goes back to."""
+
+    step: int = 0
+    queue: bytes = b""
+    batches: Mapping[int, list[TrajectoryHeader]] = MappingProxyType({})
+
+
+class Rules:
+    """Remembers what clients were told and did."""
+
+    def __init__(self, settings: QueueSettings) -> None:
+        self._settings = settings
+        self._holders: dict[tuple[int, int, int], str] = {}  # by group, sample and attempt
+        self._puts: set[tuple[str, ...]] = set()
+        self._taken: dict[Sample, Tokens] = {}
+        self._batches: dict[int, list[TrajectoryHeader]] = {}
+        self._trained: dict[int, dict[Sample, Tokens]] = {}  # by step, of the history that survives
+        self._generated_again: set[int] = set()  # steps whose batches the checkpoint knew, but not their rows
+        self._disk = ""
+
+    def broken(self, rule: str) -> NoReturn:
+        """Raise Broken."""
+        raise Broken(rule)
+
+    def _check(self, holds: bool, rule: str) -> None:
+        if not holds:
+            raise Broken(rule)
+
+    # --- workers ----------------------------------------------------------------------------------------------------
+
+    def leased(self, worker: str, reply: Leased) -> None:
+        """Every lease belongs to one worker."""
+        for group in reply.groups:
+            for sample in group.samples:
+                holder = self._holders.setdefault((group.group_id, sample, group.attempt), worker)
+                place = f"attempt {group.attempt} at sample {sample} of group {group.group_id}"
+                self._check(holder == worker, f"one lease, one worker: {place} went to {holder} and {worker}")
+
+    def put(self, headers: Sequence[TrajectoryHeader]) -> None:
+        """A worker hands over a sample."""
+        self._puts.add(tuple(header.tokens_sha256 for header in headers))
+
+    def answered(self, samples: Sequence[Sequence[TrajectoryHeader]], reply: Reply) -> None:
+        """What was answered as taken must be trained with these tokens."""
+        self._check(isinstance(reply, Taken) and len(reply.refused) == len(samples), f"a put was answered {reply}")
+        assert isinstance(reply, Taken)
+        for headers, refused in zip(samples, reply.refused):
+            first = headers[0]
+            if isinstance(refused, Refused):
+                self._check(refused.code == "fenced", f"a put is taken or fenced, not {refused}")
+                continue
+            tokens = [header.tokens_sha256 for header in headers]
+            before = self._taken.setdefault((first.group_id, first.sample), tokens)
+            self._check(before == tokens, f"one sample was taken twice: {before} and {tokens}")
+
+    # --- trainer ----------------------------------------------------------------------------------------------------
+
+    def reserved(self, step: int, headers: list[TrajectoryHeader]) -> None:
+        """A step has one batch, complete, and with the same members whenever it is asked for."""
+        groups = sorted({header.group_id for header in headers})
+        wanted = [
+            (group, sample, segment)
+            for group in groups
+            for sample in range(self._settings.group_size)
+            for segment in range(1 + (group + sample) % 2)
+        ]
+        self._check(len(groups) == self._settings.batch_groups, f"batch {step} has the groups {groups}")
+        self._check([header.key for header in headers] == wanted, f"batch {step} is not complete")
+        before = self._batches.get(step, headers)
+        members = sorted({header.group_id for header in before})
+        self._check(groups == members, f"same batch whenever it is reserved: step {step} had {members}, has {groups}")
+        same = before == headers or step in self._generated_again
+        self._check(same, f"step {step} has the same members with other rows")
+        self._generated_again.discard(step)
+        self._batches[step] = headers
+
+    def trained(self, step: int, headers: Sequence[TrajectoryHeader], rows: Sequence[bytes]) -> None:
+        """Nothing twice, nothing too old, nothing but what was put."""
+        batch: dict[Sample, Tokens] = {}
+        earlier = {group for at, samples in self._trained.items() if at != step for group, _ in samples}
+        for header, row in zip(headers, rows, strict=True):
+            name = f"sample {header.sample} of group {header.group_id}"
+            self._check(header.group_id not in earlier, f"no group is trained twice: group {header.group_id}")
+            oldest = min(run.version.step for run in header.versions)
+            bound = self._settings.max_staleness
+            self._check(step - oldest <= bound, f"staleness of {name} at step {step}: {step - oldest} > {bound}")
+            self._check(row.decode() == header.tokens_sha256, f"{name} has the header of other tokens")
+            batch.setdefault((header.group_id, header.sample), []).append(header.tokens_sha256)
+        for key, tokens in batch.items():
+            self._check(tuple(tokens) in self._puts, f"{key} was trained with {tokens}, which nobody put")
+            taken = self._taken.get(key, tokens)
+            self._check(taken == tokens, f"taken {taken}, trained {tokens}")
+            worker, _, attempt = tokens[0].split(":")
+            holder = self._holders.get((*key, int(attempt)), worker)
+            self._check(holder == worker, f"{key} is of {worker}, but {holder} had the lease")
+        self._trained[step] = batch
+
+    def checkpoint(self, step: int, queue: bytes) -> Checkpoint:
+        """What is durable from now on."""
+        return Checkpoint(step, queue, dict(self._batches))
+
+    def disk_lost(self) -> None:
+        """What was taken is lost, and leases count again."""
+        self._holders.clear()
+        self._taken.clear()
+
+    def resumed(self, saved: Checkpoint, disk: str) -> None:
+        """The history behind the checkpoint is void; a queue that lost its disk knows only what the checkpoint has."""
+        self._trained = {step: batch for step, batch in self._trained.items() if step < saved.step}
+        if disk != self._disk:
+            self._disk = disk
+            self._batches = {step: batch for step, batch in saved.batches.items() if step >= saved.step}
+            self._generated_again = set(self._batches)
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def ended(self, store: Store, disk: Disk, recovered: bytes, now: float) -> None:
+        """Everything was driven to the end: nothing is lost, nothing is left over."""
+        steps = self._settings.steps
+        self._check(sorted(self._trained) == list(range(steps)), f"trained the steps {sorted(self._trained)}")
+        self._check(recovered == store.dump(), "a replay gives the store that was there")
+        trained = {key: tokens for batch in self._trained.values() for key, tokens in batch.items()}
+        given_up = self._given_up(store, disk, now)
+        for key, tokens in self._taken.items():
+            if key[0] not in given_up:
+                self._check(trained.get(key) == tokens, f"taken {tokens} of {key}, trained {trained.get(key)}")
+        both = {group for group, _ in trained} & given_up
+        self._check(not both, f"the groups {both} were given up and trained")
+        self._nothing_left(store, disk, now)
+
+    def _given_up(self, store: Store, disk: Disk, now: float) -> set[int]:
+        """Groups given up, each for a reason that was counted."""
+        groups: set[int] = set()
+        reasons: Counter[str] = Counter()
+        committed = False
+        for event in disk.history:
+            match event:
+                case GroupDropped(group=group, reason=reason):
+                    groups.add(group)
+                    reasons["refilled" if reason == NO_SIGNAL else "dropped"] += 1
+                case DeadLettered(group=group):
+                    groups.add(group)
+                    reasons["dead_letters"] += 1
+                case BatchCommitted():
+                    committed = True
+                case RolledBack(fresh=True):
+                    self._check(not committed, "a queue that has its journal takes nothing from a checkpoint")
+        counters = store.status(now).counters
+        counted = {name: counters.get(name, 0) for name in ("refilled", "dropped", "dead_letters")}
+        self._check(all(reasons[name] == n for name, n in counted.items()), f"given up {reasons}, counted {counted}")
+        return groups
+
+    def _nothing_left(self, store: Store, disk: Disk, now: float) -> None:
+        status = store.status(now)
+        left = (status.slots_used, status.waiting, status.leased, status.ready, status.reserved, status.payload_bytes)
+        self._check(not any(left), f"slots, waiting, leased, ready, reserved, bytes at the end: {left}")
+        self._check(not disk.rows, f"payloads of the groups {sorted(disk.rows)} were never freed")
