@@ -16,7 +16,7 @@ def is_loopback(host: str) -> bool:
 
 def is_closed(queue: QueueConfig) -> bool:
     """Whether every connection to the queue needs a CURVE key."""
-    return queue.curve == "on" or bool(queue.keys) or not is_loopback(queue.host)
+    return queue.curve == "always" or bool(queue.keys) or not is_loopback(queue.host)
 
 
 def key_folder(config: RunConfig, run: Path) -> Path | None:

@@ -156,11 +156,12 @@ class QueueConfig(Config, frozen=True):
         str, doc("IPv4 address to listen on, 0.0.0.0 for all; anything but loopback is closed to clients without keys.")
     ] = "127.0.0.1"
     port: Annotated[Count, doc("0: a free port.")] = 0
-    curve: Annotated[
-        Literal["auto", "on"], doc("auto: clients need CURVE keys if queue.host is not loopback. on: always.")
-    ] = "auto"
+    curve: Annotated[Literal["auto", "always"], doc("auto: clients need CURVE keys if queue.host is not loopback.")] = (
+        "auto"
+    )
     keys: Annotated[
-        str, doc("Folder made by `rl-async queue keygen`, which turns CURVE on; empty: keys/ in the run folder, if on.")
+        str,
+        doc("Folder made by `rl-async queue keygen`, which turns CURVE on; empty: keys/ in the run folder, if needed."),
     ] = ""
     clients: Annotated[
         tuple[str, ...], doc("Public keys (Z85) that are allowed beside those in clients/ of the key folder.")

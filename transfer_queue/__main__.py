@@ -43,7 +43,7 @@ def run_queue(run: Path, address: str, *, relaunched: bool, stopped: threading.E
     if keys is None and not is_loopback(urlsplit(address).hostname or ""):
         raise UserError(
             f"--address {address} can be reached from elsewhere, and the config leaves the queue open; set "
-            "queue.curve=on and make keys with `rl-async queue keygen`"
+            "queue.curve=always and make keys with `rl-async queue keygen`"
         )
     source, eval_tasks = make_sources(config)
     with (

@@ -12,8 +12,8 @@ _numbers = itertools.count()
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _EVENTS = _FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _REFUSED = "it refused the handshake; is it closed to this key?"
-_CLOSED = "the connection is closed again and again; is the queue closed to this key, or a frame larger than it takes?"
-_UNKNOWN = "is the queue closed to this key, or to clients without one?"
+_UNKNOWN = "no handshake came about; is it closed to clients without a key, or to this one?"
+_CLOSED = "it closed the connection; is it closed to this key, or a frame larger than queue.limits.frame_bytes?"
 
 
 class HandshakeWatch:
@@ -27,15 +27,16 @@ class HandshakeWatch:
     def attach(self, socket: "zmq.Socket[Any]") -> None:
         """Watch a socket from now on, before it connects."""
         self.detach()
+        self._why = ""
         address = f"inproc://handshakes-{next(_numbers)}"
         socket.monitor(address, _EVENTS)
         self._watched = socket
         self._events = zmq.Context.shadow(socket.context.underlying).socket(zmq.PAIR)
-        self._events.linger = 0
+        self._events.set(zmq.LINGER, 0)
         self._events.connect(address)
 
     def detach(self) -> None:
-        """Watch no longer; what was seen stays known. Call it before the socket is closed."""
+        """Watch no longer; what was seen stays known until another is watched. Call it before the socket closes."""
         if self._events is not None:
             self._look()
             with contextlib.suppress(zmq.ZMQError):  # a socket that is closed already has ended it
@@ -58,8 +59,11 @@ class HandshakeWatch:
 
 def _judged(event: int, before: str) -> str:
     """What is known after an event, given what was."""
-    if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-        return ""
-    if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-        return _REFUSED
-    return before or (_CLOSED if event == zmq.EVENT_DISCONNECTED else _UNKNOWN)
+    match event:
+        case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            return before if before == _CLOSED else ""  # what closed it once will do so again
+        case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return _REFUSED
+        case zmq.EVENT_DISCONNECTED:
+            return before or _CLOSED
+    return before or _UNKNOWN

@@ -208,8 +208,8 @@ class QueueServer:
 
     def _share_out(self) -> list[Outgoing]:
         """Give parked workers equal shares of the groups that may be leased, the longest unserved first."""
-        parked = [(key, waiting, waiting.request) for key, waiting in self._parked[m.Lease].items()]
-        hungry = [item for item in parked if isinstance(item[2], m.Lease)]
+        parked = self._parked[m.Lease].items()
+        hungry = [(key, each, each.request) for key, each in parked if isinstance(each.request, m.Lease)]
         hungry.sort(key=lambda item: self._served.get(item[2].worker, 0))
         outgoing: list[Outgoing] = []
         for place, (request_id, waiting, request) in enumerate(hungry):

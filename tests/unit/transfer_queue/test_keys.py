@@ -66,7 +66,7 @@ def test_a_run_on_loopback_needs_no_keys(tmp_path: Path) -> None:
     assert not (tmp_path / "keys").exists()
 
 
-@pytest.mark.parametrize("queue", [{"host": "0.0.0.0"}, {"host": "10.1.2.3"}, {"curve": "on"}])
+@pytest.mark.parametrize("queue", [{"host": "0.0.0.0"}, {"host": "10.1.2.3"}, {"curve": "always"}])
 def test_a_run_that_needs_keys_gets_its_own(tmp_path: Path, queue: dict[str, str]) -> None:
     with pytest.raises(UserError, match="keygen"):
         server_keys(config(**queue), tmp_path)
