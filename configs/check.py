@@ -72,9 +72,7 @@ def _queue_host(c: RunConfig) -> str | None:
     except ValueError:
         return f"queue.host={c.queue.host} must be an IPv4 address: 127.0.0.1, 0.0.0.0, or one of this machine's"
     if c.queue.clients and not is_closed(c.queue):
-        return (
-            "queue.clients has no effect on a queue that is open on loopback; set queue.curve=always, or leave it out"
-        )
+        return "queue.clients has no effect on a queue that is open on loopback; set queue.curve=always too"
     for key in c.queue.clients:
         if not re.fullmatch(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}", key):
             return f"queue.clients: {key!r} is not a public key; give the 40 characters of a client's .pub file"

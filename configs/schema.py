@@ -161,7 +161,7 @@ class QueueConfig(Config, frozen=True):
     )
     keys: Annotated[
         str,
-        doc("Folder made by `rl-async queue keygen`, which turns CURVE on; empty: keys/ in the run folder, if needed."),
+        doc("Folder made by `rl-async queue keygen`; turns CURVE on. Empty: keys/ in the run folder, if needed."),
     ] = ""
     clients: Annotated[
         tuple[str, ...], doc("Public keys (Z85) that are allowed beside those in clients/ of the key folder.")

@@ -27,6 +27,8 @@ from rl_async.transfer_queue.session import (
     expect_either,
     is_busy,
     must_repeat,
+    send,
+    send_sync,
     trajectories,
     wait_of,
 )
@@ -84,7 +86,7 @@ class QueueClient:
         self._session.prepare(self._socket)
         self._socket.connect(self._session.address)
         self._hello_id, frames = self._session.hello()
-        await self._socket.send_multipart(frames)
+        await send(self._socket, frames)
         self._reader = asyncio.create_task(self._read(self._socket), name="queue client reader")
 
     async def _disconnect(self) -> None:
@@ -145,7 +147,7 @@ class QueueClient:
                 connection = self._connection
                 if self._socket is None:
                     raise RuntimeError("use the queue client as `async with`")
-                await self._socket.send_multipart(frames, copy=False)
+                await send(self._socket, frames)
                 await asyncio.wait([future], timeout=max(0.0, min(patience, deadline - time.monotonic())))
                 if future.done() and not must_repeat(future.result().reply):
                     return wire.checked(future.result())
@@ -282,7 +284,7 @@ class SyncQueueClient:
         self._session.prepare(self._socket)
         self._socket.connect(self._session.address)
         self._hello_id, frames = self._session.hello()
-        self._socket.send_multipart(frames)
+        send_sync(self._socket, frames)
         return self._socket
 
     def exchange(self, request: m.Request, *, timeout_s: float | None = None) -> wire.ReplyMessage:
@@ -295,7 +297,7 @@ class SyncQueueClient:
         frames = wire.encode(request_id, request)
         socket = self._socket or self._connect()
         while True:
-            socket.send_multipart(frames)
+            send_sync(socket, frames)
             answer = self._receive(socket, request_id, min(deadline, time.monotonic() + patience))
             if answer is not None and not must_repeat(answer.reply):
                 return wire.checked(answer)

@@ -1,10 +1,13 @@
 """What the two clients of the queue share: identity, hello, and judging replies."""
 
+import contextlib
 import os
 import secrets
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import zmq
+import zmq.asyncio
 
 from rl_async import codec
 from rl_async import messages as m
@@ -73,6 +76,21 @@ class Session:
             f"the transfer queue at {self.address} did not answer {type(request).__name__} for {seconds:.0f} s"
             + (f": {why}" if why else "")
         )
+
+
+async def send(socket: zmq.asyncio.Socket, frames: Sequence[Frame]) -> None:
+    """Hand a message to the socket, or drop it if the queue has refused the connection: libzmq then has no other.
+
+    It does not wait, since nothing would end the wait; the request is sent again on the next connection.
+    """
+    with contextlib.suppress(zmq.Again):
+        await socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+
+
+def send_sync(socket: "zmq.Socket[bytes]", frames: Sequence[Frame]) -> None:
+    """The same, for a thread that may block."""
+    with contextlib.suppress(zmq.Again):
+        socket.send_multipart(frames, zmq.NOBLOCK)
 
 
 def wait_of(request: m.Request) -> float:

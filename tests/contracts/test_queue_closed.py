@@ -92,6 +92,17 @@ async def test_a_client_without_a_key_gets_nothing_and_is_told_so(closed, friend
     assert isinstance(friend.status(), StatusReport)
 
 
+async def test_a_request_after_the_refusal_ends_at_its_deadline_too(closed, friend):
+    with SyncQueueClient(closed.address, role="agent", name="stranger", timeout_s=0.5) as stranger:
+        for _ in range(2):  # libzmq does not try again after a refusal: the second finds no connection to send on
+            with pytest.raises(QueueLost, match="key"):
+                stranger.status()
+    async with QueueClient(closed.address, role="agent", name="stranger", timeout_s=0.5) as stranger:
+        for _ in range(2):
+            with pytest.raises(QueueLost, match="key"):
+                await stranger.status()
+
+
 def test_a_plain_socket_gets_no_byte_of_an_answer(closed, friend):
     with zmq.Context() as context, context.socket(zmq.DEALER) as plain:
         plain.linger = 0
