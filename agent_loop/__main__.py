@@ -22,6 +22,7 @@ from rl_async.log import setup_logging
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.connect import engine_pool
 from rl_async.transfer_queue.client import QueueClient
+from rl_async.transfer_queue.keys import client_keys
 
 log = logging.getLogger("rl_async.agent_loop")
 
@@ -41,7 +42,8 @@ async def run_worker(config: RunConfig, index: int, address: str, *, folder: Pat
         pool = engine_pool(config.rollout)
         runner = EpisodeRunner(config, load_renderer(config.model.path), pool)
         rewards = await stack.enter_async_context(RewardService(config.reward, model_url=reward_model, folder=folder))
-        queue = await stack.enter_async_context(QueueClient(address, role="agent", name=f"agent-{index}"))
+        client = QueueClient(address, role="agent", name=f"agent-{index}", keys=client_keys(config, folder))
+        queue = await stack.enter_async_context(client)
         stack.push_async_callback(pool.close)
         worker = AgentWorker(
             queue,

@@ -1,11 +1,13 @@
 """Combinations that cannot work, refused before anything starts. Each rule names the keys and the way out."""
 
+import ipaddress
 import re
 from collections.abc import Iterator
 
 from rl_async.configs.check_algorithm import ALGORITHM_RULES, Rule
 from rl_async.configs.check_engine import engine_args
 from rl_async.configs.check_gateway import gateway_rule
+from rl_async.configs.closed import is_closed
 from rl_async.configs.engines import engine_kinds
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import ConfigError
@@ -60,6 +62,20 @@ def _journal(c: RunConfig) -> str | None:
             "queue.redis_url must be redis://HOST:PORT/NUMBER or rediss://..., without a password: that belongs into "
             "the environment variable RL_ASYNC_REDIS_PASSWORD"
         )
+    return None
+
+
+def _queue_host(c: RunConfig) -> str | None:
+    """An address that can be bound as it stands, and client keys that are keys and have an effect."""
+    try:
+        ipaddress.IPv4Address(c.queue.host)
+    except ValueError:
+        return f"queue.host={c.queue.host} must be an IPv4 address: 127.0.0.1, 0.0.0.0, or one of this machine's"
+    if c.queue.clients and not is_closed(c.queue):
+        return "queue.clients has no effect on a queue that is open on loopback; set queue.curve=always too"
+    for key in c.queue.clients:
+        if not re.fullmatch(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}", key):
+            return f"queue.clients: {key!r} is not a public key; give the 40 characters of a client's .pub file"
     return None
 
 
@@ -165,6 +181,7 @@ RULES: tuple[Rule, ...] = (
     _backend,
     _tensor_parallel,
     _journal,
+    _queue_host,
     _transport,
     _weight_sync,
     _truncation,

@@ -12,6 +12,7 @@ from rl_async.configs.algorithm import AlgorithmConfig
 from rl_async.configs.base import Config, Count, Fraction, Positive, Seconds, doc
 from rl_async.configs.critic import CriticConfig
 from rl_async.configs.gateway import GatewayConfig
+from rl_async.configs.limits import QueueLimits
 from rl_async.configs.mismatch import MismatchConfig
 from rl_async.configs.reward import JudgeConfig, RewardModelConfig
 
@@ -151,7 +152,21 @@ class QueueConfig(Config, frozen=True):
             "groups are admitted only for the next batch (counted as queue/short_of_bytes)."
         ),
     ] = 1 << 30
+    host: Annotated[
+        str, doc("IPv4 address to listen on, 0.0.0.0 for all; anything but loopback is closed to clients without keys.")
+    ] = "127.0.0.1"
     port: Annotated[Count, doc("0: a free port.")] = 0
+    curve: Annotated[Literal["auto", "always"], doc("auto: clients need CURVE keys if queue.host is not loopback.")] = (
+        "auto"
+    )
+    keys: Annotated[
+        str,
+        doc("Folder made by `rl-async queue keygen`; turns CURVE on. Empty: keys/ in the run folder, if needed."),
+    ] = ""
+    clients: Annotated[
+        tuple[str, ...], doc("Public keys (Z85) that are allowed beside those in clients/ of the key folder.")
+    ] = ()
+    limits: QueueLimits = QueueLimits()
 
 
 class TrainerConfig(Config, frozen=True):

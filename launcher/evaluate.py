@@ -17,6 +17,7 @@ from rl_async.launcher.runs import hold, next_folder
 from rl_async.messages import EngineRecord, Reserved, Version
 from rl_async.rollout_server.connect import connect
 from rl_async.trainer.records import write_trajectories
+from rl_async.transfer_queue.keys import client_keys
 
 EVAL_ID = 0
 POLL_S = 5.0
@@ -40,7 +41,7 @@ def evaluate(config: RunConfig, name_or_path: str) -> int:
 
     async def run() -> int:
         try:
-            with Supervisor(planned, ports, folder) as supervisor:
+            with Supervisor(planned, ports, folder, client_keys(config, folder)) as supervisor:
                 await prepare(config, planned, supervisor, console)
                 announce(config, folder, ports, console)
                 evaluation = Evaluation(supervisor, config, folder)

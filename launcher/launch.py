@@ -18,6 +18,7 @@ from rl_async.launcher.plan import Plan, endpoints
 from rl_async.launcher.ports import assign_ports
 from rl_async.launcher.runs import checkpoints, create, hold
 from rl_async.launcher.view import View
+from rl_async.transfer_queue.keys import client_keys, provide_keys
 
 EXIT_SIGNAL = 128  # plus the number of the signal, as shells have it
 
@@ -36,6 +37,7 @@ def make_ready(config: RunConfig, folder: Path, *, resume: bool = False) -> tupl
     planned = plan_here(config, folder, resume=resume)
     ports = assign_ports(planned.ports)
     create(config, folder)
+    provide_keys(config, folder)
     return planned, ports
 
 
@@ -78,7 +80,7 @@ async def _run(config: RunConfig, folder: Path, planned: Plan, ports: Mapping[st
     console = Console()
     view: View | None = None
     try:
-        with Supervisor(planned, ports, folder) as supervisor:
+        with Supervisor(planned, ports, folder, client_keys(config, folder)) as supervisor:
             await prepare(config, planned, supervisor, console)
             console.print(f"run folder: {folder}", markup=False, highlight=False, soft_wrap=True)
             announce(config, folder, ports, console)

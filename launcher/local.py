@@ -24,6 +24,7 @@ from rl_async.launcher.view_model import ProcessState
 from rl_async.messages import EngineRecord, Status, StatusReport
 from rl_async.rollout_server.http import EngineHttp
 from rl_async.transfer_queue.client import QueueClient
+from rl_async.transfer_queue.keys import ClientKeys
 
 HEALTH_POLL_S = 0.2
 REGISTRY_WAIT_S = 10.0
@@ -49,8 +50,8 @@ class Interrupted(Exception):
 class Supervisor:
     """Runs the processes of a plan. Use it as ``with``: signals are handled and processes live only inside."""
 
-    def __init__(self, plan: Plan, ports: Mapping[str, int], folder: Path) -> None:
-        self._plan, self._ports, self._folder = plan, ports, folder
+    def __init__(self, plan: Plan, ports: Mapping[str, int], folder: Path, keys: ClientKeys | None = None) -> None:
+        self._plan, self._ports, self._folder, self._keys = plan, ports, folder, keys
         self._lifeline = Lifeline()
         self._children: dict[str, Child] = {}
         self._states = {spec.name: ProcessState(spec.name, "waiting") for spec in plan.processes}
@@ -85,7 +86,7 @@ class Supervisor:
     @property
     def address(self) -> str:
         """Where the queue listens."""
-        return f"tcp://{HOST}:{self._ports['queue']}"
+        return f"tcp://{self._plan.queue_host}:{self._ports['queue']}"
 
     def states(self) -> Sequence[ProcessState]:
         """All processes that live as long as the run."""
@@ -112,7 +113,7 @@ class Supervisor:
         mistake of the user, RoleFailed if one failed for good, Interrupted on a signal.
         """
         try:
-            async with QueueClient(self.address, role="launcher", name="launcher") as self._client:
+            async with QueueClient(self.address, role="launcher", name="launcher", keys=self._keys) as self._client:
                 await self._start(self._plan.queue)
                 await self._first(self._until_answered(), [self._keep_queue(), self._watch_signals()])
                 await self._first(

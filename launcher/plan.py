@@ -41,6 +41,7 @@ class Plan:
     start_timeout_s: float
     stop_timeout_s: float
     reward_model: ProcessSpec | None = None
+    queue_host: str = HOST  # where this machine's processes find the queue
 
     @property
     def processes(self) -> tuple[ProcessSpec, ...]:
@@ -66,6 +67,7 @@ def plan(
         start_timeout_s=config.rollout.start_timeout_s,
         stop_timeout_s=config.launcher.stop_timeout_s,
         reward_model=_reward_model(config, gpus) if serves_reward_model(config) else None,
+        queue_host=queue_host(config),
     )
 
 
@@ -103,6 +105,11 @@ def assign_devices(config: RunConfig, gpus: int) -> Devices:
     )
 
 
+def queue_host(config: RunConfig) -> str:
+    """Where this machine's processes find the queue."""
+    return HOST if config.queue.host == "0.0.0.0" else config.queue.host
+
+
 def _prepare(config: RunConfig, run_dir: Path) -> ProcessSpec | None:
     if config.data.make is None and config.sft is None:
         return None
@@ -111,7 +118,7 @@ def _prepare(config: RunConfig, run_dir: Path) -> ProcessSpec | None:
 
 
 def _queue(config: RunConfig, run_dir: Path) -> ProcessSpec:
-    argv = module("transfer_queue", "--run", str(run_dir), "--address", f"tcp://{HOST}:{{queue}}")
+    argv = module("transfer_queue", "--run", str(run_dir), "--address", f"tcp://{config.queue.host}:{{queue}}")
     return ProcessSpec(
         name="queue",
         role="queue",
@@ -159,7 +166,7 @@ def _workers(config: RunConfig, run_dir: Path) -> tuple[ProcessSpec, ...]:
 
 
 def _worker(config: RunConfig, run_dir: Path, name: str, program: str, *flags: str) -> ProcessSpec:
-    argv = module(program, "--run", str(run_dir), *flags, "--queue", f"tcp://{HOST}:{{queue}}")
+    argv = module(program, "--run", str(run_dir), *flags, "--queue", f"tcp://{queue_host(config)}:{{queue}}")
     if serves_reward_model(config):
         argv += ("--reward-model", f"http://{HOST}:{{{REWARD_MODEL}}}")
     return ProcessSpec(
@@ -183,7 +190,7 @@ def _trainer(
     }
     if devices.trainers:  # a rank picks its own among these
         env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in sorted(set(devices.trainers)))
-    argv = module("trainer", "--run", str(run_dir), "--queue", f"tcp://{HOST}:{{queue}}")
+    argv = module("trainer", "--run", str(run_dir), "--queue", f"tcp://{queue_host(config)}:{{queue}}")
     return ProcessSpec(
         name=f"trainer-{rank}",
         role="trainer",
@@ -213,7 +220,7 @@ def endpoints(config: RunConfig, ports: Mapping[str, int]) -> Endpoints:
     """Where the processes of a run that others may join are to be found."""
     gateway = config.agent.gateway
     return Endpoints(
-        queue=f"tcp://{HOST}:{ports['queue']}",
+        queue=f"tcp://{queue_host(config)}:{ports['queue']}",
         reward_model=f"http://{HOST}:{ports[REWARD_MODEL]}" if REWARD_MODEL in ports else "",
         gateway="" if gateway is None else f"http://{gateway.host}:{ports[GATEWAY]}",
     )

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from rl_async.configs.load import load_resolved
 from rl_async.configs.schema import EngineKind
 from rl_async.endpoints import read_endpoints
 from rl_async.errors import QueueLost, UserError
@@ -19,6 +20,7 @@ from rl_async.launcher.ports import HOST
 from rl_async.messages import EngineList, EngineRecord
 from rl_async.rollout_server.connect import connect
 from rl_async.transfer_queue.client import SyncQueueClient
+from rl_async.transfer_queue.keys import client_keys
 
 ANSWER_S = 5.0
 LOOPBACK = (HOST, "localhost")
@@ -98,8 +100,9 @@ async def _answers(url: str, kind: EngineKind) -> bool:
 @contextmanager
 def _queue(run: Path) -> Iterator[SyncQueueClient]:
     address = read_endpoints(run).queue
+    keys = client_keys(load_resolved(run / "config.yaml"), run)
     try:
-        with SyncQueueClient(address, role="launcher", name="engines-by-hand", timeout_s=ANSWER_S) as client:
+        with SyncQueueClient(address, role="launcher", name="engines-by-hand", timeout_s=ANSWER_S, keys=keys) as client:
             yield client
     except QueueLost as error:
         raise UserError(f"{run} is not going on: its queue at {address} does not answer") from error

@@ -42,6 +42,7 @@ from rl_async.trainer.trackers import Tracking
 from rl_async.trainer.train import Run, record_evaluation, train
 from rl_async.trainer.update import Models
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
+from rl_async.transfer_queue.keys import client_keys
 from rl_async.weight_sync.coordinator import WeightCoordinator
 from rl_async.weight_sync.options import SyncOptions
 from rl_async.weight_sync.phases import Bystander, build_phase
@@ -159,7 +160,8 @@ def _restore(run: Run, resume: bool) -> bytes:
 
 def _train_from_queue(run: Run, address: str, resume: bool, snapshot: bytes) -> None:
     config = run.config
-    with SyncQueueClient(address, role="trainer", name=f"trainer-{run.rank}") as queue:
+    keys = client_keys(config, run.folder)
+    with SyncQueueClient(address, role="trainer", name=f"trainer-{run.rank}", keys=keys) as queue:
         run.source = sources.QueueSource(queue, config.trainer.batch_timeout_s)
         if run.rank != 0:
             run.publisher = _watched(run, _publisher(run, Bystander()), None)
@@ -173,7 +175,7 @@ def _train_from_queue(run: Run, address: str, resume: bool, snapshot: bytes) -> 
             record = functools.partial(record_evaluation, run.folder, run.lineage)
             run.evaluations = Evaluations(queue, config.eval.every, record)
         with WeightCoordinator(
-            lambda: QueueClient(address, role="weights", name="coordinator"),
+            lambda: QueueClient(address, role="weights", name="coordinator", keys=keys),
             lambda record: connect(record.kind, record.url),
             resolve_transport(config),
             config.weight_sync.timeout_s,

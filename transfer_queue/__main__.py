@@ -8,15 +8,18 @@ import sys
 import threading
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import zmq
 
 from rl_async.agent_loop.prompts import make_sources
+from rl_async.configs.closed import is_loopback
 from rl_async.configs.load import load_resolved
 from rl_async.errors import EXIT_USER, UserError
 from rl_async.lifeline import watch_lifeline
 from rl_async.log import setup_logging
 from rl_async.transfer_queue.journal import open_journal
+from rl_async.transfer_queue.keys import server_keys
 from rl_async.transfer_queue.ledger import Ledger
 from rl_async.transfer_queue.loop import bind, serve
 from rl_async.transfer_queue.policy import QueueSettings
@@ -24,6 +27,7 @@ from rl_async.transfer_queue.recovery import Recorder, recover
 from rl_async.transfer_queue.server import QueueServer
 from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import Feed
+from rl_async.transfer_queue.zap import Door
 
 log = logging.getLogger("rl_async.queue")
 
@@ -31,14 +35,22 @@ log = logging.getLogger("rl_async.queue")
 def run_queue(run: Path, address: str, *, relaunched: bool, stopped: threading.Event) -> None:
     """Serve the run's queue until ``stopped``.
 
-    Raises UserError for a bad config, bad data, a taken port, or a journal that cannot be read or written.
+    Raises UserError for a bad config, bad data, missing keys, a taken port, or a journal that cannot be read or
+    written.
     """
     config = load_resolved(run / "config.yaml")
+    keys = server_keys(config, run)
+    if keys is None and not is_loopback(urlsplit(address).hostname or ""):
+        raise UserError(
+            f"--address {address} can be reached from elsewhere, and the config leaves the queue open; set "
+            "queue.curve=always and make keys with `rl-async queue keygen`"
+        )
     source, eval_tasks = make_sources(config)
     with (
         contextlib.closing(open_journal(config, run)) as journal,
         contextlib.closing(Ledger(run / "ledger.jsonl")) as ledger,
         zmq.Context() as context,
+        contextlib.ExitStack() as doors,
     ):
         feed = Feed(journal.append, ledger.append)
         store = Store(QueueSettings.of(config), source, eval_tasks, feed)
@@ -49,9 +61,13 @@ def run_queue(run: Path, address: str, *, relaunched: bool, stopped: threading.E
             store.relaunch()
         recorder = Recorder(store, journal, ledger)
         recorder.flush()
-        with bind(context, address) as socket:
-            log.info("listening on %s", address)
-            serve(socket, QueueServer(store, journal, feed), recorder.flush, stopped.is_set)
+        limits, door = config.queue.limits, None
+        if keys is not None:
+            door = doors.enter_context(Door(context, keys.allowed, lambda: store.count("denied")))
+        with bind(context, address, keys=keys, limits=limits) as socket:
+            log.info("listening on %s, %s", address, "open" if keys is None else "closed to clients without a key")
+            server = QueueServer(store, journal, feed, limits=limits)
+            serve(socket, server, recorder.flush, stopped.is_set, door=door)
     log.info("ended")
 
 

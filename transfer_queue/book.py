@@ -77,6 +77,11 @@ class Book:
         return self._states[TRAIN, state]
 
     @property
+    def waiting(self) -> int:
+        """Groups that wait for a worker, held-out ones among them."""
+        return self._states[TRAIN, State.WAITING] + self._states[EVAL, State.WAITING]
+
+    @property
     def active(self) -> int:
         """Training groups that hold a slot and whose tokens have an age: all but those never leased."""
         return self.alive - self._unleased

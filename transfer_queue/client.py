@@ -17,15 +17,20 @@ from rl_async import messages as m
 from rl_async.codec import Frame
 from rl_async.errors import ProtocolError, QueueLost
 from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.keys import ClientKeys
 from rl_async.transfer_queue.outbox import Outbox
 from rl_async.transfer_queue.session import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
     Session,
     expect,
     expect_either,
-    set_options,
+    is_busy,
+    must_repeat,
+    send,
+    send_sync,
     trajectories,
     wait_of,
-    wants_hello,
 )
 
 PATIENCE_S = 3.0  # without an answer for this long (beyond the wait asked for), reconnect; doubled each time
@@ -41,8 +46,10 @@ class QueueClient:
     when the answer makes no sense.
     """
 
-    def __init__(self, address: str, *, role: str, name: str, timeout_s: float = 60.0) -> None:
-        self._session = Session(address, role, name)
+    def __init__(
+        self, address: str, *, role: str, name: str, timeout_s: float = 60.0, keys: ClientKeys | None = None
+    ) -> None:
+        self._session = Session(address, role, name, keys)
         self._timeout_s = timeout_s
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
@@ -76,10 +83,10 @@ class QueueClient:
             raise RuntimeError("use the queue client as `async with`")
         self._connection += 1
         self._socket = self._context.socket(zmq.DEALER)
-        set_options(self._socket)
+        self._session.prepare(self._socket)
         self._socket.connect(self._session.address)
         self._hello_id, frames = self._session.hello()
-        await self._socket.send_multipart(frames)
+        await send(self._socket, frames)
         self._reader = asyncio.create_task(self._read(self._socket), name="queue client reader")
 
     async def _disconnect(self) -> None:
@@ -88,6 +95,7 @@ class QueueClient:
             reader.cancel()
             await asyncio.wait([reader])
         if self._socket is not None:
+            self._session.abandon()
             self._socket.close(0)
 
     async def _reconnect(self, connection: int) -> None:
@@ -127,7 +135,7 @@ class QueueClient:
         wait_s, timeout_s = wait_of(request), self._timeout_s if timeout_s is None else timeout_s
         began = time.monotonic()
         deadline = began + wait_s + timeout_s
-        patience = wait_s + PATIENCE_S
+        patience, pause = wait_s + PATIENCE_S, FIRST_PAUSE_S
         request_id = self._session.ids.take()
         frames = wire.encode(request_id, request, payload)
         try:
@@ -139,12 +147,17 @@ class QueueClient:
                 connection = self._connection
                 if self._socket is None:
                     raise RuntimeError("use the queue client as `async with`")
-                await self._socket.send_multipart(frames, copy=False)
+                await send(self._socket, frames)
                 await asyncio.wait([future], timeout=max(0.0, min(patience, deadline - time.monotonic())))
-                if future.done() and not wants_hello(future.result().reply):
+                if future.done() and not must_repeat(future.result().reply):
                     return wire.checked(future.result())
                 if time.monotonic() >= deadline:
                     raise self._session.lost(request, time.monotonic() - began)
+                if future.done():
+                    await asyncio.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+                    pause = min(2 * pause, LONGEST_PAUSE_S)
+                    if is_busy(future.result().reply):
+                        continue
                 patience *= 2
                 await self._reconnect(connection)
         finally:
@@ -238,8 +251,10 @@ class SyncQueueClient:
     when the queue refuses or the answer makes no sense.
     """
 
-    def __init__(self, address: str, *, role: str, name: str, timeout_s: float = 60.0) -> None:
-        self._session = Session(address, role, name)
+    def __init__(
+        self, address: str, *, role: str, name: str, timeout_s: float = 60.0, keys: ClientKeys | None = None
+    ) -> None:
+        self._session = Session(address, role, name, keys)
         self._timeout_s = timeout_s
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
@@ -257,17 +272,19 @@ class SyncQueueClient:
     def close(self) -> None:
         """Close the connection; the client cannot be used any more."""
         if self._socket is not None:
+            self._session.abandon()
             self._socket.close(0)
         self._context.term()
 
     def _connect(self) -> "zmq.Socket[bytes]":
         if self._socket is not None:
+            self._session.abandon()
             self._socket.close(0)
         self._socket = self._context.socket(zmq.DEALER)
-        set_options(self._socket)
+        self._session.prepare(self._socket)
         self._socket.connect(self._session.address)
         self._hello_id, frames = self._session.hello()
-        self._socket.send_multipart(frames)
+        send_sync(self._socket, frames)
         return self._socket
 
     def exchange(self, request: m.Request, *, timeout_s: float | None = None) -> wire.ReplyMessage:
@@ -275,17 +292,22 @@ class SyncQueueClient:
         wait_s, timeout_s = wait_of(request), self._timeout_s if timeout_s is None else timeout_s
         began = time.monotonic()
         deadline = began + wait_s + timeout_s
-        patience = wait_s + PATIENCE_S
+        patience, pause = wait_s + PATIENCE_S, FIRST_PAUSE_S
         request_id = self._session.ids.take()
         frames = wire.encode(request_id, request)
         socket = self._socket or self._connect()
         while True:
-            socket.send_multipart(frames)
+            send_sync(socket, frames)
             answer = self._receive(socket, request_id, min(deadline, time.monotonic() + patience))
-            if answer is not None and not wants_hello(answer.reply):
+            if answer is not None and not must_repeat(answer.reply):
                 return wire.checked(answer)
             if time.monotonic() >= deadline:
                 raise self._session.lost(request, time.monotonic() - began)
+            if answer is not None:
+                time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+                if is_busy(answer.reply):
+                    continue
             patience *= 2
             socket = self._connect()
 

@@ -14,6 +14,7 @@ from rl_async.codec import Frame
 from rl_async.errors import ProtocolError, QueueLost
 
 MAX_BYTES = 4 << 20  # of one message, unless a single sample is larger
+MAX_ROWS = 1024  # of one message, unless a single sample has more; queue.limits.frames allows at least these
 
 Answers = Sequence[m.Refused | None]
 Send = Callable[[list[list[m.TrajectoryHeader]], list[Frame]], Awaitable[Answers]]
@@ -62,10 +63,11 @@ class Outbox:
 
     def _take(self) -> list[_Parcel]:
         """The first that wait: at least one, and as many as one message may hold."""
-        size, count = 0, 0
+        size, rows, count = 0, 0, 0
         for parcel in self._waiting:
             size += sum(memoryview(frame).nbytes for frame in parcel.payload)
-            if count and size > MAX_BYTES:
+            rows += len(parcel.payload)
+            if count and (size > MAX_BYTES or rows > MAX_ROWS):
                 break
             count += 1
         parcels, self._waiting = self._waiting[:count], self._waiting[count:]

@@ -21,16 +21,19 @@ import msgspec
 
 from rl_async import messages as m
 from rl_async.codec import Frame
+from rl_async.configs.limits import QueueLimits
 from rl_async.errors import ProtocolError
 from rl_async.transfer_queue import transitions as t
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.journal import Journal
+from rl_async.transfer_queue.peers import Peers
 from rl_async.transfer_queue.store import Store
 
 log = logging.getLogger("rl_async.queue")
 
+BUSY = "busy"
 MAX_WAIT_S = 60.0  # longer waits are cut to this
-REMEMBERED = 4096  # peers that said hello, and those that were given leases
+REMEMBERED = 4096  # those that were given leases
 
 
 class Answer(NamedTuple):
@@ -83,15 +86,23 @@ class QueueServer:
     journal is flushed: no client may hear of what a crash could undo."""
 
     def __init__(
-        self, store: Store, journal: Journal, feed: t.Feed, clock: Callable[[], float] = time.monotonic
+        self,
+        store: Store,
+        journal: Journal,
+        feed: t.Feed,
+        clock: Callable[[], float] = time.monotonic,
+        limits: QueueLimits | None = None,
     ) -> None:
         self._store, self._journal, self._clock = store, journal, clock
+        self._limits = limits or QueueLimits()
+        self._peers = Peers(self._limits.clients, self._limits.requests_per_s)
         self._changed: set[type[t.Transition]] = set()
         feed.subscribe(lambda transition: self._changed.add(type(transition)))
         self._parked: dict[type[m.Request], dict[bytes, Parked]] = {kind: {} for kind in _WAKES}
-        self._greeted: OrderedDict[bytes, str] = OrderedDict()  # identity -> name; the longest silent first
         self._leased_to: OrderedDict[bytes, bytes] = OrderedDict()  # identity that got a lease first, by request id
         self._empty: OrderedDict[bytes, None] = OrderedDict()  # requests for leases that were answered with nothing
+        self._served: OrderedDict[str, int] = OrderedDict()  # workers that got groups, by turn; the latest last
+        self._turn = 0
         self._polls: dict[type[m.Request], Callable[[Any, bool], Answer | None]] = {
             m.Reserve: self._reserve,
             m.EvalResult: self._eval_result,
@@ -118,16 +129,36 @@ class QueueServer:
     def handle(self, parts: Sequence[Any]) -> list[Outgoing]:
         """Answer one message, and whatever was waiting for its effect."""
         identity = bytes(wire.body(parts[0]))
+        if refused := self._beyond_limits(identity, parts):
+            request_id = bytes(wire.body(parts[1])) if len(parts) > 1 else b""
+            return [Outgoing(identity, request_id, Answer(refused))]
         try:
             message = wire.decode_request(parts[1:])
             answer = self._answer(identity, message)
         except ProtocolError as error:
             self._store.count("malformed")
-            log.warning("malformed message from %s: %s", self._greeted.get(identity, identity.hex()), error)
+            log.warning("malformed message from %s: %s", self._peers.name(identity), error)
             request_id = bytes(wire.body(parts[1])) if len(parts) > 1 else b""
             return [Outgoing(identity, request_id, Answer(m.Malformed(reason=str(error))))]
         own = [] if answer is None else [Outgoing(identity, message.request_id, answer)]
         return own + self._wake()
+
+    def _beyond_limits(self, identity: bytes, parts: Sequence[Any]) -> m.Refused | None:
+        """Why the message is not even decoded."""
+        limits = self._limits
+        if identity in self._peers and not self._peers.spend(identity, self._clock()):
+            self._store.count("too_many_requests")
+            return m.Refused(code=BUSY, reason=f"more than {limits.requests_per_s:g} requests a second")
+        size, frames = sum(len(part) for part in parts[1:]), len(parts) - 1
+        if size > limits.message_bytes or frames > limits.frames:
+            self._store.count("too_large")
+            log.warning("%s sent %d bytes in %d frames", self._peers.name(identity), size, frames)
+            reason = (
+                f"a message of {size} bytes in {frames} frames; the limits are "
+                f"queue.limits.message_bytes={limits.message_bytes} and queue.limits.frames={limits.frames}"
+            )
+            return m.Refused(code="too_large", reason=reason)
+        return None
 
     def tick(self) -> list[Outgoing]:
         """End leases and waits whose time is over; the answers that follow."""
@@ -148,7 +179,7 @@ class QueueServer:
 
         If the client lives, it says hello on a new connection and repeats its requests.
         """
-        self._greeted.pop(message.identity, None)
+        self._peers.forget(message.identity)
         for parked in self._parked.values():
             for request_id in [key for key, waiting in parked.items() if waiting.identity == message.identity]:
                 del parked[request_id]
@@ -166,11 +197,29 @@ class QueueServer:
             for kind, reasons in _WAKES.items():
                 if changed.isdisjoint(reasons):
                     continue
+                if kind is m.Lease:
+                    outgoing += self._share_out()
+                    continue
                 for request_id, waiting in list(self._parked[kind].items()):
                     answer = self._polled(request_id, waiting, last=False)
                     if answer is not None:
                         del self._parked[kind][request_id]
                         outgoing.append(Outgoing(waiting.identity, request_id, answer))
+        return outgoing
+
+    def _share_out(self) -> list[Outgoing]:
+        """Give parked workers equal shares of the groups that may be leased, the longest unserved first."""
+        parked = self._parked[m.Lease].items()
+        hungry = [(key, each, each.request) for key, each in parked if isinstance(each.request, m.Lease)]
+        hungry.sort(key=lambda item: self._served.get(item[2].worker, 0))
+        outgoing: list[Outgoing] = []
+        for place, (request_id, waiting, request) in enumerate(hungry):
+            share = max(1, -(-self._store.leasable() // (len(hungry) - place)))
+            modest = msgspec.structs.replace(request, max_groups=min(request.max_groups, share))
+            answer = self._lease(request_id, waiting.identity, modest, last=False)
+            if answer is not None:
+                del self._parked[m.Lease][request_id]
+                outgoing.append(Outgoing(waiting.identity, request_id, answer))
         return outgoing
 
     # --- dispatch ---------------------------------------------------------------------------------------------------
@@ -182,9 +231,8 @@ class QueueServer:
             raise ProtocolError(f"a {kind.__name__} with {len(message.payload)} payload frames")
         if isinstance(request, m.Hello):
             return self._hello(identity, request)
-        if identity not in self._greeted:
+        if identity not in self._peers:
             return Answer(m.Refused(code="hello", reason="say Hello first"))
-        self._greeted.move_to_end(identity)
         if isinstance(request, m.Put):
             return self._put(request, message.payload)
         if kind in self._parked:
@@ -214,10 +262,10 @@ class QueueServer:
         if request.schema != m.SCHEMA:
             reason = f"the queue speaks schema {m.SCHEMA}, {request.role} {request.name} speaks {request.schema}"
             return Answer(m.Refused(code="schema", reason=reason))
-        self._greeted[identity] = request.name
-        self._greeted.move_to_end(identity)
-        if len(self._greeted) > REMEMBERED:
-            self._greeted.popitem(last=False)
+        if not self._peers.greet(identity, request.name, self._clock()):
+            self._store.count("too_many_clients")
+            reason = f"{len(self._peers)} clients are connected, and queue.limits.clients={self._limits.clients}"
+            return Answer(m.Refused(code=BUSY, reason=reason))
         return Answer(m.Welcome(schema=m.SCHEMA, run_id=self._journal.run_id))
 
     def _put(self, request: m.Put, payload: Sequence[Frame]) -> Answer:
@@ -262,6 +310,7 @@ class QueueServer:
             return Answer(m.Leased(groups=[]))
         reply = self._store.lease(request.worker, request.max_groups, self._clock(), request_id)
         if self._store.granted(request_id):
+            self._serve_last(request.worker)
             self._leased_to.setdefault(request_id, identity)
             if len(self._leased_to) > REMEMBERED:
                 self._leased_to.popitem(last=False)
@@ -272,6 +321,14 @@ class QueueServer:
         if len(self._empty) > REMEMBERED:
             self._empty.popitem(last=False)
         return Answer(reply)
+
+    def _serve_last(self, worker: str) -> None:
+        """The worker got groups: it comes behind all others that wait for some."""
+        self._turn += 1
+        self._served.pop(worker, None)
+        self._served[worker] = self._turn
+        if len(self._served) > REMEMBERED:
+            self._served.popitem(last=False)
 
     def _reserve(self, request: m.Reserve, last: bool) -> Answer | None:
         reply = self._store.reserve(request.step, self._clock())

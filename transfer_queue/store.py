@@ -151,6 +151,11 @@ class Store:
         """
         return self._delivery.lease(worker, max_groups, now, request)
 
+    def leasable(self) -> int:
+        """How many groups could be leased now; never fewer than ``lease`` finds, more when bytes or tasks are short."""
+        load = self._book.load_of_admission()
+        return self._book.waiting + max(0, load.slots - load.alive)
+
     def granted(self, request: bytes) -> bool:
         """Whether this request for leases was answered with groups."""
         return self._delivery.granted(request)

@@ -26,6 +26,7 @@ from rl_async.log import setup_logging
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.connect import engine_pool
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
+from rl_async.transfer_queue.keys import client_keys
 
 log = logging.getLogger("rl_async.gateway")
 
@@ -50,7 +51,8 @@ async def run_gateway(
         pool = engine_pool(config.rollout)
         renderer = load_renderer(config.model.path)
         rewards = await stack.enter_async_context(RewardService(config.reward, model_url=reward_model, folder=folder))
-        queue = await stack.enter_async_context(QueueClient(queue_address, role="agent", name="gateway"))
+        client = QueueClient(queue_address, role="agent", name="gateway", keys=client_keys(config, folder))
+        queue = await stack.enter_async_context(client)
         stack.push_async_callback(pool.close)
         episodes = Episodes(config, renderer, pool, queue, rewards)
         settings = uvicorn.Config(
@@ -109,8 +111,9 @@ def attach(run: Path, host: str, port: int) -> int:
     """Run a gateway beside the processes of a run that is going on; the exit code. Raises UserError."""
     setup_logging("gateway")
     places = read_endpoints(run)
+    keys = client_keys(load_resolved(run / "config.yaml"), run)
     try:
-        with SyncQueueClient(places.queue, role="agent", name="gateway-probe", timeout_s=ANSWER_S) as queue:
+        with SyncQueueClient(places.queue, role="agent", name="gateway-probe", timeout_s=ANSWER_S, keys=keys) as queue:
             queue.status()
     except QueueLost as error:
         raise UserError(f"{run} is not going on: its queue at {places.queue} does not answer") from error

@@ -2,11 +2,13 @@
 
 import asyncio
 import threading
+from contextlib import ExitStack
 
 import msgspec
 import numpy as np
 import zmq
 
+from rl_async.configs.limits import QueueLimits
 from rl_async.messages import (
     SCHEMA,
     Done,
@@ -20,11 +22,13 @@ from rl_async.messages import (
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.client import QueueClient
 from rl_async.transfer_queue.journal import MemoryJournal
+from rl_async.transfer_queue.keys import ServerKeys
 from rl_async.transfer_queue.loop import bind, serve
 from rl_async.transfer_queue.policy import QueueSettings
 from rl_async.transfer_queue.server import QueueServer
 from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import Feed
+from rl_async.transfer_queue.zap import Door
 
 SETTINGS = QueueSettings(steps=50, batch_groups=2, group_size=2, lease_s=30.0)
 
@@ -45,10 +49,18 @@ class Source:
 
 
 class RunningQueue:
-    """A queue with a memory journal, on a thread."""
+    """A queue with a memory journal, on a thread; closed to strangers if it has ``keys``."""
 
-    def __init__(self, address: str, settings: QueueSettings) -> None:
+    def __init__(
+        self,
+        address: str,
+        settings: QueueSettings,
+        *,
+        keys: ServerKeys | None = None,
+        limits: QueueLimits | None = None,
+    ) -> None:
         self.address = address
+        self._keys, self._limits = keys, limits
         self._ready, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._serve, args=[settings])
         self._thread.start()
@@ -58,9 +70,14 @@ class RunningQueue:
         journal = MemoryJournal()
         feed = Feed(journal.append)
         store = Store(settings, Source(), [Source().next()], feed)
-        with zmq.Context() as context, bind(context, self.address) as socket:
+        server = QueueServer(store, journal, feed, limits=self._limits)
+        with zmq.Context() as context, ExitStack() as stack:
+            door = None
+            if self._keys is not None:
+                door = stack.enter_context(Door(context, self._keys.allowed, lambda: store.count("denied")))
+            socket = stack.enter_context(bind(context, self.address, keys=self._keys, limits=self._limits))
             self._ready.set()
-            serve(socket, QueueServer(store, journal, feed), journal.flush, self._stop.is_set)
+            serve(socket, server, journal.flush, self._stop.is_set, door=door)
 
     def stop(self) -> None:
         self._stop.set()

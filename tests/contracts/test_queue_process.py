@@ -8,12 +8,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rl_async.configs.load import dump
 from rl_async.configs.schema import DataConfig, EvalConfig, ModelConfig, QueueConfig, RunConfig
+from rl_async.errors import QueueLost
 from rl_async.messages import NotReady, Version
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
+from rl_async.transfer_queue.keys import client_keys, provide_keys
 
 CONFIG = RunConfig(
     model=ModelConfig(path="no-model-needed"),
@@ -49,11 +52,9 @@ def port() -> Iterator[int]:
     yield number
 
 
-def start(run: Path, port: int) -> subprocess.Popen[str]:
+def start(run: Path, port: int, host: str = "127.0.0.1") -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "rl_async.transfer_queue", "--run", str(run)]
-    return subprocess.Popen(
-        [*command, "--address", f"tcp://127.0.0.1:{port}"], cwd=run, stderr=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen([*command, "--address", f"tcp://{host}:{port}"], cwd=run, stderr=subprocess.PIPE, text=True)
 
 
 async def test_the_process_serves_and_ends_on_sigterm(run, port):
@@ -98,8 +99,36 @@ def test_killed_queue_is_restored_from_a_snapshot(run, port):
         second.communicate()
 
 
-def ends_with(run: Path, port: int, message: str) -> None:
-    process = start(run, port)
+def test_a_queue_that_can_be_reached_from_elsewhere_wants_keys_and_then_serves_who_has_them(run, port):
+    keys = run / "keys"
+    closed = msgspec.structs.replace(CONFIG, queue=QueueConfig(journal="memory", host="0.0.0.0"))
+    (run / "config.yaml").write_text(dump(closed))
+    ends_with(run, port, f"{keys / 'server.key'} is missing", host="0.0.0.0")
+    provide_keys(closed, run)
+    process = start(run, port, host="0.0.0.0")
+    try:
+        with SyncQueueClient(
+            f"tcp://127.0.0.1:{port}", role="test", name="w", timeout_s=60, keys=client_keys(closed, run)
+        ) as client:
+            client.publish(Version(0, 0), [])
+        with (
+            SyncQueueClient(f"tcp://127.0.0.1:{port}", role="test", name="stranger", timeout_s=1) as stranger,
+            pytest.raises(QueueLost, match=r"closed to clients without a key|it closed the connection"),
+        ):
+            stranger.status()
+    finally:
+        process.kill()
+        _, errors = process.communicate()
+    secrets = [path.read_text().strip() for path in keys.glob("*.key")]
+    assert len(secrets) == 2 and not [secret for secret in secrets if secret in errors]
+
+
+def test_an_open_queue_is_bound_to_loopback_only(run, port):
+    ends_with(run, port, "queue.curve=always", host="0.0.0.0")
+
+
+def ends_with(run: Path, port: int, message: str, host: str = "127.0.0.1") -> None:
+    process = start(run, port, host)
     try:
         _, errors = process.communicate(timeout=60)
     finally:

@@ -119,6 +119,20 @@ def test_users_own_functions_are_looked_for_only_where_torch_is() -> None:
     assert load_config("calculator", own).algorithm.loss == "my.py:mine"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["queue.host=localhost"], "queue.host=localhost must be an IPv4 address"),
+        (["queue.clients=[" + "x" * 40 + "]"], "queue.clients has no effect"),
+        (["queue.curve=always", "queue.clients=[short]"], "queue.clients: 'short' is not a public key"),
+        (["queue.limits.frames=2"], "queue.limits.frames"),
+    ],
+)
+def test_a_queue_that_cannot_be_closed_as_asked_is_refused(overrides: list[str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load_config("calculator", overrides)
+
+
 def test_publishing_as_rarely_as_the_slots_allow_is_accepted() -> None:
     assert load_config("calculator", ["queue.max_staleness=3", "weight_sync.every=4"]).weight_sync.every == 4
 

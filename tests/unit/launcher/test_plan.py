@@ -42,6 +42,17 @@ def test_the_command_lines_of_the_roles() -> None:
     assert commands["trainer"] == "-m rl_async.trainer --run runs/x --queue tcp://127.0.0.1:1001"
 
 
+@pytest.mark.parametrize(("host", "found"), [("0.0.0.0", "127.0.0.1"), ("10.1.2.3", "10.1.2.3")])
+def test_a_queue_that_listens_elsewhere_is_found_there_and_no_command_line_holds_a_key(host: str, found: str) -> None:
+    config = load_config("calculator", [f"queue.host={host}"])
+    planned = plan(config, RUN)
+    commands = {spec.role: " ".join(spec.command(PORTS)[1:]) for spec in planned.processes}
+    assert f"--address tcp://{host}:1001" in commands["queue"]
+    assert all(commands[role].endswith(f"--queue tcp://{found}:1001") for role in ("worker", "trainer"))
+    assert planned.queue_host == found and endpoints(config, PORTS).queue == f"tcp://{found}:1001"
+    assert not [command for command in commands.values() if "key" in command]
+
+
 def test_a_gateway_takes_the_place_of_the_workers() -> None:
     config = load_config("calculator", ["agent.gateway.port=8123", "agent.workers=3"])
     planned, ports = plan(config, RUN), PORTS | {"gateway": 8123}

@@ -42,7 +42,7 @@ class Router:
             if frame in self.gone:
                 raise zmq.ZMQError(zmq.EHOSTUNREACH)
             self._log.append(f"to {frame.decode()}")
-        self._first = flags != zmq.SNDMORE
+        self._first = not flags & zmq.SNDMORE
 
 
 class Loop:

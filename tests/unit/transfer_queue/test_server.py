@@ -7,9 +7,11 @@ import pytest
 
 from rl_async import codec
 from rl_async import messages as m
+from rl_async.configs.limits import QueueLimits
 from rl_async.errors import ProtocolError
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.journal import MemoryJournal
+from rl_async.transfer_queue.peers import IDLE_S
 from rl_async.transfer_queue.policy import QueueSettings
 from rl_async.transfer_queue.server import Outgoing, QueueServer
 from rl_async.transfer_queue.store import Store
@@ -22,14 +24,15 @@ LEASE_S = 10.0
 class Served:
     """A server at time ``now``; every client's identity is its name."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: QueueLimits | None = None) -> None:
         self.now = 0.0
         self.seen: list[Transition] = []
         self._ids = wire.RequestIds()
         journal = MemoryJournal()
         feed = Feed(self.seen.append, journal.append)
         settings = QueueSettings(steps=10, batch_groups=2, group_size=1, lease_s=LEASE_S, max_attempts=1)
-        self.server = QueueServer(Store(settings, CountingSource(), [], feed), journal, feed, lambda: self.now)
+        store = Store(settings, CountingSource(), [], feed)
+        self.server = QueueServer(store, journal, feed, lambda: self.now, limits)
 
     def ask(self, name: str, request: m.Request) -> list[Outgoing]:
         return self.server.handle([name.encode(), *wire.encode(self._ids.take(), request)])
@@ -84,9 +87,9 @@ def test_parked_requests_keep_no_leases(served: Served) -> None:
 
 def test_leases_that_were_not_delivered_go_to_others_and_cost_no_attempt(served: Served) -> None:
     served.lease("a", groups=4)
-    served.lease("b")
     (to_a,) = served.publish()
     assert leased(to_a) == ("a", [0, 1, 2, 3])
+    served.lease("b")
     (to_b,) = served.server.undelivered(to_a)
     assert leased(to_b) == ("b", [0])
     assert [(lost.worker, lost.charged) for lost in served.seen if isinstance(lost, LeaseLost)] == [("a", False)] * 4
@@ -139,3 +142,74 @@ def test_bytes_that_no_decoder_takes_are_malformed(served: Served, body: bytes) 
     assert isinstance(answer.answer.reply, m.Malformed)
     with pytest.raises(ProtocolError):
         codec.decoder(m.Task)(body)
+
+
+def test_hungry_workers_share_the_groups_whatever_each_of_them_asks_for(served: Served) -> None:
+    served.lease("a", groups=100)
+    served.lease("b", groups=100)
+    assert [leased(answer) for answer in served.publish()] == [("a", [0, 1]), ("b", [2, 3])]
+
+
+def test_a_share_that_one_worker_does_not_want_is_another_s(served: Served) -> None:
+    served.lease("a", groups=1)
+    served.lease("b", groups=100)
+    assert [leased(answer) for answer in served.publish()] == [("a", [0]), ("b", [1, 2, 3])]
+
+
+def test_groups_that_come_one_by_one_go_to_workers_in_turn_though_one_always_asks_first(served: Served) -> None:
+    served.hello("c")
+    served.publish()
+    (all_slots,) = served.lease("t", groups=100)
+    names = ["a", "b", "c"]
+    for name in names:
+        served.lease(name, groups=100)
+    got: list[str] = []
+    for group in leased(all_slots)[1]:
+        _, answer = served.ask("t", m.Fail(worker="t", group_id=group, sample=0, attempt=0, error="lost"))
+        name, _groups = leased(answer)
+        got.append(name)
+        for again in names:  # what a poll that has ended does, "a" always before the others
+            served.lease(again, groups=100)
+    assert [sorted(got[:3]), got[3]] == [names, "a"]
+
+
+def test_a_flooder_is_told_to_wait_and_its_neighbour_is_served() -> None:
+    served = Served(QueueLimits(requests_per_s=2.0))
+    served.hello("flood", "calm")
+
+    def status(name: str) -> str:
+        reply = served.ask(name, m.Status())[0].answer.reply
+        return reply.code if isinstance(reply, m.Refused) else type(reply).__name__
+
+    assert [status("flood") for _ in range(4)] == ["StatusReport"] * 2 + ["busy"] * 2
+    assert status("calm") == "StatusReport"
+    served.now = 0.5
+    assert [status("flood") for _ in range(2)] == ["StatusReport", "busy"]
+
+
+def test_a_message_beyond_the_limits_is_not_decoded() -> None:
+    served = Served(QueueLimits(message_bytes=100, frames=4))
+    served.hello("a")
+    for parts in ([b"x" * 101], [b""] * 4):
+        (refused,) = served.server.handle([b"a", b"12345678", *parts])
+        reply = refused.answer.reply
+        assert isinstance(reply, m.Refused) and reply.code == "too_large" and "queue.limits" in reply.reason
+    status = served.ask("a", m.Status())[0].answer.reply
+    assert isinstance(status, m.StatusReport) and status.counters["too_large"] == 2
+
+
+def test_a_full_queue_takes_a_client_when_another_has_been_silent_for_long() -> None:
+    served = Served(QueueLimits(clients=2))
+    served.hello("a", "b")
+
+    def hello() -> m.Reply:
+        return served.ask("c", m.Hello(schema=m.SCHEMA, role="test", name="c"))[0].answer.reply
+
+    refused = hello()
+    assert isinstance(refused, m.Refused) and refused.code == "busy" and "queue.limits.clients=2" in refused.reason
+    served.now = IDLE_S
+    served.ask("a", m.Status())
+    assert isinstance(hello(), m.Welcome)
+    assert isinstance(served.ask("a", m.Status())[0].answer.reply, m.StatusReport)
+    gone = served.ask("b", m.Status())[0].answer.reply
+    assert isinstance(gone, m.Refused) and gone.code == "hello"
