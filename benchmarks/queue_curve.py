@@ -3,8 +3,8 @@
     python benchmarks/queue_curve.py [--groups 400] [--rounds 3]
 
 One worker leases and puts groups of 8 trajectories of 1,024-2,048 tokens, one trainer reserves, fetches, commits,
-publishes and retires them; the queue (memory journal) is a process of its own, all on loopback. The ratio is that of
-the medians.
+publishes and retires them; the queue (memory journal) is a process of its own, all on loopback. The ratios are those
+of the medians; CPU seconds per GB, of the queue and both clients together, say more where others use the machine, too.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import zmq
@@ -38,6 +38,17 @@ from rl_async.transfer_queue.zap import Door
 GROUP_SIZE = 8
 BATCH_GROUPS = 16
 LENGTHS = (1024, 1280, 1536, 1792, 2048)
+
+
+class Cost(NamedTuple):
+    """MB/s, and CPU seconds per GB of all three processes."""
+
+    mb_per_s: float
+    cpu: float
+
+    def text(self) -> str:
+        """Both."""
+        return f"{self.mb_per_s:.0f} MB/s, {self.cpu:.1f} CPU s/GB"
 
 
 class Source:
@@ -65,8 +76,8 @@ def config_of(folder: Path | None) -> RunConfig:
     return RunConfig(model=ModelConfig(path=""), data=DataConfig(path=""), queue=queue)
 
 
-def run_queue(address: str, folder: Path | None, stopped: Any) -> None:
-    """The queue's process."""
+def run_queue(address: str, folder: Path | None, stopped: Any, cpu_s: Any) -> None:
+    """The queue's process; ``cpu_s`` is what serving took of it."""
     journal = MemoryJournal()
     feed = Feed(journal.append)
     settings = QueueSettings(steps=1 << 20, batch_groups=BATCH_GROUPS, group_size=GROUP_SIZE, max_staleness=4)
@@ -75,18 +86,20 @@ def run_queue(address: str, folder: Path | None, stopped: Any) -> None:
     with zmq.Context() as context, ExitStack() as stack:
         door = stack.enter_context(Door(context, keys.allowed, lambda: store.count("denied"))) if keys else None
         router = stack.enter_context(bind(context, address, keys=keys))
+        began = time.process_time()
         serve(router, QueueServer(store, journal, feed), journal.flush, stopped.is_set, door=door)
+        cpu_s.value = time.process_time() - began
 
 
 @contextmanager
-def running(folder: Path | None) -> Iterator[str]:
-    """A queue's address while it lives."""
+def running(folder: Path | None, cpu_s: Any) -> Iterator[str]:
+    """A queue's address while it lives; ``cpu_s`` is set when it has ended."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     spawn = multiprocessing.get_context("spawn")
     stopped = spawn.Event()
-    process = spawn.Process(target=run_queue, args=(address, folder, stopped))
+    process = spawn.Process(target=run_queue, args=(address, folder, stopped, cpu_s))
     process.start()
     try:
         yield address
@@ -145,18 +158,22 @@ def train(address: str, keys: ClientKeys | None, groups: int) -> float:
         return nbytes / (time.perf_counter() - began)
 
 
-def measure(folder: Path | None, groups: int) -> float:
-    """MB/s from the worker to the trainer."""
+def measure(folder: Path | None, groups: int) -> Cost:
+    """From the worker to the trainer."""
     keys = client_keys(config_of(folder), Path())
     over = threading.Event()
-    with running(folder) as address:
+    cpu_s = multiprocessing.get_context("spawn").Value("d", 0.0)
+    began = time.process_time()
+    with running(folder, cpu_s) as address:
         worker = threading.Thread(target=lambda: asyncio.run(work(address, keys, over.is_set)))
         worker.start()
         try:
-            return train(address, keys, groups) / 1e6
+            rate = train(address, keys, groups)
         finally:
             over.set()
             worker.join()
+    gigabytes = groups * GROUP_SIZE * sum(LENGTHS) / len(LENGTHS) * 9 / 1e9  # 9 bytes a token
+    return Cost(rate / 1e6, (time.process_time() - began + cpu_s.value) / gigabytes)
 
 
 def main() -> None:
@@ -167,13 +184,14 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         make_keys(Path(place))
-        plain, curve = [], []
-        for number in range(arguments.rounds):
-            plain.append(measure(None, arguments.groups))
-            curve.append(measure(Path(place), arguments.groups))
-            print(f"round {number}: open {plain[-1]:.0f} MB/s, CURVE {curve[-1]:.0f} MB/s", flush=True)
-    first, second = statistics.median(plain), statistics.median(curve)
-    print(f"median: open {first:.0f} MB/s, CURVE {second:.0f} MB/s, ratio {second / first:.2f}")
+        costs: dict[str, list[Cost]] = {"open": [], "CURVE": []}
+        for _ in range(arguments.rounds):
+            for name, folder in (("open", None), ("CURVE", Path(place))):
+                costs[name].append(measure(folder, arguments.groups))
+                print(f"{name:<6} {costs[name][-1].text()}", flush=True)
+    first, second = (Cost(*map(statistics.median, zip(*costs[name]))) for name in ("open", "CURVE"))
+    print(f"median: open {first.text()}; CURVE {second.text()}")
+    print(f"CURVE / open: {second.mb_per_s / first.mb_per_s:.2f} of the MB/s, {second.cpu / first.cpu:.2f} of the CPU")
 
 
 if __name__ == "__main__":
