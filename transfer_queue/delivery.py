@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from rl_async.messages import Done, Leased, LeasedGroup, Refused, TrajectoryHeader, Version, has_signal
+from rl_async.messages import DeadLetter, Done, Leased, LeasedGroup, Refused, TrajectoryHeader, Version, has_signal
 from rl_async.transfer_queue.book import Book
 from rl_async.transfer_queue.grants import Grant, Grants, Lent
 from rl_async.transfer_queue.groups import EVAL, EVAL_GROUPS, TRAIN, Group, Sample, State
@@ -316,7 +316,9 @@ class Delivery:
 
     def dead_lettered(self, event: DeadLettered) -> None:
         """A group less."""
-        self._book.give_up(self._book.groups[event.group])
+        group = self._book.groups[event.group]
+        self._book.give_up(group)
+        self._book.bury(DeadLetter(group_id=event.group, task=group.task, error=event.error))
         self._book.counters["dead_letters"] += 1
 
 

@@ -25,6 +25,7 @@ from rl_async.errors import ProtocolError
 from rl_async.transfer_queue import transitions as t
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.journal import Journal
+from rl_async.transfer_queue.rates import Rates
 from rl_async.transfer_queue.store import Store
 
 log = logging.getLogger("rl_async.queue")
@@ -87,7 +88,8 @@ class QueueServer:
     ) -> None:
         self._store, self._journal, self._clock = store, journal, clock
         self._changed: set[type[t.Transition]] = set()
-        feed.subscribe(lambda transition: self._changed.add(type(transition)))
+        self._rates = Rates(clock())
+        feed.subscribe(self._see)
         self._parked: dict[type[m.Request], dict[bytes, Parked]] = {kind: {} for kind in _WAKES}
         self._greeted: OrderedDict[bytes, str] = OrderedDict()  # identity -> name; the longest silent first
         self._leased_to: OrderedDict[bytes, bytes] = OrderedDict()  # identity that got a lease first, by request id
@@ -111,8 +113,15 @@ class QueueServer:
             m.RegisterEngine: lambda r: Answer(store.register_engine(r.engine_id, r.url, r.kind)),
             m.RemoveEngine: self._remove_engine,
             m.Status: lambda r: Answer(store.status(clock())),
+            m.Inspect: lambda r: Answer(store.inspect(clock(), self._rates.per_second(clock()))),
+            m.ListGroups: lambda r: Answer(store.group_list(r.after, r.limit, r.state, clock())),
+            m.Peek: lambda r: Answer(store.peek(r.group_id, clock())),
             m.Finish: lambda r: Answer(store.finish()),
         }
+
+    def _see(self, transition: t.Transition) -> None:
+        self._changed.add(type(transition))
+        self._rates.see(transition, self._clock())
 
     def handle(self, parts: Sequence[Any]) -> list[Outgoing]:
         """Answer one message, and whatever was waiting for its effect."""

@@ -12,6 +12,8 @@ from rl_async.codec import Frame
 from rl_async.errors import ProtocolError, QueueLost
 from rl_async.transfer_queue import wire
 
+PATIENCE_S = 3.0  # without an answer for this long (beyond the wait asked for), reconnect; doubled each time
+
 R = TypeVar("R", bound=m.Reply)
 S = TypeVar("S", bound=m.Reply)
 

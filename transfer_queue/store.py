@@ -19,8 +19,11 @@ import msgspec
 from rl_async.messages import (
     Done,
     EngineList,
+    GroupList,
+    Inspection,
     Leased,
     NotReady,
+    Peeked,
     Refused,
     Reserved,
     Resumed,
@@ -29,6 +32,7 @@ from rl_async.messages import (
     TrajectoryHeader,
     Version,
 )
+from rl_async.transfer_queue import observe
 from rl_async.transfer_queue import transitions as t
 from rl_async.transfer_queue.batches import Batches, BatchesState
 from rl_async.transfer_queue.book import Book, BookState
@@ -176,7 +180,8 @@ class Store:
         return self._delivery.fail(worker, group, sample, attempt, error, now)
 
     def expire(self, now: float) -> None:
-        """Take back the leases of silent workers."""
+        """Take back the leases of silent workers. Ages of groups are as exact as this is often."""
+        self._book.now = now
         self._delivery.expire(now)
 
     # --- trainer ----------------------------------------------------------------------------------------------------
@@ -275,6 +280,24 @@ class Store:
             workers=book.leases.workers,
             finished=book.finished,
         )
+
+    def inspect(self, now: float, rates: dict[str, float]) -> Inspection:
+        """The status with what is not counted but listed; ``rates`` are the caller's."""
+        return Inspection(
+            status=self.status(now),
+            oldest_lease=observe.oldest_lease(self._book, now),
+            ages_s=observe.ages(self._book, now),
+            rates=rates,
+            dead_letters=list(self._book.dead_letters.values()),
+        )
+
+    def group_list(self, after: int, limit: int, state: str, now: float) -> GroupList | Refused:
+        """Groups by id, of one state unless it is empty."""
+        return observe.group_list(self._book, after, limit, state, now)
+
+    def peek(self, group_id: int, now: float) -> Peeked | Refused:
+        """One group with what is here of it."""
+        return observe.peek(self._book, group_id, now)
 
     def count(self, counter: str) -> None:
         """Add one to a counter of the status report that is not recorded."""
