@@ -222,11 +222,15 @@ class Hello(Request):
 
 
 class Lease(Request):
-    """Ask for work; answered when there is some or after ``wait_s``. Agent worker -> queue."""
+    """Ask for work; answered when there is some or after ``wait_s``. Agent worker -> queue.
+
+    With ``task`` a producer brings its own: it gets one group, of this task, as soon as one may be admitted.
+    """
 
     worker: str
     max_groups: int
     wait_s: float
+    task: Task | None = None
 
 
 class Renew(Request):
@@ -357,6 +361,24 @@ class Status(Request):
     """Counts for the live view and for diagnosis. Launcher, trainer -> queue."""
 
 
+class Submit(Request):
+    """Tasks to admit before those of the queue's own source, in order. A producer of tasks -> queue."""
+
+    tasks: list[Task]
+
+
+class Requeue(Request):
+    """Admit the task of a dead letter once more, as a new group and before all others. A person -> queue."""
+
+    group_id: int
+
+
+class Drain(Request):
+    """Admit no more training groups, or (``on`` false) admit again; those that are here go on. A person -> queue."""
+
+    on: bool = True
+
+
 class Inspect(Request):
     """All that ``rl-async queue status`` and the metrics show. Anybody -> queue."""
 
@@ -400,6 +422,9 @@ RequestType = (
     | RemoveEngine
     | Engines
     | Status
+    | Submit
+    | Requeue
+    | Drain
     | Inspect
     | ListGroups
     | Peek
@@ -550,6 +575,8 @@ class Inspection(Reply):
     """The status with what is not counted but listed. Ages count from the change of state, or the queue's start."""
 
     status: StatusReport
+    draining: bool
+    submitted: int  # tasks handed over that are not admitted yet
     oldest_lease: LeaseRecord | None
     ages_s: dict[str, float]  # of the group that has been longest in its state, by state
     rates: dict[str, float]  # per second over the last minute: groups_ready, groups_reserved, rows, bytes

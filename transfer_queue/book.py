@@ -1,13 +1,13 @@
 """The groups by state with the counts that every part of the store keeps in step. No decisions are taken here."""
 
 import heapq
-from collections import Counter
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from rl_async.messages import DeadLetter, Version
+from rl_async.messages import DeadLetter, Task, Version
 from rl_async.transfer_queue.groups import EVAL, EVAL_GROUPS, TRAIN, Group, State
 from rl_async.transfer_queue.leases import Leases
 from rl_async.transfer_queue.policy import Load, QueueSettings
@@ -43,6 +43,9 @@ class BookState(msgspec.Struct, kw_only=True):
     cursor: bytes
     largest_bytes: int
     dead_letters: list[DeadLetter] = []
+    submitted: list[Task] = []
+    submissions: list[bytes] = []
+    draining: bool = False
 
 
 class Book:
@@ -55,6 +58,9 @@ class Book:
         self.open: dict[int, Group] = {}  # training groups in no batch yet
         self.since: dict[int, float] = {}  # when a group came into its state, or into this process
         self.dead_letters: dict[int, DeadLetter] = {}  # oldest first
+        self.submitted: deque[Task] = deque()  # tasks to admit before those of the source
+        self.submissions: OrderedDict[bytes, None] = OrderedDict()  # newest requests that submitted tasks
+        self.draining = False  # nothing is admitted
         self.leases = Leases(settings.lease_s)
         self.counters: Counter[str] = Counter({"refilled": 0} if settings.max_refills else {})
         self.asked: Counter[str] = Counter()  # what changed nothing, and is not recorded: counted since the start
@@ -225,6 +231,9 @@ class Book:
             cursor=self.cursor,
             largest_bytes=self._largest_bytes,
             dead_letters=list(self.dead_letters.values()),
+            submitted=list(self.submitted),
+            submissions=list(self.submissions),
+            draining=self.draining,
         )
 
     def load(self, state: BookState) -> None:
@@ -234,6 +243,8 @@ class Book:
         self.next_group, self.next_eval_group = state.next_group, state.next_eval_group
         self.given_up, self.refills_left, self.finished = state.given_up, state.refills_left, state.finished
         self.cursor, self._largest_bytes = state.cursor, state.largest_bytes
+        self.submitted, self.draining = deque(state.submitted), state.draining
+        self.submissions = OrderedDict.fromkeys(state.submissions)
         self.dead_letters = {letter.group_id: letter for letter in state.dead_letters}
         self._take_over(state.groups)
         self.alive = state.alive

@@ -167,9 +167,10 @@ class QueueClient:
 
     # --- agent workers ----------------------------------------------------------------------------------------------
 
-    async def lease(self, max_groups: int, wait_s: float) -> m.Leased:
-        """Groups to generate, empty if there were none within ``wait_s``."""
-        return await self._ask(m.Lease(worker=self.worker, max_groups=max_groups, wait_s=wait_s), m.Leased)
+    async def lease(self, max_groups: int, wait_s: float, task: m.Task | None = None) -> m.Leased:
+        """Groups to generate, empty if there were none within ``wait_s``; of a ``task`` of the caller's own, one."""
+        request = m.Lease(worker=self.worker, max_groups=max_groups, wait_s=wait_s, task=task)
+        return await self._ask(request, m.Leased)
 
     async def renew(self) -> m.Done:
         """Keep this worker's leases."""
@@ -215,6 +216,18 @@ class QueueClient:
     async def status(self) -> m.StatusReport:
         """Counts of everything."""
         return await self._ask(m.Status(), m.StatusReport)
+
+    async def submit(self, tasks: Sequence[m.Task]) -> m.Done | m.Refused:
+        """Tasks to admit before those of the queue's own; Refused (``full``) if too many wait."""
+        return await self._ask_either(m.Submit(tasks=list(tasks)), m.Done, m.Refused)
+
+    async def requeue(self, group_id: int) -> m.Done | m.Refused:
+        """Admit the task of a dead letter once more, as a new group; Refused if it could not be trained."""
+        return await self._ask_either(m.Requeue(group_id=group_id), m.Done, m.Refused)
+
+    async def drain(self, on: bool = True) -> m.Done:
+        """Stop admission, or go on with it."""
+        return await self._ask(m.Drain(on=on), m.Done)
 
     async def inspect(self) -> m.Inspection:
         """Counts, ages, rates and dead letters."""

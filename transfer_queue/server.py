@@ -69,6 +69,9 @@ _WAKES: dict[type[m.Request], frozenset[type[t.Transition]]] = {
             t.Published,
             t.Retired,
             t.Tightened,
+            t.Submitted,
+            t.Requeued,
+            t.Drained,
             t.EvalOpened,
             t.RunFinished,
         }
@@ -113,6 +116,7 @@ class QueueServer:
             m.RegisterEngine: lambda r: Answer(store.register_engine(r.engine_id, r.url, r.kind)),
             m.RemoveEngine: self._remove_engine,
             m.Status: lambda r: Answer(store.status(clock())),
+            m.Drain: lambda r: Answer(store.drain(r.on)),
             m.Inspect: lambda r: Answer(store.inspect(clock(), self._rates.per_second(clock()))),
             m.ListGroups: lambda r: Answer(store.group_list(r.after, r.limit, r.state, clock())),
             m.Peek: lambda r: Answer(store.peek(r.group_id, clock())),
@@ -197,6 +201,10 @@ class QueueServer:
             return self._put(request, message.payload)
         if kind in self._parked:
             return self._poll(identity, message.request_id, request)
+        if isinstance(request, m.Submit):
+            return Answer(self._store.submit(request.tasks, message.request_id))
+        if isinstance(request, m.Requeue):
+            return Answer(self._store.requeue(request.group_id, message.request_id))
         return self._handlers[kind](request)
 
     def _poll(self, identity: bytes, request_id: bytes, request: Any) -> Answer | None:
@@ -262,7 +270,7 @@ class QueueServer:
 
     def _lease(self, request_id: bytes, identity: bytes, request: m.Lease, last: bool) -> Answer | None:
         """Groups, and who got them first over this connection, so that they can be taken back if it is gone."""
-        reply = self._store.lease(request.worker, request.max_groups, self._clock(), request_id)
+        reply = self._store.lease(request.worker, request.max_groups, self._clock(), request_id, request.task)
         if self._store.granted(request_id):
             self._leased_to.setdefault(request_id, identity)
             if len(self._leased_to) > REMEMBERED:

@@ -11,6 +11,7 @@ from typing import Self, TypeVar
 
 import zmq
 
+from rl_async import codec
 from rl_async import messages as m
 from rl_async.codec import Frame
 from rl_async.transfer_queue import wire
@@ -43,6 +44,11 @@ class SyncQueueClient:
         self._socket: zmq.Socket[bytes] | None = None
         self._hello_id = b""
 
+    @property
+    def worker(self) -> str:
+        """The name under which this client leases, unique to it."""
+        return self._session.worker
+
     def __enter__(self) -> Self:
         self._connect()
         return self
@@ -68,14 +74,16 @@ class SyncQueueClient:
         self._socket.send_multipart(frames)
         return self._socket
 
-    def exchange(self, request: m.Request, *, timeout_s: float | None = None) -> wire.ReplyMessage:
+    def exchange(
+        self, request: m.Request, payload: Sequence[Frame] = (), *, timeout_s: float | None = None
+    ) -> wire.ReplyMessage:
         """Send a request until it is answered."""
         wait_s, timeout_s = wait_of(request), self._timeout_s if timeout_s is None else timeout_s
         began = time.monotonic()
         deadline = began + wait_s + timeout_s
         patience = wait_s + PATIENCE_S
         request_id = self._session.ids.take()
-        frames = wire.encode(request_id, request)
+        frames = wire.encode(request_id, request, payload)
         socket = self._socket or self._connect()
         while True:
             socket.send_multipart(frames)
@@ -109,6 +117,27 @@ class SyncQueueClient:
 
     def _ask_either(self, request: m.Request, kind: type[R], other: type[S]) -> R | S:
         return expect_either(self.exchange(request).reply, kind, other)
+
+    def lease(self, max_groups: int, wait_s: float, task: m.Task | None = None) -> m.Leased:
+        """Groups to generate, empty if there were none within ``wait_s``; of a ``task`` of the caller's own, one."""
+        request = m.Lease(worker=self.worker, max_groups=max_groups, wait_s=wait_s, task=task)
+        return self._ask(request, m.Leased)
+
+    def renew(self) -> m.Done:
+        """Keep this client's leases."""
+        return self._ask(m.Renew(worker=self.worker), m.Done)
+
+    def put(self, *rows: m.Trajectory) -> m.Done | m.Refused:
+        """Hand over all rows of one sample, from segment 0; Refused (``fenced``) if they are no longer wanted."""
+        request = m.Put(worker=self.worker, samples=[[row.header() for row in rows]])
+        reply = self.exchange(request, [codec.encode(row) for row in rows]).reply
+        (refused,) = expect(reply, m.Taken).refused
+        return refused or m.Done()
+
+    def fail(self, group_id: int, sample: int, attempt: int, error: str) -> m.Done | m.Refused:
+        """Give up one attempt at one sample."""
+        request = m.Fail(worker=self.worker, group_id=group_id, sample=sample, attempt=attempt, error=error)
+        return self._ask_either(request, m.Done, m.Refused)
 
     def reserve(self, step: int, wait_s: float) -> m.Reserved | m.NotReady:
         """Fix the batch of ``step``."""
@@ -169,6 +198,18 @@ class SyncQueueClient:
     def status(self) -> m.StatusReport:
         """Counts of everything."""
         return self._ask(m.Status(), m.StatusReport)
+
+    def submit(self, tasks: Sequence[m.Task]) -> m.Done | m.Refused:
+        """Tasks to admit before those of the queue's own; Refused (``full``) if too many wait."""
+        return self._ask_either(m.Submit(tasks=list(tasks)), m.Done, m.Refused)
+
+    def requeue(self, group_id: int) -> m.Done | m.Refused:
+        """Admit the task of a dead letter once more, as a new group; Refused if it could not be trained."""
+        return self._ask_either(m.Requeue(group_id=group_id), m.Done, m.Refused)
+
+    def drain(self, on: bool = True) -> m.Done:
+        """Stop admission, or go on with it."""
+        return self._ask(m.Drain(on=on), m.Done)
 
     def inspect(self) -> m.Inspection:
         """Counts, ages, rates and dead letters."""
