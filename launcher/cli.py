@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rl_async.errors import EXIT_USER, RlAsyncError, UserError
+from rl_async.launcher.queue_cli import add_queue_commands
 
 MODES = ("colocated", "disaggregated")
 EXIT_INTERRUPTED = 130
@@ -74,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_show(commands.add_parser("show", help="the trajectories of a step, and why each token trained as it did"))
 
     _add_engine_commands(commands.add_parser("engine", help="verify an engine; list, add, remove those of a run"))
+
+    add_queue_commands(commands.add_parser("queue", help="look into a transfer queue, act on it, or serve one alone"))
 
     _add_gateway(commands.add_parser("gateway", help="let agent programs play episodes of a run that is going on"))
 
