@@ -152,6 +152,9 @@ class QueueConfig(Config, frozen=True):
         ),
     ] = 1 << 30
     port: Annotated[Count, doc("0: a free port.")] = 0
+    metrics_port: Annotated[
+        Count, doc("Where Prometheus reads the queue's metrics, http://127.0.0.1:PORT/metrics. 0: nowhere.")
+    ] = 0
 
 
 class TrainerConfig(Config, frozen=True):

@@ -19,6 +19,7 @@ from rl_async.log import setup_logging
 from rl_async.transfer_queue.journal import open_journal
 from rl_async.transfer_queue.ledger import Ledger
 from rl_async.transfer_queue.loop import bind, serve
+from rl_async.transfer_queue.metrics import serve_metrics
 from rl_async.transfer_queue.policy import QueueSettings
 from rl_async.transfer_queue.recovery import Recorder, recover
 from rl_async.transfer_queue.server import QueueServer
@@ -49,7 +50,7 @@ def run_queue(run: Path, address: str, *, relaunched: bool, stopped: threading.E
             store.relaunch()
         recorder = Recorder(store, journal, ledger)
         recorder.flush()
-        with bind(context, address) as socket:
+        with bind(context, address) as socket, serve_metrics(config.queue.metrics_port, address):
             log.info("listening on %s", address)
             serve(socket, QueueServer(store, journal, feed), recorder.flush, stopped.is_set)
     log.info("ended")
