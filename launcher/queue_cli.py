@@ -64,6 +64,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-staleness", type=int, default=1, metavar="N", help="batches ahead (default: 1)")
     parser.add_argument("--lease", type=float, default=15.0, metavar="S", help="a silent worker is lost (default: 15)")
     parser.add_argument("--port", type=int, default=0, help="on this machine (default: a free one)")
+    parser.add_argument("--metrics-port", type=int, default=0, help="for Prometheus, on this machine (default: none)")
     parser.set_defaults(command=_serve)
 
 
@@ -119,4 +120,4 @@ def _serve(arguments: argparse.Namespace) -> int:
         max_staleness=arguments.max_staleness,
         lease_s=arguments.lease,
     )
-    return serve(settings, arguments.tasks, arguments.folder, arguments.port)
+    return serve(settings, arguments.tasks, arguments.folder, arguments.port, arguments.metrics_port)

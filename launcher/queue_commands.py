@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -126,29 +126,32 @@ def bring(run: str, file: Path, kind: Literal["ready", "tasks"], timeout_s: floa
     return 0
 
 
-def serve(settings: QueueSettings, tasks: str | None, folder: Path | None, port: int) -> int:
+def serve(settings: QueueSettings, tasks: str | None, folder: Path | None, port: int, metrics_port: int) -> int:
     """Serve a queue without a run until SIGINT or SIGTERM. Raises UserError as ``serve_alone`` does."""
     from rl_async.transfer_queue.alone import serve_alone
+    from rl_async.transfer_queue.metrics import serve_metrics
 
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
 
     def listening(address: str) -> None:
+        stack.enter_context(serve_metrics(metrics_port, address))
         if folder is not None:
             write_endpoints(folder, Endpoints(queue=address))
         print(f"listening on {address}", flush=True)
 
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    serve_alone(
-        settings,
-        _tasks(tasks),
-        address=f"tcp://{HOST}:{port or '*'}",
-        folder=folder,
-        listening=listening,
-        stopped=stopped.is_set,
-    )
+    with ExitStack() as stack:
+        serve_alone(
+            settings,
+            _tasks(tasks),
+            address=f"tcp://{HOST}:{port or '*'}",
+            folder=folder,
+            listening=listening,
+            stopped=stopped.is_set,
+        )
     return 0
 
 

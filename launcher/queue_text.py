@@ -28,7 +28,7 @@ def inspection_text(report: Inspection) -> str:
         f"{'state':12}{'groups':>8}{'oldest':>10}",
     ]
     for state, count in counts.items():
-        lines.append(f"{state:12}{count:8}{seconds(report.ages_s.get(state)):>10}")
+        lines.append(f"{state:12}{count:8}{seconds(report.ages_s.get(state)):>10}".rstrip())
     lease = report.oldest_lease
     if lease is not None:
         lines.append(f"oldest lease: group {lease.group_id}, with {lease.worker} for {seconds(lease.age_s)}")

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-SCHEMA = 4
+SCHEMA = 5
 
 RowKey = tuple[int, int, int]  # (group, sample, segment)
 

@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import socket as sockets
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 
 import msgspec
@@ -190,12 +192,18 @@ def test_a_served_queue_keeps_its_folder(tmp_path, capsys):
     )
     folder = tmp_path / "queue"
     command = [sys.executable, "-m", "rl_async.launcher.cli", "queue", "serve", str(folder), "--tasks", str(file)]
+    with sockets.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command += ["--metrics-port", str(port)]
     for number in range(2):
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert server.stdout is not None
             assert server.stdout.readline().startswith("listening on tcp://127.0.0.1:")
             assert f"{number} groups admitted" in said(capsys, "status", str(folder))
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+                assert f"rl_async_queue_admitted_total {number}.0\n".encode() in answer.read()
             at = msgspec.json.decode((folder / "endpoints.json").read_bytes(), type=Endpoints).queue
             with SyncQueueClient(at, role="agent", name="w", timeout_s=10) as worker:
                 groups = worker.lease(1, 0.0).groups
