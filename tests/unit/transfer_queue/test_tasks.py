@@ -99,6 +99,9 @@ def test_draining_admits_nothing_but_hands_out_again_what_was_lost(make_rig):
     answer = rig.store.reserve(0, rig.now)
     assert isinstance(answer, NotReady) and "draining" in answer.why
     same_after_recovery(rig, make_rig)
+    other = make_rig()
+    other.store.recover(rig.store.dump(), [], rig.now)
+    assert other.store.inspect(rig.now, {}).draining
     rig.store.drain(False)
     assert len(rig.lease()) == 3
 
