@@ -167,6 +167,9 @@ class QueueConfig(Config, frozen=True):
         tuple[str, ...], doc("Public keys (Z85) that are allowed beside those in clients/ of the key folder.")
     ] = ()
     limits: QueueLimits = QueueLimits()
+    metrics_port: Annotated[
+        Count, doc("Where Prometheus reads the queue's metrics, http://127.0.0.1:PORT/metrics. 0: nowhere.")
+    ] = 0
 
 
 class TrainerConfig(Config, frozen=True):

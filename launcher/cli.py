@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rl_async.errors import EXIT_USER, RlAsyncError, UserError
+from rl_async.launcher.queue_cli import add_queue_commands
 
 MODES = ("colocated", "disaggregated")
 EXIT_INTERRUPTED = 130
@@ -75,9 +76,9 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_engine_commands(commands.add_parser("engine", help="verify an engine; list, add, remove those of a run"))
 
-    _add_gateway(commands.add_parser("gateway", help="let agent programs play episodes of a run that is going on"))
+    add_queue_commands(commands.add_parser("queue", help="look into a transfer queue, act on it, or serve one alone"))
 
-    _add_queue_commands(commands.add_parser("queue", help="keys for a queue that is closed to strangers"))
+    _add_gateway(commands.add_parser("gateway", help="let agent programs play episodes of a run that is going on"))
 
     audit = commands.add_parser("audit", help="was every admitted sample of a run trained exactly once?")
     audit.add_argument("run", type=Path, metavar="RUN", help="run folder")
@@ -162,14 +163,6 @@ def _add_engine_commands(parser: argparse.ArgumentParser) -> None:
     remove.add_argument("run", type=Path, metavar="RUN", help="run folder")
     remove.add_argument("engine", metavar="ENGINE", help="its name, as `rl-async engine list` shows it")
     remove.set_defaults(command=_engine_remove)
-
-
-def _add_queue_commands(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    keygen = commands.add_parser("keygen", help="make the keys of a queue and of a client, for queue.keys")
-    keygen.add_argument("folder", type=Path, metavar="FOLDER", help="keys that are there already stay")
-    keygen.add_argument("--client", default="run", metavar="NAME", help="whose keys (default: run, the run's own)")
-    keygen.set_defaults(command=_queue_keygen)
 
 
 def _add_data_commands(parser: argparse.ArgumentParser) -> None:
@@ -307,14 +300,6 @@ def _engine_remove(arguments: argparse.Namespace) -> int:
 
     remove_engine(arguments.run, arguments.engine)
     print(f"{arguments.engine} gets no more requests; stop its process when you like")
-    return 0
-
-
-def _queue_keygen(arguments: argparse.Namespace) -> int:
-    from rl_async.transfer_queue.keys import make_keys
-
-    made = make_keys(arguments.folder, arguments.client)
-    print(f"wrote {', '.join(map(str, made))}" if made else f"{arguments.folder} has these keys already")
     return 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-SCHEMA = 4
+SCHEMA = 5
 
 RowKey = tuple[int, int, int]  # (group, sample, segment)
 
@@ -222,11 +222,15 @@ class Hello(Request):
 
 
 class Lease(Request):
-    """Ask for work; answered when there is some or after ``wait_s``. Agent worker -> queue."""
+    """Ask for work; answered when there is some or after ``wait_s``. Agent worker -> queue.
+
+    With ``task`` a producer brings its own: it gets one group, of this task, as soon as one may be admitted.
+    """
 
     worker: str
     max_groups: int
     wait_s: float
+    task: Task | None = None
 
 
 class Renew(Request):
@@ -357,6 +361,42 @@ class Status(Request):
     """Counts for the live view and for diagnosis. Launcher, trainer -> queue."""
 
 
+class Submit(Request):
+    """Tasks to admit before those of the queue's own source, in order. A producer of tasks -> queue."""
+
+    tasks: list[Task]
+
+
+class Requeue(Request):
+    """Admit the task of a dead letter once more, as a new group and before all others. A person -> queue."""
+
+    group_id: int
+
+
+class Drain(Request):
+    """Admit no more training groups, or (``on`` false) admit again; those that are here go on. A person -> queue."""
+
+    on: bool = True
+
+
+class Inspect(Request):
+    """All that ``rl-async queue status`` and the metrics show. Anybody -> queue."""
+
+
+class ListGroups(Request):
+    """Groups with an id above ``after``, in order, at most ``limit``. Anybody -> queue."""
+
+    after: int = -1
+    limit: int = 1000
+    state: str = ""  # waiting | leased | ready | reserved | committed; empty: any
+
+
+class Peek(Request):
+    """One group with the headers of what is here of it; Fetch has the rows. Changes nothing. Anybody -> queue."""
+
+    group_id: int
+
+
 class Finish(Request):
     """The run is over: workers asking for work are told so, and nothing more is admitted. Trainer -> queue."""
 
@@ -382,6 +422,12 @@ RequestType = (
     | RemoveEngine
     | Engines
     | Status
+    | Submit
+    | Requeue
+    | Drain
+    | Inspect
+    | ListGroups
+    | Peek
     | Finish
 )
 
@@ -509,6 +555,63 @@ class StatusReport(Reply):
     finished: bool
 
 
+class LeaseRecord(msgspec.Struct, kw_only=True):
+    """Who has been generating a group, and for how many seconds."""
+
+    group_id: int
+    worker: str
+    age_s: float
+
+
+class DeadLetter(msgspec.Struct, kw_only=True):
+    """A training group that was given up because one of its samples failed too often."""
+
+    group_id: int
+    task: Task
+    error: str
+
+
+class Inspection(Reply):
+    """The status with what is not counted but listed. Ages count from the change of state, or the queue's start."""
+
+    status: StatusReport
+    draining: bool
+    submitted: int  # tasks handed over that are not admitted yet
+    oldest_lease: LeaseRecord | None
+    ages_s: dict[str, float]  # of the group that has been longest in its state, by state
+    rates: dict[str, float]  # per second over the last minute: groups_ready, groups_reserved, rows, bytes
+    dead_letters: list[DeadLetter]  # the newest, oldest first
+
+
+class GroupRecord(msgspec.Struct, kw_only=True):
+    """One line of a listing."""
+
+    group_id: int
+    partition: str
+    state: str
+    task_id: str
+    samples: int
+    here: int  # of these
+    workers: list[str]  # that generate the others
+    age_s: float  # in this state
+    nbytes: int
+
+
+class GroupList(Reply):
+    """Groups by id; ``more`` follow the last one."""
+
+    groups: list[GroupRecord]
+    more: bool
+
+
+class Peeked(Reply):
+    """One group; headers ordered by (sample, segment)."""
+
+    group: GroupRecord
+    task: Task
+    headers: list[TrajectoryHeader]
+
+
 ReplyType = (
     Welcome
     | Done
@@ -523,4 +626,7 @@ ReplyType = (
     | Resumed
     | EngineList
     | StatusReport
+    | Inspection
+    | GroupList
+    | Peeked
 )

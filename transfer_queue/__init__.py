@@ -1,1 +1,34 @@
-"""The transfer queue: the only shared state of a run."""
+"""The transfer queue: the only shared state of a run, and of use without one.
+
+    from rl_async.transfer_queue import QueueClient, SyncQueueClient, read_batches, serve
+
+Names are imported when they are used, so that nobody loads what they do not need.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl_async.transfer_queue.alone import serve
+    from rl_async.transfer_queue.client import QueueClient
+    from rl_async.transfer_queue.consume import Batch, read_batches
+    from rl_async.transfer_queue.sync_client import SyncQueueClient
+    from rl_async.transfer_queue.torch_dataset import QueueDataset
+
+__all__ = ["Batch", "QueueClient", "QueueDataset", "SyncQueueClient", "read_batches", "serve"]
+
+_HOMES = {
+    "Batch": "consume",
+    "QueueClient": "client",
+    "QueueDataset": "torch_dataset",
+    "SyncQueueClient": "sync_client",
+    "read_batches": "consume",
+    "serve": "alone",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{home}"), name)

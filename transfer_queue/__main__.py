@@ -19,9 +19,10 @@ from rl_async.errors import EXIT_USER, UserError
 from rl_async.lifeline import watch_lifeline
 from rl_async.log import setup_logging
 from rl_async.transfer_queue.journal import open_journal
-from rl_async.transfer_queue.keys import server_keys
+from rl_async.transfer_queue.keys import client_keys, server_keys
 from rl_async.transfer_queue.ledger import Ledger
 from rl_async.transfer_queue.loop import bind, serve
+from rl_async.transfer_queue.metrics import serve_metrics
 from rl_async.transfer_queue.policy import QueueSettings
 from rl_async.transfer_queue.recovery import Recorder, recover
 from rl_async.transfer_queue.server import QueueServer
@@ -64,7 +65,8 @@ def run_queue(run: Path, address: str, *, relaunched: bool, stopped: threading.E
         limits, door = config.queue.limits, None
         if keys is not None:
             door = doors.enter_context(Door(context, keys.allowed, lambda: store.count("denied")))
-        with bind(context, address, keys=keys, limits=limits) as socket:
+        metrics = serve_metrics(config.queue.metrics_port, address, client_keys(config, run))
+        with bind(context, address, keys=keys, limits=limits) as socket, metrics:
             log.info("listening on %s, %s", address, "open" if keys is None else "closed to clients without a key")
             server = QueueServer(store, journal, feed, limits=limits)
             serve(socket, server, recorder.flush, stopped.is_set, door=door)

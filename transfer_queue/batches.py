@@ -116,6 +116,8 @@ class Batches:
         )
         if book.published is None:
             why += "; no version is published"
+        if book.draining:
+            why += "; the queue is draining, so no task is admitted (rl-async queue drain RUN --undo)"
         if blocked_by:
             group = book.groups[blocked_by[0]]
             here = sum(sample.here for sample in group.samples)

@@ -1,19 +1,20 @@
 """The groups by state with the counts that every part of the store keeps in step. No decisions are taken here."""
 
 import heapq
-from collections import Counter
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from rl_async.messages import Version
+from rl_async.messages import DeadLetter, Task, Version
 from rl_async.transfer_queue.groups import EVAL, EVAL_GROUPS, TRAIN, Group, State
 from rl_async.transfer_queue.leases import Leases
 from rl_async.transfer_queue.policy import Load, QueueSettings
 
 _UNRESERVED = (State.WAITING, State.LEASED, State.READY)
 _LAST = 1 << 62
+DEAD_LETTERS_KEPT = 256  # the newest; all are counted
 _FIRST_GUESS_BYTES = 1 << 10  # of a sample, until one has been seen
 
 
@@ -41,6 +42,10 @@ class BookState(msgspec.Struct, kw_only=True):
     finished: bool
     cursor: bytes
     largest_bytes: int
+    dead_letters: list[DeadLetter] = []
+    submitted: list[Task] = []
+    submissions: list[bytes] = []
+    draining: bool = False
 
 
 class Book:
@@ -48,9 +53,14 @@ class Book:
 
     def __init__(self, settings: QueueSettings, cursor: bytes) -> None:
         self.settings = settings
-        self.now = 0.0  # of the newest lease, and of a replay
+        self.now = 0.0  # of the newest tick or lease, and of a replay
         self.groups: dict[int, Group] = {}
         self.open: dict[int, Group] = {}  # training groups in no batch yet
+        self.since: dict[int, float] = {}  # when a group came into its state, or into this process
+        self.dead_letters: dict[int, DeadLetter] = {}  # oldest first
+        self.submitted: deque[Task] = deque()  # tasks to admit before those of the source
+        self.submissions: OrderedDict[bytes, None] = OrderedDict()  # newest requests that submitted tasks
+        self.draining = False  # nothing is admitted
         self.leases = Leases(settings.lease_s)
         self.counters: Counter[str] = Counter({"refilled": 0} if settings.max_refills else {})
         self.asked: Counter[str] = Counter()  # what changed nothing, and is not recorded: counted since the start
@@ -100,6 +110,7 @@ class Book:
     def add(self, group: Group) -> None:
         """Take in a group none of whose samples is here; a training group takes a slot."""
         self.groups[group.group_id] = group
+        self.since[group.group_id] = self.now
         self._states[group.partition, group.state] += 1
         self._outstanding += len(group.samples)
         if group.partition == TRAIN:
@@ -113,6 +124,7 @@ class Book:
         self._states[group.partition, group.state] -= 1
         self._states[group.partition, state] += 1
         group.state = state
+        self.since[group.group_id] = self.now
         if group.partition == TRAIN:
             if state in _UNRESERVED:
                 self.open[group.group_id] = group
@@ -151,6 +163,7 @@ class Book:
                 self._outstanding -= 1
         self._states[group.partition, group.state] -= 1
         self.groups.pop(group.group_id)
+        self.since.pop(group.group_id)
         if self.open.pop(group.group_id, None) is not None and group.oldest is None:
             self._unleased -= 1
 
@@ -159,6 +172,12 @@ class Book:
         self.remove(group)
         self.alive -= 1
         self.given_up += 1
+
+    def bury(self, letter: DeadLetter) -> None:
+        """Keep a dead letter; the oldest makes room for it."""
+        self.dead_letters[letter.group_id] = letter
+        if len(self.dead_letters) > DEAD_LETTERS_KEPT:
+            del self.dead_letters[next(iter(self.dead_letters))]
 
     def head(self, partition: str) -> Group | None:
         """The waiting group that is to be leased first; it stays in line."""
@@ -193,6 +212,7 @@ class Book:
         for group in list(self.groups.values()):
             self.remove(group)
         self.alive = 0
+        self.dead_letters.clear()
         self._queued.clear()
         for line in self._lines.values():
             line.clear()
@@ -215,6 +235,10 @@ class Book:
             finished=self.finished,
             cursor=self.cursor,
             largest_bytes=self._largest_bytes,
+            dead_letters=list(self.dead_letters.values()),
+            submitted=list(self.submitted),
+            submissions=list(self.submissions),
+            draining=self.draining,
         )
 
     def load(self, state: BookState) -> None:
@@ -224,12 +248,16 @@ class Book:
         self.next_group, self.next_eval_group = state.next_group, state.next_eval_group
         self.given_up, self.refills_left, self.finished = state.given_up, state.refills_left, state.finished
         self.cursor, self._largest_bytes = state.cursor, state.largest_bytes
+        self.submitted, self.draining = deque(state.submitted), state.draining
+        self.submissions = OrderedDict.fromkeys(state.submissions)
+        self.dead_letters = {letter.group_id: letter for letter in state.dead_letters}
         self._take_over(state.groups)
         self.alive = state.alive
 
     def _take_over(self, groups: Sequence[Group]) -> None:
         for group in groups:
             self.groups[group.group_id] = group
+            self.since[group.group_id] = self.now
             self._states[group.partition, group.state] += 1
             if group.partition == TRAIN and group.state in _UNRESERVED:
                 self.open[group.group_id] = group

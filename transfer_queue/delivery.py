@@ -4,12 +4,22 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from rl_async.messages import Done, Leased, LeasedGroup, Refused, TrajectoryHeader, Version, has_signal
+from rl_async.messages import (
+    DeadLetter,
+    Done,
+    Leased,
+    LeasedGroup,
+    Refused,
+    Task,
+    TrajectoryHeader,
+    Version,
+    has_signal,
+)
 from rl_async.transfer_queue.book import Book
 from rl_async.transfer_queue.grants import Grant, Grants, Lent
 from rl_async.transfer_queue.groups import EVAL, EVAL_GROUPS, TRAIN, Group, Sample, State
 from rl_async.transfer_queue.policy import is_short_of_bytes, may_admit, may_lease
-from rl_async.transfer_queue.source import TaskSource
+from rl_async.transfer_queue.tasks import Tasks
 from rl_async.transfer_queue.transitions import (
     Admitted,
     DeadLettered,
@@ -33,13 +43,14 @@ class Delivery:
     The verbs decide and ``change``; what a change does is said once, by the methods in the past tense below them.
     """
 
-    def __init__(self, book: Book, change: Callable[[Transition], None], source: TaskSource) -> None:
-        self._book, self._change, self._source = book, change, source
+    def __init__(self, book: Book, change: Callable[[Transition], None], tasks: Tasks) -> None:
+        self._book, self._change, self._tasks = book, change, tasks
         self.grants = Grants()
 
-    def lease(self, worker: str, max_groups: int, now: float, request: bytes = b"") -> Leased:
+    def lease(self, worker: str, max_groups: int, now: float, request: bytes = b"", task: Task | None = None) -> Leased:
         """Up to ``max_groups`` groups with all their missing samples, evaluations first, then the oldest.
 
+        With a ``task`` of the worker's own: one group of it, once no other group waits and one more may be admitted.
         Asking is no sign of life, since the question may have waited for long: a worker that was not heard of (see
         ``renew``) within the lease time gets nothing. A request that was answered with groups gets the same again.
         """
@@ -53,6 +64,9 @@ class Delivery:
             return Leased(groups=[])
         book.now = now
         groups: list[LeasedGroup] = []
+        if task is not None:
+            own = None if book.published is None or book.head(TRAIN) is not None else self._admit(task)
+            return Leased(groups=[self._give(own, worker, book.published, request)] if own and book.published else [])
         while book.published is not None and len(groups) < max_groups:
             group = book.head(EVAL) or self._next_train()
             if group is None:
@@ -74,14 +88,26 @@ class Delivery:
         waiting = book.head(TRAIN)
         if waiting is not None:
             return waiting if may_lease(book.settings, book.active, begun=waiting.oldest is not None) else None
+        return self._admit()
+
+    def _admit(self, own: Task | None = None) -> Group | None:
+        """One more training group, of the worker's ``own`` task or the next one; None if there must not be one."""
+        book = self._book
+        if book.draining:
+            return None
         load = book.load_of_admission()
         if not may_admit(book.settings, load):
             if is_short_of_bytes(book.settings, load):
                 book.asked["short_of_bytes"] += 1
             return None
-        task, group_id, samples = self._source.next(), book.next_group, book.settings.group_size
-        cursor = self._source.cursor()
-        self._change(Admitted(group=group_id, partition=TRAIN, samples=samples, task=task, cursor=cursor))
+        next_task = self._tasks.take() if own is None else (own, book.cursor, False)
+        if next_task is None:
+            return None
+        task, cursor, submitted = next_task
+        group_id, samples = book.next_group, book.settings.group_size
+        self._change(
+            Admitted(group=group_id, partition=TRAIN, samples=samples, task=task, cursor=cursor, submitted=submitted)
+        )
         return book.groups[group_id]
 
     def _give(self, group: Group, worker: str, version: Version, request: bytes) -> LeasedGroup:
@@ -240,6 +266,8 @@ class Delivery:
         book = self._book
         if event.partition == TRAIN:
             book.next_group, book.cursor = event.group + 1, event.cursor
+            if event.submitted:
+                book.submitted.popleft()
         else:
             book.next_eval_group = event.group + 1
         book.add(Group(event.group, event.task, event.partition, [Sample() for _ in range(event.samples)]))
@@ -316,7 +344,9 @@ class Delivery:
 
     def dead_lettered(self, event: DeadLettered) -> None:
         """A group less."""
-        self._book.give_up(self._book.groups[event.group])
+        group = self._book.groups[event.group]
+        self._book.give_up(group)
+        self._book.bury(DeadLetter(group_id=event.group, task=group.task, error=event.error))
         self._book.counters["dead_letters"] += 1
 
 

@@ -83,6 +83,10 @@ class Leases:
         """Seconds since the worker took the group; 0 if it has not."""
         return now - self._since.get((worker, group), now)
 
+    def oldest(self) -> tuple[str, int] | None:
+        """The (worker, group) of the oldest lease."""
+        return next(iter(self._since), None)
+
     def oldest_s(self, now: float) -> float:
         """Age of the oldest lease in seconds; 0 without one."""
         return now - next(iter(self._since.values()), now)

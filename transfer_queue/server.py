@@ -27,6 +27,7 @@ from rl_async.transfer_queue import transitions as t
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.journal import Journal
 from rl_async.transfer_queue.peers import Peers
+from rl_async.transfer_queue.rates import Rates
 from rl_async.transfer_queue.store import Store
 
 log = logging.getLogger("rl_async.queue")
@@ -71,6 +72,9 @@ _WAKES: dict[type[m.Request], frozenset[type[t.Transition]]] = {
             t.Published,
             t.Retired,
             t.Tightened,
+            t.Submitted,
+            t.Requeued,
+            t.Drained,
             t.EvalOpened,
             t.RunFinished,
         }
@@ -97,7 +101,8 @@ class QueueServer:
         self._limits = limits or QueueLimits()
         self._peers = Peers(self._limits.clients, self._limits.requests_per_s)
         self._changed: set[type[t.Transition]] = set()
-        feed.subscribe(lambda transition: self._changed.add(type(transition)))
+        self._rates = Rates(clock())
+        feed.subscribe(self._see)
         self._parked: dict[type[m.Request], dict[bytes, Parked]] = {kind: {} for kind in _WAKES}
         self._leased_to: OrderedDict[bytes, bytes] = OrderedDict()  # identity that got a lease first, by request id
         self._empty: OrderedDict[bytes, None] = OrderedDict()  # requests for leases that were answered with nothing
@@ -123,8 +128,16 @@ class QueueServer:
             m.RegisterEngine: lambda r: Answer(store.register_engine(r.engine_id, r.url, r.kind)),
             m.RemoveEngine: self._remove_engine,
             m.Status: lambda r: Answer(store.status(clock())),
+            m.Drain: lambda r: Answer(store.drain(r.on)),
+            m.Inspect: lambda r: Answer(store.inspect(clock(), self._rates.per_second(clock()))),
+            m.ListGroups: lambda r: Answer(store.group_list(r.after, r.limit, r.state, clock())),
+            m.Peek: lambda r: Answer(store.peek(r.group_id, clock())),
             m.Finish: lambda r: Answer(store.finish()),
         }
+
+    def _see(self, transition: t.Transition) -> None:
+        self._changed.add(type(transition))
+        self._rates.see(transition, self._clock())
 
     def handle(self, parts: Sequence[Any]) -> list[Outgoing]:
         """Answer one message, and whatever was waiting for its effect."""
@@ -237,6 +250,10 @@ class QueueServer:
             return self._put(request, message.payload)
         if kind in self._parked:
             return self._poll(identity, message.request_id, request)
+        if isinstance(request, m.Submit):
+            return Answer(self._store.submit(request.tasks, message.request_id))
+        if isinstance(request, m.Requeue):
+            return Answer(self._store.requeue(request.group_id, message.request_id))
         return self._handlers[kind](request)
 
     def _poll(self, identity: bytes, request_id: bytes, request: Any) -> Answer | None:
@@ -308,7 +325,7 @@ class QueueServer:
         """
         if request_id in self._empty:
             return Answer(m.Leased(groups=[]))
-        reply = self._store.lease(request.worker, request.max_groups, self._clock(), request_id)
+        reply = self._store.lease(request.worker, request.max_groups, self._clock(), request_id, request.task)
         if self._store.granted(request_id):
             self._serve_last(request.worker)
             self._leased_to.setdefault(request_id, identity)

@@ -1,15 +1,17 @@
 """Where the queue gets its tasks from."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
+from rl_async.errors import DataError
 from rl_async.messages import Task
 
 
 class TaskSource(Protocol):
-    """An endless, resumable stream of tasks. ``seek(cursor())`` makes ``next`` repeat itself exactly."""
+    """A resumable stream of tasks, of a run without end. ``seek(cursor())`` makes ``next`` repeat itself exactly."""
 
-    def next(self) -> Task:
-        """The next task. Raises DataError naming the row if it is bad."""
+    def next(self) -> Task | None:
+        """The next task; None at the end. Raises DataError naming the row if it is bad."""
         ...
 
     def cursor(self) -> bytes:
@@ -19,3 +21,28 @@ class TaskSource(Protocol):
     def seek(self, cursor: bytes) -> None:
         """Continue from a place that ``cursor`` returned, perhaps in another process."""
         ...
+
+
+class TaskList:
+    """These tasks, once each. Implements TaskSource."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks, self._taken = tasks, 0
+
+    def next(self) -> Task | None:
+        """The next task; None behind the last."""
+        if self._taken == len(self._tasks):
+            return None
+        self._taken += 1
+        return self._tasks[self._taken - 1]
+
+    def cursor(self) -> bytes:
+        """How many were taken, and of how many."""
+        return f"{self._taken}/{len(self._tasks)}".encode()
+
+    def seek(self, cursor: bytes) -> None:
+        """Go on from a cursor. Raises DataError if it is not of a list of this length."""
+        taken, _, total = cursor.decode(errors="replace").partition("/")
+        if total != str(len(self._tasks)) or not taken.isdecimal() or int(taken) > len(self._tasks):
+            raise DataError(f"the queue goes on with a list of {total or '?'} tasks, here are {len(self._tasks)}")
+        self._taken = int(taken)

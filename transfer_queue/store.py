@@ -19,8 +19,11 @@ import msgspec
 from rl_async.messages import (
     Done,
     EngineList,
+    GroupList,
+    Inspection,
     Leased,
     NotReady,
+    Peeked,
     Refused,
     Reserved,
     Resumed,
@@ -29,6 +32,7 @@ from rl_async.messages import (
     TrajectoryHeader,
     Version,
 )
+from rl_async.transfer_queue import observe
 from rl_async.transfer_queue import transitions as t
 from rl_async.transfer_queue.batches import Batches, BatchesState
 from rl_async.transfer_queue.book import Book, BookState
@@ -39,6 +43,7 @@ from rl_async.transfer_queue.grants import Grant
 from rl_async.transfer_queue.groups import State
 from rl_async.transfer_queue.policy import QueueSettings
 from rl_async.transfer_queue.source import TaskSource
+from rl_async.transfer_queue.tasks import Tasks
 
 
 class StoreState(msgspec.Struct, kw_only=True):
@@ -63,7 +68,8 @@ class Store:
     ) -> None:
         self._emit, self._source = emit, source
         book = self._book = Book(settings, source.cursor())
-        delivery = self._delivery = Delivery(book, self._change, source)
+        tasks = self._tasks = Tasks(book, self._change, source)
+        delivery = self._delivery = Delivery(book, self._change, tasks)
         batches = self._batches = Batches(book, self._change, delivery, source)
         evals = self._evals = Evaluations(book, self._change, eval_tasks)
         self._engines = Engines(self._change)
@@ -84,6 +90,9 @@ class Store:
             t.Retired: batches.steps_retired,
             t.Tightened: batches.bound_tightened,
             t.RolledBack: batches.rolled_back,
+            t.Submitted: tasks.submitted,
+            t.Requeued: tasks.requeued,
+            t.Drained: tasks.drained,
             t.EvalOpened: evals.opened,
             t.EvalAnswered: evals.answered,
             t.EvalClosed: evals.closed,
@@ -133,23 +142,23 @@ class Store:
         """All other processes of the run were started anew: nobody holds a lease, serves, or knows that it was over."""
         self._delivery.revoke_all()
         self._engines.forget_all()
-        if self._book.published is not None or self._book.finished:
+        if self._book.published is not None or self._book.finished or self._book.draining:
             self._change(t.Relaunched())
 
     def _relaunched(self, event: t.Relaunched) -> None:
-        self._book.published, self._book.finished = None, False
+        self._book.published, self._book.finished, self._book.draining = None, False, False
 
     def _run_finished(self, event: t.RunFinished) -> None:
         self._book.finished = True
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
-    def lease(self, worker: str, max_groups: int, now: float, request: bytes = b"") -> Leased:
+    def lease(self, worker: str, max_groups: int, now: float, request: bytes = b"", task: Task | None = None) -> Leased:
         """Groups to generate; none if there are none, or if the worker was not heard of (``renew``) of late.
 
         The same ``request``, unless it is empty, gets the same groups. Raises DataError for a bad row of the source.
         """
-        return self._delivery.lease(worker, max_groups, now, request)
+        return self._delivery.lease(worker, max_groups, now, request, task)
 
     def leasable(self) -> int:
         """How many groups could be leased now; never fewer than ``lease`` finds, more when bytes or tasks are short."""
@@ -181,7 +190,8 @@ class Store:
         return self._delivery.fail(worker, group, sample, attempt, error, now)
 
     def expire(self, now: float) -> None:
-        """Take back the leases of silent workers."""
+        """Take back the leases of silent workers. Ages of groups are as exact as this is often."""
+        self._book.now = now
         self._delivery.expire(now)
 
     # --- trainer ----------------------------------------------------------------------------------------------------
@@ -240,6 +250,20 @@ class Store:
             self._change(t.RunFinished())
         return Done()
 
+    # --- tasks ------------------------------------------------------------------------------------------------------
+
+    def submit(self, tasks: Sequence[Task], request: bytes = b"") -> Done | Refused:
+        """Tasks to admit before those of the source; the same ``request``, unless it is empty, adds nothing."""
+        return self._tasks.submit(tasks, request)
+
+    def requeue(self, group: int, request: bytes = b"") -> Done | Refused:
+        """Admit the task of a dead letter once more; the same ``request``, unless it is empty, changes nothing."""
+        return self._tasks.requeue(group, request)
+
+    def drain(self, on: bool) -> Done:
+        """Stop admission, or go on with it."""
+        return self._tasks.drain(on)
+
     # --- engines ----------------------------------------------------------------------------------------------------
 
     def register_engine(self, engine_id: str, url: str, kind: str) -> Done | Refused:
@@ -280,6 +304,26 @@ class Store:
             workers=book.leases.workers,
             finished=book.finished,
         )
+
+    def inspect(self, now: float, rates: dict[str, float]) -> Inspection:
+        """The status with what is not counted but listed; ``rates`` are the caller's."""
+        return Inspection(
+            status=self.status(now),
+            draining=self._book.draining,
+            submitted=len(self._book.submitted),
+            oldest_lease=observe.oldest_lease(self._book, now),
+            ages_s=observe.ages(self._book, now),
+            rates=rates,
+            dead_letters=list(self._book.dead_letters.values()),
+        )
+
+    def group_list(self, after: int, limit: int, state: str, now: float) -> GroupList | Refused:
+        """Groups by id, of one state unless it is empty."""
+        return observe.group_list(self._book, after, limit, state, now)
+
+    def peek(self, group_id: int, now: float) -> Peeked | Refused:
+        """One group with what is here of it."""
+        return observe.peek(self._book, group_id, now)
 
     def count(self, counter: str) -> None:
         """Add one to a counter of the status report that is not recorded."""

@@ -25,6 +25,7 @@ class Admitted(Transition, frozen=True, kw_only=True):
     samples: int
     task: Task
     cursor: bytes = b""  # of the task source, behind this task; empty for evaluations
+    submitted: bool = False  # it was the first of the tasks that were submitted
 
 
 class LeaseGiven(Transition, frozen=True, kw_only=True):
@@ -159,6 +160,26 @@ class RolledBack(Transition, frozen=True, kw_only=True):
     cursor: bytes = b""  # of the task source
 
 
+class Submitted(Transition, frozen=True, kw_only=True):
+    """These tasks are to be admitted before those of the source; the same ``request`` again adds nothing."""
+
+    tasks: list[Task]
+    request: bytes
+
+
+class Requeued(Transition, frozen=True, kw_only=True):
+    """The task of a dead letter is the next to be admitted; the same ``request`` again changes nothing."""
+
+    group: int
+    request: bytes
+
+
+class Drained(Transition, frozen=True, kw_only=True):
+    """No more training groups are admitted, or (``on`` false) they are again."""
+
+    on: bool
+
+
 class EvalOpened(Transition, frozen=True, kw_only=True):
     """The held-out tasks were admitted as ``groups``."""
 
@@ -211,6 +232,9 @@ TransitionType = (
     | Retired
     | Tightened
     | RolledBack
+    | Submitted
+    | Requeued
+    | Drained
     | EvalOpened
     | EvalAnswered
     | EvalClosed

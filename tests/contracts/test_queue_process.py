@@ -5,6 +5,7 @@ import signal
 import socket as sockets
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +56,26 @@ def port() -> Iterator[int]:
 def start(run: Path, port: int, host: str = "127.0.0.1") -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "rl_async.transfer_queue", "--run", str(run)]
     return subprocess.Popen([*command, "--address", f"tcp://{host}:{port}"], cwd=run, stderr=subprocess.PIPE, text=True)
+
+
+def test_the_process_answers_scrapes_on_the_configured_port(run, port):
+    with sockets.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        metrics_port = probe.getsockname()[1]
+    queue = msgspec.structs.replace(CONFIG.queue, metrics_port=metrics_port)
+    (run / "config.yaml").write_text(dump(msgspec.structs.replace(CONFIG, queue=queue)))
+    process = start(run, port)
+    try:
+        with SyncQueueClient(f"tcp://127.0.0.1:{port}", role="test", name="t", timeout_s=60) as client:
+            client.publish(Version(0, 0), [])
+        with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=20) as answer:
+            assert b"rl_async_queue_published_step 0.0\n" in answer.read()
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, errors
 
 
 async def test_the_process_serves_and_ends_on_sigterm(run, port):

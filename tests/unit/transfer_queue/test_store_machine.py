@@ -85,11 +85,15 @@ class Histories(RuleBasedStateMachine):
         self.rows: dict[int, list[TrajectoryHeader]] = {}
         self.same_rows = True  # batches seen before come with the same trajectories, not only the same members
         self.checkpoint = (0, b"")
+        self.seen: list[Any] = []
+        self.tasks: dict[int, Task] = {}  # of training groups, as they were admitted
+        self.made = 0  # tasks that producers made
         self.open_queue()
         self.publish()
 
     def open_queue(self) -> None:
-        self.seen: list[Any] = []
+        self.learn_tasks()
+        self.seen = []
         self.dumped = (b"", 0)  # a dump, and how many transitions came before it
         self.requests = 0
         self.refills = 0  # groups given up for want of signal since a batch was complete
@@ -116,6 +120,47 @@ class Histories(RuleBasedStateMachine):
     def publish(self) -> None:
         self.published = Version(self.lineage, self.step)
         assert self.store.publish(self.published, []) == Done()
+
+    def learn_tasks(self) -> None:
+        self.tasks |= {event.group: event.task for event in self.seen if isinstance(event, Admitted)}
+
+    # --- tasks of producers, and people -----------------------------------------------------------------------------
+
+    def make_task(self) -> Task:
+        self.made += 1
+        return Task(task_id=f"made{self.made}", data_source="", prompt=[], ground_truth="")
+
+    @rule(count=st.integers(1, 3))
+    def submit(self, count: int) -> None:
+        tasks, request = [self.make_task() for _ in range(count)], self.new_request()
+        for _ in range(2):
+            assert self.store.submit(tasks, request) == Done()
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def bring_a_task(self, worker: str) -> None:
+        task = self.make_task()
+        self.store.renew(worker, self.now)
+        for group in self.store.lease(worker, 1, self.now, self.new_request(), task).groups:
+            assert group.task == task
+            self.held += [(worker, group, sample) for sample in group.samples]
+
+    @rule(last=st.booleans())
+    def requeue(self, last: bool) -> None:
+        letters = self.store.inspect(self.now, {}).dead_letters
+        if letters:
+            request, group = self.new_request(), letters[-1 if last else 0].group_id
+            answer = self.store.requeue(group, request)
+            if answer == Done():
+                assert self.store.requeue(group, request) == Done()
+            else:
+                assert isinstance(answer, Refused) and answer.code == "too_late"
+
+    @rule(on=st.booleans())
+    def drain(self, on: bool) -> None:
+        admitted = self.store.status(self.now).admitted
+        assert self.store.drain(on) == Done()
+        self.lease("a", 2)
+        assert not on or self.store.status(self.now).admitted == admitted
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
@@ -234,7 +279,8 @@ class Histories(RuleBasedStateMachine):
         assert len(members) == BATCH and sorted(batch.tasks) == members
         rows = [(g, s, i) for g in members for s in range(GROUP) for i in range(segments(g, s))]
         assert [header.key for header in batch.headers] == rows
-        assert all(task.task_id == f"t{group}" for group, task in batch.tasks.items())
+        self.learn_tasks()
+        assert all(task == self.tasks[group] for group, task in batch.tasks.items())
         for header in batch.headers:
             assert step - min(run.version.step for run in header.versions) <= self.settings.max_staleness
         earlier = [group for at, groups in self.batches.items() if at != step for group in groups]
@@ -318,6 +364,7 @@ class Histories(RuleBasedStateMachine):
         """An honest worker finishes the run: nothing is lost, nothing is left over."""
         if not hasattr(self, "store"):
             return
+        self.store.drain(False)
         for _ in range(4 * STEPS + self.settings.refill_allowance + STEPS * self.settings.max_refills):
             if self.step == STEPS:
                 break
