@@ -17,6 +17,7 @@ from rl_async.transfer_queue.transitions import Feed, LeaseLost, Transition
 from tests.unit.transfer_queue.conftest import CountingSource
 
 LEASE_S = 10.0
+EVAL_TASK = m.Task(task_id="e", data_source="", prompt=[], ground_truth="")
 
 
 class Served:
@@ -29,7 +30,7 @@ class Served:
         journal = MemoryJournal()
         feed = Feed(self.seen.append, journal.append)
         settings = QueueSettings(steps=10, batch_groups=2, group_size=1, lease_s=LEASE_S, max_attempts=1)
-        self.server = QueueServer(Store(settings, CountingSource(), [], feed), journal, feed, lambda: self.now)
+        self.server = QueueServer(Store(settings, CountingSource(), [EVAL_TASK], feed), journal, feed, lambda: self.now)
 
     def ask(self, name: str, request: m.Request) -> list[Outgoing]:
         return self.server.handle([name.encode(), *wire.encode(self._ids.take(), request)])
@@ -139,3 +140,11 @@ def test_bytes_that_no_decoder_takes_are_malformed(served: Served, body: bytes) 
     assert isinstance(answer.answer.reply, m.Malformed)
     with pytest.raises(ProtocolError):
         codec.decoder(m.Task)(body)
+
+
+def test_a_first_resume_forgets_evaluations_though_nothing_was_published(served: Served) -> None:
+    served.ask("t", m.Evaluate(eval_id=0))
+    (resumed, *_) = served.ask("t", m.Resume(step=0, lineage=0))
+    assert isinstance(resumed.answer.reply, m.Resumed)
+    (result,) = served.ask("t", m.EvalResult(eval_id=0, wait_s=0.0))
+    assert isinstance(result.answer.reply, m.Refused) and result.answer.reply.code == "unknown_eval"
