@@ -201,14 +201,18 @@ class Batches:
 
     def resume(self, step: int, lineage: int, snapshot: bytes) -> Resumed | Refused:
         """Go back to ``step`` completed steps. Nothing is leased until the new lineage publishes a version."""
-        if self._resumed is not None and self._resumed[:2] == (step, lineage):
-            return self._resumed[2]
+        if self.has_resumed(step, lineage):
+            return self._resume_answer()
         if lineage < self._book.lineage or (self._resumed is not None and lineage == self._book.lineage):
             return Refused(code="wrong_lineage", reason=f"lineage {self._book.lineage} has begun")
         untouched = self._book.next_group == 0 and self._next_step == 0
         if untouched or (snapshot and not self._reaches(step)):
             return self._restore(step, lineage, snapshot)
         return self._roll_back(step, lineage)
+
+    def has_resumed(self, step: int, lineage: int) -> bool:
+        """Whether the newest resume was this one, so that the same again changes nothing."""
+        return self._resumed is not None and self._resumed[:2] == (step, lineage)
 
     def _reaches(self, step: int) -> bool:
         """Whether the batches from ``step`` on are known, and those before it trained."""

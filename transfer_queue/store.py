@@ -226,9 +226,9 @@ class Store:
 
     def resume(self, step: int, lineage: int, snapshot: bytes) -> Resumed | Refused:
         """Go back to a checkpoint; evaluations of the lost lineage are forgotten."""
-        before = self._book.lineage, self._book.published
+        repeated = self._batches.has_resumed(step, lineage)
         answer = self._batches.resume(step, lineage, snapshot)
-        if isinstance(answer, Resumed) and before != (self._book.lineage, self._book.published):
+        if isinstance(answer, Resumed) and not repeated:
             self._evals.close_all()
             self._engines.unpublished()
         return answer

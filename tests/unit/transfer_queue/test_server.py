@@ -19,6 +19,7 @@ from rl_async.transfer_queue.transitions import Feed, LeaseLost, Transition
 from tests.unit.transfer_queue.conftest import CountingSource
 
 LEASE_S = 10.0
+EVAL_TASK = m.Task(task_id="e", data_source="", prompt=[], ground_truth="")
 
 
 class Served:
@@ -31,7 +32,7 @@ class Served:
         journal = MemoryJournal()
         feed = Feed(self.seen.append, journal.append)
         settings = QueueSettings(steps=10, batch_groups=2, group_size=1, lease_s=LEASE_S, max_attempts=1)
-        store = Store(settings, CountingSource(), [], feed)
+        store = Store(settings, CountingSource(), [EVAL_TASK], feed)
         self.server = QueueServer(store, journal, feed, lambda: self.now, limits)
 
     def ask(self, name: str, request: m.Request) -> list[Outgoing]:
@@ -213,3 +214,11 @@ def test_a_full_queue_takes_a_client_when_another_has_been_silent_for_long() -> 
     assert isinstance(served.ask("a", m.Status())[0].answer.reply, m.StatusReport)
     gone = served.ask("b", m.Status())[0].answer.reply
     assert isinstance(gone, m.Refused) and gone.code == "hello"
+
+
+def test_a_first_resume_forgets_evaluations_though_nothing_was_published(served: Served) -> None:
+    served.ask("t", m.Evaluate(eval_id=0))
+    (resumed, *_) = served.ask("t", m.Resume(step=0, lineage=0))
+    assert isinstance(resumed.answer.reply, m.Resumed)
+    (result,) = served.ask("t", m.EvalResult(eval_id=0, wait_s=0.0))
+    assert isinstance(result.answer.reply, m.Refused) and result.answer.reply.code == "unknown_eval"
