@@ -1,5 +1,6 @@
 """Which payloads a transition frees, and the table of those kept in memory. They are never decoded."""
 
+import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from rl_async.transfer_queue.transitions import (
 )
 
 ALL_GROUPS = None  # a fresh start frees everything
+TRIM_BYTES = 1 << 24  # freed, for which giving memory back is worth its milliseconds
 
 
 _FREES: dict[type[Transition], Callable[[Any], Sequence[int] | None]] = {
@@ -32,11 +34,21 @@ def freed_by(transition: Transition) -> Sequence[int] | None:
     return () if frees is None else frees(transition)
 
 
+def _make_trim() -> Callable[[], object]:
+    """glibc keeps what was freed below what is still used, and gives it back only when asked; others need no asking."""
+    found = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return (lambda: None) if found is None else lambda: found(0)
+
+
+trim = _make_trim()
+
+
 class Payloads:
     """Rows by (group, sample, segment)."""
 
     def __init__(self) -> None:
         self._groups: dict[int, dict[int, Sequence[Frame]]] = {}
+        self._freed = 0  # bytes since memory was given back
 
     def put(self, group: int, sample: int, rows: Sequence[Frame]) -> None:
         """Keep the rows of one sample, by segment, unless they are here."""
@@ -50,8 +62,11 @@ class Payloads:
 
     def free(self, groups: Iterable[int] | None) -> None:
         """Forget the payloads of these groups, or of all."""
+        freed = list(self._groups.values()) if groups is None else [self._groups.pop(g, {}) for g in groups]
         if groups is None:
             self._groups.clear()
-            return
-        for group in groups:
-            self._groups.pop(group, None)
+        self._freed += sum(memoryview(row).nbytes for samples in freed for rows in samples.values() for row in rows)
+        del freed
+        if self._freed > TRIM_BYTES:
+            self._freed = 0
+            trim()

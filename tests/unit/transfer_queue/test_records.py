@@ -7,6 +7,7 @@ import pytest
 
 from rl_async.errors import JournalError, ProtocolError
 from rl_async.messages import Done, Malformed, Status, Version
+from rl_async.transfer_queue import payloads as payloads_module
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.leases import Leases, Lost
 from rl_async.transfer_queue.ledger import Ledger
@@ -208,3 +209,19 @@ def test_the_journal_of_another_run_of_the_same_name_is_refused(make_rig, tmp_pa
     assert queue(tmp_path / "one") == 2
     with pytest.raises(JournalError, match=r"run-[0-9a-f]+, which ledger\.jsonl .* never heard of"):
         queue(tmp_path / "two")
+
+
+def test_memory_is_given_back_when_much_was_freed(monkeypatch):
+    given: list[int] = []
+    monkeypatch.setattr(payloads_module, "trim", lambda: given.append(len(given)))
+    monkeypatch.setattr(payloads_module, "TRIM_BYTES", 10)
+    payloads = Payloads()
+    for group in range(4):
+        payloads.put(group, 0, [b"12345", b"6"])
+    payloads.free([0])
+    assert given == []
+    payloads.free([1, 77])
+    assert given == [0]
+    payloads.free(None)
+    assert given == [0, 1]
+    assert all(payloads.get((group, 0, 0)) is None for group in range(4))
