@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-SCHEMA = 5
+SCHEMA = 6
 
 RowKey = tuple[int, int, int]  # (group, sample, segment)
 
@@ -502,7 +502,9 @@ class Taken(Reply):
 
 
 class Rows(Reply):
-    """The payload frames behind this one are the rows that were asked for, in the same order."""
+    """The rows that were asked for, in the same order; a payload frame behind this one holds one or several."""
+
+    lengths: list[int]  # bytes of each row
 
 
 class SnapshotTaken(Reply):

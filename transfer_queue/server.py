@@ -311,7 +311,8 @@ class QueueServer:
         missing = [key for key, row in zip(request.rows, rows) if row is None]
         if missing:
             return Answer(m.Refused(code="unknown_row", reason=f"no row (group, sample, segment) {missing[:8]}"))
-        return Answer(m.Rows(), [row for row in rows if row is not None])
+        found = [row for row in rows if row is not None]
+        return Answer(m.Rows(lengths=[memoryview(row).nbytes for row in found]), wire.join(found))
 
     def _remove_engine(self, request: m.RemoveEngine) -> Answer:
         log.info("engine %s leaves: %s", request.engine_id, request.reason)

@@ -131,10 +131,10 @@ def expect_either(reply: m.Reply, kind: type[R], other: type[S]) -> R | S:
 
 def trajectories(message: wire.ReplyMessage, asked: int) -> list[m.Trajectory]:
     """Decode the ``asked`` rows of a Fetch; their arrays are views of the received frames."""
-    expect(message.reply, m.Rows)
-    if len(message.payload) != asked:
-        raise ProtocolError(f"{asked} rows were asked for, {len(message.payload)} came")
-    return [_decode_row(frame) for frame in message.payload]
+    lengths = expect(message.reply, m.Rows).lengths
+    if len(lengths) != asked:
+        raise ProtocolError(f"{asked} rows were asked for, {len(lengths)} came")
+    return [_decode_row(row) for row in wire.split(message.payload, lengths)]
 
 
 def _set_options(socket: "zmq.Socket[Any]") -> None:

@@ -16,6 +16,7 @@ from rl_async.messages import Malformed, Reply, ReplyType, Request, RequestType
 ID_BYTES = 8
 LINGER_MS = 1000  # for replies that are on their way when a socket closes
 HEARTBEAT_MS = 5000  # a peer whose host is gone is noticed after a few of these
+JOINED_BYTES = 1 << 20
 _COPY_BELOW = 1 << 16  # a small frame's view would hold on to the whole receive buffer
 
 # Of bytes that are no message: wrong types or lengths, text that is not UTF-8, a nesting that is too deep.
@@ -57,6 +58,37 @@ class RequestIds:
 def encode(request_id: bytes, message: Request | Reply, payload: Sequence[Frame] = ()) -> list[Frame]:
     """The frames of one message."""
     return [request_id, _encode(message), *payload]
+
+
+def join(rows: Sequence[Frame]) -> list[bytes]:
+    """The rows in as few frames as are not much larger than JOINED_BYTES: each frame costs both sides a call."""
+    frames: list[bytes] = []
+    some: list[Frame] = []
+    size = 0
+    for row in rows:
+        some.append(row)
+        size += memoryview(row).nbytes
+        if size >= JOINED_BYTES:
+            frames.append(b"".join(some))
+            some, size = [], 0
+    return [*frames, b"".join(some)] if some else frames
+
+
+def split(frames: Sequence[Frame], lengths: Sequence[int]) -> list[memoryview]:
+    """The rows that ``join`` put into ``frames``, without a copy. Raises ProtocolError if they do not fit."""
+    rows: list[memoryview] = []
+    left = iter(frames)
+    frame = memoryview(b"")
+    for length in lengths:
+        if not frame.nbytes:
+            frame = memoryview(next(left, b""))
+        if not 0 < length <= frame.nbytes:
+            raise ProtocolError(f"a row of {length} bytes is not in a frame of which {frame.nbytes} bytes are left")
+        rows.append(frame[:length])
+        frame = frame[length:]
+    if frame.nbytes or next(left, None) is not None:
+        raise ProtocolError("there are more bytes than rows")
+    return rows
 
 
 def decode_request(parts: Sequence[Any]) -> RequestMessage:

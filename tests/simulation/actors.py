@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rl_async import messages as m
+from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.wire import ReplyMessage
 from tests.simulation.network import LATEST_S, Client
 from tests.simulation.rules import Checkpoint
@@ -210,7 +211,7 @@ class _TrainerLife:
             if isinstance(ahead.reply, m.Reserved):
                 rules.reserved(step + 1, ahead.reply.headers)
         yield self._world.rng.random() * 0.2
-        rules.trained(step, headers, [bytes(row) for row in rows.payload])
+        rules.trained(step, headers, [bytes(row) for row in wire.split(rows.payload, rows.reply.lengths)])
         yield from self._ask(m.Commit(step=step), m.Done)
 
     def _save(self, step: int) -> Any:

@@ -225,3 +225,21 @@ def test_memory_is_given_back_when_much_was_freed(monkeypatch):
     payloads.free(None)
     assert given == [0, 1]
     assert all(payloads.get((group, 0, 0)) is None for group in range(4))
+
+
+@pytest.mark.parametrize("sizes", [[], [1], [5, 3, 2], [10], [10, 10, 1], [11, 1, 30, 4, 4, 4]])
+def test_rows_travel_in_few_frames_and_come_apart_again(sizes, monkeypatch):
+    monkeypatch.setattr(wire, "JOINED_BYTES", 10)
+    rows = [bytes([i]) * size for i, size in enumerate(sizes)]
+    frames = wire.join([memoryview(row) for row in rows])
+    assert b"".join(frames) == b"".join(rows)
+    assert all(len(frame) >= 10 for frame in frames[:-1])
+    assert [bytes(row) for row in wire.split(frames, sizes)] == rows
+
+
+@pytest.mark.parametrize("lengths", [[], [3], [4, 1], [2, 2, 1], [-1, 5], [0, 4], [2, 3]])
+def test_rows_that_do_not_fit_their_frames_are_a_protocol_error(lengths):
+    with pytest.raises(ProtocolError):
+        wire.split([b"abcd"], lengths)
+    with pytest.raises(ProtocolError):
+        wire.split([b"ab", b"cd"], [4])
