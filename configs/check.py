@@ -57,7 +57,7 @@ def _tensor_parallel(c: RunConfig) -> str | None:
 
 
 def _journal(c: RunConfig) -> str | None:
-    if not re.fullmatch(r"rediss?://[^\s@]+", c.queue.redis_url):
+    if not re.fullmatch(r"rediss?://[^\s@?#]+", c.queue.redis_url):
         return (
             "queue.redis_url must be redis://HOST:PORT/NUMBER or rediss://..., without a password: that belongs into "
             "the environment variable RL_ASYNC_REDIS_PASSWORD"

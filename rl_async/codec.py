@@ -34,6 +34,8 @@ def _dec_hook(wanted: type, value: Any) -> Any:
         raise NotImplementedError(f"cannot decode {wanted}")
     try:
         shape, (dtype, data) = value
+        if not isinstance(dtype, np.dtype):  # an array, and no extension
+            raise ProtocolError("malformed array: its bytes are missing")
         if data.nbytes != math.prod(shape) * dtype.itemsize or min(shape, default=0) < 0:
             raise ProtocolError(f"an array of {data.nbytes} bytes is not {dtype}{list(shape)}")
         return np.frombuffer(data, dtype).reshape(shape)

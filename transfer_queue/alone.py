@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import zmq
 
+from rl_async.configs.closed import is_loopback
 from rl_async.errors import UserError
 from rl_async.messages import Task, Version
 from rl_async.transfer_queue.journal import Journal, MemoryJournal
@@ -65,8 +67,11 @@ def serve_alone(
     """Serve until ``stopped``; ``listening`` is called once with the address.
 
     With a ``folder`` the queue is durable: another one with the same folder and tasks goes on from there. Raises
-    UserError for a taken port, a journal that cannot be used, or a list of tasks of another length than the journal's.
+    UserError for an address that is not this machine's loopback, a taken port, a journal that cannot be used, or a list
+    of tasks of another length than the journal's.
     """
+    if not is_loopback(urlsplit(address).hostname or ""):
+        raise UserError(f"{address} can be reached from elsewhere, and a queue that is served alone has no keys")
     with contextlib.ExitStack() as stack:
         journal: Journal = MemoryJournal("alone") if folder is None else SqliteJournal(folder, "alone")
         stack.callback(journal.close)

@@ -4,9 +4,10 @@
     FOLDER/clients/NAME.pub                  a client that is let in, until the file is deleted
     FOLDER/NAME.key                          that client's secret; NAME is ``run`` for a run's own processes
 
-A file holds one key of 40 characters (Z85). All are 0600 in folders of 0700: only their owner may read or add any.
+A file holds one key of 40 characters (Z85). Files are made 0600, and folders that are made 0700.
 """
 
+import logging
 import os
 import time
 from collections.abc import Iterable
@@ -19,6 +20,8 @@ import zmq
 from rl_async.configs.closed import is_closed, key_folder
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import UserError
+
+log = logging.getLogger("rl_async.queue")
 
 SERVER = "server"
 _STAMP_NS = 2_000_000_000  # coarsest time stamp of a file system
@@ -35,6 +38,9 @@ class ClientKeys(msgspec.Struct, frozen=True):
     def __repr__(self) -> str:
         return f"ClientKeys(public={self.public!r})"  # a secret belongs in no log
 
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return [("public", self.public)]
+
 
 class AllowList:
     """The public keys that may connect: some that are fixed, and those in a folder, which may change meanwhile."""
@@ -42,22 +48,39 @@ class AllowList:
     def __init__(self, folder: Path, fixed: Iterable[str] = ()) -> None:
         self._folder, self._fixed = folder, frozenset(key.encode() for key in fixed)
         self._changed_ns = -1
+        self._told: set[str] = set()
         self.keys = self._fixed
         self.refresh()
+        if self._told:  # when the queue starts it is a mistake; later, perhaps a file that is just being copied
+            raise UserError(min(self._told))
 
     def refresh(self) -> None:
-        """Look into the folder again, if it has changed. Raises UserError if a key file cannot be read."""
+        """Look into the folder again, if it has changed.
+
+        A file that holds no key, as one that is just being copied, lets nobody in and is looked at again.
+        """
         try:
             changed_ns = self._folder.stat().st_mtime_ns
-        except FileNotFoundError:
-            self.keys = self._fixed
+        except OSError:  # gone, or out of reach: nobody is let in until it is back
+            self.keys, self._changed_ns = self._fixed, -1
             return
         if changed_ns == self._changed_ns:
             return
         # A folder that changed just now may change again under the same time stamp: then it is read again.
         self._changed_ns = changed_ns if time.time_ns() - changed_ns > _STAMP_NS else -1
-        found = (_read_if_there(file) for file in self._folder.glob("*.pub"))
-        self.keys = self._fixed | {key for key in found if key is not None}
+        keys: set[bytes] = set()
+        for file in self._folder.glob("*.pub"):
+            try:
+                key = _read_if_there(file)
+            except UserError as error:
+                if str(error) not in self._told:
+                    log.warning("%s", error)
+                    self._told.add(str(error))
+                self._changed_ns = -1
+                continue
+            if key is not None:
+                keys.add(key)
+        self.keys = self._fixed | keys
 
 
 class ServerKeys(msgspec.Struct, frozen=True):

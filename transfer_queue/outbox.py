@@ -11,7 +11,7 @@ from typing import NamedTuple
 from rl_async import codec
 from rl_async import messages as m
 from rl_async.codec import Frame
-from rl_async.errors import ProtocolError, QueueLost
+from rl_async.errors import ProtocolError
 
 MAX_BYTES = 4 << 20  # of one message, unless a single sample is larger
 MAX_ROWS = 1024  # of one message, unless a single sample has more; queue.limits.frames allows at least these
@@ -51,7 +51,7 @@ class Outbox:
                 answers = await self._send(headers, [frame for parcel in parcels for frame in parcel.payload])
                 if len(answers) != len(parcels):
                     raise ProtocolError(f"{len(parcels)} samples were put, {len(answers)} answered")
-            except (QueueLost, ProtocolError) as error:
+            except Exception as error:  # handed to whoever awaits, whatever it is
                 for parcel in parcels:
                     if not parcel.answer.done():  # else whoever put it no longer waits
                         parcel.answer.set_exception(error)

@@ -42,6 +42,7 @@ if owner ~= ARGV[1] then return -1 end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 """
 _KEEP = _CHECK + "return 1"
+_UNLINK = _CHECK + "redis.call('UNLINK', ARGV[3]) return 1"
 
 # ARGV 3: a dead owner. Answers who owns it now.
 _TAKE = """
@@ -230,9 +231,9 @@ class RedisJournal:
             group, _, sample = field.decode().partition(":")
             self._places.setdefault(int(group), {})[int(sample)] = msgspec.msgpack.decode(place, type=_Place)
         named = {kept.key.encode() for samples in self._places.values() for kept in samples.values()}
-        for key in self._try(lambda: list(self._redis.scan_iter(match=self._key("payload:*"), count=_PAGE))):
-            if key not in named:
-                self._try(self._redis.unlink, key)
+        unnamed = set(self._try(lambda: list(self._redis.scan_iter(match=self._key("payload:*"), count=_PAGE)))) - named
+        for key in unnamed:  # one by one, as the owner: they could be those of a queue that took over meanwhile
+            self._checked(self._try(self._script, _UNLINK, [], key))
         body: Any = self._try(self._redis.get, self._key("dump"))
         dump = msgspec.msgpack.decode(body, type=_Dump) if body else _Dump(0, b"")
         self._seq, self._dump_bytes = dump.count, len(dump.state)

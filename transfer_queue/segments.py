@@ -36,8 +36,10 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 class Segments:
     """The files of one folder. All methods raise JournalError naming the file that cannot be read or written."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *, sync: bool = False) -> None:
+        """``sync``: what was flushed is on the disk, not only with the operating system."""
+        self._folder, self._sync = folder, sync
+        self._unsynced = False  # something was written to the newest file since it was last forced to the disk
         self._live: Counter[int] = Counter()  # samples by segment
         self._pending: list[Frame] = []
         self._reading: dict[int, int] = {}  # file descriptors by segment
@@ -73,19 +75,26 @@ class Segments:
     def _begin(self) -> None:
         """Begin a new file."""
         if self._writing >= 0:
+            self._force()
             os.close(self._writing)
         self._segment += 1
         self._end = 0
         path = self._path(self._segment)
         try:
             self._writing = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            if self._sync:  # its name, too
+                folder = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    os.fsync(folder)
+                finally:
+                    os.close(folder)
         except OSError as error:
             raise failed(path, error) from error
 
     def add(self, rows: Sequence[Frame]) -> Place:
-        """Take in the rows of one sample; they are written by ``write`` at the latest."""
+        """Take in the rows of one sample; they are written by ``flush`` at the latest."""
         if self._end >= SEGMENT_BYTES:
-            self.write()
+            self._hand_over()
             self._begin()
         place = Place(self._segment, self._end, [memoryview(row).nbytes for row in rows])
         self._pending += rows
@@ -93,16 +102,28 @@ class Segments:
         self._live[place.segment] += 1
         return place
 
-    def write(self, *, sync: bool = False) -> None:
-        """Hand everything to the operating system, and with ``sync`` to the disk."""
+    def flush(self) -> None:
+        """Hand everything to the operating system, and if asked for to the disk, whatever was written before."""
+        self._hand_over()
+        self._force()
+
+    def _hand_over(self) -> None:
         pending, self._pending = self._pending, []
         try:
             for start in range(0, len(pending), _MOST_BUFFERS):
                 self._write(pending[start : start + _MOST_BUFFERS])
-            if sync and pending:
-                os.fsync(self._writing)
         except OSError as error:
             raise failed(self._path(self._segment), error) from error
+        self._unsynced |= bool(pending)
+
+    def _force(self) -> None:
+        if not self._sync or not self._unsynced:
+            return
+        try:
+            os.fsync(self._writing)
+        except OSError as error:
+            raise failed(self._path(self._segment), error) from error
+        self._unsynced = False
 
     def _write(self, buffers: list[Frame]) -> None:
         written = os.writev(self._writing, buffers)
@@ -115,7 +136,7 @@ class Segments:
     def read(self, place: Place, row: int) -> Frame:
         """One row."""
         if self._pending:
-            self.write()
+            self._hand_over()
         offset = place.offset + sum(place.lengths[:row])
         total = place.lengths[row]
         path = self._path(place.segment)

@@ -104,7 +104,7 @@ class QueueServer:
         self._rates = Rates(clock())
         feed.subscribe(self._see)
         self._parked: dict[type[m.Request], dict[bytes, Parked]] = {kind: {} for kind in _WAKES}
-        self._leased_to: OrderedDict[bytes, bytes] = OrderedDict()  # identity that got a lease first, by request id
+        self._leased_to: OrderedDict[bytes, set[bytes]] = OrderedDict()  # who was sent a lease, by request id
         self._empty: OrderedDict[bytes, None] = OrderedDict()  # requests for leases that were answered with nothing
         self._served: OrderedDict[str, int] = OrderedDict()  # workers that got groups, by turn; the latest last
         self._turn = 0
@@ -196,7 +196,9 @@ class QueueServer:
         for parked in self._parked.values():
             for request_id in [key for key, waiting in parked.items() if waiting.identity == message.identity]:
                 del parked[request_id]
-        if self._leased_to.get(message.request_id) == message.identity:  # else it was a repetition
+        sent_to = self._leased_to.get(message.request_id, set())
+        sent_to.discard(message.identity)
+        if message.request_id in self._leased_to and not sent_to:  # no copy of the answer may have arrived
             del self._leased_to[message.request_id]
             log.info("an answer with leases reached nobody; they are taken back")
             self._store.undelivered(message.request_id)
@@ -286,9 +288,10 @@ class QueueServer:
         return Answer(m.Welcome(schema=m.SCHEMA, run_id=self._journal.run_id))
 
     def _put(self, request: m.Put, payload: Sequence[Frame]) -> Answer:
-        if not all(request.samples) or sum(map(len, request.samples)) != len(payload):
+        if not all(request.samples) or sum(map(len, request.samples)) != len(payload) or not all(map(len, payload)):
             raise ProtocolError(
-                f"a Put of {[len(headers) for headers in request.samples]} rows with {len(payload)} payload frames"
+                f"a Put of {[len(headers) for headers in request.samples]} rows with {len(payload)} payload frames, "
+                "each of which must hold a row"
             )
         frames = iter(payload)
         samples = [(headers, list(itertools.islice(frames, len(headers)))) for headers in request.samples]
@@ -307,6 +310,8 @@ class QueueServer:
         return None
 
     def _fetch(self, request: m.Fetch) -> Answer:
+        if len(set(request.rows)) != len(request.rows):
+            return Answer(m.Refused(code="rows", reason="a row is asked for twice"))
         rows = [self._journal.get(key) for key in request.rows]
         missing = [key for key, row in zip(request.rows, rows) if row is None]
         if missing:
@@ -329,7 +334,7 @@ class QueueServer:
         reply = self._store.lease(request.worker, request.max_groups, self._clock(), request_id, request.task)
         if self._store.granted(request_id):
             self._serve_last(request.worker)
-            self._leased_to.setdefault(request_id, identity)
+            self._leased_to.setdefault(request_id, set()).add(identity)
             if len(self._leased_to) > REMEMBERED:
                 self._leased_to.popitem(last=False)
             return Answer(reply)

@@ -50,7 +50,7 @@ class SqliteJournal:
 
     def __init__(self, run: Path, name: str, synchronous: Synchronous = "normal") -> None:
         self._path, self._synchronous = run / FILE, synchronous
-        self._segments = Segments(run / PAYLOADS)
+        self._segments = Segments(run / PAYLOADS, sync=synchronous == "full")
         self._places: dict[int, dict[int, Place]] = {}  # by group and sample
         self._pending: list[tuple[int, str, bytes]] = []
         self._placed: dict[tuple[int, int], bytes] = {}
@@ -160,7 +160,7 @@ class SqliteJournal:
         """Write payloads, then commit. Nothing of it counts if the process ends before the end."""
         if not self._pending and not self._placed:
             return
-        self._segments.write(sync=self._synchronous == "full")
+        self._segments.flush()
         try:
             self._db.execute("BEGIN IMMEDIATE")
             self._db.executemany("INSERT INTO log VALUES (?, ?, ?)", self._pending)

@@ -83,7 +83,7 @@ class GlooSender:
             self._under_way.popleft()
 
     def close(self) -> None:
-        """Drop the group's sockets, which also fails a peer that still waits for us."""
+        """Drop the group. Peers that wait for us fail: at once if no broadcast is under way, else at its deadline."""
         self._group = self._store = None
         _settle(self._under_way)
 

@@ -253,7 +253,7 @@ async def _sending(sender: Sender, block: Callable[[], None]) -> WeightSyncError
     try:
         await in_thread(block)
     except WeightSyncError as error:
-        sender.close()  # peers that still wait for us fail now instead of at their deadline
+        sender.close()  # peers need not wait for what will not come
         return error
     return None
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import redis
@@ -56,6 +57,34 @@ def test_whatever_is_left_of_the_log_is_a_whole_number_of_flushes(tmp_path: Path
         other.journal.close()
     driver.journal.close()
     assert len(found) > 2
+
+
+@pytest.mark.parametrize("synchronous", ["normal", "full"])
+def test_a_full_flush_forces_every_payload_to_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synchronous: Literal["normal", "full"]
+) -> None:
+    """Also those that were written before it: for a reader, or to a file that was full."""
+    forced: list[str] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        forced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 3000)
+    driver = Driver(lambda: SqliteJournal(tmp_path, "run", synchronous))
+    assert driver.store.publish(Version(0, 0), []) == Done()
+    forced.clear()
+    group = driver.lease(1)[0]
+    driver.put(group, 0, [b"x" * 5000])
+    assert driver.read(group.group_id, 0) == b"x" * 5000  # which writes it
+    driver.put(group, 1, [b"y" * 5000])  # into the next file
+    driver.journal.flush()
+    written = sorted(str(path) for path in (tmp_path / "queue-payloads").glob("*.segment"))
+    assert len(written) == 2
+    assert {path for path in forced if path.endswith(".segment")} == (set(written) if synchronous == "full" else set())
+    driver.journal.close()
 
 
 def test_bytes_that_no_flush_named_are_cleared_away(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from rl_async.errors import ConfigError
         (["trainer.backend=megatron"], ["trainer.backend=megatron", "not available yet"]),
         (["queue.redis_url=localhost"], ["queue.redis_url", "redis://"]),
         (["queue.redis_url=redis://:secret@host:1/0"], ["queue.redis_url", "RL_ASYNC_REDIS_PASSWORD"]),
+        (["queue.redis_url=redis://host:1/0?password=secret"], ["queue.redis_url", "RL_ASYNC_REDIS_PASSWORD"]),
         (["model.device=cpu", "weight_sync.transport=nccl"], ["weight_sync.transport=nccl", "model.device=cpu"]),
         (["mode=colocated", "weight_sync.transport=nccl"], ["weight_sync.transport=nccl", "colocated"]),
         (["weight_sync.folder=/shared"], ["weight_sync.folder", "weight_sync.transport=disk"]),

@@ -1,5 +1,6 @@
 """Key files: who may read them, what is refused, and who is on the list."""
 
+import os
 import stat
 from pathlib import Path
 
@@ -109,3 +110,28 @@ def test_the_list_follows_its_folder(tmp_path: Path) -> None:
     (tmp_path / "clients").rmdir()
     allowed.refresh()
     assert allowed.keys == {b"x" * 40}
+
+
+def test_a_file_that_is_just_being_copied_lets_nobody_in_and_ends_nothing(tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    allowed = AllowList(tmp_path / "clients")
+    run, file = read_client_keys(tmp_path).public, tmp_path / "clients" / "new.pub"
+    file.write_text("")
+    allowed.refresh()
+    assert allowed.keys == {run}
+    file.write_bytes(b"y" * 40)  # which does not change the folder's time stamp
+    allowed.refresh()
+    assert allowed.keys == {run, b"y" * 40}
+
+
+def test_a_folder_that_was_away_counts_again_when_it_is_back(tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    os.utime(tmp_path / "clients", (1, 1))  # long ago, so that the time stamp alone says that nothing changed
+    allowed = AllowList(tmp_path / "clients")
+    keys = allowed.keys
+    (tmp_path / "clients").rename(tmp_path / "away")
+    allowed.refresh()
+    assert not allowed.keys
+    (tmp_path / "away").rename(tmp_path / "clients")
+    allowed.refresh()
+    assert allowed.keys == keys != set()

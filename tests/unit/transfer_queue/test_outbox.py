@@ -81,7 +81,7 @@ def test_a_message_has_a_largest_size_and_a_larger_sample_goes_alone(monkeypatch
     asyncio.run(check())
 
 
-@pytest.mark.parametrize("error", [QueueLost("gone"), ProtocolError("odd")])
+@pytest.mark.parametrize("error", [QueueLost("gone"), ProtocolError("odd"), OSError("no socket")])
 def test_an_error_reaches_everyone_whose_sample_was_in_the_message(error: Exception) -> None:
     async def check() -> None:
         queue = Queue()

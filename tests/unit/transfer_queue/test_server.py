@@ -22,6 +22,22 @@ LEASE_S = 10.0
 EVAL_TASK = m.Task(task_id="e", data_source="", prompt=[], ground_truth="")
 
 
+HEADER = m.TrajectoryHeader(
+    group_id=0,
+    sample=0,
+    attempt=0,
+    partition="train",
+    episode_id="e",
+    segment=0,
+    tokens=1,
+    sampled=1,
+    reward=0.0,
+    finish_reason="stop",
+    versions=[],
+    tokens_sha256="",
+)
+
+
 class Served:
     """A server at time ``now``; every client's identity is its name."""
 
@@ -222,3 +238,24 @@ def test_a_first_resume_forgets_evaluations_though_nothing_was_published(served:
     assert isinstance(resumed.answer.reply, m.Resumed)
     (result,) = served.ask("t", m.EvalResult(eval_id=0, wait_s=0.0))
     assert isinstance(result.answer.reply, m.Refused) and result.answer.reply.code == "unknown_eval"
+
+
+def test_groups_are_taken_back_only_when_no_copy_of_the_answer_may_have_arrived(served: Served) -> None:
+    """A request and its repetition over a new connection are read together; the old connection is dead."""
+    served.publish()
+    parts = wire.encode(b"12345678", m.Lease(worker="w", max_groups=1, wait_s=1.0))
+    (first,) = served.server.handle([b"b", *parts])
+    (again,) = served.server.handle([b"a", *parts])
+    served.server.undelivered(first)
+    assert not [lost for lost in served.seen if isinstance(lost, LeaseLost)]
+    served.server.undelivered(again)
+    assert [lost for lost in served.seen if isinstance(lost, LeaseLost)]
+
+
+def test_a_row_without_bytes_and_a_row_asked_for_twice_are_refused(served: Served) -> None:
+    served.hello("a")
+    put = wire.encode(b"12345678", m.Put(worker="a", samples=[[HEADER]]), [b""])
+    (answer,) = served.server.handle([b"a", *put])
+    assert isinstance(answer.answer.reply, m.Malformed)
+    reply = served.ask("a", m.Fetch(rows=[(0, 0, 0), (0, 0, 0)]))[0].answer.reply
+    assert isinstance(reply, m.Refused) and reply.code == "rows"
