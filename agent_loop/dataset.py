@@ -75,7 +75,11 @@ class JsonlRows:
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
-        self._lines = [line for line in path.read_bytes().splitlines() if line.strip()]
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}") from error
+        self._lines = [line for line in data.splitlines() if line.strip()]
 
     def __len__(self) -> int:
         return len(self._lines)

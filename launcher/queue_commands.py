@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from rl_async.configs.load import load_resolved
+from rl_async.endpoints import FILE as ENDPOINTS
 from rl_async.endpoints import Endpoints, read_endpoints, write_endpoints
 from rl_async.errors import QueueLost, UserError
 from rl_async.launcher.ports import HOST
@@ -35,7 +36,7 @@ def connected(run: str) -> Iterator[SyncQueueClient]:
         with SyncQueueClient(address, role="person", name="queue-by-hand", timeout_s=ANSWER_S, keys=keys) as client:
             yield client
     except QueueLost as error:
-        raise UserError(f"{run}: its queue at {address} does not answer; is it going on?") from error
+        raise UserError(f"{run}: {error}; is it going on?") from error
 
 
 def status(run: str, *, as_json: bool, every_s: float | None) -> int:
@@ -143,10 +144,18 @@ def serve(settings: QueueSettings, tasks: str | None, folder: Path | None, port:
         stack.enter_context(serve_metrics(metrics_port, address))
         if folder is not None:
             write_endpoints(folder, Endpoints(queue=address))
+            stack.callback((folder / ENDPOINTS).unlink, missing_ok=True)  # the port will be somebody else's
         print(f"listening on {address}", flush=True)
 
+    if not 0 <= port < 1 << 16:
+        raise UserError(f"--port: {port} is no port; give 1 to 65535, or 0 for a free one")
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / "config.yaml").exists():
+            raise UserError(f"{folder} is the folder of a run, whose queue `rl-async launch` serves; take another")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot make the folder {folder}: {error.strerror}") from error
     with ExitStack() as stack:
         serve_alone(
             settings,

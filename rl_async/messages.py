@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from rl_async.errors import ProtocolError
+
 SCHEMA = 6
 
 RowKey = tuple[int, int, int]  # (group, sample, segment)
@@ -166,7 +168,18 @@ class Trajectory(msgspec.Struct, kw_only=True):
         return self.group_id, self.sample, self.segment
 
     def header(self) -> TrajectoryHeader:
-        """The control header that travels in front of this trajectory."""
+        """The control header that travels in front of this trajectory.
+
+        Raises ProtocolError naming the field if the arrays are not one number per token each.
+        """
+        for name, array in (("token_ids", self.token_ids), ("loss_mask", self.loss_mask), ("logprobs", self.logprobs)):
+            if not isinstance(array, np.ndarray) or array.shape != (len(self.token_ids),):
+                shape = getattr(array, "shape", None)
+                what = type(array).__name__ if shape is None else f"an array of shape {list(shape)}"
+                raise ProtocolError(
+                    f"{name} of group {self.group_id} sample {self.sample} is {what}, not an array with one number "
+                    f"for each of its {len(self.token_ids)} tokens"
+                )
         return TrajectoryHeader(
             group_id=self.group_id,
             sample=self.sample,
@@ -577,6 +590,7 @@ class Inspection(Reply):
     """The status with what is not counted but listed. Ages count from the change of state, or the queue's start."""
 
     status: StatusReport
+    group_size: int  # samples of a training group
     draining: bool
     submitted: int  # tasks handed over that are not admitted yet
     oldest_lease: LeaseRecord | None

@@ -183,15 +183,19 @@ def import_ready(queue: SyncQueueClient, path: Path, timeout_s: float) -> Moved:
     slot within ``timeout_s``; those before it are in the queue.
     """
     groups = rows = skipped = 0
+    size = queue.inspect().group_size
     for group in read(path):
         if group.rows[0].partition != "train" or not group.complete:
             skipped += 1
             continue
         place = f"{path}: group {group.group_id}"
+        samples = {sample: list(rows) for sample, rows in groupby(group.rows, key=lambda row: row.sample)}
+        if sorted(samples) != list(range(size)):
+            raise UserError(f"{place} has the samples {sorted(samples)}, and groups of this queue have {size}")
         _refuse_older(place, group, queue.status().published.step)
         leased = _lease(queue, group.task, place, timeout_s)
         _refuse_older(place, group, leased.min_version.step)
-        for sample, members in _samples(place, group, leased):
+        for sample, members in samples.items():
             answer = queue.put(*(_adopt(row, leased, sample) for row in members))
             if isinstance(answer, Refused):
                 raise UserError(f"{place}, sample {sample}: the queue refused it: {answer.reason}")
@@ -220,17 +224,6 @@ def _lease(queue: SyncQueueClient, task: Task, place: str, timeout_s: float) -> 
         if answer.finished or left <= 0:
             why = "the run is over" if answer.finished else f"no slot became free within {timeout_s:g} s"
             raise UserError(f"{place} was not taken: {why}; the groups before it were")
-
-
-def _samples(place: str, group: StoredGroup, leased: LeasedGroup) -> list[tuple[int, list[Trajectory]]]:
-    """The rows of each sample; as many samples as the queue wants."""
-    found = {sample: list(rows) for sample, rows in groupby(group.rows, key=lambda row: row.sample)}
-    if sorted(found) != leased.samples:
-        raise UserError(
-            f"{place} has the samples {sorted(found)}, and groups of this queue have {len(leased.samples)}; workers "
-            f"generate group {leased.group_id}, its task, when the lease has expired"
-        )
-    return list(found.items())
 
 
 def _adopt(row: Trajectory, leased: LeasedGroup, sample: int) -> Trajectory:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import secrets
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ import zmq.asyncio
 from rl_async import codec
 from rl_async import messages as m
 from rl_async.codec import Frame
-from rl_async.errors import ProtocolError, QueueLost
+from rl_async.errors import ProtocolError, QueueLost, UserError
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.handshakes import HandshakeWatch
 from rl_async.transfer_queue.keys import ClientKeys, use_keys
@@ -32,6 +33,8 @@ class Session:
     """What both clients share: who they are, request ids, and what they think of the queue's replies."""
 
     def __init__(self, address: str, role: str, name: str, keys: ClientKeys | None = None) -> None:
+        if not re.fullmatch(r"tcp://[^\s/]+:\d+|(ipc|inproc)://\S+", address):
+            raise UserError(f"{address} is no address of a transfer queue; write tcp://HOST:PORT")
         self.address = address
         self._keys = keys
         self._watch = HandshakeWatch()

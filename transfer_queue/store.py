@@ -309,6 +309,7 @@ class Store:
         """The status with what is not counted but listed; ``rates`` are the caller's."""
         return Inspection(
             status=self.status(now),
+            group_size=self._book.settings.group_size,
             draining=self._book.draining,
             submitted=len(self._book.submitted),
             oldest_lease=observe.oldest_lease(self._book, now),

@@ -97,7 +97,17 @@ def test_a_queue_that_is_not_there_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("rl_async.launcher.queue_commands.ANSWER_S", 0.2)
     assert "is not the folder of a run that is going on" in said(capsys, "status", str(tmp_path), code=2)
     write_endpoints(tmp_path, Endpoints(queue="tcp://127.0.0.1:9"))
-    assert "its queue at tcp://127.0.0.1:9 does not answer" in said(capsys, "ls", str(tmp_path), code=2)
+    assert "queue at tcp://127.0.0.1:9 did not answer" in said(capsys, "ls", str(tmp_path), code=2)
+    for address in ("tcp://127.0.0.1", "tcp://127.0.0.1:abc", "http://127.0.0.1:80"):
+        assert "write tcp://HOST:PORT" in said(capsys, "status", address, code=2)
+
+
+def test_a_folder_in_which_no_queue_can_be_served_is_named(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert "cannot make the folder" in said(capsys, "serve", str(tmp_path / "file"), code=2)
+    (tmp_path / "config.yaml").write_text("")
+    assert "is the folder of a run" in said(capsys, "serve", str(tmp_path), code=2)
+    assert "--port: 99999 is no port" in said(capsys, "serve", "--port", "99999", code=2)
 
 
 def test_requeue_and_drain_say_what_follows(address, queue, capsys):

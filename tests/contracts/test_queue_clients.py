@@ -84,7 +84,7 @@ async def test_a_request_without_answer_is_sent_again_on_a_new_connection(addres
 
 
 def test_worker_names_are_unique_to_a_client():
-    one, two = (session.Session("tcp://x", "agent", "worker-0") for _ in range(2))
+    one, two = (session.Session("tcp://x:1", "agent", "worker-0") for _ in range(2))
     assert one.worker != two.worker and one.worker.startswith("worker-0-")
 
 

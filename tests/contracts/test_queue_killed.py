@@ -146,6 +146,7 @@ async def kill_now_and_then(victim: Victim, traffic: Traffic) -> None:
         victim.start()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 async def test_nothing_acknowledged_is_lost(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl_async.transfer_queue.client.PATIENCE_S", 0.3)

@@ -3,10 +3,12 @@
 import json
 from contextlib import closing
 
+import msgspec
+import numpy as np
 import pytest
 
 from rl_async.errors import JournalError, ProtocolError
-from rl_async.messages import Done, Malformed, Status, Version
+from rl_async.messages import Done, Malformed, Sampling, Status, Trajectory, Version
 from rl_async.transfer_queue import payloads as payloads_module
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.leases import Leases, Lost
@@ -243,3 +245,31 @@ def test_rows_that_do_not_fit_their_frames_are_a_protocol_error(lengths):
         wire.split([b"abcd"], lengths)
     with pytest.raises(ProtocolError):
         wire.split([b"ab", b"cd"], [4])
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"token_ids": [0, 1, 2]}, "token_ids"),
+        ({"loss_mask": [True] * 3}, "loss_mask"),
+        ({"logprobs": np.zeros(1, np.float32)}, "logprobs"),
+        ({"token_ids": np.zeros((3, 1), np.int32)}, "token_ids"),
+    ],
+)
+def test_a_row_that_nobody_could_read_is_refused_where_it_is_handed_over(change, field):
+    row = Trajectory(
+        task_id="t",
+        group_id=4,
+        sample=1,
+        attempt=0,
+        episode_id="e",
+        token_ids=np.zeros(3, np.int32),
+        loss_mask=np.ones(3, bool),
+        logprobs=np.zeros(3, np.float32),
+        versions=[],
+        sampling=Sampling(),
+        reward=0.0,
+    )
+    row.header()
+    with pytest.raises(ProtocolError, match=f"{field} of group 4 sample 1"):
+        msgspec.structs.replace(row, **change).header()
