@@ -189,8 +189,13 @@ class _TrainerLife:
                 bound = world.rng.randint(world.publish_every - 1, 3)
                 yield from self._ask(m.Tighten(max_staleness=bound), m.Done)
         yield from self._ask(m.Retire(step=step), m.Done)  # the one that saved it may have died before
-        yield from self._ask(m.Finish(), m.Done)
-        trainer.done = True
+        message, disk = yield m.Finish(), []
+        if not isinstance(message.reply, m.Done):
+            rules.broken(f"Finish was answered {message.reply}")
+        if disk == world.host.disk.run_id:
+            trainer.done = True
+        else:  # the queue that heard of it lost its journal meanwhile, and workers ask the next one
+            trainer.killed()
 
     def _publish(self, step: int) -> Any:
         version = self._world.serving = m.Version(self._lineage, step)
