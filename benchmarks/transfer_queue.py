@@ -114,11 +114,11 @@ def queue(journal: str) -> Callable[[int], Rate]:
 
 
 def transferqueue(python: str) -> Callable[[int], Rate]:
-    """In a folder of its own, since this project has a folder of the same name."""
+    """In a folder of its own and without this one, since both hold something of the same name."""
 
     def run(groups: int) -> Rate:
         with tempfile.TemporaryDirectory() as folder:
-            command = [python, str(HERE / "queue_peer.py"), str(groups // 10)]
+            command = [python, "-P", str(HERE / "queue_peer.py"), str(groups // 10)]
             done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, timeout=900, check=True)
         found = json.loads(done.stdout.splitlines()[-1])
         return found["groups"] * ROWS / found["seconds"], found["bytes"] / found["seconds"] / 1e6
