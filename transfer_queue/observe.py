@@ -4,7 +4,7 @@ from itertools import islice
 
 from rl_async.messages import GroupList, GroupRecord, LeaseRecord, Peeked, Refused
 from rl_async.transfer_queue.book import Book
-from rl_async.transfer_queue.groups import TRAIN, Group, State
+from rl_async.transfer_queue.groups import EVAL_GROUPS, TRAIN, Group, State
 
 MOST_LISTED = 1000  # groups of one answer
 
@@ -46,8 +46,8 @@ def peek(book: Book, group_id: int, now: float) -> Peeked | Refused:
     letter = book.dead_letters.get(group_id)
     if letter is not None:
         return Refused(code="dead_letter", reason=f"group {group_id} is a dead letter: {letter.error}")
-    admitted = 0 <= group_id < book.next_group
-    reason = "was trained and retired, or dropped" if admitted else "was never admitted"
+    admitted = 0 <= group_id < book.next_group or EVAL_GROUPS <= group_id < book.next_eval_group
+    reason = "was trained and retired, dropped, or its evaluation is over" if admitted else "was never admitted"
     return Refused(code="unknown_group", reason=f"group {group_id} is not here: it {reason}")
 
 

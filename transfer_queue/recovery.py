@@ -45,7 +45,7 @@ def _of_this_run(dump: bytes, transitions: Iterable[Transition], known: bool, ru
 
 
 class Recorder:
-    """Journal and ledger, flushed together, and the journal compacted when steps were retired."""
+    """Journal and ledger, flushed together, and the journal compacted when it has outgrown the state."""
 
     def __init__(self, store: Store, journal: Journal, ledger: Ledger) -> None:
         self._store, self._journal, self._ledger = store, journal, ledger
