@@ -79,6 +79,17 @@ def _queue_host(c: RunConfig) -> str | None:
     return None
 
 
+def _shards(c: RunConfig) -> str | None:
+    queue = c.queue
+    if queue.shards and queue.host == "0.0.0.0":
+        return "queue.shards tells workers where the shards are; set queue.host to the address that others reach"
+    if not queue.shards and queue.replicas > 1:
+        return f"queue.replicas={queue.replicas} are copies on payload shards, and queue.shards=0; set that too"
+    if queue.shards and queue.replicas > queue.shards:
+        return f"queue.replicas={queue.replicas} need as many shards; queue.shards={queue.shards}"
+    return None
+
+
 def _transport(c: RunConfig) -> str | None:
     transport = c.weight_sync.transport
     if transport in ("gloo", "nccl") and c.mode == "colocated":
@@ -182,6 +193,7 @@ RULES: tuple[Rule, ...] = (
     _tensor_parallel,
     _journal,
     _queue_host,
+    _shards,
     _transport,
     _weight_sync,
     _truncation,

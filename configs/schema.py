@@ -166,6 +166,14 @@ class QueueConfig(Config, frozen=True):
     clients: Annotated[
         tuple[str, ...], doc("Public keys (Z85) that are allowed beside those in clients/ of the key folder.")
     ] = ()
+    shards: Annotated[
+        Count,
+        doc(
+            "Processes that keep the payloads, so that these pass no other process. 0: the queue keeps them itself. A "
+            "lost shard's trajectories are generated again, or read from a copy."
+        ),
+    ] = 0
+    replicas: Annotated[Positive, doc("Shards that keep each payload; 2: one may be lost without loss.")] = 1
     limits: QueueLimits = QueueLimits()
     metrics_port: Annotated[
         Count, doc("Where Prometheus reads the queue's metrics, http://127.0.0.1:PORT/metrics. 0: nowhere.")

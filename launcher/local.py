@@ -1,6 +1,7 @@
 """The supervisor of one machine: starts the processes of a plan, restarts what may be restarted, ends everything.
 
-queue ──> engines (healthy -> registered)  ──┐
+queue ──> payload shards
+      ──> engines (healthy -> registered)  ──┐
       ──> reward model (healthy) ──> workers ├──> the trainer's end, or a role failing for good, or a signal
       ──> trainer ranks                      ┘              ──> everything is stopped
 """
@@ -122,6 +123,7 @@ class Supervisor:
                         self._keep_queue(),
                         self._watch_signals(),
                         self._watch_registry(),
+                        *(self._keep_shard(spec) for spec in self._plan.shards),
                         *(self._keep_engine(spec, on_engine) for spec in self._plan.engines),
                         self._keep_reward_model(self._plan.reward_model),
                         *(self._keep_worker(spec) for spec in self._plan.workers),
@@ -185,6 +187,13 @@ class Supervisor:
             child, restarts = self._children[spec.name], self._states[spec.name].restarts
             code = await child.wait()
             await self._start(spec, restarts=await self._before_restart(spec, child, code, restarts))
+
+    async def _keep_shard(self, spec: ProcessSpec) -> None:
+        """Produces one running payload shard, which registers itself. Waits for its end. Runs until cancelled."""
+        restarts = 0
+        while True:
+            child = await self._start(spec, restarts=restarts)
+            restarts = await self._before_restart(spec, child, await child.wait(), restarts)
 
     async def _keep_worker(self, spec: ProcessSpec) -> None:
         """Produces one running agent worker. Waits for its end; returns when the queue says that the run is over.
@@ -336,10 +345,11 @@ class Supervisor:
                 child.kill_now()
 
     async def _stop_all(self) -> None:
-        """End everything within the deadline; the queue last, so that nobody complains that it is gone."""
+        """End everything within the deadline; shards and queue last, so that nobody complains that they are gone."""
         deadline = time.monotonic() + self._plan.stop_timeout_s
-        queue = self._plan.queue.name
-        for names in ([name for name in self._children if name != queue], [queue]):
+        queue, shards = self._plan.queue.name, [spec.name for spec in self._plan.shards]
+        others = [name for name in self._children if name not in (queue, *shards)]
+        for names in (others, shards, [queue]):
             left = max(0.0, deadline - time.monotonic())
             children = [self._children[name] for name in names if name in self._children]
             await asyncio.gather(*(child.stop(left) for child in children))

@@ -96,8 +96,14 @@ def engine_bytes(config: RunConfig, size: ModelSize | None) -> int | None:
 
 
 def queue_bytes(config: RunConfig) -> int:
-    """The most payload that the queue holds; a journal outside its memory holds it instead."""
-    return PYTHON_BYTES + (config.queue.max_bytes if config.queue.journal == "memory" else 0)
+    """The most payload that the queue holds; shards, or a journal outside its memory, hold it instead."""
+    own = config.queue.journal == "memory" and not config.queue.shards
+    return PYTHON_BYTES + (config.queue.max_bytes if own else 0)
+
+
+def shard_bytes(config: RunConfig) -> int:
+    """One payload shard's part of the most payload, copies included."""
+    return PYTHON_BYTES + config.queue.max_bytes * config.queue.replicas // max(1, config.queue.shards)
 
 
 def worker_bytes(config: RunConfig) -> int:

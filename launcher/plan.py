@@ -15,6 +15,7 @@ from rl_async.launcher.memory import (
     ModelSize,
     queue_bytes,
     reward_model_bytes,
+    shard_bytes,
     trainer_bytes,
     worker_bytes,
 )
@@ -41,13 +42,14 @@ class Plan:
     start_timeout_s: float
     stop_timeout_s: float
     reward_model: ProcessSpec | None = None
+    shards: tuple[ProcessSpec, ...] = ()
     queue_host: str = HOST  # where this machine's processes find the queue
 
     @property
     def processes(self) -> tuple[ProcessSpec, ...]:
         """All processes that live as long as the run."""
         reward_model = () if self.reward_model is None else (self.reward_model,)
-        return (self.queue, *self.engines, *reward_model, *self.workers, *self.trainers)
+        return (self.queue, *self.shards, *self.engines, *reward_model, *self.workers, *self.trainers)
 
 
 def plan(
@@ -67,6 +69,7 @@ def plan(
         start_timeout_s=config.rollout.start_timeout_s,
         stop_timeout_s=config.launcher.stop_timeout_s,
         reward_model=_reward_model(config, gpus) if serves_reward_model(config) else None,
+        shards=tuple(_shard(config, run_dir, f"shard-{i}") for i in range(config.queue.shards)),
         queue_host=queue_host(config),
     )
 
@@ -127,6 +130,19 @@ def _queue(config: RunConfig, run_dir: Path) -> ProcessSpec:
         env=environment(config),
         max_restarts=0 if config.queue.journal == "memory" else config.launcher.max_restarts,
         memory_bytes=queue_bytes(config),
+    )
+
+
+def _shard(config: RunConfig, run_dir: Path, name: str) -> ProcessSpec:
+    queue, own = f"tcp://{queue_host(config)}:{{queue}}", f"tcp://{config.queue.host}:{{{name}}}"
+    flags = ("--run", str(run_dir), "--queue", queue, "--address", own, "--name", name)
+    return ProcessSpec(
+        name=name,
+        role="shard",
+        argv=module("transfer_queue.shard", *flags),
+        env=environment(config),
+        max_restarts=config.launcher.max_restarts,
+        memory_bytes=shard_bytes(config),
     )
 
 
@@ -208,7 +224,8 @@ def _ports(config: RunConfig) -> tuple[PortWish, ...]:
     engines = (
         PortWish(f"engine-{i}", first + i if first else 0, "rollout.port") for i in range(config.rollout.engines)
     )
-    wishes = [PortWish("queue", config.queue.port, "queue.port"), *engines, PortWish(RENDEZVOUS)]
+    shards = (PortWish(f"shard-{i}") for i in range(config.queue.shards))
+    wishes = [PortWish("queue", config.queue.port, "queue.port"), *shards, *engines, PortWish(RENDEZVOUS)]
     if config.reward.model is not None and serves_reward_model(config):
         wishes.append(PortWish(REWARD_MODEL, config.reward.model.port, "reward.model.port"))
     if config.agent.gateway is not None:

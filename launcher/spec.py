@@ -7,7 +7,7 @@ from typing import Literal
 
 from rl_async.configs.schema import RunConfig
 
-Role = Literal["prepare", "queue", "engine", "reward-model", "worker", "trainer"]
+Role = Literal["prepare", "queue", "shard", "engine", "reward-model", "worker", "trainer"]
 
 
 @dataclass(frozen=True)

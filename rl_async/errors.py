@@ -11,6 +11,7 @@ RlAsyncError
 │   └── EngineLost       connection lost or timed out; the request may be replayed elsewhere
 ├── WeightSyncError      names the engine, the phase and the bucket
 ├── RequestRefused       an agent program asked the gateway for what cannot be had; names the field
+├── RowsLost             trajectories are gone with a payload shard, and are generated again
 ├── QueueLost            the transfer queue did not answer within the deadline
 ├── RewardsMissing       no row of a batch could be scored; names the step and what the scorer said
 ├── TrainingDiverged     a NaN or infinite number; names the step and the batch
@@ -76,6 +77,10 @@ class WeightSyncError(RlAsyncError):
 
 class QueueLost(RlAsyncError):
     """The transfer queue did not answer within the deadline."""
+
+
+class RowsLost(RlAsyncError):
+    """Rows of a batch are gone with a payload shard; they are generated again, so reserve the batch once more."""
 
 
 class RewardsMissing(RlAsyncError):

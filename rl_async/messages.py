@@ -13,9 +13,11 @@ import numpy as np
 
 from rl_async.errors import ProtocolError
 
-SCHEMA = 6
+SCHEMA = 7
 
 RowKey = tuple[int, int, int]  # (group, sample, segment)
+SampleKey = tuple[int, int, int]  # (group, sample, attempt)
+StoredKey = tuple[int, int, int, int]  # (group, sample, attempt, segment)
 
 
 class Version(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -112,7 +114,8 @@ class TrajectoryHeader(msgspec.Struct, kw_only=True):
     scored: bool = True  # false: a scorer failed, so that there is no reward to learn from
     baseline: bool = False  # a greedy episode that the others are compared with; never trained
     tokens_sha256: str  # of the payload's token ids, for the audit
-    nbytes: int = 0  # of the payload frames; filled by the queue
+    nbytes: int = 0  # of the payload; filled by whoever keeps it
+    shards: list[str] = []  # that keep the payload, by id; empty: the queue itself does
 
     @property
     def key(self) -> RowKey:
@@ -285,6 +288,45 @@ class Fetch(Request):
     rows: list[RowKey]
 
 
+class Store(Request):
+    """Keep the rows of finished samples. Agent worker -> payload shard, before the Put that names the shard.
+
+    ``lengths`` has the bytes of each row, by sample; the payload is the rows one after another (``wire.join``).
+    """
+
+    samples: list[SampleKey]
+    lengths: list[list[int]]
+
+
+class Load(Request):
+    """The payloads of some rows. Trainer ranks -> payload shard."""
+
+    rows: list[StoredKey]
+
+
+class RegisterShard(Request):
+    """A payload shard is ready. One that was started again has a new id, under the same name. Shard -> queue."""
+
+    shard_id: str
+    name: str
+    url: str
+
+
+class Sweep(Request):
+    """Which of these groups are of no use any more, now or within ``wait_s``; a sign of life. Shard -> queue."""
+
+    shard_id: str
+    groups: list[int]
+    wait_s: float
+
+
+class Shards(Request):
+    """Where the payload shards are, at once or when the revision passes ``after``. Workers, people -> queue."""
+
+    after: int
+    wait_s: float
+
+
 class Commit(Request):
     """The batch of ``step`` was trained. Trainer rank 0, after a barrier -> queue."""
 
@@ -422,6 +464,11 @@ RequestType = (
     | Fail
     | Reserve
     | Fetch
+    | Store
+    | Load
+    | RegisterShard
+    | Sweep
+    | Shards
     | Commit
     | Publish
     | Confirm
@@ -518,6 +565,36 @@ class Rows(Reply):
     """The rows that were asked for, in the same order; a payload frame behind this one holds one or several."""
 
     lengths: list[int]  # bytes of each row
+
+
+class Elsewhere(Reply):
+    """The rows that were asked for are with payload shards: attempt and shards of each, in the same order."""
+
+    attempts: list[int]
+    shards: list[list[str]]  # ids of those that live
+    urls: dict[str, str]  # by id
+
+
+class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One payload shard. Its id is new each time it starts with nothing."""
+
+    shard_id: str
+    name: str
+    url: str
+
+
+class ShardList(Reply):
+    """The payload shards, each payload being kept by ``replicas`` of them; 0: the queue keeps them itself."""
+
+    revision: int
+    replicas: int
+    shards: list[ShardRecord]
+
+
+class Swept(Reply):
+    """These groups are of no use any more."""
+
+    gone: list[int]
 
 
 class SnapshotTaken(Reply):
@@ -638,6 +715,9 @@ ReplyType = (
     | Reserved
     | Taken
     | Rows
+    | Elsewhere
+    | ShardList
+    | Swept
     | SnapshotTaken
     | Resumed
     | EngineList

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from rl_async.errors import RlAsyncError
+from rl_async.errors import RlAsyncError, RowsLost
 from rl_async.messages import NotReady, Reply, Reserved, RowKey, Trajectory
 
 log = logging.getLogger("rl_async.evaluation")
@@ -86,7 +86,11 @@ class Evaluations:
         reply = self._queue.eval_result(self._running, wait_s)
         if isinstance(reply, NotReady):
             return None
-        rows = self._queue.fetch([header.key for header in reply.headers])
+        try:
+            rows = self._queue.fetch([header.key for header in reply.headers])
+        except RowsLost as error:
+            log.warning("evaluation after step %d: %s", self._running, error)
+            return None
         step, self._running = self._running, None
         if not rows:
             log.warning("the evaluation after step %d produced no trajectory; see the ledger for its errors", step)

@@ -12,6 +12,8 @@ weight_sync.timeout_s). Unblocked by agent workers finishing groups, and by engi
 
 import logging
 import time
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from rl_async.configs.schema import RunConfig
-from rl_async.messages import Trajectory, Version
+from rl_async.errors import RowsLost
+from rl_async.messages import Trajectory, TrajectoryHeader, Version
 from rl_async.trainer.algorithm import Algorithm
 from rl_async.trainer.checkpoint import CheckpointSchedule, CheckpointState, save_checkpoint
 from rl_async.trainer.correction import Corrected
@@ -105,12 +108,27 @@ def train(run: Run) -> None:
 
 
 def take_batch(run: Run, step: int) -> Batch:
-    """Wait for the batch of ``step`` and fetch this rank's rows of it."""
-    reserved = run.source.reserve(step)
-    plan = plan_batch(reserved.headers, step, run.config, dist.get_world_size())
-    keys = row_keys(reserved.headers)
-    mine = sorted(keys[i] for mini in plan for micro in mini.ranks[run.rank] for i in micro)
-    return Batch(step, reserved.headers, plan, dict(zip(mine, run.source.fetch(mine), strict=True)))
+    """Wait for the batch of ``step`` and fetch this rank's rows of it; again if rows went with a payload shard."""
+    while True:
+        reserved = run.source.reserve(step)
+        plan = plan_batch(reserved.headers, step, run.config, dist.get_world_size())
+        keys = row_keys(reserved.headers)
+        mine = sorted(keys[i] for mini in plan for micro in mini.ranks[run.rank] for i in micro)
+        try:
+            rows = run.source.fetch(mine)
+        except RowsLost as error:
+            log.warning("step %d: %s", step, error)
+            rows = None
+        if agreed(reserved.headers, rows is not None) and rows is not None:
+            return Batch(step, reserved.headers, plan, dict(zip(mine, rows, strict=True)))
+
+
+def agreed(headers: Sequence[TrajectoryHeader], fetched: bool) -> bool:
+    """Whether all ranks have their rows, and were told of the same attempts at the same samples. A collective."""
+    attempts = zlib.crc32(repr([(*header.key, header.attempt) for header in headers]).encode())
+    seen = torch.tensor([fetched, attempts, -attempts], dtype=torch.int64)
+    dist.all_reduce(seen, dist.ReduceOp.MIN)
+    return bool(seen[0]) and seen[1].item() == -seen[2].item()
 
 
 def record(run: Run, batch: Batch, corrected: Corrected) -> None:

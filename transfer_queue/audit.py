@@ -36,6 +36,7 @@ class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
     fresh: bool = False
     next_group: int = 0
     readmitted: list[int] = []
+    rows: list[tuple[int, int]] = []  # (group, sample), lost with a payload shard
 
 
 class TrainedLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +97,7 @@ class Admissions:
         self.groups: dict[int, int] = {}  # samples by group
         self.given_up: set[int] = set()
         self.tokens: dict[tuple[int, int], list[str]] = {}  # hash of each row put last, by (group, sample)
+        self.lost: dict[tuple[int, int], list[list[str]]] = defaultdict(list)  # of rows that a shard took with it
         self.batches: dict[int, set[int]] = {}  # groups by step
         self.resumes: list[tuple[int, int]] = []  # (lineage, step)
         self.finished = False
@@ -107,6 +109,9 @@ class Admissions:
                 self.groups[line.group] = line.samples
             case "put":
                 self.tokens[line.group, line.sample] = line.tokens_sha256
+            case "lost":
+                for group, sample in line.rows:  # the trainer may have read them before
+                    self.lost[group, sample].append(self.tokens.pop((group, sample), []))
             case "drop" | "dead_letter":
                 self.given_up.add(line.group)
             case "reserve":
@@ -123,6 +128,11 @@ class Admissions:
         if line.fresh:  # another queue took over: what the old one did after the checkpoint is void
             self.groups = {group: n for group, n in self.groups.items() if group < line.next_group}
             self.given_up = {g for g in self.given_up if g < line.next_group and g not in line.readmitted}
+
+    def sampled(self, group: int, sample: int) -> list[list[str]]:
+        """The hashes of each row, by segment, of what came last, and before that of what was lost with a shard."""
+        last = self.tokens.get((group, sample))
+        return self.lost.get((group, sample), []) + ([] if last is None else [last])
 
     def first_void_step(self, lineage: int) -> float:
         """The first step of ``lineage`` that a later lineage trained again."""
@@ -166,14 +176,15 @@ def _violations_of_rows(admissions: Admissions, rows: Rows) -> Iterator[str]:
             yield f"{name} was trained ({steps}) although it was dropped or dead-lettered"
         elif not 0 <= sample < admissions.groups[group]:
             yield f"{name} was trained ({steps}), but the group has {admissions.groups[group]} samples"
-        elif (group, sample) not in admissions.tokens:
+        elif not admissions.sampled(group, sample):
             yield f"{name} was trained ({steps}), but no trajectory of it came to the queue"
-        elif not 0 <= segment < len(admissions.tokens[group, sample]):
-            yield f"{name} was trained ({steps}), but its sample came with {len(admissions.tokens[group, sample])} rows"
+        elif not any(0 <= segment < len(rows) for rows in admissions.sampled(group, sample)):
+            came = len(admissions.sampled(group, sample)[-1])
+            yield f"{name} was trained ({steps}), but its sample came with {came} rows"
         elif group not in admissions.batches.get(trained[-1].step, set()):
             yield f"{name} was trained ({steps}) but not reserved for that step"
-        sampled = admissions.tokens.get((group, sample), [])[segment : segment + 1]
-        if sampled and any(row.tokens_sha256 != sampled[0] for row in trained):
+        sampled = {digest for rows in admissions.sampled(group, sample) for digest in rows[segment : segment + 1]}
+        if sampled and any(row.tokens_sha256 not in sampled for row in trained):
             yield f"{name} was trained ({steps}) on other tokens than were sampled"
 
 

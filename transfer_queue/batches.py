@@ -67,10 +67,14 @@ class Batches:
     # --- reserve, commit, publish, retire ---------------------------------------------------------------------------
 
     def reserve(self, step: int, now: float) -> Reserved | NotReady | Refused:
-        """Fix the batch of ``step``, or say what is missing. Answers the same however often it is asked."""
+        """Fix the batch of ``step``, or say what is missing. Answers the same however often it is asked.
+
+        Only if payloads are lost with their shard, its members come again with what was generated in their place.
+        """
         batch = self._batches.get(step)
         if batch is not None and not batch.retired:
-            return self._answer(step, batch)
+            lost = [group_id for group_id in batch.groups if group_id in self._book.mending]
+            return self._not_ready(step, lost, now) if lost else self._answer(step, batch)
         if step != self._next_step:
             return Refused(code="wrong_step", reason=f"the next step to reserve is {self._next_step}, not {step}")
         members = self._members(step, now)
@@ -285,7 +289,7 @@ class Batches:
         batch = self._batches[event.step]
         batch.committed = True
         for group_id in batch.groups:
-            self._book.move(self._book.groups[group_id], State.COMMITTED)
+            self._book.trained(self._book.groups[group_id])
 
     def version_published(self, event: Published) -> None:
         """The steps before the version give back their slots."""
@@ -334,7 +338,7 @@ class Batches:
             for group_id in batch.groups:
                 group = self._book.groups[group_id]
                 group.pinned = at
-                self._book.move(group, State.READY)
+                self._book.reopen(group)
 
     def _start_over(self, event: RolledBack) -> None:
         book = self._book

@@ -13,16 +13,18 @@ from rl_async.transfer_queue.leases import Leases
 from rl_async.transfer_queue.policy import Load, QueueSettings
 
 _UNRESERVED = (State.WAITING, State.LEASED, State.READY)
-_LAST = 1 << 62
+PINNED = "pinned"  # the line of training groups that certain steps wait for
+_FIRST, _LAST = -1, 1 << 62
 DEAD_LETTERS_KEPT = 256  # the newest; all are counted
 _FIRST_GUESS_BYTES = 1 << 10  # of a sample, until one has been seen
 
 
 class _Place(NamedTuple):
-    """A waiting group's place in line: what was begun before what was not, then by step, then by age."""
+    """A waiting group's place in line: by the step that it is pinned to, then what was begun before what was not,
+    then by age. What a batch misses comes first of all."""
 
-    unleased: bool
     step: int
+    unleased: bool
     group_id: int
 
 
@@ -46,6 +48,7 @@ class BookState(msgspec.Struct, kw_only=True):
     submitted: list[Task] = []
     submissions: list[bytes] = []
     draining: bool = False
+    mending: list[int] = []
 
 
 class Book:
@@ -56,6 +59,7 @@ class Book:
         self.now = 0.0  # of the newest tick or lease, and of a replay
         self.groups: dict[int, Group] = {}
         self.open: dict[int, Group] = {}  # training groups in no batch yet
+        self.mending: set[int] = set()  # groups of batches to be trained whose payloads are lost, until they are whole
         self.since: dict[int, float] = {}  # when a group came into its state, or into this process
         self.dead_letters: dict[int, DeadLetter] = {}  # oldest first
         self.submitted: deque[Task] = deque()  # tasks to admit before those of the source
@@ -79,7 +83,7 @@ class Book:
         self._largest_bytes = _FIRST_GUESS_BYTES
         self._states: Counter[tuple[str, State]] = Counter()
         self._unleased = 0  # open groups of which no token exists or ever existed
-        self._lines: dict[str, list[_Place]] = {TRAIN: [], EVAL: []}  # heaps of waiting groups
+        self._lines: dict[str, list[_Place]] = {PINNED: [], TRAIN: [], EVAL: []}  # heaps of waiting groups
         self._queued: set[int] = set()  # groups in these lines
 
     def count(self, state: State) -> int:
@@ -126,19 +130,23 @@ class Book:
         group.state = state
         self.since[group.group_id] = self.now
         if group.partition == TRAIN:
-            if state in _UNRESERVED:
+            if state in _UNRESERVED and group.group_id not in self.mending:
                 self.open[group.group_id] = group
             else:
                 self.open.pop(group.group_id, None)
         self._queue(group)
 
     def settle(self, group: Group) -> None:
-        """After a change of its samples: WAITING, LEASED or READY."""
+        """After a change of its samples: WAITING, LEASED or READY, or back in its batch."""
         state = group.progress()
+        whole = state is State.READY
+        if whole and group.group_id in self.mending:
+            self.mending.discard(group.group_id)
+            state = State.RESERVED
         if state is group.state:
             return
         self.move(group, state)
-        if state is State.READY:
+        if whole:
             steps = [run.version.step for header in group.headers() for run in header.versions]
             group.oldest = min(steps, default=group.oldest)
 
@@ -147,6 +155,32 @@ class Book:
         self.payload_bytes += nbytes
         self._outstanding -= 1
         self._largest_bytes = max(self._largest_bytes, nbytes)
+
+    def lost(self, group: Group, index: int) -> None:
+        """The rows of a sample are nowhere any more. It waits again; trained groups need it only after a rollback."""
+        sample = group.samples[index]
+        self.payload_bytes -= sample.nbytes
+        self._outstanding += 1
+        sample.headers = []
+        if group.state is State.COMMITTED:
+            return
+        if group.state is State.RESERVED:
+            self.mending.add(group.group_id)
+        self.settle(group)
+
+    def trained(self, group: Group) -> None:
+        """Whoever generates again what the trainer had read before it was lost, need not go on."""
+        self.mending.discard(group.group_id)
+        for index, sample in enumerate(group.samples):
+            if sample.worker is not None:
+                self.leases.end(sample.worker, group.group_id, index)
+                sample.worker = None
+        self.move(group, State.COMMITTED)
+
+    def reopen(self, group: Group) -> None:
+        """A group of a batch that is to be reserved again; what is lost of it must be generated before."""
+        self.mending.discard(group.group_id)
+        self.move(group, group.progress())
 
     def sample_given_up(self) -> None:
         """A sample will never come."""
@@ -163,6 +197,7 @@ class Book:
                 self._outstanding -= 1
         self._states[group.partition, group.state] -= 1
         self.groups.pop(group.group_id)
+        self.mending.discard(group.group_id)
         self.since.pop(group.group_id)
         if self.open.pop(group.group_id, None) is not None and group.oldest is None:
             self._unleased -= 1
@@ -179,21 +214,31 @@ class Book:
         if len(self.dead_letters) > DEAD_LETTERS_KEPT:
             del self.dead_letters[next(iter(self.dead_letters))]
 
-    def head(self, partition: str) -> Group | None:
-        """The waiting group that is to be leased first; it stays in line."""
-        line = self._lines[partition]
-        while line:
-            group = self.groups.get(line[0].group_id)
-            if group is not None and group.state is State.WAITING:
+    def head(self, line: str) -> Group | None:
+        """The waiting group of TRAIN, EVAL or PINNED (training groups of a certain step) that is to be leased first.
+
+        It stays in line.
+        """
+        places = self._lines[line]
+        while places:
+            group = self.groups.get(places[0].group_id)
+            if group is not None and group.state is State.WAITING and places[0] == self._place(group):
                 return group
-            self._queued.discard(heapq.heappop(line).group_id)  # given up while it waited
+            self._queued.discard(heapq.heappop(places).group_id)  # given up, or moved, while it waited
+            if group is not None:
+                self._queue(group)
         return None
+
+    def due(self, group: Group) -> int | None:
+        """The step that a group is pinned to; _FIRST if a batch misses it, None if any step may have it."""
+        return _FIRST if group.group_id in self.mending else group.pinned
 
     def take(self, group: Group, weights_step: int) -> None:
         """The head of its line leaves it, to be generated from weights of ``weights_step`` or newer."""
-        if self.head(group.partition) is not group:
+        line = self._line(group)
+        if self.head(line) is not group:
             raise ValueError(f"group {group.group_id} is not the head of its line")
-        self._queued.discard(heapq.heappop(self._lines[group.partition]).group_id)
+        self._queued.discard(heapq.heappop(self._lines[line]).group_id)
         if group.oldest is None and group.partition == TRAIN:
             self._unleased -= 1
         if group.oldest is None or group.untouched():
@@ -204,8 +249,14 @@ class Book:
     def _queue(self, group: Group) -> None:
         if group.state is State.WAITING and group.group_id not in self._queued:
             self._queued.add(group.group_id)
-            step = _LAST if group.pinned is None else group.pinned
-            heapq.heappush(self._lines[group.partition], _Place(group.oldest is None, step, group.group_id))
+            heapq.heappush(self._lines[self._line(group)], self._place(group))
+
+    def _line(self, group: Group) -> str:
+        return group.partition if self.due(group) is None else PINNED
+
+    def _place(self, group: Group) -> _Place:
+        due = self.due(group)
+        return _Place(_LAST if due is None else due, group.oldest is None, group.group_id)
 
     def clear(self) -> None:
         """Forget all groups and what was counted of them; counters and the registry of workers stay."""
@@ -239,6 +290,7 @@ class Book:
             submitted=list(self.submitted),
             submissions=list(self.submissions),
             draining=self.draining,
+            mending=sorted(self.mending),
         )
 
     def load(self, state: BookState) -> None:
@@ -251,6 +303,7 @@ class Book:
         self.submitted, self.draining = deque(state.submitted), state.draining
         self.submissions = OrderedDict.fromkeys(state.submissions)
         self.dead_letters = {letter.group_id: letter for letter in state.dead_letters}
+        self.mending = set(state.mending)
         self._take_over(state.groups)
         self.alive = state.alive
 
@@ -259,7 +312,7 @@ class Book:
             self.groups[group.group_id] = group
             self.since[group.group_id] = self.now
             self._states[group.partition, group.state] += 1
-            if group.partition == TRAIN and group.state in _UNRESERVED:
+            if group.partition == TRAIN and group.state in _UNRESERVED and group.group_id not in self.mending:
                 self.open[group.group_id] = group
                 self._unleased += group.oldest is None
             for index, sample in enumerate(group.samples):

@@ -7,6 +7,8 @@ nothing opens a new connection, says hello, and sends its unanswered requests ag
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
+from itertools import islice
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -16,7 +18,7 @@ import zmq.asyncio
 from rl_async import messages as m
 from rl_async.codec import Frame
 from rl_async.errors import ProtocolError, QueueLost
-from rl_async.transfer_queue import wire
+from rl_async.transfer_queue import sharded, wire
 from rl_async.transfer_queue.keys import ClientKeys
 from rl_async.transfer_queue.outbox import Outbox
 from rl_async.transfer_queue.session import (
@@ -24,20 +26,22 @@ from rl_async.transfer_queue.session import (
     LONGEST_PAUSE_S,
     PATIENCE_S,
     Session,
+    decode_row,
     expect,
     expect_either,
     is_busy,
     must_repeat,
     send,
-    trajectories,
     wait_of,
 )
+from rl_async.transfer_queue.sharded import SHARD_S
 from rl_async.transfer_queue.sync_client import SyncQueueClient
 
 __all__ = ["QueueClient", "SyncQueueClient"]
 
 R = TypeVar("R", bound=m.Reply)
 S = TypeVar("S", bound=m.Reply)
+T = TypeVar("T")
 
 
 class QueueClient:
@@ -51,6 +55,9 @@ class QueueClient:
         self, address: str, *, role: str, name: str, timeout_s: float = 60.0, keys: ClientKeys | None = None
     ) -> None:
         self._session = Session(address, role, name, keys)
+        self._connect_shard = partial(QueueClient, role=role, name=name, timeout_s=SHARD_S, keys=keys)
+        self._shards: dict[str, QueueClient] = {}  # by url
+        self._sharded = False
         self._timeout_s = timeout_s
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
@@ -74,6 +81,8 @@ class QueueClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for url in list(self._shards):
+            await self._part(url)
         self._end(QueueLost("the client of the transfer queue was closed"))
         await self._disconnect()
         if self._context is not None:
@@ -193,8 +202,14 @@ class QueueClient:
         return self._outbox.put(rows)
 
     async def _put(self, samples: list[list[m.TrajectoryHeader]], payload: list[Frame]) -> list[m.Refused | None]:
-        reply = (await self.exchange(m.Put(worker=self.worker, samples=samples), payload)).reply
-        return expect(reply, m.Taken).refused
+        if not self._sharded:
+            reply = (await self.exchange(m.Put(worker=self.worker, samples=samples), payload)).reply
+            self._sharded = isinstance(reply, m.Refused) and reply.code == wire.SHARDED
+            if not self._sharded:
+                return expect(reply, m.Taken).refused
+        rows = iter(payload)
+        parcels = [sharded.Parcel(headers, list(islice(rows, len(headers)))) for headers in samples]
+        return await self._converse(sharded.put(self.worker, parcels, self._timeout_s))
 
     async def fail(self, group_id: int, sample: int, attempt: int, error: str) -> m.Done | m.Refused:
         """Give up one attempt at one sample."""
@@ -262,8 +277,37 @@ class QueueClient:
         return await self._ask_either(m.EvalResult(eval_id=eval_id, wait_s=wait_s), m.Reserved, m.NotReady)
 
     async def fetch(self, rows: Sequence[m.RowKey]) -> list[m.Trajectory]:
-        """The trajectories of these rows."""
-        return trajectories(await self.exchange(m.Fetch(rows=list(rows))), len(rows))
+        """The trajectories of these rows. Raises RowsLost if they went with a payload shard."""
+        return [decode_row(row) for row in await self._converse(sharded.fetch(rows, self._timeout_s))]
+
+    # --- payload shards ---------------------------------------------------------------------------------------------
+
+    async def _converse(self, conversation: sharded.Conversation[T]) -> T:
+        """Make the calls of a conversation, those of one turn at once."""
+        try:
+            calls = next(conversation)
+            while True:
+                calls = conversation.send(await asyncio.gather(*map(self._call, calls)))
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    async def _call(self, call: sharded.Call) -> sharded.Outcome:
+        try:
+            client = self if call.url == sharded.QUEUE else await self._shard(call.url)
+            return await client.exchange(call.request, call.payload)
+        except QueueLost as error:
+            if call.url in self._shards:  # it may come back under its url, with nothing
+                await self._part(call.url)
+            return error
+
+    async def _shard(self, url: str) -> "QueueClient":
+        if url not in self._shards:
+            self._shards[url] = await self._connect_shard(url).__aenter__()
+        return self._shards[url]
+
+    async def _part(self, url: str) -> None:
+        await self._shards.pop(url).__aexit__(None, None, None)
 
     async def finish(self) -> m.Done:
         """The run is over."""

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rl_async.errors import QueueLost
+from rl_async.errors import QueueLost, RowsLost
 from rl_async.messages import NotReady, Task, Trajectory, TrajectoryHeader, Version
 from rl_async.transfer_queue.sync_client import SyncQueueClient
 
@@ -48,7 +48,10 @@ def _next(client: SyncQueueClient, step: int, timeout_s: float) -> Batch | None:
         left = deadline - time.monotonic()
         reply = client.reserve(step, 0.0 if over else max(0.0, min(left, POLL_S)))
         if not isinstance(reply, NotReady):
-            rows = client.fetch([header.key for header in reply.headers])
+            try:
+                rows = client.fetch([header.key for header in reply.headers])
+            except RowsLost:
+                continue  # they are generated again, which the next question waits for
             return Batch(step, rows, reply.headers, reply.tasks)
         if over:
             return None

@@ -15,10 +15,10 @@ from rl_async.messages import (
     Version,
     has_signal,
 )
-from rl_async.transfer_queue.book import Book
+from rl_async.transfer_queue.book import PINNED, Book
 from rl_async.transfer_queue.grants import Grant, Grants, Lent
 from rl_async.transfer_queue.groups import EVAL, EVAL_GROUPS, TRAIN, Group, Sample, State
-from rl_async.transfer_queue.policy import is_short_of_bytes, may_admit, may_lease
+from rl_async.transfer_queue.policy import is_short_of_bytes, may_admit, may_lease, may_lease_for
 from rl_async.transfer_queue.tasks import Tasks
 from rl_async.transfer_queue.transitions import (
     Admitted,
@@ -34,6 +34,7 @@ from rl_async.transfer_queue.transitions import (
     Transition,
 )
 
+_WHOLE = (State.READY, State.RESERVED)
 NO_SIGNAL = "no_signal"  # the reason for which a group without signal is dropped
 
 
@@ -65,7 +66,7 @@ class Delivery:
         book.now = now
         groups: list[LeasedGroup] = []
         if task is not None:
-            own = None if book.published is None or book.head(TRAIN) is not None else self._admit(task)
+            own = None if book.published is None or self._waits() else self._admit(task)
             return Leased(groups=[self._give(own, worker, book.published, request)] if own and book.published else [])
         while book.published is not None and len(groups) < max_groups:
             group = book.head(EVAL) or self._next_train()
@@ -83,8 +84,16 @@ class Delivery:
         groups = self._book.groups
         return [_leased(groups[lent.group], lent) for lent in grant.lent if lent.group in groups]
 
+    def _waits(self) -> bool:
+        """Whether there is a training group that some worker should take."""
+        return self._book.head(PINNED) is not None or self._book.head(TRAIN) is not None
+
     def _next_train(self) -> Group | None:
         book = self._book
+        pinned = book.head(PINNED)
+        due = None if pinned is None else book.due(pinned)
+        if due is not None and book.published and may_lease_for(book.settings, due, book.published.step):
+            return pinned
         waiting = book.head(TRAIN)
         if waiting is not None:
             return waiting if may_lease(book.settings, book.active, begun=waiting.oldest is not None) else None
@@ -158,7 +167,7 @@ class Delivery:
         """A change that may complete the group, which is then announced."""
         before = group.state
         self._change(transition)
-        if group.state is State.READY and before is not State.READY:
+        if group.state in _WHOLE and before not in _WHOLE:
             self._change(GroupReady(group=group.group_id, partition=group.partition))
 
     def _refill(self, group: Group) -> None:
@@ -242,7 +251,8 @@ class Delivery:
         limit = self._book.settings.max_attempts
         for index in samples:
             sample = group.samples[index]
-            exhausted = sample.failures + 1 >= limit
+            # A group of a batch succeeded before; the batch keeps its members, and the trainer has a deadline.
+            exhausted = sample.failures + 1 >= limit and group.group_id not in self._book.mending
             if exhausted and group.partition == TRAIN:
                 text = f"sample {index} failed {sample.failures + 1} times; last: {error}"
                 self._change(DeadLettered(group=group.group_id, error=text))

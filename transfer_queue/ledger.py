@@ -23,6 +23,7 @@ from rl_async.transfer_queue.transitions import (
     RolledBack,
     RunFinished,
     SampleStored,
+    ShardLost,
     Transition,
 )
 
@@ -147,6 +148,10 @@ def _put(event: SampleStored) -> dict[str, Any]:
     }
 
 
+def _lost(event: ShardLost) -> dict[str, Any]:
+    return {"event": "lost", "shard": event.shard_id, "rows": event.samples}
+
+
 def _resume(event: RolledBack) -> dict[str, Any]:
     return {
         "event": "resume",
@@ -167,5 +172,6 @@ _LINES: dict[type[Transition], Callable[[Any], dict[str, Any]]] = {
     GroupDropped: lambda event: {"event": "drop", "group": event.group, "reason": event.reason},
     DeadLettered: lambda event: {"event": "dead_letter", "group": event.group, "error": event.error},
     RolledBack: _resume,
+    ShardLost: _lost,
     RunFinished: lambda event: {"event": "finish"},
 }

@@ -7,8 +7,8 @@ one flush serves many requests (group commit); without load every request has it
 """
 
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import zmq
 
@@ -16,8 +16,8 @@ from rl_async.codec import Frame
 from rl_async.configs.limits import QueueLimits
 from rl_async.errors import UserError
 from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.gate import Outgoing
 from rl_async.transfer_queue.keys import ServerKeys
-from rl_async.transfer_queue.server import Outgoing, QueueServer
 from rl_async.transfer_queue.zap import Door, lock
 
 TICK_S = 0.05  # deadlines of waits and leases are kept to within this
@@ -28,9 +28,17 @@ MOST_UNREAD = 1 << 14  # replies that one connection leaves unread; it counts as
 _COPY_BELOW = 1 << 16  # bytes of a frame for which a copy is cheaper than sharing it with the sending thread
 
 
+class Server(Protocol):
+    """What answers requests. All that its methods return is to be sent after the next flush."""
+
+    def handle(self, parts: Sequence[Any]) -> list[Outgoing]: ...
+    def tick(self) -> list[Outgoing]: ...
+    def undelivered(self, message: Outgoing) -> list[Outgoing]: ...
+
+
 def serve(
     socket: "zmq.Socket[bytes]",
-    server: QueueServer,
+    server: Server,
     flush: Callable[[], None],
     stopped: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
@@ -92,9 +100,7 @@ def _receive(socket: Any, door: Door | None) -> tuple[list[bytes], bool]:
     return [identity.bytes, *socket.recv_multipart()], door.lets(identity.get("User-Id"))
 
 
-def _deliver(
-    socket: "zmq.Socket[bytes]", server: QueueServer, flush: Callable[[], None], outgoing: list[Outgoing]
-) -> None:
+def _deliver(socket: "zmq.Socket[bytes]", server: Server, flush: Callable[[], None], outgoing: list[Outgoing]) -> None:
     """Flush and send answers, and those that follow from one whose client is gone."""
     while outgoing:
         flush()

@@ -1,11 +1,10 @@
 """Which payloads a transition frees, and the table of those kept in memory. They are never decoded."""
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from rl_async.codec import Frame
-from rl_async.messages import RowKey
 from rl_async.transfer_queue.transitions import (
     DeadLettered,
     EvalClosed,
@@ -44,19 +43,22 @@ trim = _make_trim()
 
 
 class Payloads:
-    """Rows by (group, sample, segment)."""
+    """Rows by group and sample. What names a sample is the caller's: its index, or that with an attempt."""
 
     def __init__(self) -> None:
-        self._groups: dict[int, dict[int, Sequence[Frame]]] = {}
+        self._groups: dict[int, dict[Hashable, Sequence[Frame]]] = {}
         self._freed = 0  # bytes since memory was given back
 
-    def put(self, group: int, sample: int, rows: Sequence[Frame]) -> None:
+    def groups(self) -> list[int]:
+        """Of which there is something."""
+        return list(self._groups)
+
+    def put(self, group: int, sample: Hashable, rows: Sequence[Frame]) -> None:
         """Keep the rows of one sample, by segment, unless they are here."""
         self._groups.setdefault(group, {}).setdefault(sample, rows)
 
-    def get(self, key: RowKey) -> Frame | None:
+    def get(self, group: int, sample: Hashable, segment: int) -> Frame | None:
         """One row; None if it is not here."""
-        group, sample, segment = key
         rows = self._groups.get(group, {}).get(sample, ())
         return rows[segment] if 0 <= segment < len(rows) else None
 

@@ -6,7 +6,8 @@ published hold (n - p) B of them. So at most (p + S - n + 1) B are unreserved: e
 take. A group leased now has tokens of version p or newer and the deadline p + S, hence all of them can meet their
 deadlines if steps take the earliest deadline first. Giving a group up, for being late, failing or teaching nothing,
 only makes them fewer, and the task that takes its slot is leased under the same rule. A ready group may pass an
-unfinished one only while that remains true (``choose``).
+unfinished one only while that remains true (``choose``). A group that is pinned to a step, after a rollback or because
+its payload was lost, has a seat of its own there, and is leased when the bound allows that (``may_lease_for``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,7 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_attempts: int = 3
     max_bytes: int = 1 << 30
     max_refills: int = 0  # groups without signal given up per batch; 0: none
+    replicas: int = 0  # payload shards that keep each payload; 0: the queue keeps it itself
 
     @property
     def slots(self) -> int:
@@ -61,6 +63,7 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
             lease_s=config.queue.lease_s,
             max_attempts=config.queue.max_attempts,
             max_bytes=config.queue.max_bytes,
+            replicas=config.queue.replicas if config.queue.shards else 0,
             max_refills=config.algorithm.shaping.max_refills if config.algorithm.shaping.dynamic_sampling else 0,
         )
 
@@ -104,6 +107,12 @@ def may_lease(settings: QueueSettings, active: int, *, begun: bool) -> bool:
     Refuses only after a rollback: weights as old as those published then would be too old when the group's turn comes.
     """
     return active + (not begun) <= settings.slots
+
+
+def may_lease_for(settings: QueueSettings, step: int, published: int) -> bool:
+    """Whether a group that ``step`` waits for may be leased: what is sampled from the ``published`` weights on is
+    young enough then. Its seat is its own, so no other group's deadline depends on it."""
+    return step <= published + settings.max_staleness
 
 
 class Candidate(NamedTuple):

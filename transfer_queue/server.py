@@ -25,23 +25,15 @@ from rl_async.configs.limits import QueueLimits
 from rl_async.errors import ProtocolError
 from rl_async.transfer_queue import transitions as t
 from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.gate import Answer, Gate, Outgoing
 from rl_async.transfer_queue.journal import Journal
-from rl_async.transfer_queue.peers import Peers
 from rl_async.transfer_queue.rates import Rates
 from rl_async.transfer_queue.store import Store
 
 log = logging.getLogger("rl_async.queue")
 
-BUSY = "busy"
 MAX_WAIT_S = 60.0  # longer waits are cut to this
 REMEMBERED = 4096  # those that were given leases
-
-
-class Answer(NamedTuple):
-    """A reply and its payload frames."""
-
-    reply: m.Reply
-    payload: Sequence[Frame] = ()
 
 
 class Parked(NamedTuple):
@@ -52,19 +44,12 @@ class Parked(NamedTuple):
     deadline: float
 
 
-class Outgoing(NamedTuple):
-    """An answer with its address."""
-
-    identity: bytes
-    request_id: bytes
-    answer: Answer
-
-
 # Which transitions can change the answer to a parked request.
 _WAKES: dict[type[m.Request], frozenset[type[t.Transition]]] = {
     m.Lease: frozenset(
         {
             t.LeaseLost,
+            t.ShardLost,
             t.SampleFailed,
             t.GroupDropped,
             t.DeadLettered,
@@ -82,6 +67,8 @@ _WAKES: dict[type[m.Request], frozenset[type[t.Transition]]] = {
     m.Reserve: frozenset({t.GroupReady, t.GroupDropped, t.DeadLettered, t.BatchReserved}),
     m.EvalResult: frozenset({t.GroupReady, t.EvalClosed}),
     m.Engines: frozenset({t.EnginesChanged}),
+    m.Shards: frozenset({t.ShardsChanged, t.ShardLost, t.RolledBack}),
+    m.Sweep: frozenset({t.Retired, t.GroupDropped, t.DeadLettered, t.EvalClosed, t.RolledBack, t.ShardLost}),
 }
 
 
@@ -98,8 +85,7 @@ class QueueServer:
         limits: QueueLimits | None = None,
     ) -> None:
         self._store, self._journal, self._clock = store, journal, clock
-        self._limits = limits or QueueLimits()
-        self._peers = Peers(self._limits.clients, self._limits.requests_per_s)
+        self._gate = Gate(limits or QueueLimits(), clock, store.count, journal.run_id)
         self._changed: set[type[t.Transition]] = set()
         self._rates = Rates(clock())
         feed.subscribe(self._see)
@@ -112,6 +98,8 @@ class QueueServer:
             m.Reserve: self._reserve,
             m.EvalResult: self._eval_result,
             m.Engines: self._engines,
+            m.Shards: self._shards,
+            m.Sweep: self._sweep,
         }
         self._handlers: dict[type[m.Request], Callable[[Any], Answer]] = {
             m.Renew: lambda r: Answer(store.renew(r.worker, clock())),
@@ -127,6 +115,7 @@ class QueueServer:
             m.Evaluate: lambda r: Answer(store.evaluate(r.eval_id)),
             m.RegisterEngine: lambda r: Answer(store.register_engine(r.engine_id, r.url, r.kind)),
             m.RemoveEngine: self._remove_engine,
+            m.RegisterShard: self._register_shard,
             m.Status: lambda r: Answer(store.status(clock())),
             m.Drain: lambda r: Answer(store.drain(r.on)),
             m.Inspect: lambda r: Answer(store.inspect(clock(), self._rates.per_second(clock()))),
@@ -141,37 +130,16 @@ class QueueServer:
 
     def handle(self, parts: Sequence[Any]) -> list[Outgoing]:
         """Answer one message, and whatever was waiting for its effect."""
-        identity = bytes(wire.body(parts[0]))
-        if refused := self._beyond_limits(identity, parts):
-            request_id = bytes(wire.body(parts[1])) if len(parts) > 1 else b""
-            return [Outgoing(identity, request_id, Answer(refused))]
+        admitted = self._gate.admit(parts)
+        if isinstance(admitted, Outgoing):
+            return [admitted]
+        identity, message = admitted
         try:
-            message = wire.decode_request(parts[1:])
             answer = self._answer(identity, message)
         except ProtocolError as error:
-            self._store.count("malformed")
-            log.warning("malformed message from %s: %s", self._peers.name(identity), error)
-            request_id = bytes(wire.body(parts[1])) if len(parts) > 1 else b""
-            return [Outgoing(identity, request_id, Answer(m.Malformed(reason=str(error))))]
+            return [self._gate.malformed(identity, parts, error)]
         own = [] if answer is None else [Outgoing(identity, message.request_id, answer)]
         return own + self._wake()
-
-    def _beyond_limits(self, identity: bytes, parts: Sequence[Any]) -> m.Refused | None:
-        """Why the message is not even decoded."""
-        limits = self._limits
-        if identity in self._peers and not self._peers.spend(identity, self._clock()):
-            self._store.count("too_many_requests")
-            return m.Refused(code=BUSY, reason=f"more than {limits.requests_per_s:g} requests a second")
-        size, frames = sum(len(part) for part in parts[1:]), len(parts) - 1
-        if size > limits.message_bytes or frames > limits.frames:
-            self._store.count("too_large")
-            log.warning("%s sent %d bytes in %d frames", self._peers.name(identity), size, frames)
-            reason = (
-                f"a message of {size} bytes in {frames} frames; the limits are "
-                f"queue.limits.message_bytes={limits.message_bytes} and queue.limits.frames={limits.frames}"
-            )
-            return m.Refused(code="too_large", reason=reason)
-        return None
 
     def tick(self) -> list[Outgoing]:
         """End leases and waits whose time is over; the answers that follow."""
@@ -192,7 +160,7 @@ class QueueServer:
 
         If the client lives, it says hello on a new connection and repeats its requests.
         """
-        self._peers.forget(message.identity)
+        self._gate.forget(message.identity)
         for parked in self._parked.values():
             for request_id in [key for key, waiting in parked.items() if waiting.identity == message.identity]:
                 del parked[request_id]
@@ -242,26 +210,26 @@ class QueueServer:
     def _answer(self, identity: bytes, message: wire.RequestMessage) -> Answer | None:
         """The answer, or None if the request is parked. Raises ProtocolError for a payload in the wrong place."""
         request, kind = message.request, type(message.request)
-        if isinstance(request, m.Put) != bool(message.payload):
-            raise ProtocolError(f"a {kind.__name__} with {len(message.payload)} payload frames")
-        if isinstance(request, m.Hello):
-            return self._hello(identity, request)
-        if identity not in self._peers:
-            return Answer(m.Refused(code="hello", reason="say Hello first"))
         if isinstance(request, m.Put):
             return self._put(request, message.payload)
+        if message.payload:
+            raise ProtocolError(f"a {kind.__name__} with {len(message.payload)} payload frames")
         if kind in self._parked:
             return self._poll(identity, message.request_id, request)
         if isinstance(request, m.Submit):
             return Answer(self._store.submit(request.tasks, message.request_id))
         if isinstance(request, m.Requeue):
             return Answer(self._store.requeue(request.group_id, message.request_id))
+        if kind not in self._handlers:
+            return Answer(m.Refused(code="not_here", reason=f"a {kind.__name__} is for payload shards"))
         return self._handlers[kind](request)
 
     def _poll(self, identity: bytes, request_id: bytes, request: Any) -> Answer | None:
         wait_s = 0.0 if math.isnan(request.wait_s) else min(request.wait_s, MAX_WAIT_S)
         if isinstance(request, m.Lease):  # only its arrival is a sign of life, not that it is still parked
             self._store.renew(request.worker, self._clock())
+        if isinstance(request, m.Sweep):
+            self._store.shards.hear(request.shard_id, self._clock())
         waiting = Parked(identity, request, self._clock() + wait_s)
         answer = self._polled(request_id, waiting, last=wait_s <= 0)
         if answer is None:
@@ -277,17 +245,11 @@ class QueueServer:
 
     # --- handlers ---------------------------------------------------------------------------------------------------
 
-    def _hello(self, identity: bytes, request: m.Hello) -> Answer:
-        if request.schema != m.SCHEMA:
-            reason = f"the queue speaks schema {m.SCHEMA}, {request.role} {request.name} speaks {request.schema}"
-            return Answer(m.Refused(code="schema", reason=reason))
-        if not self._peers.greet(identity, request.name, self._clock()):
-            self._store.count("too_many_clients")
-            reason = f"{len(self._peers)} clients are connected, and queue.limits.clients={self._limits.clients}"
-            return Answer(m.Refused(code=BUSY, reason=reason))
-        return Answer(m.Welcome(schema=m.SCHEMA, run_id=self._journal.run_id))
-
     def _put(self, request: m.Put, payload: Sequence[Frame]) -> Answer:
+        if self._store.settings.replicas:
+            if payload:
+                return Answer(m.Refused(code=wire.SHARDED, reason="the payloads of this queue go to its shards"))
+            return Answer(m.Taken(refused=[self._take_header(request.worker, each) for each in request.samples]))
         if not all(request.samples) or sum(map(len, request.samples)) != len(payload) or not all(map(len, payload)):
             raise ProtocolError(
                 f"a Put of {[len(headers) for headers in request.samples]} rows with {len(payload)} payload frames, "
@@ -297,9 +259,18 @@ class QueueServer:
         samples = [(headers, list(itertools.islice(frames, len(headers)))) for headers in request.samples]
         return Answer(m.Taken(refused=[self._take(request.worker, headers, rows) for headers, rows in samples]))
 
+    def _take_header(self, worker: str, headers: Sequence[m.TrajectoryHeader]) -> m.Refused | None:
+        """A sample whose payload is with shards."""
+        if not headers:
+            raise ProtocolError("a Put of a sample without rows")
+        if refused := self._store.shards.misplaced(headers):
+            return refused
+        reply = self._store.put(worker, headers, self._clock())
+        return reply if isinstance(reply, m.Refused) else None
+
     def _take(self, worker: str, headers: Sequence[m.TrajectoryHeader], rows: Sequence[Frame]) -> m.Refused | None:
         headers = [
-            msgspec.structs.replace(header, nbytes=memoryview(row).nbytes)
+            msgspec.structs.replace(header, nbytes=memoryview(row).nbytes, shards=[])
             for header, row in zip(headers, rows, strict=True)
         ]
         reply = self._store.put(worker, headers, self._clock())
@@ -312,6 +283,8 @@ class QueueServer:
     def _fetch(self, request: m.Fetch) -> Answer:
         if len(set(request.rows)) != len(request.rows):
             return Answer(m.Refused(code="rows", reason="a row is asked for twice"))
+        if self._store.settings.replicas:
+            return Answer(self._store.shards.places(request.rows))
         rows = [self._journal.get(key) for key in request.rows]
         missing = [key for key, row in zip(request.rows, rows) if row is None]
         if missing:
@@ -364,3 +337,16 @@ class QueueServer:
     def _engines(self, request: m.Engines, last: bool) -> Answer | None:
         reply = self._store.engines()
         return Answer(reply) if reply.revision > request.after or last else None
+
+    def _shards(self, request: m.Shards, last: bool) -> Answer | None:
+        reply = self._store.shards.list()
+        return Answer(reply) if reply.revision > request.after or last else None
+
+    def _sweep(self, request: m.Sweep, last: bool) -> Answer | None:
+        reply = self._store.shards.sweep(request.shard_id, request.groups)
+        return Answer(reply) if isinstance(reply, m.Refused) or reply.gone or last else None
+
+    def _register_shard(self, request: m.RegisterShard) -> Answer:
+        record = m.ShardRecord(shard_id=request.shard_id, name=request.name, url=request.url)
+        log.info("payload shard %s at %s", record.shard_id, record.url)
+        return Answer(self._store.shards.register(record, self._clock()))

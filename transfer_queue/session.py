@@ -26,7 +26,7 @@ S = TypeVar("S", bound=m.Reply)
 FIRST_PAUSE_S = 0.1  # before a request that was refused as too many is sent again; doubled each time, up to
 LONGEST_PAUSE_S = 2.0
 
-_decode_row = codec.decoder(m.Trajectory)
+decode_row = codec.decoder(m.Trajectory)
 
 
 class Session:
@@ -130,14 +130,6 @@ def expect_either(reply: m.Reply, kind: type[R], other: type[S]) -> R | S:
     if isinstance(reply, m.Refused):
         raise ProtocolError(f"the transfer queue refused: {reply.reason} ({reply.code})")
     raise ProtocolError(f"the transfer queue answered {reply}")
-
-
-def trajectories(message: wire.ReplyMessage, asked: int) -> list[m.Trajectory]:
-    """Decode the ``asked`` rows of a Fetch; their arrays are views of the received frames."""
-    lengths = expect(message.reply, m.Rows).lengths
-    if len(lengths) != asked:
-        raise ProtocolError(f"{asked} rows were asked for, {len(lengths)} came")
-    return [_decode_row(row) for row in wire.split(message.payload, lengths)]
 
 
 def _set_options(socket: "zmq.Socket[Any]") -> None:

@@ -42,6 +42,7 @@ from rl_async.transfer_queue.evals import Evaluation, Evaluations
 from rl_async.transfer_queue.grants import Grant
 from rl_async.transfer_queue.groups import State
 from rl_async.transfer_queue.policy import QueueSettings
+from rl_async.transfer_queue.shards import Shards, ShardsState
 from rl_async.transfer_queue.source import TaskSource
 from rl_async.transfer_queue.tasks import Tasks
 
@@ -54,6 +55,7 @@ class StoreState(msgspec.Struct, kw_only=True):
     batches: BatchesState
     evals: dict[int, Evaluation]
     engines: t.EnginesChanged
+    shards: ShardsState
 
 
 class Store:
@@ -66,13 +68,14 @@ class Store:
         eval_tasks: Sequence[Task],
         emit: Callable[[t.Transition], None],
     ) -> None:
-        self._emit, self._source = emit, source
+        self.settings, self._emit, self._source = settings, emit, source
         book = self._book = Book(settings, source.cursor())
         tasks = self._tasks = Tasks(book, self._change, source)
         delivery = self._delivery = Delivery(book, self._change, tasks)
         batches = self._batches = Batches(book, self._change, delivery, source)
         evals = self._evals = Evaluations(book, self._change, eval_tasks)
         self._engines = Engines(self._change)
+        self.shards = Shards(book, self._change)
         self._effects: dict[type[t.Transition], Callable[[Any], None]] = {
             t.Admitted: delivery.admitted,
             t.LeaseGiven: delivery.lease_given,
@@ -89,7 +92,7 @@ class Store:
             t.Published: batches.version_published,
             t.Retired: batches.steps_retired,
             t.Tightened: batches.bound_tightened,
-            t.RolledBack: batches.rolled_back,
+            t.RolledBack: self._rolled_back,
             t.Submitted: tasks.submitted,
             t.Requeued: tasks.requeued,
             t.Drained: tasks.drained,
@@ -97,6 +100,8 @@ class Store:
             t.EvalAnswered: evals.answered,
             t.EvalClosed: evals.closed,
             t.EnginesChanged: self._engines.changed,
+            t.ShardsChanged: self.shards.changed,
+            t.ShardLost: self.shards.shard_lost,
             t.RunFinished: self._run_finished,
             t.Relaunched: self._relaunched,
         }
@@ -116,6 +121,7 @@ class Store:
             batches=self._batches.dump(),
             evals=self._evals.dump(),
             engines=self._engines.dump(),
+            shards=self.shards.dump(),
         )
         return msgspec.msgpack.encode(state)
 
@@ -133,20 +139,28 @@ class Store:
             self._batches.load(state.batches)
             self._evals.load(state.evals)
             self._engines.changed(state.engines)
+            self.shards.load(state.shards)
         for transition in transitions:
             self._effects[type(transition)](transition)
         self._source.seek(self._book.cursor)
         self._book.leases.revive(now)
+        self.shards.revive(now)
 
     def relaunch(self) -> None:
         """All other processes of the run were started anew: nobody holds a lease, serves, or knows that it was over."""
         self._delivery.revoke_all()
         self._engines.forget_all()
+        self.shards.forget_all()
         if self._book.published is not None or self._book.finished or self._book.draining:
             self._change(t.Relaunched())
 
     def _relaunched(self, event: t.Relaunched) -> None:
         self._book.published, self._book.finished, self._book.draining = None, False, False
+
+    def _rolled_back(self, event: t.RolledBack) -> None:
+        self._batches.rolled_back(event)
+        if event.fresh:  # group ids mean something else from now on
+            self.shards.clear()
 
     def _run_finished(self, event: t.RunFinished) -> None:
         self._book.finished = True
@@ -193,6 +207,7 @@ class Store:
         """Take back the leases of silent workers. Ages of groups are as exact as this is often."""
         self._book.now = now
         self._delivery.expire(now)
+        self.shards.expire(now)
 
     # --- trainer ----------------------------------------------------------------------------------------------------
 

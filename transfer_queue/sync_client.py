@@ -6,6 +6,8 @@ nothing opens a new connection, says hello, and sends its unanswered request aga
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -14,24 +16,28 @@ import zmq
 from rl_async import codec
 from rl_async import messages as m
 from rl_async.codec import Frame
-from rl_async.transfer_queue import wire
+from rl_async.errors import QueueLost
+from rl_async.transfer_queue import sharded, wire
 from rl_async.transfer_queue.keys import ClientKeys
 from rl_async.transfer_queue.session import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     PATIENCE_S,
     Session,
+    decode_row,
     expect,
     expect_either,
     is_busy,
     must_repeat,
     send_sync,
-    trajectories,
     wait_of,
 )
+from rl_async.transfer_queue.sharded import SHARD_S
 
 R = TypeVar("R", bound=m.Reply)
 S = TypeVar("S", bound=m.Reply)
+T = TypeVar("T")
+MOST_CALLS = 16  # at once
 
 
 class SyncQueueClient:
@@ -45,6 +51,10 @@ class SyncQueueClient:
         self, address: str, *, role: str, name: str, timeout_s: float = 60.0, keys: ClientKeys | None = None
     ) -> None:
         self._session = Session(address, role, name, keys)
+        self._connect_shard = partial(SyncQueueClient, role=role, name=name, timeout_s=SHARD_S, keys=keys)
+        self._shards: dict[str, SyncQueueClient] = {}  # by url
+        self._callers: ThreadPoolExecutor | None = None  # for several shards at once
+        self._sharded = False
         self._timeout_s = timeout_s
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
@@ -66,6 +76,11 @@ class SyncQueueClient:
 
     def close(self) -> None:
         """Close the connection; the client cannot be used any more."""
+        if self._callers is not None:
+            self._callers.shutdown()
+        for shard in self._shards.values():
+            shard.close()
+        self._shards.clear()
         if self._socket is not None:
             self._session.abandon()
             self._socket.close(0)
@@ -142,9 +157,15 @@ class SyncQueueClient:
 
     def put(self, *rows: m.Trajectory) -> m.Done | m.Refused:
         """Hand over all rows of one sample, from segment 0; Refused (``fenced``) if they are no longer wanted."""
-        request = m.Put(worker=self.worker, samples=[[row.header() for row in rows]])
-        reply = self.exchange(request, [codec.encode(row) for row in rows]).reply
-        (refused,) = expect(reply, m.Taken).refused
+        headers, payload = [row.header() for row in rows], [codec.encode(row) for row in rows]
+        if not self._sharded:
+            reply = self.exchange(m.Put(worker=self.worker, samples=[headers]), payload).reply
+            self._sharded = isinstance(reply, m.Refused) and reply.code == wire.SHARDED
+            if not self._sharded:
+                (refused,) = expect(reply, m.Taken).refused
+                return refused or m.Done()
+        parcel = sharded.Parcel(headers, list(payload))
+        (refused,) = self._converse(sharded.put(self.worker, [parcel], self._timeout_s))
         return refused or m.Done()
 
     def fail(self, group_id: int, sample: int, attempt: int, error: str) -> m.Done | m.Refused:
@@ -157,8 +178,38 @@ class SyncQueueClient:
         return self._ask_either(m.Reserve(step=step, wait_s=wait_s), m.Reserved, m.NotReady)
 
     def fetch(self, rows: Sequence[m.RowKey]) -> list[m.Trajectory]:
-        """The trajectories of these rows."""
-        return trajectories(self.exchange(m.Fetch(rows=list(rows))), len(rows))
+        """The trajectories of these rows. Raises RowsLost if they went with a payload shard."""
+        return [decode_row(row) for row in self._converse(sharded.fetch(rows, self._timeout_s))]
+
+    def _converse(self, conversation: sharded.Conversation[T]) -> T:
+        """Make the calls of a conversation, those of one turn at once."""
+        try:
+            calls = next(conversation)
+            while True:
+                calls = conversation.send(self._call_all(calls))
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    def _call_all(self, calls: Sequence[sharded.Call]) -> list[sharded.Outcome]:
+        if len(calls) < 2:
+            return [self._call(call) for call in calls]
+        if self._callers is None:
+            self._callers = ThreadPoolExecutor(MOST_CALLS, thread_name_prefix="queue client")
+        return list(self._callers.map(self._call, calls))
+
+    def _call(self, call: sharded.Call) -> sharded.Outcome:
+        """The calls of one turn go to different shards, so no two threads use one of these clients at a time."""
+        try:
+            if call.url == sharded.QUEUE:
+                return self.exchange(call.request, call.payload)
+            if call.url not in self._shards:
+                self._shards[call.url] = self._connect_shard(call.url)
+            return self._shards[call.url].exchange(call.request, call.payload)
+        except QueueLost as error:
+            if call.url in self._shards:  # it may come back under its url, with nothing
+                self._shards.pop(call.url).close()
+            return error
 
     def commit(self, step: int) -> m.Done:
         """The batch of ``step`` was trained."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from rl_async.messages import EngineRecord, Task, TrajectoryHeader, Version
+from rl_async.messages import EngineRecord, ShardRecord, Task, TrajectoryHeader, Version
 
 
 class Transition(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -207,6 +207,20 @@ class EnginesChanged(Transition, frozen=True, kw_only=True):
     engines: list[EngineRecord]
 
 
+class ShardsChanged(Transition, frozen=True, kw_only=True):
+    """The registry of payload shards has a new revision."""
+
+    revision: int
+    shards: list[ShardRecord]
+
+
+class ShardLost(Transition, frozen=True, kw_only=True):
+    """A payload shard is gone with what it kept; of these samples, (group, index), nobody has a copy."""
+
+    shard_id: str
+    samples: list[tuple[int, int]]
+
+
 class RunFinished(Transition, frozen=True, kw_only=True):
     """Nothing more is admitted or leased."""
 
@@ -239,6 +253,8 @@ TransitionType = (
     | EvalAnswered
     | EvalClosed
     | EnginesChanged
+    | ShardsChanged
+    | ShardLost
     | RunFinished
     | Relaunched
 )

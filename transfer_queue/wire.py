@@ -17,6 +17,12 @@ ID_BYTES = 8
 LINGER_MS = 1000  # for replies that are on their way when a socket closes
 HEARTBEAT_MS = 5000  # a peer whose host is gone is noticed after a few of these
 JOINED_BYTES = 1 << 20
+
+# Codes of refusals that clients act upon.
+SHARDED = "sharded"  # a payload that should have gone to a shard
+SHARD_LOST = "shard_lost"  # it names a shard that does not count any more
+ROWS_LOST = "rows_lost"  # what was asked for went with a shard
+
 _COPY_BELOW = 1 << 16  # a small frame's view would hold on to the whole receive buffer
 
 # Of bytes that are no message: wrong types or lengths, text that is not UTF-8, a nesting that is too deep.

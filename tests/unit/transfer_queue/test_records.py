@@ -144,16 +144,16 @@ def test_payloads_are_freed_with_their_groups():
     feed(Retired(step=1, groups=[1]))
     feed(EvalClosed(eval_id=1, groups=[2]))
     feed(Published(version=Version(0, 1), released=[3]))
-    assert [payloads.get((group, 0, 0)) for group in range(4)] == [None, None, None, b"x"]
-    assert [payloads.get((3, sample, segment)) for sample, segment in ((0, 1), (0, 2), (1, 0))] == [
+    assert [payloads.get(group, 0, 0) for group in range(4)] == [None, None, None, b"x"]
+    assert [payloads.get(3, sample, segment) for sample, segment in ((0, 1), (0, 2), (1, 0))] == [
         b"y",
         None,
         None,
     ]
     feed(RolledBack(step=0, lineage=1, fresh=False, next_group=4, max_staleness=1))
-    assert payloads.get((3, 0, 0)) == b"x"
+    assert payloads.get(3, 0, 0) == b"x"
     feed(RolledBack(step=0, lineage=2, fresh=True, next_group=4, max_staleness=1))
-    assert payloads.get((3, 0, 0)) is None
+    assert payloads.get(3, 0, 0) is None
 
 
 def test_leases_live_as_long_as_their_worker_is_heard():
@@ -226,7 +226,7 @@ def test_memory_is_given_back_when_much_was_freed(monkeypatch):
     assert given == [0]
     payloads.free(None)
     assert given == [0, 1]
-    assert all(payloads.get((group, 0, 0)) is None for group in range(4))
+    assert all(payloads.get(group, 0, 0) is None for group in range(4))
 
 
 @pytest.mark.parametrize("sizes", [[], [1], [5, 3, 2], [10], [10, 10, 1], [11, 1, 30, 4, 4, 4]])

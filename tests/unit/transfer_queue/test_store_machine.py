@@ -10,9 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rl_async.messages import (
     Done,
     LeasedGroup,
+    NotReady,
     Refused,
     Reserved,
     Resumed,
+    ShardRecord,
     Task,
     TrajectoryHeader,
     Version,
@@ -21,11 +23,13 @@ from rl_async.messages import (
 from rl_async.transfer_queue.delivery import NO_SIGNAL
 from rl_async.transfer_queue.groups import EVAL_GROUPS
 from rl_async.transfer_queue.policy import QueueSettings
+from rl_async.transfer_queue.sharded import chosen
 from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import (
     Admitted,
     DeadLettered,
     GroupDropped,
+    ShardLost,
     Transition,
     TransitionType,
 )
@@ -63,9 +67,12 @@ class Histories(RuleBasedStateMachine):
     """The model: what workers hold, what each step's batch was, and what the trainer did."""
 
     @initialize(
-        bound=st.sampled_from([0, 1, 4]), policy=st.sampled_from(["wait", "drop"]), refills=st.sampled_from([0, 1, 3])
+        bound=st.sampled_from([0, 1, 4]),
+        policy=st.sampled_from(["wait", "drop"]),
+        refills=st.sampled_from([0, 1, 3]),
+        replicas=st.sampled_from([0, 1, 2]),
     )
-    def start(self, bound: int, policy: Any, refills: int) -> None:
+    def start(self, bound: int, policy: Any, refills: int, replicas: int) -> None:
         self.settings = QueueSettings(
             steps=STEPS,
             batch_groups=BATCH,
@@ -75,8 +82,10 @@ class Histories(RuleBasedStateMachine):
             lease_s=LEASE_S,
             max_attempts=3,
             max_refills=refills,
+            replicas=replicas,
         )
         self.now = 0.0
+        self.started = 0  # shards
         self.lineage = 0
         self.step = 0  # the next one to train
         self.reserved_until = 0
@@ -99,6 +108,7 @@ class Histories(RuleBasedStateMachine):
         self.refills = 0  # groups given up for want of signal since a batch was complete
         self.held: list[tuple[str, LeasedGroup, int]] = []
         self.store = self.new_store()
+        self.start_shards()
 
     def new_store(self) -> Store:
         self.source = Source()
@@ -116,6 +126,42 @@ class Histories(RuleBasedStateMachine):
         self.store.recover(dump, [recorded(transition) for transition in self.seen[count:]], self.now)
         assert self.store.dump() == before
         assert self.source.taken == taken
+
+    # --- payload shards ---------------------------------------------------------------------------------------------
+
+    def start_shards(self) -> None:
+        """Those that are missing."""
+        if self.settings.replicas:
+            names = {shard.name for shard in self.store.shards.list().shards}
+            for name in sorted({"x", "y", "z"} - names):
+                self.start_shard(name)
+
+    def start_shard(self, name: str) -> None:
+        self.started += 1
+        record = ShardRecord(shard_id=f"{name}{self.started}", name=name, url="")
+        for _ in range(2):
+            assert self.store.shards.register(record, self.now) == Done()
+
+    @precondition(lambda self: self.settings.replicas)
+    @rule(names=st.sets(st.sampled_from("xyz"), min_size=1))
+    def shards_are_killed(self, names: set[str]) -> None:
+        """They start again with nothing, one after another."""
+        for name in sorted(names):
+            self.start_shard(name)
+
+    @precondition(lambda self: self.settings.replicas)
+    @rule()
+    def shards_are_silent(self) -> None:
+        """All are given up, and then come back."""
+        for worker in WORKERS:
+            self.store.renew(worker, self.now + LEASE_S)
+        self.now += LEASE_S
+        self.store.expire(self.now)
+        assert self.store.shards.list().shards == []
+        self.start_shards()
+
+    def lost(self) -> set[tuple[int, int]]:
+        return {sample for event in self.seen if isinstance(event, ShardLost) for sample in event.samples}
 
     def publish(self) -> None:
         self.published = Version(self.lineage, self.step)
@@ -192,8 +238,12 @@ class Histories(RuleBasedStateMachine):
         assert not self.store.granted(request)
 
     def headers(self, group: LeasedGroup, sample: int, oldest: int) -> list[TrajectoryHeader]:
-        """One row, or two of every third sample."""
-        return [self.header(group, sample, oldest, segment) for segment in range(segments(group.group_id, sample))]
+        """One row, or two of every third sample; each on the shards that are to keep it."""
+        registry = self.store.shards.list()
+        shards = [shard.shard_id for shard in chosen(group.group_id, registry.shards, registry.replicas)]
+        count = segments(group.group_id, sample)
+        headers = [self.header(group, sample, oldest, segment) for segment in range(count)]
+        return [msgspec.structs.replace(header, shards=shards) for header in headers]
 
     def header(self, group: LeasedGroup, sample: int, oldest: int, segment: int) -> TrajectoryHeader:
         # Engines serve what was published last; it is older than the lease promised if training went back since.
@@ -252,6 +302,8 @@ class Histories(RuleBasedStateMachine):
         self.now += seconds
         for worker in alive:
             self.store.renew(worker, self.now)
+        for shard in self.store.shards.list().shards:
+            self.store.shards.hear(shard.shard_id, self.now)
         self.store.expire(self.now)
 
     @rule(eval_id=st.integers(0, 3))
@@ -287,15 +339,29 @@ class Histories(RuleBasedStateMachine):
         assert not set(members) & set(earlier), "a group in two batches"
         assert self.batches.setdefault(step, members) == members
         if self.same_rows:
-            assert self.rows.setdefault(step, batch.headers) == batch.headers
+            self.check_same_rows(self.rows.setdefault(step, batch.headers), batch.headers)
         self.rows[step] = batch.headers
+
+    def check_same_rows(self, before: list[TrajectoryHeader], now: list[TrajectoryHeader]) -> None:
+        """Only what went with a shard comes as another attempt."""
+        for old, new in zip(before, now, strict=True):
+            assert old == new or ((new.group_id, new.sample) in self.lost() and new.attempt > old.attempt)
 
     @precondition(lambda self: self.retired < self.reserved_until)
     @rule(data=st.data())
     def reserve_again(self, data: st.DataObject) -> None:
         step = data.draw(st.integers(self.retired, self.reserved_until - 1))
         batch = self.store.reserve(step, self.now)
-        assert isinstance(batch, Reserved) and batch.headers == self.rows[step]
+        if isinstance(batch, NotReady):
+            assert any(header.key[:2] in self.lost() for header in self.rows[step])
+            return
+        assert isinstance(batch, Reserved)
+        if step < self.step:  # trained: what was lost is missing, and nobody needs it
+            kept = {header.key for header in batch.headers}
+            assert all(header.key in kept or header.key[:2] in self.lost() for header in self.rows[step])
+            return
+        self.check_same_rows(self.rows[step], batch.headers)
+        self.rows[step] = batch.headers
 
     @rule()
     def train(self) -> None:
@@ -334,6 +400,7 @@ class Histories(RuleBasedStateMachine):
         self.open_queue()
         answer = self.store.resume(self.step, self.lineage, snapshot)
         assert isinstance(answer, Resumed)
+        self.start_shards()  # a queue that starts afresh has none
         self.batches = dict(self.checkpoint_batches)  # what was reserved later is not in the checkpoint
         self.same_rows = False
         self.publish()
@@ -370,6 +437,7 @@ class Histories(RuleBasedStateMachine):
                 break
             self.now += 2 * LEASE_S
             self.store.expire(self.now)
+            self.start_shards()
             self.held = []
             self.lease("z", 100)
             for worker, group, sample in self.held:
