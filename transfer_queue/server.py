@@ -230,6 +230,7 @@ class QueueServer:
             self._store.renew(request.worker, self._clock())
         if isinstance(request, m.Sweep):
             self._store.shards.hear(request.shard_id, self._clock())
+            wait_s = min(wait_s, self._store.settings.lease_s / 4)  # it must be heard of again before it counts as lost
         waiting = Parked(identity, request, self._clock() + wait_s)
         answer = self._polled(request_id, waiting, last=wait_s <= 0)
         if answer is None:

@@ -44,7 +44,7 @@ from rl_async.transfer_queue.zap import Door
 
 log = logging.getLogger("rl_async.queue")
 
-SWEEP_S = 1.0  # the queue says at least this often what is of no use any more
+SWEEP_S = 1.0  # the queue says at least this often, and earlier if leases are short, what is of no use any more
 CLEAR_S = 30.0  # for the serving thread to drop everything
 
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from rl_async import messages as m
-from rl_async.errors import QueueLost
+from rl_async.errors import QueueLost, RowsLost
 from rl_async.transfer_queue import client as clients
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
 
@@ -107,7 +107,10 @@ def train(run: Path, address: str) -> None:
             batch = queue.reserve(step, 1.0)
             if isinstance(batch, m.NotReady):
                 continue
-            rows = queue.fetch([header.key for header in batch.headers])
+            try:
+                rows = queue.fetch([header.key for header in batch.headers])
+            except RowsLost:
+                continue
             write(run / "trained.jsonl", {"step": step, "rows": [trained(row) for row in rows]})
             time.sleep(random.random() * 0.05)
             queue.commit(step)
