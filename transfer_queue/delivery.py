@@ -252,7 +252,7 @@ class Delivery:
         for index in samples:
             sample = group.samples[index]
             # A group of a batch succeeded before; the batch keeps its members, and the trainer has a deadline.
-            exhausted = sample.failures + 1 >= limit and group.group_id not in self._book.mending
+            exhausted = sample.failures + 1 >= limit and self._book.due(group) is None
             if exhausted and group.partition == TRAIN:
                 text = f"sample {index} failed {sample.failures + 1} times; last: {error}"
                 self._change(DeadLettered(group=group.group_id, error=text))
