@@ -28,6 +28,7 @@ from rl_async.transfer_queue.loop import bind, serve
 from rl_async.transfer_queue.policy import QueueSettings
 from rl_async.transfer_queue.recovery import Recorder, recover
 from rl_async.transfer_queue.server import QueueServer
+from rl_async.transfer_queue.shard import run_shard
 from rl_async.transfer_queue.sqlite_journal import SqliteJournal
 from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import Feed
@@ -165,14 +166,20 @@ class Tasks:
         self._taken = int(cursor)
 
 
-def settings(batch: int = BATCH, group_size: int = ROWS) -> QueueSettings:
+def settings(batch: int = BATCH, group_size: int = ROWS, replicas: int = 0) -> QueueSettings:
     return QueueSettings(
-        steps=1 << 40, batch_groups=batch, group_size=group_size, max_staleness=3, lease_s=60.0, max_bytes=1 << 32
+        steps=1 << 40,
+        batch_groups=batch,
+        group_size=group_size,
+        max_staleness=3,
+        lease_s=60.0,
+        max_bytes=1 << 32,
+        replicas=replicas,
     )
 
 
 def journal_of(kind: str, folder: Path) -> Journal:
-    """As ``open_journal`` makes them of a config."""
+    """As ``open_journal`` makes them of a config; with shards, ``sharded``, the memory journal."""
     return SqliteJournal(folder, "benchmark") if kind == "sqlite" else MemoryJournal()
 
 
@@ -185,10 +192,16 @@ def queue_server(address: str, kind: str, folder: str, batch: str = str(BATCH), 
         bind(context, address) as socket,
     ):
         feed = Feed(journal.append, ledger.append)
-        store = Store(settings(int(batch), int(group_size)), Tasks(), [], feed)
+        replicas = 1 if kind == "sharded" else 0
+        store = Store(settings(int(batch), int(group_size), replicas), Tasks(), [], feed)
         recover(store, journal, ledger, time.monotonic())
         server = QueueServer(store, journal, feed, limits=QueueLimits(requests_per_s=1e6))  # one client plays many
         serve(socket, server, Recorder(store, journal, ledger).flush, lambda: False)
+
+
+def queue_shard(address: str, queue: str, name: str) -> None:
+    """A payload shard of the queue."""
+    run_shard(address, queue, name)
 
 
 def queue_producer(address: str, groups: str, groups_per_s: str = "inf") -> None:
@@ -254,6 +267,7 @@ ROLES: dict[str, Callable[..., None]] = {
     "redis_producer": redis_producer,
     "redis_consumer": redis_consumer,
     "queue_server": queue_server,
+    "queue_shard": queue_shard,
     "queue_producer": queue_producer,
     "queue_consumer": queue_consumer,
 }

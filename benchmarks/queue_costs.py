@@ -6,7 +6,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import psutil
@@ -25,7 +25,7 @@ from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import Feed
 
 TOKENS = 80  # of a row of about 1 KB
-MEASURED = 1024  # groups at the beginning, and at the end
+MEASURED = 1024  # groups
 
 
 def put(groups: Sequence[m.LeasedGroup], tokens: int) -> tuple[m.Put, list[bytes]]:
@@ -34,48 +34,61 @@ def put(groups: Sequence[m.LeasedGroup], tokens: int) -> tuple[m.Put, list[bytes
     return m.Put(worker="w", samples=[[r.header()] for r in rows]), [codec.encode(r) for r in rows]
 
 
-def cost_of_groups(total: int) -> float:
-    """Server time per group of one row, the last MEASURED of ``total`` / the first MEASURED, without sockets."""
-    with tempfile.TemporaryDirectory() as folder, closing(Ledger(Path(folder) / "ledger.jsonl")) as ledger:
-        journal = MemoryJournal()
+class Driven:
+    """A server with its store, ledger and memory journal, driven step by step without sockets."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        journal, ledger = MemoryJournal(), stack.enter_context(closing(Ledger(Path(folder) / "ledger.jsonl")))
         feed = Feed(journal.append, ledger.append)
         store = Store(settings(group_size=1), Tasks(), [], feed)
         recover(store, journal, ledger, 0.0)
-        server, flush = QueueServer(store, journal, feed), Recorder(store, journal, ledger).flush
-        ids = wire.RequestIds()
+        self._server, self._flush = QueueServer(store, journal, feed), Recorder(store, journal, ledger).flush
+        self._ids, self._step = wire.RequestIds(), 0
+        self._ask(m.Hello(schema=m.SCHEMA, role="benchmark", name="client"))
+        self._ask(m.Publish(version=m.Version(), engines=[]))
 
-        def ask(request: m.Request, payload: Sequence[bytes] = ()) -> m.Reply:
-            answers = server.handle([b"client", *wire.encode(ids.take(), request, payload)])
-            flush()
-            return answers[0].answer.reply
+    def _ask(self, request: m.Request, payload: Sequence[bytes] = ()) -> m.Reply:
+        answers = self._server.handle([b"client", *wire.encode(self._ids.take(), request, payload)])
+        self._flush()
+        return answers[0].answer.reply
 
-        def steps(first: int, count: int) -> float:
-            """CPU seconds per group of so many steps."""
-            spent = 0.0
-            for step in range(first, first + count):
-                began = time.process_time()
-                leased = ask(m.Lease(worker="w", max_groups=BATCH, wait_s=0.0))
-                spent += time.process_time() - began
-                assert isinstance(leased, m.Leased)
-                request, payload = put(leased.groups, TOKENS)
-                began = time.process_time()
-                ask(request, payload)
-                reserved = ask(m.Reserve(step=step, wait_s=0.0))
-                assert isinstance(reserved, m.Reserved)
-                ask(m.Fetch(rows=[header.key for header in reserved.headers]))
-                ask(m.Commit(step=step))
-                ask(m.Publish(version=m.Version(0, step + 1), engines=[]))
-                ask(m.Retire(step=step + 1))
-                spent += time.process_time() - began
-            return spent / (count * BATCH)
+    def handle(self, groups: int) -> float:
+        """CPU seconds per group, from lease to retirement; without what making the rows takes."""
+        spent = 0.0
+        for step in range(self._step, self._step + groups // BATCH):
+            began = time.process_time()
+            leased = self._ask(m.Lease(worker="w", max_groups=BATCH, wait_s=0.0))
+            spent += time.process_time() - began
+            assert isinstance(leased, m.Leased)
+            request, payload = put(leased.groups, TOKENS)
+            began = time.process_time()
+            self._ask(request, payload)
+            reserved = self._ask(m.Reserve(step=step, wait_s=0.0))
+            assert isinstance(reserved, m.Reserved)
+            self._ask(m.Fetch(rows=[header.key for header in reserved.headers]))
+            self._ask(m.Commit(step=step))
+            self._ask(m.Publish(version=m.Version(0, step + 1), engines=[]))
+            self._ask(m.Retire(step=step + 1))
+            spent += time.process_time() - began
+        self._step += groups // BATCH
+        return spent / groups
 
-        ask(m.Hello(schema=m.SCHEMA, role="benchmark", name="client"))
-        ask(m.Publish(version=m.Version(), engines=[]))
-        few, many = MEASURED // BATCH, total // BATCH
-        steps(0, few)  # interpreter and allocator warm up
-        first = steps(few, few)
-        steps(2 * few, many - 3 * few)
-        return steps(many - few, few) / first
+
+def cost_of_groups(total: int, rounds: int = 7) -> float:
+    """Server time per group of one row, of a server that has handled ``total`` / of one that has handled MEASURED.
+
+    Both are measured in turns, in the same process, so that what else happens to the machine happens to both.
+    """
+    with ExitStack() as stack:
+        old = Driven(stack)
+        old.handle(total)
+        ratios: list[float] = []
+        for _ in range(rounds):
+            young = Driven(stack)
+            young.handle(MEASURED)  # interpreter and allocator warm up
+            ratios.append(old.handle(MEASURED) / young.handle(MEASURED))
+    return statistics.median(ratios)
 
 
 def cost_of_producers(run: Callable[..., object], address: str, count: int = 1000, rounds: int = 8) -> float:

@@ -7,7 +7,7 @@ interleaved and the table has medians, because others may use the machine's core
     sqlite_vs_raw_broker      the same with the sqlite journal, synchronous=normal                      goal >= 0.4
     memory_vs_redis_streams   against XADD, XREADGROUP, XACK and XDEL on a Redis server without disk    goal > 1
     memory_vs_transferqueue   against TransferQueue's put, get and clear; null if it is not installed   goal > 1
-    cost_1e6_vs_1e3_groups    server's time per group of 1 KB, last 1,000 of --groups / first 1,000     goal <= 1.3
+    cost_1e6_vs_1e3_groups    server's time per group of 1 KB after --groups / after 1,000              goal <= 1.3
     cost_1000_vs_1_producers  server's time per group put by 1,000 connected producers / by one         goal <= 1.3
     admission_ms_median       lease, and reserve, round trips at half the largest load, the slower one  goal < 1
     memory_vs_payload         growth of the server's memory / payload bytes that it holds               goal <= 1.3
@@ -98,17 +98,17 @@ def redis_streams(groups: int) -> Rate:
         return result(consumer)
 
 
-def queue(journal: str) -> Callable[[int], Rate]:
+def queue(journal: str, shards: int = 0) -> Callable[[int], Rate]:
     def run(groups: int) -> Rate:
         at, groups = address(), groups // BATCH * BATCH
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            role("queue_server", at, journal, folder),
-            role("queue_consumer", at, str(groups)) as consumer,
-        ):
+        with ExitStack() as stack:
+            stack.enter_context(role("queue_server", at, journal, stack.enter_context(tempfile.TemporaryDirectory())))
+            for number in range(shards):
+                stack.enter_context(role("queue_shard", address(), at, f"shard-{number}"))
+            consumer = stack.enter_context(role("queue_consumer", at, str(groups)))
             line(consumer)  # ready
-            with role("queue_producer", at, str(groups)):
-                return result(consumer)
+            stack.enter_context(role("queue_producer", at, str(groups)))
+            return result(consumer)
 
     return run
 
@@ -133,6 +133,8 @@ def throughput(arguments: argparse.Namespace) -> dict[str, float]:
         "raw ZMQ, one broker": broker,
         "this queue, memory": queue("memory"),
         "this queue, sqlite": queue("sqlite"),
+        "this queue, 1 shard": queue("sharded", 1),
+        "this queue, 2 shards": queue("sharded", 2),
     }
     if shutil.which("redis-server"):
         arms["Redis streams"] = redis_streams

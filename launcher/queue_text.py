@@ -37,6 +37,8 @@ def inspection_text(report: Inspection) -> str:
         f"per second, over the last minute: {rates['groups_ready']:.2f} groups ready, {rates['groups_reserved']:.2f} "
         f"reserved, {rates['rows']:.2f} rows, {nbytes(rates['bytes'])}"
     )
+    if report.shards:
+        lines.append("payload shards: " + ", ".join(f"{shard.shard_id} at {shard.url}" for shard in report.shards))
     counted = ", ".join(f"{name} {count}" for name, count in sorted(status.counters.items()) if count)
     lines += [f"counters: {counted}"] if counted else []
     lines += [f"dead letter: group {d.group_id}, task {d.task.task_id}: {d.error}" for d in report.dead_letters]

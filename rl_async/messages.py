@@ -674,6 +674,7 @@ class Inspection(Reply):
     ages_s: dict[str, float]  # of the group that has been longest in its state, by state
     rates: dict[str, float]  # per second over the last minute: groups_ready, groups_reserved, rows, bytes
     dead_letters: list[DeadLetter]  # the newest, oldest first
+    shards: list[ShardRecord] = []  # payload shards that live
 
 
 class GroupRecord(msgspec.Struct, kw_only=True):

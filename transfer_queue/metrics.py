@@ -35,6 +35,7 @@ def metrics_text(report: Inspection) -> str:
         ("slots_used", "gauge", "Training groups that are alive.", [("", status.slots_used)]),
         ("payload_bytes", "gauge", "Bytes of the trajectories held.", [("", status.payload_bytes)]),
         ("workers", "gauge", "Workers heard of within the lease time.", [("", status.workers)]),
+        ("shards", "gauge", "Payload shards that live.", [("", len(report.shards))]),
         ("submitted_tasks", "gauge", "Submitted tasks that are not admitted yet.", [("", report.submitted)]),
         ("draining", "gauge", "1 if nothing is admitted.", [("", report.draining)]),
         ("finished", "gauge", "1 if the run is over.", [("", status.finished)]),

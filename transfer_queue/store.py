@@ -331,6 +331,7 @@ class Store:
             ages_s=observe.ages(self._book, now),
             rates=rates,
             dead_letters=list(self._book.dead_letters.values()),
+            shards=self.shards.list().shards,
         )
 
     def group_list(self, after: int, limit: int, state: str, now: float) -> GroupList | Refused:
