@@ -56,6 +56,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     agent: str = ""  # the loop's name; empty: the config's
     tools: list[str] | None = None  # None: the config's
     extra: dict[str, Any] = {}
+    priority: float = 0.0  # queue.sampling=priority trains higher ones first
+    source: str = ""  # the data set of data.path that it is from; empty: a producer made it
 
 
 class Sampling(msgspec.Struct, frozen=True):

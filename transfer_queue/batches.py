@@ -9,7 +9,8 @@ from rl_async.messages import Done, NotReady, Refused, Reserved, Resumed, Versio
 from rl_async.transfer_queue.book import Book
 from rl_async.transfer_queue.delivery import Delivery
 from rl_async.transfer_queue.groups import TRAIN, Group, Sample, State
-from rl_async.transfer_queue.policy import Candidate, choose
+from rl_async.transfer_queue.policy import choose, may_lease
+from rl_async.transfer_queue.sampling import Candidate
 from rl_async.transfer_queue.source import TaskSource
 from rl_async.transfer_queue.transitions import (
     BatchCommitted,
@@ -93,7 +94,7 @@ class Batches:
             elif group.pinned is not None:
                 pinned[group.pinned] += 1
             else:
-                candidates.append(Candidate(group.group_id, group.state is State.READY, self._deadline(group)))
+                candidates.append(self._candidate(group))
         unfinished = [group_id for group_id in members if book.groups[group_id].state is not State.READY]
         if unfinished:
             return self._not_ready(step, unfinished, now)
@@ -105,8 +106,17 @@ class Batches:
             return self._not_ready(step, choice.blocked_by, now)
         return members + choice.take
 
-    def _deadline(self, group: Group) -> int | None:
-        return None if group.oldest is None else group.oldest + self._book.settings.max_staleness
+    def _candidate(self, group: Group) -> Candidate:
+        book = self._book
+        leasable = book.published is not None and may_lease(book.settings, book.active, begun=group.oldest is not None)
+        return Candidate(
+            group.group_id,
+            group.state is State.READY,
+            None if group.oldest is None else group.oldest + book.settings.max_staleness,
+            coming=group.state is State.LEASED or leasable,
+            priority=group.task.priority,
+            source=group.task.source,
+        )
 
     def _not_ready(self, step: int, blocked_by: list[int], now: float) -> NotReady:
         book = self._book

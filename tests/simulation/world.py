@@ -35,10 +35,18 @@ class Source:
     def __init__(self) -> None:
         self._taken = 0
 
-    def next(self) -> Task:
+    def next(self, step: int = 0) -> Task:
         """The next one."""
-        self._taken += 1
-        return Task(task_id=f"t{self._taken - 1}", data_source="", prompt=[], ground_truth="")
+        number, self._taken = self._taken, self._taken + 1
+        source = "easy" if number % 3 else "hard"
+        return Task(
+            task_id=f"t{number}",
+            data_source="",
+            prompt=[],
+            ground_truth="",
+            priority=float(number * 7 % 5),
+            source=source,
+        )
 
     def cursor(self) -> bytes:
         """How many were taken."""
@@ -144,15 +152,19 @@ class World:
         self.now, self._events, self._order = 0.0, list[Any](), itertools.count()
         self._ids = itertools.count(1)
         bound = rng.choice([0, 1, 1, 2])
+        batch_groups = rng.randint(1, 2)
         self.settings = QueueSettings(
             steps=rng.randint(3, 6),
-            batch_groups=rng.randint(1, 2),
+            batch_groups=batch_groups,
             group_size=rng.randint(1, 3),
             max_staleness=bound,
             on_straggler=rng.choice(["wait", "drop"]),
             lease_s=1.5,
             max_attempts=rng.choice([3, 1000]),
             max_refills=rng.choice([0, 0, 1]),
+            sampling=rng.choice(["fifo", "freshest", "priority", "quota"]),
+            window=rng.choice([0, 0, batch_groups, batch_groups + 1]),
+            weights={"easy": ((0, 1.0),), "hard": ((0, 2.0), (5, 0.0))},
         )
         self.publish_every = rng.randint(1, bound + 1)
         self.checkpoint_every = rng.randint(1, 3)

@@ -39,9 +39,18 @@ class Source:
     def __init__(self) -> None:
         self.taken = 0
 
-    def next(self) -> Task:
+    def next(self, step: int = 0) -> Task:
         self.taken += 1
-        return Task(task_id=f"t{self.taken - 1}", data_source="", prompt=[], ground_truth="")
+        number = self.taken - 1
+        source = "easy" if number % 3 else "hard"
+        return Task(
+            task_id=f"t{number}",
+            data_source="",
+            prompt=[],
+            ground_truth="",
+            priority=float(number * 7 % 5),
+            source=source,
+        )
 
     def cursor(self) -> bytes:
         return str(self.taken).encode()
@@ -63,9 +72,13 @@ class Histories(RuleBasedStateMachine):
     """The model: what workers hold, what each step's batch was, and what the trainer did."""
 
     @initialize(
-        bound=st.sampled_from([0, 1, 4]), policy=st.sampled_from(["wait", "drop"]), refills=st.sampled_from([0, 1, 3])
+        bound=st.sampled_from([0, 1, 4]),
+        policy=st.sampled_from(["wait", "drop"]),
+        refills=st.sampled_from([0, 1, 3]),
+        sampling=st.sampled_from(["fifo", "freshest", "priority", "quota"]),
+        window=st.sampled_from([0, 0, BATCH, BATCH + 1]),
     )
-    def start(self, bound: int, policy: Any, refills: int) -> None:
+    def start(self, bound: int, policy: Any, refills: int, sampling: Any, window: int) -> None:
         self.settings = QueueSettings(
             steps=STEPS,
             batch_groups=BATCH,
@@ -75,6 +88,9 @@ class Histories(RuleBasedStateMachine):
             lease_s=LEASE_S,
             max_attempts=3,
             max_refills=refills,
+            sampling=sampling,
+            window=window,
+            weights={"easy": ((0, 1.0),), "hard": ((0, 2.0), (STEPS, 0.0))},
         )
         self.now = 0.0
         self.lineage = 0
