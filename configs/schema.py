@@ -176,6 +176,13 @@ class QueueConfig(Config, frozen=True):
             "groups are admitted only for the next batch (counted as queue/short_of_bytes)."
         ),
     ] = 1 << 30
+    consumer_bytes: Annotated[
+        Count,
+        doc(
+            "Bytes kept of trained groups that the trainer needs no more and a consumer (rl-async queue tail) has not "
+            "read; beyond it the oldest are skipped, counted as consumers_missed. Training never waits for a consumer."
+        ),
+    ] = 1 << 28
     host: Annotated[
         str, doc("IPv4 address to listen on, 0.0.0.0 for all; anything but loopback is closed to clients without keys.")
     ] = "127.0.0.1"

@@ -1,7 +1,7 @@
 """The trainer's side of the store: batches of steps, what frees slots, and going back to a checkpoint."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -50,6 +50,9 @@ class QueueSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[ReadmittedGroup]  # not trained yet
 
 
+Divide = Callable[[Sequence[int]], tuple[list[int], list[int]]]
+
+
 class Batches:
     """Batches by step, in order: a step is reserved once, trained, published and at last retired.
 
@@ -57,9 +60,16 @@ class Batches:
     """
 
     def __init__(
-        self, book: Book, change: Callable[[Transition], None], delivery: Delivery, source: TaskSource
+        self,
+        book: Book,
+        change: Callable[[Transition], None],
+        delivery: Delivery,
+        source: TaskSource,
+        divide: Divide,
     ) -> None:
+        """``divide`` tells of retired groups which to forget and which to keep for other readers."""
         self._book, self._change, self._delivery, self._source = book, change, delivery, source
+        self._divide = divide
         self._batches: dict[int, Batch] = {}
         self._next_step = 0  # the first without a batch
         self._retired = 0  # steps before this one are forgotten
@@ -179,7 +189,8 @@ class Batches:
         if step <= self._retired:
             return Done()
         ended = [batch for at, batch in self._batches.items() if at < step and not batch.retired]
-        self._change(Retired(step=step, groups=[group for batch in ended for group in batch.groups]))
+        forgotten, kept = self._divide([group for batch in ended for group in batch.groups])
+        self._change(Retired(step=step, groups=forgotten, shelved=kept))
         return Done()
 
     def tighten(self, max_staleness: int) -> Done | Refused:
@@ -279,6 +290,12 @@ class Batches:
     def _resume_answer(self) -> Resumed:
         assert self._resumed is not None
         return self._resumed[2]
+
+    def committed_from(self, step: int) -> Iterator[tuple[int, list[int]]]:
+        """The steps from ``step`` on that were trained, up to the first that was not, with their groups."""
+        while (batch := self._batches.get(step)) is not None and batch.committed:
+            yield step, batch.groups
+            step += 1
 
     # --- what a change does -----------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from rl_async.messages import RowKey
 from rl_async.transfer_queue.payloads import Payloads, freed_by
 from rl_async.transfer_queue.transitions import Transition
 
-JOURNAL_SCHEMA = 2  # raise it when an older process would misread a transition or a dump of the store
+JOURNAL_SCHEMA = 3  # raise it when an older process would misread a transition or a dump of the store
 
 
 class Recovered(NamedTuple):

@@ -38,6 +38,7 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_bytes: int = 1 << 30
     max_refills: int = 0  # groups without signal given up per batch; 0: none
     sampling: Sampling = "fifo"
+    consumer_bytes: int = 1 << 28  # kept of trained groups that consumers have not read
     window: int = 0  # groups at the head of the line from which a batch is taken; 0: all
     weights: dict[str, Points] = {}  # of each data set, by step
 
@@ -71,6 +72,7 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
             max_refills=config.algorithm.shaping.max_refills if config.algorithm.shaping.dynamic_sampling else 0,
             sampling=config.queue.sampling,
             window=config.queue.window,
+            consumer_bytes=config.queue.consumer_bytes,
             weights=dict(zip(labels(config.data), map(points_of, parts(config.data)), strict=True)),
         )
 

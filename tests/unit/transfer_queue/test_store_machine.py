@@ -8,11 +8,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rl_async.messages import (
+    ConsumerRecord,
+    Delivered,
     Done,
     LeasedGroup,
     Refused,
     Reserved,
     Resumed,
+    Subscription,
     Task,
     TrajectoryHeader,
     Version,
@@ -20,12 +23,14 @@ from rl_async.messages import (
 )
 from rl_async.transfer_queue.delivery import NO_SIGNAL
 from rl_async.transfer_queue.groups import EVAL_GROUPS
+from rl_async.transfer_queue.payloads import freed_by
 from rl_async.transfer_queue.policy import QueueSettings
 from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import (
     Admitted,
     DeadLettered,
     GroupDropped,
+    SampleStored,
     Transition,
     TransitionType,
 )
@@ -77,8 +82,9 @@ class Histories(RuleBasedStateMachine):
         refills=st.sampled_from([0, 1, 3]),
         sampling=st.sampled_from(["fifo", "freshest", "priority", "quota"]),
         window=st.sampled_from([0, 0, BATCH, BATCH + 1]),
+        consumer_bytes=st.sampled_from([0, 1000, 1 << 20]),
     )
-    def start(self, bound: int, policy: Any, refills: int, sampling: Any, window: int) -> None:
+    def start(self, bound: int, policy: Any, refills: int, sampling: Any, window: int, consumer_bytes: int) -> None:
         self.settings = QueueSettings(
             steps=STEPS,
             batch_groups=BATCH,
@@ -90,6 +96,7 @@ class Histories(RuleBasedStateMachine):
             max_refills=refills,
             sampling=sampling,
             window=window,
+            consumer_bytes=consumer_bytes,
             weights={"easy": ((0, 1.0),), "hard": ((0, 2.0), (STEPS, 0.0))},
         )
         self.now = 0.0
@@ -114,6 +121,7 @@ class Histories(RuleBasedStateMachine):
         self.requests = 0
         self.refills = 0  # groups given up for want of signal since a batch was complete
         self.held: list[tuple[str, LeasedGroup, int]] = []
+        self.readers: dict[str, list[int]] = {}  # by name: where it began, and what it acknowledged
         self.store = self.new_store()
 
     def new_store(self) -> Store:
@@ -354,6 +362,56 @@ class Histories(RuleBasedStateMachine):
         self.same_rows = False
         self.publish()
 
+    # --- other readers ----------------------------------------------------------------------------------------------
+
+    @rule(name=st.sampled_from(["logger", "evaluator"]), oldest=st.booleans())
+    def subscribe(self, name: str, oldest: bool) -> None:
+        answer = self.store.subscribe(name, oldest)
+        assert isinstance(answer, Subscription)
+        self.readers.setdefault(name, [answer.position])
+        assert self.store.subscribe(name, not oldest) == answer
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data(), count=st.integers(1, 5), acknowledged=st.integers(0, 5), ahead=st.integers(-1, 2))
+    def read(self, data: st.DataObject, count: int, acknowledged: int, ahead: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.readers)))
+        position = self.consumer(name).position
+        after = position + ahead
+        reply = self.store.read(name, after, count)
+        assert isinstance(reply, Delivered) and len(reply.groups) <= count
+        here = self.groups_with_rows()
+        for place, group in enumerate(reply.groups, start=max(after, position) + 1):
+            assert group.position == place and group.group_id in here
+            assert group.headers == [h for h in self.rows[group.step] if h.group_id == group.group_id]
+            assert group.task == self.tasks[group.group_id]
+        for group in reply.groups[:acknowledged] if ahead <= 0 else []:
+            for _ in range(2):
+                assert self.store.acknowledge(name, group.position) == Done()
+            assert group.group_id not in self.readers[name], "every group comes once"
+            self.readers[name].append(group.group_id)
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data())
+    def unsubscribe(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.readers)))
+        del self.readers[name]
+        assert self.store.unsubscribe(name) == self.store.unsubscribe(name) == Done()
+        assert isinstance(self.store.read(name, -1, 1), Refused)
+
+    def consumer(self, name: str) -> ConsumerRecord:
+        (record,) = [record for record in self.store.inspect(self.now, {}).consumers if record.name == name]
+        return record
+
+    def groups_with_rows(self) -> set[int]:
+        """What a journal holds."""
+        here: set[int] = set()
+        for event in self.seen:
+            if isinstance(event, SampleStored):
+                here.add(event.headers[0].group_id)
+            freed = freed_by(event)
+            here = set() if freed is None else here - set(freed)
+        return here
+
     # --- what always holds ------------------------------------------------------------------------------------------
 
     @invariant()
@@ -373,6 +431,12 @@ class Histories(RuleBasedStateMachine):
         assert all(group % 3 and group < EVAL_GROUPS for group in refilled), "a group with signal, or an evaluation's"
         assert len(refilled) - self.refills <= self.settings.refill_allowance
         assert status.counters.get("refilled", 0) == len(refilled)
+        for name, (began, *groups) in self.readers.items():
+            record = self.consumer(name)
+            assert record.position == began + len(groups) + record.skipped and record.behind >= 0
+        report = self.store.inspect(self.now, {})
+        assert 0 <= report.kept_bytes <= self.settings.consumer_bytes
+        assert report.kept_bytes == 0 or any(record.behind for record in report.consumers)
         fixed = {group for step, groups in self.batches.items() if step < self.reserved_until for group in groups}
         assert not fixed & set(refilled)
 
@@ -397,6 +461,11 @@ class Histories(RuleBasedStateMachine):
         assert (status.slots_used, status.waiting, status.leased, status.ready, status.reserved) == (0, 0, 0, 0, 0)
         assert sorted(self.batches) == list(range(STEPS))
         assert self.store.retire(STEPS) == Done()
+        for name in self.readers:
+            assert self.store.acknowledge(name, STEPS * BATCH + 1).code == "bad_position"  # type: ignore[union-attr]
+            self.store.unsubscribe(name)
+        assert self.store.inspect(self.now, {}).kept_bytes == 0
+        assert all(group >= EVAL_GROUPS for group in self.groups_with_rows())
         self.store.evaluate(1000)
 
 
