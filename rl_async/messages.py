@@ -630,7 +630,7 @@ class ConsumerRecord(msgspec.Struct, kw_only=True):
     name: str
     position: int
     behind: int
-    skipped: int  # groups that were given up before it read them
+    skipped: int  # groups that were given up before it acknowledged them
 
 
 class Inspection(Reply):
@@ -678,7 +678,7 @@ class Peeked(Reply):
 
 
 class Subscription(Reply):
-    """Where the consumer stands: it reads what comes behind ``position``; ``skipped`` groups it never saw."""
+    """Where the consumer stands: it reads what comes behind ``position``; ``skipped`` groups were given up before."""
 
     position: int
     skipped: int
@@ -698,7 +698,7 @@ class Delivered(Reply):
     """Groups for a consumer, none if none came within the wait. ``finished``: nor will any."""
 
     groups: list[DeliveredGroup]
-    skipped: int  # groups given up before the consumer read them, since it subscribed
+    skipped: int  # groups given up before the consumer acknowledged them, since it subscribed
     finished: bool = False
 
 

@@ -83,8 +83,11 @@ class Histories(RuleBasedStateMachine):
         sampling=st.sampled_from(["fifo", "freshest", "priority", "quota"]),
         window=st.sampled_from([0, 0, BATCH, BATCH + 1]),
         consumer_bytes=st.sampled_from([0, 1000, 1 << 20]),
+        logged=st.booleans(),
     )
-    def start(self, bound: int, policy: Any, refills: int, sampling: Any, window: int, consumer_bytes: int) -> None:
+    def start(
+        self, bound: int, policy: Any, refills: int, sampling: Any, window: int, consumer_bytes: int, logged: bool
+    ) -> None:
         self.settings = QueueSettings(
             steps=STEPS,
             batch_groups=BATCH,
@@ -113,6 +116,8 @@ class Histories(RuleBasedStateMachine):
         self.made = 0  # tasks that producers made
         self.open_queue()
         self.publish()
+        if logged:
+            self.subscribe("logger", True)
 
     def open_queue(self) -> None:
         self.learn_tasks()
@@ -387,7 +392,7 @@ class Histories(RuleBasedStateMachine):
         for group in reply.groups[:acknowledged] if ahead <= 0 else []:
             for _ in range(2):
                 assert self.store.acknowledge(name, group.position) == Done()
-            assert group.group_id not in self.readers[name], "every group comes once"
+            assert group.group_id not in self.readers[name][1:], "every group comes once"
             self.readers[name].append(group.group_id)
 
     @precondition(lambda self: self.readers)
@@ -397,6 +402,23 @@ class Histories(RuleBasedStateMachine):
         del self.readers[name]
         assert self.store.unsubscribe(name) == self.store.unsubscribe(name) == Done()
         assert isinstance(self.store.read(name, -1, 1), Refused)
+
+    def read_to_the_end(self, name: str) -> None:
+        """Every group that was trained since it subscribed, and was not given up, has come once."""
+        self.consumers_miss_only_what_is_counted()
+        began, *groups = self.readers[name]
+        reply = self.store.read(name, -1, 1 << 20)
+        assert isinstance(reply, Delivered) and {group.group_id for group in reply.groups} <= self.groups_with_rows()
+        groups += [group.group_id for group in reply.groups]
+        self.readers[name] = [began, *groups]
+        assert len(groups) == len(set(groups))
+        assert len(groups) + reply.skipped == self.consumer(name).position + self.consumer(name).behind - began
+        trained = [group for step in range(STEPS) for group in self.batches[step]]
+        assert set(groups) <= set(trained) and groups == sorted(groups, key=trained.index)
+        assert reply.skipped or set(trained[-len(groups) :]) == set(groups), "only what was given up is missing"
+        if reply.groups:
+            assert self.store.acknowledge(name, reply.groups[-1].position) == Done()
+            assert self.store.read(name, -1, 1) == Delivered(groups=[], skipped=reply.skipped)
 
     def consumer(self, name: str) -> ConsumerRecord:
         (record,) = [record for record in self.store.inspect(self.now, {}).consumers if record.name == name]
@@ -431,14 +453,19 @@ class Histories(RuleBasedStateMachine):
         assert all(group % 3 and group < EVAL_GROUPS for group in refilled), "a group with signal, or an evaluation's"
         assert len(refilled) - self.refills <= self.settings.refill_allowance
         assert status.counters.get("refilled", 0) == len(refilled)
+        fixed = {group for step, groups in self.batches.items() if step < self.reserved_until for group in groups}
+        assert not fixed & set(refilled)
+
+    @invariant()
+    def consumers_miss_only_what_is_counted(self) -> None:
+        if not hasattr(self, "store"):
+            return
         for name, (began, *groups) in self.readers.items():
             record = self.consumer(name)
             assert record.position == began + len(groups) + record.skipped and record.behind >= 0
         report = self.store.inspect(self.now, {})
         assert 0 <= report.kept_bytes <= self.settings.consumer_bytes
         assert report.kept_bytes == 0 or any(record.behind for record in report.consumers)
-        fixed = {group for step, groups in self.batches.items() if step < self.reserved_until for group in groups}
-        assert not fixed & set(refilled)
 
     def teardown(self) -> None:
         """An honest worker finishes the run: nothing is lost, nothing is left over."""
@@ -462,7 +489,9 @@ class Histories(RuleBasedStateMachine):
         assert sorted(self.batches) == list(range(STEPS))
         assert self.store.retire(STEPS) == Done()
         for name in self.readers:
+            self.read_to_the_end(name)
             assert self.store.acknowledge(name, STEPS * BATCH + 1).code == "bad_position"  # type: ignore[union-attr]
+        for name in self.readers:
             self.store.unsubscribe(name)
         assert self.store.inspect(self.now, {}).kept_bytes == 0
         assert all(group >= EVAL_GROUPS for group in self.groups_with_rows())
