@@ -98,6 +98,10 @@ def valid(rng: random.Random) -> Frames:
         m.RemoveEngine(engine_id="e", reason="r"),
         m.Engines(),
         m.Status(),
+        m.Subscribe(consumer="logger", oldest=True),
+        m.Read(consumer="logger", after=step),
+        m.Acknowledge(consumer="logger", position=step),
+        m.Unsubscribe(consumer="logger"),
         m.Finish(),
     ]
     request = rng.choice(requests)

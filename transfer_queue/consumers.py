@@ -10,6 +10,7 @@ Positions in the log have no gaps, and a consumer's cursor is never below the lo
 has not read is here.
 """
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -37,7 +38,7 @@ from rl_async.transfer_queue.transitions import (
 
 MOST_CONSUMERS = 64
 MOST_READ = 256  # groups of one answer
-LONGEST_NAME = 200
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -90,8 +91,9 @@ class Consumers:
     def subscribe(self, consumer: str, oldest: bool) -> Subscription | Refused:
         """Make a consumer, which reads from now on or from the oldest group that is here; one that exists stays."""
         if consumer not in self._cursors:
-            if not 0 < len(consumer) <= LONGEST_NAME:
-                return Refused(code="bad_name", reason=f"a consumer needs a name of 1 to {LONGEST_NAME} characters")
+            if not _NAME.fullmatch(consumer):
+                reason = f"consumer {consumer!r}: a name has 1 to 100 letters, digits, and the characters . _ -"
+                return Refused(code="bad_name", reason=reason)
             if len(self._cursors) >= MOST_CONSUMERS:
                 reason = f"there are {MOST_CONSUMERS} consumers; unsubscribe one of: {', '.join(sorted(self._cursors))}"
                 return Refused(code="full", reason=reason)
