@@ -119,6 +119,8 @@ class Traffic:
                         self.logged[group.position] = {(row.group_id, row.sample): row.tokens_sha256() for row in rows}
                     if reply.groups and random.random() < 0.7:
                         await client.acknowledge("logger", reply.groups[-1].position)
+                    if len(self.logged) == STEPS * BATCH:
+                        return
 
     async def train(self) -> None:
         async with self.client("trainer") as client:
