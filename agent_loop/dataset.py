@@ -1,9 +1,10 @@
 """Rows of task files in verl's columns, as Tasks. Every error names the file, the row and the column."""
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import msgspec
 import pyarrow as pa
@@ -136,7 +137,7 @@ def to_task(row: dict[str, Any], place: str, task_id: str) -> Task:
     """A row as a Task. ``place`` is "file, row n" for the error.
 
     Columns: prompt (messages, or one user message as text), reward_model.ground_truth, data_source, ability,
-    extra_info, agent_name, tools.
+    extra_info, agent_name, tools, priority (a number, which may also stand in extra_info).
     """
     reward_model = row.get("reward_model")
     if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
@@ -157,6 +158,7 @@ def to_task(row: dict[str, Any], place: str, task_id: str) -> Task:
         agent=_text(row, "agent_name", place),
         tools=tools,
         extra=extra or {},
+        priority=_priority(row, extra or {}, place),
     )
 
 
@@ -172,6 +174,21 @@ def as_messages(value: Any, place: str, column: str, *, role: str = "user") -> l
         if not isinstance(message.get("content"), str):
             raise DataError(f"{place}, column {column}: a message needs its content as text, got {_short(message)}")
     return [{key: part for key, part in message.items() if part is not None} for message in value]
+
+
+def _priority(row: dict[str, Any], extra: dict[str, Any], place: str) -> float:
+    """The column's number, or extra_info's; something else there is somebody else's business."""
+    value = row.get("priority")
+    if value is None:
+        inner = extra.get("priority")
+        return float(inner) if _is_number(inner) else 0.0
+    if not _is_number(value):
+        raise DataError(f"{place}, column priority: needs a finite number, got {_short(value)}")
+    return float(value)
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _text(row: dict[str, Any], column: str, place: str) -> str:

@@ -3,12 +3,12 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 import msgspec
 
 from rl_async.agent_loop.dataset import Rows, open_rows, to_task
-from rl_async.configs.schema import DataSource, RunConfig
+from rl_async.configs.schema import RunConfig
+from rl_async.configs.sources import Points, label_of, labels, parts, points_of, shares_at
 from rl_async.errors import DataError
 from rl_async.messages import Task
 
@@ -18,13 +18,14 @@ PromptLength = Callable[[Task], int]
 class _Cursor(msgspec.Struct, array_like=True):
     drawn: list[int]  # tasks taken from each source
     rows: list[int]  # rows of each source, to notice that the data has changed
+    owed: list[float] = []  # tasks by which each source is behind its share; empty: none is
 
 
 class _Source:
     """One data set, gone through in an order of its own in each epoch."""
 
-    def __init__(self, rows: Rows, label: str, weight: float, seed: int | None) -> None:
-        self.rows, self.label, self.weight = rows, label, weight
+    def __init__(self, rows: Rows, label: str, weights: Points, seed: int | None) -> None:
+        self.rows, self.label, self.weights = rows, label, weights
         self._seed = seed  # None: in the file's order
         self._epoch, self._order = -1, list[int]()
 
@@ -41,7 +42,8 @@ class _Source:
 
     def at(self, number: int) -> Task:
         """The task of one row."""
-        return to_task(self.rows[number], f"{self.rows.name}, row {number}", f"{self.label}:{number}")
+        task = to_task(self.rows[number], f"{self.rows.name}, row {number}", f"{self.label}:{number}")
+        return msgspec.structs.replace(task, source=self.label)
 
     def check(self, length: PromptLength, longest: int) -> None:
         """Raise DataError for the first row that is no task, or whose prompt has more than ``longest`` tokens."""
@@ -57,26 +59,31 @@ class _Source:
 class TaskSource:
     """Tasks without end, from several data sets in proportion to their weights. Implements the queue's Protocol.
 
-    The order depends only on the data, the weights and the seed, so a cursor is just how much was taken of each.
+    The order depends only on the data, the weights, the seed and the steps that were asked for, so a cursor is how much
+    was taken of each, and by how much each is behind: weights may change from step to step.
     """
 
     def __init__(self, sources: Sequence[_Source]) -> None:
         self._sources = sources
         self._drawn = [0] * len(sources)
+        self._owed = [0.0] * len(sources)
 
-    def next(self) -> Task:
-        """The next task: of the data set that is furthest behind its share."""
-        total = sum(source.weight for source in self._sources)
-        count = sum(self._drawn) + 1
-        behind = [s.weight / total * count - drawn for s, drawn in zip(self._sources, self._drawn)]
-        chosen = max(range(len(behind)), key=behind.__getitem__)
+    def next(self, step: int = 0) -> Task:
+        """The next task, to be trained at about ``step``: of the data set that is furthest behind its share.
+
+        One whose share is 0 gives none.
+        """
+        shares = shares_at([source.weights for source in self._sources], step)
+        self._owed = [owed + share for owed, share in zip(self._owed, shares)]
+        chosen = max((n for n, share in enumerate(shares) if share), key=self._owed.__getitem__)
         task = self._sources[chosen].task(self._drawn[chosen])
         self._drawn[chosen] += 1
+        self._owed[chosen] -= 1.0
         return task
 
     def cursor(self) -> bytes:
         """Where the source stands; opaque."""
-        return msgspec.msgpack.encode(_Cursor(self._drawn, [len(source.rows) for source in self._sources]))
+        return msgspec.msgpack.encode(_Cursor(self._drawn, [len(s.rows) for s in self._sources], self._owed))
 
     def seek(self, cursor: bytes) -> None:
         """Go on from a cursor. Raises DataError when the data sets are not those it was taken from."""
@@ -87,7 +94,7 @@ class TaskSource:
         rows = [len(source.rows) for source in self._sources]
         if found.rows != rows or len(found.drawn) != len(rows):
             raise DataError(f"data.path has changed: the cursor is for data sets of {found.rows} rows, here are {rows}")
-        self._drawn = list(found.drawn)
+        self._drawn, self._owed = list(found.drawn), list(found.owed) or [0.0] * len(rows)
 
 
 def make_sources(config: RunConfig) -> tuple[TaskSource, list[Task]]:
@@ -96,18 +103,16 @@ def make_sources(config: RunConfig) -> tuple[TaskSource, list[Task]]:
     All rows are read once, so that a bad one stops the run before it starts. Raises DataError naming it.
     """
     data = config.data
-    parts = (DataSource(path=data.path),) if isinstance(data.path, str) else data.path
     length = prompt_length(config.model.path, data.max_prompt_tokens)
     sources = []
-    for index, part in enumerate(parts):
-        label = _label(part.path) if len(parts) == 1 else f"{index}-{_label(part.path)}"
+    for part, label in zip(parts(data), labels(data), strict=True):
         rows = open_rows(part.path, seed=config.seed)
-        sources.append(_Source(rows, label, part.weight, config.seed if data.shuffle else None))
+        sources.append(_Source(rows, label, points_of(part), config.seed if data.shuffle else None))
     held_out: list[Task] = []
     if data.eval_path is not None:
         # Another seed than training's, or a generated set would hold out what is trained on.
         rows = open_rows(data.eval_path, seed=config.seed + 1_000_003)
-        source = _Source(rows, _label(data.eval_path), 1.0, None)
+        source = _Source(rows, label_of(data.eval_path), ((0, 1.0),), None)
         source.check(length, data.max_prompt_tokens)
         held_out = [source.at(number) for number in range(min(config.eval.tasks, len(rows)))]
     for source in sources:
@@ -139,15 +144,11 @@ def _exact_length(model_path: str) -> PromptLength:
     return lambda task: len(renderer.prompt(task.prompt))
 
 
-def _label(path: str) -> str:
-    return path.replace(":", ".") if path.startswith("reasoning_gym:") else Path(path).stem
-
-
 def inspect(path: str, *, show: int = 2) -> str:
     """What a data set holds, for a person to read. Raises DataError for the first bad row."""
     rows = open_rows(path)
     total = min(len(rows), 1000) if rows.generated else len(rows)
-    tasks = [to_task(rows[n], f"{path}, row {n}", f"{_label(path)}:{n}") for n in range(total)]
+    tasks = [to_task(rows[n], f"{path}, row {n}", f"{label_of(path)}:{n}") for n in range(total)]
     lengths = sorted(sum(len(message["content"]) for message in task.prompt) for task in tasks)
     different = len({msgspec.json.encode(task.prompt) for task in tasks})
     lines = [

@@ -155,7 +155,7 @@ class Tasks:
     def __init__(self) -> None:
         self._taken = 0
 
-    def next(self) -> Task:
+    def next(self, step: int = 0) -> Task:
         self._taken += 1
         return Task(task_id=f"t{self._taken}", data_source="", prompt=[], ground_truth="")
 

@@ -56,7 +56,7 @@ class Source:
 
     taken = 0
 
-    def next(self) -> Task:
+    def next(self, step: int = 0) -> Task:
         """The next one."""
         self.taken += 1
         return Task(task_id=str(self.taken), data_source="", prompt=[], ground_truth="")

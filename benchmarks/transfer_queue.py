@@ -12,6 +12,8 @@ interleaved and the table has medians, because others may use the machine's core
     admission_ms_median       lease, and reserve, round trips at half the largest load, the slower one  goal < 1
     memory_vs_payload         growth of the server's memory / payload bytes that it holds               goal <= 1.3
     memory_after_retire_...   the same after all of it was retired                                      goal 0
+    ranks_2_vs_1_bytes_...    two ranks that read their own rows of a batch / one that reads all        goal >= 1.6
+    ranks_2_bytes_untouched   share of the batch's bytes that a rank of two never reads or hands on     goal 0.5
 
     python benchmarks/transfer_queue.py [--repeats 3] [--groups 1000000] [--transferqueue PYTHON] [--json FILE]
 
@@ -27,12 +29,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
 from queue_arms import BATCH, ROWS
 from queue_costs import admission_ms, cost_of_groups, cost_of_producers, memory_of_payload
+from queue_ranks import ranks_figures
 
 HERE = Path(__file__).parent
 HELD = "2048"  # groups, for the memory
@@ -45,10 +48,27 @@ def address() -> str:
         return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
-@contextmanager
-def role(name: str, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+def role(name: str, *arguments: str) -> AbstractContextManager["subprocess.Popen[str]"]:
     """One process of ``queue_arms.py``; killed in the end."""
-    command = [sys.executable, str(HERE / "queue_arms.py"), name, *arguments]
+    return program("queue_arms.py", name, *arguments)
+
+
+def reader(*arguments: str) -> AbstractContextManager["subprocess.Popen[str]"]:
+    """One trainer rank; killed in the end."""
+    return program("queue_ranks.py", *arguments)
+
+
+@contextmanager
+def ranks_server(at: str, batch: str) -> Iterator["subprocess.Popen[str]"]:
+    """A queue with batches of this size; killed in the end."""
+    with tempfile.TemporaryDirectory() as folder, role("queue_server", at, "memory", folder, batch) as server:
+        yield server
+
+
+@contextmanager
+def program(file: str, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    """One process; killed in the end."""
+    command = [sys.executable, str(HERE / file), *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         yield process
@@ -187,6 +207,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, role("queue_server", at, "memory", folder, HELD) as server:
         held = memory_of_payload(at, psutil.Process(server.pid), int(HELD))
     figures["memory_vs_payload"], figures["memory_after_retire_vs_payload"] = held
+    figures |= ranks_figures(reader, ranks_server, line, address, arguments.repeats)
     for name, value in figures.items():
         print(f"{name:28}{'-' if value is None else f'{value:.3f}':>10}")
     if arguments.json:

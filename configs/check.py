@@ -10,6 +10,7 @@ from rl_async.configs.check_gateway import gateway_rule
 from rl_async.configs.closed import is_closed
 from rl_async.configs.engines import engine_kinds
 from rl_async.configs.schema import RunConfig
+from rl_async.configs.sources import labels, parts, points_of, weight_at
 from rl_async.errors import ConfigError
 
 
@@ -87,6 +88,41 @@ def _shards(c: RunConfig) -> str | None:
         return f"queue.replicas={queue.replicas} are copies on payload shards, and queue.shards=0; set that too"
     if queue.shards and queue.replicas > queue.shards:
         return f"queue.replicas={queue.replicas} need as many shards; queue.shards={queue.shards}"
+    return None
+
+
+def _sampling(c: RunConfig) -> str | None:
+    """Policies that would choose nothing, and windows that no batch fits into."""
+    queue, batch = c.queue, c.data.train_batch_groups
+    slots = (queue.max_staleness + 1) * batch
+    if queue.sampling != "fifo" and queue.max_staleness == 0:
+        return (
+            f"queue.sampling={queue.sampling} has nothing to choose from: with queue.max_staleness=0 a batch is all "
+            "groups that there are; raise the bound, or use fifo"
+        )
+    if queue.sampling == "quota" and len(parts(c.data)) == 1:
+        return "queue.sampling=quota needs data.path as a list of data sets, {path, weight} each; here is one"
+    if queue.window and not batch <= queue.window < slots:
+        return (
+            f"queue.window={queue.window} must hold a batch (data.train_batch_groups={batch}) and fewer than the "
+            f"{slots} groups that are there at most, (queue.max_staleness + 1) batches; 0: no window"
+        )
+    return None
+
+
+def _curriculum(c: RunConfig) -> str | None:
+    sources = parts(c.data)
+    for name, source in zip(labels(c.data), sources, strict=True):
+        steps = [step for step, _ in source.schedule]
+        if steps != sorted(set(steps)):
+            return f"data.path: the steps of the schedule of {name} must rise: {steps}"
+        if steps and source.weight != 1.0:
+            return f"data.path: {name} has a schedule, so its weight={source.weight:g} would do nothing; leave it out"
+        if steps and len(sources) == 1:
+            return f"data.path: the schedule of {name} would do nothing, for there is no other data set"
+    for step in sorted({step for source in sources for step, _ in points_of(source)}):  # between them it cannot be 0
+        if not any(weight_at(points_of(source), step) for source in sources):
+            return f"data.path: at step {step} every data set has weight 0; leave one above it"
     return None
 
 
@@ -194,6 +230,8 @@ RULES: tuple[Rule, ...] = (
     _journal,
     _queue_host,
     _shards,
+    _sampling,
+    _curriculum,
     _transport,
     _weight_sync,
     _truncation,

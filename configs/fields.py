@@ -45,6 +45,23 @@ def field_names(section: str) -> list[str]:
     return [field.name for field in struct.fields] if struct else []
 
 
+def choices(key: str) -> list[str]:
+    """The values that a key takes, if they are names of a list; of a key that takes several kinds, those."""
+    parent, _, leaf = key.rpartition(".")
+    struct = struct_at(parent)
+    field = next((f for f in struct.fields if f.name == leaf), None) if struct else None
+    return [str(value) for value in _literals(field.type)] if field else []
+
+
+def _literals(kind: inspect.Type) -> list[Any]:
+    kind, _ = _unwrap(kind)
+    if isinstance(kind, inspect.UnionType):
+        return [value for inner in kind.types for value in _literals(inner)]
+    if isinstance(kind, inspect.VarTupleType):
+        return _literals(kind.item_type)
+    return list(kind.values) if isinstance(kind, inspect.LiteralType) else []
+
+
 def all_keys() -> list[str]:
     """Every dotted key, sections before their keys."""
 

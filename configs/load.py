@@ -11,7 +11,7 @@ import msgspec
 import yaml
 
 from rl_async.configs.check import check
-from rl_async.configs.fields import field_names, struct_at
+from rl_async.configs.fields import choices, field_names, struct_at
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import ConfigError
 
@@ -175,7 +175,9 @@ def _convert(values: dict[str, Any], places: Places) -> RunConfig:
         message, _, path = str(error).partition(" - at `$")
         key = path.rstrip("`").lstrip(".") or "the config"
         dotted = re.sub(r"\[\d*\.*\]", "", key)
-        raise ConfigError(f"{_place(dotted, places)}: {key}: {message[0].lower()}{message[1:]}") from error
+        wrong = re.fullmatch(r"Invalid enum value '(.*)'", message)
+        hint = _nearest(wrong[1], choices(dotted)) if wrong else ""
+        raise ConfigError(f"{_place(dotted, places)}: {key}: {message[0].lower()}{message[1:]}{hint}") from error
 
 
 def _numbers(value: Any) -> Any:

@@ -23,15 +23,25 @@ class ModelConfig(Config, frozen=True):
     device: Annotated[Literal["auto", "cpu", "cuda"], doc("auto: cuda if there is one.")] = "auto"
 
 
+Weight = Annotated[float, Meta(ge=0)]
+
+
 class DataSource(Config, frozen=True):
     path: Annotated[str, doc("Parquet or JSONL in verl's columns, or reasoning_gym:NAME.")]
     weight: Annotated[float, Meta(gt=0, description="Share of the tasks drawn from this source.")] = 1.0
+    schedule: Annotated[
+        tuple[tuple[Count, Weight], ...],
+        doc("Curriculum: [[step, weight], ...] in place of weight, with a straight line between these steps."),
+    ] = ()
 
 
 class DataConfig(Config, frozen=True):
     path: Annotated[
         str | tuple[DataSource, ...],
-        doc("Training tasks: Parquet or JSONL in verl's columns, reasoning_gym:NAME, or a list of {path, weight}."),
+        doc(
+            "Training tasks: Parquet or JSONL in verl's columns, reasoning_gym:NAME, or a list of {path, weight} or "
+            "{path, schedule}."
+        ),
     ]
     eval_path: Annotated[str | None, doc("Held-out tasks; null: no evaluation.")] = None
     make: Annotated[
@@ -143,6 +153,20 @@ class QueueConfig(Config, frozen=True):
         Literal["wait", "drop", "mask"],
         doc("When passing an unfinished group would break the bound: wait for it, drop it, or mask its stale tokens."),
     ] = "wait"
+    sampling: Annotated[
+        Literal["fifo", "freshest", "priority", "quota"],
+        doc(
+            "Which of the ready groups a batch takes, after those that the bound forces: the oldest, the newest, those "
+            "of the highest priority (column priority of the data), or of each data set of data.path its share."
+        ),
+    ] = "fifo"
+    window: Annotated[
+        Count,
+        doc(
+            "A batch is taken from this many groups at the head of the line, and waits for those that are unfinished "
+            "instead of passing them. At least data.train_batch_groups; 0: whatever is ready, within the bound."
+        ),
+    ] = 0
     lease_s: Annotated[Seconds, doc("A worker silent for this long loses its leases.")] = 15.0
     max_attempts: Annotated[Positive, doc("A group failing this often is dead-lettered with its error.")] = 3
     max_bytes: Annotated[
@@ -152,6 +176,13 @@ class QueueConfig(Config, frozen=True):
             "groups are admitted only for the next batch (counted as queue/short_of_bytes)."
         ),
     ] = 1 << 30
+    consumer_bytes: Annotated[
+        Count,
+        doc(
+            "Bytes kept of trained groups that the trainer needs no more and a consumer (rl-async queue tail) has not "
+            "read; beyond it the oldest are skipped, counted as consumers_missed. Training never waits for a consumer."
+        ),
+    ] = 1 << 28
     host: Annotated[
         str, doc("IPv4 address to listen on, 0.0.0.0 for all; anything but loopback is closed to clients without keys.")
     ] = "127.0.0.1"

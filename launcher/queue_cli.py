@@ -31,6 +31,13 @@ def add_queue_commands(parser: argparse.ArgumentParser) -> None:
     drain = _command(commands, "drain", "admit nothing more; what is admitted is finished and trained", _drain)
     drain.add_argument("--undo", action="store_true", help="admit again")
 
+    tail = _command(
+        commands, "tail", "one line of JSON for each group that is trained, as one of several readers", _tail
+    )
+    tail.add_argument("--consumer", required=True, metavar="NAME", help="the queue keeps its place under this name")
+    tail.add_argument("--oldest", action="store_true", help="a new consumer begins with the oldest group that is here")
+    tail.add_argument("--forget", action="store_true", help="print nothing: end the consumer, and keep nothing for it")
+
     export = _command(commands, "export", "write the rows that are here as Parquet; they stay here", _export)
     export.add_argument("file", type=Path, metavar="FILE.parquet")
 
@@ -68,6 +75,10 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-groups", type=int, default=1, metavar="N", help="groups per batch (default: 1)")
     parser.add_argument("--max-staleness", type=int, default=1, metavar="N", help="batches ahead (default: 1)")
     parser.add_argument("--lease", type=float, default=15.0, metavar="S", help="a silent worker is lost (default: 15)")
+    parser.add_argument(
+        "--sampling", choices=("fifo", "freshest", "priority"), default="fifo", help="as queue.sampling (default: fifo)"
+    )
+    parser.add_argument("--window", type=int, default=0, metavar="N", help="as queue.window (default: none)")
     parser.add_argument("--port", type=int, default=0, help="on this machine (default: a free one)")
     parser.add_argument("--metrics-port", type=int, default=0, help="for Prometheus, on this machine (default: none)")
     parser.set_defaults(command=_serve)
@@ -103,6 +114,14 @@ def _drain(arguments: argparse.Namespace) -> int:
     return drain(arguments.run, on=not arguments.undo)
 
 
+def _tail(arguments: argparse.Namespace) -> int:
+    from rl_async.launcher.queue_commands import forget, tail
+
+    if arguments.forget:
+        return forget(arguments.run, arguments.consumer)
+    return tail(arguments.run, arguments.consumer, oldest=arguments.oldest)
+
+
 def _export(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.queue_commands import write
 
@@ -124,6 +143,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         batch_groups=arguments.batch_groups,
         max_staleness=arguments.max_staleness,
         lease_s=arguments.lease,
+        sampling=arguments.sampling,
+        window=arguments.window,
     )
     return serve(settings, arguments.tasks, arguments.folder, arguments.port, arguments.metrics_port)
 

@@ -16,13 +16,14 @@ from rl_async.endpoints import FILE as ENDPOINTS
 from rl_async.endpoints import Endpoints, read_endpoints, write_endpoints
 from rl_async.errors import QueueLost, UserError
 from rl_async.launcher.ports import HOST
-from rl_async.launcher.queue_text import groups_text, inspection_text, trajectory_text
+from rl_async.launcher.queue_text import groups_text, inspection_text, trained_line, trajectory_text
 from rl_async.messages import GroupRecord, Refused, Task
 from rl_async.transfer_queue.keys import client_keys
 from rl_async.transfer_queue.policy import QueueSettings
 from rl_async.transfer_queue.sync_client import SyncQueueClient
 
 ANSWER_S = 5.0
+TAIL_WAIT_S = 10.0  # of one question
 CLEAR = "\x1b[H\x1b[2J"
 
 
@@ -105,6 +106,35 @@ def drain(run: str, *, on: bool) -> int:
         report = queue.status()
     left = f"{report.waiting} waiting, {report.leased} leased, {report.ready} ready, {report.reserved} reserved"
     print(f"nothing more is admitted; still here: {left}" if on else "groups are admitted again")
+    return 0
+
+
+def tail(run: str, consumer: str, *, oldest: bool) -> int:
+    """Print each group that is trained, from the consumer's place on; ends with Ctrl-C or the run.
+
+    A group is acknowledged when it is printed. Waits for the trainer; unblocked by a commit, or the end of the run.
+    """
+    skipped = 0
+    with connected(run) as queue:
+        queue.subscribe(consumer, oldest=oldest)
+        while True:
+            reply = queue.read(consumer, TAIL_WAIT_S)
+            if reply.skipped > skipped:
+                skipped = reply.skipped
+                print(f"{skipped} groups were given up before {consumer} read them", file=sys.stderr)
+            for group in reply.groups:
+                print(trained_line(group), flush=True)
+            if reply.groups:
+                queue.acknowledge(consumer, reply.groups[-1].position)
+            if reply.finished:
+                return 0
+
+
+def forget(run: str, consumer: str) -> int:
+    """End a consumer."""
+    with connected(run) as queue:
+        queue.unsubscribe(consumer)
+    print(f"nothing is kept for {consumer} any more")
     return 0
 
 

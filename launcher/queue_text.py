@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
-from rl_async.messages import GroupRecord, Inspection, Trajectory
+import msgspec
+
+from rl_async.messages import ConsumerRecord, DeliveredGroup, GroupRecord, Inspection, Trajectory
 from rl_async.transfer_queue.groups import State
 
 
@@ -42,7 +44,30 @@ def inspection_text(report: Inspection) -> str:
     counted = ", ".join(f"{name} {count}" for name, count in sorted(status.counters.items()) if count)
     lines += [f"counters: {counted}"] if counted else []
     lines += [f"dead letter: group {d.group_id}, task {d.task.task_id}: {d.error}" for d in report.dead_letters]
+    lines += [_consumer(record) for record in report.consumers]
+    lines += [f"kept for consumers only: {nbytes(report.kept_bytes)}"] if report.kept_bytes else []
     return "\n".join(lines)
+
+
+def _consumer(record: ConsumerRecord) -> str:
+    lost = f", {record.skipped} were given up before it read them" if record.skipped else ""
+    return f"consumer {record.name}: {record.position} groups done, {record.behind} to read{lost}"
+
+
+def trained_line(group: DeliveredGroup) -> str:
+    """One group as JSON; lists have an entry per row, by (sample, segment)."""
+    line = {
+        "position": group.position,
+        "step": group.step,
+        "group": group.group_id,
+        "task": group.task.task_id,
+        "source": group.task.source,
+        "samples": [header.sample for header in group.headers],
+        "rewards": [header.reward for header in group.headers],
+        "tokens": [header.tokens for header in group.headers],
+        "finish_reasons": [header.finish_reason for header in group.headers],
+    }
+    return msgspec.json.encode(line).decode()
 
 
 def groups_text(groups: Sequence[GroupRecord]) -> str:

@@ -58,6 +58,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     agent: str = ""  # the loop's name; empty: the config's
     tools: list[str] | None = None  # None: the config's
     extra: dict[str, Any] = {}
+    priority: float = 0.0  # queue.sampling=priority trains higher ones first
+    source: str = ""  # the data set of data.path that it is from; empty: a producer made it
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -452,6 +454,38 @@ class Peek(Request):
     group_id: int
 
 
+class Subscribe(Request):
+    """Make a reader of what is trained, unless there is one of this name. A logger or evaluator -> queue."""
+
+    consumer: str
+    oldest: bool = False  # it also reads what was trained before, as far as that is here
+
+
+class Read(Request):
+    """Groups that were trained, in order of commit, behind ``after`` or what the consumer acknowledged.
+
+    Answered when there are some or after ``wait_s``; Fetch has the rows. Consumer -> queue.
+    """
+
+    consumer: str
+    after: int = -1
+    max_groups: int = 16
+    wait_s: float = 0.0
+
+
+class Acknowledge(Request):
+    """The consumer needs nothing up to ``position`` any more. Consumer -> queue."""
+
+    consumer: str
+    position: int
+
+
+class Unsubscribe(Request):
+    """Forget a consumer. Anybody -> queue."""
+
+    consumer: str
+
+
 class Finish(Request):
     """The run is over: workers asking for work are told so, and nothing more is admitted. Trainer -> queue."""
 
@@ -488,6 +522,10 @@ RequestType = (
     | Inspect
     | ListGroups
     | Peek
+    | Subscribe
+    | Read
+    | Acknowledge
+    | Unsubscribe
     | Finish
 )
 
@@ -663,6 +701,15 @@ class DeadLetter(msgspec.Struct, kw_only=True):
     error: str
 
 
+class ConsumerRecord(msgspec.Struct, kw_only=True):
+    """A reader of what is trained: it acknowledged ``position``, ``behind`` groups are to be read."""
+
+    name: str
+    position: int
+    behind: int
+    skipped: int  # groups that were given up before it acknowledged them
+
+
 class Inspection(Reply):
     """The status with what is not counted but listed. Ages count from the change of state, or the queue's start."""
 
@@ -675,6 +722,8 @@ class Inspection(Reply):
     rates: dict[str, float]  # per second over the last minute: groups_ready, groups_reserved, rows, bytes
     dead_letters: list[DeadLetter]  # the newest, oldest first
     shards: list[ShardRecord] = []  # payload shards that live
+    consumers: list[ConsumerRecord] = []
+    kept_bytes: int = 0  # for consumers only
 
 
 class GroupRecord(msgspec.Struct, kw_only=True):
@@ -706,6 +755,31 @@ class Peeked(Reply):
     headers: list[TrajectoryHeader]
 
 
+class Subscription(Reply):
+    """Where the consumer stands: it reads what comes behind ``position``; ``skipped`` groups were given up before."""
+
+    position: int
+    skipped: int
+
+
+class DeliveredGroup(msgspec.Struct, kw_only=True):
+    """One group that was trained; headers ordered by (sample, segment)."""
+
+    position: int  # counts the groups that were committed, from 1
+    step: int
+    group_id: int
+    task: Task
+    headers: list[TrajectoryHeader]
+
+
+class Delivered(Reply):
+    """Groups for a consumer, none if none came within the wait. ``finished``: nor will any."""
+
+    groups: list[DeliveredGroup]
+    skipped: int  # groups given up before the consumer acknowledged them, since it subscribed
+    finished: bool = False
+
+
 ReplyType = (
     Welcome
     | Done
@@ -726,4 +800,6 @@ ReplyType = (
     | Inspection
     | GroupList
     | Peeked
+    | Subscription
+    | Delivered
 )

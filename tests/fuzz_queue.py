@@ -42,7 +42,7 @@ class Source:
     def __init__(self) -> None:
         self._taken = 0
 
-    def next(self) -> m.Task:
+    def next(self, step: int = 0) -> m.Task:
         """The next one."""
         self._taken += 1
         return m.Task(task_id=f"t{self._taken}", data_source="", prompt=[], ground_truth="")
@@ -98,6 +98,10 @@ def valid(rng: random.Random) -> Frames:
         m.RemoveEngine(engine_id="e", reason="r"),
         m.Engines(),
         m.Status(),
+        m.Subscribe(consumer="logger", oldest=True),
+        m.Read(consumer="logger", after=step),
+        m.Acknowledge(consumer="logger", position=step),
+        m.Unsubscribe(consumer="logger"),
         m.Finish(),
     ]
     request = rng.choice(requests)

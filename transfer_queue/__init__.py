@@ -1,6 +1,6 @@
 """The transfer queue: the only shared state of a run, and of use without one.
 
-    from rl_async.transfer_queue import QueueClient, SyncQueueClient, read_batches, serve
+    from rl_async.transfer_queue import QueueClient, SyncQueueClient, read_batches, read_groups, serve
 
 Names are imported when they are used, so that nobody loads what they do not need.
 """
@@ -11,18 +11,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_async.transfer_queue.alone import serve
     from rl_async.transfer_queue.client import QueueClient
-    from rl_async.transfer_queue.consume import Batch, read_batches
+    from rl_async.transfer_queue.consume import Batch, TrainedGroup, read_batches, read_groups
     from rl_async.transfer_queue.sync_client import SyncQueueClient
     from rl_async.transfer_queue.torch_dataset import QueueDataset
 
-__all__ = ["Batch", "QueueClient", "QueueDataset", "SyncQueueClient", "read_batches", "serve"]
+__all__ = [
+    "Batch",
+    "QueueClient",
+    "QueueDataset",
+    "SyncQueueClient",
+    "TrainedGroup",
+    "read_batches",
+    "read_groups",
+    "serve",
+]
 
 _HOMES = {
     "Batch": "consume",
     "QueueClient": "client",
     "QueueDataset": "torch_dataset",
     "SyncQueueClient": "sync_client",
+    "TrainedGroup": "consume",
     "read_batches": "consume",
+    "read_groups": "consume",
     "serve": "alone",
 }
 

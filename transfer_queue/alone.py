@@ -8,6 +8,7 @@ retires them (``batches.py`` says what that means; ``consume.py`` does it).
 """
 
 import contextlib
+import difflib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from rl_async.transfer_queue.loop import bind
 from rl_async.transfer_queue.loop import serve as serve_socket
 from rl_async.transfer_queue.policy import QueueSettings
 from rl_async.transfer_queue.recovery import Recorder, recover
+from rl_async.transfer_queue.sampling import Sampling
 from rl_async.transfer_queue.server import QueueServer
 from rl_async.transfer_queue.source import TaskList
 from rl_async.transfer_queue.sqlite_journal import SqliteJournal
@@ -34,19 +36,37 @@ from rl_async.transfer_queue.transitions import Feed
 
 LOOPBACK = "tcp://127.0.0.1:*"  # a free port
 ENDLESS = 1 << 40  # steps
+CHOICES = ("fifo", "freshest", "priority")
 START_S = 30.0
 STOP_S = 30.0
 
 
-def alone(*, group_size: int, batch_groups: int, max_staleness: int = 1, lease_s: float = 15.0) -> QueueSettings:
-    """The settings of a queue that no run ends. Raises UserError naming a number that is too small."""
+def alone(
+    *,
+    group_size: int,
+    batch_groups: int,
+    max_staleness: int = 1,
+    lease_s: float = 15.0,
+    sampling: Sampling = "fifo",
+    window: int = 0,
+) -> QueueSettings:
+    """The settings of a queue that no run ends. Raises UserError naming what cannot be."""
     least = {"group_size": (group_size, 1), "batch_groups": (batch_groups, 1), "max_staleness": (max_staleness, 0)}
     for name, (value, smallest) in least.items():
         if value < smallest:
             raise UserError(f"{name}={value}: at least {smallest} is needed")
     if not lease_s > 0:
         raise UserError(f"lease_s={lease_s}: more than 0 seconds are needed")
+    if sampling not in CHOICES:
+        close = difflib.get_close_matches(sampling, CHOICES, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(CHOICES)}"
+        raise UserError(f"sampling={sampling}: {hint} (quotas need the data sets of a run's config)")
+    slots = (max_staleness + 1) * batch_groups
+    if window and not batch_groups <= window < slots:
+        raise UserError(f"window={window}: at least batch_groups={batch_groups} and fewer than all {slots}, or 0")
     return QueueSettings(
+        sampling=sampling,
+        window=window,
         steps=ENDLESS,
         batch_groups=batch_groups,
         group_size=group_size,
@@ -100,6 +120,8 @@ def serve(
     batch_groups: int = 1,
     max_staleness: int = 1,
     lease_s: float = 15.0,
+    sampling: Sampling = "fifo",
+    window: int = 0,
     address: str = LOOPBACK,
     folder: Path | None = None,
 ) -> Iterator[str]:
@@ -110,7 +132,14 @@ def serve(
     which must exist, the queue is durable. Raises UserError as ``serve_alone`` does, at the end of the block if it
     happens in between.
     """
-    settings = alone(group_size=group_size, batch_groups=batch_groups, max_staleness=max_staleness, lease_s=lease_s)
+    settings = alone(
+        group_size=group_size,
+        batch_groups=batch_groups,
+        max_staleness=max_staleness,
+        lease_s=lease_s,
+        sampling=sampling,
+        window=window,
+    )
     addresses: list[str] = []
     changed, stop = threading.Event(), threading.Event()
 

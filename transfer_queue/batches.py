@@ -1,7 +1,7 @@
 """The trainer's side of the store: batches of steps, what frees slots, and going back to a checkpoint."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -9,7 +9,8 @@ from rl_async.messages import Done, NotReady, Refused, Reserved, Resumed, Versio
 from rl_async.transfer_queue.book import Book
 from rl_async.transfer_queue.delivery import Delivery
 from rl_async.transfer_queue.groups import TRAIN, Group, Sample, State
-from rl_async.transfer_queue.policy import Candidate, choose
+from rl_async.transfer_queue.policy import choose, may_lease
+from rl_async.transfer_queue.sampling import Candidate
 from rl_async.transfer_queue.source import TaskSource
 from rl_async.transfer_queue.transitions import (
     BatchCommitted,
@@ -49,6 +50,9 @@ class QueueSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[ReadmittedGroup]  # not trained yet
 
 
+Divide = Callable[[Sequence[int]], tuple[list[int], list[int]]]
+
+
 class Batches:
     """Batches by step, in order: a step is reserved once, trained, published and at last retired.
 
@@ -56,9 +60,16 @@ class Batches:
     """
 
     def __init__(
-        self, book: Book, change: Callable[[Transition], None], delivery: Delivery, source: TaskSource
+        self,
+        book: Book,
+        change: Callable[[Transition], None],
+        delivery: Delivery,
+        source: TaskSource,
+        divide: Divide,
     ) -> None:
+        """``divide`` tells of retired groups which to forget and which to keep for other readers."""
         self._book, self._change, self._delivery, self._source = book, change, delivery, source
+        self._divide = divide
         self._batches: dict[int, Batch] = {}
         self._next_step = 0  # the first without a batch
         self._retired = 0  # steps before this one are forgotten
@@ -97,7 +108,7 @@ class Batches:
             elif group.pinned is not None:
                 pinned[group.pinned] += 1
             else:
-                candidates.append(Candidate(group.group_id, group.state is State.READY, self._deadline(group)))
+                candidates.append(self._candidate(group))
         unfinished = [group_id for group_id in members if book.groups[group_id].state is not State.READY]
         if unfinished:
             return self._not_ready(step, unfinished, now)
@@ -109,8 +120,17 @@ class Batches:
             return self._not_ready(step, choice.blocked_by, now)
         return members + choice.take
 
-    def _deadline(self, group: Group) -> int | None:
-        return None if group.oldest is None else group.oldest + self._book.settings.max_staleness
+    def _candidate(self, group: Group) -> Candidate:
+        book = self._book
+        leasable = book.published is not None and may_lease(book.settings, book.active, begun=group.oldest is not None)
+        return Candidate(
+            group.group_id,
+            group.state is State.READY,
+            None if group.oldest is None else group.oldest + book.settings.max_staleness,
+            coming=group.state is State.LEASED or leasable,
+            priority=group.task.priority,
+            source=group.task.source,
+        )
 
     def _not_ready(self, step: int, blocked_by: list[int], now: float) -> NotReady:
         book = self._book
@@ -173,7 +193,8 @@ class Batches:
         if step <= self._retired:
             return Done()
         ended = [batch for at, batch in self._batches.items() if at < step and not batch.retired]
-        self._change(Retired(step=step, groups=[group for batch in ended for group in batch.groups]))
+        forgotten, kept = self._divide([group for batch in ended for group in batch.groups])
+        self._change(Retired(step=step, groups=forgotten, shelved=kept))
         return Done()
 
     def tighten(self, max_staleness: int) -> Done | Refused:
@@ -273,6 +294,12 @@ class Batches:
     def _resume_answer(self) -> Resumed:
         assert self._resumed is not None
         return self._resumed[2]
+
+    def committed_from(self, step: int) -> Iterator[tuple[int, list[int]]]:
+        """The steps from ``step`` on that were trained, up to the first that was not, with their groups."""
+        while (batch := self._batches.get(step)) is not None and batch.committed:
+            yield step, batch.groups
+            step += 1
 
     # --- what a change does -----------------------------------------------------------------------------------------
 

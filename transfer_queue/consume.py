@@ -1,11 +1,11 @@
-"""Batch after batch of a queue that has no trainer, each one again until its reader asks for the next."""
+"""What comes out of a queue, as loops: batches for a reader in the trainer's place, trained groups for any other."""
 
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rl_async.errors import QueueLost, RowsLost
-from rl_async.messages import NotReady, Task, Trajectory, TrajectoryHeader, Version
+from rl_async.errors import ProtocolError, QueueLost, RowsLost
+from rl_async.messages import DeliveredGroup, NotReady, Task, Trajectory, TrajectoryHeader, Version
 from rl_async.transfer_queue.sync_client import SyncQueueClient
 
 POLL_S = 5.0  # of one question
@@ -57,3 +57,51 @@ def _next(client: SyncQueueClient, step: int, timeout_s: float) -> Batch | None:
             return None
         if left <= 0:
             raise QueueLost(f"no batch for step {step} within {timeout_s:g} s: {reply.why}")
+
+
+class TrainedGroup(NamedTuple):
+    """One group of a consumer: rows by (sample, segment); ``skipped`` groups were given up before, so far."""
+
+    position: int
+    step: int
+    group_id: int
+    task: Task
+    rows: list[Trajectory]
+    skipped: int
+
+
+def read_groups(
+    client: SyncQueueClient, consumer: str, *, after: int = -1, oldest: bool = False, timeout_s: float = 600.0
+) -> Iterator[TrainedGroup]:
+    """The groups that were trained, in order, each to every consumer; ends when the queue is finished and read.
+
+    The queue keeps the consumer's place: asking for the next group acknowledges the last, so one that dies in between
+    gets it again. To have each group exactly once, store ``position`` in the transaction that stores what was made of
+    the group, and give it as ``after`` when starting again. A new consumer reads from now on, or from the ``oldest``
+    group that is here. Raises QueueLost when none came within ``timeout_s``.
+    """
+    client.subscribe(consumer, oldest=oldest)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        wait_s = max(0.0, min(deadline - time.monotonic(), POLL_S))
+        reply = client.read(consumer, wait_s, after=after, max_groups=1)
+        for group in reply.groups:
+            rows = _rows(client, consumer, group)
+            if rows is not None:
+                yield TrainedGroup(group.position, group.step, group.group_id, group.task, rows, reply.skipped)
+                client.acknowledge(consumer, group.position)
+            after, deadline = group.position, time.monotonic() + timeout_s
+        if reply.finished:
+            return
+        if not reply.groups and time.monotonic() > deadline:
+            raise QueueLost(f"no group was trained within {timeout_s:g} s; consumer {consumer} has read all before")
+
+
+def _rows(client: SyncQueueClient, consumer: str, group: DeliveredGroup) -> list[Trajectory] | None:
+    """A group's rows; None if it was given up since it was delivered, as the consumer's place tells."""
+    try:
+        return client.fetch([header.key for header in group.headers])
+    except ProtocolError:
+        if client.subscribe(consumer).position >= group.position:
+            return None
+        raise

@@ -26,6 +26,7 @@ def metrics_text(report: Inspection) -> str:
     """The exposition: groups, ages and rates by state, slots, bytes, and every counter."""
     status = report.status
     counts = (status.waiting, status.leased, status.ready, status.reserved, status.committed)
+    behind = {record.name: record.behind for record in report.consumers}
     families: list[tuple[str, str, str, Samples]] = [
         ("groups", "gauge", "Training groups by state.", _labelled("state", dict(zip(State, counts, strict=True)))),
         ("oldest_seconds", "gauge", "Age of the group longest in a state.", _labelled("state", report.ages_s)),
@@ -37,6 +38,8 @@ def metrics_text(report: Inspection) -> str:
         ("workers", "gauge", "Workers heard of within the lease time.", [("", status.workers)]),
         ("shards", "gauge", "Payload shards that live.", [("", len(report.shards))]),
         ("submitted_tasks", "gauge", "Submitted tasks that are not admitted yet.", [("", report.submitted)]),
+        ("consumer_behind", "gauge", "Trained groups that a consumer has not read.", _labelled("consumer", behind)),
+        ("consumer_bytes", "gauge", "Bytes kept for consumers only.", [("", report.kept_bytes)]),
         ("draining", "gauge", "1 if nothing is admitted.", [("", report.draining)]),
         ("finished", "gauge", "1 if the run is over.", [("", status.finished)]),
         ("published_step", "gauge", "Step of the published version; -1: none.", [("", status.published.step)]),

@@ -6,12 +6,15 @@ from typing import Any
 
 from rl_async.codec import Frame
 from rl_async.transfer_queue.transitions import (
+    Acknowledged,
     DeadLettered,
     EvalClosed,
     GroupDropped,
+    Missed,
     Retired,
     RolledBack,
     Transition,
+    Unsubscribed,
 )
 
 ALL_GROUPS = None  # a fresh start frees everything
@@ -23,6 +26,9 @@ _FREES: dict[type[Transition], Callable[[Any], Sequence[int] | None]] = {
     DeadLettered: lambda event: (event.group,),
     Retired: lambda event: event.groups,
     EvalClosed: lambda event: event.groups,
+    Acknowledged: lambda event: event.freed,
+    Unsubscribed: lambda event: event.freed,
+    Missed: lambda event: event.freed,
     RolledBack: lambda event: ALL_GROUPS if event.fresh else (),
 }
 

@@ -6,8 +6,10 @@ published hold (n - p) B of them. So at most (p + S - n + 1) B are unreserved: e
 take. A group leased now has tokens of version p or newer and the deadline p + S, hence all of them can meet their
 deadlines if steps take the earliest deadline first. Giving a group up, for being late, failing or teaching nothing,
 only makes them fewer, and the task that takes its slot is leased under the same rule. A ready group may pass an
-unfinished one only while that remains true (``choose``). A group that is pinned to a step, after a rollback or because
-its payload was lost, has a seat of its own there, and is leased when the bound allows that (``may_lease_for``).
+unfinished one only while that remains true (``choose``), and so may one that a sampling policy prefers
+(``sampling.py``): of the groups left behind, those with the deadline d or an earlier one never outnumber the seats of
+the steps up to d. A group that is pinned to a step, after a rollback or because its payload was lost, has a seat of its
+own there, and is leased when the bound allows that (``may_lease_for``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +19,8 @@ import msgspec
 
 from rl_async.configs.samples import samples_per_group
 from rl_async.configs.schema import RunConfig
+from rl_async.configs.sources import Points, labels, parts, points_of
+from rl_async.transfer_queue.sampling import Candidate, Later, Sampling, select, urgency
 
 OnStraggler = Literal["wait", "drop", "mask"]
 
@@ -35,6 +39,10 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_bytes: int = 1 << 30
     max_refills: int = 0  # groups without signal given up per batch; 0: none
     replicas: int = 0  # payload shards that keep each payload; 0: the queue keeps it itself
+    sampling: Sampling = "fifo"
+    consumer_bytes: int = 1 << 28  # kept of trained groups that consumers have not read
+    window: int = 0  # groups at the head of the line from which a batch is taken; 0: all
+    weights: dict[str, Points] = {}  # of each data set, by step
 
     @property
     def slots(self) -> int:
@@ -65,6 +73,10 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
             max_bytes=config.queue.max_bytes,
             replicas=config.queue.replicas if config.queue.shards else 0,
             max_refills=config.algorithm.shaping.max_refills if config.algorithm.shaping.dynamic_sampling else 0,
+            sampling=config.queue.sampling,
+            window=config.queue.window,
+            consumer_bytes=config.queue.consumer_bytes,
+            weights=dict(zip(labels(config.data), map(points_of, parts(config.data)), strict=True)),
         )
 
 
@@ -115,14 +127,6 @@ def may_lease_for(settings: QueueSettings, step: int, published: int) -> bool:
     return step <= published + settings.max_staleness
 
 
-class Candidate(NamedTuple):
-    """An unreserved group, as far as the choice of a batch is concerned."""
-
-    group: int
-    ready: bool
-    deadline: int | None  # last step that may train it; None: not leased yet, so there is none
-
-
 class Choice(NamedTuple):
     """``take`` is the batch; it is empty when ``blocked_by`` must be waited for. ``drop`` is given up for it."""
 
@@ -138,34 +142,29 @@ def choose(
     settings: QueueSettings,
     pinned: Mapping[int, int],
 ) -> Choice:
-    """Choose ``seats`` ready groups for ``step``, earliest deadline first.
+    """Choose ``seats`` ready groups for ``step``: those that their deadlines force, and by the sampling policy.
 
     ``pinned`` counts, by later step, the seats that are already given away (after a rollback). With ``mask`` stragglers
     are passed freely, their stale tokens being masked by the trainer.
     """
-    ordered = sorted(candidates, key=_urgency)
+    ordered = sorted(candidates, key=urgency)
     ready = [c for c in ordered if c.ready]
-    take, spare = ready[:seats], ready[seats:]
     unfinished = [c for c in ordered if not c.ready]
-    if len(take) < seats:
+    if len(ready) < seats:
         return Choice([], [], [c.group for c in unfinished])
-    taken = [c.group for c in take]
-    if settings.on_straggler == "mask":
-        return Choice(taken, [], [])
-    late = _too_late(sorted(spare + unfinished, key=_urgency), step, settings.batch_groups, pinned)
-    if not late:
-        return Choice(taken, [], [])
-    if settings.on_straggler == "drop":
-        return Choice(taken, late, [])
-    return Choice([], [], late)
+    later = Later(step, settings.batch_groups, pinned)
+    mask = settings.on_straggler == "mask"
+    late = [] if mask else _too_late(sorted(ready[seats:] + unfinished, key=urgency), later)
+    if late and settings.on_straggler == "wait":
+        return Choice([], [], late)
+    kept = [c for c in ordered if c.group not in late]
+    chosen = select(settings.sampling, settings.window, settings.weights, kept, seats, later, passing=mask)
+    if chosen.wait_for:
+        return Choice([], [], chosen.wait_for)
+    return Choice(chosen.take, late, [])
 
 
-def _urgency(candidate: Candidate) -> tuple[bool, int, int]:
-    deadline = candidate.deadline
-    return deadline is None, deadline or 0, candidate.group
-
-
-def _too_late(left: Sequence[Candidate], step: int, batch_groups: int, pinned: Mapping[int, int]) -> list[int]:
+def _too_late(left: Sequence[Candidate], later: Later) -> list[int]:
     """Unfinished groups without which all others of ``left``, most urgent first, still meet their deadlines."""
     late: list[int] = []
     ahead: list[Candidate] = []  # kept so far, all of them at least as urgent as the next
@@ -173,9 +172,7 @@ def _too_late(left: Sequence[Candidate], step: int, batch_groups: int, pinned: M
         if candidate.deadline is None:
             break
         ahead.append(candidate)
-        seats = (candidate.deadline - step) * batch_groups
-        seats -= sum(count for at, count in pinned.items() if step < at <= candidate.deadline)
-        if len(ahead) > seats:
+        if len(ahead) > later.seats_until(candidate.deadline):
             straggler = next((c for c in ahead if not c.ready), None)
             if straggler is not None:
                 ahead.remove(straggler)

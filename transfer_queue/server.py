@@ -68,7 +68,10 @@ _WAKES: dict[type[m.Request], frozenset[type[t.Transition]]] = {
     m.EvalResult: frozenset({t.GroupReady, t.EvalClosed}),
     m.Engines: frozenset({t.EnginesChanged}),
     m.Shards: frozenset({t.ShardsChanged, t.ShardLost, t.RolledBack}),
-    m.Sweep: frozenset({t.Retired, t.GroupDropped, t.DeadLettered, t.EvalClosed, t.RolledBack, t.ShardLost}),
+    m.Sweep: frozenset(
+        {t.Retired, t.GroupDropped, t.DeadLettered, t.EvalClosed, t.RolledBack, t.ShardLost, t.Acknowledged, t.Missed}
+    ),
+    m.Read: frozenset({t.BatchCommitted, t.RolledBack, t.RunFinished}),
 }
 
 
@@ -100,6 +103,7 @@ class QueueServer:
             m.Engines: self._engines,
             m.Shards: self._shards,
             m.Sweep: self._sweep,
+            m.Read: self._read,
         }
         self._handlers: dict[type[m.Request], Callable[[Any], Answer]] = {
             m.Renew: lambda r: Answer(store.renew(r.worker, clock())),
@@ -121,6 +125,9 @@ class QueueServer:
             m.Inspect: lambda r: Answer(store.inspect(clock(), self._rates.per_second(clock()))),
             m.ListGroups: lambda r: Answer(store.group_list(r.after, r.limit, r.state, clock())),
             m.Peek: lambda r: Answer(store.peek(r.group_id, clock())),
+            m.Subscribe: lambda r: Answer(store.subscribe(r.consumer, r.oldest)),
+            m.Acknowledge: lambda r: Answer(store.acknowledge(r.consumer, r.position)),
+            m.Unsubscribe: lambda r: Answer(store.unsubscribe(r.consumer)),
             m.Finish: lambda r: Answer(store.finish()),
         }
 
@@ -334,6 +341,11 @@ class QueueServer:
     def _eval_result(self, request: m.EvalResult, last: bool) -> Answer | None:
         reply = self._store.eval_result(request.eval_id)
         return None if isinstance(reply, m.NotReady) and not last else Answer(reply)
+
+    def _read(self, request: m.Read, last: bool) -> Answer | None:
+        reply = self._store.read(request.consumer, request.after, request.max_groups)
+        waits = isinstance(reply, m.Delivered) and not reply.groups and not reply.finished
+        return None if waits and not last else Answer(reply)
 
     def _engines(self, request: m.Engines, last: bool) -> Answer | None:
         reply = self._store.engines()

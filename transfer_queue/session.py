@@ -100,7 +100,8 @@ def send_sync(socket: "zmq.Socket[bytes]", frames: Sequence[Frame]) -> None:
 
 def wait_of(request: m.Request) -> float:
     """How long the queue may take on purpose to answer."""
-    return request.wait_s if isinstance(request, m.Lease | m.Reserve | m.EvalResult | m.Engines) else 0.0
+    waits = m.Lease | m.Reserve | m.EvalResult | m.Engines | m.Read | m.Shards | m.Sweep
+    return request.wait_s if isinstance(request, waits) else 0.0
 
 
 def wants_hello(reply: m.Reply) -> bool:

@@ -7,6 +7,7 @@ import msgspec
 from rl_async.messages import Done, Elsewhere, Refused, RowKey, ShardList, ShardRecord, Swept, TrajectoryHeader
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.book import Book
+from rl_async.transfer_queue.consumers import Consumers
 from rl_async.transfer_queue.transitions import ShardLost, ShardsChanged, Transition
 
 
@@ -20,8 +21,8 @@ class ShardsState(msgspec.Struct, kw_only=True):
 class Shards:
     """Payload shards by id. A shard that was lost never comes back under its id: it starts again with nothing."""
 
-    def __init__(self, book: Book, change: Callable[[Transition], None]) -> None:
-        self._book, self._change = book, change
+    def __init__(self, book: Book, change: Callable[[Transition], None], consumers: Consumers) -> None:
+        self._book, self._change, self._consumers = book, change, consumers
         self._shards: dict[str, ShardRecord] = {}
         self._heard: dict[str, float] = {}
         self.revision = 0
@@ -54,7 +55,9 @@ class Shards:
             return Refused(
                 code=wire.SHARD_LOST, reason=f"shard {shard_id} does not count any more; start again with nothing"
             )
-        return Swept(gone=[group for group in groups if group not in self._book.groups])
+        return Swept(
+            gone=[group for group in groups if group not in self._book.groups and not self._consumers.keeps(group)]
+        )
 
     def misplaced(self, headers: Sequence[TrajectoryHeader]) -> Refused | None:
         """Why these rows of one sample cannot be taken in: nobody who counts keeps them."""
@@ -69,19 +72,27 @@ class Shards:
         """Where these rows are."""
         attempts: list[int] = []
         shards: list[list[str]] = []
-        for group_id, index, segment in rows:
-            group = self._book.groups.get(group_id)
-            if group is None or not 0 <= index < len(group.samples):
-                return Refused(code="unknown_row", reason=f"no row (group, sample, segment) {group_id, index, segment}")
-            sample = group.samples[index]
-            if not sample.here:
-                return Refused(code=wire.ROWS_LOST, reason=f"sample {index} of group {group_id} is generated again")
-            if not 0 <= segment < len(sample.headers):
-                return Refused(code="unknown_row", reason=f"no row (group, sample, segment) {group_id, index, segment}")
-            attempts.append(sample.attempt)
-            shards.append([shard_id for shard_id in sample.headers[segment].shards if shard_id in self._shards])
+        for key in rows:
+            header = self._header(key)
+            if isinstance(header, Refused):
+                return header
+            attempts.append(header.attempt)
+            shards.append([shard_id for shard_id in header.shards if shard_id in self._shards])
         urls = {shard_id: self._shards[shard_id].url for shard_id in {each for some in shards for each in some}}
         return Elsewhere(attempts=attempts, shards=shards, urls=urls)
+
+    def _header(self, key: RowKey) -> TrajectoryHeader | Refused:
+        group_id, index, segment = key
+        group = self._book.groups.get(group_id)
+        if group is None:
+            headers = self._consumers.kept_headers(group_id, index)
+        else:
+            headers = group.samples[index].headers if 0 <= index < len(group.samples) else []
+            if not headers and 0 <= index < len(group.samples):
+                return Refused(code=wire.ROWS_LOST, reason=f"sample {index} of group {group_id} is generated again")
+        if not 0 <= segment < len(headers):
+            return Refused(code="unknown_row", reason=f"no row (group, sample, segment) {key}")
+        return headers[segment]
 
     def expire(self, now: float) -> None:
         """Do without the shards that were silent for the lease time."""
@@ -99,12 +110,14 @@ class Shards:
 
     def _lose(self, shard_id: str) -> None:
         left = self._shards.keys() - {shard_id}
-        samples = [
-            (group.group_id, index)
+        here = [
+            (group.group_id, index, sample.headers[0])
             for group in self._book.groups.values()
             for index, sample in enumerate(group.samples)
-            if sample.here and left.isdisjoint(sample.headers[0].shards)
+            if sample.here
         ]
+        here += [(header.group_id, header.sample, header) for header in self._consumers.kept_samples()]
+        samples = [(group, index) for group, index, header in here if left.isdisjoint(header.shards)]
         self._change(ShardLost(shard_id=shard_id, samples=samples))
 
     # --- what a change does -----------------------------------------------------------------------------------------
@@ -120,7 +133,10 @@ class Shards:
         del self._shards[event.shard_id]
         self._heard.pop(event.shard_id, None)
         for group_id, index in event.samples:
-            self._book.lost(self._book.groups[group_id], index)
+            if group_id in self._book.groups:
+                self._book.lost(self._book.groups[group_id], index)
+            else:
+                self._consumers.lost(group_id, index)
         self._book.counters["shards_lost"] += 1
         self._book.counters["samples_lost"] += len(event.samples)
 

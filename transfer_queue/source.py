@@ -8,10 +8,16 @@ from rl_async.messages import Task
 
 
 class TaskSource(Protocol):
-    """A resumable stream of tasks, of a run without end. ``seek(cursor())`` makes ``next`` repeat itself exactly."""
+    """A resumable stream of tasks, of a run without end.
 
-    def next(self) -> Task | None:
-        """The next task; None at the end. Raises DataError naming the row if it is bad."""
+    ``seek(cursor())`` makes ``next`` repeat itself exactly, for the same steps.
+    """
+
+    def next(self, step: int) -> Task | None:
+        """The next task, which ``step`` trains if nothing comes in between; None at the end.
+
+        Raises DataError naming the row if it is bad.
+        """
         ...
 
     def cursor(self) -> bytes:
@@ -29,8 +35,8 @@ class TaskList:
     def __init__(self, tasks: Sequence[Task]) -> None:
         self._tasks, self._taken = tasks, 0
 
-    def next(self) -> Task | None:
-        """The next task; None behind the last."""
+    def next(self, step: int = 0) -> Task | None:
+        """The next task, the same at any step; None behind the last."""
         if self._taken == len(self._tasks):
             return None
         self._taken += 1

@@ -7,8 +7,9 @@ again. So a store that was recovered is in the state in which the lost one was.
                         ^                  |              ^                   |                    |
                         +-- fail, expiry --+              +------ resume -----+--------------------+
 
-``delivery.py`` is the workers' side, ``batches.py`` the trainer's, ``evals.py`` the evaluations', ``engines.py`` the
-registry; all work on the one ``book.py``. The rules for staleness are in ``policy.py``.
+``delivery.py`` is the workers' side, ``batches.py`` the trainer's, ``consumers.py`` other readers', ``evals.py`` the
+evaluations', ``engines.py`` the registry; all work on the one ``book.py``. The rules for staleness are in
+``policy.py``.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import msgspec
 
 from rl_async.messages import (
+    Delivered,
     Done,
     EngineList,
     GroupList,
@@ -28,6 +30,7 @@ from rl_async.messages import (
     Reserved,
     Resumed,
     StatusReport,
+    Subscription,
     Task,
     TrajectoryHeader,
     Version,
@@ -36,6 +39,7 @@ from rl_async.transfer_queue import observe
 from rl_async.transfer_queue import transitions as t
 from rl_async.transfer_queue.batches import Batches, BatchesState
 from rl_async.transfer_queue.book import Book, BookState
+from rl_async.transfer_queue.consumers import Consumers, ConsumersState
 from rl_async.transfer_queue.delivery import Delivery
 from rl_async.transfer_queue.engines import Engines
 from rl_async.transfer_queue.evals import Evaluation, Evaluations
@@ -53,6 +57,7 @@ class StoreState(msgspec.Struct, kw_only=True):
     book: BookState
     grants: list[Grant]
     batches: BatchesState
+    consumers: ConsumersState
     evals: dict[int, Evaluation]
     engines: t.EnginesChanged
     shards: ShardsState
@@ -72,10 +77,11 @@ class Store:
         book = self._book = Book(settings, source.cursor())
         tasks = self._tasks = Tasks(book, self._change, source)
         delivery = self._delivery = Delivery(book, self._change, tasks)
-        batches = self._batches = Batches(book, self._change, delivery, source)
+        consumers = self._consumers = Consumers(book, self._change)
+        batches = self._batches = Batches(book, self._change, delivery, source, consumers.divide)
         evals = self._evals = Evaluations(book, self._change, eval_tasks)
         self._engines = Engines(self._change)
-        self.shards = Shards(book, self._change)
+        self.shards = Shards(book, self._change, consumers)
         self._effects: dict[type[t.Transition], Callable[[Any], None]] = {
             t.Admitted: delivery.admitted,
             t.LeaseGiven: delivery.lease_given,
@@ -88,11 +94,15 @@ class Store:
             t.GroupDropped: delivery.group_dropped,
             t.DeadLettered: delivery.dead_lettered,
             t.BatchReserved: batches.batch_reserved,
-            t.BatchCommitted: batches.batch_committed,
+            t.BatchCommitted: self._batch_committed,
             t.Published: batches.version_published,
-            t.Retired: batches.steps_retired,
+            t.Retired: self._steps_retired,
             t.Tightened: batches.bound_tightened,
             t.RolledBack: self._rolled_back,
+            t.Subscribed: consumers.subscribed,
+            t.Acknowledged: consumers.acknowledged,
+            t.Unsubscribed: consumers.unsubscribed,
+            t.Missed: consumers.missed,
             t.Submitted: tasks.submitted,
             t.Requeued: tasks.requeued,
             t.Drained: tasks.drained,
@@ -111,6 +121,20 @@ class Store:
         self._effects[type(transition)](transition)
         self._emit(transition)
 
+    def _batch_committed(self, event: t.BatchCommitted) -> None:
+        self._batches.batch_committed(event)
+        self._consumers.committed(self._batches.committed_from(self._consumers.logged))
+
+    def _steps_retired(self, event: t.Retired) -> None:
+        self._consumers.retired(event)  # first, while the book has the groups
+        self._batches.steps_retired(event)
+
+    def _rolled_back(self, event: t.RolledBack) -> None:
+        self._batches.rolled_back(event)
+        self._consumers.rolled_back(event)
+        if event.fresh:  # group ids mean something else from now on
+            self.shards.clear()
+
     # --- recovery ---------------------------------------------------------------------------------------------------
 
     def dump(self) -> bytes:
@@ -119,6 +143,7 @@ class Store:
             book=self._book.dump(),
             grants=self._delivery.grants.dump(),
             batches=self._batches.dump(),
+            consumers=self._consumers.dump(),
             evals=self._evals.dump(),
             engines=self._engines.dump(),
             shards=self.shards.dump(),
@@ -137,6 +162,7 @@ class Store:
             self._book.load(state.book)
             self._delivery.grants.load(state.grants)
             self._batches.load(state.batches)
+            self._consumers.load(state.consumers)
             self._evals.load(state.evals)
             self._engines.changed(state.engines)
             self.shards.load(state.shards)
@@ -156,11 +182,6 @@ class Store:
 
     def _relaunched(self, event: t.Relaunched) -> None:
         self._book.published, self._book.finished, self._book.draining = None, False, False
-
-    def _rolled_back(self, event: t.RolledBack) -> None:
-        self._batches.rolled_back(event)
-        if event.fresh:  # group ids mean something else from now on
-            self.shards.clear()
 
     def _run_finished(self, event: t.RunFinished) -> None:
         self._book.finished = True
@@ -228,8 +249,10 @@ class Store:
         return answer
 
     def retire(self, step: int) -> Done | Refused:
-        """Forget the steps before ``step``."""
-        return self._batches.retire(step)
+        """Forget the steps before ``step``, but for what consumers have not read."""
+        answer = self._batches.retire(step)
+        self._consumers.trim()
+        return answer
 
     def tighten(self, max_staleness: int) -> Done | Refused:
         """Admit for this bound, at most the configured one."""
@@ -247,6 +270,24 @@ class Store:
             self._evals.close_all()
             self._engines.unpublished()
         return answer
+
+    # --- other readers ----------------------------------------------------------------------------------------------
+
+    def subscribe(self, consumer: str, oldest: bool) -> Subscription | Refused:
+        """Make a reader of what is trained."""
+        return self._consumers.subscribe(consumer, oldest)
+
+    def read(self, consumer: str, after: int, max_groups: int) -> Delivered | Refused:
+        """What a consumer has not read."""
+        return self._consumers.read(consumer, after, max_groups)
+
+    def acknowledge(self, consumer: str, position: int) -> Done | Refused:
+        """A consumer has read everything up to ``position``."""
+        return self._consumers.acknowledge(consumer, position)
+
+    def unsubscribe(self, consumer: str) -> Done:
+        """Forget a consumer."""
+        return self._consumers.unsubscribe(consumer)
 
     # --- evaluation and the end -------------------------------------------------------------------------------------
 
@@ -332,6 +373,8 @@ class Store:
             rates=rates,
             dead_letters=list(self._book.dead_letters.values()),
             shards=self.shards.list().shards,
+            consumers=self._consumers.records(),
+            kept_bytes=self._consumers.kept_bytes,
         )
 
     def group_list(self, after: int, limit: int, state: str, now: float) -> GroupList | Refused:

@@ -287,6 +287,23 @@ class SyncQueueClient:
         """One group with the headers of what is here of it; Refused if it is not here."""
         return self._ask_either(m.Peek(group_id=group_id), m.Peeked, m.Refused)
 
+    def subscribe(self, consumer: str, *, oldest: bool = False) -> m.Subscription:
+        """Read what is trained from now on, or from the oldest group that is here; a known consumer goes on."""
+        return self._ask(m.Subscribe(consumer=consumer, oldest=oldest), m.Subscription)
+
+    def read(self, consumer: str, wait_s: float, *, after: int = -1, max_groups: int = 16) -> m.Delivered:
+        """Trained groups in order of commit, behind ``after`` or what was acknowledged; ``fetch`` has the rows."""
+        request = m.Read(consumer=consumer, after=after, max_groups=max_groups, wait_s=wait_s)
+        return self._ask(request, m.Delivered)
+
+    def acknowledge(self, consumer: str, position: int) -> m.Done:
+        """Everything up to ``position`` was read, and need not be kept for this consumer."""
+        return self._ask(m.Acknowledge(consumer=consumer, position=position), m.Done)
+
+    def unsubscribe(self, consumer: str) -> m.Done:
+        """Forget the consumer."""
+        return self._ask(m.Unsubscribe(consumer=consumer), m.Done)
+
     def finish(self) -> m.Done:
         """The run is over."""
         return self._ask(m.Finish(), m.Done)

@@ -22,7 +22,7 @@ class Tasks:
         book = self._book
         if book.submitted:
             return book.submitted[0], book.cursor, True
-        task = self._source.next()
+        task = self._source.next((book.next_group - book.given_up) // book.settings.batch_groups)
         return None if task is None else (task, self._source.cursor(), False)
 
     def submit(self, tasks: Sequence[Task], request: bytes) -> Done | Refused:

@@ -122,10 +122,42 @@ class Published(Transition, frozen=True, kw_only=True):
 
 
 class Retired(Transition, frozen=True, kw_only=True):
-    """Steps before ``step`` are never asked for again; ``groups`` and their payloads are forgotten."""
+    """The trainer never asks for steps before ``step`` again; ``groups`` and their payloads are forgotten.
+
+    The groups ``shelved`` are kept for consumers that have not read them.
+    """
 
     step: int
     groups: list[int]
+    shelved: list[int] = []
+
+
+class Subscribed(Transition, frozen=True, kw_only=True):
+    """There is a consumer of this name, and it reads what comes behind ``position``."""
+
+    consumer: str
+    position: int
+
+
+class Acknowledged(Transition, frozen=True, kw_only=True):
+    """The consumer has read everything up to ``position``; the groups ``freed`` were kept for it alone."""
+
+    consumer: str
+    position: int
+    freed: list[int]
+
+
+class Unsubscribed(Transition, frozen=True, kw_only=True):
+    """There is no consumer of this name any more; the groups ``freed`` were kept for it alone."""
+
+    consumer: str
+    freed: list[int]
+
+
+class Missed(Transition, frozen=True, kw_only=True):
+    """What was kept for consumers outgrew its limit: the oldest groups are ``freed``, in order of commit."""
+
+    freed: list[int]
 
 
 class Tightened(Transition, frozen=True, kw_only=True):
@@ -244,6 +276,10 @@ TransitionType = (
     | BatchCommitted
     | Published
     | Retired
+    | Subscribed
+    | Acknowledged
+    | Unsubscribed
+    | Missed
     | Tightened
     | RolledBack
     | Submitted

@@ -37,7 +37,7 @@ class Source:
     def __init__(self) -> None:
         self.taken = 0
 
-    def next(self) -> Task:
+    def next(self, step: int = 0) -> Task:
         self.taken += 1
         return Task(task_id=f"t{self.taken - 1}", data_source="", prompt=[], ground_truth="7")
 

@@ -88,6 +88,7 @@ class Traffic:
         self._run, self._address = run, address
         self.acknowledged: dict[tuple[int, int], str] = {}  # hash of the tokens by (group, sample)
         self.trained: dict[tuple[int, int], str] = {}
+        self.logged: dict[int, dict[tuple[int, int], str]] = {}  # by position, as a logger has them on its disk
         self.step = 0
 
     def client(self, name: str) -> QueueClient:
@@ -104,6 +105,23 @@ class Traffic:
         if isinstance(await client.put(row), Done):
             assert self.acknowledged.setdefault((group.group_id, sample), row.tokens_sha256()) == row.tokens_sha256()
 
+    async def log(self) -> None:
+        """A logger that is started again and again, in the middle of what it does, and has what it stored."""
+        while len(self.logged) < STEPS * BATCH:
+            async with self.client("logger") as client:
+                await client.subscribe("logger", oldest=True)
+                for _ in range(random.randint(1, 20)):
+                    position = max(self.logged, default=-1)
+                    reply = await client.read("logger", 0.2, after=position, max_groups=4)
+                    for group in reply.groups:
+                        rows = await client.fetch([header.key for header in group.headers])
+                        assert group.position == max(self.logged, default=0) + 1, "in order, and none left out"
+                        self.logged[group.position] = {(row.group_id, row.sample): row.tokens_sha256() for row in rows}
+                    if reply.groups and random.random() < 0.7:
+                        await client.acknowledge("logger", reply.groups[-1].position)
+                    if len(self.logged) == STEPS * BATCH:
+                        return
+
     async def train(self) -> None:
         async with self.client("trainer") as client:
             await client.request(Publish(version=Version(0, 0), engines=[]))
@@ -118,6 +136,9 @@ class Traffic:
                 self.step += 1
                 if self.step % 5 == 0:
                     assert (await client.request(Retire(step=self.step)))[0] == Done()
+            while len(self.logged) < STEPS * BATCH:  # noqa: ASYNC110 - the logger has no event, and a deadline of its own
+                await asyncio.sleep(0.05)
+            await client.unsubscribe("logger")
             assert (await client.request(Finish()))[0] == Done()
             status = await client.status()
             assert isinstance(status, StatusReport) and (status.slots_used, status.payload_bytes) == (0, 0)
@@ -155,7 +176,13 @@ async def test_nothing_acknowledged_is_lost(run: Path, monkeypatch: pytest.Monke
     traffic = Traffic(run, victim.address)
     try:
         async with asyncio.timeout(150), asyncio.TaskGroup() as tasks:
-            for work in (traffic.train(), traffic.work("a"), traffic.work("b"), kill_now_and_then(victim, traffic)):
+            for work in (
+                traffic.train(),
+                traffic.work("a"),
+                traffic.work("b"),
+                traffic.log(),
+                kill_now_and_then(victim, traffic),
+            ):
                 tasks.create_task(work)
     finally:
         victim.kill()
@@ -163,5 +190,7 @@ async def test_nothing_acknowledged_is_lost(run: Path, monkeypatch: pytest.Monke
     assert len(traffic.trained) == STEPS * BATCH * GROUP
     lost = {key for key, digest in traffic.acknowledged.items() if traffic.trained.get(key) != digest}
     assert not lost, f"acknowledged, but not what was trained: {sorted(lost)}"
+    logged = [item for rows in traffic.logged.values() for item in rows.items()]
+    assert len(logged) == len(traffic.trained) and dict(logged) == traffic.trained, "a logger has each row once"
     report = audit(run)
     assert report.ok and report.in_flight is None, report.text()

@@ -2,14 +2,22 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
-from rl_async.messages import Leased, Refused, Reply, Taken, TrajectoryHeader
+from rl_async.messages import DeliveredGroup, Leased, Refused, Reply, Taken, TrajectoryHeader
 from rl_async.transfer_queue.delivery import NO_SIGNAL
 from rl_async.transfer_queue.policy import QueueSettings
 from rl_async.transfer_queue.store import Store
-from rl_async.transfer_queue.transitions import BatchCommitted, DeadLettered, GroupDropped, RolledBack
+from rl_async.transfer_queue.transitions import (
+    BatchCommitted,
+    BatchReserved,
+    DeadLettered,
+    GroupDropped,
+    Missed,
+    RolledBack,
+)
 from tests.simulation.disk import Disk
 
 Sample = tuple[int, int]  # group, sample
@@ -26,6 +34,19 @@ class Checkpoint(NamedTuple):
     step: int = 0
     queue: bytes = b""
     batches: Mapping[int, list[TrajectoryHeader]] = MappingProxyType({})
+
+
+@dataclass
+class Record:
+    """What a consumer has of one queue's groups, and where it stands."""
+
+    began: int
+    position: int = 0
+    skipped: int = 0
+    groups: dict[int, tuple[int, int]] = field(default_factory=dict)  # (step, group) by position
+
+    def __post_init__(self) -> None:
+        self.position = self.began
 
 
 class Rules:
@@ -135,10 +156,54 @@ class Rules:
             self._batches = {step: batch for step, batch in saved.batches.items() if step >= saved.step}
             self._generated_again = set(self._batches)
 
+    # --- other readers ----------------------------------------------------------------------------------------------
+
+    def consumed(self, record: Record, group: DeliveredGroup, rows: Sequence[str]) -> None:
+        """A consumer takes one group more, with the rows that were put."""
+        tokens = [header.tokens_sha256 for header in group.headers]
+        self._check(list(rows) == tokens, f"group {group.group_id} was delivered with other rows")
+        trained = self._trained.get(group.step, {})
+        known = [token for (of, _), each in sorted(trained.items()) if of == group.group_id for token in each]
+        self._check(not known or known == tokens, f"delivered {tokens}, trained {known}")
+        record.groups[group.position] = (group.step, group.group_id)
+        record.position = group.position
+
+    def _everything_consumed(self, record: Record, disk: Disk) -> None:
+        """Each group that this queue saw trained came once, in order, or was given up and counted.
+
+        One that came and was given up before it was acknowledged counts, too.
+        """
+        given_up: set[int] = set()
+        log: list[tuple[int, int]] = []
+        batches: dict[int, list[int]] = {}
+        logged = 0
+        for event in disk.history:
+            match event:
+                case BatchReserved(step=step, groups=groups):
+                    batches[step] = groups
+                case BatchCommitted(step=step) if step >= logged:
+                    logged = step + 1
+                    log += [(step, group) for group in batches[step]]
+                case RolledBack(fresh=True, step=step):
+                    logged = step
+                    given_up |= {group for _, group in log}
+                case Missed(freed=freed):
+                    given_up |= set(freed)
+        missing = 0
+        for position, entry in enumerate(log, start=1):
+            if position > record.began:
+                missing += position not in record.groups
+                self._check(position in record.groups or entry[1] in given_up, f"{entry} never came, nor was given up")
+                came = record.groups.get(position, entry)
+                self._check(came == entry, f"position {position} is {entry}, and {came} was delivered")
+        self._check(missing <= record.skipped, f"{missing} groups never came, {record.skipped} were counted")
+
     # --- the end ----------------------------------------------------------------------------------------------------
 
-    def ended(self, store: Store, disk: Disk, recovered: bytes, now: float) -> None:
+    def ended(self, store: Store, disk: Disk, recovered: bytes, now: float, record: Record | None) -> None:
         """Everything was driven to the end: nothing is lost, nothing is left over."""
+        if record is not None:
+            self._everything_consumed(record, disk)
         steps = self._settings.steps
         self._check(sorted(self._trained) == list(range(steps)), f"trained the steps {sorted(self._trained)}")
         self._check(recovered == store.dump(), "a replay gives the store that was there")

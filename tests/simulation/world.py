@@ -20,6 +20,7 @@ from rl_async.transfer_queue.transitions import Feed
 from tests.simulation.actors import Trainer, Worker
 from tests.simulation.disk import Crash, Disk, Fuse, SimJournal
 from tests.simulation.network import Network, RouterSocket
+from tests.simulation.reader import Reader
 from tests.simulation.rules import Rules
 
 TICK_S = 0.1
@@ -35,10 +36,18 @@ class Source:
     def __init__(self) -> None:
         self._taken = 0
 
-    def next(self) -> Task:
+    def next(self, step: int = 0) -> Task:
         """The next one."""
-        self._taken += 1
-        return Task(task_id=f"t{self._taken - 1}", data_source="", prompt=[], ground_truth="")
+        number, self._taken = self._taken, self._taken + 1
+        source = "easy" if number % 3 else "hard"
+        return Task(
+            task_id=f"t{number}",
+            data_source="",
+            prompt=[],
+            ground_truth="",
+            priority=float(number * 7 % 5),
+            source=source,
+        )
 
     def cursor(self) -> bytes:
         """How many were taken."""
@@ -144,15 +153,20 @@ class World:
         self.now, self._events, self._order = 0.0, list[Any](), itertools.count()
         self._ids = itertools.count(1)
         bound = rng.choice([0, 1, 1, 2])
+        batch_groups = rng.randint(1, 2)
         self.settings = QueueSettings(
             steps=rng.randint(3, 6),
-            batch_groups=rng.randint(1, 2),
+            batch_groups=batch_groups,
             group_size=rng.randint(1, 3),
             max_staleness=bound,
             on_straggler=rng.choice(["wait", "drop"]),
             lease_s=1.5,
             max_attempts=rng.choice([3, 1000]),
             max_refills=rng.choice([0, 0, 1]),
+            sampling=rng.choice(["fifo", "freshest", "priority", "quota"]),
+            window=rng.choice([0, 0, batch_groups, batch_groups + 1]),
+            consumer_bytes=rng.choice([0, 2000, 1 << 20]),
+            weights={"easy": ((0, 1.0),), "hard": ((0, 2.0), (5, 0.0))},
         )
         self.publish_every = rng.randint(1, bound + 1)
         self.checkpoint_every = rng.randint(1, 3)
@@ -164,6 +178,7 @@ class World:
         self.host = Host(self, folder)
         self.network = Network(self)
         self.trainer = Trainer(self)
+        self.reader = Reader(self)
         self.workers = [Worker(self, slot) for slot in range(rng.randint(1, 3))]
 
     # --- time -------------------------------------------------------------------------------------------------------
@@ -204,6 +219,7 @@ class World:
             ("queue", lambda: self.fuse.light(rng.randint(0, 15)), 4),
             ("trainer killed", lambda: self.trainer.killed(), 2),
             ("worker killed", lambda: rng.choice(self.workers).killed(), 2),
+            ("consumer killed", lambda: self.reader.killed(), 2),
             ("worker frozen", lambda: rng.choice(self.workers).freeze(), 2),
             ("connection broken", self._break_connection, 4),
             ("all relaunched", self._relaunch, 1),
@@ -230,6 +246,7 @@ class World:
         self.trainer.killed()
         for worker in list(self.workers):
             worker.killed()
+        self.reader.killed()
         self.after(0.1, self.host.start, True)
 
     def _calm(self) -> None:
@@ -253,7 +270,9 @@ class World:
                 self.rules.broken(f"the run does not end: trainer at step {self.trainer.step}, {status}")
             call(*arguments)
         self.host.died()
-        self.rules.ended(self.host.store, self.host.disk, self.host.recovered(), self.now)
+        record = self.reader.records.get(self.host.disk.run_id)
+        self.rules.ended(self.host.store, self.host.disk, self.host.recovered(), self.now, record)
 
     def _ended(self) -> bool:
-        return self.trainer.done and self.host.up and all(worker.done for worker in self.workers)
+        others = all(worker.done for worker in self.workers) and self.reader.done
+        return self.trainer.done and self.host.up and others

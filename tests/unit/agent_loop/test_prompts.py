@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -53,6 +54,41 @@ def test_epochs_are_shuffled_differently_and_reproducibly(ten: str) -> None:
     assert names(run_config(ten, shuffle=False), 12) == [f"ten:{i % 10}" for i in range(12)]
 
 
+@pytest.mark.parametrize("taken", [0, 5, 17, 30])
+def test_a_curriculum_changes_the_weights_and_a_cursor_finds_its_place(ten: str, tmp_path: Path, taken: int) -> None:
+    hard = jsonl(tmp_path / "hard.jsonl", [row() for _ in range(3)])
+    ramp = DataSource(path=hard, schedule=((1, 0.0), (3, 1.0)))
+    config = run_config((DataSource(path=ten, schedule=((1, 1.0), (3, 0.0))), ramp))
+    steps = [number // 10 for number in range(40)]
+    source, _ = make_sources(config)
+    drawn = [source.next(step) for step in steps]
+    shares = [Counter(task.source for task in drawn[start : start + 10]) for start in range(0, 40, 10)]
+    assert shares == [{"0-ten": 10}, {"0-ten": 10}, {"0-ten": 5, "1-hard": 5}, {"1-hard": 10}]
+    begun, _ = make_sources(config)
+    for step in steps[:taken]:
+        begun.next(step)
+    fresh, _ = make_sources(config)
+    fresh.seek(begun.cursor())
+    assert [fresh.next(step) for step in steps[taken:]] == drawn[taken:]
+
+
+def test_a_cursor_without_what_is_owed_is_taken(ten: str) -> None:
+    source, _ = make_sources(run_config(ten, shuffle=False))
+    source.seek(msgspec.msgpack.encode([[3], [10]]))
+    assert source.next().task_id == "ten:3"
+
+
+def test_priorities_stand_in_a_column_or_in_extra_info(tmp_path: Path) -> None:
+    rows = [
+        row(priority=2),
+        row(extra_info={"priority": 0.5}),
+        row(extra_info={"priority": "high"}),
+        row(priority=None),
+    ]
+    source, _ = make_sources(run_config(jsonl(tmp_path / "p.jsonl", rows), shuffle=False))
+    assert [source.next().priority for _ in range(4)] == [2.0, 0.5, 0.0, 0.0]
+
+
 @pytest.mark.parametrize("taken", [0, 3, 10, 27])
 def test_a_cursor_finds_its_place(ten: str, tmp_path: Path, taken: int) -> None:
     other = jsonl(tmp_path / "other.jsonl", [row() for _ in range(3)])
@@ -95,6 +131,8 @@ def test_a_cursor_of_other_data_is_refused(ten: str, tmp_path: Path) -> None:
         ({"extra_info": "x"}, "row 1, column extra_info"),
         ({"agent_name": 3}, "row 1, column agent_name"),
         ({"tools": "x"}, "row 1, column tools"),
+        ({"priority": "high"}, "row 1, column priority: needs a finite number"),
+        ({"priority": True}, "row 1, column priority"),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -6,6 +6,8 @@ from rl_async.configs.check_gateway import gateway_problem
 from rl_async.configs.load import load_config
 from rl_async.errors import ConfigError
 
+EASY = "{path: e.jsonl, schedule: [[5, 1], [0, 2]]}"
+
 
 @pytest.mark.parametrize(
     ("overrides", "named"),
@@ -28,6 +30,20 @@ from rl_async.errors import ConfigError
         (
             ["rollout.engines=2", "rollout.engine=[vllm, sglang]", "rollout.engine_args=['--foo']"],
             ["rollout.engine_args", "vLLM", "SGLang"],
+        ),
+        (["queue.sampling=freshest", "queue.max_staleness=0"], ["queue.sampling=freshest", "queue.max_staleness=0"]),
+        (["queue.sampling=quota"], ["queue.sampling=quota", "data.path as a list"]),
+        (["queue.window=1", "data.train_batch_groups=8"], ["queue.window=1", "data.train_batch_groups=8"]),
+        (["queue.window=16", "data.train_batch_groups=8", "queue.max_staleness=1"], ["queue.window=16", "16 groups"]),
+        ([f"data.path=[{EASY}, {{path: h.jsonl}}]"], ["schedule of 0-e must rise: [5, 0]"]),
+        (["data.path=[{path: e.jsonl, schedule: [[0, 1]]}]"], ["schedule of e would do nothing"]),
+        (
+            ["data.path=[{path: e.jsonl, weight: 2, schedule: [[0, 1]]}, {path: h.jsonl}]"],
+            ["0-e has a schedule", "weight=2"],
+        ),
+        (
+            ["data.path=[{path: e.jsonl, schedule: [[0, 1], [9, 0]]}, {path: h.jsonl, schedule: [[9, 0], [12, 1]]}]"],
+            ["at step 9 every data set has weight 0"],
         ),
         (["trainer.backend=megatron"], ["trainer.backend=megatron", "not available yet"]),
         (["queue.redis_url=localhost"], ["queue.redis_url", "redis://"]),

@@ -106,6 +106,9 @@ def test_mistakes_in_a_file_name_the_line(write, text: str, expected: list[str])
         ("trainer.steps", "written a.b=c"),
         ("=3", "written a.b=c"),
         ("agent.tools=[", "not valid YAML"),
+        ("queue.sampling=freshst", "did you mean freshest?"),
+        ("queue.sampling=7", "queue.sampling"),
+        ("queue.sampling=xyz", "known: fifo, freshest, priority, quota"),
         ("tracking.backends=[consol]", "tracking.backends"),
     ],
 )

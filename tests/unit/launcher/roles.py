@@ -21,7 +21,7 @@ ADDRESS = "tcp://127.0.0.1:{}"
 class NoTasks:
     """The queue of these tests hands out nothing."""
 
-    def next(self) -> Task:
+    def next(self, step: int = 0) -> Task:
         return Task(task_id="t", data_source="fake", prompt=[], ground_truth="")
 
     def cursor(self) -> bytes:

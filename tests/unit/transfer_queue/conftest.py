@@ -17,7 +17,7 @@ class CountingSource:
     def __init__(self) -> None:
         self.taken = 0
 
-    def next(self) -> Task:
+    def next(self, step: int = 0) -> Task:
         self.taken += 1
         return task(self.taken - 1)
 

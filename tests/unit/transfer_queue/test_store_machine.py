@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rl_async.messages import (
+    ConsumerRecord,
+    Delivered,
     Done,
     LeasedGroup,
     NotReady,
@@ -15,6 +17,7 @@ from rl_async.messages import (
     Reserved,
     Resumed,
     ShardRecord,
+    Subscription,
     Task,
     TrajectoryHeader,
     Version,
@@ -22,6 +25,7 @@ from rl_async.messages import (
 )
 from rl_async.transfer_queue.delivery import NO_SIGNAL
 from rl_async.transfer_queue.groups import EVAL_GROUPS
+from rl_async.transfer_queue.payloads import freed_by
 from rl_async.transfer_queue.policy import QueueSettings
 from rl_async.transfer_queue.sharded import chosen
 from rl_async.transfer_queue.store import Store
@@ -29,6 +33,7 @@ from rl_async.transfer_queue.transitions import (
     Admitted,
     DeadLettered,
     GroupDropped,
+    SampleStored,
     ShardLost,
     Transition,
     TransitionType,
@@ -43,9 +48,18 @@ class Source:
     def __init__(self) -> None:
         self.taken = 0
 
-    def next(self) -> Task:
+    def next(self, step: int = 0) -> Task:
         self.taken += 1
-        return Task(task_id=f"t{self.taken - 1}", data_source="", prompt=[], ground_truth="")
+        number = self.taken - 1
+        source = "easy" if number % 3 else "hard"
+        return Task(
+            task_id=f"t{number}",
+            data_source="",
+            prompt=[],
+            ground_truth="",
+            priority=float(number * 7 % 5),
+            source=source,
+        )
 
     def cursor(self) -> bytes:
         return str(self.taken).encode()
@@ -71,8 +85,22 @@ class Histories(RuleBasedStateMachine):
         policy=st.sampled_from(["wait", "drop"]),
         refills=st.sampled_from([0, 1, 3]),
         replicas=st.sampled_from([0, 1, 2]),
+        sampling=st.sampled_from(["fifo", "freshest", "priority", "quota"]),
+        window=st.sampled_from([0, 0, BATCH, BATCH + 1]),
+        consumer_bytes=st.sampled_from([0, 1000, 1 << 20]),
+        logged=st.booleans(),
     )
-    def start(self, bound: int, policy: Any, refills: int, replicas: int) -> None:
+    def start(
+        self,
+        bound: int,
+        policy: Any,
+        refills: int,
+        replicas: int,
+        sampling: Any,
+        window: int,
+        consumer_bytes: int,
+        logged: bool,
+    ) -> None:
         self.settings = QueueSettings(
             steps=STEPS,
             batch_groups=BATCH,
@@ -83,6 +111,10 @@ class Histories(RuleBasedStateMachine):
             max_attempts=3,
             max_refills=refills,
             replicas=replicas,
+            sampling=sampling,
+            window=window,
+            consumer_bytes=consumer_bytes,
+            weights={"easy": ((0, 1.0),), "hard": ((0, 2.0), (STEPS, 0.0))},
         )
         self.now = 0.0
         self.started = 0  # shards
@@ -99,6 +131,8 @@ class Histories(RuleBasedStateMachine):
         self.made = 0  # tasks that producers made
         self.open_queue()
         self.publish()
+        if logged:
+            self.subscribe("logger", True)
 
     def open_queue(self) -> None:
         self.learn_tasks()
@@ -107,6 +141,7 @@ class Histories(RuleBasedStateMachine):
         self.requests = 0
         self.refills = 0  # groups given up for want of signal since a batch was complete
         self.held: list[tuple[str, LeasedGroup, int]] = []
+        self.readers: dict[str, list[int]] = {}  # by name: where it began, and what it acknowledged
         self.store = self.new_store()
         self.start_shards()
 
@@ -405,6 +440,75 @@ class Histories(RuleBasedStateMachine):
         self.same_rows = False
         self.publish()
 
+    # --- other readers ----------------------------------------------------------------------------------------------
+
+    @rule(name=st.sampled_from(["logger", "evaluator"]), oldest=st.booleans())
+    def subscribe(self, name: str, oldest: bool) -> None:
+        answer = self.store.subscribe(name, oldest)
+        assert isinstance(answer, Subscription)
+        self.readers.setdefault(name, [answer.position])
+        assert self.store.subscribe(name, not oldest) == answer
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data(), count=st.integers(1, 5), acknowledged=st.integers(0, 5), ahead=st.integers(-1, 2))
+    def read(self, data: st.DataObject, count: int, acknowledged: int, ahead: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.readers)))
+        position = self.consumer(name).position
+        after = position + ahead
+        reply = self.store.read(name, after, count)
+        assert isinstance(reply, Delivered) and len(reply.groups) <= count
+        here = self.groups_with_rows()
+        for place, group in enumerate(reply.groups, start=max(after, position) + 1):
+            assert group.position == place and group.group_id in here
+            kept = [h for h in self.rows[group.step] if (h.group_id, h.sample) not in self.lost()]
+            kept = [h for h in kept if h.group_id == group.group_id]
+            assert [h for h in group.headers if (h.group_id, h.sample) not in self.lost()] == kept
+            assert group.task == self.tasks[group.group_id]
+        for group in reply.groups[:acknowledged] if ahead <= 0 else []:
+            for _ in range(2):
+                assert self.store.acknowledge(name, group.position) == Done()
+            assert group.group_id not in self.readers[name][1:], "every group comes once"
+            self.readers[name].append(group.group_id)
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data())
+    def unsubscribe(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.readers)))
+        del self.readers[name]
+        assert self.store.unsubscribe(name) == self.store.unsubscribe(name) == Done()
+        assert isinstance(self.store.read(name, -1, 1), Refused)
+
+    def read_to_the_end(self, name: str) -> None:
+        """Every group that was trained since it subscribed, and was not given up, has come once."""
+        self.consumers_miss_only_what_is_counted()
+        began, *groups = self.readers[name]
+        reply = self.store.read(name, -1, 1 << 20)
+        assert isinstance(reply, Delivered) and {group.group_id for group in reply.groups} <= self.groups_with_rows()
+        groups += [group.group_id for group in reply.groups]
+        self.readers[name] = [began, *groups]
+        assert len(groups) == len(set(groups))
+        assert len(groups) + reply.skipped == self.consumer(name).position + self.consumer(name).behind - began
+        trained = [group for step in range(STEPS) for group in self.batches[step]]
+        assert set(groups) <= set(trained) and groups == sorted(groups, key=trained.index)
+        assert reply.skipped or set(trained[-len(groups) :]) == set(groups), "only what was given up is missing"
+        if reply.groups:
+            assert self.store.acknowledge(name, reply.groups[-1].position) == Done()
+            assert self.store.read(name, -1, 1) == Delivered(groups=[], skipped=reply.skipped)
+
+    def consumer(self, name: str) -> ConsumerRecord:
+        (record,) = [record for record in self.store.inspect(self.now, {}).consumers if record.name == name]
+        return record
+
+    def groups_with_rows(self) -> set[int]:
+        """What a journal holds."""
+        here: set[int] = set()
+        for event in self.seen:
+            if isinstance(event, SampleStored):
+                here.add(event.headers[0].group_id)
+            freed = freed_by(event)
+            here = set() if freed is None else here - set(freed)
+        return here
+
     # --- what always holds ------------------------------------------------------------------------------------------
 
     @invariant()
@@ -426,6 +530,17 @@ class Histories(RuleBasedStateMachine):
         assert status.counters.get("refilled", 0) == len(refilled)
         fixed = {group for step, groups in self.batches.items() if step < self.reserved_until for group in groups}
         assert not fixed & set(refilled)
+
+    @invariant()
+    def consumers_miss_only_what_is_counted(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        for name, (began, *groups) in self.readers.items():
+            record = self.consumer(name)
+            assert record.position == began + len(groups) + record.skipped and record.behind >= 0
+        report = self.store.inspect(self.now, {})
+        assert 0 <= report.kept_bytes <= self.settings.consumer_bytes
+        assert report.kept_bytes == 0 or any(record.behind for record in report.consumers)
 
     def teardown(self) -> None:
         """An honest worker finishes the run: nothing is lost, nothing is left over."""
@@ -449,6 +564,13 @@ class Histories(RuleBasedStateMachine):
         assert (status.slots_used, status.waiting, status.leased, status.ready, status.reserved) == (0, 0, 0, 0, 0)
         assert sorted(self.batches) == list(range(STEPS))
         assert self.store.retire(STEPS) == Done()
+        for name in self.readers:
+            self.read_to_the_end(name)
+            assert self.store.acknowledge(name, STEPS * BATCH + 1).code == "bad_position"  # type: ignore[union-attr]
+        for name in self.readers:
+            self.store.unsubscribe(name)
+        assert self.store.inspect(self.now, {}).kept_bytes == 0
+        assert all(group >= EVAL_GROUPS for group in self.groups_with_rows())
         self.store.evaluate(1000)
 
 
