@@ -17,6 +17,7 @@ SCHEMA = 7
 
 RowKey = tuple[int, int, int]  # (group, sample, segment)
 SampleKey = tuple[int, int, int]  # (group, sample, attempt)
+MediaKey = tuple[int, str]  # (group, sha256 of the bytes)
 StoredKey = tuple[int, int, int, int]  # (group, sample, attempt, segment)
 
 
@@ -118,11 +119,35 @@ class TrajectoryHeader(msgspec.Struct, kw_only=True):
     tokens_sha256: str  # of the payload's token ids, for the audit
     nbytes: int = 0  # of the payload; filled by whoever keeps it
     shards: list[str] = []  # that keep the payload, by id; empty: the queue itself does
+    media: list[str] = []  # sha256 of each that the row refers to
 
     @property
     def key(self) -> RowKey:
         """Names the row within its run."""
         return self.group_id, self.sample, self.segment
+
+
+class Media(msgspec.Struct, frozen=True, kw_only=True):
+    """An image or the like that a row refers to. Its bytes are kept once for all rows of a group."""
+
+    sha256: str  # of the bytes, as 64 hexadecimal digits
+    mime: str
+    position: int  # of the token that stands for it, or of the first
+
+    @classmethod
+    def of(cls, data: bytes, mime: str, position: int) -> "Media":
+        """What refers to these bytes."""
+        return cls(sha256=hashlib.sha256(data).hexdigest(), mime=mime, position=position)
+
+
+def media_sample(sha256: str) -> int:
+    """Under which number the bytes of a medium are kept beside a group's samples: below 0, from 60 bits of the hash.
+
+    Raises ProtocolError if it is no hash.
+    """
+    if len(sha256) != 64 or sha256.strip("0123456789abcdef"):
+        raise ProtocolError(f"{sha256[:80]!r} is no SHA-256: 64 digits from 0 to f")
+    return -1 - int(sha256[:15], 16)
 
 
 def has_signal(group: Sequence[TrajectoryHeader]) -> bool:
@@ -165,6 +190,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     error: str = ""  # why the episode or its scoring failed; empty: it did not
     turns: list[Turn] = []
     timings: dict[str, float] = {}  # seconds: generate, tools, reward, total
+    media: list[Media] = []
     ground_truth: str = ""
 
     @property
@@ -201,6 +227,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
             scored=self.scored,
             baseline=self.baseline,
             tokens_sha256=self.tokens_sha256(),
+            media=[medium.sha256 for medium in self.media],
         )
 
     def tokens_sha256(self) -> str:
@@ -260,11 +287,13 @@ class Renew(Request):
 class Put(Request):
     """Finished samples, each with all rows of its episode from segment 0. Agent worker -> queue.
 
-    The payload frames behind this one are the rows, in the same order. The answer is Taken.
+    The payload frames behind this one are the rows, in the same order, and then the bytes of ``media``, of which those
+    may be left out that the group has already. The answer is Taken.
     """
 
     worker: str
     samples: list[list[TrajectoryHeader]]
+    media: list[MediaKey] = []
 
 
 class Fail(Request):

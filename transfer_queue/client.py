@@ -6,9 +6,8 @@ nothing opens a new connection, says hello, and sends its unanswered requests ag
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import islice
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -18,7 +17,8 @@ import zmq.asyncio
 from rl_async import messages as m
 from rl_async.codec import Frame
 from rl_async.errors import ProtocolError, QueueLost
-from rl_async.transfer_queue import sharded, wire
+from rl_async.transfer_queue import conversations, wire
+from rl_async.transfer_queue.conversations import SHARD_S
 from rl_async.transfer_queue.keys import ClientKeys
 from rl_async.transfer_queue.outbox import Outbox
 from rl_async.transfer_queue.session import (
@@ -34,7 +34,6 @@ from rl_async.transfer_queue.session import (
     send,
     wait_of,
 )
-from rl_async.transfer_queue.sharded import SHARD_S
 from rl_async.transfer_queue.sync_client import SyncQueueClient
 
 __all__ = ["QueueClient", "SyncQueueClient"]
@@ -57,7 +56,7 @@ class QueueClient:
         self._session = Session(address, role, name, keys)
         self._connect_shard = partial(QueueClient, role=role, name=name, timeout_s=SHARD_S, keys=keys)
         self._shards: dict[str, QueueClient] = {}  # by url
-        self._sharded = False
+        self._sending = conversations.Sending()
         self._timeout_s = timeout_s
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
@@ -197,19 +196,17 @@ class QueueClient:
         """Keep this worker's leases."""
         return await self._ask(m.Renew(worker=self.worker), m.Done)
 
-    def put(self, *rows: m.Trajectory) -> "asyncio.Future[m.Done | m.Refused]":
-        """Hand over all rows of one sample, from segment 0; Refused (``fenced``) if they are no longer wanted."""
-        return self._outbox.put(rows)
+    def put(
+        self, *rows: m.Trajectory, media: Mapping[str, bytes] | None = None
+    ) -> "asyncio.Future[m.Done | m.Refused]":
+        """Hand over all rows of one sample, from segment 0; Refused (``fenced``) if they are no longer wanted.
 
-    async def _put(self, samples: list[list[m.TrajectoryHeader]], payload: list[Frame]) -> list[m.Refused | None]:
-        if not self._sharded:
-            reply = (await self.exchange(m.Put(worker=self.worker, samples=samples), payload)).reply
-            self._sharded = isinstance(reply, m.Refused) and reply.code == wire.SHARDED
-            if not self._sharded:
-                return expect(reply, m.Taken).refused
-        rows = iter(payload)
-        parcels = [sharded.Parcel(headers, list(islice(rows, len(headers)))) for headers in samples]
-        return await self._converse(sharded.put(self.worker, parcels, self._timeout_s))
+        ``media`` has the bytes, by hash, of what the rows refer to.
+        """
+        return self._outbox.put(conversations.parcel(rows, media))
+
+    async def _put(self, parcels: list[conversations.Parcel]) -> list[m.Refused | None]:
+        return await self._converse(conversations.put(self.worker, parcels, self._sending, self._timeout_s))
 
     async def fail(self, group_id: int, sample: int, attempt: int, error: str) -> m.Done | m.Refused:
         """Give up one attempt at one sample."""
@@ -278,11 +275,15 @@ class QueueClient:
 
     async def fetch(self, rows: Sequence[m.RowKey]) -> list[m.Trajectory]:
         """The trajectories of these rows. Raises RowsLost if they went with a payload shard."""
-        return [decode_row(row) for row in await self._converse(sharded.fetch(rows, self._timeout_s))]
+        return [decode_row(row) for row in await self._converse(conversations.fetch(rows, self._timeout_s))]
+
+    async def fetch_media(self, rows: Sequence[m.Trajectory]) -> dict[str, bytes]:
+        """The bytes, by hash, of all media that these rows refer to."""
+        return await self._converse(conversations.fetch_media(rows, self._timeout_s))
 
     # --- payload shards ---------------------------------------------------------------------------------------------
 
-    async def _converse(self, conversation: sharded.Conversation[T]) -> T:
+    async def _converse(self, conversation: conversations.Conversation[T]) -> T:
         """Make the calls of a conversation, those of one turn at once."""
         try:
             calls = next(conversation)
@@ -292,9 +293,9 @@ class QueueClient:
             result: T = end.value
             return result
 
-    async def _call(self, call: sharded.Call) -> sharded.Outcome:
+    async def _call(self, call: conversations.Call) -> conversations.Outcome:
         try:
-            client = self if call.url == sharded.QUEUE else await self._shard(call.url)
+            client = self if call.url == conversations.QUEUE else await self._shard(call.url)
             return await client.exchange(call.request, call.payload)
         except QueueLost as error:
             if call.url in self._shards:  # it may come back under its url, with nothing

@@ -165,8 +165,12 @@ class Consumers:
 
     def kept_headers(self, group: int, sample: int) -> list[TrajectoryHeader]:
         """Of the rows of a sample on the shelf, by segment."""
+        return [header for header in self.headers_of(group) if header.sample == sample]
+
+    def headers_of(self, group: int) -> list[TrajectoryHeader]:
+        """Of the rows of a group on the shelf."""
         kept = self._shelf.get(group)
-        return [] if kept is None else [header for header in kept.headers if header.sample == sample]
+        return [] if kept is None else kept.headers
 
     def kept_samples(self) -> list[TrajectoryHeader]:
         """The first header of each sample on the shelf."""

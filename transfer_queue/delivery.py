@@ -368,6 +368,8 @@ def _belong_together(headers: Sequence[TrajectoryHeader]) -> bool:
 
 
 def _bytes(headers: Sequence[TrajectoryHeader]) -> bytes:
+    """Without the size, in which only the first to bring media has them counted."""
+    headers = [msgspec.structs.replace(header, nbytes=0) for header in headers]
     return msgspec.msgpack.encode(headers)  # unlike the structs, equal when a reward is not a number
 
 

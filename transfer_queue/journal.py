@@ -50,6 +50,10 @@ class Journal(Protocol):
         """Record the rows of one sample, by segment, unless they are here."""
         ...
 
+    def has(self, group: int, sample: int) -> bool:
+        """Whether rows of this sample are here."""
+        ...
+
     def get(self, key: RowKey) -> Frame | None:
         """One row; None if it is not here."""
         ...
@@ -92,6 +96,10 @@ class MemoryJournal:
     def put(self, group: int, sample: int, rows: Sequence[Frame]) -> None:
         """Keep the rows."""
         self._payloads.put(group, sample, rows)
+
+    def has(self, group: int, sample: int) -> bool:
+        """Whether rows of this sample are here."""
+        return self._payloads.get(group, sample, 0) is not None
 
     def get(self, key: RowKey) -> Frame | None:
         """One row; None if it is not here."""

@@ -279,6 +279,10 @@ class RedisJournal:
         self._payloads[place.key] = b"".join(rows)
         self._placed[f"{group}:{sample}"] = _encode(place)
 
+    def has(self, group: int, sample: int) -> bool:
+        """Whether rows of this sample are here."""
+        return sample in self._places.get(group, {})
+
     def get(self, key: RowKey) -> Frame | None:
         """One row, asked of the server; None if it is not here."""
         group, sample, segment = key

@@ -9,6 +9,7 @@ One thread does all of it, so handlers need no locks. A request that nobody can 
 Malformed and counted; one that does not apply is answered Refused. Neither changes anything.
 """
 
+import hashlib
 import itertools
 import logging
 import math
@@ -258,14 +259,16 @@ class QueueServer:
             if payload:
                 return Answer(m.Refused(code=wire.SHARDED, reason="the payloads of this queue go to its shards"))
             return Answer(m.Taken(refused=[self._take_header(request.worker, each) for each in request.samples]))
-        if not all(request.samples) or sum(map(len, request.samples)) != len(payload) or not all(map(len, payload)):
+        rows = sum(map(len, request.samples))
+        if not all(request.samples) or rows + len(request.media) != len(payload) or not all(map(len, payload)):
             raise ProtocolError(
-                f"a Put of {[len(headers) for headers in request.samples]} rows with {len(payload)} payload frames, "
-                "each of which must hold a row"
+                f"a Put of {[len(headers) for headers in request.samples]} rows and {len(request.media)} media with "
+                f"{len(payload)} payload frames, none of which may be empty"
             )
         frames = iter(payload)
         samples = [(headers, list(itertools.islice(frames, len(headers)))) for headers in request.samples]
-        return Answer(m.Taken(refused=[self._take(request.worker, headers, rows) for headers, rows in samples]))
+        media = checked_media(request.media, list(frames))
+        return Answer(m.Taken(refused=[self._take(request.worker, headers, rows, media) for headers, rows in samples]))
 
     def _take_header(self, worker: str, headers: Sequence[m.TrajectoryHeader]) -> m.Refused | None:
         """A sample whose payload is with shards."""
@@ -276,16 +279,26 @@ class QueueServer:
         reply = self._store.put(worker, headers, self._clock())
         return reply if isinstance(reply, m.Refused) else None
 
-    def _take(self, worker: str, headers: Sequence[m.TrajectoryHeader], rows: Sequence[Frame]) -> m.Refused | None:
+    def _take(
+        self, worker: str, headers: Sequence[m.TrajectoryHeader], rows: Sequence[Frame], media: dict[m.MediaKey, Frame]
+    ) -> m.Refused | None:
+        group = headers[0].group_id
+        wanted = {sha256: m.media_sample(sha256) for header in headers for sha256 in header.media}
+        new = [sha256 for sha256, place in wanted.items() if not self._journal.has(group, place)]
+        if missing := [sha256 for sha256 in new if (group, sha256) not in media]:
+            return m.Refused(code=wire.MEDIA, reason=" ".join(missing))
         headers = [
             msgspec.structs.replace(header, nbytes=memoryview(row).nbytes, shards=[])
             for header, row in zip(headers, rows, strict=True)
         ]
+        headers[0].nbytes += sum(memoryview(media[group, sha256]).nbytes for sha256 in new)
         reply = self._store.put(worker, headers, self._clock())
         if isinstance(reply, m.Refused):
             return reply
-        if self._store.holds(headers[0].group_id):
-            self._journal.put(headers[0].group_id, headers[0].sample, rows)
+        if self._store.holds(group):
+            self._journal.put(group, headers[0].sample, rows)
+            for sha256 in new:
+                self._journal.put(group, wanted[sha256], [media[group, sha256]])
         return None
 
     def _fetch(self, request: m.Fetch) -> Answer:
@@ -363,3 +376,11 @@ class QueueServer:
         record = m.ShardRecord(shard_id=request.shard_id, name=request.name, url=request.url)
         log.info("payload shard %s at %s", record.shard_id, record.url)
         return Answer(self._store.shards.register(record, self._clock()))
+
+
+def checked_media(keys: Sequence[m.MediaKey], frames: Sequence[Frame]) -> dict[m.MediaKey, Frame]:
+    """Media by group and hash. Raises ProtocolError for bytes that have another hash."""
+    for (_, sha256), frame in zip(keys, frames, strict=True):
+        if hashlib.sha256(frame).hexdigest() != sha256:
+            raise ProtocolError(f"the bytes of a medium do not have the hash {sha256[:80]}")
+    return dict(zip(keys, frames, strict=True))

@@ -4,7 +4,17 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from rl_async.messages import Done, Elsewhere, Refused, RowKey, ShardList, ShardRecord, Swept, TrajectoryHeader
+from rl_async.messages import (
+    Done,
+    Elsewhere,
+    Refused,
+    RowKey,
+    ShardList,
+    ShardRecord,
+    Swept,
+    TrajectoryHeader,
+    media_sample,
+)
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.book import Book
 from rl_async.transfer_queue.consumers import Consumers
@@ -84,6 +94,8 @@ class Shards:
     def _header(self, key: RowKey) -> TrajectoryHeader | Refused:
         group_id, index, segment = key
         group = self._book.groups.get(group_id)
+        if index < 0:
+            return self._medium(key)
         if group is None:
             headers = self._consumers.kept_headers(group_id, index)
         else:
@@ -93,6 +105,16 @@ class Shards:
         if not 0 <= segment < len(headers):
             return Refused(code="unknown_row", reason=f"no row (group, sample, segment) {key}")
         return headers[segment]
+
+    def _medium(self, key: RowKey) -> TrajectoryHeader | Refused:
+        """A header that says where a medium is: beside the rows that refer to it, as attempt 0."""
+        group_id, index, segment = key
+        group = self._book.groups.get(group_id)
+        headers = self._consumers.headers_of(group_id) if group is None else group.headers()
+        for header in headers if segment == 0 else []:
+            if index in map(media_sample, header.media) and not self._shards.keys().isdisjoint(header.shards):
+                return msgspec.structs.replace(header, attempt=0)
+        return Refused(code="unknown_row", reason=f"no medium {key}")
 
     def expire(self, now: float) -> None:
         """Do without the shards that were silent for the lease time."""

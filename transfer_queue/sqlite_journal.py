@@ -148,6 +148,10 @@ class SqliteJournal:
             places[sample] = self._segments.add(rows)
             self._placed[group, sample] = _encode(places[sample])
 
+    def has(self, group: int, sample: int) -> bool:
+        """Whether rows of this sample are here."""
+        return sample in self._places.get(group, {})
+
     def get(self, key: RowKey) -> Frame | None:
         """One row, read from its file, which the operating system caches; None if it is not here."""
         group, sample, segment = key

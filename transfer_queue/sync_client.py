@@ -5,7 +5,7 @@ nothing opens a new connection, says hello, and sends its unanswered request aga
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
@@ -13,11 +13,11 @@ from typing import Self, TypeVar
 
 import zmq
 
-from rl_async import codec
 from rl_async import messages as m
 from rl_async.codec import Frame
 from rl_async.errors import QueueLost
-from rl_async.transfer_queue import sharded, wire
+from rl_async.transfer_queue import conversations, wire
+from rl_async.transfer_queue.conversations import SHARD_S
 from rl_async.transfer_queue.keys import ClientKeys
 from rl_async.transfer_queue.session import (
     FIRST_PAUSE_S,
@@ -32,7 +32,6 @@ from rl_async.transfer_queue.session import (
     send_sync,
     wait_of,
 )
-from rl_async.transfer_queue.sharded import SHARD_S
 
 R = TypeVar("R", bound=m.Reply)
 S = TypeVar("S", bound=m.Reply)
@@ -54,7 +53,7 @@ class SyncQueueClient:
         self._connect_shard = partial(SyncQueueClient, role=role, name=name, timeout_s=SHARD_S, keys=keys)
         self._shards: dict[str, SyncQueueClient] = {}  # by url
         self._callers: ThreadPoolExecutor | None = None  # for several shards at once
-        self._sharded = False
+        self._sending = conversations.Sending()
         self._timeout_s = timeout_s
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
@@ -155,17 +154,13 @@ class SyncQueueClient:
         """Keep this client's leases."""
         return self._ask(m.Renew(worker=self.worker), m.Done)
 
-    def put(self, *rows: m.Trajectory) -> m.Done | m.Refused:
-        """Hand over all rows of one sample, from segment 0; Refused (``fenced``) if they are no longer wanted."""
-        headers, payload = [row.header() for row in rows], [codec.encode(row) for row in rows]
-        if not self._sharded:
-            reply = self.exchange(m.Put(worker=self.worker, samples=[headers]), payload).reply
-            self._sharded = isinstance(reply, m.Refused) and reply.code == wire.SHARDED
-            if not self._sharded:
-                (refused,) = expect(reply, m.Taken).refused
-                return refused or m.Done()
-        parcel = sharded.Parcel(headers, list(payload))
-        (refused,) = self._converse(sharded.put(self.worker, [parcel], self._timeout_s))
+    def put(self, *rows: m.Trajectory, media: Mapping[str, bytes] | None = None) -> m.Done | m.Refused:
+        """Hand over all rows of one sample, from segment 0; Refused (``fenced``) if they are no longer wanted.
+
+        ``media`` has the bytes, by hash, of what the rows refer to.
+        """
+        parcels = [conversations.parcel(rows, media)]
+        (refused,) = self._converse(conversations.put(self.worker, parcels, self._sending, self._timeout_s))
         return refused or m.Done()
 
     def fail(self, group_id: int, sample: int, attempt: int, error: str) -> m.Done | m.Refused:
@@ -179,9 +174,13 @@ class SyncQueueClient:
 
     def fetch(self, rows: Sequence[m.RowKey]) -> list[m.Trajectory]:
         """The trajectories of these rows. Raises RowsLost if they went with a payload shard."""
-        return [decode_row(row) for row in self._converse(sharded.fetch(rows, self._timeout_s))]
+        return [decode_row(row) for row in self._converse(conversations.fetch(rows, self._timeout_s))]
 
-    def _converse(self, conversation: sharded.Conversation[T]) -> T:
+    def fetch_media(self, rows: Sequence[m.Trajectory]) -> dict[str, bytes]:
+        """The bytes, by hash, of all media that these rows refer to."""
+        return self._converse(conversations.fetch_media(rows, self._timeout_s))
+
+    def _converse(self, conversation: conversations.Conversation[T]) -> T:
         """Make the calls of a conversation, those of one turn at once."""
         try:
             calls = next(conversation)
@@ -191,17 +190,17 @@ class SyncQueueClient:
             result: T = end.value
             return result
 
-    def _call_all(self, calls: Sequence[sharded.Call]) -> list[sharded.Outcome]:
+    def _call_all(self, calls: Sequence[conversations.Call]) -> list[conversations.Outcome]:
         if len(calls) < 2:
             return [self._call(call) for call in calls]
         if self._callers is None:
             self._callers = ThreadPoolExecutor(MOST_CALLS, thread_name_prefix="queue client")
         return list(self._callers.map(self._call, calls))
 
-    def _call(self, call: sharded.Call) -> sharded.Outcome:
+    def _call(self, call: conversations.Call) -> conversations.Outcome:
         """The calls of one turn go to different shards, so no two threads use one of these clients at a time."""
         try:
-            if call.url == sharded.QUEUE:
+            if call.url == conversations.QUEUE:
                 return self.exchange(call.request, call.payload)
             if call.url not in self._shards:
                 self._shards[call.url] = self._connect_shard(call.url)

@@ -1,7 +1,7 @@
 """A queue on a free port, and a trainer's and a bare connection to it."""
 
 import socket as sockets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
@@ -11,10 +11,20 @@ from tests.contracts.queue_peers import SETTINGS, RunningQueue
 
 
 @pytest.fixture
-def address() -> str:
-    with sockets.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+def make_address() -> Callable[[], str]:
+    """Another free one each time it is called."""
+
+    def make() -> str:
+        with sockets.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+    return make
+
+
+@pytest.fixture
+def address(make_address: Callable[[], str]) -> str:
+    return make_address()
 
 
 @pytest.fixture

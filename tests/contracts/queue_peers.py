@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import msgspec
@@ -21,7 +22,7 @@ from rl_async.messages import (
 )
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.client import QueueClient
-from rl_async.transfer_queue.journal import MemoryJournal
+from rl_async.transfer_queue.journal import Journal, MemoryJournal
 from rl_async.transfer_queue.keys import ServerKeys
 from rl_async.transfer_queue.loop import bind, serve
 from rl_async.transfer_queue.policy import QueueSettings
@@ -49,7 +50,7 @@ class Source:
 
 
 class RunningQueue:
-    """A queue with a memory journal, on a thread; closed to strangers if it has ``keys``."""
+    """A queue on a thread, by default with a memory journal; closed to strangers if it has ``keys``."""
 
     def __init__(
         self,
@@ -58,8 +59,10 @@ class RunningQueue:
         *,
         keys: ServerKeys | None = None,
         limits: QueueLimits | None = None,
+        open_journal: Callable[[], Journal] = MemoryJournal,
     ) -> None:
         self.address = address
+        self._open_journal = open_journal
         self._keys, self._limits = keys, limits
         self._ready, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._serve, args=[settings])
@@ -67,9 +70,10 @@ class RunningQueue:
         assert self._ready.wait(10)
 
     def _serve(self, settings: QueueSettings) -> None:
-        journal = MemoryJournal()
+        journal = self._open_journal()
         feed = Feed(journal.append)
         store = Store(settings, Source(), [Source().next()], feed)
+        journal.recover()
         server = QueueServer(store, journal, feed, limits=self._limits)
         with zmq.Context() as context, ExitStack() as stack:
             door = None

@@ -1,10 +1,9 @@
 """Payloads on shards: they pass no other process; what a lost shard kept is read from a copy or generated again."""
 
 import asyncio
-import socket as sockets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -45,16 +44,6 @@ class RunningShard:
 
 def settings(replicas: int) -> QueueSettings:
     return QueueSettings(steps=50, batch_groups=2, group_size=2, lease_s=LEASE_S, replicas=replicas)
-
-
-@pytest.fixture
-def make_address() -> Callable[[], str]:
-    def make() -> str:
-        with sockets.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-
-    return make
 
 
 @pytest.fixture

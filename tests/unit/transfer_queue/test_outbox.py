@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from rl_async.errors import ProtocolError, QueueLost
-from rl_async.messages import Done, Refused, Sampling, Trajectory, TrajectoryHeader
+from rl_async.messages import Done, Refused, Sampling, Trajectory
 from rl_async.transfer_queue import outbox
+from rl_async.transfer_queue.conversations import Parcel, parcel
 from rl_async.transfer_queue.outbox import Outbox
 
 
@@ -35,17 +36,17 @@ class Queue:
         self.error: Exception | None = None
         self.open = asyncio.Event()
 
-    async def send(self, samples: list[list[TrajectoryHeader]], payload: list[object]) -> list[Refused | None]:
-        assert sum(map(len, samples)) == len(payload)
-        self.messages.append([headers[0].sample for headers in samples])
+    async def send(self, parcels: list[Parcel]) -> list[Refused | None]:
+        assert all(len(parcel.headers) == len(parcel.rows) for parcel in parcels)
+        self.messages.append([parcel.headers[0].sample for parcel in parcels])
         await self.open.wait()
         if self.error is not None:
             raise self.error
-        return [Refused(code="odd", reason="") if headers[0].sample % 2 else None for headers in samples]
+        return [Refused(code="odd", reason="") if parcel.headers[0].sample % 2 else None for parcel in parcels]
 
 
 async def handed_over(box: Outbox, *rows: Trajectory) -> list["asyncio.Future[Done | Refused]"]:
-    answers = [box.put([row]) for row in rows]
+    answers = [box.put(parcel([row], {})) for row in rows]
     await asyncio.sleep(0)
     return answers
 
@@ -91,7 +92,7 @@ def test_an_error_reaches_everyone_whose_sample_was_in_the_message(error: Except
         queue.open.set()
         assert await asyncio.gather(*tasks, return_exceptions=True) == [error] * 3
         queue.error = None
-        assert isinstance(await box.put([row(6)]), Done)
+        assert isinstance(await box.put(parcel([row(6)], {})), Done)
 
     asyncio.run(check())
 

@@ -23,11 +23,11 @@ from rl_async.messages import (
     Version,
     VersionRun,
 )
+from rl_async.transfer_queue.conversations import chosen
 from rl_async.transfer_queue.delivery import NO_SIGNAL
 from rl_async.transfer_queue.groups import EVAL_GROUPS
 from rl_async.transfer_queue.payloads import freed_by
 from rl_async.transfer_queue.policy import QueueSettings
-from rl_async.transfer_queue.sharded import chosen
 from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import (
     Admitted,

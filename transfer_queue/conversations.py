@@ -10,11 +10,12 @@ the result. Both clients of the queue drive the same ones. No payload passes the
 import hashlib
 import time
 from collections import defaultdict
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from rl_async import codec
 from rl_async import messages as m
 from rl_async.codec import Frame
 from rl_async.errors import ProtocolError, QueueLost, RowsLost
@@ -23,6 +24,7 @@ from rl_async.transfer_queue.session import expect
 
 SHARD_S = 10.0  # for a shard to answer, before another is tried
 PAUSE_S = 1.0  # for the registry to change, before the same shards are tried again
+_REMEMBERED = 1 << 16  # media that were sent
 _NEVER = 1 << 62  # a revision that the registry does not reach
 QUEUE = ""  # the url of the queue itself
 
@@ -54,10 +56,16 @@ def chosen(group: int, shards: Sequence[m.ShardRecord], replicas: int) -> list[m
 
 
 class Parcel(NamedTuple):
-    """One sample on its way: headers and rows, in the same order."""
+    """One sample on its way: headers and rows, in the same order, and the bytes of media by hash."""
 
     headers: list[m.TrajectoryHeader]
     rows: list[Frame]
+    media: Mapping[str, Frame] = {}
+
+    @property
+    def group(self) -> int:
+        """Its group."""
+        return self.headers[0].group_id
 
     @property
     def key(self) -> m.SampleKey:
@@ -66,11 +74,77 @@ class Parcel(NamedTuple):
         return first.group_id, first.sample, first.attempt
 
 
-def put(worker: str, parcels: Sequence[Parcel], timeout_s: float) -> Conversation[list[m.Refused | None]]:
+def parcel(rows: Sequence[m.Trajectory], media: Mapping[str, bytes] | None) -> Parcel:
+    """What is sent of one sample. Raises ProtocolError if a row refers to media that are not given."""
+    headers, media = [row.header() for row in rows], media or {}
+    if missing := {sha256 for header in headers for sha256 in header.media} - media.keys():
+        raise ProtocolError(f"a row refers to media that are not given to put: {', '.join(sorted(missing))}")
+    return Parcel(headers, [codec.encode(row) for row in rows], media)
+
+
+class Sending:
+    """What a client knows from earlier puts: whether payloads go to shards, and who has which media."""
+
+    def __init__(self) -> None:
+        self.sharded = False
+        self._sent: dict[tuple[int, str, str], None] = {}  # (group, hash, shard), oldest first
+
+    def unsent(self, parcels: Sequence[Parcel], shard: str = "") -> dict[m.MediaKey, Frame]:
+        """Media of these samples that were not sent there."""
+        media = {(each.group, sha256): data for each in parcels for sha256, data in each.media.items()}
+        return {key: data for key, data in media.items() if (*key, shard) not in self._sent}
+
+    def sent(self, media: Iterable[m.MediaKey], shard: str = "") -> None:
+        """These are there."""
+        self._sent.update(dict.fromkeys((*key, shard) for key in media))
+        while len(self._sent) > _REMEMBERED:
+            del self._sent[next(iter(self._sent))]
+
+
+def put(
+    worker: str, parcels: Sequence[Parcel], sending: Sending, timeout_s: float
+) -> Conversation[list[m.Refused | None]]:
     """Hand samples over; of each, None if it was taken, else why it is not wanted.
 
     Raises QueueLost if no shard could be found for ``timeout_s``.
     """
+    if not sending.sharded:
+        answers = yield from _put_here(worker, parcels, sending)
+        if answers is not None:
+            return answers
+        sending.sharded = True
+    return (yield from _put_to_shards(worker, parcels, sending, timeout_s))
+
+
+def _put_here(worker: str, parcels: Sequence[Parcel], sending: Sending) -> Conversation[list[m.Refused | None] | None]:
+    """To the queue itself; None if it wants no payload. Media go along when they are new, or missed after all."""
+    answers: list[m.Refused | None] = [None] * len(parcels)
+    left, media = list(range(len(parcels))), sending.unsent(parcels)
+    while left:
+        some = [parcels[index] for index in left]
+        request = m.Put(worker=worker, samples=[each.headers for each in some], media=list(media))
+        payload = [*(row for each in some for row in each.rows), *media.values()]
+        (outcome,) = yield [Call(QUEUE, request, payload)]
+        reply = _answered(outcome).reply
+        if isinstance(reply, m.Refused) and reply.code == wire.SHARDED:
+            return None
+        refused = _refusals(reply, len(some))
+        sending.sent(media)
+        again: list[int] = []
+        for index, refusal in zip(left, refused, strict=True):
+            answers[index] = refusal
+            if refusal is not None and refusal.code == wire.MEDIA:
+                again.append(index)
+        every = {(parcels[i].group, sha256): data for i in again for sha256, data in parcels[i].media.items()}
+        if again and every.keys() <= media.keys():
+            return answers  # sent, and still not there
+        left, media = again, every
+    return answers
+
+
+def _put_to_shards(
+    worker: str, parcels: Sequence[Parcel], sending: Sending, timeout_s: float
+) -> Conversation[list[m.Refused | None]]:
     deadline = time.monotonic() + timeout_s
     answers: list[m.Refused | None] = [None] * len(parcels)
     left = list(range(len(parcels)))
@@ -78,7 +152,7 @@ def put(worker: str, parcels: Sequence[Parcel], timeout_s: float) -> Conversatio
     registry = yield from _registry(-1, 0.0)
     while left:
         shards = [shard for shard in registry.shards if shard.shard_id not in avoid]
-        stored, failed = yield from _store([(i, parcels[i]) for i in left], shards, registry.replicas)
+        stored, failed = yield from _store([(i, parcels[i]) for i in left], shards, registry.replicas, sending)
         avoid |= failed
         if stored:
             replies = yield from _announce(worker, stored)
@@ -101,42 +175,63 @@ def _registry(after: int, wait_s: float) -> Conversation[m.ShardList]:
 
 
 def _store(
-    parcels: Sequence[tuple[int, Parcel]], shards: Sequence[m.ShardRecord], replicas: int
+    parcels: Sequence[tuple[int, Parcel]], shards: Sequence[m.ShardRecord], replicas: int, sending: Sending
 ) -> Conversation[tuple[list[tuple[int, Parcel]], set[str]]]:
-    """Bring each sample to its shards. Returns those that all of them keep, with headers that say so, and the shards
-    that did not answer."""
-    places = {index: chosen(parcel.headers[0].group_id, shards, replicas) for index, parcel in parcels}
+    """Bring each sample to its shards, with media that these do not have. Returns those that all of them keep, with
+    headers that say so, and the shards that did not answer."""
+    places = {index: [s.shard_id for s in chosen(each.group, shards, replicas)] for index, each in parcels}
     loads: dict[str, list[Parcel]] = defaultdict(list)
-    for index, parcel in parcels:
-        for shard in places[index]:
-            loads[shard.shard_id].append(parcel)
+    for index, each in parcels:
+        for shard_id in places[index]:
+            loads[shard_id].append(each)
     urls = {shard.shard_id: shard.url for shard in shards}
-    outcomes = yield [_store_call(urls[shard_id], load) for shard_id, load in loads.items()]
-    failed = {shard_id for shard_id, outcome in zip(loads, outcomes, strict=True) if isinstance(outcome, QueueLost)}
-    for outcome in outcomes:
-        if not isinstance(outcome, QueueLost):
+    media = {shard_id: sending.unsent(load, shard_id) for shard_id, load in loads.items()}
+    outcomes = yield [_store_call(urls[shard_id], load, media[shard_id]) for shard_id, load in loads.items()]
+    failed: set[str] = set()
+    for shard_id, outcome in zip(loads, outcomes, strict=True):
+        if isinstance(outcome, QueueLost):
+            failed.add(shard_id)
+        else:
             expect(outcome.reply, m.Done)
+            sending.sent(media[shard_id], shard_id)
     stored: list[tuple[int, Parcel]] = []
-    for index, parcel in parcels:
-        ids = [shard.shard_id for shard in places[index]]
+    for index, each in parcels:
+        ids = places[index]
         if ids and failed.isdisjoint(ids):
-            pairs = zip(parcel.headers, parcel.rows, strict=True)
-            headers = [msgspec.structs.replace(h, shards=ids, nbytes=memoryview(row).nbytes) for h, row in pairs]
-            stored.append((index, Parcel(headers, parcel.rows)))
+            new = {key: media[ids[0]].pop(key) for key in _media_keys(each) if key in media[ids[0]]}
+            stored.append((index, _kept_by(each, ids, sum(memoryview(data).nbytes for data in new.values()))))
     return stored, failed
 
 
-def _store_call(url: str, load: Sequence[Parcel]) -> Call:
-    lengths = [[memoryview(row).nbytes for row in parcel.rows] for parcel in load]
-    request = m.Store(samples=[parcel.key for parcel in load], lengths=lengths)
-    return Call(url, request, wire.join([row for parcel in load for row in parcel.rows]))
+def _media_keys(parcel: Parcel) -> list[m.MediaKey]:
+    return [(parcel.group, sha256) for sha256 in parcel.media]
+
+
+def _kept_by(parcel: Parcel, shards: list[str], media_bytes: int) -> Parcel:
+    """The sample with headers that name its shards; the media that went along for it count for its first row."""
+    pairs = zip(parcel.headers, parcel.rows, strict=True)
+    headers = [msgspec.structs.replace(h, shards=shards, nbytes=memoryview(row).nbytes) for h, row in pairs]
+    headers[0].nbytes += media_bytes
+    return Parcel(headers, parcel.rows, parcel.media)
+
+
+def _store_call(url: str, load: Sequence[Parcel], media: Mapping[m.MediaKey, Frame]) -> Call:
+    samples = [(parcel.key, parcel.rows) for parcel in load]
+    samples += [((group, m.media_sample(sha256), 0), [data]) for (group, sha256), data in media.items()]
+    lengths = [[memoryview(row).nbytes for row in rows] for _, rows in samples]
+    request = m.Store(samples=[key for key, _ in samples], lengths=lengths)
+    return Call(url, request, wire.join([row for _, rows in samples for row in rows]))
 
 
 def _announce(worker: str, stored: Sequence[tuple[int, Parcel]]) -> Conversation[list[m.Refused | None]]:
     (outcome,) = yield [Call(QUEUE, m.Put(worker=worker, samples=[parcel.headers for _, parcel in stored]))]
-    refused = expect(_answered(outcome).reply, m.Taken).refused
-    if len(refused) != len(stored):
-        raise ProtocolError(f"{len(stored)} samples were put, {len(refused)} answered")
+    return _refusals(_answered(outcome).reply, len(stored))
+
+
+def _refusals(reply: m.Reply, count: int) -> list[m.Refused | None]:
+    refused = expect(reply, m.Taken).refused
+    if len(refused) != count:
+        raise ProtocolError(f"{count} samples were put, {len(refused)} answered")
     return refused
 
 
@@ -165,6 +260,18 @@ def fetch(rows: Sequence[m.RowKey], timeout_s: float) -> Conversation[list[Frame
             avoid.clear()
             yield from _registry(_NEVER, PAUSE_S)
     return [found[key] for key in rows]
+
+
+def fetch_media(rows: Sequence[m.Trajectory], timeout_s: float) -> Conversation[dict[str, bytes]]:
+    """The bytes of all media that these rows refer to, by hash. Raises as ``fetch`` does, and ProtocolError for bytes
+    that have another hash."""
+    wanted = {medium.sha256: (row.group_id, m.media_sample(medium.sha256), 0) for row in rows for medium in row.media}
+    frames = yield from fetch(list(wanted.values()), timeout_s)
+    media = {sha256: bytes(frame) for sha256, frame in zip(wanted, frames, strict=True)}
+    for sha256, data in media.items():
+        if hashlib.sha256(data).hexdigest() != sha256:
+            raise ProtocolError(f"the medium {sha256} came with other bytes")
+    return media
 
 
 def _load(
