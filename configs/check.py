@@ -10,6 +10,7 @@ from rl_async.configs.check_gateway import gateway_rule
 from rl_async.configs.closed import is_closed
 from rl_async.configs.engines import engine_kinds
 from rl_async.configs.schema import RunConfig
+from rl_async.configs.slack import slack
 from rl_async.configs.sources import labels, parts, points_of, weight_at
 from rl_async.errors import ConfigError
 
@@ -94,7 +95,14 @@ def _shards(c: RunConfig) -> str | None:
 def _sampling(c: RunConfig) -> str | None:
     """Policies that would choose nothing, and windows that no batch fits into."""
     queue, batch = c.queue, c.data.train_batch_groups
-    slots = (queue.max_staleness + 1) * batch
+    if slack(queue) > queue.max_staleness:
+        return f"queue.slack={slack(queue)} cannot be more than queue.max_staleness={queue.max_staleness}"
+    if queue.slack == 0 and queue.sampling != "fifo":
+        return (
+            f"queue.sampling={queue.sampling} with queue.slack=0 has nothing to choose from: every seat is forced by a "
+            "deadline; leave slack out, or set it to 1 or more"
+        )
+    slots = (queue.max_staleness - slack(queue) + 1) * batch
     if queue.sampling != "fifo" and queue.max_staleness == 0:
         return (
             f"queue.sampling={queue.sampling} has nothing to choose from: with queue.max_staleness=0 a batch is all "
@@ -105,7 +113,7 @@ def _sampling(c: RunConfig) -> str | None:
     if queue.window and not batch <= queue.window < slots:
         return (
             f"queue.window={queue.window} must hold a batch (data.train_batch_groups={batch}) and fewer than the "
-            f"{slots} groups that are there at most, (queue.max_staleness + 1) batches; 0: no window"
+            f"{slots} groups that are there at most (queue.max_staleness - queue.slack + 1 batches); 0: no window"
         )
     return None
 
@@ -159,10 +167,11 @@ def _truncation(c: RunConfig) -> str | None:
 
 
 def _publish_every(c: RunConfig) -> str | None:
-    if c.weight_sync.every > c.queue.max_staleness + 1:
+    batches = c.queue.max_staleness - slack(c.queue) + 1
+    if c.weight_sync.every > batches:
         return (
             f"weight_sync.every={c.weight_sync.every} would wait for ever: all slots are used up after "
-            f"queue.max_staleness + 1 = {c.queue.max_staleness + 1} steps; publish at least that often"
+            f"queue.max_staleness - queue.slack + 1 = {batches} steps; publish at least that often"
         )
     return None
 

@@ -160,6 +160,14 @@ class QueueConfig(Config, frozen=True):
             "of the highest priority (column priority of the data), or of each data set of data.path its share."
         ),
     ] = "fifo"
+    slack: Annotated[
+        Count | None,
+        doc(
+            "Steps of the bound left to the sampling policy: groups are admitted for max_staleness - slack, so a ready "
+            "one may be passed for this many steps. With 0 and enough engines every seat is forced by a deadline. "
+            "null: 0 with fifo, else 1."
+        ),
+    ] = None
     window: Annotated[
         Count,
         doc(

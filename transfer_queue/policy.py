@@ -8,8 +8,10 @@ deadlines if steps take the earliest deadline first. Giving a group up, for bein
 only makes them fewer, and the task that takes its slot is leased under the same rule. A ready group may pass an
 unfinished one only while that remains true (``choose``), and so may one that a sampling policy prefers
 (``sampling.py``): of the groups left behind, those with the deadline d or an earlier one never outnumber the seats of
-the steps up to d. A group that is pinned to a step, after a rollback or because its payload was lost, has a seat of its
-own there, and is leased when the bound allows that (``may_lease_for``).
+the steps up to d. Where admission fills all slots at each publication, that forces every seat; fewer slots than the
+bound allows (``slack``) leave the policy a choice, and the bound as it is. A group that is pinned to a step, after a
+rollback or because its payload was lost, has a seat of its own there, and is leased when the bound allows that
+(``may_lease_for``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +21,7 @@ import msgspec
 
 from rl_async.configs.samples import samples_per_group
 from rl_async.configs.schema import RunConfig
+from rl_async.configs.slack import slack
 from rl_async.configs.sources import Points, labels, parts, points_of
 from rl_async.transfer_queue.sampling import Candidate, Later, Sampling, select, urgency
 
@@ -40,18 +43,19 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_refills: int = 0  # groups without signal given up per batch; 0: none
     replicas: int = 0  # payload shards that keep each payload; 0: the queue keeps it itself
     sampling: Sampling = "fifo"
+    slack: int = 0  # steps of the bound that admission leaves to the sampling policy
     consumer_bytes: int = 1 << 28  # kept of trained groups that consumers have not read
     window: int = 0  # groups at the head of the line from which a batch is taken; 0: all
     weights: dict[str, Points] = {}  # of each data set, by step
 
     @property
     def slots(self) -> int:
-        """Most training groups between admission and the publication of what they trained."""
-        return self.slots_at(self.max_staleness)
+        """Most training groups between their first token and the publication of what they trained."""
+        return (self.max_staleness + 1) * self.batch_groups
 
     def slots_at(self, max_staleness: int) -> int:
-        """Those of a bound that the trainer tightened."""
-        return (max_staleness + 1) * self.batch_groups
+        """Most of them between admission and that publication, for a bound that the trainer may have tightened."""
+        return (min(max_staleness, self.max_staleness - self.slack) + 1) * self.batch_groups
 
     @property
     def refill_allowance(self) -> int:
@@ -74,6 +78,7 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
             replicas=config.queue.replicas if config.queue.shards else 0,
             max_refills=config.algorithm.shaping.max_refills if config.algorithm.shaping.dynamic_sampling else 0,
             sampling=config.queue.sampling,
+            slack=slack(config.queue),
             window=config.queue.window,
             consumer_bytes=config.queue.consumer_bytes,
             weights=dict(zip(labels(config.data), map(points_of, parts(config.data)), strict=True)),

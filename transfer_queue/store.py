@@ -351,7 +351,7 @@ class Store:
             reserved=book.count(State.RESERVED),
             committed=book.count(State.COMMITTED),
             slots_used=book.alive,
-            slots=book.settings.slots,
+            slots=book.settings.slots_at(book.settings.max_staleness),
             max_staleness=book.max_staleness,
             admitted=book.next_group,
             payload_bytes=book.payload_bytes,

@@ -163,12 +163,13 @@ class World:
             lease_s=1.5,
             max_attempts=rng.choice([3, 1000]),
             max_refills=rng.choice([0, 0, 1]),
+            slack=rng.randint(0, bound),
             sampling=rng.choice(["fifo", "freshest", "priority", "quota"]),
             window=rng.choice([0, 0, batch_groups, batch_groups + 1]),
             consumer_bytes=rng.choice([0, 2000, 1 << 20]),
             weights={"easy": ((0, 1.0),), "hard": ((0, 2.0), (5, 0.0))},
         )
-        self.publish_every = rng.randint(1, bound + 1)
+        self.publish_every = rng.randint(1, bound - self.settings.slack + 1)
         self.checkpoint_every = rng.randint(1, 3)
         self.loses_disk = rng.random() < 0.2
         self.faults = True

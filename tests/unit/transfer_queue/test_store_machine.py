@@ -89,6 +89,7 @@ class Histories(RuleBasedStateMachine):
         window=st.sampled_from([0, 0, BATCH, BATCH + 1]),
         consumer_bytes=st.sampled_from([0, 1000, 1 << 20]),
         logged=st.booleans(),
+        slack=st.sampled_from([0, 1, 2]),
     )
     def start(
         self,
@@ -100,6 +101,7 @@ class Histories(RuleBasedStateMachine):
         window: int,
         consumer_bytes: int,
         logged: bool,
+        slack: int,
     ) -> None:
         self.settings = QueueSettings(
             steps=STEPS,
@@ -112,6 +114,7 @@ class Histories(RuleBasedStateMachine):
             max_refills=refills,
             replicas=replicas,
             sampling=sampling,
+            slack=min(slack, bound),
             window=window,
             consumer_bytes=consumer_bytes,
             weights={"easy": ((0, 1.0),), "hard": ((0, 2.0), (STEPS, 0.0))},
