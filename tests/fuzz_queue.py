@@ -77,11 +77,19 @@ def valid(rng: random.Random) -> Frames:
     """The frames of a message that may apply, of every kind of request."""
     group, sample, step = rng.randrange(6), rng.randrange(2), rng.randrange(3)
     row = trajectory(group, sample, rng.randrange(3))
+    if rng.random() < 0.3:
+        row.media = [m.Media.of(b"image", "image/png", 0)]
+    media = [(group, medium.sha256) for medium in row.media]
     requests: list[m.Request] = [
         m.Hello(schema=m.SCHEMA, role="fuzzer", name="f"),
         m.Lease(worker="f", max_groups=2, wait_s=rng.choice([0.0, 0.01])),
         m.Renew(worker="f"),
-        m.Put(worker="f", samples=[[row.header()]]),
+        m.Put(worker="f", samples=[[row.header()]], media=media),
+        m.Store(samples=[(group, sample, 0)], lengths=[[5]]),
+        m.Load(rows=[(group, sample, 0, 0)]),
+        m.RegisterShard(shard_id="s", name="s", url="tcp://127.0.0.1:1"),
+        m.Sweep(shard_id="s", groups=[group], wait_s=0.0),
+        m.Shards(after=-1, wait_s=0.0),
         m.Fail(worker="f", group_id=group, sample=sample, attempt=row.attempt, error="e"),
         m.Reserve(step=step, wait_s=0.0),
         m.Fetch(rows=[row.key]),
@@ -105,7 +113,8 @@ def valid(rng: random.Random) -> Frames:
         m.Finish(),
     ]
     request = rng.choice(requests)
-    payload = [_bytes(codec.encode(row))] if isinstance(request, m.Put) else []
+    payload = [_bytes(codec.encode(row)), *[b"image"] * len(media)] if isinstance(request, m.Put) else []
+    payload += [b"bytes"] if isinstance(request, m.Store) else []
     return [_bytes(frame) for frame in wire.encode(rng.randbytes(wire.ID_BYTES), request, payload)]
 
 
