@@ -95,19 +95,16 @@ def _shards(c: RunConfig) -> str | None:
 def _sampling(c: RunConfig) -> str | None:
     """Policies that would choose nothing, and windows that no batch fits into."""
     queue, batch = c.queue, c.data.train_batch_groups
-    if slack(queue) > queue.max_staleness:
-        return f"queue.slack={slack(queue)} cannot be more than queue.max_staleness={queue.max_staleness}"
-    if queue.slack == 0 and queue.sampling != "fifo":
+    spare = slack(queue)
+    if queue.sampling != "fifo" and not 1 <= spare < queue.max_staleness:
         return (
-            f"queue.sampling={queue.sampling} with queue.slack=0 has nothing to choose from: every seat is forced by a "
-            "deadline; leave slack out, or set it to 1 or more"
+            f"queue.sampling={queue.sampling} with queue.max_staleness={queue.max_staleness} and queue.slack={spare} "
+            "has nothing to choose from: it needs more than one batch of groups and a step by which one may be passed, "
+            "so slack of 1 or more, and max_staleness above it"
         )
-    slots = (queue.max_staleness - slack(queue) + 1) * batch
-    if queue.sampling != "fifo" and queue.max_staleness == 0:
-        return (
-            f"queue.sampling={queue.sampling} has nothing to choose from: with queue.max_staleness=0 a batch is all "
-            "groups that there are; raise the bound, or use fifo"
-        )
+    if spare > queue.max_staleness:
+        return f"queue.slack={spare} cannot be more than queue.max_staleness={queue.max_staleness}"
+    slots = (queue.max_staleness - spare + 1) * batch
     if queue.sampling == "quota" and len(parts(c.data)) == 1:
         return "queue.sampling=quota needs data.path as a list of data sets, {path, weight} each; here is one"
     if queue.window and not batch <= queue.window < slots:

@@ -157,7 +157,8 @@ class QueueConfig(Config, frozen=True):
         Literal["fifo", "freshest", "priority", "quota"],
         doc(
             "Which of the ready groups a batch takes, after those that the bound forces: the oldest, the newest, those "
-            "of the highest priority (column priority of the data), or of each data set of data.path its share."
+            "of the highest priority (column priority of the data), or of each data set of data.path its share. All "
+            "but fifo need max_staleness of at least 2."
         ),
     ] = "fifo"
     slack: Annotated[

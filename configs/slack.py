@@ -7,4 +7,4 @@ def slack(queue: QueueConfig) -> int:
     """``queue.slack``; if it is null, none for first in first out, and 1 for a policy that chooses."""
     if queue.slack is not None:
         return queue.slack
-    return 0 if queue.sampling == "fifo" else min(1, queue.max_staleness)
+    return 0 if queue.sampling == "fifo" else 1

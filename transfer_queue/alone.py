@@ -61,7 +61,9 @@ def alone(
         close = difflib.get_close_matches(sampling, CHOICES, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(CHOICES)}"
         raise UserError(f"sampling={sampling}: {hint} (quotas need the data sets of a run's config)")
-    spare = 0 if sampling == "fifo" else min(1, max_staleness)
+    spare = 0 if sampling == "fifo" else 1
+    if sampling != "fifo" and max_staleness < 2:
+        raise UserError(f"sampling={sampling} has nothing to choose from with max_staleness={max_staleness}: give 2")
     slots = (max_staleness - spare + 1) * batch_groups
     if window and not batch_groups <= window < slots:
         raise UserError(f"window={window}: at least batch_groups={batch_groups} and fewer than all {slots}, or 0")

@@ -107,6 +107,8 @@ class Consumers:
         cursor = self._cursors.get(consumer)
         if cursor is None:
             return self._unknown(consumer)
+        if after > self._end:
+            return self._beyond(after)
         start = max(after, cursor.position) + 1
         stop = min(self._end + 1, start + max(1, min(max_groups, MOST_READ)))
         groups = [self._delivered(position) for position in range(start, stop)]
@@ -119,7 +121,7 @@ class Consumers:
         if cursor is None:
             return self._unknown(consumer)
         if position > self._end:
-            return Refused(code="bad_position", reason=f"the newest position is {self._end}, not {position}")
+            return self._beyond(position)
         if position > cursor.position:
             freed = self._read_by_all({**self._positions(), consumer: position})
             self._change(Acknowledged(consumer=consumer, position=position, freed=freed))
@@ -202,6 +204,10 @@ class Consumers:
         return DeliveredGroup(
             position=position, step=entry.step, group_id=entry.group, task=kept.task, headers=kept.headers
         )
+
+    def _beyond(self, position: int) -> Refused:
+        reason = f"the newest position is {self._end}, and {position} was given, perhaps by a queue before this one"
+        return Refused(code="bad_position", reason=reason)
 
     def _unknown(self, consumer: str) -> Refused:
         known = ", ".join(sorted(self._cursors)) or "none"

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rl_async.errors import QueueLost, UserError
@@ -67,6 +68,22 @@ def test_waiting_in_vain_says_what_was_missing():
         pytest.raises(QueueLost, match="step 0 needs 2 groups: 0 ready"),
     ):
         next(read_batches(queue, timeout_s=0.1))
+
+
+def test_a_policy_is_one_argument_and_a_mistake_is_explained():
+    important = [msgspec.structs.replace(task, priority=float(n)) for n, task in enumerate(tasks(4))]
+    with serve(important, batch_groups=2, max_staleness=2, sampling="priority") as address, client(address) as queue:
+        produce(queue, queue.lease(10, 5.0))
+        first = next(read_batches(queue, timeout_s=10))
+        assert [task.task_id for task in first.tasks.values()] == ["t2", "t3"]
+    for changes, message in (
+        ({"sampling": "freshst", "max_staleness": 2}, "did you mean freshest"),
+        ({"sampling": "quota", "max_staleness": 2}, "known: fifo, freshest, priority"),
+        ({"sampling": "priority"}, "nothing to choose from with max_staleness=1"),
+        ({"window": 1, "batch_groups": 2}, "window=1: at least batch_groups=2"),
+    ):
+        with pytest.raises(UserError, match=message), serve(**changes):
+            raise AssertionError("it served")
 
 
 def test_producers_submit_tasks_or_bring_their_own():

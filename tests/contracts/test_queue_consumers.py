@@ -189,8 +189,10 @@ def test_a_reader_is_told_when_nothing_comes_and_what_it_cannot_have():
             next(read_groups(queue, "logger", timeout_s=0.1))
         with pytest.raises(ProtocolError, match="no consumer 'loger'; subscribed: logger"):
             queue.read("loger", 0.0)
-        with pytest.raises(ProtocolError, match="the newest position is 0, not 7"):
+        with pytest.raises(ProtocolError, match="the newest position is 0, and 7 was given"):
             queue.acknowledge("logger", 7)
+        with pytest.raises(ProtocolError, match="perhaps by a queue before this one"):
+            next(read_groups(queue, "logger", after=7))
         with pytest.raises(ProtocolError, match="a name has 1 to 100 letters"):
             queue.subscribe("no blanks")
         for number in range(63):

@@ -456,8 +456,10 @@ class Histories(RuleBasedStateMachine):
     @rule(data=st.data(), count=st.integers(1, 5), acknowledged=st.integers(0, 5), ahead=st.integers(-1, 2))
     def read(self, data: st.DataObject, count: int, acknowledged: int, ahead: int) -> None:
         name = data.draw(st.sampled_from(sorted(self.readers)))
-        position = self.consumer(name).position
-        after = position + ahead
+        position, behind = self.consumer(name).position, self.consumer(name).behind
+        if ahead > behind:
+            assert self.store.read(name, position + ahead, count).code == "bad_position"  # type: ignore[union-attr]
+        after = position + min(ahead, behind)
         reply = self.store.read(name, after, count)
         assert isinstance(reply, Delivered) and len(reply.groups) <= count
         here = self.groups_with_rows()
