@@ -96,6 +96,7 @@ class Tensors(msgspec.Struct):
     """A micro-batch, padded on the right. B rows, T = longest row; position t stands for token t+1."""
 
     tokens: Tensor  # int64 [B, T]
+    lengths: Tensor  # int64 [B] on the host, real tokens of each row
     mask: Tensor  # bool [B, T-1], true where token t+1 is trained
     behaviour: Tensor  # float32 [B, T-1], log mu of token t+1
     age: Tensor  # int32 [B, T-1], staleness of token t+1 in steps
@@ -125,6 +126,7 @@ def collate(rows: Sequence[Trajectory], *, step: int, max_staleness: int | None,
         _mark_turns(row, turns[i], turn_rewards[i])
     return Tensors(
         tokens=torch.from_numpy(tokens).to(device),
+        lengths=torch.tensor([len(r.token_ids) for r in rows]),
         mask=torch.from_numpy(mask[:, 1:]).to(device),
         behaviour=torch.from_numpy(behaviour[:, 1:]).to(device),
         age=torch.from_numpy(age[:, 1:]).to(device),
@@ -148,6 +150,7 @@ def empty_tensors(device: str) -> Tensors:
     """A micro-batch that trains nothing, for a rank that has to join a forward pass without rows."""
     return Tensors(
         tokens=torch.zeros((1, 2), dtype=torch.int64, device=device),
+        lengths=torch.tensor([2]),
         mask=torch.zeros((1, 1), dtype=torch.bool, device=device),
         behaviour=torch.zeros((1, 1), device=device),
         age=torch.zeros((1, 1), dtype=torch.int32, device=device),

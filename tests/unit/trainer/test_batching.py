@@ -74,3 +74,8 @@ def test_collate_shifts_by_one_and_masks_stale_tokens() -> None:
     assert np.array_equal(free.behaviour[0].numpy(), row.logprobs[1:])
     assert int(free.mask.sum()) - int(bound.mask.sum()) == 3
     assert not bound.mask[0, 3:6].any()
+
+
+def test_collate_tells_how_long_each_row_is() -> None:
+    rows = make_rows(0)[:3]
+    assert collate(rows, step=0, max_staleness=None, device="cpu").lengths.tolist() == [len(r.token_ids) for r in rows]
