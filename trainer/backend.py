@@ -16,7 +16,8 @@ class Outputs(msgspec.Struct, frozen=True):
     """What one forward pass says about tokens 1..T-1 of a micro-batch, at the recorded temperature.
 
     ``values`` comes from a value head (of a critic always, of a policy that shares its backbone when asked for),
-    everything else from a policy head; what was not asked for is None.
+    everything else from a policy head; what was not asked for is None. Where a row has no token any more
+    (``Tensors.lengths``) the numbers are finite and mean nothing.
     """
 
     logprobs: Tensor | None = None  # [B, T-1] of the tokens that are there
