@@ -8,6 +8,7 @@ import msgspec
 from torch import Tensor
 
 from rl_async.trainer.batching import Tensors
+from rl_async.trainer.work import Work
 
 Want = Literal["entropy", "sum_squares", "distribution", "values"]
 
@@ -49,6 +50,7 @@ class Backend(Protocol):
     """One model, sharded over the ranks of a process group. Every method is a collective."""
 
     device: str
+    work: Work  # what a row costs it
 
     def forward(self, batch: Tensors, wants: frozenset[Want] = frozenset()) -> Outputs:
         """Outputs without gradient."""

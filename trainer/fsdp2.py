@@ -25,6 +25,7 @@ from rl_async.trainer.backend import LossFn, Outputs, Want
 from rl_async.trainer.batching import Tensors
 from rl_async.trainer.heads import MODEL_FOLDER, VALUE_HEAD_FILE, Head, load_headed, shard
 from rl_async.trainer.schedule import learning_rate_factor
+from rl_async.trainer.work import work_of
 
 FULL_ON_RANK0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -43,6 +44,7 @@ class Fsdp2Backend:
         self.dtype = getattr(torch, dtype)
         model = load_headed(path, head, device, self.dtype)
         self.hf_config = model.lm.config
+        self.work = work_of(self.hf_config, padded=not model.packs)
         mesh = init_device_mesh(device.partition(":")[0], (dist.get_world_size(),))
         self.model = shard(model.to(device), mesh, self.dtype)
         self.optimizer: torch.optim.AdamW | None = None

@@ -107,7 +107,7 @@ def train(run: Run) -> None:
 def take_batch(run: Run, step: int) -> Batch:
     """Wait for the batch of ``step`` and fetch this rank's rows of it."""
     reserved = run.source.reserve(step)
-    plan = plan_batch(reserved.headers, step, run.config, dist.get_world_size())
+    plan = plan_batch(reserved.headers, step, run.config, dist.get_world_size(), run.models.work)
     keys = row_keys(reserved.headers)
     mine = sorted(keys[i] for mini in plan for micro in mini.ranks[run.rank] for i in micro)
     return Batch(step, reserved.headers, plan, dict(zip(mine, run.source.fetch(mine), strict=True)))
