@@ -230,7 +230,9 @@ class TrainerConfig(Config, frozen=True):
     epochs: Annotated[
         Positive, doc("Passes over each batch; old log-probabilities are computed once, before the first.")
     ] = 1
-    max_tokens_per_microbatch: Annotated[Positive, doc("Padded tokens per forward pass.")] = 16384
+    max_tokens_per_microbatch: Annotated[
+        Positive, doc("Tokens per forward pass; padding counts for models whose rows cannot be packed.")
+    ] = 16384
     grad_clip: Annotated[float, Meta(gt=0, description="Gradient norm is clipped to this.")] = 1.0
     weight_decay: Annotated[float, Meta(ge=0, description="AdamW weight decay.")] = 0.0
     beta1: Annotated[Fraction, doc("AdamW beta1.")] = 0.9

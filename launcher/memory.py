@@ -6,21 +6,26 @@ from pathlib import Path
 from typing import Any
 
 from rl_async.configs.reward import RewardModelConfig
-from rl_async.configs.schema import RunConfig
+from rl_async.configs.schema import RunConfig, SftConfig
 from rl_async.errors import UserError
 
+HEAD_DIM = 32  # vLLM's attention on the CPU refuses 16
 PYTHON_BYTES = 120 << 20  # an agent worker or the queue: interpreter, tokenizer, numpy
 TORCH_BYTES = 450 << 20  # a process that has imported torch and transformers
+LOGITS_CHUNK = 1 << 22  # logits in memory at once; 16 times as many on a GPU, where they are few beside the rest
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What memory depends on: parameters, elements of the KV cache per token, parameters of a critic of its own."""
+    """What memory depends on, in elements: weights, the KV cache per token, weights of a critic of its own, what a
+    token of a forward pass keeps for the backward pass, words of the vocabulary."""
 
     parameters: int
     kv_per_token: int
     critic: int = 0
+    activations: int = 0
+    vocab: int = 0
 
 
 def model_size(config: RunConfig) -> ModelSize | None:
@@ -58,12 +63,24 @@ def _policy_size(config: RunConfig) -> ModelSize | None:
         return None
     return size_of(
         {
-            "hidden_size": config.sft.hidden_size,
-            "num_hidden_layers": config.sft.layers,
+            **tiny_shape(config.sft),
             "vocab_size": config.sft.vocab_size,
             "tie_word_embeddings": True,
         }
     )
+
+
+def tiny_shape(sft: SftConfig) -> dict[str, Any]:
+    """Sizes of the model that a warm start makes, under the names of Hugging Face's configs."""
+    heads = max(2, sft.hidden_size // 16)
+    return {
+        "hidden_size": sft.hidden_size,
+        "intermediate_size": 3 * sft.hidden_size,
+        "num_hidden_layers": sft.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "head_dim": HEAD_DIM,
+    }
 
 
 def size_of(model: dict[str, Any]) -> ModelSize | None:
@@ -77,14 +94,36 @@ def size_of(model: dict[str, Any]) -> ModelSize | None:
     inner = model.get("intermediate_size") or 4 * hidden
     attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
     embeddings = vocab * hidden * (1 if model.get("tie_word_embeddings") else 2)
-    return ModelSize(embeddings + layers * (attention + 3 * hidden * inner), 2 * layers * kv_heads * head_dim)
+    queries, keys = heads * head_dim, kv_heads * head_dim
+    return ModelSize(
+        parameters=embeddings + layers * (attention + 3 * hidden * inner),
+        kv_per_token=2 * layers * keys,
+        activations=(layers + 1) * (6 * hidden + 5 * queries + 4 * keys + 4 * inner) + 4 * hidden,
+        vocab=vocab,
+    )
 
 
 def trainer_bytes(config: RunConfig, size: ModelSize | None) -> int | None:
-    """One rank: its shard of float32 weights, gradients and AdamW's two moments, of the policy and of a critic."""
+    """One rank: its shard of float32 weights, gradients and AdamW's two moments, of the policy and of a critic, and one
+    forward pass with what it keeps, when all rows are as long as they may be."""
     if size is None:
         return None
-    return TORCH_BYTES + (size.parameters + size.critic) * 4 * (1 + 1 + 2) // config.trainer.ranks
+    weights = (size.parameters + size.critic) * 4 * (1 + 1 + 2) // config.trainer.ranks
+    return TORCH_BYTES + weights + forward_bytes(config, size)
+
+
+def forward_bytes(config: RunConfig, size: ModelSize) -> int:
+    """A layer keeps its residual stream, normalised and not (6 hidden sizes), its queries before and after their norm
+    and rotation and what they find (5), keys (3) and values (1), and the four parts of a gated MLP; the gradients of
+    one layer take as much again. Logits exist for one chunk of tokens (``trainer/token_logprobs.py``), twice.
+
+    More than one expert per token is not counted.
+    """
+    rows = -(-config.data.train_batch_groups * config.rollout.group_size // config.trainer.minibatches)
+    longest = -(-rows // config.trainer.ranks) * config.rollout.max_model_len
+    tokens = min(longest, max(config.trainer.max_tokens_per_microbatch, config.rollout.max_model_len))
+    logits = min(tokens * size.vocab, LOGITS_CHUNK) * 4 * 2
+    return tokens * size.activations * DTYPE_BYTES[config.model.dtype] + logits
 
 
 def engine_bytes(config: RunConfig, size: ModelSize | None) -> int | None:

@@ -28,13 +28,13 @@ from rl_async.configs.load import load_resolved
 from rl_async.configs.schema import EvalConfig, RunConfig, SftConfig
 from rl_async.errors import UserError
 from rl_async.launcher.artifacts import SFT_FILE, fingerprint, needs_data, needs_model
+from rl_async.launcher.memory import tiny_shape
 from rl_async.lifeline import watch_lifeline
 from rl_async.messages import LeasedGroup, Task, Version
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.embedded.local import LocalEngine
 from rl_async.trainer.sft import SftResult, warm_start
 
-HEAD_DIM = 32
 Report = Callable[[str], None]
 
 
@@ -75,15 +75,9 @@ def make_model(config: RunConfig, sft: SftConfig, report: Report) -> None:
 
 def tiny_model(sft: SftConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """A Qwen3 of the size in the config, with random weights."""
-    heads = max(2, sft.hidden_size // 16)
     shape = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=sft.hidden_size,
-        intermediate_size=3 * sft.hidden_size,
-        num_hidden_layers=sft.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 2,
-        head_dim=HEAD_DIM,
+        **tiny_shape(sft),
         max_position_embeddings=tokenizer.model_max_length,
         tie_word_embeddings=True,
         bos_token_id=None,

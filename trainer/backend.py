@@ -8,6 +8,7 @@ import msgspec
 from torch import Tensor
 
 from rl_async.trainer.batching import Tensors
+from rl_async.trainer.work import Work
 
 Want = Literal["entropy", "sum_squares", "distribution", "values"]
 
@@ -16,7 +17,8 @@ class Outputs(msgspec.Struct, frozen=True):
     """What one forward pass says about tokens 1..T-1 of a micro-batch, at the recorded temperature.
 
     ``values`` comes from a value head (of a critic always, of a policy that shares its backbone when asked for),
-    everything else from a policy head; what was not asked for is None.
+    everything else from a policy head; what was not asked for is None. Where a row has no token any more
+    (``Tensors.lengths``) the numbers are finite and mean nothing.
     """
 
     logprobs: Tensor | None = None  # [B, T-1] of the tokens that are there
@@ -48,6 +50,7 @@ class Backend(Protocol):
     """One model, sharded over the ranks of a process group. Every method is a collective."""
 
     device: str
+    work: Work  # what a row costs it
 
     def forward(self, batch: Tensors, wants: frozenset[Want] = frozenset()) -> Outputs:
         """Outputs without gradient."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rl_async.messages import Trajectory, TrajectoryHeader, VersionRun
 from rl_async.trainer.partition import imbalance, karmarkar_karp
+from rl_async.trainer.work import Work
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,15 @@ def layout(
     ranks: int,
     max_tokens: int,
     seed: int,
+    work: Work,
 ) -> list[MiniBatch]:
     """Split a batch into mini-batches, ranks and token-budget micro-batches.
 
     Rows are permuted with (seed, step) and cut into ``minibatches`` equal parts; greedy episodes, which do not train,
     are dealt out to them afterwards, so that no part has nothing else. Within a part ranks get nearly
-    equal numbers of tokens. A micro-batch holds rows of similar length whose padded size is at most
-    ``max_tokens`` (a single longer row stands alone).
+    equal ``work``, and so do the micro-batches of a rank, none of which holds more than ``max_tokens`` tokens (a
+    single longer row stands alone). For a model that pads, a micro-batch holds rows of similar length, and padding
+    counts.
     """
     train = [row for row, header in enumerate(headers) if not header.baseline]
     order = np.random.default_rng([seed & 0xFFFFFFFF, step]).permutation(train)
@@ -59,7 +62,13 @@ def layout(
         parts[number % len(parts)].append(row)
     result = []
     for part in parts:
-        per_rank = [_pack(rows, headers, max_tokens) for rows in _balance(part, headers, ranks)]
+        shares = _balance(part, headers, ranks, work)
+        if work.padded:
+            per_rank = [_similar(rows, headers, max_tokens) for rows in shares]
+        else:
+            first_fit = [_first_fit(rows, headers, max_tokens) for rows in shares]
+            deepest = max(len(micro) for micro in first_fit)
+            per_rank = [_even(micro, deepest, headers, max_tokens, work) for micro in first_fit]
         deepest = max(len(micro) for micro in per_rank)
         for micro in per_rank:
             micro.extend([] for _ in range(deepest - len(micro)))
@@ -67,20 +76,51 @@ def layout(
     return result
 
 
-def _balance(rows: list[int], headers: Sequence[TrajectoryHeader], ranks: int) -> list[list[int]]:
-    shares = karmarkar_karp([headers[row].tokens for row in rows], ranks)
+def _balance(rows: list[int], headers: Sequence[TrajectoryHeader], parts: int, work: Work) -> list[list[int]]:
+    """Parts of nearly equal work, each with its longest row first."""
+    shares = karmarkar_karp([work.of(headers[row].tokens) for row in rows], parts)
     return [[rows[index] for index in share] for share in shares]
 
 
 def token_imbalance(plan: Sequence[MiniBatch], headers: Sequence[TrajectoryHeader]) -> float:
     """By how much the rank with the most tokens is above the mean, in the worst mini-batch; 0 for one rank."""
+    return work_imbalance(plan, headers, Work())
+
+
+def work_imbalance(plan: Sequence[MiniBatch], headers: Sequence[TrajectoryHeader], work: Work) -> float:
+    """By how much the rank with the most work is above the mean, in the worst mini-batch; 0 for one rank."""
     return max(
-        imbalance([sum(headers[row].tokens for micro in micros for row in micro) for micros in mini.ranks])
+        imbalance([sum(work.of(headers[row].tokens) for micro in micros for row in micro) for micros in mini.ranks])
         for mini in plan
     )
 
 
-def _pack(rows: list[int], headers: Sequence[TrajectoryHeader], max_tokens: int) -> list[list[int]]:
+def _first_fit(rows: list[int], headers: Sequence[TrajectoryHeader], max_tokens: int) -> list[list[int]]:
+    """Few micro-batches within the budget: each row, longest first, goes into the first that has room."""
+    micros, sums = list[list[int]](), list[int]()
+    for row in rows:
+        tokens = headers[row].tokens
+        place = next((i for i, filled in enumerate(sums) if filled + tokens <= max_tokens), None)
+        if place is None:
+            micros.append([row])
+            sums.append(tokens)
+        else:
+            micros[place].append(row)
+            sums[place] += tokens
+    return micros
+
+
+def _even(
+    micros: list[list[int]], count: int, headers: Sequence[TrajectoryHeader], max_tokens: int, work: Work
+) -> list[list[int]]:
+    """The rows of ``micros`` over ``count`` micro-batches of nearly equal work, or as they are if those overflow."""
+    rows = [row for micro in micros for row in micro]
+    even = _balance(rows, headers, count, work)
+    fits = all(len(micro) <= 1 or sum(headers[row].tokens for row in micro) <= max_tokens for micro in even)
+    return even if fits else micros
+
+
+def _similar(rows: list[int], headers: Sequence[TrajectoryHeader], max_tokens: int) -> list[list[int]]:
     micro: list[list[int]] = []
     longest = 0
     for row in rows:  # longest first, so the first row of a micro-batch sets its width
@@ -96,6 +136,7 @@ class Tensors(msgspec.Struct):
     """A micro-batch, padded on the right. B rows, T = longest row; position t stands for token t+1."""
 
     tokens: Tensor  # int64 [B, T]
+    lengths: Tensor  # int64 [B] on the host, real tokens of each row
     mask: Tensor  # bool [B, T-1], true where token t+1 is trained
     behaviour: Tensor  # float32 [B, T-1], log mu of token t+1
     age: Tensor  # int32 [B, T-1], staleness of token t+1 in steps
@@ -125,6 +166,7 @@ def collate(rows: Sequence[Trajectory], *, step: int, max_staleness: int | None,
         _mark_turns(row, turns[i], turn_rewards[i])
     return Tensors(
         tokens=torch.from_numpy(tokens).to(device),
+        lengths=torch.tensor([len(r.token_ids) for r in rows]),
         mask=torch.from_numpy(mask[:, 1:]).to(device),
         behaviour=torch.from_numpy(behaviour[:, 1:]).to(device),
         age=torch.from_numpy(age[:, 1:]).to(device),
@@ -148,6 +190,7 @@ def empty_tensors(device: str) -> Tensors:
     """A micro-batch that trains nothing, for a rank that has to join a forward pass without rows."""
     return Tensors(
         tokens=torch.zeros((1, 2), dtype=torch.int64, device=device),
+        lengths=torch.tensor([2]),
         mask=torch.zeros((1, 1), dtype=torch.bool, device=device),
         behaviour=torch.zeros((1, 1), device=device),
         age=torch.zeros((1, 1), dtype=torch.int32, device=device),

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -22,10 +21,11 @@ from transformers import AutoTokenizer
 
 from rl_async.configs.schema import TrainerConfig
 from rl_async.errors import TrainingDiverged
-from rl_async.trainer.backend import LossFn, Outputs, Want, policy_outputs
+from rl_async.trainer.backend import LossFn, Outputs, Want
 from rl_async.trainer.batching import Tensors
 from rl_async.trainer.heads import MODEL_FOLDER, VALUE_HEAD_FILE, Head, load_headed, shard
 from rl_async.trainer.schedule import learning_rate_factor
+from rl_async.trainer.work import work_of
 
 FULL_ON_RANK0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -42,8 +42,9 @@ class Fsdp2Backend:
     def __init__(self, path: str, dtype: str, device: str, config: TrainerConfig | None, head: Head = "policy") -> None:
         self.device, self.path, self.config = device, path, config
         self.dtype = getattr(torch, dtype)
-        model = load_headed(path, head)
+        model = load_headed(path, head, device, self.dtype)
         self.hf_config = model.lm.config
+        self.work = work_of(self.hf_config, padded=not model.packs)
         mesh = init_device_mesh(device.partition(":")[0], (dist.get_world_size(),))
         self.model = shard(model.to(device), mesh, self.dtype)
         self.optimizer: torch.optim.AdamW | None = None
@@ -61,17 +62,7 @@ class Fsdp2Backend:
 
     def forward(self, batch: Tensors, wants: frozenset[Want] = frozenset()) -> Outputs:
         with torch.no_grad():
-            return self._forward(batch, wants)
-
-    def _forward(self, batch: Tensors, wants: frozenset[Want]) -> Outputs:
-        """The recorded temperature makes this the distribution that was sampled from."""
-        logits, values = self.model(batch.tokens, "values" in wants)
-        if values is not None:
-            values = values[:, :-1].float()
-        if logits is None:
-            return Outputs(values=values)
-        outputs = policy_outputs(logits[:, :-1].float() / batch.temperature, batch.tokens[:, 1:], wants - {"values"})
-        return msgspec.structs.replace(outputs, values=values)
+            return self.model.outputs(batch, wants)
 
     def step(
         self, batches: Sequence[Tensors], loss_fn: LossFn, wants: frozenset[Want] = frozenset()
@@ -81,7 +72,7 @@ class Fsdp2Backend:
         total = 0.0
         for number, batch in enumerate(batches):
             self.model.set_requires_gradient_sync(number == len(batches) - 1)
-            loss = loss_fn(number, self._forward(batch, wants))
+            loss = loss_fn(number, self.model.outputs(batch, wants))
             total += loss.item()
             (loss * world).backward()  # FSDP averages over ranks; the loss is already divided by the global count
         norm = _full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)).item()

@@ -1,5 +1,6 @@
 """A language model and the heads on it, as one module: ``fully_shard`` then gathers every weight where it is used."""
 
+import logging
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,9 +9,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.utils import is_flash_attn_2_available
 
 from rl_async.errors import UserError
+from rl_async.trainer import packed_attention
+from rl_async.trainer.backend import Outputs, Want, policy_outputs
+from rl_async.trainer.batching import Tensors
+from rl_async.trainer.families import logit_form, why_padded
+from rl_async.trainer.packing import Packed, pack
+from rl_async.trainer.token_logprobs import Head as LogitHead
+from rl_async.trainer.token_logprobs import head_logits, token_stats
+
+log = logging.getLogger("rl_async.trainer")
 
 Head = Literal["policy", "value", "both"]
 
@@ -42,35 +53,80 @@ class Headed(torch.nn.Module):
         self.lm = lm
         self.value_head = None if head == "policy" else ValueHead(lm.config.hidden_size)
         self.has_logits = head != "value"
+        self.packs = why_padded(lm.config) is None
 
-    def forward(self, tokens: Tensor, want_values: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Logits [B, T, V] and values [B, T] of tokens [B, T]; what the head lacks or nobody wants is None."""
+    def outputs(self, batch: Tensors, wants: frozenset[Want]) -> Outputs:
+        """One pass over a micro-batch: packed if the model can be, else padded."""
+        if not self.packs:
+            return Outputs(**self(batch, wants))
+        packed = pack(batch)
+        flat: dict[str, Tensor | None] = self(packed, wants)
+        return Outputs(**{name: None if part is None else packed.unpack(part) for name, part in flat.items()})
+
+    def forward(self, batch: Packed | Tensors, wants: frozenset[Want]) -> dict[str, Tensor | None]:
+        """The fields of ``Outputs``, [N, ...] of a packed batch, [B, T-1, ...] of a padded one; none is a view.
+
+        Log-probabilities are made in here, where FSDP has gathered lm_head's weight, once for all chunks.
+        """
+        return self._packed(batch, wants) if isinstance(batch, Packed) else self._padded(batch, wants)
+
+    def _packed(self, packed: Packed, wants: frozenset[Want]) -> dict[str, Tensor | None]:
+        hidden = self.lm.base_model(**packed.backbone_inputs()).last_hidden_state[0]
+        outputs: dict[str, Tensor | None] = {}
+        if self.has_logits:
+            head = LogitHead(self.lm.lm_head.weight, self.lm.lm_head.bias, logit_form(self.lm.config))
+            outputs = token_stats(hidden, head, packed.targets, packed.temperature, wants)._asdict()
+            if "distribution" in wants:
+                outputs["distribution"] = head_logits(hidden, head, packed.temperature).log_softmax(-1)
+        if not self.has_logits or "values" in wants:
+            outputs["values"] = self._values(hidden)
+        return outputs
+
+    def _padded(self, batch: Tensors, wants: frozenset[Want]) -> dict[str, Tensor | None]:
+        """Padding stands behind every real token, where causal attention never looks."""
         if not self.has_logits:
-            return None, self._values(self.lm(input_ids=tokens, use_cache=False).last_hidden_state)
-        if not want_values:
-            return self.lm(input_ids=tokens, use_cache=False).logits, None
-        out = self.lm(input_ids=tokens, use_cache=False, output_hidden_states=True)
-        return out.logits, self._values(out.hidden_states[-1])
+            hidden = self.lm(input_ids=batch.tokens, use_cache=False).last_hidden_state
+            return {"values": self._values(hidden[:, :-1])}
+        out = self.lm(input_ids=batch.tokens, use_cache=False, output_hidden_states="values" in wants)
+        logits = out.logits[:, :-1].float() / batch.temperature
+        outputs = policy_outputs(logits, batch.tokens[:, 1:], wants - {"values"})
+        values = self._values(out.hidden_states[-1][:, :-1]) if "values" in wants else None
+        return {name: getattr(outputs, name) for name in outputs.__struct_fields__} | {"values": values}
 
     def _values(self, hidden: Tensor) -> Tensor:
         assert self.value_head is not None, "values are wanted of a model without a value head"
-        return self.value_head(hidden)
+        return self.value_head(hidden).float()
 
 
-def load_headed(path: str, head: Head) -> Headed:
+def attention(config: Any, device: str, dtype: torch.dtype) -> str:
+    """The attention implementation of Transformers to load a model with."""
+    if why_padded(config) is not None:
+        return "sdpa"
+    if device.startswith("cuda") and dtype == torch.bfloat16 and is_flash_attn_2_available():
+        return "flash_attention_2"
+    return packed_attention.NAME
+
+
+def load_headed(path: str, head: Head, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Headed:
     """Read float32 weights from a Hugging Face folder, or from the ``critic`` folder of a checkpoint with its head.
 
-    Raises UserError if there is no model of the kind.
+    The device and the dtype are those that the model will compute on and in. Raises UserError if there is no model
+    of the kind.
     """
     saved = Path(path) / MODEL_FOLDER
     folder = str(saved) if saved.is_dir() else path
     kind: Any = AutoModel if head == "value" else AutoModelForCausalLM
     key, what = ("critic.path", "decoder") if head == "value" else ("model.path", "causal LM")
     try:
-        lm = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        config = AutoConfig.from_pretrained(folder)
+        lm = kind.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=attention(config, device, dtype), config=config
+        )
     except (OSError, ValueError) as error:
         raise UserError(f"{key}: cannot load a {what} from {path}: {error}") from error
     model = Headed(lm, head)
+    if reason := why_padded(lm.config):
+        log.warning("%s: rows of %s are padded, not packed, which is slower: %s", key, path, reason)
     weights = Path(path) / VALUE_HEAD_FILE
     if model.value_head is not None and weights.is_file():
         model.value_head.load_state_dict(load_file(weights))

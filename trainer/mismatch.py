@@ -109,13 +109,14 @@ class WatchedPublisher:
 
 def compare(backend: Backend, drawn: Sequence[Canary], temperature: float) -> Agreement | None:
     """Rank 0's canaries under the backend's weights, on all ranks; None if there are none. A collective."""
-    tokens, behaviour, mask = _broadcast(drawn)
+    tokens, lengths, behaviour, mask = _broadcast(drawn)
     if len(tokens) == 0:
         return None
     device = backend.device
     outputs = backend.forward(
         Tensors(
             tokens=tokens.to(device),
+            lengths=lengths,
             mask=mask.to(device),
             behaviour=behaviour.to(device),
             age=torch.zeros_like(behaviour, dtype=torch.int32, device=device),
@@ -134,18 +135,19 @@ def compare(backend: Backend, drawn: Sequence[Canary], temperature: float) -> Ag
     return Agreement(means, largest, kl)
 
 
-def _broadcast(drawn: Sequence[Canary]) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens int64 [B, T], log-probabilities float32 and mask bool [B, T-1] of rank 0's canaries, on every rank."""
+def _broadcast(drawn: Sequence[Canary]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rank 0's canaries on every rank: tokens int64 [B, T], lengths int64 [B], log-probabilities float32 and mask
+    bool [B, T-1]."""
     shape = torch.tensor([len(drawn), max((len(canary.token_ids) for canary in drawn), default=1)])
     dist.broadcast(shape, 0)
     rows, width = shape.tolist()
-    tokens = torch.zeros((rows, width), dtype=torch.int64)
+    tokens, lengths = torch.zeros((rows, width), dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
     behaviour, mask = torch.zeros((rows, width - 1)), torch.zeros((rows, width - 1), dtype=torch.bool)
     for row, canary in enumerate(drawn):
         end = len(canary.token_ids)
-        tokens[row, :end] = torch.tensor(canary.token_ids)
+        tokens[row, :end], lengths[row] = torch.tensor(canary.token_ids), end
         behaviour[row, end - 1 - len(canary.logprobs) : end - 1] = torch.tensor(canary.logprobs)
         mask[row, end - 1 - len(canary.logprobs) : end - 1] = True
-    for tensor in (tokens, behaviour, mask) if rows else ():
+    for tensor in (tokens, lengths, behaviour, mask) if rows else ():
         dist.broadcast(tensor, 0)
-    return tokens, behaviour, mask
+    return tokens, lengths, behaviour, mask

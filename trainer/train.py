@@ -111,7 +111,7 @@ def take_batch(run: Run, step: int) -> Batch:
     """Wait for the batch of ``step`` and fetch this rank's rows of it; again if rows went with a payload shard."""
     while True:
         reserved = run.source.reserve(step)
-        plan = plan_batch(reserved.headers, step, run.config, dist.get_world_size())
+        plan = plan_batch(reserved.headers, step, run.config, dist.get_world_size(), run.models.work)
         keys = row_keys(reserved.headers)
         mine = sorted(keys[i] for mini in plan for micro in mini.ranks[run.rank] for i in micro)
         try:

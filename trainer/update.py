@@ -28,6 +28,7 @@ from rl_async.trainer.critic import Lesson, lesson
 from rl_async.trainer.explanation import attributed
 from rl_async.trainer.objective import Looked, Objective, Tally
 from rl_async.trainer.whole_batch import Micro, WholeBatch, assemble, gather
+from rl_async.trainer.work import Work
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,12 @@ class Models:
     policy: Backend
     reference: Backend | None = None
     critic: Backend | None = None
+
+    @property
+    def work(self) -> Work:
+        """What a row costs the policy, and whether any of them pads rows, which then are grouped by length."""
+        every = [model for model in (self.policy, self.reference, self.critic) if model is not None]
+        return replace(self.policy.work, padded=any(model.work.padded for model in every))
 
     def trained(self) -> dict[str, Backend]:
         """Those whose weights change, by their folder in a checkpoint."""
@@ -76,7 +83,9 @@ def row_keys(headers: Sequence[TrajectoryHeader]) -> list[RowKey]:
     return [header.key for header in headers]
 
 
-def plan_batch(headers: Sequence[TrajectoryHeader], step: int, config: RunConfig, ranks: int) -> list[MiniBatch]:
+def plan_batch(
+    headers: Sequence[TrajectoryHeader], step: int, config: RunConfig, ranks: int, work: Work
+) -> list[MiniBatch]:
     """The layout of a batch under this config; the same on every rank."""
     return batching.layout(
         headers,
@@ -85,6 +94,7 @@ def plan_batch(headers: Sequence[TrajectoryHeader], step: int, config: RunConfig
         ranks=ranks,
         max_tokens=config.trainer.max_tokens_per_microbatch,
         seed=config.seed,
+        work=work,
     )
 
 
@@ -133,6 +143,7 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     filtered = ~shaping.trains(batch.headers, config.algorithm.shaping)
     metrics["tokens/trained"] = float(corrected.keep.sum())
     metrics["batch/token_imbalance"] = batching.token_imbalance(batch.plan, batch.headers)
+    metrics["batch/work_imbalance"] = batching.work_imbalance(batch.plan, batch.headers, models.policy.work)
     return Updated(metrics, attributed(corrected, whole, filtered))
 
 

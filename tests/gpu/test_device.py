@@ -15,6 +15,7 @@ from rl_async.rollout_server.embedded.sequence import Sequence
 from rl_async.trainer.algorithm import build
 from rl_async.trainer.models import build_models
 from rl_async.trainer.update import Batch, plan_batch, row_keys, update
+from rl_async.trainer.work import Work
 from rl_async.weight_sync.buckets import make_buckets, unpack
 from tests.conftest import make_rows
 
@@ -38,7 +39,9 @@ def test_training_step_and_export_on_cuda(model_folder: Path, critic: CriticConf
         models = build_models(config, "cuda:0")
         rows = make_rows(0)
         headers = [row.header() for row in rows]
-        batch = Batch(0, headers, plan_batch(headers, 0, config, 1), dict(zip(row_keys(headers), rows, strict=True)))
+        batch = Batch(
+            0, headers, plan_batch(headers, 0, config, 1, Work()), dict(zip(row_keys(headers), rows, strict=True))
+        )
         metrics = update(models, batch, build(config), config).metrics
         assert metrics["loss/grad_norm"] > 0
         assert (critic is None) == ("critic/loss" not in metrics)

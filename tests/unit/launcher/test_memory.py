@@ -1,11 +1,21 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rl_async.configs.load import load_config
 from rl_async.errors import UserError
-from rl_async.launcher.memory import TORCH_BYTES, ModelSize, engine_bytes, model_size, size_of, trainer_bytes
+from rl_async.launcher.memory import (
+    LOGITS_CHUNK,
+    TORCH_BYTES,
+    ModelSize,
+    engine_bytes,
+    model_size,
+    size_of,
+    trainer_bytes,
+)
+from rl_async.trainer.token_logprobs import CHUNK_LOGITS
 
 
 def test_parameters_of_a_known_model() -> None:
@@ -49,7 +59,8 @@ def test_the_model_folder_is_read(tmp_path: Path) -> None:
     values = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 10}
     (tmp_path / "config.json").write_text(json.dumps(values))
     size = model_size(load_config("calculator", [f"model.path={tmp_path}"]))
-    assert size == ModelSize(parameters=2 * 80 + 4 * 64 + 3 * 8 * 32, kv_per_token=16)
+    assert size is not None
+    assert (size.parameters, size.kv_per_token) == (2 * 80 + 4 * 64 + 3 * 8 * 32, 16)
 
 
 def test_weights_gradients_and_two_moments() -> None:
@@ -65,15 +76,36 @@ def test_a_critic_of_its_own_counts_and_a_shared_one_does_not(tmp_path: Path) ->
     gae = [f"model.path={tmp_path}", "algorithm.advantage=gae"]
     layer, embeddings = 4 * 64 + 3 * 8 * 32, 2 * 80
     own = load_config("calculator", [*gae, "critic={}"])
-    assert model_size(own) == ModelSize(layer + embeddings, 16, critic=layer + embeddings)
-    assert trainer_bytes(own, model_size(own)) == TORCH_BYTES + 2 * 16 * (layer + embeddings)
+    both = model_size(own)
+    assert both is not None
+    assert (both.parameters, both.kv_per_token, both.critic) == (layer + embeddings, 16, layer + embeddings)
     shared = model_size(load_config("calculator", [*gae, "critic.shared=true"]))
-    assert shared == ModelSize(layer + embeddings, 16)
+    assert shared == replace(both, critic=0)
+    alone = trainer_bytes(own, shared)
+    assert alone is not None
+    assert trainer_bytes(own, both) == alone + 16 * (layer + embeddings)
     larger = model_size(load_config("calculator", [*gae, f"critic.path={tmp_path}/critic"]))
-    assert larger == ModelSize(layer + embeddings, 16, critic=2 * layer + embeddings)
+    assert larger == replace(both, critic=2 * layer + embeddings)
     assert model_size(load_config("calculator", [*gae, f"critic.path={tmp_path}/nothing"])) is None
 
 
 def test_an_engine_holds_weights_and_a_full_cache() -> None:
     config = load_config("calculator", ["rollout.max_batch_size=10", "rollout.max_model_len=160"])
     assert engine_bytes(config, ModelSize(parameters=1000, kv_per_token=3)) == TORCH_BYTES + (1000 + 4800) * 4
+
+
+def test_one_forward_pass_counts_up_to_its_budget_of_tokens() -> None:
+    size = ModelSize(parameters=0, kv_per_token=0, activations=1000, vocab=100)
+    small, large = (
+        trainer_bytes(load_config("calculator", [f"trainer.max_tokens_per_microbatch={n}"]), size)
+        for n in (1000, 1_000_000)
+    )
+    assert small == TORCH_BYTES + 1000 * (1000 * 4 + 100 * 4 * 2)
+    rows = 24 * 16 // 2
+    assert large == TORCH_BYTES + rows * 160 * 1000 * 4 + rows * 160 * 100 * 4 * 2
+    wide = ModelSize(parameters=0, kv_per_token=0, vocab=150_000)
+    assert trainer_bytes(load_config("calculator"), wide) == TORCH_BYTES + LOGITS_CHUNK * 4 * 2
+
+
+def test_the_chunk_of_logits_is_the_trainers() -> None:
+    assert CHUNK_LOGITS["cpu"] == LOGITS_CHUNK

@@ -51,7 +51,7 @@ def run(model: Path, out: Path, tokens: int, kind: str, correction: str) -> None
 def train(models: Models, step: int, config: RunConfig) -> dict[str, float]:
     rows = make_rows(step)
     headers = [row.header() for row in rows]
-    plan = plan_batch(headers, step, config, dist.get_world_size())
+    plan = plan_batch(headers, step, config, dist.get_world_size(), models.work)
     batch = Batch(step, headers, plan, dict(zip(row_keys(headers), rows, strict=True)))
     return update(models, batch, build(config), config).metrics
 

@@ -23,6 +23,7 @@ from rl_async.trainer.algorithm import build
 from rl_async.trainer.backend import LossFn, Outputs, Want, policy_outputs
 from rl_async.trainer.batching import MiniBatch, Tensors
 from rl_async.trainer.update import Batch, Models, row_keys, update
+from rl_async.trainer.work import Work
 from tests.conftest import VOCAB, make_rows
 
 KL_COEF = 0.1
@@ -50,6 +51,7 @@ class Table:
     """A backend on one table [V, V]: the logits of the next token, by the token before. Keeps its gradients."""
 
     device = "cpu"
+    work = Work()
 
     def __init__(self, seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)

@@ -20,6 +20,7 @@ from rl_async.trainer.backend import LossFn, Outputs
 from rl_async.trainer.batching import Tensors
 from rl_async.trainer.explanation import explain
 from rl_async.trainer.update import Batch, Models, Updated, plan_batch, row_keys, update
+from rl_async.trainer.work import Work
 from tests.conftest import VOCAB, make_rows
 
 RATE = 0.5
@@ -29,6 +30,7 @@ class Table:
     """A policy without context: log pi of a token stands in a table, which plain gradient descent changes."""
 
     device = "cpu"
+    work = Work()
 
     def __init__(self) -> None:
         self.table = torch.full((VOCAB,), -4.0, dtype=torch.float64, requires_grad=True)
@@ -70,7 +72,9 @@ def train(
         trainer=TrainerConfig(minibatches=minibatches, epochs=epochs, max_tokens_per_microbatch=64),
     )
     headers = [row.header() for row in rows]
-    batch = Batch(0, headers, plan_batch(headers, 0, config, 1), dict(zip(row_keys(headers), rows, strict=True)))
+    batch = Batch(
+        0, headers, plan_batch(headers, 0, config, 1, Work()), dict(zip(row_keys(headers), rows, strict=True))
+    )
     policy = Table()
     return policy, update(Models(policy), batch, build(config), config)  # type: ignore[arg-type]
 

@@ -37,7 +37,7 @@ def run(model: Path, out: Path, minibatch_tokens: int, correction: str) -> None:
     for step in range(3):
         rows = make_rows(step)
         headers = [row.header() for row in rows]
-        plan = plan_batch(headers, step, config, dist.get_world_size())
+        plan = plan_batch(headers, step, config, dist.get_world_size(), backend.work)
         batch = Batch(step, headers, plan, dict(zip(row_keys(headers), rows, strict=True)))
         metrics = update(Models(backend, reference), batch, build(config), config).metrics
     weights = {name: tensor.clone() for name, tensor in backend.export()}

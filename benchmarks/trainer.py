@@ -1,0 +1,197 @@
+"""The trainer's packing, log-probabilities and ranks, as ratios; one thread per process, random weights.
+
+    python benchmarks/trainer.py [--json FILE] [--only NAME ...]
+
+packed_vs_padded       tokens per second of a training step on rows of long-tailed lengths, over those of the same model
+                       on the same rows padded in the order in which they come; by the processor time of this process
+logprob_peak_vs_naive  rise of the peak resident set (VmHWM) of a process of its own while it computes log-probabilities
+                       of [16 x 4096] tokens and 32,000 words, over that of logits, log_softmax and gather; the
+                       latter is measured for 1/16 of the tokens, times 16, since all of it would not fit
+fsdp2_max_diff         largest difference of the loss or of any gradient between two ranks and one, in float32
+the others             null: nothing measures them yet
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from trainer_arms import BUDGET, in_arrival_order, long_tailed, micro_batches, resident, rows_of, save_model
+
+from rl_async.configs.schema import TrainerConfig
+from rl_async.messages import TrajectoryHeader
+from rl_async.trainer.backend import Outputs
+from rl_async.trainer.batching import Tensors, layout
+from rl_async.trainer.families import LogitForm
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.packed_attention import NAME as PACKED_ATTENTION
+from rl_async.trainer.token_logprobs import Head, token_stats
+from rl_async.trainer.work import Work
+
+REPEATS = 2
+PASS_ROWS, PASS_VOCAB, PASS_HIDDEN, NAIVE_SHARE = 16 * 4096, 32_000, 64, 16
+DEADLINE_S = 600
+
+
+def step_seconds(backend: Fsdp2Backend, batches: list[Tensors]) -> float:
+    """Processor time of one optimizer step, the least of some."""
+
+    def loss_fn(number: int, outputs: Outputs) -> Tensor:
+        assert outputs.logprobs is not None
+        return -torch.where(batches[number].mask, outputs.logprobs, 0.0).sum()
+
+    times = []
+    for _ in range(REPEATS):
+        began = time.process_time()
+        backend.step(batches, loss_fn)
+        times.append(time.process_time() - began)
+    return min(times)
+
+
+def packed_vs_padded() -> float:
+    lengths = long_tailed(256)
+    rows = rows_of(lengths)
+    headers: list[TrajectoryHeader] = [row.header() for row in rows]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder))
+        backend = Fsdp2Backend(folder, "float32", "cpu", TrainerConfig())
+        arms: dict[str, tuple[bool, list[list[int]]]] = {"padded": (False, in_arrival_order(lengths))}
+        for name, work in (("padded, similar lengths together", Work(padded=True)), ("packed", backend.work)):
+            plan = layout(headers, step=0, minibatches=1, ranks=1, max_tokens=BUDGET, seed=0, work=work)
+            arms[name] = not work.padded, plan[0].ranks[0]
+        seconds = {}
+        for name, (packs, parts) in arms.items():
+            backend.model.packs = packs
+            backend.model.lm.set_attn_implementation(PACKED_ATTENTION if packs else "sdpa")
+            seconds[name] = step_seconds(backend, micro_batches(rows, parts))
+            print(f"  {name}: {sum(lengths) / seconds[name]:,.0f} tokens/s, {len(parts)} forward passes")
+    dist.destroy_process_group()
+    return seconds["padded"] / seconds["packed"]
+
+
+def logprob_peak_vs_naive() -> float:
+    chunked, naive = (int(run_alone("logprob_peak", arm)) for arm in ("chunked", "naive"))
+    print(f"  chunked {chunked / 2**20:,.0f} MiB, naive {naive * NAIVE_SHARE / 2**20:,.0f} MiB")
+    return chunked / (naive * NAIVE_SHARE)
+
+
+def logprob_peak(arm: str) -> None:
+    """Prints the bytes by which the peak resident set rises during one pass without gradient."""
+    rows = PASS_ROWS if arm == "chunked" else PASS_ROWS // NAIVE_SHARE
+    hidden, weight = torch.randn(rows, PASS_HIDDEN), torch.randn(PASS_VOCAB, PASS_HIDDEN)
+    targets, temperature = torch.randint(0, PASS_VOCAB, (rows,)), torch.ones(rows)
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    before = resident("VmRSS")
+    with torch.no_grad():
+        if arm == "chunked":
+            token_stats(hidden, Head(weight, None, LogitForm()), targets, temperature)
+        else:
+            (hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None])
+    print(resident("VmHWM") - before)
+
+
+def fsdp2_max_diff() -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder))
+        for ranks in (1, 2):
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = str(probe.getsockname()[1])
+            group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            workers = [start("fsdp2_gradients", folder, **group, RANK=str(rank)) for rank in range(ranks)]
+            for worker in workers:
+                finish(worker)
+        one, two = (torch.load(Path(folder) / f"gradients-{ranks}.pt", weights_only=True) for ranks in (1, 2))
+    assert one.keys() == two.keys() and any(gradient.abs().max() > 1e-3 for gradient in one.values())
+    return max((one[name] - two[name]).abs().max().item() for name in one)
+
+
+def fsdp2_gradients(folder: str) -> None:
+    """One of some ranks: the mean loss over all tokens of a batch and its gradients, written by the first."""
+    dist.init_process_group("gloo")
+    ranks = dist.get_world_size()
+    rows = rows_of([min(length, 256) for length in long_tailed(32)])
+    headers = [row.header() for row in rows]
+    backend = Fsdp2Backend(folder, "float32", "cpu", TrainerConfig())
+    plan = layout(headers, step=0, minibatches=1, ranks=ranks, max_tokens=1024, seed=0, work=backend.work)
+    total = sum(header.sampled for header in headers)
+    loss = torch.zeros(1)
+    for batch in micro_batches(rows, plan[0].ranks[dist.get_rank()]):
+        logprobs = backend.model.outputs(batch, frozenset()).logprobs
+        part = -torch.where(batch.mask, logprobs, 0.0).sum() / total
+        (part * ranks).backward()  # FSDP averages over ranks
+        loss += part.detach()
+    dist.all_reduce(loss)
+    gradients = {name: whole(p.grad) for name, p in backend.model.named_parameters() if p.grad is not None}
+    if dist.get_rank() == 0:
+        torch.save({"loss": loss} | gradients, Path(folder) / f"gradients-{ranks}.pt")
+    dist.destroy_process_group()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def start(worker: str, argument: str, **environment: str) -> "subprocess.Popen[str]":
+    """This file again, as one of the workers."""
+    command = [sys.executable, __file__, "--worker", worker, argument]
+    return subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
+
+
+def finish(process: "subprocess.Popen[str]") -> str:
+    """What it printed. Raises RuntimeError if it failed."""
+    output, _ = process.communicate(timeout=DEADLINE_S)
+    if process.returncode != 0:
+        raise RuntimeError(f"{process.args} ended with {process.returncode}")
+    return output
+
+
+def run_alone(worker: str, argument: str) -> str:
+    return finish(start(worker, argument))
+
+
+WORKERS: dict[str, Callable[[str], None]] = {"logprob_peak": logprob_peak, "fsdp2_gradients": fsdp2_gradients}
+MEASURES: dict[str, Callable[[], float] | None] = {
+    "packed_vs_padded": packed_vs_padded,
+    "step_vs_trl": None,
+    "step_vs_trl_colocated": None,
+    "logprob_peak_vs_naive": logprob_peak_vs_naive,
+    "reshard_bytes_vs_minimal": None,
+    "fsdp2_max_diff": fsdp2_max_diff,
+    "megatron_max_diff": None,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The trainer's goals as ratios.")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--only", nargs="+", choices=sorted(MEASURES), default=list(MEASURES))
+    parser.add_argument("--worker", nargs=2, metavar=("NAME", "ARGUMENT"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.worker:
+        WORKERS[arguments.worker[0]](arguments.worker[1])
+        return
+    results: dict[str, float | None] = {}
+    for name, measure in MEASURES.items():
+        results[name] = measure() if measure and name in arguments.only else None
+        print(f"{name}: {'not measured' if results[name] is None else format(results[name], '.4g')}", flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

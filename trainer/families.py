@@ -1,0 +1,67 @@
+"""Kinds of models whose rows can be packed: every one is compared with one row at a time by a test.
+
+A kind that is not here runs padded. To add one: no layer may mix tokens but by causal attention through Transformers'
+attention interface, and its logits must be ``lm_head(hidden)``, scaled and capped as said here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+LAYERS = {"full_attention", "sliding_attention"}
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # one angle for all rows, by the longest of the batch
+
+
+@dataclass(frozen=True)
+class LogitForm:
+    """Logits from those of the last linear layer: x * scale, then c * tanh(x / c) with ``softcap`` c."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+def plain(_: Any) -> LogitForm:
+    return LogitForm()
+
+
+FAMILIES: dict[str, Callable[[Any], LogitForm]] = {
+    "cohere": lambda config: LogitForm(scale=config.logit_scale),
+    "cohere2": lambda config: LogitForm(scale=config.logit_scale),
+    "deepseek_v3": plain,
+    "gemma": plain,
+    "gemma2": lambda config: LogitForm(softcap=config.final_logit_softcapping),
+    "gemma3_text": lambda config: LogitForm(softcap=config.final_logit_softcapping),
+    "glm4": plain,
+    "granite": lambda config: LogitForm(scale=1.0 / config.logits_scaling),
+    "llama": plain,
+    "mistral": plain,
+    "mixtral": plain,
+    "olmo2": plain,
+    "phi3": plain,
+    "qwen2": plain,
+    "qwen2_moe": plain,
+    "qwen3": plain,
+    "qwen3_moe": plain,
+    "smollm3": plain,
+}
+
+
+def why_padded(config: Any) -> str | None:
+    """Why a model with this Hugging Face config cannot be packed; None if it can."""
+    if config.model_type not in FAMILIES:
+        return f"models of type {config.model_type} are not known to keep packed rows apart"
+    others = set(getattr(config, "layer_types", None) or ()) - LAYERS
+    if others:
+        return f"it has layers of type {', '.join(sorted(others))}"
+    if getattr(config, "use_bidirectional_attention", False):
+        return "its attention is not causal"
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
+    if kinds & LENGTH_DEPENDENT_ROPE:
+        return f"its positions ({', '.join(sorted(kinds & LENGTH_DEPENDENT_ROPE))}) depend on the longest row"
+    return None
+
+
+def logit_form(config: Any) -> LogitForm:
+    """How a model that can be packed makes its logits."""
+    return FAMILIES[config.model_type](config)
