@@ -102,6 +102,7 @@ class Tensors(msgspec.Struct):
     turns: Tensor  # int32 [B, T-1], assistant turn that sampled token t+1; -1 where none did
     turn_rewards: Tensor  # float32 [B, T-1], a turn's own reward on its last token
     temperature: Tensor  # float32 [B, 1, 1]
+    lengths: Tensor  # int64 [B] on the host, real tokens of each row
 
 
 def collate(rows: Sequence[Trajectory], *, step: int, max_staleness: int | None, device: str) -> Tensors:
@@ -131,6 +132,7 @@ def collate(rows: Sequence[Trajectory], *, step: int, max_staleness: int | None,
         turns=torch.from_numpy(turns[:, 1:]).to(device),
         turn_rewards=torch.from_numpy(turn_rewards[:, 1:]).to(device),
         temperature=torch.tensor([r.sampling.temperature or 1.0 for r in rows], device=device)[:, None, None],
+        lengths=torch.tensor([len(r.token_ids) for r in rows]),
     )
 
 
@@ -154,4 +156,5 @@ def empty_tensors(device: str) -> Tensors:
         turns=torch.full((1, 1), -1, dtype=torch.int32, device=device),
         turn_rewards=torch.zeros((1, 1), device=device),
         temperature=torch.ones((1, 1, 1), device=device),
+        lengths=torch.tensor([2]),
     )

@@ -109,7 +109,7 @@ class WatchedPublisher:
 
 def compare(backend: Backend, drawn: Sequence[Canary], temperature: float) -> Agreement | None:
     """Rank 0's canaries under the backend's weights, on all ranks; None if there are none. A collective."""
-    tokens, behaviour, mask = _broadcast(drawn)
+    tokens, behaviour, mask, lengths = _broadcast(drawn)
     if len(tokens) == 0:
         return None
     device = backend.device
@@ -122,6 +122,7 @@ def compare(backend: Backend, drawn: Sequence[Canary], temperature: float) -> Ag
             turns=torch.full_like(behaviour, -1, dtype=torch.int32, device=device),
             turn_rewards=torch.zeros_like(behaviour, device=device),
             temperature=torch.full((len(tokens), 1, 1), temperature, device=device),
+            lengths=lengths,
         )
     )
     assert outputs.logprobs is not None
@@ -134,18 +135,20 @@ def compare(backend: Backend, drawn: Sequence[Canary], temperature: float) -> Ag
     return Agreement(means, largest, kl)
 
 
-def _broadcast(drawn: Sequence[Canary]) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens int64 [B, T], log-probabilities float32 and mask bool [B, T-1] of rank 0's canaries, on every rank."""
+def _broadcast(drawn: Sequence[Canary]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens int64 [B, T], log-probabilities float32 and mask bool [B, T-1], and lengths int64 [B] of rank 0's
+    canaries, on every rank."""
     shape = torch.tensor([len(drawn), max((len(canary.token_ids) for canary in drawn), default=1)])
     dist.broadcast(shape, 0)
     rows, width = shape.tolist()
     tokens = torch.zeros((rows, width), dtype=torch.int64)
     behaviour, mask = torch.zeros((rows, width - 1)), torch.zeros((rows, width - 1), dtype=torch.bool)
+    lengths = torch.tensor([len(canary.token_ids) for canary in drawn]) if drawn else torch.zeros(rows, dtype=torch.int64)
     for row, canary in enumerate(drawn):
         end = len(canary.token_ids)
         tokens[row, :end] = torch.tensor(canary.token_ids)
         behaviour[row, end - 1 - len(canary.logprobs) : end - 1] = torch.tensor(canary.logprobs)
         mask[row, end - 1 - len(canary.logprobs) : end - 1] = True
-    for tensor in (tokens, behaviour, mask) if rows else ():
+    for tensor in (tokens, behaviour, mask, lengths) if rows else ():
         dist.broadcast(tensor, 0)
-    return tokens, behaviour, mask
+    return tokens, behaviour, mask, lengths
