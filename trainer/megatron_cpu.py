@@ -3,6 +3,8 @@
 Megatron-Core names CUDA devices outright, also where its mathematics does not need one. Inside ``megatron_on_cpu()``
 
 - ``torch.cuda.current_device`` answers ``cpu``; ``set_device``, ``synchronize`` and ``empty_cache`` do nothing;
+- there is one stream, in which everything has happened already;
+- counts of tokens for experts, which are "moved to the host" as NumPy arrays, become that;
 - the random state of "the GPU" is that of the CPU;
 - a factory's ``device="cuda"``, ``Tensor.cuda()`` and ``Tensor.to("cuda")`` stay on the CPU;
 - ``Tensor.type()`` says ``torch.cuda.FloatTensor``, which Megatron's optimizer compares as text.
@@ -12,7 +14,7 @@ schedules and the collectives that run so are Megatron's own and real; streams, 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,14 +37,35 @@ class _CudaMeansCpu(TorchFunctionMode):
         return func(*args, **named)
 
 
+class _Stream:
+    """Of a device without streams: what was asked of it is done."""
+
+    def wait_stream(self, other: "_Stream") -> None:
+        """Nothing is under way."""
+
+    def record_event(self) -> "_Stream":
+        return self
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+
+_STREAM = _Stream()
+
+
 def _is_cuda(value: Any) -> bool:
     return isinstance(value, str | torch.device) and str(value).startswith("cuda")
+
+
+def _on_host(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return value.numpy() if as_numpy and torch.is_tensor(value) else value
 
 
 @contextmanager
 def megatron_on_cpu() -> Iterator[None]:
     """Within this context, and in this thread, Megatron-Core's calls for CUDA mean the CPU."""
     import megatron.core.tensor_parallel.random as megatron_random
+    from megatron.core.transformer.moe import token_dispatcher
 
     def nothing(*_: Any, **__: Any) -> None:
         """There is no device to do it to."""
@@ -50,6 +73,9 @@ def megatron_on_cpu() -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = [
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
         *((torch.cuda, name, nothing) for name in ("set_device", "synchronize", "empty_cache")),
+        *((torch.cuda, name, lambda *_, **__: _STREAM) for name in ("Stream", "current_stream")),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", _on_host),
+        (torch.cuda, "stream", lambda _: nullcontext()),
         (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
         (torch.cuda, "manual_seed", torch.manual_seed),
         (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),

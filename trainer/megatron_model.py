@@ -6,6 +6,7 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rl_async.errors import UserError
@@ -15,6 +16,9 @@ from rl_async.trainer.megatron_parallel import Parallel
 
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 forgets this name where Transformer Engine is missing
+    moe_utils.te_general_gemm = None
 
 
 def shape_of(hf: Any, path: str) -> Shape:
