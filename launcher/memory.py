@@ -81,10 +81,16 @@ def size_of(model: dict[str, Any]) -> ModelSize | None:
 
 
 def trainer_bytes(config: RunConfig, size: ModelSize | None) -> int | None:
-    """One rank: its shard of float32 weights, gradients and AdamW's two moments, of the policy and of a critic."""
+    """One rank: its shard of float32 weights, gradients and AdamW's two moments, of the policy and of a critic.
+
+    Megatron's data-parallel ranks share out only the moments.
+    """
     if size is None:
         return None
-    return TORCH_BYTES + (size.parameters + size.critic) * 4 * (1 + 1 + 2) // config.trainer.ranks
+    trainer = config.trainer
+    moments = (size.parameters + size.critic) * 4 * 2 // trainer.ranks
+    holders = trainer.tensor_parallel * trainer.pipeline_parallel if trainer.backend == "megatron" else trainer.ranks
+    return TORCH_BYTES + moments + (size.parameters + size.critic) * 4 * 2 // holders
 
 
 def engine_bytes(config: RunConfig, size: ModelSize | None) -> int | None:

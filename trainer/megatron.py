@@ -58,12 +58,12 @@ class MegatronBackend:
             chunks = [c.to(device) for c in build_chunks(self.hf_config, shape, model, parallel)]
             self._spread = Spread(chunks, shape, parallel)
             fill(self._spread, open_weights(Path(path)), _copy)
-            self._chunks, self._optimizer = chunks, None
+            self._chunks = chunks
+            self._optimizer: DistributedAdamW | None = None
             if trains:
                 model.finalize_model_grads_func = _finish_gradients
                 self._chunks = wrap(chunks, model)
-                self._optimizer: DistributedAdamW | None = DistributedAdamW(self._chunks, config, device)
-                self._optimizer.clear()
+                self._optimizer = DistributedAdamW(self._chunks, config, device)
 
     def _megatron(self) -> AbstractContextManager[None]:
         """In which Megatron's code runs."""
@@ -184,11 +184,8 @@ class MegatronBackend:
             return
         steps = torch.tensor(float(optimizer.steps))
         for key in MOMENTS:
-            fill(
-                self._spread,
-                lambda name, key=key: state[f"{OPTIMIZER_PREFIX}{name}|{key}"],
-                lambda parameter, moment, key=key: optimizer.set_moment(parameter, key, moment, steps),
-            )
+            fetch = functools.partial(_moment_of, state, key)
+            fill(self._spread, fetch, functools.partial(optimizer.set_moment, key=key, steps=steps))
 
     def sleep(self) -> None:
         self._move_optimizer("cpu")
@@ -261,6 +258,10 @@ def _detached(outputs: Outputs) -> Outputs:
 def _finish_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **more: Any) -> None:
     """Megatron's own, without its division by a count of tokens: losses are divided already."""
     finalize_model_grads(chunks, None, **more)
+
+
+def _moment_of(state: dict[str, Tensor], key: str, name: str) -> Tensor:
+    return state[f"{OPTIMIZER_PREFIX}{name}|{key}"]
 
 
 def _copy(parameter: torch.nn.Parameter, whole: Tensor) -> None:

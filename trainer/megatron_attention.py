@@ -37,8 +37,8 @@ class PackedAttention(torch.nn.Module):
         bounds = packed_seq_params.cu_seqlens_q.long()
         rows, places = row_places(bounds)
         longest = int(packed_seq_params.max_seqlen_q)
-        padded = [_lay_out(part, rows, places, len(bounds) - 1, longest) for part in (query, key, value)]
-        attended = scaled_dot_product_attention(*padded, is_causal=True, scale=self._scale, enable_gqa=True)
+        q, k, v = (_lay_out(part, rows, places, len(bounds) - 1, longest) for part in (query, key, value))
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale, enable_gqa=True)
         return attended.transpose(1, 2)[rows, places].flatten(1)
 
 

@@ -44,6 +44,7 @@ class DistributedAdamW:
             chunks,
             config_overrides={},  # without them Megatron would spare norms and biases the weight decay
         )
+        self.clear()
 
     def norm(self) -> float:
         """The global norm of the gradients that have been added up. A collective."""
@@ -79,7 +80,7 @@ class DistributedAdamW:
         dist.all_reduce(whole, group=owner.data_parallel_group)
         return whole
 
-    def set_moment(self, parameter: torch.nn.Parameter, key: str, moment: Tensor, steps: Tensor) -> None:
+    def set_moment(self, parameter: torch.nn.Parameter, moment: Tensor, *, key: str, steps: Tensor) -> None:
         """Take this rank's part of a moment of its shard of a parameter, as it was after ``steps`` steps."""
         owner = self._owner(parameter)
         part = self._part(owner, parameter)

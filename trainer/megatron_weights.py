@@ -154,7 +154,7 @@ def open_weights(folder: Path) -> Fetch:
 
     Raises UserError if there are none, or not the one that is asked for.
     """
-    files = {}
+    files: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as opened:
             files |= dict.fromkeys(opened.keys(), path)
@@ -168,5 +168,3 @@ def open_weights(folder: Path) -> Fetch:
             return opened.get_tensor(name).float()
 
     return fetch
-
-

@@ -143,9 +143,9 @@ def _broadcast(drawn: Sequence[Canary]) -> tuple[Tensor, Tensor, Tensor, Tensor]
     rows, width = shape.tolist()
     tokens = torch.zeros((rows, width), dtype=torch.int64)
     behaviour, mask = torch.zeros((rows, width - 1)), torch.zeros((rows, width - 1), dtype=torch.bool)
-    lengths = torch.tensor([len(canary.token_ids) for canary in drawn]) if drawn else torch.zeros(rows, dtype=torch.int64)
+    lengths = torch.zeros(rows, dtype=torch.int64)
     for row, canary in enumerate(drawn):
-        end = len(canary.token_ids)
+        lengths[row] = end = len(canary.token_ids)
         tokens[row, :end] = torch.tensor(canary.token_ids)
         behaviour[row, end - 1 - len(canary.logprobs) : end - 1] = torch.tensor(canary.logprobs)
         mask[row, end - 1 - len(canary.logprobs) : end - 1] = True

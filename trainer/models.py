@@ -11,6 +11,10 @@ def build_models(config: RunConfig, device: str) -> Models:
 
     Raises UserError naming the key whose model cannot be loaded.
     """
+    return BACKENDS[config.trainer.backend](config, device)
+
+
+def _fsdp2(config: RunConfig, device: str) -> Models:
     model, critic, kl = config.model, config.critic, config.algorithm.kl
     shared = critic is not None and critic.shared
     policy = Fsdp2Backend(model.path, model.dtype, device, policy_training(config), "both" if shared else "policy")
@@ -21,3 +25,18 @@ def build_models(config: RunConfig, device: str) -> Models:
         return Models(policy, reference)
     training = critic_training(config.trainer, critic)
     return Models(policy, reference, Fsdp2Backend(critic.path or model.path, model.dtype, device, training, "value"))
+
+
+def _megatron(config: RunConfig, device: str) -> Models:
+    from rl_async.trainer.megatron import MegatronBackend  # an optional installation
+
+    model, kl = config.model, config.algorithm.kl
+    policy = MegatronBackend(model.path, model.dtype, device, config.trainer)
+    reference = None
+    if kl.coef > 0:
+        path = kl.reference_path or model.path
+        reference = MegatronBackend(path, model.dtype, device, config.trainer, trains=False)
+    return Models(policy, reference)
+
+
+BACKENDS = {"fsdp2": _fsdp2, "megatron": _megatron}
