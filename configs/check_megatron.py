@@ -38,8 +38,11 @@ def sharing(c: RunConfig) -> str | None:
             f"trainer.expert_parallel={t.expert_parallel} shares experts among the data-parallel ranks, and "
             f"trainer.ranks={t.ranks} leaves {data_parallel(c)} of them; use a multiple"
         )
-    if t.virtual_pipeline > 1 and t.pipeline_parallel == 1:
-        return "trainer.virtual_pipeline interleaves pipeline stages, and trainer.pipeline_parallel=1 has none"
+    if t.virtual_pipeline > 1 and t.pipeline_parallel < 3:
+        return (
+            f"trainer.virtual_pipeline={t.virtual_pipeline} needs trainer.pipeline_parallel of 3 or more: between two "
+            "ranks Megatron-Core's interleaved schedule would mix up what goes forward and what goes back"
+        )
     return None
 
 

@@ -45,6 +45,7 @@ LLAMA3 = {
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}),
     "qwen2-tied": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True, "vocab_size": VOCAB + 1}),
+    "qwen3-deep": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16, "num_hidden_layers": 6}),
     "llama": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3}),
     "qwen3-moe": (
         Qwen3MoeForCausalLM,
@@ -55,7 +56,7 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 def make_model(family: str, folder: Path) -> None:
-    """Four layers, grouped queries, and numbers large enough to tell formulas apart; an odd vocabulary when tied."""
+    """A few layers, grouped queries, and numbers large enough to tell formulas apart; an odd vocabulary when tied."""
     torch.manual_seed(0)
     kind, config, special = FAMILIES[family]
     sizes = {

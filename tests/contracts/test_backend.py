@@ -23,15 +23,16 @@ from tests.contracts.backend_models import FAMILIES, Expected, expect, make_mode
 pytestmark = pytest.mark.timeout(600)  # the whole of an implementation is in the first test's setup
 TOLERANCE = 1e-5
 DENSE = ("qwen3", "qwen2-tied", "llama")
+DEEP = ("qwen3-deep",)
 MEGATRON = {"backend": "megatron"}
 IMPLEMENTATIONS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "fsdp2 x1": (1, {"backend": "fsdp2"}, DENSE),
     "fsdp2 x2": (2, {"backend": "fsdp2"}, DENSE),
-    "megatron x1": (1, MEGATRON, tuple(FAMILIES)),
+    "megatron x1": (1, MEGATRON, (*DENSE, "qwen3-moe")),
     "megatron TP2": (2, MEGATRON | {"tensor_parallel": 2}, DENSE),
-    "megatron PP2": (2, MEGATRON | {"pipeline_parallel": 2}, tuple(FAMILIES)),
+    "megatron PP2": (2, MEGATRON | {"pipeline_parallel": 2}, (*DENSE, "qwen3-moe")),
     "megatron DP2": (2, MEGATRON, DENSE),
-    "megatron PP2 of 2 virtual stages": (2, MEGATRON | {"pipeline_parallel": 2, "virtual_pipeline": 2}, DENSE[:2]),
+    "megatron PP3 of 2 virtual stages": (3, MEGATRON | {"pipeline_parallel": 3, "virtual_pipeline": 2}, DEEP),
     "megatron EP2": (2, MEGATRON | {"expert_parallel": 2}, ("qwen3-moe",)),
 }
 

@@ -51,7 +51,10 @@ MEGATRON = ("trainer.backend=megatron",)
             [*MEGATRON, "trainer.ranks=4", "trainer.pipeline_parallel=2", "trainer.expert_parallel=4"],
             ["trainer.expert_parallel=4", "leaves 2"],
         ),
-        ([*MEGATRON, "trainer.virtual_pipeline=2"], ["trainer.virtual_pipeline", "trainer.pipeline_parallel=1"]),
+        (
+            [*MEGATRON, "trainer.ranks=2", "trainer.pipeline_parallel=2", "trainer.virtual_pipeline=2"],
+            ["trainer.virtual_pipeline=2", "trainer.pipeline_parallel"],
+        ),
         ([*MEGATRON, "trainer.context_parallel=2"], ["trainer.context_parallel=2", "Transformer Engine"]),
         ([*MEGATRON, "model.dtype=bfloat16"], ["trainer.backend=megatron", "model.dtype=bfloat16"]),
         ([*MEGATRON, "algorithm.advantage=gae", "critic={}"], ["trainer.backend=megatron", "critic"]),
