@@ -46,7 +46,7 @@ class MegatronBackend:
     """
 
     def __init__(self, path: str, dtype: str, device: str, config: TrainerConfig, *, trains: bool = True) -> None:
-        self.device, self.path, self.config = device, path, config
+        self.device, self.path = device, path
         self.dtype = getattr(torch, dtype)
         self.hf_config = _hf_config(path)
         with self._megatron():

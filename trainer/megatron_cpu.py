@@ -9,7 +9,8 @@ Megatron-Core names CUDA devices outright, also where its mathematics does not n
 - a factory's ``device="cuda"``, ``Tensor.cuda()`` and ``Tensor.to("cuda")`` stay on the CPU;
 - ``Tensor.type()`` says ``torch.cuda.FloatTensor``, which Megatron's optimizer compares as text.
 
-Everything is put back on leaving, so that nothing else in the process notices. The layers, the sharding, the
+Everything is put back on leaving. The first four are seen by other threads too meanwhile, which on a machine without
+CUDA call none of them; the others hold in this thread only. The layers, the sharding, the
 schedules and the collectives that run so are Megatron's own and real; streams, kernels and NCCL are not proven by it.
 """
 
@@ -63,7 +64,7 @@ def _on_host(value: Any, as_numpy: bool = False, record_stream: bool = False) ->
 
 @contextmanager
 def megatron_on_cpu() -> Iterator[None]:
-    """Within this context, and in this thread, Megatron-Core's calls for CUDA mean the CPU."""
+    """Within this context Megatron-Core's calls for CUDA mean the CPU."""
     import megatron.core.tensor_parallel.random as megatron_random
     from megatron.core.transformer.moe import token_dispatcher
 
