@@ -217,18 +217,14 @@ class _Pass:
 
     def _judge(self, number: int, batch: Tensors, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         outputs = self._outputs_of(logits, batch)
-        if number >= self._count:  # it only fills the pipeline
-            loss = outputs.logprobs.sum() * 0.0
-            self.outputs.append(_detached(outputs))
-        else:
-            loss = self.take(number, outputs)
-        return loss, torch.zeros((), dtype=torch.int), {}
+        return self.take(number, outputs), torch.zeros((), dtype=torch.int), {}
 
     def take(self, number: int, outputs: Outputs) -> Tensor:
-        """Keep the outputs of a micro-batch, and evaluate its loss."""
+        """Keep the outputs of a micro-batch, and evaluate its loss; 0 for one that only fills the pipeline."""
+        assert outputs.logprobs is not None
         self.outputs.append(_detached(outputs))
         if self._loss_fn is None or number >= self._count:
-            return torch.zeros((), device=outputs.logprobs.device)  # type: ignore[union-attr]
+            return outputs.logprobs.sum() * 0.0
         loss = self._loss_fn(number, outputs)
         self.total += loss.item()
         return loss

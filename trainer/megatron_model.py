@@ -23,9 +23,9 @@ if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 forgets this name where 
 
 def shape_of(hf: Any, path: str) -> Shape:
     """What the mapping needs, from a Hugging Face config. Raises UserError naming what Megatron is not taught here."""
-    for problem, found in _unsupported(hf).items():
-        if found:
-            raise UserError(f"model.path: {path} {problem}, which trainer.backend=megatron does not know; use fsdp2")
+    problem = _unsupported(hf)
+    if problem is not None:
+        raise UserError(f"model.path: {path} {problem}, which trainer.backend=megatron does not know; use fsdp2")
     return Shape(
         layers=hf.num_hidden_layers,
         heads=hf.num_attention_heads,
@@ -39,17 +39,19 @@ def shape_of(hf: Any, path: str) -> Shape:
     )
 
 
-def _unsupported(hf: Any) -> dict[str, bool]:
-    rope = hf.rope_parameters
-    moe = hf.model_type == "qwen3_moe"
-    return {
-        f"is of the family {hf.model_type!r}, not of {', '.join(FAMILIES)}": hf.model_type not in FAMILIES,
+def _unsupported(hf: Any) -> str | None:
+    """What the model has that is not taught here; None if there is nothing."""
+    if hf.model_type not in FAMILIES:
+        return f"is of the family {hf.model_type!r}, not of {', '.join(FAMILIES)}"
+    rope, moe = hf.rope_parameters, hf.model_type == "qwen3_moe"
+    problems = {
         f"has the activation {hf.hidden_act!r}": hf.hidden_act != "silu",
         "has biases in attention or MLP": bool(getattr(hf, "attention_bias", False) or getattr(hf, "mlp_bias", False)),
         "has a sliding window": bool(getattr(hf, "use_sliding_window", False)),
         "mixes dense and sparse layers": moe and bool(hf.mlp_only_layers or hf.decoder_sparse_step != 1),
         f"scales its rotary embedding as {rope}": rope["rope_type"] != "default" and not _is_llama3(rope),
     }
+    return next((problem for problem, found in problems.items() if found), None)
 
 
 def _is_llama3(rope: dict[str, Any]) -> bool:

@@ -1,5 +1,7 @@
 """From the config to the models that take part in a step."""
 
+import warnings
+
 from rl_async.configs.schema import RunConfig
 from rl_async.trainer.critic import critic_training, policy_training
 from rl_async.trainer.fsdp2 import Fsdp2Backend
@@ -28,7 +30,9 @@ def _fsdp2(config: RunConfig, device: str) -> Models:
 
 
 def _megatron(config: RunConfig, device: str) -> Models:
-    from rl_async.trainer.megatron import MegatronBackend  # an optional installation
+    with warnings.catch_warnings():  # at every import: it could use them, and does without
+        warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)")
+        from rl_async.trainer.megatron import MegatronBackend  # an optional installation
 
     model, kl = config.model, config.algorithm.kl
     policy = MegatronBackend(model.path, model.dtype, device, config.trainer)

@@ -18,19 +18,10 @@ def free_port() -> int:
 
 def train(model: Path, out: Path, ranks: int, tokens: int, correction: str, sizes: str = "{}") -> str:
     """Run ``update_worker`` on ``ranks`` processes; returns the metrics, which all of them must agree on."""
-    port = free_port()
+    port, arguments = free_port(), [str(model), str(out), str(tokens), correction, sizes]
     workers = [
         subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.unit.trainer.update_worker",
-                str(model),
-                str(out),
-                str(tokens),
-                correction,
-                sizes,
-            ],
+            [sys.executable, "-m", "tests.unit.trainer.update_worker", *arguments],
             env=os.environ
             | {
                 "RANK": str(rank),
