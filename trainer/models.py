@@ -1,5 +1,6 @@
 """From the config to the models that take part in a step."""
 
+import logging
 import warnings
 
 from rl_async.configs.schema import RunConfig
@@ -33,6 +34,7 @@ def _megatron(config: RunConfig, device: str) -> Models:
     with warnings.catch_warnings():  # at every import: it could use them, and does without
         warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)")
         from rl_async.trainer.megatron import MegatronBackend  # an optional installation
+    logging.getLogger("megatron").setLevel(logging.WARNING)
 
     model, kl = config.model, config.algorithm.kl
     policy = MegatronBackend(model.path, model.dtype, device, config.trainer)
