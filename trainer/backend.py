@@ -48,8 +48,9 @@ LossFn = Callable[[int, Outputs], Tensor]  # (micro-batch number, outputs that c
 class Backend(Protocol):
     """One model, sharded over the ranks of a process group. Every method is a collective.
 
-    The ranks of a cell pass the same micro-batches. In ``step`` each of them calls ``loss_fn`` on each micro-batch in
-    turn, with the same numbers; the gradient is that of one of them.
+    The ranks of a cell pass the same micro-batches. In ``step`` each of them calls ``loss_fn`` on every micro-batch in
+    turn, on equal numbers, though only where the logits are do these carry gradient: a loss may keep account of what it
+    sees, and all ranks come to the same account.
     """
 
     device: str
