@@ -59,7 +59,12 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
     return {family: (root / family, expect(root / family, root / f"{family}-trained")) for family in FAMILIES}
 
 
-@pytest.fixture(scope="module", params=IMPLEMENTATIONS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] * (ranks > 2)) for name, (ranks, _, _) in IMPLEMENTATIONS.items()
+    ],
+)
 def ran(
     request: pytest.FixtureRequest,
     expected: dict[str, tuple[Path, Expected]],
