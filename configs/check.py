@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rl_async.configs.check_algorithm import ALGORITHM_RULES, Rule
 from rl_async.configs.check_engine import engine_args
 from rl_async.configs.check_gateway import gateway_rule
+from rl_async.configs.check_megatron import data_parallel, megatron, sharing
 from rl_async.configs.closed import is_closed
 from rl_async.configs.engines import engine_kinds
 from rl_async.configs.schema import RunConfig
@@ -40,21 +41,6 @@ def _sglang(c: RunConfig) -> str | None:
     for option in ("delta", "staged"):
         if getattr(c.weight_sync, option):
             return f"rollout.engine=sglang does not go with weight_sync.{option}: SGLang keeps no copy of the weights"
-    return None
-
-
-def _backend(c: RunConfig) -> str | None:
-    if c.trainer.backend != "fsdp2":
-        return f"trainer.backend={c.trainer.backend} is not available yet; use fsdp2"
-    return None
-
-
-def _tensor_parallel(c: RunConfig) -> str | None:
-    if c.trainer.tensor_parallel > 1:
-        return (
-            f"trainer.tensor_parallel={c.trainer.tensor_parallel} needs a backend with tensor parallelism, and "
-            "trainer.backend=fsdp2 has none; use trainer.ranks for data parallelism"
-        )
     return None
 
 
@@ -175,10 +161,11 @@ def _publish_every(c: RunConfig) -> str | None:
 
 def _minibatches(c: RunConfig) -> str | None:
     rows = c.data.train_batch_groups * c.rollout.group_size
-    if rows < c.trainer.minibatches * c.trainer.ranks:
+    if rows < c.trainer.minibatches * data_parallel(c):
         return (
             f"{rows} trajectories per step (data.train_batch_groups * rollout.group_size) cannot fill "
-            f"trainer.minibatches={c.trainer.minibatches} on trainer.ranks={c.trainer.ranks}"
+            f"trainer.minibatches={c.trainer.minibatches} on {data_parallel(c)} copies of the model (trainer.ranks="
+            f"{c.trainer.ranks})"
         )
     return None
 
@@ -231,8 +218,8 @@ RULES: tuple[Rule, ...] = (
     _engine,
     engine_args,
     _sglang,
-    _backend,
-    _tensor_parallel,
+    sharing,
+    megatron,
     _journal,
     _queue_host,
     _shards,

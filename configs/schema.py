@@ -225,7 +225,15 @@ class TrainerConfig(Config, frozen=True):
     learning_rate: Annotated[float, Meta(gt=0, description="Peak learning rate of AdamW.")] = 1e-6
     steps: Annotated[Positive, doc("Trainer steps in the run.")] = 100
     ranks: Annotated[Positive, doc("Trainer processes.")] = 1
-    tensor_parallel: Annotated[Positive, doc("Tensor-parallel size; above 1 needs the megatron backend.")] = 1
+    tensor_parallel: Annotated[
+        Positive, doc("Ranks that share each layer; above 1 needs the megatron backend, as do the next four.")
+    ] = 1
+    pipeline_parallel: Annotated[Positive, doc("Stages that share the layers out; they divide among them.")] = 1
+    virtual_pipeline: Annotated[Positive, doc("Parts of the model per pipeline stage, interleaved.")] = 1
+    expert_parallel: Annotated[Positive, doc("Data-parallel ranks that share the experts of each layer out.")] = 1
+    context_parallel: Annotated[
+        Positive, doc("Ranks that share each row; above 1 is refused: it needs Transformer Engine, on GPUs.")
+    ] = 1
     minibatches: Annotated[Positive, doc("Optimizer steps per pass over a batch.")] = 2
     epochs: Annotated[
         Positive, doc("Passes over each batch; old log-probabilities are computed once, before the first.")

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from rl_async.configs.schema import RunConfig
+from rl_async.configs.schema import RunConfig, TrainerConfig
 from rl_async.errors import ConfigError, RlAsyncError
 from rl_async.launcher.launch import EXIT_SIGNAL, announce, log_into, make_ready, prepare
 from rl_async.launcher.local import Interrupted, Supervisor
@@ -66,7 +66,7 @@ def without_training(config: RunConfig) -> RunConfig:
         data=msgspec.structs.replace(config.data, train_batch_groups=1),
         rollout=msgspec.structs.replace(config.rollout, group_size=2),
         queue=msgspec.structs.replace(config.queue, max_staleness=0),
-        trainer=msgspec.structs.replace(config.trainer, steps=1, minibatches=1, ranks=1),
+        trainer=TrainerConfig(steps=1, minibatches=1, batch_timeout_s=config.trainer.batch_timeout_s),
         weight_sync=msgspec.structs.replace(config.weight_sync, every=1),
     )
 

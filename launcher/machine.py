@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from rl_async.configs.engines import engine_kinds
@@ -15,17 +16,28 @@ from rl_async.reward_loop.judge import api_key
 
 
 def plan_here(config: RunConfig, folder: Path, *, resume: bool = False) -> Plan:
-    """The plan for this machine. Raises UserError for what is missing here: files, vLLM, a GPU asked for, the
-    judge's key."""
+    """The plan for this machine. Raises UserError for what is missing here: files, vLLM, Megatron-Core, a GPU
+    asked for, the judge's key."""
     gpus = count_gpus()
     if config.model.device == "cuda" and gpus == 0:
         raise UserError("model.device=cuda, but no GPU is visible; use auto or cpu")
     needs_preparation(config)
     if "vllm" in engine_kinds(config):
         check_vllm_python(config.rollout.python or sys.executable)
+    if config.trainer.backend == "megatron":
+        check_megatron()
     if config.reward.judge is not None and any(term.name == "judge" for term in config.reward.functions):
         api_key(config.reward.judge)
     return plan(config, folder, size=model_size(config), gpus=gpus, resume=resume)
+
+
+def check_megatron() -> None:
+    """Raise UserError unless trainers can import Megatron-Core. Imports nothing of it but its folder."""
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        raise UserError(
+            f"trainer.backend=megatron: {sys.executable} has no Megatron-Core; install it with "
+            "`python -m pip install 'rl-async[megatron]'`"
+        )
 
 
 def check_sglang(config: RunConfig) -> None:

@@ -105,11 +105,17 @@ def size_of(model: dict[str, Any]) -> ModelSize | None:
 
 def trainer_bytes(config: RunConfig, size: ModelSize | None) -> int | None:
     """One rank: its shard of float32 weights, gradients and AdamW's two moments, of the policy and of a critic, and one
-    forward pass with what it keeps, when all rows are as long as they may be."""
+    forward pass with what it keeps, when all rows are as long as they may be.
+
+    Megatron's data-parallel ranks share out only the moments.
+    """
     if size is None:
         return None
-    weights = (size.parameters + size.critic) * 4 * (1 + 1 + 2) // config.trainer.ranks
-    return TORCH_BYTES + weights + forward_bytes(config, size)
+    trainer = config.trainer
+    moments = (size.parameters + size.critic) * 4 * 2 // trainer.ranks
+    holders = trainer.tensor_parallel * trainer.pipeline_parallel if trainer.backend == "megatron" else trainer.ranks
+    weights = (size.parameters + size.critic) * 4 * 2 // holders
+    return TORCH_BYTES + moments + weights + forward_bytes(config, size)
 
 
 def forward_bytes(config: RunConfig, size: ModelSize) -> int:

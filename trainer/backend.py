@@ -1,4 +1,4 @@
-"""What the trainer needs of a model that may be spread over ranks. ``fsdp2.py`` provides it."""
+"""What the trainer needs of a model that may be spread over ranks. ``fsdp2.py`` and ``megatron.py`` provide it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -8,6 +8,7 @@ import msgspec
 from torch import Tensor
 
 from rl_async.trainer.batching import Tensors
+from rl_async.trainer.cell import Cell
 from rl_async.trainer.work import Work
 
 Want = Literal["entropy", "sum_squares", "distribution", "values"]
@@ -47,10 +48,16 @@ LossFn = Callable[[int, Outputs], Tensor]  # (micro-batch number, outputs that c
 
 
 class Backend(Protocol):
-    """One model, sharded over the ranks of a process group. Every method is a collective."""
+    """One model, sharded over the ranks of a process group. Every method is a collective.
+
+    The ranks of a cell pass the same micro-batches. In ``step`` each of them calls ``loss_fn`` on every micro-batch in
+    turn, on equal numbers, though only where the logits are do these carry gradient: a loss may keep account of what it
+    sees, and all ranks come to the same account.
+    """
 
     device: str
     work: Work  # what a row costs it
+    cell: Cell
 
     def forward(self, batch: Tensors, wants: frozenset[Want] = frozenset()) -> Outputs:
         """Outputs without gradient."""
@@ -59,7 +66,7 @@ class Backend(Protocol):
     def step(
         self, batches: Sequence[Tensors], loss_fn: LossFn, wants: frozenset[Want] = frozenset()
     ) -> tuple[float, float]:
-        """One optimizer step over micro-batches. Returns the summed loss of this rank and the global gradient norm.
+        """One optimizer step over micro-batches. Returns the summed loss of this cell and the global gradient norm.
 
         Raises TrainingDiverged, before any weight changes, when either is not finite.
         """

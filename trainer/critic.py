@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.configs.critic import CriticConfig
@@ -14,6 +13,7 @@ from rl_async.errors import TrainingDiverged
 from rl_async.trainer.advantages import AdvantageInputs
 from rl_async.trainer.aggregation import count, token_mean
 from rl_async.trainer.backend import Backend, LossFn, Outputs
+from rl_async.trainer.cell import Cell
 from rl_async.trainer.gae import gae
 from rl_async.trainer.value_loss import explained_variance, value_loss
 from rl_async.trainer.whole_batch import Micro
@@ -38,16 +38,17 @@ def critic_training(trainer: TrainerConfig, critic: CriticConfig) -> TrainerConf
 
 @dataclass
 class Lesson:
-    """What the critic is to learn from a batch, [N, T], and a tally of this rank's mini-batches.
+    """What the critic is to learn from a batch, [N, T], and a tally of this cell's mini-batches.
 
     Every sampled token of a scored row teaches, also those that the correction takes from the policy.
     """
 
+    cell: Cell
     config: CriticConfig
     values: Tensor  # float32, before the step
     returns: Tensor  # float32
     mask: Tensor
-    losses: list[float] = field(default_factory=list)  # of this rank, by micro-batch
+    losses: list[float] = field(default_factory=list)  # of this cell, by micro-batch
     norms: list[float] = field(default_factory=list)  # by mini-batch; none when shared
     minibatches: int = 0
 
@@ -86,13 +87,13 @@ class Lesson:
         return loss_fn
 
     def shared_loss(self) -> float:
-        """The part of this rank's policy losses that is the critic's."""
+        """The part of this cell's policy losses that is the critic's."""
         return self.config.value_coef * sum(self.losses) if self.config.shared else 0.0
 
     def metrics(self) -> dict[str, float]:
         """Equal on all ranks. A collective. The gradient norm of a shared critic is part of loss/grad_norm."""
         losses = torch.tensor([sum(self.losses)], dtype=torch.float64)
-        dist.all_reduce(losses)
+        self.cell.add_up(losses)
         seen = max(int(self.mask.sum()), 1)
         metrics = {
             "critic/loss": losses.item() / self.minibatches,
@@ -105,11 +106,11 @@ class Lesson:
         return metrics
 
 
-def lesson(x: AdvantageInputs, config: CriticConfig | None) -> Lesson | None:
+def lesson(cell: Cell, x: AdvantageInputs, config: CriticConfig | None) -> Lesson | None:
     """The returns of the batch as targets for the values that the critic gave before the step."""
     if config is None:
         return None
     assert x.values is not None
     mask = x.mask & x.scored[:, None]
     _, returns = gae(x.token_rewards, x.values, mask, x.options.gamma, x.options.lam)
-    return Lesson(config, x.values.to(torch.float32), returns.to(torch.float32), mask)
+    return Lesson(cell, config, x.values.to(torch.float32), returns.to(torch.float32), mask)

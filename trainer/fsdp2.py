@@ -23,6 +23,7 @@ from rl_async.configs.schema import TrainerConfig
 from rl_async.errors import TrainingDiverged
 from rl_async.trainer.backend import LossFn, Outputs, Want
 from rl_async.trainer.batching import Tensors
+from rl_async.trainer.cell import lone_ranks
 from rl_async.trainer.heads import MODEL_FOLDER, VALUE_HEAD_FILE, Head, load_headed, shard
 from rl_async.trainer.schedule import learning_rate_factor
 from rl_async.trainer.work import work_of
@@ -41,7 +42,7 @@ class Fsdp2Backend:
 
     def __init__(self, path: str, dtype: str, device: str, config: TrainerConfig | None, head: Head = "policy") -> None:
         self.device, self.path, self.config = device, path, config
-        self.dtype = getattr(torch, dtype)
+        self.dtype, self.cell = getattr(torch, dtype), lone_ranks()
         model = load_headed(path, head, device, self.dtype)
         self.hf_config = model.lm.config
         self.work = work_of(self.hf_config, padded=not model.packs)

@@ -1,5 +1,8 @@
 """From the config to the models that take part in a step."""
 
+import logging
+import warnings
+
 from rl_async.configs.schema import RunConfig
 from rl_async.trainer.critic import critic_training, policy_training
 from rl_async.trainer.fsdp2 import Fsdp2Backend
@@ -11,6 +14,10 @@ def build_models(config: RunConfig, device: str) -> Models:
 
     Raises UserError naming the key whose model cannot be loaded.
     """
+    return BACKENDS[config.trainer.backend](config, device)
+
+
+def _fsdp2(config: RunConfig, device: str) -> Models:
     model, critic, kl = config.model, config.critic, config.algorithm.kl
     shared = critic is not None and critic.shared
     policy = Fsdp2Backend(model.path, model.dtype, device, policy_training(config), "both" if shared else "policy")
@@ -21,3 +28,21 @@ def build_models(config: RunConfig, device: str) -> Models:
         return Models(policy, reference)
     training = critic_training(config.trainer, critic)
     return Models(policy, reference, Fsdp2Backend(critic.path or model.path, model.dtype, device, training, "value"))
+
+
+def _megatron(config: RunConfig, device: str) -> Models:
+    with warnings.catch_warnings():  # at every import: it could use them, and does without
+        warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)")
+        from rl_async.trainer.megatron import MegatronBackend  # an optional installation
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+
+    model, kl = config.model, config.algorithm.kl
+    policy = MegatronBackend(model.path, model.dtype, device, config.trainer)
+    reference = None
+    if kl.coef > 0:
+        path = kl.reference_path or model.path
+        reference = MegatronBackend(path, model.dtype, device, config.trainer, trains=False)
+    return Models(policy, reference)
+
+
+BACKENDS = {"fsdp2": _fsdp2, "megatron": _megatron}

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.configs.algorithm import AlgorithmConfig
 from rl_async.trainer.aggregation import count
 from rl_async.trainer.algorithm import Algorithm
 from rl_async.trainer.backend import Backend, LossFn, Outputs
+from rl_async.trainer.cell import Cell
 from rl_async.trainer.correction import Corrected
 from rl_async.trainer.loss_inputs import LossInputs, SelectInputs
 from rl_async.trainer.whole_batch import Micro, WholeBatch, gather
@@ -30,8 +30,9 @@ class Looked:
 
 @dataclass
 class Tally:
-    """What the loss saw: sums over this rank's tokens, and log pi_theta of the first pass over each row."""
+    """What the loss saw: sums over this cell's tokens, and log pi_theta of the first pass over each row."""
 
+    cell: Cell
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0.0))
     first: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # rows -> [B, T-1]
 
@@ -41,12 +42,13 @@ class Tally:
 
     def first_pass(self, micros: Sequence[Micro], shape: tuple[int, int]) -> Tensor:
         """log pi_theta [N, T] of every token when its mini-batch was first trained. A collective."""
-        return gather(micros, [self.first[tuple(m.rows)] if m.rows else m.tensors.behaviour for m in micros], shape)
+        parts = [self.first[tuple(m.rows)] if m.rows else m.tensors.behaviour for m in micros]
+        return gather(self.cell, micros, parts, shape)
 
     def metrics(self) -> dict[str, float]:
-        """Means per token over all ranks. A collective."""
+        """Means per token over all cells. A collective."""
         totals = torch.tensor([self.sums[name] for name in SUMS], dtype=torch.float64)
-        dist.all_reduce(totals)
+        self.cell.add_up(totals)
         kl, entropy, clipped, tokens = totals.tolist()
         return {
             "loss/kl_reference": kl / max(tokens, 1),

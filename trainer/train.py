@@ -24,6 +24,7 @@ from rl_async.configs.schema import RunConfig
 from rl_async.errors import RowsLost
 from rl_async.messages import Trajectory, TrajectoryHeader, Version
 from rl_async.trainer.algorithm import Algorithm
+from rl_async.trainer.cell import Cell
 from rl_async.trainer.checkpoint import CheckpointSchedule, CheckpointState, save_checkpoint
 from rl_async.trainer.correction import Corrected
 from rl_async.trainer.depth import QueueDepth
@@ -94,7 +95,7 @@ def train(run: Run) -> None:
 
         if schedule.is_due(version.step, sum(header.nbytes for header in batch.headers)):
             checkpoint(run, version.step)
-        metrics |= batch_metrics(batch.headers, step, mask_bound(config)) | conversations(batch)
+        metrics |= batch_metrics(batch.headers, step, mask_bound(config)) | conversations(run.models.cell, batch)
         metrics |= {
             "time/wait_batch_s": have_batch - began,
             "time/train_s": trained - have_batch,
@@ -108,12 +109,14 @@ def train(run: Run) -> None:
 
 
 def take_batch(run: Run, step: int) -> Batch:
-    """Wait for the batch of ``step`` and fetch this rank's rows of it; again if rows went with a payload shard."""
+    """Wait for the batch of ``step`` and fetch the rows of it that this rank's cell trains; again if
+    rows went with a payload shard."""
+    cell = run.models.cell
     while True:
         reserved = run.source.reserve(step)
-        plan = plan_batch(reserved.headers, step, run.config, dist.get_world_size(), run.models.work)
+        plan = plan_batch(reserved.headers, step, run.config, cell.dp_size, run.models.work)
         keys = row_keys(reserved.headers)
-        mine = sorted(keys[i] for mini in plan for micro in mini.ranks[run.rank] for i in micro)
+        mine = sorted(keys[i] for mini in plan for micro in mini.ranks[cell.dp_rank] for i in micro)
         try:
             rows = run.source.fetch(mine)
         except RowsLost as error:
@@ -132,7 +135,9 @@ def agreed(headers: Sequence[TrajectoryHeader], fetched: bool) -> bool:
 
 
 def record(run: Run, batch: Batch, corrected: Corrected) -> None:
-    """Write what this rank trained: trajectories for people and replays, ``trained.jsonl`` for the audit."""
+    """Write what this cell trained: trajectories for people and replays, ``trained.jsonl`` for the audit."""
+    if not run.models.cell.is_recorder:
+        return
     places = {key: index for index, key in enumerate(row_keys(batch.headers))}
     rows = [batch.rows[key] for key in sorted(batch.rows)]
     explanations = [explain(batch.rows[key], places[key], corrected) for key in sorted(batch.rows)]
@@ -147,10 +152,10 @@ def record_evaluation(folder: Path, lineage: int, result: EvalResult, rows: list
     append_evaluation(folder / "evaluations.jsonl", lineage, result.metrics())
 
 
-def conversations(batch: Batch) -> dict[str, float]:
-    """Turns and tool calls per trajectory, over all ranks."""
+def conversations(cell: Cell, batch: Batch) -> dict[str, float]:
+    """Turns and tool calls per trajectory, over all cells."""
     sums = torch.tensor(conversation_sums(list(batch.rows.values())), dtype=torch.float64)
-    dist.all_reduce(sums)
+    cell.add_up(sums)
     return conversation_metrics(sums.tolist())
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.configs.algorithm import KlConfig
@@ -22,6 +21,7 @@ from rl_async.trainer.advantages import AdvantageInputs
 from rl_async.trainer.algorithm import Algorithm
 from rl_async.trainer.backend import Backend, LossFn, Want
 from rl_async.trainer.batching import MiniBatch
+from rl_async.trainer.cell import Cell
 from rl_async.trainer.correction import Corrected
 from rl_async.trainer.correction_metrics import correction_metrics
 from rl_async.trainer.critic import Lesson, lesson
@@ -33,7 +33,7 @@ from rl_async.trainer.work import Work
 
 @dataclass(frozen=True)
 class Batch:
-    """A reserved batch as one rank sees it: every header, and the payloads of this rank's rows."""
+    """A reserved batch as one rank sees it: every header, and the payloads of its cell's rows."""
 
     step: int
     headers: Sequence[TrajectoryHeader]
@@ -54,6 +54,11 @@ class Models:
         """What a row costs the policy, and whether any of them pads rows, which then are grouped by length."""
         every = [model for model in (self.policy, self.reference, self.critic) if model is not None]
         return replace(self.policy.work, padded=any(model.work.padded for model in every))
+
+    @property
+    def cell(self) -> Cell:
+        """Of this rank; the same for all of them."""
+        return self.policy.cell
 
     def trained(self) -> dict[str, Backend]:
         """Those whose weights change, by their folder in a checkpoint."""
@@ -86,7 +91,7 @@ def row_keys(headers: Sequence[TrajectoryHeader]) -> list[RowKey]:
 def plan_batch(
     headers: Sequence[TrajectoryHeader], step: int, config: RunConfig, ranks: int, work: Work
 ) -> list[MiniBatch]:
-    """The layout of a batch under this config; the same on every rank."""
+    """The layout of a batch over this many data-parallel ranks; the same on every rank."""
     return batching.layout(
         headers,
         step=step,
@@ -110,9 +115,10 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     number is not finite; no weight of that model has changed in the mini-batch that failed.
     """
     require_rewards(batch)
-    minis = [_collate(batch, mini, models.policy.device, config) for mini in batch.plan]
+    cell = models.cell
+    minis = [_collate(batch, mini.ranks[cell.dp_rank], models.policy.device, config) for mini in batch.plan]
     micros = [micro for mini in minis for micro in mini]
-    whole = assemble(batch.headers, micros)
+    whole = assemble(cell, batch.headers, micros)
     looked = look(models, whole, micros, algorithm)
     inputs, kl = penalised(advantage_inputs(whole, looked, config), looked, algorithm, config.algorithm.kl, kl_coef)
     gains = algorithm.advantage(inputs)
@@ -120,7 +126,7 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     corrected = None
     if algorithm.decoupled:
         corrected = algorithm.finish(algorithm.correct(looked.proximal, whole.behaviour, whole.mask, whole.age))
-    tally = Tally()
+    tally = Tally(cell)
     objective = Objective(
         whole=whole,
         looked=looked,
@@ -132,7 +138,7 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
         kl_coef=kl_coef,
         reference=models.reference if config.algorithm.kl.estimator == "full" else None,
     )
-    metrics = train_minibatches(models, objective, lesson(inputs, config.critic), batch, minis, config)
+    metrics = train_minibatches(models, objective, lesson(cell, inputs, config.critic), batch, minis, config)
     target = looked.proximal
     if corrected is None:
         target = tally.first_pass(micros, whole.shape)
@@ -165,7 +171,7 @@ def look(models: Models, whole: WholeBatch, micros: Sequence[Micro], algorithm: 
     """The passes without gradient. A collective."""
 
     def whole_batch(parts: Sequence[Tensor | None]) -> Tensor:
-        return gather(micros, [part for part in parts if part is not None], whole.shape)
+        return gather(models.cell, micros, [part for part in parts if part is not None], whole.shape)
 
     looked = Looked(proximal=whole.behaviour)
     if algorithm.decoupled or algorithm.looks:
@@ -243,7 +249,7 @@ def train_minibatches(
     minis: Sequence[Sequence[Micro]],
     config: RunConfig,
 ) -> dict[str, float]:
-    """Every epoch's optimizer steps. Returns the loss, summed over ranks, and the gradient norm, as means, and what
+    """Every epoch's optimizer steps. Returns the loss, summed over cells, and the gradient norm, as means, and what
     the critic learned."""
     train_policy = _observe if config.critic and batch.step < config.critic.warmup_steps else _step
     losses, norms = torch.zeros(1, dtype=torch.float64), list[float]()
@@ -263,7 +269,7 @@ def train_minibatches(
             losses += loss
             norms.append(norm)
     losses -= learns.shared_loss() if learns else 0.0
-    dist.all_reduce(losses)
+    models.cell.add_up(losses)
     metrics = {"loss/policy": losses.item() / len(norms), "loss/grad_norm": sum(norms) / len(norms)}
     return metrics | (learns.metrics() if learns else {})
 
@@ -284,11 +290,11 @@ def on_last_token(rows: Tensor, mask: Tensor) -> Tensor:
     return torch.where(last, rows[:, None], 0.0)
 
 
-def _collate(batch: Batch, mini: MiniBatch, device: str, config: RunConfig) -> list[Micro]:
+def _collate(batch: Batch, parts: Sequence[list[int]], device: str, config: RunConfig) -> list[Micro]:
     keys = row_keys(batch.headers)
     trains = shaping.trains(batch.headers, config.algorithm.shaping)
     micros = []
-    for rows in mini.ranks[dist.get_rank()]:
+    for rows in parts:
         tensors = batching.empty_tensors(device)
         if rows:
             tensors = batching.collate(

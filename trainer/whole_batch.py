@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.messages import TrajectoryHeader
 from rl_async.trainer.batching import Tensors
+from rl_async.trainer.cell import Cell
 
 
 @dataclass(frozen=True)
@@ -52,29 +52,29 @@ class WholeBatch:
         return torch.tensor([1.0 / rows[h.episode_id] for h in self.headers], dtype=torch.float64)
 
 
-def gather(micros: Sequence[Micro], parts: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
-    """One tensor [B, T-1] per micro-batch of each rank, as [N, T] on every rank: float64 if they are, else float32.
+def gather(cell: Cell, micros: Sequence[Micro], parts: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
+    """One tensor [B, T-1] per micro-batch of each cell, as [N, T] on every rank: float64 if they are, else float32.
 
-    A collective. Every row is held by exactly one rank, so adding up is exact.
+    A collective. Every row is held by exactly one cell, so adding up is exact.
     """
     double = any(part.dtype == torch.float64 for part in parts)
     whole = torch.zeros(shape, dtype=torch.float64 if double else torch.float32)
     for micro, part in zip(micros, parts, strict=True):
         if micro.rows:
             whole[micro.rows, : part.shape[1]] = part.detach().to("cpu", whole.dtype)
-    dist.all_reduce(whole)
+    cell.add_up(whole)
     return whole
 
 
-def assemble(headers: Sequence[TrajectoryHeader], micros: Sequence[Micro]) -> WholeBatch:
+def assemble(cell: Cell, headers: Sequence[TrajectoryHeader], micros: Sequence[Micro]) -> WholeBatch:
     """Gather what the rows themselves say. A collective."""
     shape = (len(headers), max(max(h.tokens for h in headers) - 1, 1))
     tensors = [micro.tensors for micro in micros]
     return WholeBatch(
         headers=headers,
-        mask=gather(micros, [t.mask for t in tensors], shape).bool(),
-        behaviour=gather(micros, [t.behaviour for t in tensors], shape),
-        age=gather(micros, [t.age for t in tensors], shape).long(),
-        turns=gather(micros, [t.turns + 1 for t in tensors], shape).long() - 1,
-        turn_rewards=gather(micros, [t.turn_rewards for t in tensors], shape),
+        mask=gather(cell, micros, [t.mask for t in tensors], shape).bool(),
+        behaviour=gather(cell, micros, [t.behaviour for t in tensors], shape),
+        age=gather(cell, micros, [t.age for t in tensors], shape).long(),
+        turns=gather(cell, micros, [t.turns + 1 for t in tensors], shape).long() - 1,
+        turn_rewards=gather(cell, micros, [t.turn_rewards for t in tensors], shape),
     )

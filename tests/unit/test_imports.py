@@ -27,6 +27,7 @@ HOME_OF = {
         "reward_loop/server",
         "transfer_queue/torch_dataset.py",  # an IterableDataset, for those who read a queue without our trainer
     },
+    "megatron": {"trainer"},
     "ray": set(),
     "vllm": {"rollout_server/in_vllm"},
     "sglang": set(),

@@ -7,6 +7,7 @@ from rl_async.configs.load import load_config
 from rl_async.errors import ConfigError
 
 EASY = "{path: e.jsonl, schedule: [[5, 1], [0, 2]]}"
+MEGATRON = ("trainer.backend=megatron",)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,6 @@ EASY = "{path: e.jsonl, schedule: [[5, 1], [0, 2]]}"
             ["data.path=[{path: e.jsonl, schedule: [[0, 1], [9, 0]]}, {path: h.jsonl, schedule: [[9, 0], [12, 1]]}]"],
             ["at step 9 every data set has weight 0"],
         ),
-        (["trainer.backend=megatron"], ["trainer.backend=megatron", "not available yet"]),
         (["queue.redis_url=localhost"], ["queue.redis_url", "redis://"]),
         (["queue.redis_url=redis://:secret@host:1/0"], ["queue.redis_url", "RL_ASYNC_REDIS_PASSWORD"]),
         (["queue.redis_url=redis://host:1/0?password=secret"], ["queue.redis_url", "RL_ASYNC_REDIS_PASSWORD"]),
@@ -61,7 +61,28 @@ EASY = "{path: e.jsonl, schedule: [[5, 1], [0, 2]]}"
         (["mode=colocated", "weight_sync.staged=true"], ["weight_sync.staged", "colocated"]),
         (["mode=colocated", "rollout.engines=2", "weight_sync.waves=2"], ["weight_sync.waves", "colocated"]),
         (["rollout.engines=2", "weight_sync.waves=3"], ["weight_sync.waves=3", "rollout.engines=2"]),
-        (["trainer.tensor_parallel=2"], ["trainer.tensor_parallel=2", "trainer.backend"]),
+        (["trainer.tensor_parallel=2"], ["trainer.tensor_parallel=2", "trainer.backend=megatron"]),
+        (["trainer.expert_parallel=2"], ["trainer.expert_parallel=2", "trainer.backend=megatron"]),
+        ([*MEGATRON, "trainer.tensor_parallel=2"], ["trainer.ranks=1", "trainer.tensor_parallel=2"]),
+        (
+            [*MEGATRON, "trainer.ranks=6", "trainer.tensor_parallel=2", "trainer.pipeline_parallel=2"],
+            ["trainer.ranks=6", "a multiple of 4"],
+        ),
+        (
+            [*MEGATRON, "trainer.ranks=4", "trainer.pipeline_parallel=2", "trainer.expert_parallel=4"],
+            ["trainer.expert_parallel=4", "leaves 2"],
+        ),
+        (
+            [*MEGATRON, "trainer.ranks=2", "trainer.pipeline_parallel=2", "trainer.virtual_pipeline=2"],
+            ["trainer.virtual_pipeline=2", "trainer.pipeline_parallel"],
+        ),
+        ([*MEGATRON, "trainer.context_parallel=2"], ["trainer.context_parallel=2", "Transformer Engine"]),
+        ([*MEGATRON, "model.dtype=bfloat16"], ["trainer.backend=megatron", "model.dtype=bfloat16"]),
+        ([*MEGATRON, "algorithm.advantage=gae", "critic={}"], ["trainer.backend=megatron", "critic"]),
+        (
+            [*MEGATRON, "algorithm.kl.coef=0.1", "algorithm.kl.estimator=full"],
+            ["algorithm.kl.estimator=full", "trainer.backend=megatron"],
+        ),
         (["rollout.top_p=0.9"], ["rollout.top_p"]),
         (["rollout.top_k=20"], ["rollout.top_k"]),
         (["queue.max_staleness=1", "weight_sync.every=3"], ["weight_sync.every=3", "queue.max_staleness"]),

@@ -6,6 +6,7 @@ import pytest
 
 from rl_async.configs.load import load_config
 from rl_async.errors import UserError
+from rl_async.launcher import machine
 from rl_async.launcher.machine import check_sglang, count_gpus, plan_here
 
 
@@ -48,6 +49,17 @@ def test_sglang_needs_a_gpu_to_start_and_none_to_be_planned(tmp_path: Path, monk
         check_sglang(config)
     assert plan_here(config, tmp_path / "run").engines[0].engine_kind == "sglang"
     check_sglang(load_config("calculator", []))
+
+
+def test_megatron_must_be_installed_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config("calculator", ["trainer.backend=megatron", "trainer.ranks=2", "trainer.tensor_parallel=2"])
+    looked: list[str] = []
+    monkeypatch.setattr(machine, "find_spec", looked.append)
+    with pytest.raises(UserError, match=r"trainer\.backend=megatron.*pip install 'rl-async\[megatron\]'"):
+        plan_here(config, tmp_path / "run")
+    assert looked == ["megatron"]
+    plan_here(load_config("calculator", []), tmp_path / "run")
 
 
 def test_sglang_must_be_installed_where_it_is_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from rl_async.trainer.aggregation import AGGREGATIONS
 from rl_async.trainer.algorithm import build
 from rl_async.trainer.backend import LossFn, Outputs, Want, policy_outputs
 from rl_async.trainer.batching import MiniBatch, Tensors
+from rl_async.trainer.cell import Cell, lone_ranks
 from rl_async.trainer.update import Batch, Models, row_keys, update
 from rl_async.trainer.work import Work
 from tests.conftest import VOCAB, make_rows
@@ -57,6 +58,10 @@ class Table:
         draw = torch.Generator().manual_seed(seed)
         self.table = (0.3 * torch.randn(VOCAB, VOCAB, generator=draw, dtype=torch.float64)).requires_grad_()
         self.gradients: list[Tensor] = []
+
+    @property
+    def cell(self) -> Cell:
+        return lone_ranks()
 
     def outputs(self, batch: Tensors, wants: frozenset[Want]) -> Outputs:
         return policy_outputs(self.table[batch.tokens[:, :-1]] / batch.temperature, batch.tokens[:, 1:], wants)

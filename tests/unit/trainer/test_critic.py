@@ -17,12 +17,14 @@ from rl_async.errors import TrainingDiverged
 from rl_async.trainer.advantages import AdvantageInputs
 from rl_async.trainer.backend import Backend, LossFn, Outputs
 from rl_async.trainer.batching import Tensors, empty_tensors
+from rl_async.trainer.cell import Cell
 from rl_async.trainer.critic import Lesson, critic_training, lesson, policy_training
 from rl_async.trainer.gae import gae
 from rl_async.trainer.schedule import learning_rate_factor
 from rl_async.trainer.whole_batch import Micro
 
 ROWS, WIDTH = 6, 5
+ALONE = Cell(0, 1, is_recorder=True)
 
 
 def inputs() -> AdvantageInputs:
@@ -78,7 +80,7 @@ def teach(learns: Lesson, critic: FakeCritic, rows: list[int]) -> None:
 @pytest.mark.parametrize("split", [[[0, 1, 2, 3, 4, 5]], [[3, 1], [0], [], [5, 2, 4]]])
 def test_every_sampled_token_of_a_scored_row_counts_the_same_in_any_split(split: list[list[int]]) -> None:
     x = inputs()
-    learns = lesson(x, CriticConfig(clip=0.2))
+    learns = lesson(ALONE, x, CriticConfig(clip=0.2))
     assert learns is not None and x.values is not None
     now = learns.values + torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
     critic = FakeCritic(torch.where(x.mask, now, 7e7), [micro(rows) for rows in split])
@@ -99,7 +101,7 @@ def test_every_sampled_token_of_a_scored_row_counts_the_same_in_any_split(split:
 
 
 def test_a_shared_critic_adds_its_weighted_loss_and_takes_it_out_of_the_report() -> None:
-    learns = lesson(inputs(), CriticConfig(shared=True, value_coef=0.25))
+    learns = lesson(ALONE, inputs(), CriticConfig(shared=True, value_coef=0.25))
     assert learns is not None
     parts = [micro([0, 1]), micro([2, 4])]
     critic = FakeCritic(torch.ones(ROWS, WIDTH), parts)
@@ -111,7 +113,7 @@ def test_a_shared_critic_adds_its_weighted_loss_and_takes_it_out_of_the_report()
 
 
 def test_a_critic_of_its_own_leaves_the_policy_loss_alone() -> None:
-    learns = lesson(inputs(), CriticConfig())
+    learns = lesson(ALONE, inputs(), CriticConfig())
     assert learns is not None
     parts = [micro([0, 1])]
 
@@ -126,7 +128,7 @@ def test_a_critic_of_its_own_leaves_the_policy_loss_alone() -> None:
 def test_metrics_are_over_the_values_before_the_step() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        learns = lesson(inputs(), CriticConfig())
+        learns = lesson(ALONE, inputs(), CriticConfig())
         assert learns is not None
         parts = [micro([0, 1, 2, 3, 4, 5])]
         for _ in range(2):
@@ -150,7 +152,7 @@ class Diverging:
 
 
 def test_a_critic_that_diverges_is_named() -> None:
-    learns = lesson(inputs(), CriticConfig())
+    learns = lesson(ALONE, inputs(), CriticConfig())
     assert learns is not None
     fake: Backend = Diverging()  # type: ignore[assignment]
     with pytest.raises(TrainingDiverged, match="critic: loss nan"):
@@ -158,7 +160,7 @@ def test_a_critic_that_diverges_is_named() -> None:
 
 
 def test_without_a_critic_there_is_no_lesson() -> None:
-    assert lesson(inputs(), None) is None
+    assert lesson(ALONE, inputs(), None) is None
 
 
 def test_the_policy_s_schedule_leaves_out_the_critic_s_warm_up() -> None:

@@ -16,12 +16,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def train(model: Path, out: Path, ranks: int, tokens: int, correction: str) -> str:
-    """Run ``update_worker`` on ``ranks`` processes; returns rank 0's metrics."""
-    port = free_port()
+def train(model: Path, out: Path, ranks: int, tokens: int, correction: str, sizes: str = "{}") -> str:
+    """Run ``update_worker`` on ``ranks`` processes; returns the metrics, which all of them must agree on."""
+    port, arguments = free_port(), [str(model), str(out), str(tokens), correction, sizes]
     workers = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.trainer.update_worker", str(model), str(out), str(tokens), correction],
+            [sys.executable, "-m", "tests.unit.trainer.update_worker", *arguments],
             env=os.environ
             | {
                 "RANK": str(rank),
@@ -40,6 +40,7 @@ def train(model: Path, out: Path, ranks: int, tokens: int, correction: str) -> s
     outputs = [worker.communicate(timeout=120) for worker in workers]
     for worker, (_, errors) in zip(workers, outputs, strict=True):
         assert worker.returncode == 0, errors[-3000:]
+    assert len({told for told, _ in outputs}) == 1, "ranks disagree about the metrics"
     return outputs[0][0]
 
 

@@ -18,6 +18,7 @@ from rl_async.trainer import shaping
 from rl_async.trainer.algorithm import build
 from rl_async.trainer.backend import LossFn, Outputs
 from rl_async.trainer.batching import Tensors
+from rl_async.trainer.cell import lone_ranks
 from rl_async.trainer.explanation import explain
 from rl_async.trainer.update import Batch, Models, Updated, plan_batch, row_keys, update
 from rl_async.trainer.work import Work
@@ -35,6 +36,7 @@ class Table:
     def __init__(self) -> None:
         self.table = torch.full((VOCAB,), -4.0, dtype=torch.float64, requires_grad=True)
         self.events: list[str] = []
+        self.cell = lone_ranks()
 
     def _outputs(self, batch: Tensors) -> Outputs:
         return Outputs(logprobs=self.table[batch.tokens[:, 1:]])

@@ -1,8 +1,10 @@
 """One rank that trains recorded rows for some steps and writes the weights; started by test_fsdp2.py."""
 
+import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,13 +14,13 @@ from rl_async.configs.algorithm import AlgorithmConfig, KlConfig
 from rl_async.configs.correction import CorrectionOptions
 from rl_async.configs.schema import DataConfig, ModelConfig, RunConfig, TrainerConfig
 from rl_async.trainer.algorithm import build
-from rl_async.trainer.fsdp2 import Fsdp2Backend
-from rl_async.trainer.update import Batch, Models, plan_batch, row_keys, update
+from rl_async.trainer.models import build_models
+from rl_async.trainer.update import Batch, plan_batch, row_keys, update
 from tests.conftest import make_rows
 
 
-def run(model: Path, out: Path, minibatch_tokens: int, correction: str) -> None:
-    """Three steps with small micro-batches; rank 0 writes the weights and prints the metrics."""
+def run(model: Path, out: Path, minibatch_tokens: int, correction: str, sizes: dict[str, Any]) -> None:
+    """Three steps with small micro-batches; rank 0 writes the weights, and all print the metrics."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     config = RunConfig(
@@ -29,24 +31,23 @@ def run(model: Path, out: Path, minibatch_tokens: int, correction: str) -> None:
             correction_options=CorrectionOptions(normalise=correction.startswith("decoupled")),
             kl=KlConfig(coef=0.05),
         ),
-        trainer=TrainerConfig(learning_rate=1e-3, minibatches=2, max_tokens_per_microbatch=minibatch_tokens),
+        trainer=TrainerConfig(learning_rate=1e-3, minibatches=2, max_tokens_per_microbatch=minibatch_tokens, **sizes),
     )
-    backend = Fsdp2Backend(str(model), "float32", "cpu", config.trainer)
-    reference = Fsdp2Backend(str(model), "float32", "cpu", None)
+    models = build_models(config, "cpu")
     metrics = {}
     for step in range(3):
         rows = make_rows(step)
         headers = [row.header() for row in rows]
-        plan = plan_batch(headers, step, config, dist.get_world_size(), backend.work)
+        plan = plan_batch(headers, step, config, models.cell.dp_size, models.work)
         batch = Batch(step, headers, plan, dict(zip(row_keys(headers), rows, strict=True)))
-        metrics = update(Models(backend, reference), batch, build(config), config).metrics
-    weights = {name: tensor.clone() for name, tensor in backend.export()}
+        metrics = update(models, batch, build(config), config).metrics
+    weights = {name: tensor.clone() for name, tensor in models.policy.export()}
     if dist.get_rank() == 0:
         save_file(weights, out)
-        print({k: round(v, 6) for k, v in metrics.items()})
+    print({k: round(v, 6) for k, v in metrics.items()})
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    run(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    run(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4], json.loads(sys.argv[5]))

@@ -1,0 +1,151 @@
+"""Hugging Face weights <-> Megatron-Core's, as pure functions of names and tensors: one layer at a time, both ways.
+
+A ``Rule`` says which Hugging Face tensors make up one parameter of a Megatron layer; a form, how the shards of that
+parameter on the tensor-parallel ranks are cut out of them. Copies only, so that the way there and back is exact, and
+the same rules carry an optimizer's moments.
+
+    qkv       per group of queries that share a key: its queries, its key, its value; the groups are dealt to ranks
+    gate_up   a rank's part of the gate, then its part of the up projection
+    rows      cut along the input (dimension 1)
+    vocab     cut along the output (dimension 0), after zeros below made the vocabulary divisible
+    copy      whole on every rank
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+Form = Literal["copy", "rows", "vocab", "qkv", "gate_up"]
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """What the mapping needs to know of a model."""
+
+    layers: int
+    heads: int
+    groups: int  # of queries that share a key
+    head_dim: int
+    vocab: int
+    tied: bool  # embedding and output are one
+    qk_norm: bool
+    qkv_bias: bool
+    experts: int = 0  # 0: dense
+
+
+class Rule(NamedTuple):
+    """One parameter of Megatron's and what it is made of. Names are relative to a layer, or to the model."""
+
+    megatron: str
+    hugging_face: tuple[str, ...]
+    form: Form
+
+
+EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab")
+FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",), "copy")
+OUTPUT = Rule("output_layer.weight", ("lm_head.weight",), "vocab")
+TIED_OUTPUT = Rule("output_layer.weight", EMBEDDING.hugging_face, "vocab")  # the last stage's own copy
+
+
+def layer_rules(shape: Shape) -> list[Rule]:
+    """The rules of a layer, the experts' left out."""
+    attention = "self_attention"
+    rules = [
+        Rule("input_layernorm.weight", ("input_layernorm.weight",), "copy"),
+        Rule(f"{attention}.linear_qkv.weight", _qkv("weight"), "qkv"),
+        Rule(f"{attention}.linear_proj.weight", ("self_attn.o_proj.weight",), "rows"),
+        Rule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), "copy"),
+    ]
+    if shape.qkv_bias:
+        rules.append(Rule(f"{attention}.linear_qkv.bias", _qkv("bias"), "qkv"))
+    if shape.qk_norm:
+        rules.append(Rule(f"{attention}.q_layernorm.weight", ("self_attn.q_norm.weight",), "copy"))
+        rules.append(Rule(f"{attention}.k_layernorm.weight", ("self_attn.k_norm.weight",), "copy"))
+    if shape.experts:
+        return [*rules, Rule("mlp.router.weight", ("mlp.gate.weight",), "copy")]
+    return rules + _mlp("mlp", "mlp")
+
+
+def expert_rules(local: int, number: int) -> list[Rule]:
+    """Of the ``local``-th expert that a rank holds, which is ``number`` among all."""
+    return _mlp(f"mlp.experts.local_experts.{local}", f"mlp.experts.{number}")
+
+
+def _mlp(megatron: str, hugging_face: str) -> list[Rule]:
+    return [
+        Rule(
+            f"{megatron}.linear_fc1.weight",
+            (f"{hugging_face}.gate_proj.weight", f"{hugging_face}.up_proj.weight"),
+            "gate_up",
+        ),
+        Rule(f"{megatron}.linear_fc2.weight", (f"{hugging_face}.down_proj.weight",), "rows"),
+    ]
+
+
+def _qkv(kind: str) -> tuple[str, ...]:
+    return tuple(f"self_attn.{which}_proj.{kind}" for which in "qkv")
+
+
+def split(rule: Rule, whole: Sequence[Tensor], shape: Shape, ranks: int) -> list[Tensor]:
+    """The shards on ``ranks`` tensor-parallel ranks, from the whole tensors that the rule names, in its order."""
+    return _SPLIT[rule.form](whole, shape, ranks)
+
+
+def join(rule: Rule, shards: Sequence[Tensor], shape: Shape) -> list[Tensor]:
+    """The inverse of ``split``."""
+    return _JOIN[rule.form](shards, shape)
+
+
+def padded_vocab(vocab: int, ranks: int) -> int:
+    """The vocabulary with what makes it divisible among ``ranks``."""
+    return -(-vocab // ranks) * ranks
+
+
+def _split_vocab(whole: Sequence[Tensor], shape: Shape, ranks: int) -> list[Tensor]:
+    (table,) = whole
+    missing = padded_vocab(shape.vocab, ranks) - shape.vocab
+    return _parts(torch.cat([table, table.new_zeros(missing, *table.shape[1:])]), ranks)
+
+
+def _split_gate_up(whole: Sequence[Tensor], shape: Shape, ranks: int) -> list[Tensor]:
+    gate, up = (_parts(part, ranks) for part in whole)
+    return [torch.cat(pair) for pair in zip(gate, up, strict=True)]
+
+
+def _join_gate_up(shards: Sequence[Tensor], shape: Shape) -> list[Tensor]:
+    pairs = [shard.chunk(2) for shard in shards]
+    return [torch.cat([gate for gate, _ in pairs]), torch.cat([up for _, up in pairs])]
+
+
+def _split_qkv(whole: Sequence[Tensor], shape: Shape, ranks: int) -> list[Tensor]:
+    grouped = torch.cat([part.unflatten(0, (shape.groups, -1)) for part in whole], 1)
+    return _parts(grouped.flatten(0, 1), ranks)
+
+
+def _join_qkv(shards: Sequence[Tensor], shape: Shape) -> list[Tensor]:
+    grouped = torch.cat(list(shards)).unflatten(0, (shape.groups, -1))
+    queries = shape.heads // shape.groups * shape.head_dim
+    return [part.flatten(0, 1) for part in grouped.split([queries, shape.head_dim, shape.head_dim], 1)]
+
+
+def _parts(whole: Tensor, ranks: int, dimension: int = 0) -> list[Tensor]:
+    assert whole.shape[dimension] % ranks == 0, f"{tuple(whole.shape)} does not divide among {ranks} ranks"
+    return list(whole.chunk(ranks, dimension))
+
+
+_SPLIT: dict[Form, Callable[[Sequence[Tensor], Shape, int], list[Tensor]]] = {
+    "copy": lambda whole, _, ranks: [whole[0]] * ranks,
+    "rows": lambda whole, _, ranks: _parts(whole[0], ranks, 1),
+    "vocab": _split_vocab,
+    "qkv": _split_qkv,
+    "gate_up": _split_gate_up,
+}
+_JOIN: dict[Form, Callable[[Sequence[Tensor], Shape], list[Tensor]]] = {
+    "copy": lambda shards, _: [shards[0]],
+    "rows": lambda shards, _: [torch.cat(list(shards), 1)],
+    "vocab": lambda shards, shape: [torch.cat(list(shards))[: shape.vocab]],
+    "qkv": _join_qkv,
+    "gate_up": _join_gate_up,
+}
