@@ -364,3 +364,19 @@ def test_a_run_goes_on_when_its_queue_is_killed_three_times(home: Path, start: C
     finish(process)
     rows = assert_complete(home, "queue-killed", bound=1)
     assert len(rows) == STEPS, "no step was trained twice: the trainer never noticed"
+
+
+@pytest.mark.slow
+def test_two_ranks_go_on_when_the_only_payload_shard_is_killed(home: Path, start: Callable[..., Any]) -> None:
+    """Twice, and then the trainer, whose batches since the checkpoint are partly lost. All keep their members."""
+    run = start("shards", "queue.shards=1", "trainer.ranks=2", "trainer.min_train_s=0.3")
+    for steps in (2, 4):
+        wait_for_steps(home, "shards", steps, run)
+        role(home, "shards", "rl_async.transfer_queue.shard").kill()
+    wait_for_steps(home, "shards", 6, run)
+    role(home, "shards", "rl_async.trainer").kill()
+    finish(run)
+    assert_complete(home, "shards", bound=1)
+    ledger = [json.loads(line) for line in (home / "runs" / "shards" / "ledger.jsonl").read_text().splitlines()]
+    lost = [line for line in ledger if line["event"] == "lost"]
+    assert len(lost) == 2 and all(line["rows"] for line in lost)

@@ -140,6 +140,15 @@ def test_a_group_that_was_generated_again_is_judged_by_its_last_trajectory(run):
     assert audit(run(ledger, lines)).ok
 
 
+def test_what_went_with_a_payload_shard_counts_whichever_time_it_was_trained(run):
+    lost = {"event": "lost", "shard": "s", "rows": [[0, 0]]}
+    ledger = [admit(0), put(0, 0, "aa"), put(0, 1), reserve(0, 0), lost, put(0, 0, "bb"), FINISH]
+    for tokens, ok in (("aa", True), ("bb", True), ("cc", False)):
+        report = audit(run(ledger, [trained(0, 0, 0, tokens=tokens), trained(0, 0, 1)]))
+        assert report.ok == ok, (tokens, report.violations)
+    assert not audit(run([*ledger[:5], FINISH], [trained(0, 0, 1)])).ok, "lost, and never trained"
+
+
 def test_steps_beyond_a_checkpoint_are_cut(run):
     ledger = [*LEDGER, resume(1, 1), reserve(1, 3, 4)]
     report = audit(run(ledger, TRAINED + rows(1, 3, 4, lineage=1)))
