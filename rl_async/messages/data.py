@@ -1,0 +1,245 @@
+"""What the queue is about: tasks, versions, trajectories and their headers."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rl_async.errors import ProtocolError
+
+RowKey = tuple[int, int, int]  # (group, sample, segment)
+SampleKey = tuple[int, int, int]  # (group, sample, attempt)
+MediaKey = tuple[int, str]  # (group, sha256 of the bytes)
+StoredKey = tuple[int, int, int, int]  # (group, sample, attempt, segment)
+
+
+class Version(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """Names a set of weights: ``step`` counts completed trainer steps, ``lineage`` counts resumes from a checkpoint.
+
+    Written ``lineage.step`` wherever an engine wants a string.
+    """
+
+    lineage: int = 0
+    step: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.lineage}.{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Version":
+        """The inverse of ``str``. Raises ValueError on anything else."""
+        lineage, _, step = text.partition(".")
+        return cls(int(lineage), int(step))
+
+
+class VersionRun(msgspec.Struct, frozen=True, array_like=True):
+    """Sampled tokens number ``start`` to ``end`` (exclusive, counting sampled tokens only) came from ``version``."""
+
+    version: Version
+    start: int
+    end: int
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt with what is needed to act on it and to score it. Task source -> queue -> agent worker."""
+
+    task_id: str
+    data_source: str
+    prompt: list[dict[str, Any]]  # chat messages: role, content
+    ground_truth: str
+    ability: str = ""
+    agent: str = ""  # the loop's name; empty: the config's
+    tools: list[str] | None = None  # None: the config's
+    extra: dict[str, Any] = {}
+    priority: float = 0.0  # queue.sampling=priority trains higher ones first
+    source: str = ""  # the data set of data.path that it is from; empty: a producer made it
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """The distribution from which tokens were drawn. temperature 0 is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+
+    @property
+    def truncating(self) -> bool:
+        """Whether some tokens had no chance at all, so that their true log-probability is minus infinity."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """One call that the model asked for, and what came of it. Agent loop -> viewer, reward."""
+
+    name: str
+    arguments: str  # JSON as the model wrote it
+    result: str = ""
+    error: str = ""  # empty: the call succeeded
+    seconds: float = 0.0
+
+
+class Turn(msgspec.Struct, kw_only=True):
+    """One message of the conversation as text, with its place among the tokens. Agent loop -> viewer."""
+
+    role: str  # system | user | assistant | tool
+    text: str
+    start: int = 0
+    end: int = 0  # token_ids[start:end]
+    tool_calls: list[ToolCall] = []
+    reward: float | None = None
+    seconds: float = 0.0
+
+
+class TrajectoryHeader(msgspec.Struct, kw_only=True):
+    """What admission, batching and status need of a trajectory; the queue never reads more. Agent worker -> queue."""
+
+    group_id: int
+    sample: int
+    attempt: int
+    partition: str  # train | eval
+    episode_id: str
+    segment: int
+    tokens: int
+    sampled: int
+    reward: float
+    finish_reason: str
+    versions: list[VersionRun]
+    reward_parts: dict[str, float] = {}
+    scored: bool = True  # false: a scorer failed, so that there is no reward to learn from
+    baseline: bool = False  # a greedy episode that the others are compared with; never trained
+    tokens_sha256: str  # of the payload's token ids, for the audit
+    nbytes: int = 0  # of the payload; filled by whoever keeps it
+    shards: list[str] = []  # that keep the payload, by id; empty: the queue itself does
+    media: list[str] = []  # sha256 of each that the row refers to
+
+    @property
+    def key(self) -> RowKey:
+        """Names the row within its run."""
+        return self.group_id, self.sample, self.segment
+
+
+class Media(msgspec.Struct, frozen=True, kw_only=True):
+    """An image or the like that a row refers to. Its bytes are kept once for all rows of a group."""
+
+    sha256: str  # of the bytes, as 64 hexadecimal digits
+    mime: str
+    position: int  # of the token that stands for it, or of the first
+
+    @classmethod
+    def of(cls, data: bytes, mime: str, position: int) -> "Media":
+        """What refers to these bytes."""
+        return cls(sha256=hashlib.sha256(data).hexdigest(), mime=mime, position=position)
+
+
+def media_sample(sha256: str) -> int:
+    """Under which number the bytes of a medium are kept beside a group's samples: below 0, from 60 bits of the hash.
+
+    Raises ProtocolError if it is no hash.
+    """
+    if len(sha256) != 64 or sha256.strip("0123456789abcdef"):
+        raise ProtocolError(f"{sha256[:80]!r} is no SHA-256: 64 digits from 0 to f")
+    return -1 - int(sha256[:15], 16)
+
+
+def has_signal(group: Sequence[TrajectoryHeader]) -> bool:
+    """Whether two scored members of one group differ in reward; one that is not a number differs from all.
+
+    Without a difference every group-relative advantage is 0 (DAPO, arXiv:2503.14476, section 3.2). The queue refills
+    by it, and the trainer counts by it.
+    """
+    rewards = [header.reward for header in group if header.scored]
+    return any(reward != rewards[0] for reward in rewards)
+
+
+class Trajectory(msgspec.Struct, kw_only=True):
+    """One row to train on, exactly as it was sampled. Agent worker -> queue (opaque payload) -> trainer.
+
+    An episode is one row, or several that count from segment 0 and share its reward: conversations side by side, or a
+    history that was branched or rewritten.
+
+    token_ids int32[T]; loss_mask bool[T], true only where the policy sampled; logprobs float32[T] under the sampling
+    distribution, 0 where the mask is false.
+    """
+
+    task_id: str
+    group_id: int
+    sample: int
+    attempt: int
+    episode_id: str
+    segment: int = 0
+    partition: str = "train"
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    logprobs: np.ndarray
+    versions: list[VersionRun]
+    sampling: Sampling
+    reward: float
+    reward_parts: dict[str, float] = {}
+    scored: bool = True  # false: a scorer failed, so that there is no reward to learn from
+    baseline: bool = False  # a greedy episode that the others are compared with; never trained
+    finish_reason: str = "stop"  # stop | length | max_turns | tool_calls | abort | error
+    error: str = ""  # why the episode or its scoring failed; empty: it did not
+    turns: list[Turn] = []
+    timings: dict[str, float] = {}  # seconds: generate, tools, reward, total
+    media: list[Media] = []
+    ground_truth: str = ""
+
+    @property
+    def key(self) -> RowKey:
+        """Names the row within its run."""
+        return self.group_id, self.sample, self.segment
+
+    def header(self) -> TrajectoryHeader:
+        """The control header that travels in front of this trajectory.
+
+        Raises ProtocolError naming the field if the arrays are not one number per token each.
+        """
+        for name, array in (("token_ids", self.token_ids), ("loss_mask", self.loss_mask), ("logprobs", self.logprobs)):
+            if not isinstance(array, np.ndarray) or array.shape != (len(self.token_ids),):
+                shape = getattr(array, "shape", None)
+                what = type(array).__name__ if shape is None else f"an array of shape {list(shape)}"
+                raise ProtocolError(
+                    f"{name} of group {self.group_id} sample {self.sample} is {what}, not an array with one number "
+                    f"for each of its {len(self.token_ids)} tokens"
+                )
+        return TrajectoryHeader(
+            group_id=self.group_id,
+            sample=self.sample,
+            attempt=self.attempt,
+            partition=self.partition,
+            episode_id=self.episode_id,
+            segment=self.segment,
+            tokens=len(self.token_ids),
+            sampled=int(np.count_nonzero(self.loss_mask)),
+            reward=self.reward,
+            finish_reason=self.finish_reason,
+            versions=self.versions,
+            reward_parts=self.reward_parts,
+            scored=self.scored,
+            baseline=self.baseline,
+            tokens_sha256=self.tokens_sha256(),
+            media=[medium.sha256 for medium in self.media],
+        )
+
+    def tokens_sha256(self) -> str:
+        """Hash of the token ids, as hexadecimal digits: the same wherever the same tokens are."""
+        return hashlib.sha256(np.ascontiguousarray(self.token_ids, dtype="<i4").data).hexdigest()
+
+
+class RuleRun(msgspec.Struct, frozen=True, array_like=True):
+    """Sampled tokens number ``start`` to ``end`` (exclusive) were masked, or given weight 0, by ``rule``."""
+
+    rule: str  # of configs/correction.py's RULES
+    start: int
+    end: int
+
+
+class Explanation(msgspec.Struct, kw_only=True):
+    """What the correction made of a row's sampled tokens; stands as ``correction`` beside a recorded trajectory's own
+    fields. Trainer -> viewer."""
+
+    weights: list[float]  # of each sampled token, rounded; 0 where it did not train
+    rules: list[RuleRun]

@@ -1,0 +1,277 @@
+"""Replies of the queue and of its payload shards."""
+
+import msgspec
+
+from rl_async.messages.data import Task, TrajectoryHeader, Version
+
+
+class Reply(msgspec.Struct, kw_only=True, tag=True):
+    """Base of all replies."""
+
+
+class Welcome(Reply):
+    """The hello was accepted."""
+
+    schema: int
+    run_id: str
+
+
+class Done(Reply):
+    """The request took effect (or had taken effect before)."""
+
+
+class Refused(Reply):
+    """The request was understood and does not apply; nothing changed."""
+
+    code: str  # e.g. fenced, unknown_group, wrong_step, schema
+    reason: str
+
+
+class Malformed(Reply):
+    """The request was not understood; it was counted and dropped."""
+
+    reason: str
+
+
+class LeasedGroup(msgspec.Struct, kw_only=True):
+    """Samples of one group to generate. The attempt number fences: an older one is refused."""
+
+    group_id: int
+    partition: str
+    attempt: int
+    samples: list[int]
+    task: Task
+    min_version: Version  # engines older than this must not serve it
+
+
+class Leased(Reply):
+    """Work; empty when none came within the wait. ``finished`` ends the worker."""
+
+    groups: list[LeasedGroup]
+    finished: bool = False
+
+
+class NotReady(Reply):
+    """Nothing yet; ask again. ``why`` names what is being waited for and for how long."""
+
+    why: str
+
+
+class Reserved(Reply):
+    """The batch of a step or an evaluation: headers ordered by (group, sample, segment)."""
+
+    step: int
+    headers: list[TrajectoryHeader]
+    tasks: dict[int, Task] = {}  # by group, for records and replays
+
+
+class Taken(Reply):
+    """Of each sample of a Put, in order: None if it was taken, now or before, else why it is not wanted."""
+
+    refused: list[Refused | None]
+
+
+class Rows(Reply):
+    """The rows that were asked for, in the same order; a payload frame behind this one holds one or several."""
+
+    lengths: list[int]  # bytes of each row
+
+
+class Elsewhere(Reply):
+    """The rows that were asked for are with payload shards: attempt and shards of each, in the same order."""
+
+    attempts: list[int]
+    shards: list[list[str]]  # ids of those that live
+    urls: dict[str, str]  # by id
+
+
+class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One payload shard. Its id is new each time it starts with nothing."""
+
+    shard_id: str
+    name: str
+    url: str
+
+
+class ShardList(Reply):
+    """The payload shards, each payload being kept by ``replicas`` of them; 0: the queue keeps them itself."""
+
+    revision: int
+    replicas: int
+    shards: list[ShardRecord]
+
+
+class Swept(Reply):
+    """These groups are of no use any more."""
+
+    gone: list[int]
+
+
+class SnapshotTaken(Reply):
+    """Opaque to the trainer; stored with the checkpoint."""
+
+    snapshot: bytes
+
+
+class Resumed(Reply):
+    """``kept`` groups are still here with their trajectories; ``readmitted`` groups are generated again."""
+
+    kept: int
+    readmitted: int
+
+
+class EngineRecord(msgspec.Struct, kw_only=True):
+    """One engine of the registry. ``version`` is the last one it confirmed; without one it gets no traffic."""
+
+    engine_id: str
+    url: str
+    kind: str
+    version: Version | None = None
+
+
+class EngineList(Reply):
+    """The registry; ``published`` is the newest version that every routable engine has confirmed."""
+
+    revision: int
+    engines: list[EngineRecord]
+    published: Version
+
+
+class StatusReport(Reply):
+    """Groups by state, slots, leases, counters, and the age of what is waited for longest."""
+
+    published: Version
+    waiting: int
+    leased: int
+    ready: int
+    reserved: int
+    committed: int
+    slots_used: int
+    slots: int
+    max_staleness: int  # for which groups are admitted now; the configured one unless the trainer tightened it
+    admitted: int
+    payload_bytes: int
+    counters: dict[str, int]  # dropped, dead_letters, redelivered, fenced, malformed, ...
+    oldest_lease_s: float
+    workers: int
+    finished: bool
+
+
+class LeaseRecord(msgspec.Struct, kw_only=True):
+    """Who has been generating a group, and for how many seconds."""
+
+    group_id: int
+    worker: str
+    age_s: float
+
+
+class DeadLetter(msgspec.Struct, kw_only=True):
+    """A training group that was given up because one of its samples failed too often."""
+
+    group_id: int
+    task: Task
+    error: str
+
+
+class ConsumerRecord(msgspec.Struct, kw_only=True):
+    """A reader of what is trained: it acknowledged ``position``, ``behind`` groups are to be read."""
+
+    name: str
+    position: int
+    behind: int
+    skipped: int  # groups that were given up before it acknowledged them
+
+
+class Inspection(Reply):
+    """The status with what is not counted but listed. Ages count from the change of state, or the queue's start."""
+
+    status: StatusReport
+    group_size: int  # samples of a training group
+    draining: bool
+    submitted: int  # tasks handed over that are not admitted yet
+    oldest_lease: LeaseRecord | None
+    ages_s: dict[str, float]  # of the group that has been longest in its state, by state
+    rates: dict[str, float]  # per second over the last minute: groups_ready, groups_reserved, rows, bytes
+    dead_letters: list[DeadLetter]  # the newest, oldest first
+    shards: list[ShardRecord] = []  # payload shards that live
+    consumers: list[ConsumerRecord] = []
+    kept_bytes: int = 0  # for consumers only
+
+
+class GroupRecord(msgspec.Struct, kw_only=True):
+    """One line of a listing."""
+
+    group_id: int
+    partition: str
+    state: str
+    task_id: str
+    samples: int
+    here: int  # of these
+    workers: list[str]  # that generate the others
+    age_s: float  # in this state
+    nbytes: int
+
+
+class GroupList(Reply):
+    """Groups by id; ``more`` follow the last one."""
+
+    groups: list[GroupRecord]
+    more: bool
+
+
+class Peeked(Reply):
+    """One group; headers ordered by (sample, segment)."""
+
+    group: GroupRecord
+    task: Task
+    headers: list[TrajectoryHeader]
+
+
+class Subscription(Reply):
+    """Where the consumer stands: it reads what comes behind ``position``; ``skipped`` groups were given up before."""
+
+    position: int
+    skipped: int
+
+
+class DeliveredGroup(msgspec.Struct, kw_only=True):
+    """One group that was trained; headers ordered by (sample, segment)."""
+
+    position: int  # counts the groups that were committed, from 1
+    step: int
+    group_id: int
+    task: Task
+    headers: list[TrajectoryHeader]
+
+
+class Delivered(Reply):
+    """Groups for a consumer, none if none came within the wait. ``finished``: nor will any."""
+
+    groups: list[DeliveredGroup]
+    skipped: int  # groups given up before the consumer acknowledged them, since it subscribed
+    finished: bool = False
+
+
+ReplyType = (
+    Welcome
+    | Done
+    | Refused
+    | Malformed
+    | Leased
+    | NotReady
+    | Reserved
+    | Taken
+    | Rows
+    | Elsewhere
+    | ShardList
+    | Swept
+    | SnapshotTaken
+    | Resumed
+    | EngineList
+    | StatusReport
+    | Inspection
+    | GroupList
+    | Peeked
+    | Subscription
+    | Delivered
+)
