@@ -1,7 +1,7 @@
 """Carries a plan out: each rank packs its slices bucket by bucket, exchanges them and copies what comes into place."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,6 +55,13 @@ def reshard(made: Plan, rank: int, source: Holding, target: Holding, wire: Wire,
     sent = sum(letter.nbytes for mail in mails for letter in mail.outgoing)
     received = sum(letter.nbytes for mail in mails for letter in mail.incoming)
     return Done(sent, received, copied, wire.held_bytes)
+
+
+def one_box_each(
+    layout: Layout, rank: int, tensors: Mapping[str, Tensor], names: Collection[str] | None = None
+) -> dict[tuple[str, Box], Tensor]:
+    """The holding of a rank whose tensors are one box each, such as FSDP2's shards (``to_local()``)."""
+    return {(name, box): tensors[name] for name, box in layout.held(rank) if names is None or name in names}
 
 
 def split_fused(fused: Tensor, layout: Layout, rank: int, names: Sequence[str]) -> dict[tuple[str, Box], Tensor]:
