@@ -42,7 +42,11 @@ class Wire(Protocol):
         ...
 
     def release(self, mail: Mail, deadline: float) -> None:
-        """What came was copied, and what went may be overwritten."""
+        """What came was copied; returns when what went may be overwritten."""
+        ...
+
+    def close(self) -> None:
+        """Give up what this end holds; may be called twice."""
         ...
 
 
@@ -117,7 +121,8 @@ class SharedMemoryWire:
         self._segment: SharedMemory | None = None
         self._room = torch.empty(0, dtype=torch.uint8)
         self._peers: dict[int, Tensor] = {}
-        self._round = self._exchanges = 0
+        self._round = 0
+        self._what = ""  # of the exchange under way
 
     @property
     def held_bytes(self) -> int:

@@ -98,6 +98,37 @@ def test_a_tied_embedding_is_on_megatrons_first_and_last_stage() -> None:
     assert rows(layout, "model.embed_tokens.weight") == [(0, 10), None, (0, 10)]
 
 
+@pytest.mark.filterwarnings("ignore")  # of Megatron's own imports
+@pytest.mark.parametrize(("tp", "dp", "pp"), [(2, 2, 2), (4, 1, 1), (1, 4, 2), (2, 4, 1)])
+@pytest.mark.parametrize(("ep", "expert_tp"), [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_ranks_are_numbered_as_by_megatron(tp: int, dp: int, pp: int, ep: int, expert_tp: int) -> None:
+    generator = pytest.importorskip("megatron.core.parallel_state").RankGenerator
+    order, world = {"cp": 1, "order": "tp-cp-ep-dp-pp"}, tp * dp * pp
+    dense = generator(tp=tp, ep=1, dp=dp, pp=pp, **order)
+    sparse = generator(tp=expert_tp, ep=ep, dp=tp * dp // (ep * expert_tp), pp=pp, **order)
+    layout = megatron(
+        specs(experts=4, heads=8, kv_heads=4), kv_heads=4, tp=tp, dp=dp, pp=pp, ep=ep, expert_tp=expert_tp
+    )
+
+    def place(groups: list[list[int]]) -> dict[int, int]:
+        return {rank: place for group in groups for place, rank in enumerate(group)}
+
+    tensor, stage = place(dense.get_ranks("tp")), place(dense.get_ranks("pp"))
+    expert, inner = place(sparse.get_ranks("ep")), place(sparse.get_ranks("tp"))
+    for layer in range(2):
+        here = [rank for rank in range(world) if stage[rank] == layer * pp // 2]
+        found = boxes(layout, f"model.layers.{layer}.self_attn.o_proj.weight")
+        step = 16 // tp
+        assert {r: b for r, b in found.items() if b} == {
+            r: [((0, 8), (tensor[r] * step, (tensor[r] + 1) * step))] for r in here
+        }
+        found = boxes(layout, f"model.layers.{layer}.mlp.experts.3.up_proj.weight")
+        step = 12 // expert_tp
+        assert {r: b for r, b in found.items() if b} == {
+            r: [((inner[r] * step, (inner[r] + 1) * step), (0, 8))] for r in here if expert[r] == ep - 1
+        }
+
+
 def expert_ranks(layout: Layout, experts: int) -> list[list[int]]:
     names = [f"{LAYER}mlp.experts.{number}.down_proj.weight" for number in range(experts)]
     return [[rank for rank, held in boxes(layout, name).items() if held] for name in names]

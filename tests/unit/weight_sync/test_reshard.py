@@ -122,6 +122,8 @@ def check(source: Layout, target: Layout, bucket_bytes: int) -> Plan:
         for rank in {rank for ends in bucket.messages for rank in ends}:
             mail = mail_of(bucket, rank)
             assert mail.outgoing_bytes + mail.incoming_bytes <= made.figures.peak_extra <= bucket_bytes
+            ends = [0, *(letter.start + letter.nbytes for letter in mail.outgoing)]
+            assert all(end <= letter.start for end, letter in zip(ends, mail.outgoing, strict=False))
     return made
 
 
