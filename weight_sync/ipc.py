@@ -74,20 +74,27 @@ class SharedMemoryReceiver:
 
     def receive(self, info: UpdateInfo) -> Tensor:
         """The bytes of one bucket, uint8[nbytes], mapped; the mapping lives as long as the tensor and its views."""
-        name = info.shm_name
-        if not name or "/" in name:
-            raise WeightSyncError(f"{name!r} is not the name of a shared memory segment")
-        nbytes = wire_bytes(info)
-        try:
-            # Not SharedMemory: until Python 3.13 it makes the reader's resource tracker unlink the sender's segment.
-            descriptor = _posixshmem.shm_open(f"/{name}", os.O_RDONLY, mode=0o600)
-            try:
-                region = mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_COPY)
-            finally:
-                os.close(descriptor)
-        except (OSError, ValueError) as error:
-            raise WeightSyncError(f"shared memory {name} with {nbytes} bytes: {error}") from error
-        return torch.frombuffer(region, dtype=torch.uint8, count=nbytes)
+        return mapped(info.shm_name, wire_bytes(info))
 
     def close(self) -> None:
         """Nothing to leave."""
+
+
+def mapped(name: str, nbytes: int, *, shared: bool = False) -> Tensor:
+    """The first bytes of a segment, uint8[nbytes]; the mapping lives as long as the tensor and its views.
+
+    What is written there stays private, unless ``shared``. Raises WeightSyncError if there is no such segment.
+    """
+    if not name or "/" in name:
+        raise WeightSyncError(f"{name!r} is not the name of a shared memory segment")
+    flags, access = (os.O_RDWR, mmap.ACCESS_WRITE) if shared else (os.O_RDONLY, mmap.ACCESS_COPY)
+    try:
+        # Not SharedMemory: until Python 3.13 it makes the reader's resource tracker unlink the sender's segment.
+        descriptor = _posixshmem.shm_open(f"/{name}", flags, mode=0o600)
+        try:
+            region = mmap.mmap(descriptor, nbytes, access=access)
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError) as error:
+        raise WeightSyncError(f"shared memory {name} with {nbytes} bytes: {error}") from error
+    return torch.frombuffer(region, dtype=torch.uint8, count=nbytes)

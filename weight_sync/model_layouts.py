@@ -1,0 +1,244 @@
+"""Layouts of Llama, Qwen2, Qwen3 and Qwen3-MoE under tensor, pipeline and expert parallelism, by names. Pure.
+
+Two sets of rules: Megatron-Core's, and an engine's, after vLLM (``QKVParallelLinear``, ``MergedColumnParallelLinear``,
+``RowParallelLinear``, ``VocabParallelEmbedding``, ``determine_expert_map``).
+Rows that pad a vocabulary are nobody's weights, so no box holds them.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+from rl_async.errors import WeightSyncError
+from rl_async.weight_sync.layout import Box, Layout, Shard, TensorSpec, common, cut, shards_of, whole
+
+VLLM_VOCAB_MULTIPLE = 64  # DEFAULT_VOCAB_PADDING_SIZE
+
+Kind = Literal["copy", "vocab", "query", "key", "rows", "columns"]
+
+KINDS: dict[str, Kind] = {
+    "embed_tokens.weight": "vocab",
+    "lm_head.weight": "vocab",
+    "norm.weight": "copy",
+    "input_layernorm.weight": "copy",
+    "post_attention_layernorm.weight": "copy",
+    "q_norm.weight": "copy",
+    "k_norm.weight": "copy",
+    "q_proj.weight": "query",
+    "q_proj.bias": "query",
+    "k_proj.weight": "key",
+    "k_proj.bias": "key",
+    "v_proj.weight": "key",
+    "v_proj.bias": "key",
+    "o_proj.weight": "columns",
+    "gate_proj.weight": "rows",
+    "up_proj.weight": "rows",
+    "down_proj.weight": "columns",
+    "gate.weight": "copy",  # the router
+}
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+STACKED = re.compile(r"\.experts\.(gate_up|down)_proj$")  # Transformers 5: all experts of a layer in one tensor
+LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+class Slot(NamedTuple):
+    """One of ``of`` places among which something is dealt out."""
+
+    number: int
+    of: int
+
+    def part(self, size: int, what: str) -> range:
+        """Its equal share of ``size``. Raises WeightSyncError if that does not divide."""
+        if size % self.of:
+            raise WeightSyncError(f"{what}: {size} does not divide among {self.of} ranks")
+        return self.uneven(size)
+
+    def uneven(self, size: int) -> range:
+        """Its share of ``size``, where the first places take one more if it does not divide."""
+        base, more = divmod(size, self.of)
+        start = self.number * base + min(self.number, more)
+        return range(start, start + base + (self.number < more))
+
+
+class Place(NamedTuple):
+    """Where a rank stands: its part of dense tensors, of the layers, of the experts, and of each of those."""
+
+    dense: Slot
+    experts: Slot
+    expert: Slot
+    stage: Slot = Slot(0, 1)
+
+
+def engine(
+    tensors: Mapping[str, TensorSpec], *, tp: int, kv_heads: int, ep: int = 1, vocab_multiple: int = VLLM_VOCAB_MULTIPLE
+) -> Layout:
+    """An engine of ``tp`` ranks, of which ``ep`` groups share the experts out (in vLLM ``ep`` is 1 or ``tp``).
+
+    With more ranks than ``kv_heads`` neighbours hold the same key and value head. Tensors are cut as Hugging Face
+    names them; an engine that fuses them (``qkv_proj``, ``gate_up_proj``) holds these boxes as views of the fused one.
+    Raises WeightSyncError for a name that it does not know and for sizes that do not divide.
+    """
+    _divides(tp, ep, "ep", "tp")
+    inner = tp // ep
+    places = [Place(Slot(rank, tp), Slot(rank // inner, ep), Slot(rank % inner, inner)) for rank in range(tp)]
+    model = _Model(tensors, kv_heads, vocab_multiple)
+
+    def attention(name: str, heads: int, at: Slot) -> list[Box]:
+        shape = tensors[name].shape
+        if KINDS[_suffix(name)] == "key" and at.of > kv_heads:
+            _divides(at.of, kv_heads, "kv_heads", "tp")
+            at = Slot(at.number // (at.of // kv_heads), kv_heads)
+        return [_whole_heads(shape, heads, at.part(heads, f"{name}, heads"))]
+
+    return _layout(model, places, attention)
+
+
+def megatron(
+    tensors: Mapping[str, TensorSpec],
+    *,
+    kv_heads: int,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    dp: int = 1,
+    expert_tp: int = 1,
+    virtual_stages: int = 1,
+    vocab_multiple: int = 1,
+) -> Layout:
+    """Megatron-Core on ``tp * dp * pp`` ranks in its order: tensor-parallel neighbours first, stages last.
+
+    Within a stage experts are dealt to ``ep`` groups of ``expert_tp`` neighbours. ``linear_qkv`` has, per key head, its
+    queries, its key and its value, so that a rank holds one box of each per key head (``fused_parts`` has their order).
+    A tied embedding lies on the last stage too. The vocabulary is padded to a multiple of ``vocab_multiple * tp``.
+    Raises WeightSyncError as ``engine`` does.
+    """
+    per_stage = tp * dp
+    _divides(per_stage, ep * expert_tp, "ep * expert_tp", "tp * dp")
+    places = [
+        Place(
+            dense=Slot(rank % tp, tp),
+            experts=Slot(rank // expert_tp % ep, ep),
+            expert=Slot(rank % expert_tp, expert_tp),
+            stage=Slot(rank // per_stage, pp),
+        )
+        for rank in range(per_stage * pp)
+    ]
+    model = _Model(tensors, kv_heads, vocab_multiple * tp)
+    _divides(model.experts, ep, "ep", "the experts")
+    _divides(model.layers, pp * virtual_stages, "pp * virtual_stages", "the layers")
+
+    def attention(name: str, heads: int, at: Slot) -> list[Box]:
+        shape, per_group = tensors[name].shape, heads // kv_heads
+        groups = at.part(kv_heads, f"{name}, groups of queries")
+        return [_whole_heads(shape, heads, range(g * per_group, (g + 1) * per_group)) for g in groups]
+
+    return _layout(model, places, attention, virtual_stages)
+
+
+def fused_parts(layout: Layout, rank: int, names: Sequence[str]) -> list[tuple[str, Box]]:
+    """The rows, top to bottom, of a parameter that ``rank`` fuses out of ``names``.
+
+    Such as an engine's ``qkv_proj`` (queries, keys, values), Megatron's ``linear_qkv`` (the same once per key head),
+    and ``gate_up_proj`` or ``linear_fc1``.
+    """
+    boxes = [[shard.box for shard in layout.shards[name] if shard.rank == rank] for name in names]
+    return [(name, box) for level in zip(*boxes, strict=True) for name, box in zip(names, level, strict=True)]
+
+
+class _Model(NamedTuple):
+    tensors: Mapping[str, TensorSpec]
+    kv_heads: int
+    vocab_multiple: int
+
+    @property
+    def layers(self) -> int:
+        return 1 + max((int(found[1]) for found in map(LAYER.search, self.tensors) if found), default=-1)
+
+    @property
+    def experts(self) -> int:
+        stacked = [tensor.shape[0] for name, tensor in self.tensors.items() if STACKED.search(name)]
+        return max([0, *stacked, *(1 + int(found[1]) for found in map(EXPERT.search, self.tensors) if found)])
+
+    def head_dim(self) -> int:
+        """Taken from the keys, of whose heads the number is known."""
+        for name, tensor in self.tensors.items():
+            if name.endswith("k_proj.weight"):
+                _divides(tensor.shape[0], self.kv_heads, "kv_heads", name)
+                return tensor.shape[0] // self.kv_heads
+        raise WeightSyncError("no tensor is called k_proj.weight: this is no model that layouts are known of")
+
+
+class _Attention(Protocol):
+    def __call__(self, name: str, heads: int, at: Slot) -> list[Box]: ...
+
+
+def _layout(model: _Model, places: Sequence[Place], attention: _Attention, virtual_stages: int = 1) -> Layout:
+    experts, layers, head_dim = model.experts, model.layers, model.head_dim()
+    tied = not any(name.endswith("lm_head.weight") for name in model.tensors)
+    stages = places[0].stage.of
+
+    def is_here(name: str, stage: int) -> bool:
+        layer = LAYER.search(name)
+        if layer:  # virtual stages are dealt out to the pipeline's ranks in turn
+            return int(layer[1]) * stages * virtual_stages // layers % stages == stage
+        is_input = name.endswith("embed_tokens.weight")
+        return (is_input and stage == 0) or ((not is_input or tied) and stage == stages - 1)
+
+    def boxes(name: str, at: Place) -> Iterable[Box]:
+        shape, number = model.tensors[name].shape, EXPERT.search(name)
+        if not is_here(name, at.stage.number) or (number and int(number[1]) not in at.experts.uneven(experts)):
+            return []
+        if STACKED.search(name):
+            return _stacked(name, shape, at)
+        kind, slot = _kind(name), at.expert if number else at.dense
+        if kind in ("query", "key"):
+            return attention(name, shape[0] // head_dim, slot)
+        return [_dense(kind, name, shape, slot, model.vocab_multiple)]
+
+    def everywhere(name: str) -> tuple[Shard, ...]:
+        return shards_of((rank, box) for rank, at in enumerate(places) for box in boxes(name, at))
+
+    return Layout(model.tensors, {name: everywhere(name) for name in model.tensors})
+
+
+def _dense(kind: Kind, name: str, shape: Sequence[int], at: Slot, vocab_multiple: int) -> Box:
+    if kind == "copy":
+        return whole(shape)
+    if kind == "vocab":
+        part = at.part(-(-shape[0] // vocab_multiple) * vocab_multiple, f"{name}, padded")
+        return cut(shape, 0, range(min(part.start, shape[0]), min(part.stop, shape[0])))
+    dimension = 0 if kind == "rows" else 1
+    return cut(shape, dimension, at.part(shape[dimension], name))
+
+
+def _stacked(name: str, shape: Sequence[int], at: Place) -> list[Box]:
+    """Of [experts, gate and up, hidden] the gate's part and the up projection's; of [experts, hidden, inner] one."""
+    mine = cut(shape, 0, at.experts.uneven(shape[0]))
+    if name.endswith("down_proj"):
+        parts = [at.expert.part(shape[2], name)]
+    else:
+        gate = at.expert.part(shape[1] // 2, name)
+        parts = [gate, range(gate.start + shape[1] // 2, gate.stop + shape[1] // 2)]
+    cuts = [cut(shape, 2 if name.endswith("down_proj") else 1, part) for part in parts]
+    return [both for both in (common(mine, box) for box in cuts) if both is not None]
+
+
+def _whole_heads(shape: Sequence[int], heads: int, part: range) -> Box:
+    size = shape[0] // heads
+    return cut(shape, 0, range(part.start * size, part.stop * size))
+
+
+def _kind(name: str) -> Kind:
+    kind = KINDS.get(_suffix(name))
+    if kind is None:
+        raise WeightSyncError(f"{name}: no rule says how this tensor is spread over ranks; add its name to KINDS")
+    return kind
+
+
+def _suffix(name: str) -> str:
+    return ".".join(name.split(".")[-2:])
+
+
+def _divides(size: int, parts: int, what: str, of: str) -> None:
+    if size % parts:
+        raise WeightSyncError(f"{what}: {parts} does not divide {of}, {size}")
