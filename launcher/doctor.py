@@ -11,6 +11,7 @@ from rl_async.launcher.verdict import Verdict, judge
 
 FILE = "doctor.txt"
 FRAMES = 6  # of a stack
+LINE = 100  # characters of a log line
 
 
 def doctor(run: Path, *, as_json: bool = False) -> int:
@@ -67,7 +68,9 @@ def _where(seen: Observation, process: Seen) -> str:
     stack = f"in {process.stack[0].name}" if process.stack else process.waits_in
     state = "" if process.record.state == "running" else process.record.state
     restarts = f"{process.record.restarts} restarts" if process.record.restarts else ""
-    return "; ".join(part for part in (state, said, stack if not process.ended else process.log_line, restarts) if part)
+    return "; ".join(
+        part for part in (state, said, stack if not process.ended else process.log_line[:LINE], restarts) if part
+    )
 
 
 def stage_lines(seen: Observation) -> list[str]:

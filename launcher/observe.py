@@ -153,7 +153,7 @@ def _py_spy(pid: int, state: str) -> tuple[Frame, ...]:
     except (subprocess.SubprocessError, OSError):
         return ()  # the table shows that there is no stack
     threads = msgspec.json.decode(done.stdout, type=list[_SpyThread])
-    main = next((thread for thread in threads if thread.thread_name == "MainThread"), None)
+    main = next((thread for thread in threads if thread.os_thread_id == pid), None)
     return () if main is None else tuple(Frame(f.filename, str(f.line), f.name) for f in main.frames)
 
 
@@ -165,7 +165,7 @@ class _SpyFrame(msgspec.Struct):
 
 class _SpyThread(msgspec.Struct):
     frames: list[_SpyFrame]
-    thread_name: str | None = None
+    os_thread_id: int | None = None  # names cannot be read of a stopped process
 
 
 def _log(path: Path) -> tuple[float | None, str]:

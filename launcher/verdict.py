@@ -17,6 +17,7 @@ from rl_async.processes import HALTED, describe
 
 LEAST_FREE = 64 << 20  # bytes; below it a checkpoint or the journal fails
 SLOW_FACTOR = 3.0  # a step is slow beyond this many usual ones
+LINE = 400  # characters of a log line
 QUIET_S = 30.0  # slow at least beyond this
 COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
 Health = Literal["fine", "slow", "stuck", "failed", "over"]
@@ -123,7 +124,7 @@ def _end(process: Seen) -> str:
 
 
 def _said(process: Seen) -> str:
-    return f"; its last line: {process.log_line}" if process.log_line else ""
+    return f"; its last line: {process.log_line[:LINE]}" if process.log_line else ""
 
 
 def _recovering(seen: Observation) -> str:
@@ -226,7 +227,7 @@ def _place(rank: RankSeen) -> tuple[int, int]:
 
 def _named(seen: Observation, process: Seen) -> str:
     rank = seen.rank_of(process)
-    return process.title if rank is None else f"trainer rank {rank.rank} ({process.title})"
+    return process.title if rank is None else f"trainer rank {rank.rank} (pid {process.record.pid})"
 
 
 def _doing(process: Seen) -> str:
@@ -241,17 +242,15 @@ def _effect(seen: Observation, process: Seen) -> str:
     """Who waits for a process that does nothing."""
     role = process.record.role
     if role == "trainer":
-        others = [other for other in seen.of_role("trainer") if other is not process]
-        waits = [
-            f"{other.record.name} waited for it, {rank.phase} of step {rank.step} for {rank.for_s:.0f} s"
-            for other in others
-            if (rank := seen.rank_of(other)) is not None
-        ]
+        if process.ended:
+            return "all ranks start again from the last checkpoint"
+        others = [other for other in seen.of_role("trainer") if other is not process and not other.halted]
+        waits = [f"rank {rank.rank} {_wait(other, rank)}" for other in others if (rank := seen.rank_of(other))]
         return ", ".join(waits) or "nothing is trained and no weights are published"
     if role == "worker" and seen.queue is not None:
-        held = [group for group in seen.queue.oldest if process.record.name in group.workers]
+        held = [group for group in seen.queue.oldest if any(_is(process, worker) for worker in group.workers)]
         lease = seen.queue.report.oldest_lease
-        if lease is not None and lease.worker == process.record.name:
+        if lease is not None and _is(process, lease.worker):
             return f"it holds group {lease.group_id} for {lease.age_s:.0f} s, until its lease expires"
         return f"it holds group {held[0].group_id}" if held else "it holds no lease; others go on"
     return {
@@ -260,6 +259,18 @@ def _effect(seen: Observation, process: Seen) -> str:
         "shard": "the trainer waits for the trajectories that it keeps",
         "reward-model": "episodes wait for their rewards",
     }.get(role, "others wait for it")
+
+
+def _wait(process: Seen, rank: RankSeen) -> str:
+    """How a rank waits, or waited, for another one."""
+    call = next((frame.name for frame in process.stack if frame.file.endswith(COLLECTIVES)), "")
+    verb = "waited" if process.ended else f"waits in {call}" if call else "waits"
+    return f"{verb} for it, {rank.phase} of step {rank.step} for {rank.for_s:.0f} s"
+
+
+def _is(process: Seen, worker: str) -> bool:
+    """Whether the queue's name of a worker (``Session``) is that of this process."""
+    return f"-{process.record.pid}-" in worker
 
 
 def _waiting_rank(seen: Observation) -> RankSeen | None:
