@@ -82,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_doctor(commands.add_parser("doctor", help="who waits for whom in a run; without one: what this machine lacks"))
 
+    _add_plan(commands.add_parser("plan", help="how to split devices between trainer and engines, by simulation"))
+
     audit = commands.add_parser("audit", help="was every admitted sample of a run trained exactly once?")
     audit.add_argument("run", type=Path, metavar="RUN", help="run folder")
     audit.set_defaults(command=_audit)
@@ -103,6 +105,17 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="NAME|PATH", help="check this machine for a preset or a YAML file")
     parser.add_argument("--json", action="store_true", help="all that was seen of the run, for programs")
     parser.set_defaults(command=_doctor)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Simulate the run on N devices for each mode and split. See docs/planner.md."
+    _add_config(parser)
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="devices, one process each")
+    parser.add_argument("--run", type=Path, help="measure costs and lengths on this run (default: assume an H100's)")
+    check = "also simulate this recorded run, and print the error; may be repeated"
+    parser.add_argument("--check", type=Path, action="append", default=[], metavar="RUN", help=check)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there too")
+    parser.set_defaults(command=_plan)
 
 
 def _add_gateway(parser: argparse.ArgumentParser) -> None:
@@ -321,6 +334,13 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.doctor import doctor
 
     return doctor(arguments.run, as_json=arguments.json)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from rl_async.launcher.planner import plan_devices
+
+    given = arguments
+    return plan_devices(given.config, given.overrides, given.gpus, given.run, given.check, given.json)
 
 
 def _audit(arguments: argparse.Namespace) -> int:
