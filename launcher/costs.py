@@ -57,7 +57,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 def assumed(size: ModelSize, device: Device, tokens: int) -> Costs:
     """Costs from a device's figures. A token of training costs 8 operations per parameter: forward (2), backward (4),
     and the forward pass that looks at the policy first (2). Decoding reads every weight once per iteration, and the
-    cache of each sequence, ``tokens`` long on average; both in 2-byte numbers.
+    cache of each sequence, ``tokens`` long on average while it decodes; both in 2-byte numbers.
     """
     bandwidth = device.bandwidth_gb_s * 1e9 * device.decoding_share
     return Costs(

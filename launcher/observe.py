@@ -60,7 +60,7 @@ def observe(run: Path) -> Observation:
         launcher=launcher,
         launcher_state=GONE if launcher is None else state_of(launcher),
         processes=look_at(run, records),
-        ranks=_ranks(run),
+        ranks=_ranks(run, {record.pid for record in records}),
         queue=queue,
         engines=asyncio.run(_ask_engines(engines)),
         deadlines=Deadlines(
@@ -178,11 +178,13 @@ def _log(path: Path) -> tuple[float | None, str]:
     return max(0.0, time.time() - path.stat().st_mtime), lines[-1] if lines else ""
 
 
-def _ranks(run: Path) -> tuple[RankSeen, ...]:
+def _ranks(run: Path, pids: set[int]) -> tuple[RankSeen, ...]:
+    """What the ranks of these processes said; files of earlier ones may lie beside theirs."""
     now = time.time()
     return tuple(
         RankSeen(rank=said.rank, pid=said.pid, step=said.step, phase=said.phase, for_s=max(0.0, now - said.since))
         for said in read_beats(run)
+        if said.pid in pids
     )
 
 

@@ -74,7 +74,7 @@ def estimate(config: RunConfig, run: Path | None) -> tuple[Costs, list[Episode],
     if size is None:
         raise UserError(f"model.path: the size of {config.model.path} is unknown; give a recorded run with --run")
     episodes = assumed_episodes(config)
-    tokens = sum(episode.tokens for episode in episodes) // len(episodes)
+    tokens = sum(episode.tokens for episode in episodes) // len(episodes) // 2  # halfway through, on average
     return assumed(size, Device(), tokens), episodes, "assumed: an H100's figures and log-normal lengths, not measured"
 
 
@@ -91,7 +91,7 @@ def candidates(config: RunConfig, gpus: int) -> Iterator[tuple[Layout, int]]:
 
     for bound in bounds:
         yield layout(gpus, gpus, colocated=True), bound
-    for ranks in sorted({max(1, round(share * gpus)) for share in SHARES if gpus > 1}):
+    for ranks in sorted({min(gpus - 1, max(1, round(share * gpus))) for share in SHARES if gpus > 1}):
         for bound in bounds:
             yield layout(gpus - ranks, ranks, colocated=False), bound
 
@@ -100,8 +100,15 @@ def simulate(
     config: RunConfig, layout: Layout, bound: int, costs: Costs, episodes: Sequence[Episode], steps: int = STEPS
 ) -> Row:
     """One row."""
+    queue = QueueSettings.of(config)
     settings = msgspec.structs.replace(
-        QueueSettings.of(config), steps=steps, max_staleness=bound, slack=min(QueueSettings.of(config).slack, bound)
+        queue,
+        steps=steps,
+        max_staleness=bound,
+        slack=min(queue.slack, bound),
+        replicas=0,  # payloads are not simulated
+        sampling="fifo" if queue.sampling == "quota" else queue.sampling,  # nor data sets
+        weights={},
     )
     outcome = Simulation(settings, layout, costs, episodes, config.seed).run(WARM)
     return Row(

@@ -59,9 +59,9 @@ def missing_ranks(beats: list[Beat], mine: int, states: dict[int, str]) -> list[
     return halted or behind or others
 
 
-def who_is_missing(run: Path, mine: int) -> str:
-    """For the error of a rank whose collective failed: which ranks did not arrive, and where they are."""
-    beats = read_beats(run)
+def who_is_missing(run: Path, mine: int, world: int) -> str:
+    """For the error of a rank whose collective failed: which of the ``world`` ranks did not arrive, and why."""
+    beats = [said for said in read_beats(run) if said.rank < world]  # a run may go on with fewer
     states = {said.rank: state_of(said.pid) for said in beats}
     return "; ".join(
         f"rank {said.rank} (pid {said.pid}) did not arrive: it {describe(states[said.rank])}, "

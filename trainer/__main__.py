@@ -71,7 +71,7 @@ def main() -> None:
         if not is_collective_failure(error):
             raise
         rank = os.environ.get("RANK", "0")
-        missing = who_is_missing(arguments.run, int(rank))
+        missing = who_is_missing(arguments.run, int(rank), int(os.environ.get("WORLD_SIZE", "1")))
         hint = "one died, or hung for trainer.collective_timeout_s"
         log.error("rank %s lost the other ranks (%s): %s: %s", rank, hint, missing, error)
         sys.exit(1)  # not this rank's fault: all of them start again from the last checkpoint

@@ -54,10 +54,11 @@ def test_a_stopped_rank_is_called_stopped(tmp_path: Path) -> None:
         file.write_text(file.read_text().replace(str(os.getpid()), str(other.pid)))
         other.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, other.pid, os.WSTOPPED)
-        text = who_is_missing(tmp_path, 0)
+        text = who_is_missing(tmp_path, 0, world=2)
         other.kill()
     assert text.startswith(f"rank 1 (pid {other.pid}) did not arrive: it is stopped (SIGSTOP), training of step 3")
-    assert state_of(other.pid) == "gone" and "it is gone" in who_is_missing(tmp_path, 0)
+    assert state_of(other.pid) == "gone" and "it is gone" in who_is_missing(tmp_path, 0, world=2)
+    assert who_is_missing(tmp_path, 0, world=1) == ""
 
 
 def test_a_process_that_sleeps_answers_with_its_stack(tmp_path: Path) -> None:

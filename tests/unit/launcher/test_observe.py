@@ -11,6 +11,7 @@ import pytest
 
 from rl_async.configs.load import dump, load_config
 from rl_async.errors import UserError
+from rl_async.heartbeat import beat
 from rl_async.launcher.doctor import FILE, diagnose, doctor
 from rl_async.launcher.observation import ProcessRecord
 from rl_async.launcher.observe import launcher_of, look_at, observe, oldest_groups
@@ -95,7 +96,9 @@ def test_a_run_that_was_killed_is_diagnosed_from_what_it_left(
         f'[{{"name":"queue","role":"queue","pid":{2**22 - 1},"started":1,"state":"running"}}]'
     )
     (run / "metrics.jsonl").write_text('{"step": 0, "time/step_s": 2.0}\n{"step": 1, "time/step_s": 4.0}\n')
+    beat(run, 0, 1, "training")  # of a process that the roster does not have
     seen = observe(run)
+    assert seen.ranks == ()
     assert (seen.steps_done, seen.steps, seen.usual_step_s, seen.launcher) == (2, 50, 3.0, None)
     assert diagnose(run, "a test").startswith("the run is not going on")
     assert (run / FILE).read_text().count("verdict: the run is not going on") == 1

@@ -129,6 +129,7 @@ def test_every_split_uses_all_devices_and_one_device_is_shared() -> None:
     assert all(at.engines + at.ranks == 8 for at, _ in found if not at.colocated)
     assert {(at.engines, at.ranks) for at, _ in found if at.colocated} == {(8, 8)}
     assert all(at.colocated for at, _ in candidates(config, 1))
+    assert {(at.engines, at.ranks) for at, _ in candidates(config, 2) if not at.colocated} == {(1, 1)}
 
 
 def test_the_table_has_a_line_per_split() -> None:
