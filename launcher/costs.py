@@ -15,7 +15,7 @@ import numpy as np
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import UserError
 from rl_async.launcher.memory import ModelSize
-from rl_async.launcher.view_model import MetricsTail
+from rl_async.launcher.view_model import MetricsTail, Record
 from rl_async.trainer.records import read_trajectories
 
 SKIPPED = 1  # first steps of a run, in which everything warms up
@@ -94,11 +94,16 @@ def measure(run: Path, engines: int, ranks: int) -> tuple[Costs, list[Episode]]:
         iteration_base_s=base,
         iteration_sequence_s=sequence,
         turn_s=turn,
-        train_token_s=statistics.median(m["time/train_s"] * ranks / m["rollout/tokens"] for m in metrics),
+        train_token_s=training_token_s(metrics, ranks),
         sync_s=statistics.median(m["time/sync_s"] for m in metrics),
         other_s=statistics.median(max(0.0, m["time/step_s"] - sum(m[key] for key in spent)) for m in metrics),
     )
     return costs, [episode for episodes in steps.values() for episode, _ in episodes]
+
+
+def training_token_s(metrics: Sequence[Record], ranks: int) -> float:
+    """Seconds of one rank for a token that passes through the trainer: the median over the steps."""
+    return statistics.median(m["time/train_s"] * ranks / m["rollout/tokens"] for m in metrics)
 
 
 Timed = tuple[Episode, float]  # with the seconds that it spent generating

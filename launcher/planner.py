@@ -8,7 +8,7 @@ import msgspec
 from rl_async.configs.load import load_config, load_resolved
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import UserError
-from rl_async.launcher.costs import Costs, Device, Episode, assumed, assumed_episodes, measure
+from rl_async.launcher.costs import Costs, Device, Episode, assumed, assumed_episodes, measure, training_token_s
 from rl_async.launcher.memory import engine_bytes, model_size, trainer_bytes
 from rl_async.launcher.simulate import Layout, Outcome, Simulation
 from rl_async.launcher.view_model import MetricsTail
@@ -36,6 +36,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     step_s: float
     recorded_step_s: float
+    own_step_s: float  # simulated with the speed at which this run itself trained, which others on its cores slow down
     trainer_idle: float
     recorded_idle: float
     staleness: float
@@ -143,12 +144,17 @@ def validate(run: Path, costs: Costs, episodes: Sequence[Episode]) -> Check:
         max_batch=config.rollout.max_batch_size,
         concurrency=config.agent.workers * config.agent.concurrency,
     )
-    outcome = simulate(config, layout, config.queue.max_staleness, costs, episodes, len(metrics) + WARM).outcome
+    own = msgspec.structs.replace(costs, train_token_s=training_token_s(metrics, config.trainer.ranks))
+    outcome, own_outcome = (
+        simulate(config, layout, config.queue.max_staleness, each, episodes, len(metrics) + WARM).outcome
+        for each in (costs, own)
+    )
     total = sum(record["time/step_s"] for record in metrics)
     return Check(
         run=str(run),
         step_s=outcome.step_s,
         recorded_step_s=total / len(metrics),
+        own_step_s=own_outcome.step_s,
         trainer_idle=outcome.trainer_idle,
         recorded_idle=sum(record["time/wait_batch_s"] for record in metrics) / total,
         staleness=outcome.staleness_mean,
@@ -194,7 +200,8 @@ def check_lines(checks: Sequence[Check]) -> list[str]:
     """How far the simulation is from recorded runs."""
     return [
         f"checked against {check.run}: a step of {check.step_s:.2f} s, recorded {check.recorded_step_s:.2f} s "
-        f"({check.error:+.0%}); waiting {check.trainer_idle:.0%}, recorded {check.recorded_idle:.0%}; staleness "
-        f"{check.staleness:.2f}, recorded {check.recorded_staleness:.2f}"
+        f"({check.error:+.0%}; {check.own_step_s / check.recorded_step_s - 1:+.0%} with its own training speed); "
+        f"waiting {check.trainer_idle:.0%}, recorded {check.recorded_idle:.0%}; staleness {check.staleness:.2f}, "
+        f"recorded {check.recorded_staleness:.2f}"
         for check in checks
     ]

@@ -145,9 +145,10 @@ def test_an_error_is_a_share_of_what_was_recorded() -> None:
         run="r",
         step_s=3.0,
         recorded_step_s=4.0,
+        own_step_s=3.8,
         trainer_idle=0.5,
         recorded_idle=0.4,
         staleness=1.0,
         recorded_staleness=0.9,
     )
-    assert check.error == -0.25 and "recorded 4.00 s (-25%)" in check_lines([check])[0]
+    assert check.error == -0.25 and "recorded 4.00 s (-25%; -5% with its own training speed)" in check_lines([check])[0]
