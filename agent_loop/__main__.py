@@ -21,6 +21,7 @@ from rl_async.lifeline import watch_lifeline
 from rl_async.log import setup_logging
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.connect import engine_pool
+from rl_async.stacks import answer_with_stacks
 from rl_async.transfer_queue.client import QueueClient
 from rl_async.transfer_queue.keys import client_keys
 
@@ -101,4 +102,5 @@ def _texts(error: BaseException) -> list[str]:
 
 if __name__ == "__main__":
     watch_lifeline()
+    answer_with_stacks()
     sys.exit(main())

@@ -80,6 +80,10 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_gateway(commands.add_parser("gateway", help="let agent programs play episodes of a run that is going on"))
 
+    _add_doctor(commands.add_parser("doctor", help="who waits for whom in a run; without one: what this machine lacks"))
+
+    _add_plan(commands.add_parser("plan", help="how to split devices between trainer and engines, by simulation"))
+
     audit = commands.add_parser("audit", help="was every admitted sample of a run trained exactly once?")
     audit.add_argument("run", type=Path, metavar="RUN", help="run folder")
     audit.set_defaults(command=_audit)
@@ -93,6 +97,25 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sample", type=int, help="only this row of each group")
     parser.description = "Of the rows asked for, the most corrected one is shown token by token."
     parser.set_defaults(command=_show)
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Diagnose a run that hangs, is slow or failed; or check this machine. See docs/diagnosis.md."
+    parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="run folder; without it, check this machine")
+    parser.add_argument("--config", metavar="NAME|PATH", help="check this machine for a preset or a YAML file")
+    parser.add_argument("--json", action="store_true", help="all that was seen of the run, for programs")
+    parser.set_defaults(command=_doctor)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Simulate the run on N devices for each mode and split. See docs/planner.md."
+    _add_config(parser)
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="devices, one process each")
+    parser.add_argument("--run", type=Path, help="measure costs and lengths on this run (default: assume an H100's)")
+    check = "also simulate this recorded run, and print the error; may be repeated"
+    parser.add_argument("--check", type=Path, action="append", default=[], metavar="RUN", help=check)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there too")
+    parser.set_defaults(command=_plan)
 
 
 def _add_gateway(parser: argparse.ArgumentParser) -> None:
@@ -301,6 +324,23 @@ def _engine_remove(arguments: argparse.Namespace) -> int:
     remove_engine(arguments.run, arguments.engine)
     print(f"{arguments.engine} gets no more requests; stop its process when you like")
     return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.run is None:
+        from rl_async.launcher.surroundings import check_machine
+
+        return check_machine(arguments.config)
+    from rl_async.launcher.doctor import doctor
+
+    return doctor(arguments.run, as_json=arguments.json)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from rl_async.launcher.planner import plan_devices
+
+    given = arguments
+    return plan_devices(given.config, given.overrides, given.gpus, given.run, given.check, given.json)
 
 
 def _audit(arguments: argparse.Namespace) -> int:

@@ -11,7 +11,10 @@ from rich.console import Console
 
 from rl_async.configs.schema import RunConfig
 from rl_async.endpoints import write_endpoints
+from rl_async.errors import RlAsyncError
 from rl_async.launcher.artifacts import needs_preparation
+from rl_async.launcher.doctor import FILE as DIAGNOSIS
+from rl_async.launcher.doctor import diagnose
 from rl_async.launcher.local import Interrupted, Supervisor
 from rl_async.launcher.machine import check_sglang, plan_here
 from rl_async.launcher.plan import Plan, endpoints
@@ -20,6 +23,7 @@ from rl_async.launcher.runs import checkpoints, create, hold
 from rl_async.launcher.view import View
 from rl_async.transfer_queue.keys import client_keys, provide_keys
 
+DIAGNOSIS_S = 30.0
 EXIT_SIGNAL = 128  # plus the number of the signal, as shells have it
 
 
@@ -80,7 +84,11 @@ async def _run(config: RunConfig, folder: Path, planned: Plan, ports: Mapping[st
     console = Console()
     view: View | None = None
     try:
-        with Supervisor(planned, ports, folder, client_keys(config, folder)) as supervisor:
+
+        async def look(why: str) -> None:
+            await _look(folder, why, console)
+
+        with Supervisor(planned, ports, folder, client_keys(config, folder), look) as supervisor:
             await prepare(config, planned, supervisor, console)
             console.print(f"run folder: {folder}", markup=False, highlight=False, soft_wrap=True)
             announce(config, folder, ports, console)
@@ -94,6 +102,23 @@ async def _run(config: RunConfig, folder: Path, planned: Plan, ports: Mapping[st
         return EXIT_SIGNAL + interruption.number
     _print_summary(console, view)
     return 0
+
+
+async def _look(folder: Path, why: str, console: Console) -> None:
+    """Print who is to blame for what happened, and write the whole diagnosis into the run folder.
+
+    It must not hide the trouble itself: what keeps it from looking is logged, and the run goes on as without it.
+    """
+    log = logging.getLogger("rl_async.launcher")
+    try:
+        async with asyncio.timeout(DIAGNOSIS_S):
+            verdict = await asyncio.to_thread(diagnose, folder, why)
+    except (RlAsyncError, OSError, TimeoutError) as error:
+        log.error("%s, and the diagnosis failed: %r", why, error)
+        return
+    log.warning("%s; %s", why, verdict)
+    text = f"{why}\n{verdict}\nthe whole diagnosis: {folder / DIAGNOSIS}"
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @asynccontextmanager

@@ -19,6 +19,7 @@ from rl_async.errors import EXIT_FAILED, EXIT_USER, QueueLost, RlAsyncError, Use
 from rl_async.launcher.plan import Plan
 from rl_async.launcher.ports import HOST
 from rl_async.launcher.process import Child, Lifeline, describe_exit
+from rl_async.launcher.roster import Roster
 from rl_async.launcher.spec import ProcessSpec
 from rl_async.launcher.tail import LineTail
 from rl_async.launcher.view_model import ProcessState
@@ -34,6 +35,7 @@ LONGEST_BACKOFF_S = 5.0
 
 log = logging.getLogger("rl_async.launcher")
 EngineHook = Callable[[EngineRecord], Awaitable[None]]
+TroubleHook = Callable[[str], Awaitable[None]]  # what happened; called while every process is still as it was
 
 
 class RoleFailed(RlAsyncError):
@@ -51,8 +53,17 @@ class Interrupted(Exception):
 class Supervisor:
     """Runs the processes of a plan. Use it as ``with``: signals are handled and processes live only inside."""
 
-    def __init__(self, plan: Plan, ports: Mapping[str, int], folder: Path, keys: ClientKeys | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        ports: Mapping[str, int],
+        folder: Path,
+        keys: ClientKeys | None = None,
+        on_trouble: TroubleHook | None = None,
+    ) -> None:
         self._plan, self._ports, self._folder, self._keys = plan, ports, folder, keys
+        self._on_trouble = on_trouble
+        self._roster, self._troubled = Roster(folder), False
         self._lifeline = Lifeline()
         self._children: dict[str, Child] = {}
         self._states = {spec.name: ProcessState(spec.name, "waiting") for spec in plan.processes}
@@ -129,6 +140,9 @@ class Supervisor:
                         *(self._keep_worker(spec) for spec in self._plan.workers),
                     ],
                 )
+        except (RoleFailed, QueueLost) as error:
+            await self._trouble(str(error).partition("\n")[0])
+            raise
         finally:
             await self._stop_all()
             self._client = None
@@ -150,14 +164,18 @@ class Supervisor:
 
     async def _start(self, spec: ProcessSpec, *, restarts: int = 0) -> Child:
         log_file = self._folder / "logs" / f"{spec.name}.log"
+        stacks = self._folder / "stacks" / f"{spec.name}.txt"
+        stacks.parent.mkdir(exist_ok=True)
         child = await Child.start(
             spec.name,
             spec.command(self._ports, restarted=restarts > 0),
             spec.environment(self._ports),
             log_file,
             self._lifeline,
+            stacks,
         )
         self._children[spec.name] = child
+        self._roster.add(spec, child)
         self._set_state(spec.name, "running", restarts)
         log.info("%s started, pid %d", spec.name, child.pid)
         return child
@@ -232,6 +250,8 @@ class Supervisor:
             child = await self._start(spec, restarts=restarts)
             self._set_state(spec.name, "starting", restarts)
             registered = await self._is_healthy(child, url)
+            if not registered and child.returncode is None:
+                await self._trouble(f"{spec.name} did not answer within {self._plan.start_timeout_s:g} s")
             if registered:
                 await self.queue.register_engine(engine_id, url, spec.engine_kind)
                 cut_off = self._cut_off[engine_id] = asyncio.Event()
@@ -284,10 +304,12 @@ class Supervisor:
         """Produces all trainer ranks. Waits for all to end well, or for one to end badly: then all start again."""
         restarts = 0
         while True:
+            self._troubled = False
             children = [await self._start(spec, restarts=restarts) for spec in self._plan.trainers]
             failed = await self._until_trained(children)
             if failed is None:
                 return
+            await self._trouble(f"{failed.name} ended ({describe_exit(failed.returncode or 0)})", failed.returncode)
             for child in children:
                 if child is not failed:
                     await child.kill()
@@ -332,6 +354,13 @@ class Supervisor:
         lines = child.tail() or "(it wrote nothing)"
         raise RoleFailed(f"{child.name} failed ({describe_exit(code)}{after}); the end of {child.log}:\n{lines}")
 
+    async def _trouble(self, why: str, code: int | None = None) -> None:
+        """Let ``on_trouble`` look while all is as it was: once until the trainer starts again, at no user's mistake."""
+        if self._on_trouble is not None and not self._troubled and code not in (0, EXIT_USER):
+            self._troubled = True
+            self._roster.write(self._states)
+            await self._on_trouble(why)
+
     async def _watch_signals(self) -> None:
         await self._signalled.wait()
         raise Interrupted(self._signals[0])
@@ -360,3 +389,4 @@ class Supervisor:
     def _set_state(self, name: str, state: str, restarts: int) -> None:
         if name in self._states:
             self._states[name] = ProcessState(name, state, restarts)
+            self._roster.write(self._states)

@@ -33,6 +33,7 @@ from rl_async.lifeline import watch_lifeline
 from rl_async.messages import LeasedGroup, Task, Version
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.embedded.local import LocalEngine
+from rl_async.stacks import answer_with_stacks
 from rl_async.trainer.sft import SftResult, warm_start
 
 Report = Callable[[str], None]
@@ -143,6 +144,7 @@ def save(
 def main() -> int:
     """Entry point; the exit code."""
     watch_lifeline()
+    answer_with_stacks()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unlike a role, a half-done preparation is a failure
     parser = argparse.ArgumentParser(prog="python -m rl_async.launcher.prepare", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="a resolved config.yaml")

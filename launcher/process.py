@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from rl_async.lifeline import LIFELINE_FD
+from rl_async.stacks import STACKS
 
 TAIL_LINES = 15
 TAIL_BYTES = 16384
@@ -38,8 +39,13 @@ class Child:
         self._swept = False
 
     @classmethod
-    async def start(cls, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path, lifeline: Lifeline) -> Self:
-        """Start ``argv`` with ``env`` added to this process's environment; its output is appended to ``log``."""
+    async def start(
+        cls, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path, lifeline: Lifeline, stacks: Path
+    ) -> Self:
+        """Start ``argv`` with ``env`` added to this process's environment; its output is appended to ``log``.
+
+        ``stacks`` is the file that it writes its Python stacks to when asked (``rl_async.stacks``).
+        """
         with log.open("ab") as output:
             log_start = output.tell()
             process = await asyncio.create_subprocess_exec(
@@ -47,7 +53,13 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **env, LIFELINE_FD: str(lifeline.read_end), "PYTHONUNBUFFERED": "1"},
+                env={
+                    **os.environ,
+                    **env,
+                    LIFELINE_FD: str(lifeline.read_end),
+                    STACKS: str(stacks),
+                    "PYTHONUNBUFFERED": "1",
+                },
                 pass_fds=(lifeline.read_end,),
                 start_new_session=True,
             )

@@ -20,6 +20,7 @@ from rl_async.log import setup_logging
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.engine import Engine
 from rl_async.rollout_server.embedded.server import Server
+from rl_async.stacks import answer_with_stacks
 
 
 def load_model(config: RunConfig) -> torch.nn.Module:
@@ -54,6 +55,7 @@ def bind(port: int) -> socket.socket:
 def main() -> None:
     """Serve until SIGTERM."""
     watch_lifeline()
+    answer_with_stacks()
     parser = argparse.ArgumentParser(prog="python -m rl_async.rollout_server", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run folder with config.yaml")
     parser.add_argument("--index", type=int, default=0, help="number of this engine in the run")

@@ -22,10 +22,12 @@ from rl_async.configs.load import load_resolved
 from rl_async.configs.schema import RunConfig
 from rl_async.configs.transport import resolve_transport
 from rl_async.errors import EXIT_FAILED, EXIT_USER, RlAsyncError, UserError
+from rl_async.heartbeat import beat, who_is_missing
 from rl_async.lifeline import watch_lifeline
 from rl_async.lines import drop_torn_line
 from rl_async.log import setup_logging
 from rl_async.rollout_server.connect import connect
+from rl_async.stacks import answer_with_stacks
 from rl_async.trainer import sources
 from rl_async.trainer.algorithm import build
 from rl_async.trainer.canaries import PROMPT_TOKENS, Canaries
@@ -53,6 +55,7 @@ log = logging.getLogger("rl_async.trainer")
 def main() -> None:
     """Entry point; the exit code is 0 only when the last step was trained and published."""
     watch_lifeline()
+    answer_with_stacks()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     arguments = _parse()
     setup_logging(f"trainer-{os.environ.get('RANK', '0')}")
@@ -68,7 +71,9 @@ def main() -> None:
         if not is_collective_failure(error):
             raise
         rank = os.environ.get("RANK", "0")
-        log.error("rank %s lost the other ranks (one died, or hung for trainer.collective_timeout_s): %s", rank, error)
+        missing = who_is_missing(arguments.run, int(rank), int(os.environ.get("WORLD_SIZE", "1")))
+        hint = "one died, or hung for trainer.collective_timeout_s"
+        log.error("rank %s lost the other ranks (%s): %s: %s", rank, hint, missing, error)
         sys.exit(1)  # not this rank's fault: all of them start again from the last checkpoint
 
 
@@ -91,6 +96,7 @@ def _parse() -> argparse.Namespace:
 
 def _run(arguments: argparse.Namespace) -> None:
     config = load_resolved(arguments.run / "config.yaml")
+    beat(arguments.run, int(os.environ.get("RANK", "0")), 0, "starting")
     device = _start_process_group(config)
     try:
         run = _base_run(config, arguments, build_models(config, device))

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import RowsLost
+from rl_async.heartbeat import Phase, beat
 from rl_async.messages import Trajectory, TrajectoryHeader, Version
 from rl_async.trainer.algorithm import Algorithm
 from rl_async.trainer.cell import Cell
@@ -64,24 +65,32 @@ class Run:
     def rank(self) -> int:
         return dist.get_rank()
 
+    def at(self, step: int, phase: Phase) -> None:
+        """Say where this rank is, for ``rl-async doctor``."""
+        beat(self.folder, self.rank, step, phase)
+
 
 def train(run: Run) -> None:
     """Train from ``run.start_step`` to ``trainer.steps``."""
     config, steps = run.config, run.config.trainer.steps
     schedule = CheckpointSchedule(config)
     published = Version(run.lineage, run.start_step)
+    run.at(run.start_step, "starting")
     run.publisher.publish(published, run.models.policy)
     for step in range(run.start_step, steps):
         began = time.perf_counter()
+        run.at(step, "waiting for a batch")
         batch = take_batch(run, step)
         have_batch = time.perf_counter()
 
+        run.at(step, "training")
         run.publisher.before_train()
         updated = update(run.models, batch, run.algorithm, config, run.kl.coef)
         metrics = updated.metrics
         metrics |= run.kl.after_step(metrics["loss/kl_reference"], sum(not h.baseline for h in batch.headers))
         time.sleep(max(0.0, have_batch + config.trainer.min_train_s - time.perf_counter()))
         record(run, batch, updated.corrected)
+        run.at(step, "meeting the ranks")
         dist.barrier()  # all ranks have trained and recorded before anyone is told so
         if run.rank == 0:
             run.source.commit(step)
@@ -89,12 +98,15 @@ def train(run: Run) -> None:
 
         version = Version(run.lineage, step + 1)
         if version.step % config.weight_sync.every == 0 or version.step == steps:
+            run.at(step, "publishing")
             metrics |= run.publisher.publish(version, run.models.policy)
             published = version
         synced = time.perf_counter()
 
         if schedule.is_due(version.step, sum(header.nbytes for header in batch.headers)):
+            run.at(step, "checkpointing")
             checkpoint(run, version.step)
+        run.at(step, "reporting")
         metrics |= batch_metrics(batch.headers, step, mask_bound(config)) | conversations(run.models.cell, batch)
         metrics |= {
             "time/wait_batch_s": have_batch - began,

@@ -18,6 +18,7 @@ from rl_async.configs.load import load_resolved
 from rl_async.errors import EXIT_USER, UserError
 from rl_async.lifeline import watch_lifeline
 from rl_async.log import setup_logging
+from rl_async.stacks import answer_with_stacks
 from rl_async.transfer_queue.journal import open_journal
 from rl_async.transfer_queue.keys import client_keys, server_keys
 from rl_async.transfer_queue.ledger import Ledger
@@ -97,5 +98,6 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     watch_lifeline()
+    answer_with_stacks()
     setup_logging("queue")
     sys.exit(main())

@@ -34,6 +34,7 @@ from rl_async.configs.load import load_resolved
 from rl_async.errors import EXIT_FAILED, EXIT_USER, ProtocolError, QueueLost, UserError
 from rl_async.lifeline import watch_lifeline
 from rl_async.log import setup_logging
+from rl_async.stacks import answer_with_stacks
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.gate import Answer, Gate, Outgoing
 from rl_async.transfer_queue.keys import ClientKeys, client_keys, server_keys
@@ -254,5 +255,6 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     watch_lifeline()
+    answer_with_stacks()
     setup_logging("shard")
     sys.exit(main())

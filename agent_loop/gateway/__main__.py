@@ -25,6 +25,7 @@ from rl_async.lifeline import watch_lifeline
 from rl_async.log import setup_logging
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.connect import engine_pool
+from rl_async.stacks import answer_with_stacks
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
 from rl_async.transfer_queue.keys import client_keys
 
@@ -139,4 +140,5 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     watch_lifeline()
+    answer_with_stacks()
     sys.exit(main())

@@ -16,6 +16,7 @@ from rl_async.reward_loop.render import load_tokenizer
 from rl_async.reward_loop.server.app import Application
 from rl_async.reward_loop.server.batcher import Batcher
 from rl_async.reward_loop.server.classifier import load_classifier, longest, score
+from rl_async.stacks import answer_with_stacks
 
 
 def _arguments() -> argparse.Namespace:
@@ -57,6 +58,7 @@ def _application(arguments: argparse.Namespace) -> Application:
 def main() -> None:
     """Serve until SIGTERM."""
     watch_lifeline()
+    answer_with_stacks()
     arguments = _arguments()
     setup_logging("reward-model")
     # also while the model loads; uvicorn takes the signal over while it serves, and raises it again at its end

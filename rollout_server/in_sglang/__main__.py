@@ -9,6 +9,7 @@ import sys
 from importlib.util import find_spec
 
 from rl_async.lifeline import watch_lifeline
+from rl_async.stacks import answer_with_stacks
 
 FLAGS = ("--skip-tokenizer-init",)  # token ids in and out; a tokenizer would add stop tokens of its own
 VARIABLES = {
@@ -24,6 +25,7 @@ UNWANTED = (
 def main() -> None:
     """Become the server."""
     watch_lifeline()
+    answer_with_stacks()
     if find_spec("sglang") is None:
         sys.exit(f"{sys.executable} has no SGLang; install rl-async[sglang] there")
     os.environ.update(VARIABLES)

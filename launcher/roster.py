@@ -1,0 +1,55 @@
+"""The processes of a run, for who looks at it from outside: ``RUN/processes.json``, kept by the supervisor."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from rl_async.errors import UserError
+from rl_async.launcher.observation import ProcessRecord
+from rl_async.launcher.process import Child
+from rl_async.launcher.spec import ProcessSpec
+from rl_async.launcher.view_model import ProcessState
+from rl_async.processes import read_stat
+
+FILE = "processes.json"
+
+
+class Roster:
+    """The newest process of each name."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._started: dict[str, tuple[ProcessSpec, Child, int]] = {}
+
+    def add(self, spec: ProcessSpec, child: Child) -> None:
+        """A process was started."""
+        self._started[spec.name] = (spec, child, read_stat(child.pid).started)
+
+    def write(self, states: Mapping[str, ProcessState]) -> None:
+        """Replace the file in one step."""
+        records = []
+        for name, (spec, child, began) in self._started.items():
+            known = states.get(name, ProcessState(name, "running"))
+            records.append(
+                ProcessRecord(
+                    name=name,
+                    role=spec.role,
+                    pid=child.pid,
+                    started=began,
+                    state=known.state,
+                    restarts=known.restarts,
+                    exit=child.returncode,
+                )
+            )
+        temporary = self._run / f".{FILE}.tmp"
+        temporary.write_bytes(msgspec.json.encode(records) + b"\n")
+        temporary.replace(self._run / FILE)
+
+
+def read_roster(run: Path) -> list[ProcessRecord]:
+    """Every process that the run started, its newest start each. Raises UserError if it never started any."""
+    try:
+        return msgspec.json.decode((run / FILE).read_bytes(), type=list[ProcessRecord])
+    except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise UserError(f"{run} is not the folder of a run that was started: {error}") from error

@@ -1,0 +1,58 @@
+"""A stuck rank is diagnosed by name: by somebody who asks, by the other rank, and by the run itself."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
+SMALL = [
+    *("data.train_batch_groups=2", "rollout.group_size=2", "trainer.steps=12", "trainer.checkpoint_every=2"),
+    *("trainer.ranks=2", "trainer.collective_timeout_s=20", "trainer.min_train_s=0.5", "eval.every=0", "eval.tasks=2"),
+    *("sft.min_steps=1", "sft.max_steps=2", "sft.check_every=1", "sft.gate=0", "launcher.stop_timeout_s=5"),
+]
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    command = [RL_ASYNC, "launch", "--config", "calculator", "--name", "stuck", *SMALL]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    yield process
+    if process.poll() is None:
+        process.kill()  # its children end with it
+        process.communicate()
+
+
+def pid_of(run: Path, name: str) -> int:
+    return next(p["pid"] for p in json.loads((run / "processes.json").read_text()) if p["name"] == name)
+
+
+def test_a_stopped_rank_is_named_and_the_run_ends_well(tmp_path: Path, launched: "subprocess.Popen[str]") -> None:
+    run, deadline = tmp_path / "runs" / "stuck", time.monotonic() + 180
+    metrics = run / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert launched.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    pid = pid_of(run, "trainer-1")
+    os.kill(pid, signal.SIGSTOP)
+
+    asked = subprocess.run([RL_ASYNC, "doctor", str(run)], capture_output=True, text=True, timeout=60)
+    named = f"trainer rank 1 (pid {pid}) is stopped (SIGSTOP)"
+    assert asked.returncode == 1, asked.stdout + asked.stderr
+    assert f"verdict: {named}" in asked.stdout and f"kill -CONT {pid}" in asked.stdout
+
+    output, _ = launched.communicate(timeout=200)
+    assert launched.returncode == 0, output[-4000:]
+    assert named in output, "the run names it by itself, once its deadline has passed"
+    assert output.count("the whole diagnosis: ") == 1
+    assert f"verdict: {named}: rank 0 waited for it" in (run / "doctor.txt").read_text()
+    assert f"rank 1 (pid {pid}) did not arrive: it is stopped (SIGSTOP)" in (run / "logs" / "trainer-0.log").read_text()
+    after = subprocess.run([RL_ASYNC, "doctor", str(run)], capture_output=True, text=True, timeout=60)
+    assert after.returncode == 0 and "verdict: the run ended well: all 12 steps are trained" in after.stdout
