@@ -249,6 +249,13 @@ class TrainerConfig(Config, frozen=True):
         ),
     ] = 10
     keep_checkpoints: Annotated[Positive, doc("Older checkpoints are deleted.")] = 2
+    checkpoint_async: Annotated[
+        bool, doc("Training goes on while a checkpoint is written, out of a copy of this rank's shards in host memory.")
+    ] = True
+    checkpoint_hf: Annotated[
+        bool,
+        doc("Checkpoints also hold the model as Hugging Face safetensors; without, `rl-async export` makes them."),
+    ] = True
     batch_timeout_s: Annotated[Seconds, doc("A batch that takes longer ends the run, naming what is missing.")] = 300.0
     collective_timeout_s: Annotated[
         Seconds, doc("A rank that waits longer for the others ends, and the run goes on from the last checkpoint.")
