@@ -326,7 +326,13 @@ class LauncherConfig(Config, frozen=True):
     run_dir: Annotated[str, doc("Folder of all runs.")] = "runs"
     max_restarts: Annotated[Count, doc("Restarts per process before the run fails.")] = 3
     threads: Annotated[Positive, doc("Torch threads per process on CPU.")] = 1
-    stop_timeout_s: Annotated[Seconds, doc("Processes get this long to end before they are killed.")] = 15.0
+    stop_timeout_s: Annotated[
+        Seconds,
+        doc(
+            "Processes get this long to end before they are killed. The trainer ends its step and saves in four fifths "
+            "of it; one that is killed goes on from its last checkpoint."
+        ),
+    ] = 15.0
 
 
 class RunConfig(Config, frozen=True):

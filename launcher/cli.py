@@ -80,6 +80,13 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_gateway(commands.add_parser("gateway", help="let agent programs play episodes of a run that is going on"))
 
+    export = commands.add_parser("export", help="a Hugging Face folder out of a run's checkpoint")
+    export.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    export.add_argument("out", type=Path, metavar="OUT", help="folder to write, which must not exist")
+    export.add_argument("--step", type=int, help="default: the newest checkpoint")
+    export.add_argument("--critic", action="store_true", help="the critic instead of the policy, with its value head")
+    export.set_defaults(command=_export)
+
     audit = commands.add_parser("audit", help="was every admitted sample of a run trained exactly once?")
     audit.add_argument("run", type=Path, metavar="RUN", help="run folder")
     audit.set_defaults(command=_audit)
@@ -300,6 +307,14 @@ def _engine_remove(arguments: argparse.Namespace) -> int:
 
     remove_engine(arguments.run, arguments.engine)
     print(f"{arguments.engine} gets no more requests; stop its process when you like")
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from rl_async.trainer.hf_export import export
+
+    step = export(arguments.run, arguments.out, arguments.step, "critic" if arguments.critic else ".")
+    print(f"wrote {arguments.out} from the checkpoint after step {step}")
     return 0
 
 

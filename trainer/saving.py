@@ -63,7 +63,7 @@ class Saver:
         def write() -> None:
             began = time.monotonic()
             for writer in writers:
-                writer()
+                self._together(writer)
             self._together(lambda: self._own_files(temporary, random, state, snapshot))
             self._together(lambda: self._sum_up(temporary))
             self._together(lambda: self._publish(temporary, state.step))
