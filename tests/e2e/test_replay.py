@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
+from torch import Tensor
 
 from rl_async.configs.algorithm import AlgorithmConfig
 from rl_async.configs.critic import CriticConfig
@@ -57,12 +59,17 @@ def finish(trainer: subprocess.Popen[str]) -> None:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Hash of every tensor file in the last checkpoint."""
+    """Hash of every file's tensors in the last checkpoint; their order in a file means nothing."""
     last = folder / "checkpoints" / f"step-{STEPS:06d}"
-    return {
-        str(p.relative_to(last)): hashlib.sha256(p.read_bytes()).hexdigest()
-        for p in sorted(last.rglob("*.safetensors"))
-    }
+    return {str(path.relative_to(last)): digest_of(load_file(path)) for path in sorted(last.rglob("*.safetensors"))}
+
+
+def digest_of(tensors: dict[str, Tensor]) -> str:
+    """Of names and bytes."""
+    sums = hashlib.sha256()
+    for name in sorted(tensors):
+        sums.update(name.encode() + tensors[name].numpy().tobytes())
+    return sums.hexdigest()
 
 
 SHARD = "shards/shard-00001-model-00001-of-00001.safetensors"
