@@ -257,6 +257,13 @@ class TrainerConfig(Config, frozen=True):
         ),
     ] = 10
     keep_checkpoints: Annotated[Positive, doc("Older checkpoints are deleted.")] = 2
+    checkpoint_async: Annotated[
+        bool, doc("Training goes on while a checkpoint is written, out of a copy of this rank's shards in host memory.")
+    ] = True
+    checkpoint_hf: Annotated[
+        bool,
+        doc("Checkpoints also hold the model as Hugging Face safetensors; without, `rl-async export` makes them."),
+    ] = True
     batch_timeout_s: Annotated[Seconds, doc("A batch that takes longer ends the run, naming what is missing.")] = 300.0
     collective_timeout_s: Annotated[
         Seconds, doc("A rank that waits longer for the others ends, and the run goes on from the last checkpoint.")
@@ -327,7 +334,13 @@ class LauncherConfig(Config, frozen=True):
     run_dir: Annotated[str, doc("Folder of all runs.")] = "runs"
     max_restarts: Annotated[Count, doc("Restarts per process before the run fails.")] = 3
     threads: Annotated[Positive, doc("Torch threads per process on CPU.")] = 1
-    stop_timeout_s: Annotated[Seconds, doc("Processes get this long to end before they are killed.")] = 15.0
+    stop_timeout_s: Annotated[
+        Seconds,
+        doc(
+            "Processes get this long to end before they are killed. The trainer ends its step and saves in four fifths "
+            "of it; one that is killed goes on from its last checkpoint."
+        ),
+    ] = 15.0
 
 
 class RunConfig(Config, frozen=True):

@@ -57,7 +57,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(launch)
     launch.add_argument("--name", default="", help="the run's folder below launcher.run_dir")
     launch.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
-    launch.add_argument("--resume", action="store_true", help="continue the named run, or the newest of this config")
+    launch.add_argument(
+        "--resume",
+        action=argparse.BooleanOptionalAction,
+        help="continue the named run, or the newest of this config (default: a named run that did not reach its end)",
+    )
     launch.set_defaults(command=_launch)
 
     sft = commands.add_parser("sft", help="make the data and the warm-started model that a config needs")
@@ -83,6 +87,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands.add_parser("doctor", help="who waits for whom in a run; without one: what this machine lacks"))
 
     _add_plan(commands.add_parser("plan", help="how to split devices between trainer and engines, by simulation"))
+
+    export = commands.add_parser("export", help="a Hugging Face folder out of a run's checkpoint")
+    export.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    export.add_argument("out", type=Path, metavar="OUT", help="folder to write, which must not exist")
+    export.add_argument("--step", type=int, help="default: the newest checkpoint")
+    export.add_argument("--critic", action="store_true", help="the critic instead of the policy, with its value head")
+    export.set_defaults(command=_export)
 
     audit = commands.add_parser("audit", help="was every admitted sample of a run trained exactly once?")
     audit.add_argument("run", type=Path, metavar="RUN", help="run folder")
@@ -200,18 +211,22 @@ def _add_data_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def _launch(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.runs import new_run, resumed_run
+    from rl_async.launcher.runs import new_run, resumed_run, unfinished
 
+    if arguments.resume is None and arguments.name:
+        arguments.resume = unfinished(arguments.config, arguments.overrides, arguments.name)
+        if arguments.resume:
+            print(f"{arguments.name} did not reach its end: continuing it (--no-resume refuses)", flush=True)
     find = resumed_run if arguments.resume else new_run
     config, folder = find(arguments.config, arguments.overrides, mode=arguments.mode, name=arguments.name)
     if arguments.dry_run:
         from rl_async.launcher.show import dry_run
 
-        dry_run(config, folder, resume=arguments.resume)
+        dry_run(config, folder, resume=bool(arguments.resume))
         return 0
     from rl_async.launcher.launch import launch
 
-    return launch(config, folder, resume=arguments.resume)
+    return launch(config, folder, resume=bool(arguments.resume))
 
 
 def _sft(arguments: argparse.Namespace) -> int:
@@ -341,6 +356,14 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     given = arguments
     return plan_devices(given.config, given.overrides, given.gpus, given.run, given.check, given.json)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from rl_async.trainer.hf_export import export
+
+    step = export(arguments.run, arguments.out, arguments.step, "critic" if arguments.critic else ".")
+    print(f"wrote {arguments.out} from the checkpoint after step {step}")
+    return 0
 
 
 def _audit(arguments: argparse.Namespace) -> int:

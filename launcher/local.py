@@ -32,6 +32,7 @@ HEALTH_POLL_S = 0.2
 REGISTRY_WAIT_S = 10.0
 FIRST_BACKOFF_S = 0.2
 LONGEST_BACKOFF_S = 5.0
+TRAINERS_SHARE = 0.8  # of launcher.stop_timeout_s
 
 log = logging.getLogger("rl_async.launcher")
 EngineHook = Callable[[EngineRecord], Awaitable[None]]
@@ -374,12 +375,16 @@ class Supervisor:
                 child.kill_now()
 
     async def _stop_all(self) -> None:
-        """End everything within the deadline; shards and queue last, so that nobody complains that they are gone."""
-        deadline = time.monotonic() + self._plan.stop_timeout_s
+        """End everything within the deadline: trainers first, which save and need the queue for it; the queue last.
+
+        What is left when the trainers have ended, or used up their share, is for the others.
+        """
+        began, timeout = time.monotonic(), self._plan.stop_timeout_s
         queue, shards = self._plan.queue.name, [spec.name for spec in self._plan.shards]
-        others = [name for name in self._children if name not in (queue, *shards)]
-        for names in (others, shards, [queue]):
-            left = max(0.0, deadline - time.monotonic())
+        trainers = [spec.name for spec in self._plan.trainers]
+        others = [name for name in self._children if name not in (queue, *shards, *trainers)]
+        for names, share in ((trainers, TRAINERS_SHARE), (others, 1.0), (shards, 1.0), ([queue], 1.0)):
+            left = max(0.0, began + share * timeout - time.monotonic())
             children = [self._children[name] for name in names if name in self._children]
             await asyncio.gather(*(child.stop(left) for child in children))
         for name, state in self._states.items():

@@ -60,6 +60,13 @@ def resumed_run(
     return config, folder
 
 
+def unfinished(name_or_path: str, overrides: Sequence[str], name: str) -> bool:
+    """Whether there is a run of that name with a checkpoint of fewer steps than it was to have: it was interrupted."""
+    folder = _folder(Path(load_config(name_or_path, overrides).launcher.run_dir), name)
+    done = checkpoints(folder)
+    return bool(done) and done[-1] < load_resolved(folder / "config.yaml").trainer.steps
+
+
 def _refuse_another_run(before: RunConfig, config: RunConfig, preset: RunConfig, folder: Path) -> None:
     """Raise UserError for what a run cannot become by being resumed, and if there is nothing left to do."""
     if preset.data.path != before.data.path:

@@ -4,7 +4,8 @@ RlAsyncError
 ├── UserError            bad config, data, paths or user code; the command line prints it and exits with 2
 │   ├── ConfigError      names the key and the file and line, or the argument
 │   ├── DataError        names the file, the row and the column
-│   └── JournalError     the queue's journal cannot be read or written; names the file or server and the way out
+│   ├── JournalError     the queue's journal cannot be read or written; names the file or server and the way out
+│   └── CheckpointDamaged no checkpoint to go on from is as it was written; names the files
 ├── ProtocolError        a malformed or unexpected message from another process
 ├── EngineError          an engine refused or failed a request
 │   ├── EngineRejected   it will refuse again (bad request); never retried
@@ -13,6 +14,7 @@ RlAsyncError
 ├── RequestRefused       an agent program asked the gateway for what cannot be had; names the field
 ├── RowsLost             trajectories are gone with a payload shard, and are generated again
 ├── QueueLost            the transfer queue did not answer within the deadline
+├── CheckpointFailed     a checkpoint could not be written; names the step and the cause
 ├── RewardsMissing       no row of a batch could be scored; names the step and what the scorer said
 ├── TrainingDiverged     a NaN or infinite number; names the step and the batch
 └── PolicyDrifted        the data is too far from the policy; names the metric, its value, the limit and the step
@@ -41,6 +43,10 @@ class DataError(UserError):
 
 class JournalError(UserError):
     """The queue's journal cannot be read or written, or another process holds it."""
+
+
+class CheckpointDamaged(UserError):
+    """A checkpoint is not what was written, and there is none to use in its place."""
 
 
 class ProtocolError(RlAsyncError):
@@ -81,6 +87,10 @@ class QueueLost(RlAsyncError):
 
 class RowsLost(RlAsyncError):
     """Rows of a batch are gone with a payload shard; they are generated again, so reserve the batch once more."""
+
+
+class CheckpointFailed(RlAsyncError):
+    """A checkpoint could not be written; names the step and the cause."""
 
 
 class RewardsMissing(RlAsyncError):

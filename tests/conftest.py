@@ -20,7 +20,11 @@ VLLM_PYTHON = "RL_ASYNC_VLLM_PYTHON"
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3 of 2 layers, with a word-level tokenizer."""
-    folder = tmp_path_factory.mktemp("model")
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def make_model(folder: Path) -> Path:
+    """Write the model of ``model_folder``."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB,

@@ -9,7 +9,6 @@ import functools
 import logging
 import os
 import random
-import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -31,7 +30,7 @@ from rl_async.stacks import answer_with_stacks
 from rl_async.trainer import sources
 from rl_async.trainer.algorithm import build
 from rl_async.trainer.canaries import PROMPT_TOKENS, Canaries
-from rl_async.trainer.checkpoint import list_checkpoints, load_checkpoint
+from rl_async.trainer.checkpoint import drop_unfinished, folder_of, load_checkpoint, newest_whole, read_state
 from rl_async.trainer.depth import QueueDepth
 from rl_async.trainer.evaluation import Evaluations
 from rl_async.trainer.guard import Guard
@@ -40,6 +39,8 @@ from rl_async.trainer.mismatch import WatchedPublisher
 from rl_async.trainer.models import build_models
 from rl_async.trainer.publisher import EnginePublisher, NoEngines, Publisher
 from rl_async.trainer.records import next_lineage
+from rl_async.trainer.saving import Saver
+from rl_async.trainer.stopping import StopRequest
 from rl_async.trainer.trackers import Tracking
 from rl_async.trainer.train import Run, record_evaluation, train
 from rl_async.trainer.update import Models
@@ -56,11 +57,12 @@ def main() -> None:
     """Entry point; the exit code is 0 only when the last step was trained and published."""
     watch_lifeline()
     answer_with_stacks()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    stop = StopRequest()
+    stop.listen()
     arguments = _parse()
     setup_logging(f"trainer-{os.environ.get('RANK', '0')}")
     try:
-        _run(arguments)
+        _run(arguments, stop)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_USER)
@@ -94,12 +96,12 @@ def _parse() -> argparse.Namespace:
     return arguments
 
 
-def _run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace, stop: StopRequest) -> None:
     config = load_resolved(arguments.run / "config.yaml")
     beat(arguments.run, int(os.environ.get("RANK", "0")), 0, "starting")
     device = _start_process_group(config)
     try:
-        run = _base_run(config, arguments, build_models(config, device))
+        run = _base_run(config, arguments, build_models(config, device), stop)
         snapshot = _restore(run, arguments.resume)
         if arguments.queue is None:
             train(run)
@@ -131,7 +133,8 @@ def _start_process_group(config: RunConfig) -> str:
     return f"cuda:{local}"
 
 
-def _base_run(config: RunConfig, arguments: argparse.Namespace, models: Models) -> Run:
+def _base_run(config: RunConfig, arguments: argparse.Namespace, models: Models, stop: StopRequest) -> Run:
+    trainer = config.trainer
     source = sources.RecordedSource((arguments.replay or arguments.run) / "trajectories")
     return Run(
         config=config,
@@ -144,21 +147,28 @@ def _base_run(config: RunConfig, arguments: argparse.Namespace, models: Models) 
         publisher=NoEngines(),
         guard=Guard.of(config),
         kl=KlController(config.algorithm.kl),
+        saver=Saver(arguments.run / "checkpoints", trainer.keep_checkpoints, trainer.collective_timeout_s),
+        stop=stop,
         tracking=Tracking(config, arguments.run) if dist.get_rank() == 0 else None,
     )
 
 
 def _restore(run: Run, resume: bool) -> bytes:
-    """Take a new lineage and load the newest checkpoint, if resuming and there is one. Returns the queue's snapshot."""
-    if resume and run.rank == 0:
-        drop_torn_line(run.folder / "trained.jsonl")  # before any rank appends to it
-    lineage = torch.tensor([next_lineage(run.folder, resume) if run.rank == 0 else 0])
-    dist.broadcast(lineage, 0)
-    run.lineage = int(lineage.item())
-    checkpoints = list_checkpoints(run.folder / "checkpoints") if resume else []
-    if not checkpoints:
+    """Take a new lineage and load the newest whole checkpoint, if resuming and there is one; the queue's snapshot."""
+    root = run.folder / "checkpoints"
+    chosen = torch.tensor([0, -1])
+    if run.rank == 0:
+        folder = None
+        if resume:
+            drop_torn_line(run.folder / "trained.jsonl")  # before any rank appends to it
+            drop_unfinished(root)
+            folder = newest_whole(root)
+        chosen = torch.tensor([next_lineage(run.folder, resume), -1 if folder is None else read_state(folder).step])
+    dist.broadcast(chosen, 0)
+    run.lineage, step = chosen.tolist()
+    if step < 0:
         return b""
-    state, snapshot = load_checkpoint(checkpoints[-1], run.models.trained())
+    state, snapshot = load_checkpoint(folder_of(root, step), run.models.trained())
     run.start_step, run.kl.coef = state.step, state.kl_coef
     log.info("resuming after step %d as lineage %d", state.step, run.lineage)
     return snapshot
@@ -189,8 +199,8 @@ def _train_from_queue(run: Run, address: str, resume: bool, snapshot: bytes) -> 
             _sync_options(run),
         ) as coordinator:
             run.publisher = _watched(run, _publisher(run, coordinator), queue)
-            train(run)
-            queue.finish()
+            if train(run):
+                queue.finish()
 
 
 def _sync_options(run: Run) -> SyncOptions:

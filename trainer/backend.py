@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import msgspec
+import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.trainer.batching import Tensors
@@ -77,12 +78,20 @@ class Backend(Protocol):
         value head, which no engine knows."""
         ...
 
+    def stage(self, folder: Path, group: dist.ProcessGroup | None) -> Callable[[], None]:
+        """Copy model and optimizer to the host; what is returned writes the copy into ``folder``, and may be called in
+        another thread while training goes on. It is a collective of ``group`` alone (None: of all ranks).
+
+        It raises CheckpointFailed on all ranks if one of them could not write.
+        """
+        ...
+
     def save(self, folder: Path) -> None:
-        """Write model and optimizer; rank 0 writes, all ranks take part."""
+        """Write model and optimizer at once."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Read what ``save`` wrote, on any number of ranks."""
+        """Read what was written, on any number of ranks."""
         ...
 
     def sleep(self) -> None:

@@ -1,39 +1,51 @@
-"""Atomic checkpoints: a folder is complete or not there. ``step-000010`` holds the state after 10 completed steps.
+"""Checkpoints on disk: a folder is whole or not there. ``step-000010`` holds the state after 10 completed steps.
 
-model/               Hugging Face folder (float32 master weights), usable by any other tool
-optimizer.safetensors
-value_head.safetensors     of a critic that shares the policy's backbone
+model/               Hugging Face folder (float32 master weights), usable by any other tool; without weights if
+                     trainer.checkpoint_hf is off, when ``rl-async export`` puts them together
+shards/              weights and optimizer, each rank's part in a safetensors file of its own
+value_head.safetensors     of a critic, or of a policy that shares its backbone with one
 critic/              the same three of a critic with a model of its own
 random-rankN.safetensors   torch's random state
 queue.msgpack        what the queue needs to admit unfinished work again
-state.json           step, lineage and the KL's coefficient
+state.json           step, lineage, the KL's coefficient and the format of all this
+manifest.json        sizes and checksums of all others
+
+Format 1 had whole tensors in optimizer.safetensors and no manifest. It can still be gone on from, unverified.
 """
 
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from rl_async.configs.schema import RunConfig
+from rl_async.errors import CheckpointDamaged
 from rl_async.trainer.backend import Backend
+from rl_async.trainer.manifest import MANIFEST, damage
 
 log = logging.getLogger("rl_async.checkpoint")
 
 PREFIX = "step-"
+UNFINISHED = ".tmp"
+FORMAT = 2
 
 
 class CheckpointState(msgspec.Struct, frozen=True):
-    """``step`` completed steps, trained in ``lineage``; ``kl_coef`` is where the controller had got to."""
+    """``step`` completed steps, trained in ``lineage``; ``kl_coef`` is where the controller had got to.
+
+    ``format``: which files there are; without it, the first.
+    """
 
     step: int
     lineage: int
     kl_coef: float
+    format: int = 1
 
 
 class CheckpointSchedule:
@@ -66,42 +78,85 @@ class CheckpointSchedule:
         return True
 
 
-def save_checkpoint(
-    root: Path, backends: Mapping[str, Backend], state: CheckpointState, snapshot: bytes, keep: int
-) -> Path:
-    """Write the checkpoint of ``state.step`` and delete all but the newest ``keep``. A collective.
+def folder_of(root: Path, step: int) -> Path:
+    """The checkpoint of ``step``."""
+    return root / f"{PREFIX}{step:06d}"
 
-    ``backends`` is by folder within the checkpoint.
-    Everything is written to a hidden folder, forced to disk, and then renamed, so a reader never sees a part of it.
-    """
-    final = root / f"{PREFIX}{state.step:06d}"
-    temporary = root / f".{final.name}.tmp"
-    rank0 = dist.get_rank() == 0
-    if rank0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        for name in backends:
-            (temporary / name).mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    for name, backend in backends.items():
-        backend.save(temporary / name)
-    save_file({"torch": torch.get_rng_state()}, temporary / f"random-rank{dist.get_rank()}.safetensors")
-    dist.barrier()
-    if rank0:
-        (temporary / "queue.msgpack").write_bytes(snapshot)
-        (temporary / "state.json").write_bytes(msgspec.json.encode(state))
-        _force_to_disk(temporary)
-        shutil.rmtree(final, ignore_errors=True)  # only after a resume, from the abandoned lineage
-        temporary.rename(final)
-        _fsync(root)
-        for old in list_checkpoints(root)[:-keep]:
-            shutil.rmtree(old)
-    dist.barrier()
-    return final
+
+def temporary_folder(root: Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` is written before it gets its name."""
+    return root / f".{PREFIX}{step:06d}{UNFINISHED}"
+
+
+def begin(temporary: Path, names: Iterable[str]) -> None:
+    """An empty folder with a folder for each model, without what a crash left of an earlier attempt."""
+    shutil.rmtree(temporary, ignore_errors=True)
+    for name in names:
+        (temporary / name).mkdir(parents=True, exist_ok=True)
+
+
+def publish(temporary: Path, root: Path, step: int, keep: int) -> None:
+    """Give a folder whose files are on disk its name, and delete all but the newest ``keep``."""
+    final = folder_of(root, step)
+    for folder in (temporary, *(path for path in temporary.rglob("*") if path.is_dir())):
+        force_to_disk(folder)
+    force_to_disk(temporary / MANIFEST)
+    replaced = root / f".{final.name}.replaced{UNFINISHED}"
+    if final.exists():  # only after a resume, from the abandoned lineage
+        final.rename(replaced)
+    temporary.rename(final)
+    force_to_disk(root)
+    shutil.rmtree(replaced, ignore_errors=True)
+    for old in list_checkpoints(root)[:-keep]:
+        shutil.rmtree(old.rename(root / f".{old.name}.old{UNFINISHED}"))  # a part of it must not be listed either
+
+
+def drop_unfinished(root: Path) -> None:
+    """Delete what a crash left half written or half deleted."""
+    for path in root.glob(f".{PREFIX}*{UNFINISHED}"):
+        shutil.rmtree(path)
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
+    """Checkpoints that were written to their end, oldest first."""
     return sorted(path for path in root.glob(f"{PREFIX}*") if (path / "state.json").is_file())
+
+
+def newest_whole(root: Path) -> Path | None:
+    """The newest checkpoint whose files are as they were written; None if none was ever written.
+
+    Warns of each that is damaged, naming the file. Raises CheckpointDamaged if all are.
+    """
+    found = []
+    for folder in reversed(list_checkpoints(root)):
+        wrong = damage_of(folder)
+        if wrong is None:
+            return folder
+        found.append(wrong)
+        log.warning("checkpoint %s is damaged, an older one is used: %s", folder.name, wrong)
+    if found:
+        raise CheckpointDamaged(
+            f"no checkpoint in {root} is as it was written: {'; '.join(found)}; restore one, or delete the run"
+        )
+    return None
+
+
+def damage_of(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, naming the file; None if nothing is, or if it is of format 1, without sums."""
+    try:
+        state = read_state(folder)
+    except msgspec.MsgspecError as error:
+        return f"{folder / 'state.json'}: {error}"
+    if state.format > FORMAT:
+        raise CheckpointDamaged(
+            f"{folder} has format {state.format}, and this version of rl-async reads up to {FORMAT}; use a newer one"
+        )
+    return None if state.format == 1 else damage(folder)
+
+
+def read_state(folder: Path) -> CheckpointState:
+    """How far the checkpoint goes."""
+    return msgspec.json.decode((folder / "state.json").read_bytes(), type=CheckpointState)
 
 
 def load_checkpoint(folder: Path, backends: Mapping[str, Backend]) -> tuple[CheckpointState, bytes]:
@@ -114,17 +169,11 @@ def load_checkpoint(folder: Path, backends: Mapping[str, Backend]) -> tuple[Chec
     random = folder / f"random-rank{dist.get_rank()}.safetensors"
     if random.is_file():
         torch.set_rng_state(load_file(random)["torch"])
-    state = msgspec.json.decode((folder / "state.json").read_bytes(), type=CheckpointState)
-    return state, (folder / "queue.msgpack").read_bytes()
+    return read_state(folder), (folder / "queue.msgpack").read_bytes()
 
 
-def _force_to_disk(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        _fsync(path)
-    _fsync(folder)
-
-
-def _fsync(path: Path) -> None:
+def force_to_disk(path: Path) -> None:
+    """Return when the file, or the folder's list of names, would survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,20 +1,12 @@
 """The FSDP2 backend: a model with its heads under ``fully_shard``, on gloo or NCCL, on any number of ranks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
@@ -25,12 +17,12 @@ from rl_async.trainer.backend import LossFn, Outputs, Want
 from rl_async.trainer.batching import Tensors
 from rl_async.trainer.cell import lone_ranks
 from rl_async.trainer.heads import MODEL_FOLDER, VALUE_HEAD_FILE, Head, load_headed, shard
+from rl_async.trainer.hf_export import MOMENT, SHARDS, WEIGHTS, write_model
 from rl_async.trainer.schedule import learning_rate_factor
+from rl_async.trainer.shards import host_copy, read_shards, stored, write_shards
 from rl_async.trainer.work import work_of
 
-FULL_ON_RANK0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
-FROM_RANK0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-OPTIMIZER_FILE = "optimizer.safetensors"
+STEPS = "schedule|steps"
 
 
 class Fsdp2Backend:
@@ -93,66 +85,78 @@ class Fsdp2Backend:
             if not (tied and name == "lm_head.weight"):
                 yield name, _full(parameter.detach()).to(self.dtype)
 
-    def save(self, folder: Path) -> None:
-        assert self.optimizer is not None and self.schedule is not None
-        model: dict[str, Any] = get_model_state_dict(self.model.lm, options=FULL_ON_RANK0)
-        head: dict[str, Any] = {}
-        if self.model.value_head is not None:
-            head = get_model_state_dict(self.model.value_head, options=FULL_ON_RANK0)
-        state = self._optimizer_state()
-        if dist.get_rank() != 0:
-            return
-        if self.hf_config.tie_word_embeddings:
-            model.pop("lm_head.weight", None)
+    def stage(self, folder: Path, group: dist.ProcessGroup | None) -> Callable[[], None]:
+        assert self.schedule is not None and self.config is not None
+        steps = torch.tensor(self.schedule.last_epoch)
+        state = host_copy(self._weights() | self._moments() | {STEPS: steps})
+        head = {name: _full(tensor).cpu().clone() for name, tensor in self._value_head().items()}
+        complete = self.config.checkpoint_hf
+
+        def write() -> None:
+            write_shards(state, folder / SHARDS, group)
+            if dist.get_rank() == 0:
+                self._describe(folder, head, complete)
+
+        return write
+
+    def _describe(self, folder: Path, head: dict[str, Tensor], complete: bool) -> None:
+        """Write what others read: a Hugging Face folder and a value head. Of rank 0."""
         target = folder / MODEL_FOLDER
-        target.mkdir()
-        save_file({k: v.contiguous() for k, v in model.items()}, target / "model.safetensors", {"format": "pt"})
         self.hf_config.save_pretrained(target)
         if self.model.has_logits:
             AutoTokenizer.from_pretrained(self.path).save_pretrained(target)
+        if complete:
+            write_model(folder)
         if head:  # beside the model's folder, out of which engines load every tensor that they find
             save_file(head, folder / VALUE_HEAD_FILE)
-        save_file(state | {"schedule|steps": torch.tensor(self.schedule.last_epoch)}, folder / OPTIMIZER_FILE)
 
-    def _optimizer_state(self) -> dict[str, Tensor]:
-        """AdamW's tensors as ``parameter|name``, whole, on rank 0. A collective."""
-        assert self.optimizer is not None
-        if not self.optimizer.state:  # no step yet, and asking would make one up
-            return {}
-        optimizer: Any = get_optimizer_state_dict(self.model, self.optimizer, options=FULL_ON_RANK0)
-        entries = optimizer.get("state", {}).items()  # other ranks get nothing at all
-        return {f"{name}|{key}": value for name, entry in entries for key, value in entry.items()}
+    def save(self, folder: Path) -> None:
+        self.stage(folder, None)()
 
     def load(self, folder: Path) -> None:
         assert self.optimizer is not None and self.schedule is not None
-        rank0 = dist.get_rank() == 0
-        model: dict[str, Any] = load_file(folder / MODEL_FOLDER / "model.safetensors") if rank0 else {}
-        if rank0 and self.model.has_logits and self.hf_config.tie_word_embeddings:
-            model["lm_head.weight"] = model["model.embed_tokens.weight"]
-        set_model_state_dict(self.model.lm, model, options=FROM_RANK0)
-        if self.model.value_head is not None:
-            head: dict[str, Any] = load_file(folder / VALUE_HEAD_FILE) if rank0 else {}
-            set_model_state_dict(self.model.value_head, head, options=FROM_RANK0)
-        flat = load_file(folder / OPTIMIZER_FILE)
-        steps = int(flat.pop("schedule|steps"))
-        if flat:
-            self._set_optimizer_state(flat)
-        self.schedule.last_epoch = steps - 1
+        steps = {STEPS: torch.tensor(0)}
+        shards = folder / SHARDS
+        sharded = shards.is_dir()
+        held = stored(shards if sharded else folder)
+        if any(MOMENT in name and name != STEPS for name in held.state_dict_metadata):
+            self._make_moments()
+        if sharded:
+            read_shards(self._weights() | self._moments() | steps, shards)
+        else:  # whole tensors, as format 1 has them
+            read_shards({n.removeprefix(WEIGHTS): t for n, t in self._language_model().items()}, folder / MODEL_FOLDER)
+            read_shards(self._value_head() | self._moments() | steps, folder)
+        self.schedule.last_epoch = int(steps[STEPS]) - 1
         self.schedule.step()
 
-    def _set_optimizer_state(self, flat: dict[str, Tensor]) -> None:
+    def _weights(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name; of tied ones one."""
+        named = {name for name, _ in (*self.model.named_parameters(), *self.model.named_buffers())}
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name in named}
+
+    def _language_model(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self._weights().items() if name.startswith(WEIGHTS)}
+
+    def _value_head(self) -> dict[str, Tensor]:
+        """By name within the head; empty if there is none."""
+        head = self.model.value_head
+        return {} if head is None else {name: parameter.detach() for name, parameter in head.named_parameters()}
+
+    def _moments(self) -> dict[str, Tensor]:
+        """AdamW's tensors as ``parameter|name``; none before its first step."""
         assert self.optimizer is not None
-        state: dict[str, Any] = {}
-        for key, value in flat.items():
-            name, _, part = key.partition("|")
-            state.setdefault(name, {})[part] = value
-        groups: Any = get_optimizer_state_dict(self.model, self.optimizer)["param_groups"]
-        set_optimizer_state_dict(
-            self.model,
-            self.optimizer,
-            {"state": state if dist.get_rank() == 0 else {}, "param_groups": groups},
-            options=FROM_RANK0,
-        )
+        return {
+            f"{name}{MOMENT}{key}": tensor
+            for name, parameter in self.model.named_parameters()
+            for key, tensor in self.optimizer.state.get(parameter, {}).items()
+        }
+
+    def _make_moments(self) -> None:
+        """Room for what is loaded, as AdamW's first step would make it."""
+        assert self.optimizer is not None
+        for parameter in self.model.parameters():
+            state = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[parameter] = {"step": torch.tensor(0.0)} | state
 
     def sleep(self) -> None:
         self._move_optimizer("cpu")

@@ -7,7 +7,7 @@ account of is the same on all of them.
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -156,8 +156,9 @@ class MegatronBackend:
         for name, tensor in stream(self._spread, torch.Tensor.detach):
             yield name, tensor.to(self.dtype)
 
-    def save(self, folder: Path) -> None:
-        """In the files of the FSDP2 backend, which may go on from them, as may any other number of ranks."""
+    def stage(self, folder: Path, group: dist.ProcessGroup | None) -> Callable[[], None]:
+        """Whole tensors under Hugging Face names, gathered on rank 0: any number of ranks may go on from them, and the
+        FSDP2 backend too."""
         assert self._optimizer is not None
         model = _on_rank0(stream(self._spread, torch.Tensor.detach))
         optimizer = self._optimizer
@@ -166,18 +167,31 @@ class MegatronBackend:
             moments = _on_rank0(stream(self._spread, functools.partial(optimizer.moment, key=key)))
             state |= {f"{OPTIMIZER_PREFIX}{name}|{key}": moment for name, moment in moments.items()}
         if dist.get_rank() != 0:
-            return
+            return lambda: None
         if optimizer.has_moments:
             state |= {f"{OPTIMIZER_PREFIX}{name}|step": torch.tensor(float(optimizer.steps)) for name in model}
+        state["schedule|steps"] = torch.tensor(optimizer.steps)
+        return functools.partial(self._write, folder, model, state)
+
+    def _write(self, folder: Path, model: dict[str, Tensor], state: dict[str, Tensor]) -> None:
         target = folder / MODEL_FOLDER
-        target.mkdir()
+        target.mkdir(exist_ok=True)
         save_file(model, target / "model.safetensors", {"format": "pt"})
         self.hf_config.save_pretrained(target)
         AutoTokenizer.from_pretrained(self.path).save_pretrained(target)
-        save_file(state | {"schedule|steps": torch.tensor(optimizer.steps)}, folder / OPTIMIZER_FILE)
+        save_file(state, folder / OPTIMIZER_FILE)
+
+    def save(self, folder: Path) -> None:
+        self.stage(folder, None)()
+        dist.barrier()
 
     def load(self, folder: Path) -> None:
         assert self._optimizer is not None
+        if not (folder / OPTIMIZER_FILE).is_file():
+            raise UserError(
+                f"checkpoint {folder} was written with trainer.backend=fsdp2, whose shards this backend cannot read; "
+                "go on with fsdp2, or begin a new run from what `rl-async export` makes of it"
+            )
         optimizer = self._optimizer
         fill(self._spread, open_weights(folder / MODEL_FOLDER), _copy)
         state = load_file(folder / OPTIMIZER_FILE)

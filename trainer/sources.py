@@ -1,7 +1,7 @@
 """Where batches come from: the transfer queue, or the recorded trajectories of an earlier run."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -13,9 +13,9 @@ POLL_S = 2.0
 
 
 class BatchSource(Protocol):
-    """Batches by step. ``reserve`` answers the same for a step however often it is asked."""
+    """Batches by step. ``reserve`` answers the same for a step however often it is asked; None if ``stopping``."""
 
-    def reserve(self, step: int) -> Reserved: ...
+    def reserve(self, step: int, stopping: Callable[[], bool]) -> Reserved | None: ...
     def fetch(self, keys: Sequence[RowKey]) -> list[Trajectory]: ...
     def commit(self, step: int) -> None: ...
     def checkpointed(self, step: int) -> None: ...
@@ -40,13 +40,18 @@ class QueueSource:
     def __init__(self, queue: QueueVerbs, timeout_s: float) -> None:
         self._queue, self._timeout_s = queue, timeout_s
 
-    def reserve(self, step: int) -> Reserved:
-        """Wait for the batch of ``step``. Raises RlAsyncError saying what was missing when the deadline passes."""
+    def reserve(self, step: int, stopping: Callable[[], bool]) -> Reserved | None:
+        """Wait for the batch of ``step``, or until ``stopping``, which is asked every POLL_S.
+
+        Raises RlAsyncError saying what was missing when the deadline passes.
+        """
         deadline = time.monotonic() + self._timeout_s
         while True:
             reply = self._queue.reserve(step, POLL_S)
             if isinstance(reply, Reserved):
                 return reply
+            if stopping():
+                return None
             if time.monotonic() > deadline:
                 raise RlAsyncError(
                     f"no batch for step {step} within {self._timeout_s:.0f} s (trainer.batch_timeout_s): {reply.why}"
@@ -77,7 +82,7 @@ class RecordedSource:
         self._folder = folder
         self._rows: dict[RowKey, Trajectory] = {}
 
-    def reserve(self, step: int) -> Reserved:
+    def reserve(self, step: int, stopping: Callable[[], bool]) -> Reserved | None:
         """Read the step's files. Raises UserError if the step was not recorded."""
         paths = sorted(self._folder.glob(f"step-{step:06d}-*.jsonl.gz"), key=_lineage)
         if not paths:

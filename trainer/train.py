@@ -7,7 +7,8 @@
 
 Consumes batches from a BatchSource. Produces weights (to the engines, through the phase), checkpoints and metrics.
 Waits for the batch of the step (deadline: trainer.batch_timeout_s) and for engines to confirm weights (deadline:
-weight_sync.timeout_s). Unblocked by agent workers finishing groups, and by engines.
+weight_sync.timeout_s). Unblocked by agent workers finishing groups, and by engines. Asked to stop, it ends the step
+without publishing it, saves and returns; nothing is lost, and nothing waited for that other processes must do.
 """
 
 import logging
@@ -26,7 +27,7 @@ from rl_async.heartbeat import Phase, beat
 from rl_async.messages import Trajectory, TrajectoryHeader, Version
 from rl_async.trainer.algorithm import Algorithm
 from rl_async.trainer.cell import Cell
-from rl_async.trainer.checkpoint import CheckpointSchedule, CheckpointState, save_checkpoint
+from rl_async.trainer.checkpoint import FORMAT, CheckpointSchedule, CheckpointState
 from rl_async.trainer.correction import Corrected
 from rl_async.trainer.depth import QueueDepth
 from rl_async.trainer.evaluation import EvalResult, Evaluations
@@ -35,8 +36,10 @@ from rl_async.trainer.guard import Guard
 from rl_async.trainer.kl import KlController
 from rl_async.trainer.publisher import Publisher
 from rl_async.trainer.records import append_evaluation, append_trained, write_trajectories
+from rl_async.trainer.saving import Saver
 from rl_async.trainer.sources import BatchSource
 from rl_async.trainer.step_metrics import batch_metrics, conversation_metrics, conversation_sums
+from rl_async.trainer.stopping import StopRequest
 from rl_async.trainer.trackers import Tracking
 from rl_async.trainer.update import Batch, Models, mask_bound, plan_batch, row_keys, update
 
@@ -57,6 +60,8 @@ class Run:
     publisher: Publisher
     guard: Guard
     kl: KlController
+    saver: Saver
+    stop: StopRequest
     evaluations: Evaluations | None = None
     depth: QueueDepth | None = None
     tracking: Tracking | None = None
@@ -70,17 +75,21 @@ class Run:
         beat(self.folder, self.rank, step, phase)
 
 
-def train(run: Run) -> None:
-    """Train from ``run.start_step`` to ``trainer.steps``."""
+def train(run: Run) -> bool:
+    """Train from ``run.start_step`` to ``trainer.steps``. False: asked to stop, it saved and left early."""
     config, steps = run.config, run.config.trainer.steps
     schedule = CheckpointSchedule(config)
     published = Version(run.lineage, run.start_step)
     run.at(run.start_step, "starting")
     run.publisher.publish(published, run.models.policy)
+    run.stop.wait_for_step(True)
     for step in range(run.start_step, steps):
         began = time.perf_counter()
         run.at(step, "waiting for a batch")
         batch = take_batch(run, step)
+        if batch is None:
+            leave(run, step)
+            return False
         have_batch = time.perf_counter()
 
         run.at(step, "training")
@@ -91,9 +100,12 @@ def train(run: Run) -> None:
         time.sleep(max(0.0, have_batch + config.trainer.min_train_s - time.perf_counter()))
         record(run, batch, updated.corrected)
         run.at(step, "meeting the ranks")
-        dist.barrier()  # all ranks have trained and recorded before anyone is told so
+        stopping = run.stop.agreed()  # and all ranks have trained and recorded before anyone is told so
         if run.rank == 0:
             run.source.commit(step)
+        if stopping:
+            leave(run, step + 1)
+            return False
         trained = time.perf_counter()
 
         version = Version(run.lineage, step + 1)
@@ -106,6 +118,7 @@ def train(run: Run) -> None:
         if schedule.is_due(version.step, sum(header.nbytes for header in batch.headers)):
             run.at(step, "checkpointing")
             checkpoint(run, version.step)
+        forget(run)
         run.at(step, "reporting")
         metrics |= batch_metrics(batch.headers, step, mask_bound(config)) | conversations(run.models.cell, batch)
         metrics |= {
@@ -118,14 +131,20 @@ def train(run: Run) -> None:
         report(run, step, published, metrics)
         watch(run, step, metrics)
     finish(run, published)
+    return True
 
 
-def take_batch(run: Run, step: int) -> Batch:
-    """Wait for the batch of ``step`` and fetch the rows of it that this rank's cell trains; again if
-    rows went with a payload shard."""
+def take_batch(run: Run, step: int) -> Batch | None:
+    """Wait for the batch of ``step`` and fetch the rows of it that this rank's cell trains; again if rows went with
+    a payload shard.
+
+    None if any rank was asked to stop.
+    """
     cell = run.models.cell
     while True:
-        reserved = run.source.reserve(step)
+        reserved = run.source.reserve(step, lambda: run.stop.asked)
+        if run.stop.agreed() or reserved is None:
+            return None
         plan = plan_batch(reserved.headers, step, run.config, cell.dp_size, run.models.work)
         keys = row_keys(reserved.headers)
         mine = sorted(keys[i] for mini in plan for micro in mini.ranks[cell.dp_rank] for i in micro)
@@ -172,13 +191,31 @@ def conversations(cell: Cell, batch: Batch) -> dict[str, float]:
 
 
 def checkpoint(run: Run, completed: int) -> None:
-    """Save, and tell the source that what came before will not be asked for again."""
+    """Begin to save. The source keeps what came before until ``forget`` finds the checkpoint durable."""
     snapshot = run.source.snapshot() if run.rank == 0 else b""
-    state = CheckpointState(step=completed, lineage=run.lineage, kl_coef=run.kl.coef)
-    models, keep = run.models.trained(), run.config.trainer.keep_checkpoints
-    save_checkpoint(run.folder / "checkpoints", models, state, snapshot, keep)
-    if run.rank == 0:
-        run.source.checkpointed(completed)
+    state = CheckpointState(step=completed, lineage=run.lineage, kl_coef=run.kl.coef, format=FORMAT)
+    run.saver.save(run.models.trained(), state, snapshot)
+    if not run.config.trainer.checkpoint_async:
+        run.saver.wait()
+
+
+def forget(run: Run) -> None:
+    """Tell the source that what came before a durable checkpoint will not be asked for again."""
+    durable = run.saver.durable()
+    if durable is not None and run.rank == 0:
+        run.source.checkpointed(durable)
+
+
+def leave(run: Run, completed: int) -> None:
+    """Save ``completed`` steps and end early, as asked. The next trainer goes on from here."""
+    log.info("asked to stop: saving %d completed steps", completed)
+    if completed not in (run.start_step, run.saver.newest):
+        checkpoint(run, completed)
+    run.saver.wait()
+    forget(run)
+    if run.tracking:
+        run.tracking.close()
+    dist.barrier()
 
 
 def report(run: Run, step: int, published: Version, metrics: dict[str, float]) -> None:
@@ -206,7 +243,10 @@ def watch(run: Run, step: int, metrics: dict[str, float]) -> None:
 
 
 def finish(run: Run, published: Version) -> None:
-    """Evaluate the final weights, and close what is open."""
+    """Wait for the last checkpoint, evaluate the final weights, and close what is open."""
+    run.saver.wait()
+    forget(run)
+    run.stop.wait_for_step(False)
     if run.evaluations and run.tracking:
         for result in run.evaluations.finish(published.step, run.config.trainer.batch_timeout_s):
             # Trackers want steps that never decrease, and one value of a metric per step.

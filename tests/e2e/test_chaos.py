@@ -15,3 +15,10 @@ def test_runs_survive_five_faults() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=380)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "5 faults in" in done.stdout
+
+
+def test_a_trainer_killed_three_times_ends_with_the_weights_of_an_undisturbed_one() -> None:
+    command = [sys.executable, "-m", "tests.chaos.trainer", "--rounds", "3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=380)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 kills in" in done.stdout

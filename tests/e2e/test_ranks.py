@@ -1,5 +1,6 @@
-"""Two trainer ranks: when one is lost, the other ends with a clear message instead of waiting for ever."""
+"""Two trainer ranks: a lost one ends the other with a clear message; asked to stop, both save and end well."""
 
+import json
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import pytest
 
 from rl_async.configs.load import dump
 from rl_async.configs.schema import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.trainer.checkpoint import damage_of, list_checkpoints, read_state
 from rl_async.trainer.records import write_trajectories
 from tests.conftest import make_rows
 
@@ -19,7 +21,7 @@ pytestmark = pytest.mark.e2e
 STEPS = 40
 
 
-def start(folder: Path, model: Path) -> list["subprocess.Popen[str]"]:
+def start(folder: Path, model: Path, *more: str) -> list["subprocess.Popen[str]"]:
     """Both ranks, training on recorded rows for longer than the test lasts."""
     for step in range(STEPS):
         write_trajectories(folder / "trajectories" / f"step-{step:06d}-lineage0-rank0.jsonl.gz", make_rows(step))
@@ -33,21 +35,50 @@ def start(folder: Path, model: Path) -> list["subprocess.Popen[str]"]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "rl_async.trainer", "--run", str(folder), "--replay", str(folder)]
+    command = [sys.executable, "-m", "rl_async.trainer", "--run", str(folder), "--replay", str(folder), *more]
     return [
         subprocess.Popen(command, env=shared | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
 
 
+def wait_for_step(folder: Path, ranks: list["subprocess.Popen[str]"], lines: int) -> None:
+    """Until so many steps are in the metrics."""
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
+    while not metrics.exists() or metrics.read_text().count("\n") < lines:
+        assert time.monotonic() < deadline and all(rank.poll() is None for rank in ranks)
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("told", [(0, 1), (1,)])
+def test_sigterm_saves_the_step_and_ends_well(model_folder: Path, tmp_path: Path, told: tuple[int, ...]) -> None:
+    ranks = start(tmp_path, model_folder)
+    try:
+        wait_for_step(tmp_path, ranks, 2)
+        for rank in told:
+            ranks[rank].send_signal(signal.SIGTERM)
+        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], errors
+        (saved,) = list_checkpoints(tmp_path / "checkpoints")
+        trained = {json.loads(line)["step"] for line in (tmp_path / "trained.jsonl").read_text().splitlines()}
+        assert read_state(saved).step == len(trained) >= 2, "what was trained was saved"
+        assert damage_of(saved) is None
+        reported = (tmp_path / "metrics.jsonl").read_text().count("\n")
+        ranks += start(tmp_path, model_folder, "--resume")
+        wait_for_step(tmp_path, ranks[2:], reported + 1)
+        lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        assert [(line["lineage"], line["step"]) for line in lines][reported] == (1, len(trained))
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_lost_rank_ends_the_other(model_folder: Path, tmp_path: Path, how: signal.Signals) -> None:
     ranks = start(tmp_path, model_folder)
     try:
-        metrics, deadline = tmp_path / "metrics.jsonl", time.monotonic() + 120
-        while not metrics.exists() or not metrics.read_text().count("\n"):
-            assert time.monotonic() < deadline and all(rank.poll() is None for rank in ranks)
-            time.sleep(0.05)
+        wait_for_step(tmp_path, ranks, 1)
         ranks[1].send_signal(how)
         _, errors = ranks[0].communicate(timeout=60)
         assert ranks[0].returncode == 1, errors[-3000:]

@@ -8,11 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
+from torch import Tensor
 
 from rl_async.configs.algorithm import AlgorithmConfig
 from rl_async.configs.critic import CriticConfig
 from rl_async.configs.load import dump
 from rl_async.configs.schema import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.trainer.checkpoint import list_checkpoints
 from rl_async.trainer.records import write_trajectories
 from tests.conftest import make_rows
 
@@ -56,20 +59,26 @@ def finish(trainer: subprocess.Popen[str]) -> None:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Hash of every tensor file in the last checkpoint."""
+    """Hash of every file's tensors in the last checkpoint; their order in a file means nothing."""
     last = folder / "checkpoints" / f"step-{STEPS:06d}"
-    return {
-        str(p.relative_to(last)): hashlib.sha256(p.read_bytes()).hexdigest()
-        for p in sorted(last.rglob("*.safetensors"))
-    }
+    return {str(path.relative_to(last)): digest_of(load_file(path)) for path in sorted(last.rglob("*.safetensors"))}
 
 
-POLICY = {"model/model.safetensors", "optimizer.safetensors", "random-rank0.safetensors"}
+def digest_of(tensors: dict[str, Tensor]) -> str:
+    """Of names and bytes."""
+    sums = hashlib.sha256()
+    for name in sorted(tensors):
+        sums.update(name.encode() + tensors[name].numpy().tobytes())
+    return sums.hexdigest()
+
+
+SHARD = "shards/shard-00001-model-00001-of-00001.safetensors"
+POLICY = {"model/model.safetensors", SHARD, "random-rank0.safetensors"}
 CRITICS = {
     "none": (None, set()),
     "own": (  # the checkpoint that is resumed from is of a step in which the policy had not begun to train
         CriticConfig(learning_rate=1e-3, warmup_steps=3),
-        {f"critic/{name}" for name in ("model/model.safetensors", "optimizer.safetensors", "value_head.safetensors")},
+        {f"critic/{name}" for name in ("model/model.safetensors", SHARD, "value_head.safetensors")},
     ),
     "shared": (CriticConfig(shared=True), {"value_head.safetensors"}),
 }
@@ -88,7 +97,8 @@ def test_kill_and_resume_ends_with_identical_weights(
     victim = start(interrupted, recorded, model_folder, critic=critic, min_train_s=0.3)
     deadline = time.monotonic() + 120
     metrics = interrupted / "metrics.jsonl"
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
+    saved = interrupted / "checkpoints" / "step-000002"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 3 or not saved.exists():
         assert time.monotonic() < deadline and victim.poll() is None
         time.sleep(0.02)
     victim.kill()  # three steps are done, the checkpoint is of two
@@ -100,6 +110,43 @@ def test_kill_and_resume_ends_with_identical_weights(
     assert digests(undisturbed).keys() == POLICY | files
     steps = [(m["lineage"], m["step"]) for m in map(json.loads, metrics.read_text().splitlines())]
     assert steps[-4:] == [(1, 2), (1, 3), (1, 4), (1, 5)]
+
+
+def test_killed_while_a_checkpoint_is_being_written(recorded: Path, model_folder: Path, tmp_path: Path) -> None:
+    undisturbed, interrupted = tmp_path / "a", tmp_path / "b"
+    checkpoints = interrupted / "checkpoints"
+    victim = start(interrupted, recorded, model_folder, min_train_s=1.0)
+    deadline = time.monotonic() + 120
+    while not (checkpoints / ".step-000004.tmp").exists():
+        assert time.monotonic() < deadline and victim.poll() is None
+        time.sleep(0.001)
+    victim.kill()
+    victim.communicate()
+    assert [path.name for path in list_checkpoints(checkpoints)] == ["step-000002"]
+    finish(start(undisturbed, recorded, model_folder))
+    finish(start(interrupted, recorded, model_folder, "--resume"))
+    assert digests(interrupted) == digests(undisturbed)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000004", "step-000006"]
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    recorded: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    finish(start(tmp_path, recorded, model_folder))
+    expected = digests(tmp_path)
+    damaged = tmp_path / "checkpoints" / "step-000006" / SHARD
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    again = start(tmp_path, recorded, model_folder, "--resume")
+    _, errors = again.communicate(timeout=120)
+    assert again.returncode == 0, errors[-3000:]
+    assert f"{damaged} has" in errors and "resuming after step 4" in errors
+    assert digests(tmp_path) == expected
+    for folder in (tmp_path / "checkpoints").iterdir():
+        (folder / SHARD).unlink()
+    last = start(tmp_path, recorded, model_folder, "--resume")
+    _, errors = last.communicate(timeout=120)
+    assert last.returncode == 2, errors[-3000:]
+    assert "no checkpoint in" in errors and f"{damaged} is missing" in errors and "Traceback" not in errors
 
 
 def test_a_missing_batch_is_one_clear_error(recorded: Path, model_folder: Path, tmp_path: Path) -> None:

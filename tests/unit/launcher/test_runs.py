@@ -7,7 +7,7 @@ import pytest
 
 from rl_async.configs.load import load_resolved
 from rl_async.errors import UserError
-from rl_async.launcher.runs import checkpoints, create, hold, new_run, resumed_run
+from rl_async.launcher.runs import checkpoints, create, hold, new_run, resumed_run, unfinished
 
 
 @pytest.fixture
@@ -48,6 +48,13 @@ def test_an_existing_name_is_refused(root: str) -> None:
     make_run(root, name="more", steps=(2,))
     with pytest.raises(UserError, match=r"--name: the run .*more exists; add --resume"):
         new_run("calculator", [root], name="more")
+
+
+def test_a_run_is_unfinished_from_its_first_checkpoint_to_its_last(root: str) -> None:
+    for name, saved, expected in (("none", (), False), ("some", (1, 2), True), ("all", (3,), False)):
+        make_run(root, "trainer.steps=3", name=name, steps=saved)
+        assert unfinished("calculator", [root], name) is expected
+    assert not unfinished("calculator", [root], "new")
 
 
 @pytest.mark.parametrize(

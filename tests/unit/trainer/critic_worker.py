@@ -14,8 +14,9 @@ from rl_async.configs.algorithm import AlgorithmConfig
 from rl_async.configs.critic import CriticConfig
 from rl_async.configs.schema import DataConfig, ModelConfig, RunConfig, TrainerConfig
 from rl_async.trainer.algorithm import build
-from rl_async.trainer.checkpoint import CheckpointState, load_checkpoint, save_checkpoint
+from rl_async.trainer.checkpoint import FORMAT, CheckpointState, load_checkpoint
 from rl_async.trainer.models import build_models
+from rl_async.trainer.saving import Saver
 from rl_async.trainer.update import Batch, Models, plan_batch, row_keys, update
 from tests.conftest import make_rows
 
@@ -36,7 +37,9 @@ def run(model: Path, out: Path, tokens: int, kind: str, correction: str) -> None
     )
     models = build_models(config, "cpu")
     metrics = [train(models, step, config) for step in range(3)]
-    save_checkpoint(out, models.trained(), CheckpointState(step=3, lineage=0, kl_coef=0.0), b"", keep=1)
+    saver = Saver(out, keep=1, timeout_s=60)
+    saver.save(models.trained(), CheckpointState(step=3, lineage=0, kl_coef=0.0, format=FORMAT), b"")
+    saver.wait()
     again = build_models(config, "cpu")
     load_checkpoint(out / "step-000003", again.trained())
     tensors = {}

@@ -101,6 +101,8 @@ def test_rows_of_one_sample_are_recorded_and_replayed_one_by_one(tmp_path: Path)
     lines = [json.loads(line) for line in (tmp_path / "trained.jsonl").read_text().splitlines()]
     assert [(line["group"], line["sample"], line["segment"]) for line in lines] == [(0, 0, 0), (0, 0, 1), (0, 1, 0)]
     source = RecordedSource(tmp_path)
-    assert [header.key for header in source.reserve(0).headers] == [row.key for row in rows]
+    batch = source.reserve(0, lambda: False)
+    assert batch is not None
+    assert [header.key for header in batch.headers] == [row.key for row in rows]
     found = source.fetch([(0, 0, 1), (0, 0, 0)])
     assert [row.tokens_sha256() for row in found] == [rows[1].tokens_sha256(), first.tokens_sha256()]

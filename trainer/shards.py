@@ -1,0 +1,102 @@
+"""Tensors of all ranks in one folder: every rank writes what it holds, and any number of ranks reads it.
+
+torch.distributed.checkpoint (DCP) plans who writes and reads what. Its safetensors storage holds the bytes and says in
+each file's header which part of which tensor is there, so nothing is pickled on disk.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from rl_async.errors import CheckpointDamaged, CheckpointFailed
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}  # as in a header
+ON_HOST = StagingOptions(
+    use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+)
+
+
+def host_copy(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's shards as they are now, in host memory of their own. No collective."""
+    copied = DefaultStager(ON_HOST).stage(dict(state))
+    assert isinstance(copied, dict)
+    return copied
+
+
+def write_shards(state: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Write every rank's shards. A collective of ``group``; all files are whole and on disk when it returns.
+
+    Raises CheckpointFailed on all ranks if one of them could not write.
+    """
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        dcp.save(dict(state), storage_writer=writer, process_group=group)
+    except CheckpointException as error:  # no Exception, and its own text is a traceback
+        raise CheckpointFailed(_causes(error)) from error
+
+
+def read_shards(state: Mapping[str, Tensor], folder: Path) -> None:
+    """Fill the tensors of ``state``, sharded or whole, in place. A collective of all ranks.
+
+    Raises CheckpointDamaged on all ranks if one of them could not read.
+    """
+    try:
+        dcp.load(dict(state), storage_reader=HuggingFaceStorageReader(str(folder)))
+    except CheckpointException as error:
+        raise CheckpointDamaged(f"{folder}: {_causes(error)}") from error
+
+
+def stored(folder: Path) -> Metadata:
+    """What tensors are in ``folder``, and in which files. No collective."""
+    return HuggingFaceStorageReader(str(folder)).read_metadata()
+
+
+def write_whole(folder: Path, target: Path, rename: Callable[[str], str | None]) -> None:
+    """Put the tensors of ``folder`` together into the safetensors file ``target``, one at a time.
+
+    ``rename`` gives each tensor its name there, or None to leave it out. No collective: any process may do it.
+    """
+    found = stored(folder)
+    names = {name: new for name in sorted(found.state_dict_metadata) if (new := rename(name)) is not None}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, new in names.items():
+        size = found.state_dict_metadata[name]
+        assert isinstance(size, TensorStorageMetadata)
+        begin, end = end, end + size.size.numel() * size.properties.dtype.itemsize
+        dtype = DTYPES[size.properties.dtype]
+        header[new] = {"dtype": dtype, "shape": list(size.size), "data_offsets": [begin, end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)  # tensors begin at a multiple of 8
+    with target.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name in names:
+            file.write(_whole(found, name).reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _whole(found: Metadata, name: str) -> Tensor:
+    """One tensor, out of all files that hold a part of it."""
+    size = found.state_dict_metadata[name]
+    assert isinstance(size, TensorStorageMetadata)
+    whole = torch.empty(size.size, dtype=size.properties.dtype)
+    for index, place in found.storage_data.items():
+        if index.fqn == name:
+            with safe_open(place.relative_path, framework="pt") as file:
+                part = file.get_tensor(name)
+            at = tuple(slice(begin, begin + count) for begin, count in zip(index.offset, part.shape, strict=True))
+            whole[at] = part
+    return whole
+
+
+def _causes(error: CheckpointException) -> str:
+    return "; ".join(f"rank {rank}: {cause[0]!r}" for rank, cause in sorted(error.failures.items()))
