@@ -64,7 +64,7 @@ class Figures(NamedTuple):
     local: int  # copied without leaving their rank
     minimal: int  # wanted by a rank that does not hold them: what any transfer has to move
     full_gather: int  # if every target rank got every tensor whole, less what it holds
-    sent_by_busiest: int  # rank
+    sent_by_busiest: int  # by the rank that sends most
     peak_extra: int  # on the rank and in the bucket where it is largest
 
 

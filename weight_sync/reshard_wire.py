@@ -184,7 +184,7 @@ class SharedMemoryWire:
             self._store.wait([key], _left(deadline))
             return bytes(self._store.get(key))
         except RuntimeError as error:
-            raise self._blame.error(peer, key, "nothing in time") from error
+            raise self._blame.error(peer, self._what, "nothing in time") from error
 
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, (self._round, *parts)))
