@@ -37,9 +37,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 def judge(seen: Observation) -> Verdict:
     """The verdict on a run."""
+    if seen.launcher is None:  # what its ranks said last is no wait any more
+        return _over(seen)
     waits = tuple(who_waits(seen))
-    if seen.launcher is None:
-        return _over(seen, waits)
     findings = [sentence for rule in RULES for sentence in rule(seen)]
     if findings:
         return Verdict(health="stuck", findings=tuple(findings), waits=waits)
@@ -311,7 +311,7 @@ def _fine(seen: Observation) -> str:
     return f"nothing is wrong: {seen.steps_done} of {seen.steps} steps are trained{usual}"
 
 
-def _over(seen: Observation, waits: tuple[str, ...]) -> Verdict:
+def _over(seen: Observation) -> Verdict:
     """Nobody supervises the run any more."""
     if seen.steps and seen.steps_done >= seen.steps:
         return Verdict(health="over", findings=(f"the run ended well: all {seen.steps} steps are trained",))
@@ -320,4 +320,4 @@ def _over(seen: Observation, waits: tuple[str, ...]) -> Verdict:
     findings = [f"the run failed; {process.title} did: {process.log_line or 'it wrote nothing'}" for process in failed]
     findings = [*_disk(seen), *findings] or ["the run is not going on; it was interrupted, or its launcher was killed"]
     first = f"{findings[0]} ({done})"
-    return Verdict(health="failed", findings=(first, *findings[1:]), waits=waits)
+    return Verdict(health="failed", findings=(first, *findings[1:]))
