@@ -7,6 +7,7 @@ packed_vs_padded       tokens per second of a training step on rows of long-tail
 logprob_peak_vs_naive  rise of the peak resident set (VmHWM) of a process of its own while it computes log-probabilities
                        of [16 x 4096] tokens and 32,000 words, over that of logits, log_softmax and gather; the
                        latter is measured for 1/16 of the tokens, times 16, since all of it would not fit
+reshard_bytes_vs_minimal  bytes that travel from FSDP2 ranks to tensor-parallel ones over those that must (reshard.py)
 fsdp2_max_diff         largest difference of the loss or of any gradient between two ranks and one, in float32
 the others             null: nothing measures them yet
 """
@@ -23,6 +24,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import reshard
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -163,13 +165,18 @@ def run_alone(worker: str, argument: str) -> str:
     return finish(start(worker, argument))
 
 
+def reshard_bytes_vs_minimal() -> float:
+    """Four processes, in ``reshard.py``, which says more."""
+    return reshard.figures(1)["reshard_bytes_vs_minimal"]
+
+
 WORKERS: dict[str, Callable[[str], None]] = {"logprob_peak": logprob_peak, "fsdp2_gradients": fsdp2_gradients}
 MEASURES: dict[str, Callable[[], float] | None] = {
     "packed_vs_padded": packed_vs_padded,
     "step_vs_trl": None,
     "step_vs_trl_colocated": None,
     "logprob_peak_vs_naive": logprob_peak_vs_naive,
-    "reshard_bytes_vs_minimal": None,
+    "reshard_bytes_vs_minimal": reshard_bytes_vs_minimal,
     "fsdp2_max_diff": fsdp2_max_diff,
     "megatron_max_diff": None,
 }
