@@ -103,13 +103,10 @@ def train(run: Run) -> bool:
         stopping = run.stop.agreed()  # and all ranks have trained and recorded before anyone is told so
         if run.rank == 0:
             run.source.commit(step)
-        if stopping:
-            leave(run, step + 1)
-            return False
         trained = time.perf_counter()
 
         version = Version(run.lineage, step + 1)
-        if version.step % config.weight_sync.every == 0 or version.step == steps:
+        if not stopping and (version.step % config.weight_sync.every == 0 or version.step == steps):
             run.at(step, "publishing")
             metrics |= run.publisher.publish(version, run.models.policy)
             published = version
@@ -129,6 +126,9 @@ def train(run: Run) -> bool:
             "time/step_s": time.perf_counter() - began,
         }
         report(run, step, published, metrics)
+        if stopping:
+            leave(run, version.step)
+            return False
         watch(run, step, metrics)
     finish(run, published)
     return True
