@@ -14,6 +14,7 @@ from tests.contracts.backend_models import make_model
 from tests.unit.trainer.test_fsdp2 import train
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.skipif(
         importlib.util.find_spec("megatron") is None,

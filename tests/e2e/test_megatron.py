@@ -10,6 +10,7 @@ import pytest
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.skipif(
         importlib.util.find_spec("megatron") is None,
@@ -44,8 +45,8 @@ def call(cwd: Path, *arguments: str) -> str:
     ("mode", "sizes"),
     [
         ("disaggregated", ["trainer.ranks=2", "trainer.tensor_parallel=2"]),
-        pytest.param("colocated", ["trainer.ranks=2", "trainer.pipeline_parallel=2"], marks=pytest.mark.slow),
-        pytest.param("colocated", ["trainer.ranks=2", "algorithm.kl.coef=0.01"], marks=pytest.mark.slow),
+        ("colocated", ["trainer.ranks=2", "trainer.pipeline_parallel=2"]),
+        ("colocated", ["trainer.ranks=2", "algorithm.kl.coef=0.01"]),
     ],
 )
 def test_a_run_trains_every_row_once(tmp_path: Path, mode: str, sizes: list[str]) -> None:

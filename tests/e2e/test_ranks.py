@@ -50,7 +50,7 @@ def wait_for_step(folder: Path, ranks: list["subprocess.Popen[str]"], lines: int
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("told", [(0, 1), (1,)])
+@pytest.mark.parametrize("told", [(0, 1), pytest.param((1,), marks=pytest.mark.slow)])
 def test_sigterm_saves_the_step_and_ends_well(model_folder: Path, tmp_path: Path, told: tuple[int, ...]) -> None:
     ranks = start(tmp_path, model_folder)
     try:
