@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs tests/gpu with this machine's own torch and transformers; needs neither Ray nor vLLM.
+# Runs tests/gpu, then benchmarks/gpu.py, with this machine's own torch and transformers; needs neither Ray nor vLLM.
 # The package is installed without its dependencies into a folder of its own, so nothing on the machine changes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -9,3 +9,4 @@ trap 'rm -rf "$site"' EXIT
 python3 -m pip install --quiet --no-deps --no-build-isolation --target "$site" .
 PYTHONPATH="$site" python3 -m pytest -p no:cacheprovider -o addopts="--import-mode=importlib -q" -o filterwarnings=default \
   -o asyncio_mode=auto tests/gpu "$@"
+PYTHONPATH="$site" python3 benchmarks/gpu.py

@@ -75,8 +75,19 @@ def strike(run: Path, ranks: list["subprocess.Popen[bytes]"], rng: random.Random
 
 
 def finish(run: Path, ranks: list["subprocess.Popen[bytes]"]) -> None:
-    """Wait for a good end."""
-    codes = [rank.wait(END_S) for rank in ranks]
+    """Wait for a good end, for as long as steps are trained."""
+    trained_before, since = 0, time.monotonic()
+    try:
+        while any(rank.poll() is None for rank in ranks):
+            time.sleep(0.1)
+            if (count := lines(run / "metrics.jsonl")) > trained_before:
+                trained_before, since = count, time.monotonic()
+            if time.monotonic() - since > END_S:
+                sys.exit(f"after {count} steps none was trained within {END_S:.0f} s; see {run}")
+    finally:
+        for rank in ranks:
+            rank.kill()
+    codes = [rank.wait() for rank in ranks]
     if any(codes):
         sys.exit(f"the ranks ended with {codes}; see {run}")
 

@@ -1,0 +1,213 @@
+"""What one accelerator does with the largest model that its memory takes: a step, sleep and wake, resharding.
+
+    python benchmarks/gpu.py [--device cuda] [--layers N] [--json FILE]
+
+Random weights in the shape of Qwen3-8B's layers, as many of them as fit (bfloat16 for compute, float32 weights,
+gradients and AdamW's moments). With ``--device cpu`` a tiny one, so that this file runs anywhere; its numbers mean
+nothing then.
+
+step_tokens_per_s        tokens of the rows over the seconds of a whole optimizer step, the median of some
+mfu                      3 x the operations of a forward pass (trainer/work.py) over seconds and the data sheet's dense
+                         bfloat16 peak (Chowdhery et al., arXiv:2204.02311, appendix B); null for an unknown device
+step_vs_matmul           the same over what one large matmul in bfloat16 reaches here
+sleep_gives_back         device memory that the trainer's sleep gives back, over what it holds awake
+engine_sleep_gives_back  the same of the embedded engine's sleep at level 2
+reshard_vs_device_copy   bytes per second of a reshard on one rank (all moves local, into bfloat16), over those of
+                         copying each tensor with the same conversion
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from trainer_arms import rows_of
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from rl_async.configs.schema import TrainerConfig
+from rl_async.launcher.memory import LOGITS_CHUNK, size_of
+from rl_async.rollout_server.embedded.core import EngineCore
+from rl_async.rollout_server.embedded.engine import Engine
+from rl_async.trainer.backend import Outputs
+from rl_async.trainer.batching import collate
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.work import work_of
+from rl_async.weight_sync.layout import TensorSpec, fsdp2, whole
+from rl_async.weight_sync.reshard import plan
+from rl_async.weight_sync.reshard_run import reshard
+from rl_async.weight_sync.reshard_wire import PointToPoint
+
+PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}  # NVIDIA's data sheets, SXM, dense bfloat16, FLOP/s
+SHAPES: dict[str, dict[str, int]] = {
+    "cuda": {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8},
+    "cpu": {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2},
+}
+HEAD_DIM = {"cuda": 128, "cpu": 32}
+VOCAB = 32_000
+ROWS, LENGTH = {"cuda": 16, "cpu": 4}, {"cuda": 2048, "cpu": 128}
+STATE_BYTES = 16  # of a parameter: weight, gradient and two moments in float32
+USABLE = 0.85  # of the memory; the rest is fragmentation, workspaces and the copies of one layer at a time
+STEPS = 5
+
+
+def shape(kind: str, layers: int) -> dict[str, Any]:
+    return SHAPES[kind] | {
+        "head_dim": HEAD_DIM[kind],
+        "num_hidden_layers": layers,
+        "vocab_size": VOCAB,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": LENGTH[kind],
+    }
+
+
+def bytes_needed(kind: str, layers: int) -> int:
+    """Of a step whose forward passes take one row each."""
+    size = size_of(shape(kind, layers))
+    assert size is not None
+    logits = 16 * LOGITS_CHUNK * 4 * 2
+    return size.parameters * STATE_BYTES + LENGTH[kind] * size.activations * 2 + logits
+
+
+def layers_that_fit(kind: str, memory: int) -> int:
+    """Raises SystemExit if not even one layer fits."""
+    fitting = [layers for layers in range(1, 200) if bytes_needed(kind, layers) <= USABLE * memory]
+    if not fitting:
+        raise SystemExit(f"not one layer fits into {memory / 2**30:.0f} GiB; give --layers to try all the same")
+    return fitting[-1]
+
+
+def synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def seconds_of(device: str, action: Callable[[], object], repeats: int = STEPS) -> float:
+    """The median, after one that is not counted."""
+    times = []
+    for _ in range(repeats + 1):
+        synchronize(device)
+        began = time.perf_counter()
+        action()
+        synchronize(device)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+def allocated(device: str) -> int:
+    return 0 if device == "cpu" else torch.cuda.memory_allocated()
+
+
+def given_back(awake: int, asleep: int) -> float | None:
+    return (awake - asleep) / awake if awake else None
+
+
+def matmul_flops(device: str) -> float:
+    """Operations per second of one large matmul in bfloat16."""
+    n = 512 if device == "cpu" else 8192
+    one, other = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * n**3 / seconds_of(device, lambda: one @ other)
+
+
+def measure_step(backend: Fsdp2Backend, device: str, kind: str) -> tuple[float, float]:
+    """Tokens and operations per second of a whole step."""
+    lengths = [LENGTH[kind]] * ROWS[kind]
+    batches = [collate([row], step=0, max_staleness=None, device=device) for row in rows_of(lengths)]
+
+    def loss_fn(number: int, outputs: Outputs) -> Tensor:
+        assert outputs.logprobs is not None
+        return -torch.where(batches[number].mask, outputs.logprobs, 0.0).sum() / sum(lengths)
+
+    seconds = seconds_of(device, lambda: backend.step(batches, loss_fn))
+    work = work_of(backend.hf_config)
+    return sum(lengths) / seconds, 3 * sum(work.of(length) for length in lengths) / seconds
+
+
+def measure_reshard(device: str, kind: str, store: dist.Store) -> float:
+    """One rank has all; the target is another tensor of each shape, on the same device."""
+    sizes = SHAPES[kind]
+    named = {f"t{i}": TensorSpec((sizes["intermediate_size"], sizes["hidden_size"])) for i in range(32)}
+    layout = fsdp2(named, 1)
+    source = {(name, whole(spec.shape)): torch.randn(spec.shape, device=device) for name, spec in named.items()}
+    target = {key: torch.empty_like(tensor, dtype=torch.bfloat16) for key, tensor in source.items()}
+    made, wire = plan(layout, layout, 64 << 20), PointToPoint(store, device=device)
+    ours = seconds_of(device, lambda: reshard(made, 0, source, target, wire, 60))
+
+    def copies() -> None:
+        for key, tensor in source.items():
+            target[key].copy_(tensor)
+
+    moved = sum(t.nbytes for t in target.values())
+    plain = seconds_of(device, copies)
+    print(f"  reshard {moved / ours / 1e9:.1f} GB/s, copies {moved / plain / 1e9:.1f} GB/s")
+    return plain / ours
+
+
+def measure_engine(folder: str, device: str) -> float | None:
+    """Share of the device memory of weights and cache that sleep gives back."""
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    engine = Engine(EngineCore(model.to(device).eval(), max_batch=8, max_length=256), _crashed)
+    awake = allocated(device)
+    engine.sleep(2).result(60)
+    share = given_back(awake, allocated(device))
+    engine.wake([]).result(60)
+    engine.stop()
+    return share
+
+
+def _crashed(error: Exception) -> None:
+    raise SystemExit(f"the engine failed: {error}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="One accelerator and the largest model that it takes.")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    kind = arguments.device
+    device = "cpu" if kind == "cpu" else "cuda:0"
+    name = "cpu" if kind == "cpu" else torch.cuda.get_device_name()
+    memory = 1 << 30 if kind == "cpu" else torch.cuda.get_device_properties(0).total_memory
+    layers = arguments.layers or (2 if kind == "cpu" else layers_that_fit(kind, memory))
+    results: dict[str, Any] = {"device": name, "layers": layers}
+    store = dist.HashStore()
+    dist.init_process_group("gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    with tempfile.TemporaryDirectory() as folder:
+        config = Qwen3Config(**shape(kind, layers))
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        results["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+        model.save_pretrained(folder)
+        del model
+        results["engine_sleep_gives_back"] = measure_engine(folder, device)
+        results["matmul_tflops"] = matmul_flops(device) / 1e12
+        backend = Fsdp2Backend(folder, "bfloat16", device, TrainerConfig())
+        results["step_tokens_per_s"], flops = measure_step(backend, device, kind)
+        peak = next((peak for known, peak in PEAKS.items() if known in name), None)
+        results["mfu"] = flops / peak if peak else None
+        results["step_vs_matmul"] = flops / 1e12 / results["matmul_tflops"]
+        awake = allocated(device)
+        backend.sleep()
+        results["sleep_gives_back"] = given_back(awake, allocated(device))
+        backend.wake()
+        del backend
+        if kind == "cuda":
+            torch.cuda.empty_cache()
+        results["reshard_vs_device_copy"] = measure_reshard(device, kind, dist.PrefixStore("reshard", store))
+    dist.destroy_process_group()
+    for key, value in results.items():
+        shown = f"{value:.4g}" if isinstance(value, float) else value
+        print(f"{key}: {'not measured' if value is None else shown}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
