@@ -11,6 +11,7 @@ RlAsyncError
 │   ├── EngineRejected   it will refuse again (bad request); never retried
 │   └── EngineLost       connection lost or timed out; the request may be replayed elsewhere
 ├── WeightSyncError      names the engine, the phase and the bucket
+│   └── RanksLost        another rank of the trainer died or hangs; names it. The ranks start again together
 ├── RequestRefused       an agent program asked the gateway for what cannot be had; names the field
 ├── RowsLost             trajectories are gone with a payload shard, and are generated again
 ├── QueueLost            the transfer queue did not answer within the deadline
@@ -79,6 +80,10 @@ class RequestRefused(RlAsyncError):
 
 class WeightSyncError(RlAsyncError):
     """A weight transfer failed; names the engine, the phase and the bucket."""
+
+
+class RanksLost(WeightSyncError):
+    """A rank of the trainer died or hangs; names it. This one is sound, and starts again with the others."""
 
 
 class QueueLost(RlAsyncError):

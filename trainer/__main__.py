@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from rl_async.configs.load import load_resolved
 from rl_async.configs.schema import RunConfig
 from rl_async.configs.transport import resolve_transport
-from rl_async.errors import EXIT_FAILED, EXIT_USER, RlAsyncError, UserError
+from rl_async.errors import EXIT_FAILED, EXIT_USER, RanksLost, RlAsyncError, UserError
 from rl_async.heartbeat import beat, who_is_missing
 from rl_async.lifeline import watch_lifeline
 from rl_async.lines import drop_torn_line
@@ -47,10 +47,14 @@ from rl_async.trainer.update import Models
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
 from rl_async.transfer_queue.keys import client_keys
 from rl_async.weight_sync.coordinator import WeightCoordinator
+from rl_async.weight_sync.gather import Gathering
 from rl_async.weight_sync.options import SyncOptions
 from rl_async.weight_sync.phases import Bystander, build_phase
+from rl_async.weight_sync.reshard_wire import PointToPoint, Wire
 
 log = logging.getLogger("rl_async.trainer")
+
+EXIT_RANKS_LOST = 1  # not this rank's fault: all of them start again from the last checkpoint
 
 
 def main() -> None:
@@ -66,6 +70,9 @@ def main() -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_USER)
+    except RanksLost as error:
+        log.error("%s", error)
+        sys.exit(EXIT_RANKS_LOST)
     except RlAsyncError as error:
         log.error("%s: %s", type(error).__name__, error)
         sys.exit(EXIT_FAILED)
@@ -76,7 +83,7 @@ def main() -> None:
         missing = who_is_missing(arguments.run, int(rank), int(os.environ.get("WORLD_SIZE", "1")))
         hint = "one died, or hung for trainer.collective_timeout_s"
         log.error("rank %s lost the other ranks (%s): %s: %s", rank, hint, missing, error)
-        sys.exit(1)  # not this rank's fault: all of them start again from the last checkpoint
+        sys.exit(EXIT_RANKS_LOST)
 
 
 def is_collective_failure(error: RuntimeError) -> bool:
@@ -99,38 +106,38 @@ def _parse() -> argparse.Namespace:
 def _run(arguments: argparse.Namespace, stop: StopRequest) -> None:
     config = load_resolved(arguments.run / "config.yaml")
     beat(arguments.run, int(os.environ.get("RANK", "0")), 0, "starting")
-    device = _start_process_group(config)
+    device, store = _start_process_group(config)
     try:
         run = _base_run(config, arguments, build_models(config, device), stop)
         snapshot = _restore(run, arguments.resume)
         if arguments.queue is None:
             train(run)
         else:
-            _train_from_queue(run, arguments.queue, arguments.resume, snapshot)
+            wire = PointToPoint(dist.PrefixStore("gathering", store), device=device)
+            _train_from_queue(run, arguments.queue, arguments.resume, snapshot, wire)
     finally:
         dist.destroy_process_group()
 
 
-def _start_process_group(config: RunConfig) -> str:
-    """Join the trainer's process group and seed this rank. Returns the device of this rank."""
+def _start_process_group(config: RunConfig) -> tuple[str, dist.Store]:
+    """Join the trainer's process group and seed this rank. Returns the device of this rank, and the ranks' store."""
     torch.set_num_threads(config.launcher.threads)
     cuda = config.model.device == "cuda" or (config.model.device == "auto" and torch.cuda.is_available())
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.setdefault(key, value)
     backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"  # counts and flags are reduced on the host
     timeout = timedelta(seconds=config.trainer.collective_timeout_s)
-    if "MASTER_PORT" in os.environ:
-        dist.init_process_group(backends, timeout=timeout)
-    else:  # a single rank started by hand
-        dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    rank = dist.get_rank()
+    store, rank, ranks = dist.HashStore(), 0, 1
+    if "MASTER_PORT" in os.environ:  # else a single rank started by hand
+        store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
+    dist.init_process_group(backends, store=store, rank=rank, world_size=ranks, timeout=timeout)
     random.seed(config.seed + rank)
     torch.manual_seed(config.seed + rank)
     if not cuda:
-        return "cpu"
+        return "cpu", store
     local = rank % torch.cuda.device_count()
     torch.cuda.set_device(local)
-    return f"cuda:{local}"
+    return f"cuda:{local}", store
 
 
 def _base_run(config: RunConfig, arguments: argparse.Namespace, models: Models, stop: StopRequest) -> Run:
@@ -174,13 +181,13 @@ def _restore(run: Run, resume: bool) -> bytes:
     return snapshot
 
 
-def _train_from_queue(run: Run, address: str, resume: bool, snapshot: bytes) -> None:
+def _train_from_queue(run: Run, address: str, resume: bool, snapshot: bytes, wire: Wire) -> None:
     config = run.config
     keys = client_keys(config, run.folder)
     with SyncQueueClient(address, role="trainer", name=f"trainer-{run.rank}", keys=keys) as queue:
         run.source = sources.QueueSource(queue, config.trainer.batch_timeout_s)
         if run.rank != 0:
-            run.publisher = _watched(run, _publisher(run, Bystander()), None)
+            run.publisher = _watched(run, _publisher(run, Bystander(), wire), None)
             train(run)
             return
         if resume:
@@ -198,7 +205,7 @@ def _train_from_queue(run: Run, address: str, resume: bool, snapshot: bytes) -> 
             config.rollout.start_timeout_s,
             _sync_options(run),
         ) as coordinator:
-            run.publisher = _watched(run, _publisher(run, coordinator), queue)
+            run.publisher = _watched(run, _publisher(run, coordinator, wire), queue)
             if train(run):
                 queue.finish()
 
@@ -214,11 +221,12 @@ def _sync_options(run: Run) -> SyncOptions:
     )
 
 
-def _publisher(run: Run, publisher: WeightCoordinator | Bystander) -> EnginePublisher:
+def _publisher(run: Run, publisher: WeightCoordinator | Bystander, wire: Wire) -> EnginePublisher:
     phase = build_phase(
         run.config.mode, publisher, barrier=dist.barrier, onload=run.models.wake, offload=run.models.sleep
     )
-    return EnginePublisher(phase, int(run.config.weight_sync.bucket_mb * 2**20))
+    bucket_bytes = int(run.config.weight_sync.bucket_mb * 2**20)
+    return EnginePublisher(phase, Gathering(wire, run.rank, bucket_bytes, run.config.trainer.collective_timeout_s))
 
 
 def _watched(run: Run, publisher: Publisher, queue: SyncQueueClient | None) -> Publisher:

@@ -1,6 +1,6 @@
 """What the trainer needs of a model that may be spread over ranks. ``fsdp2.py`` and ``megatron.py`` provide it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from rl_async.trainer.batching import Tensors
 from rl_async.trainer.cell import Cell
 from rl_async.trainer.work import Work
+from rl_async.weight_sync.gather import Parts
 
 Want = Literal["entropy", "sum_squares", "distribution", "values"]
 
@@ -49,7 +50,7 @@ LossFn = Callable[[int, Outputs], Tensor]  # (micro-batch number, outputs that c
 
 
 class Backend(Protocol):
-    """One model, sharded over the ranks of a process group. Every method is a collective.
+    """One model, sharded over the ranks of a process group. Every method but one is a collective.
 
     The ranks of a cell pass the same micro-batches. In ``step`` each of them calls ``loss_fn`` on every micro-batch in
     turn, on equal numbers, though only where the logits are do these carry gradient: a loss may keep account of what it
@@ -73,9 +74,10 @@ class Backend(Protocol):
         """
         ...
 
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors under Hugging Face names in the model's dtype, one at a time; tied duplicates left out, and a
-        value head, which no engine knows."""
+    def parts(self) -> Parts:
+        """Who holds what of the weights that engines get, under Hugging Face names, to travel in the model's dtype;
+        tied duplicates left out, and a value head, which no engine knows. What this rank holds is not copied. The only
+        method that is no collective."""
         ...
 
     def stage(self, folder: Path, group: dist.ProcessGroup | None) -> Callable[[], None]:

@@ -1,6 +1,7 @@
 """The FSDP2 backend: a model with its heads under ``fully_shard``, on gloo or NCCL, on any number of ranks."""
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
@@ -21,6 +23,10 @@ from rl_async.trainer.hf_export import MOMENT, SHARDS, WEIGHTS, write_model
 from rl_async.trainer.schedule import learning_rate_factor
 from rl_async.trainer.shards import host_copy, read_shards, stored, write_shards
 from rl_async.trainer.work import work_of
+from rl_async.weight_sync.buckets import dtype_name
+from rl_async.weight_sync.gather import Parts
+from rl_async.weight_sync.layout import Layout, TensorSpec, fsdp2
+from rl_async.weight_sync.reshard_run import one_box_each
 
 STEPS = "schedule|steps"
 
@@ -79,11 +85,23 @@ class Fsdp2Backend:
         self.optimizer.zero_grad()
         return total, norm
 
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        tied = self.hf_config.tie_word_embeddings
-        for name, parameter in self.model.lm.named_parameters():  # a value head is none of the engines' business
-            if not (tied and name == "lm_head.weight"):
-                yield name, _full(parameter.detach()).to(self.dtype)
+    def parts(self) -> Parts:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a pass without gradient leaves some of them whole
+        local = {name: p.detach().to_local() for name, p in self._published().items()}
+        return Parts(self._layout, one_box_each(self._layout, dist.get_rank(), local))
+
+    @functools.cached_property
+    def _layout(self) -> Layout:
+        dtype = dtype_name(self.dtype)
+        specs = {name: TensorSpec(tuple(parameter.shape), dtype) for name, parameter in self._published().items()}
+        return fsdp2(specs, dist.get_world_size())
+
+    def _published(self) -> dict[str, DTensor]:
+        """Parameters that engines have too; a value head is none of their business."""
+        tied, named = self.hf_config.tie_word_embeddings, self.model.lm.named_parameters()
+        return {name: parameter for name, parameter in named if not (tied and name == "lm_head.weight")}
 
     def stage(self, folder: Path, group: dist.ProcessGroup | None) -> Callable[[], None]:
         assert self.schedule is not None and self.config is not None

@@ -32,8 +32,11 @@ from rl_async.trainer.megatron_model import build_chunks, require_divisible, sha
 from rl_async.trainer.megatron_optimizer import MOMENTS, DistributedAdamW, wrap
 from rl_async.trainer.megatron_outputs import vocab_parallel_outputs
 from rl_async.trainer.megatron_parallel import Parallel, join_groups
+from rl_async.trainer.megatron_parts import layout_of, parts_of
 from rl_async.trainer.megatron_weights import Spread, fill, open_weights, stream
 from rl_async.trainer.work import work_of
+from rl_async.weight_sync.gather import Parts
+from rl_async.weight_sync.layout import Layout
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 OPTIMIZER_PREFIX = "lm."  # so that FSDP2, which has the model below that name, reads the same file
@@ -152,9 +155,12 @@ class MegatronBackend:
                 with torch.no_grad():
                     ran.take(number, found)
 
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in stream(self._spread, torch.Tensor.detach):
-            yield name, tensor.to(self.dtype)
+    def parts(self) -> Parts:
+        return parts_of(self._spread, self._layout)
+
+    @functools.cached_property
+    def _layout(self) -> Layout:
+        return layout_of(self._spread, Path(self.path), self.dtype)
 
     def stage(self, folder: Path, group: dist.ProcessGroup | None) -> Callable[[], None]:
         """Whole tensors under Hugging Face names, gathered on rank 0: any number of ranks may go on from them, and the

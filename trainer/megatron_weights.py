@@ -3,10 +3,10 @@
 The same walk carries an optimizer's moments: what a parameter stands for is up to the caller.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,30 +58,53 @@ class Spread:
         return range(self.shape.experts // self.parallel.expert.size)
 
 
-def fill(spread: Spread, fetch: Fetch, write: Write) -> None:
-    """Give every parameter of this rank its part of the tensors that ``fetch`` finds. No collective."""
-    shape, tensor = spread.shape, spread.parallel.tensor
+class Held(NamedTuple):
+    """A parameter of this rank, and the tensors that it has a part of, by their whole names."""
 
-    def set_parameter(owner: Any, rule: Rule, prefix: str = "") -> None:
-        whole = [fetch(prefix + name) for name in rule.hugging_face]
-        write(owner.get_parameter(rule.megatron), split(rule, whole, shape, tensor.size)[tensor.rank])
+    parameter: torch.nn.Parameter
+    rule: Rule
+    names: list[str]
+
+
+def held(spread: Spread) -> Iterator[Held]:
+    """Every parameter of this rank. No collective."""
+    shape = spread.shape
+
+    def of(owner: Any, rule: Rule, prefix: str = "") -> Held:
+        return Held(owner.get_parameter(rule.megatron), rule, [prefix + name for name in rule.hugging_face])
 
     for chunk in spread.chunks:
         if chunk.pre_process:
-            set_parameter(chunk, EMBEDDING)
+            yield of(chunk, EMBEDDING)
         if chunk.post_process:
-            set_parameter(chunk, FINAL_NORM)
+            yield of(chunk, FINAL_NORM)
             if not shape.tied:
-                set_parameter(chunk, OUTPUT)
+                yield of(chunk, OUTPUT)
             elif not chunk.pre_process:
-                set_parameter(chunk, TIED_OUTPUT)
+                yield of(chunk, TIED_OUTPUT)
     first_expert = spread.parallel.expert.rank * len(spread.local_experts)
     for number, layer in spread.layers.items():
         rules = layer_rules(shape)
         for local in spread.local_experts:
             rules += expert_rules(local, first_expert + local)
         for rule in rules:
-            set_parameter(layer, rule, f"model.layers.{number}.")
+            yield of(layer, rule, f"model.layers.{number}.")
+
+
+def fill(spread: Spread, fetch: Fetch, write: Write) -> None:
+    """Give every parameter of this rank its part of the tensors that ``fetch`` finds. No collective."""
+    tensor = spread.parallel.tensor
+    for parameter, rule, names in held(spread):
+        whole = [fetch(name) for name in names]
+        write(parameter, split(rule, whole, spread.shape, tensor.size)[tensor.rank])
+
+
+def names_of(shape: Shape) -> list[str]:
+    """Of all tensors of the model, tied duplicates left out, as ``stream`` has them."""
+    ends = [FINAL_NORM] if shape.tied else [FINAL_NORM, OUTPUT]
+    layer = layer_rules(shape) + [rule for number in range(shape.experts) for rule in expert_rules(number, number)]
+    inner = [f"model.layers.{i}.{name}" for i in range(shape.layers) for rule in layer for name in rule.hugging_face]
+    return [*EMBEDDING.hugging_face, *inner, *(name for rule in ends for name in rule.hugging_face)]
 
 
 def stream(spread: Spread, read: Read) -> Iterator[tuple[str, Tensor]]:
@@ -154,17 +177,35 @@ def open_weights(folder: Path) -> Fetch:
 
     Raises UserError if there are none, or not the one that is asked for.
     """
+    files = _files_by_name(folder)
+
+    def fetch(name: str) -> Tensor:
+        with safe_open(_file_of(files, name, folder), "pt") as opened:
+            return opened.get_tensor(name).float()
+
+    return fetch
+
+
+def shapes_in(folder: Path, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Of these tensors, without reading them. Raises as ``open_weights``."""
+    files, shapes = _files_by_name(folder), {}
+    for name in names:
+        with safe_open(_file_of(files, name, folder), "pt") as opened:
+            shapes[name] = tuple(opened.get_slice(name).get_shape())
+    return shapes
+
+
+def _files_by_name(folder: Path) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as opened:
             files |= dict.fromkeys(opened.keys(), path)
     if not files:
         raise UserError(f"model.path: no safetensors files in {folder}, which trainer.backend=megatron reads")
+    return files
 
-    def fetch(name: str) -> Tensor:
-        if name not in files:
-            raise UserError(f"model.path: the weights in {folder} have no tensor {name}")
-        with safe_open(files[name], "pt") as opened:
-            return opened.get_tensor(name).float()
 
-    return fetch
+def _file_of(files: Mapping[str, Path], name: str, folder: Path) -> Path:
+    if name not in files:
+        raise UserError(f"model.path: the weights in {folder} have no tensor {name}")
+    return files[name]

@@ -1,7 +1,7 @@
-"""From the backend's export to engines that confirmed a version, on every rank.
+"""From what each rank holds of the weights to engines that confirmed a version.
 
-The export is a collective, so all ranks walk it; only rank 0 keeps what comes out. How training and generation share
-devices is the phase's business (``weight_sync.phases``).
+Rank 0 gathers; all ranks take part. How training and generation share devices is the phase's business
+(``weight_sync.phases``).
 """
 
 from typing import Protocol
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rl_async.messages import Version
 from rl_async.trainer.backend import Backend
-from rl_async.weight_sync.buckets import Bucket, make_buckets
+from rl_async.weight_sync.gather import Gathering
 from rl_async.weight_sync.phases import Phase
 
 
@@ -22,21 +22,21 @@ class Publisher(Protocol):
         ...
 
     def publish(self, version: Version, backend: Backend) -> dict[str, float]:
-        """Export, send, wait until the engines confirm. Returns the sync's metrics."""
+        """Gather, send, wait until the engines confirm. Returns the sync's metrics."""
         ...
 
 
 class EnginePublisher:
-    """Publishes through a phase, in buckets of at most ``bucket_bytes``."""
+    """Publishes through a phase what the ranks hold, gathered in buckets on rank 0."""
 
-    def __init__(self, phase: Phase, bucket_bytes: int) -> None:
-        self._phase, self._bucket_bytes = phase, bucket_bytes
+    def __init__(self, phase: Phase, gathering: Gathering) -> None:
+        self._phase, self._gathering = phase, gathering
 
     def before_train(self) -> None:
         self._phase.before_train()
 
     def publish(self, version: Version, backend: Backend) -> dict[str, float]:
-        report = self._phase.after_train(version, self._export(backend))
+        report = self._phase.after_train(version, self._gathering.buckets(backend.parts()))
         dist.barrier()
         return {
             "sync/without_engines_s": report.waiting_seconds,
@@ -46,13 +46,6 @@ class EnginePublisher:
             "sync/engines": float(len(report.engines)),
             "sync/failures": float(len(report.failures)),
         }
-
-    def _export(self, backend: Backend) -> list[Bucket]:
-        if dist.get_rank() == 0:
-            return list(make_buckets(backend.export(), self._bucket_bytes))
-        for _ in backend.export():
-            """Take part in gathering each tensor; rank 0 sends them."""
-        return []
 
 
 class NoEngines:

@@ -1,19 +1,22 @@
 """Named tensors as flat byte buffers of bounded size, and back.
 
 A bucket concatenates the bytes of its pieces in order; each offset is rounded up to the piece's item size. A piece is
-a whole parameter, or a run of its elements where the parameter is larger than a bucket. Both sides compute the offsets
-from the manifest alone.
+a whole parameter, or where that is larger than a bucket a box of it whose elements follow one another: some rows, or a
+part of one. Both sides compute the offsets from the manifest alone.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import msgspec
 import torch
 import xxhash
 from torch import Tensor
 
 from rl_async.errors import WeightSyncError
+from rl_async.weight_sync.layout import Box, TensorSpec, lengths, slices, volume, whole
 from rl_async.weight_sync.protocol import UpdateInfo
 
 
@@ -45,26 +48,61 @@ class Bucket:
         return self.data.numel()
 
 
-def make_buckets(parameters: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
-    """Copy tensors, from any device, into buckets of at most ``max_bytes``, in the order given.
+@dataclass(frozen=True)
+class Room:
+    """A bucket that is yet to be filled: ``boxes`` are views of ``data``, of each box's shape, in order."""
 
-    A tensor that fits into a bucket is never cut. Only one bucket is built at a time, so a consumer that sends each at
-    once needs the memory of one. Raises ValueError if not even one element fits.
+    data: Tensor
+    boxes: list[tuple[str, Box, Tensor]]
+    info: UpdateInfo  # without a checksum
+
+    def sealed(self) -> Bucket:
+        """The bucket, once all boxes have their values."""
+        return Bucket(data=self.data, info=msgspec.structs.replace(self.info, checksum=checksum(self.data)))
+
+
+class Part(NamedTuple):
+    """A box of a tensor, as it will lie in a bucket."""
+
+    name: str
+    spec: TensorSpec
+    box: Box
+
+
+def divide(specs: Mapping[str, TensorSpec], max_bytes: int) -> list[list[Part]]:
+    """What goes into each bucket of at most ``max_bytes``, in the order given.
+
+    A tensor that fits into a bucket is never cut. Raises ValueError if not even one element fits.
     """
     if max_bytes < 1:
         raise ValueError(f"a bucket needs at least one byte, not {max_bytes}")
-    waiting: list[Piece] = []
+    buckets: list[list[Part]] = [[]]
     end = 0
-    for name, tensor in parameters:
-        for piece in _cut(name, tensor, max_bytes):
-            extended = _aligned(end, piece.data.dtype) + piece.data.nbytes
-            if waiting and extended > max_bytes:
-                yield _fill(waiting)
-                waiting, extended = [], piece.data.nbytes
-            waiting.append(piece)
-            end = extended
-    if waiting:
-        yield _fill(waiting)
+    for name, spec in specs.items():
+        for box in _cut(name, spec, max_bytes):
+            size = volume(box) * spec.itemsize
+            end = _aligned(end, spec.itemsize) + size
+            if buckets[-1] and end > max_bytes:
+                buckets.append([])
+                end = size
+            buckets[-1].append(Part(name, spec, box))
+    return [bucket for bucket in buckets if bucket]
+
+
+def make_rooms(specs: Mapping[str, TensorSpec], max_bytes: int) -> list[Room]:
+    """Empty buckets for tensors, as ``divide`` says."""
+    return [_room(parts) for parts in divide(specs, max_bytes)]
+
+
+def make_buckets(parameters: Iterable[tuple[str, Tensor]], max_bytes: int) -> list[Bucket]:
+    """Copies of whole tensors, from any device, in buckets of at most ``max_bytes``. Raises as ``make_rooms``."""
+    tensors = dict(parameters)
+    specs = {name: TensorSpec(tuple(t.shape), dtype_name(t.dtype)) for name, t in tensors.items()}
+    rooms = make_rooms(specs, max_bytes)
+    for room in rooms:
+        for name, box, place in room.boxes:
+            place.copy_(tensors[name].detach()[slices(box, whole(tensors[name].shape))])
+    return [room.sealed() for room in rooms]
 
 
 def unpack(data: Tensor, info: UpdateInfo) -> list[Piece]:
@@ -111,34 +149,51 @@ def verify(data: Tensor, info: UpdateInfo) -> None:
         raise WeightSyncError(f"checksum of the bucket from {info.names[0]!r} on is {found}, expected {info.checksum}")
 
 
-def _cut(name: str, tensor: Tensor, max_bytes: int) -> Iterator[Piece]:
-    flat, shape = tensor.detach().reshape(-1), tuple(tensor.shape)
-    if flat.nbytes <= max_bytes:
-        yield Piece(name, shape, 0, flat)
-        return
-    step = max_bytes // flat.itemsize
-    if step == 0:
-        raise ValueError(f"not one element of {name} ({flat.itemsize} bytes) fits into a bucket of {max_bytes} bytes")
-    for start in range(0, flat.numel(), step):
-        yield Piece(name, shape, start, flat[start : start + step])
+def _cut(name: str, spec: TensorSpec, max_bytes: int) -> Iterator[Box]:
+    """Boxes whose elements follow one another: rows as long as one fits, else parts of each row."""
+    if max_bytes < spec.itemsize:
+        raise ValueError(f"not one element of {name} ({spec.itemsize} bytes) fits into a bucket of {max_bytes} bytes")
+    todo = [whole(spec.shape)]
+    while todo:
+        box = todo.pop(0)
+        size = volume(box) * spec.itemsize
+        if size <= max_bytes:
+            yield box
+            continue
+        dimension = next(d for d, length in enumerate(lengths(box)) if length > 1)
+        start, stop = box[dimension]
+        step = max(1, max_bytes // (size // (stop - start)))
+        ends = [(first, min(first + step, stop)) for first in range(start, stop, step)]
+        todo = [(*box[:dimension], part, *box[dimension + 1 :]) for part in ends] + todo
 
 
-def _fill(pieces: Sequence[Piece]) -> Bucket:
-    dtypes = [piece.data.dtype for piece in pieces]
-    offsets, total = _layout(dtypes, [piece.data.numel() for piece in pieces])
+def _room(parts: Sequence[Part]) -> Room:
+    dtypes = [_dtype(part.spec.dtype) for part in parts]
+    numels = [volume(part.box) for part in parts]
+    offsets, total = _layout(dtypes, numels)
     data = torch.zeros(total, dtype=torch.uint8)  # the padding is part of the checksum
-    for piece, at in zip(pieces, offsets):
-        data[at : at + piece.data.nbytes].view(piece.data.dtype).copy_(piece.data)
-    cut = not all(piece.whole for piece in pieces)
+    boxes = [
+        (part.name, part.box, data[at : at + numel * dtype.itemsize].view(dtype).view(lengths(part.box)))
+        for part, dtype, numel, at in zip(parts, dtypes, numels, offsets, strict=True)
+    ]
+    cut = any(part.box != whole(part.spec.shape) for part in parts)
     info = UpdateInfo(
-        names=[piece.name for piece in pieces],
-        dtype_names=[str(dtype).removeprefix("torch.") for dtype in dtypes],
-        shapes=[list(piece.shape) for piece in pieces],
-        starts=[piece.start for piece in pieces] if cut else [],
-        numels=[piece.data.numel() for piece in pieces] if cut else [],
-        checksum=checksum(data),
+        names=[part.name for part in parts],
+        dtype_names=[part.spec.dtype for part in parts],
+        shapes=[list(part.spec.shape) for part in parts],
+        starts=[_first(part.spec.shape, part.box) for part in parts] if cut else [],
+        numels=numels if cut else [],
+        checksum="",
     )
-    return Bucket(data=data, info=info)
+    return Room(data, boxes, info)
+
+
+def _first(shape: Sequence[int], box: Box) -> int:
+    """Where the box begins in the flattened tensor."""
+    at = 0
+    for size, (start, _) in zip(shape, box, strict=True):
+        at = at * size + start
+    return at
 
 
 def _manifest(info: UpdateInfo) -> tuple[list[torch.dtype], list[int], list[int]]:
@@ -162,14 +217,19 @@ def _layout(dtypes: Sequence[torch.dtype], numels: Sequence[int]) -> tuple[list[
     """Offset of each piece, and the size of the bucket: at least one byte, since transports refuse none."""
     offsets, end = [], 0
     for dtype, numel in zip(dtypes, numels):
-        at = _aligned(end, dtype)
+        at = _aligned(end, dtype.itemsize)
         offsets.append(at)
         end = at + numel * dtype.itemsize
     return offsets, max(end, 1)
 
 
-def _aligned(offset: int, dtype: torch.dtype) -> int:
-    return -(-offset // dtype.itemsize) * dtype.itemsize
+def _aligned(offset: int, itemsize: int) -> int:
+    return -(-offset // itemsize) * itemsize
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As manifests and layouts have it: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -16,7 +16,18 @@ from rl_async.errors import WeightSyncError
 Box = tuple[tuple[int, int], ...]  # first element and end, per dimension
 
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1, "int8": 1, "float64": 8}
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "int64": 8,
+    "int32": 4,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
 
 
 class TensorSpec(NamedTuple):
@@ -29,7 +40,7 @@ class TensorSpec(NamedTuple):
     def itemsize(self) -> int:
         """Bytes of an element. Raises WeightSyncError for a type that does not travel."""
         if self.dtype not in ITEM_BYTES:
-            raise WeightSyncError(f"weights of type {self.dtype} are not resharded; only {', '.join(ITEM_BYTES)}")
+            raise WeightSyncError(f"weights of type {self.dtype} do not travel; only {', '.join(ITEM_BYTES)}")
         return ITEM_BYTES[self.dtype]
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_async.errors import WeightSyncError
+from rl_async.errors import RanksLost, WeightSyncError
 from rl_async.weight_sync.ipc import mapped
 from rl_async.weight_sync.reshard import Mail
 
@@ -22,7 +22,9 @@ GRACE_S = 1.0  # others notice a failure at their own deadline, which may be a l
 
 
 class Wire(Protocol):
-    """One rank's end. For each bucket in turn ``outboxes``, ``exchange``, ``release``. Methods raise WeightSyncError.
+    """One rank's end. For each bucket in turn ``outboxes``, ``exchange``, ``release``.
+
+    Methods raise WeightSyncError; if a peer is gone, RanksLost.
 
     ``deadline`` is on the clock of ``time.monotonic``.
     """
@@ -196,7 +198,7 @@ class _Blame:
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store, self._rank = store, rank
 
-    def error(self, peer: int, what: str, reason: str) -> WeightSyncError:
+    def error(self, peer: int, what: str, reason: str) -> RanksLost:
         """This rank missed ``peer``."""
         missed, chain = peer, [self._rank]
         with suppress(RuntimeError):  # nobody answers for this one, or the store went with its rank
@@ -206,7 +208,7 @@ class _Blame:
                 self._store.wait([f"missed/{missed}"], timedelta(seconds=GRACE_S))
                 missed = int(self._store.get(f"missed/{missed}"))
         through = "" if missed == peer else f", for which rank {peer} waits,"
-        return WeightSyncError(f"reshard, {what}: rank {self._rank} lost rank {missed}{through}: {reason}")
+        return RanksLost(f"reshard, {what}: rank {self._rank} lost rank {missed}{through}: {reason}")
 
 
 def _left(deadline: float) -> timedelta:

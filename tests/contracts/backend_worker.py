@@ -19,6 +19,7 @@ from rl_async.errors import TrainingDiverged
 from rl_async.trainer.backend import Backend, Outputs
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from tests.contracts.backend_models import STEPS, TRAINING, cell_rows, loss_of, micro_batches, whole_batch
+from tests.whole_weights import whole_weights
 
 ENTROPY = frozenset({"entropy"})
 
@@ -34,7 +35,7 @@ def make(config: TrainerConfig, folder: Path) -> Backend:
 
 def exported(backend: Backend, stage: str) -> dict[str, Tensor]:
     """Copies of all weights, named after a stage of the test."""
-    return {f"{stage}.{name}": tensor.detach().clone() for name, tensor in backend.export()}
+    return {f"{stage}.{name}": tensor for name, tensor in whole_weights(backend).items()}
 
 
 def step(backend: Backend) -> tuple[float, float]:

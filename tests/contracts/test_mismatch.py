@@ -22,6 +22,7 @@ from rl_async.weight_sync.ipc import SharedMemorySender
 from rl_async.weight_sync.protocol import InitInfo
 from tests.conftest import VOCAB
 from tests.contracts.engine_peers import Peer, running
+from tests.whole_weights import whole_weights
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,9 @@ class Publisher:
     def publish(self, version: Version, backend: Backend) -> dict[str, float]:
         self.published.append(version)
         scale = self.scales.pop(0)
-        weights = [(name, tensor * scale if tensor.dim() == 2 else tensor) for name, tensor in backend.export()]
+        weights = [
+            (name, tensor * scale if tensor.dim() == 2 else tensor) for name, tensor in whole_weights(backend).items()
+        ]
         asyncio.run(self._send(weights, version))
         return {"sync/total_s": 0.1}
 

@@ -18,6 +18,7 @@ from rl_async.trainer.update import Batch, plan_batch, row_keys, update
 from rl_async.trainer.work import Work
 from rl_async.weight_sync.buckets import make_buckets, unpack
 from tests.conftest import make_rows
+from tests.whole_weights import whole_weights
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,7 +48,7 @@ def test_training_step_and_export_on_cuda(model_folder: Path, critic: CriticConf
         assert (critic is None) == ("critic/loss" not in metrics)
         models.sleep()
         models.wake()
-        exported = dict(models.policy.export())
+        exported = whole_weights(models.policy)
         for bucket in make_buckets(iter(exported.items()), 1 << 16):
             for piece in unpack(bucket.data, bucket.info):
                 sent = exported[piece.name].cpu().view(-1)[piece.start : piece.start + piece.data.numel()]

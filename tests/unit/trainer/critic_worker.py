@@ -19,6 +19,7 @@ from rl_async.trainer.models import build_models
 from rl_async.trainer.saving import Saver
 from rl_async.trainer.update import Batch, Models, plan_batch, row_keys, update
 from tests.conftest import make_rows
+from tests.whole_weights import whole_weights
 
 CRITICS = {
     "own": CriticConfig(learning_rate=1e-3, warmup_steps=1),
@@ -61,7 +62,7 @@ def train(models: Models, step: int, config: RunConfig) -> dict[str, float]:
 
 def state(models: Models) -> dict[str, Tensor]:
     """What engines would get, and both models' value heads."""
-    tensors = {f"export.{name}": tensor.clone() for name, tensor in models.policy.export()}
+    tensors = {f"export.{name}": tensor for name, tensor in whole_weights(models.policy).items()}
     for folder, model in models.trained().items():
         for name, parameter in model.model.named_parameters():  # type: ignore[attr-defined]
             tensors[f"{folder}.{name}"] = parameter.full_tensor().detach().clone()

@@ -17,6 +17,7 @@ from rl_async.trainer.batching import Tensors, collate
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.heads import Head, load_headed
 from tests.conftest import make_rows
+from tests.whole_weights import whole_weights
 
 TRAINING = TrainerConfig(learning_rate=1e-2, minibatches=1)
 
@@ -63,7 +64,7 @@ def test_values_are_a_linear_function_of_the_state_before_each_token(model_folde
     values = backend.forward(x, frozenset({"values"})).values
     assert values is not None
     lm = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    names = {n if head == "both" else f"model.{n}": t for n, t in backend.export()}
+    names = {n if head == "both" else f"model.{n}": t for n, t in whole_weights(backend).items()}
     lm.load_state_dict(names, strict=False)
     with torch.no_grad():
         hidden = lm.model(x.tokens, use_cache=False).last_hidden_state
@@ -97,9 +98,9 @@ def test_a_value_head_changes_neither_log_probabilities_nor_what_engines_get(mod
         assert got.logprobs is not None and expected is not None
         assert got.logprobs.equal(expected)
         assert (got.values is not None) == bool(wants)
-    exported = dict(both.export())
-    assert exported.keys() == dict(policy.export()).keys() == load_file(model_folder / "model.safetensors").keys()
-    for name, tensor in policy.export():
+    exported, plain = whole_weights(both), whole_weights(policy)
+    assert exported.keys() == plain.keys() == load_file(model_folder / "model.safetensors").keys()
+    for name, tensor in plain.items():
         assert exported[name].equal(tensor)
 
 

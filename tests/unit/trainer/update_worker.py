@@ -17,6 +17,7 @@ from rl_async.trainer.algorithm import build
 from rl_async.trainer.models import build_models
 from rl_async.trainer.update import Batch, plan_batch, row_keys, update
 from tests.conftest import make_rows
+from tests.whole_weights import whole_weights
 
 
 def run(model: Path, out: Path, minibatch_tokens: int, correction: str, sizes: dict[str, Any]) -> None:
@@ -41,7 +42,7 @@ def run(model: Path, out: Path, minibatch_tokens: int, correction: str, sizes: d
         plan = plan_batch(headers, step, config, models.cell.dp_size, models.work)
         batch = Batch(step, headers, plan, dict(zip(row_keys(headers), rows, strict=True)))
         metrics = update(models, batch, build(config), config).metrics
-    weights = {name: tensor.clone() for name, tensor in models.policy.export()}
+    weights = whole_weights(models.policy)
     if dist.get_rank() == 0:
         save_file(weights, out)
     print({k: round(v, 6) for k, v in metrics.items()})

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from rl_async.errors import WeightSyncError
 from rl_async.weight_sync.assembly import Assembler
-from rl_async.weight_sync.buckets import checksum, make_buckets, manifest_bytes, unpack, verify
+from rl_async.weight_sync.buckets import checksum, make_buckets, make_rooms, manifest_bytes, unpack, verify
+from rl_async.weight_sync.layout import TensorSpec, slices, whole
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int64, torch.bool]
 parameters = st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3)), max_size=12)
@@ -49,9 +50,26 @@ def test_only_a_tensor_larger_than_the_bound_is_cut_and_its_end_shares_a_bucket(
         (["small"], [], []),
         (["fits"], [], []),
         (["huge"], [0], [8]),
-        (["huge"], [8], [8]),
-        (["huge", "last"], [16, 0], [2, 2]),
+        (["huge"], [8], [1]),  # a box: no piece has the end of one row and the beginning of another
+        (["huge"], [9], [8]),
+        (["huge", "last"], [17, 0], [1, 2]),
     ]
+
+
+def test_rows_that_fit_stay_whole() -> None:
+    (room, *_) = make_rooms({"w": TensorSpec((5, 2, 3), "float32")}, 60)
+    assert [(box, tuple(place.shape)) for _, box, place in room.boxes] == [(((0, 2), (0, 2), (0, 3)), (2, 2, 3))]
+
+
+def test_a_room_is_sealed_with_what_was_written_into_it() -> None:
+    weight = torch.arange(24.0).reshape(4, 6)
+    rooms = make_rooms({"w": TensorSpec((4, 6), "float32")}, 50)
+    for room in rooms:
+        for _, box, place in room.boxes:
+            place.copy_(weight[slices(box, whole((4, 6)))])
+    for room, bucket in zip(rooms, make_buckets([("w", weight)], 50), strict=True):
+        assert room.sealed().info == bucket.info
+        assert torch.equal(room.data, bucket.data)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +81,7 @@ def test_only_a_tensor_larger_than_the_bound_is_cut_and_its_end_shares_a_bucket(
     ],
 )
 def test_pieces_out_of_order_are_refused(order: list[int], message: str) -> None:
-    buckets = list(make_buckets([("w", torch.arange(10.0))], 16))
+    buckets = make_buckets([("w", torch.arange(10.0))], 16)
     assemble = Assembler(lambda _: None)
     with pytest.raises(WeightSyncError, match=message):
         for index in order:
@@ -73,19 +91,17 @@ def test_pieces_out_of_order_are_refused(order: list[int], message: str) -> None
 def test_a_parameter_that_was_left_unfinished_is_forgotten() -> None:
     got: list[torch.Tensor] = []
     assemble = Assembler(lambda done: got.extend(tensor.clone() for _, tensor in done))
-    old, new = (list(make_buckets([("w", torch.full((10,), value))], 16)) for value in (1.0, 2.0))
+    old, new = (make_buckets([("w", torch.full((10,), value))], 16) for value in (1.0, 2.0))
     for bucket in [*old[:2], *new]:
         assemble(unpack(bucket.data, bucket.info))
     assert [tensor.tolist() for tensor in got] == [[2.0] * 10]
 
 
-def test_buckets_are_copies_made_lazily() -> None:
+def test_buckets_are_copies() -> None:
     weight = torch.zeros(4)
-    stream = make_buckets([("a", weight), ("b", weight)], 16)
-    first = next(stream)
+    (bucket,) = make_buckets([("a", weight)], 16)
     weight.fill_(1.0)
-    assert unpack(first.data, first.info)[0].data.tolist() == [0.0] * 4
-    assert unpack(next(stream).data, first.info)[0].data.tolist() == [1.0] * 4
+    assert unpack(bucket.data, bucket.info)[0].data.tolist() == [0.0] * 4
 
 
 def test_transposed_and_trained_tensors_are_packed_in_their_logical_order() -> None:
@@ -121,9 +137,9 @@ def test_a_manifest_that_does_not_fit_is_refused(change: dict[str, Any], message
 
 def test_a_bucket_must_be_able_to_hold_something() -> None:
     with pytest.raises(ValueError, match="at least one byte"):
-        next(make_buckets([("w", torch.ones(1))], 0))
+        make_buckets([("w", torch.ones(1))], 0)
     with pytest.raises(ValueError, match=r"not one element of w \(4 bytes\)"):
-        next(make_buckets([("w", torch.ones(1))], 3))
+        make_buckets([("w", torch.ones(1))], 3)
 
 
 def test_the_checksum_is_plain_xxh3_128() -> None:

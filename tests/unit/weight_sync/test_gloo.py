@@ -20,7 +20,7 @@ SIZES = (5, 3 << 20, 7, 4 << 20, 2 << 20)  # in elements of 4 bytes; the larger 
 
 def packed() -> list[Bucket]:
     """One bucket per size."""
-    return [next(make_buckets([("w", torch.full((n,), float(i)))], n * 4)) for i, n in enumerate(SIZES)]
+    return [make_buckets([("w", torch.full((n,), float(i)))], n * 4)[0] for i, n in enumerate(SIZES)]
 
 
 def announced(buckets: list[Bucket]) -> list[UpdateInfo]:

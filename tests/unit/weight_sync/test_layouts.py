@@ -225,5 +225,5 @@ def test_impossible_layouts_are_refused(shards: list[Shard], message: str) -> No
 
 
 def test_an_unknown_type_is_refused() -> None:
-    with pytest.raises(WeightSyncError, match="weights of type int4 are not resharded"):
+    with pytest.raises(WeightSyncError, match="weights of type int4 do not travel"):
         fsdp2({"t": TensorSpec((4, 2), "int4")}, 1).nbytes("t", whole((4, 2)))
