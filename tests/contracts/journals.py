@@ -17,10 +17,10 @@ from rl_async.messages import Done, LeasedGroup, Reserved, Task, TrajectoryHeade
 from rl_async.transfer_queue.journal import Journal
 from rl_async.transfer_queue.policy import QueueSettings
 from rl_async.transfer_queue.redis_journal import RedisJournal
+from rl_async.transfer_queue.source import Counted
 from rl_async.transfer_queue.sqlite_journal import SqliteJournal
 from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import Feed
-from tests.contracts.queue_peers import Source
 
 SETTINGS = QueueSettings(steps=50, batch_groups=2, group_size=2, lease_s=30.0)
 EVAL_TASK = Task(task_id="e", data_source="", prompt=[], ground_truth="")
@@ -69,7 +69,7 @@ class Driver:
 
     def __init__(self, open_journal: Callable[[], Journal]) -> None:
         self.journal = open_journal()
-        self.store = Store(SETTINGS, Source(), [EVAL_TASK], Feed(self.journal.append))
+        self.store = Store(SETTINGS, Counted(), [EVAL_TASK], Feed(self.journal.append))
         try:
             dump, self.count, transitions = self.journal.recover()
             self.store.recover(dump, transitions, 0.0)

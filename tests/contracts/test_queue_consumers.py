@@ -17,6 +17,7 @@ from rl_async.launcher.cli import main
 from rl_async.messages import Delivered, Done, Refused, Subscription, Task, Version
 from rl_async.transfer_queue import SyncQueueClient, read_groups, serve
 from rl_async.transfer_queue.journal import Journal, MemoryJournal
+from rl_async.transfer_queue.source import numbered
 from tests.contracts import journals
 from tests.contracts.journals import Driver, payload, redis_journals, redis_server, sqlite_journals
 from tests.contracts.queue_peers import trajectory
@@ -142,7 +143,7 @@ def test_a_journal_of_before_consumers_is_refused(tmp_path: Path, monkeypatch: p
 
 
 def tasks(count: int) -> list[Task]:
-    return [Task(task_id=f"t{n}", data_source="", prompt=[], ground_truth="") for n in range(count)]
+    return list(map(numbered, range(count)))
 
 
 def client(address: str, name: str = "me") -> SyncQueueClient:

@@ -7,9 +7,9 @@ import urllib.request
 import pytest
 
 from rl_async.errors import UserError
-from rl_async.messages import Task
 from rl_async.transfer_queue import SyncQueueClient, serve
 from rl_async.transfer_queue.metrics import serve_metrics
+from rl_async.transfer_queue.source import numbered
 from tests.contracts.queue_peers import trajectory
 
 
@@ -33,7 +33,7 @@ def scrape(port: int, path: str = "/metrics") -> dict[str, float]:
 
 
 def test_a_scrape_shows_the_queue_as_it_is(port):
-    tasks = [Task(task_id=f"t{n}", data_source="", prompt=[], ground_truth="") for n in range(9)]
+    tasks = list(map(numbered, range(9)))
     with (
         serve(tasks, batch_groups=2) as address,
         serve_metrics(port, address),

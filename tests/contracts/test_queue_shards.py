@@ -15,6 +15,7 @@ from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
 from rl_async.transfer_queue.policy import QueueSettings
 from rl_async.transfer_queue.shard import run_shard
+from rl_async.transfer_queue.source import numbered
 from tests.contracts.queue_peers import HELLO, ID, RunningQueue, ask, put_all, trajectory
 
 LEASE_S = 1.0
@@ -254,5 +255,6 @@ def test_a_queue_that_keeps_its_payloads_wants_no_shard_and_a_sharded_one_no_pay
 
 
 def _group() -> m.LeasedGroup:
-    task = m.Task(task_id="t", data_source="", prompt=[], ground_truth="")
-    return m.LeasedGroup(group_id=0, partition="train", attempt=0, samples=[0], task=task, min_version=m.Version(0, 0))
+    return m.LeasedGroup(
+        group_id=0, partition="train", attempt=0, samples=[0], task=numbered(0), min_version=m.Version(0, 0)
+    )

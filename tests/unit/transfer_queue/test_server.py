@@ -14,9 +14,9 @@ from rl_async.transfer_queue.journal import MemoryJournal
 from rl_async.transfer_queue.peers import IDLE_S
 from rl_async.transfer_queue.policy import QueueSettings
 from rl_async.transfer_queue.server import Outgoing, QueueServer
+from rl_async.transfer_queue.source import Counted
 from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import Feed, LeaseLost, Transition
-from tests.unit.transfer_queue.conftest import CountingSource
 
 LEASE_S = 10.0
 EVAL_TASK = m.Task(task_id="e", data_source="", prompt=[], ground_truth="")
@@ -48,7 +48,7 @@ class Served:
         journal = MemoryJournal()
         feed = Feed(self.seen.append, journal.append)
         settings = QueueSettings(steps=10, batch_groups=2, group_size=1, lease_s=LEASE_S, max_attempts=1)
-        store = Store(settings, CountingSource(), [EVAL_TASK], feed)
+        store = Store(settings, Counted(), [EVAL_TASK], feed)
         self.server = QueueServer(store, journal, feed, lambda: self.now, limits)
 
     def ask(self, name: str, request: m.Request) -> list[Outgoing]:
