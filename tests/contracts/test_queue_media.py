@@ -13,9 +13,8 @@ from rl_async import messages as m
 from rl_async.errors import ProtocolError
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
-from rl_async.transfer_queue.journal import MemoryJournal
 from rl_async.transfer_queue.policy import QueueSettings
-from tests.contracts.journals import redis_journals, redis_server, sqlite_journals
+from tests.contracts.journals import journals
 from tests.contracts.queue_peers import RunningQueue, trajectory
 from tests.contracts.test_queue_shards import RunningShard, wait_for_shards
 
@@ -27,12 +26,6 @@ WAIT_S = 10.0
 def kept(request: pytest.FixtureRequest, tmp_path: Path, address: str, make_address) -> Iterator[RunningQueue]:
     """A queue that keeps its payloads there."""
     settings = QueueSettings(steps=50, batch_groups=2, group_size=2, lease_s=30.0)
-    if request.param == "redis":
-        with redis_server(tmp_path) as (port, _):
-            queue = RunningQueue(address, settings, open_journal=redis_journals(port))
-            yield queue
-            queue.stop()
-        return
     if request.param == "shards":
         queue = RunningQueue(address, msgspec.structs.replace(settings, replicas=2))
         shards = [RunningShard(make_address(), queue, f"shard-{n}") for n in range(2)]
@@ -43,10 +36,10 @@ def kept(request: pytest.FixtureRequest, tmp_path: Path, address: str, make_addr
             shard.stop()
         queue.stop()
         return
-    journals = {"memory": MemoryJournal, "sqlite": sqlite_journals(tmp_path)}
-    queue = RunningQueue(address, settings, open_journal=journals[request.param])
-    yield queue
-    queue.stop()
+    with journals(request.param, tmp_path) as open_journal:
+        queue = RunningQueue(address, settings, open_journal=open_journal)
+        yield queue
+        queue.stop()
 
 
 @pytest.fixture
