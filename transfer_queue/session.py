@@ -18,7 +18,7 @@ from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.handshakes import HandshakeWatch
 from rl_async.transfer_queue.keys import ClientKeys, use_keys
 
-PATIENCE_S = 3.0  # without an answer for this long (beyond the wait asked for), reconnect; doubled each time
+PATIENCE_S = 3.0  # without an answer before a client reconnects
 
 R = TypeVar("R", bound=m.Reply)
 S = TypeVar("S", bound=m.Reply)

@@ -82,9 +82,9 @@ def wait_for_shards(client: SyncQueueClient, count: int) -> m.ShardList:
     return found
 
 
-async def generate(queue: RunningQueue, groups: int, tokens: int = 5) -> None:
+async def generate(queue: RunningQueue, groups: int, tokens: int = 5, shard_s: float = WAIT_S) -> None:
     """Leases and puts as many groups as that."""
-    async with QueueClient(queue.address, role="agent", name="w", timeout_s=WAIT_S) as worker:
+    async with QueueClient(queue.address, role="agent", name="w", timeout_s=WAIT_S, shard_s=shard_s) as worker:
         while groups > 0:
             await worker.renew()
             leased = (await worker.lease(groups, 1.0)).groups
@@ -182,13 +182,12 @@ def test_a_shard_that_starts_again_replaces_the_one_of_its_name_at_once(sharded)
             again.stop()
 
 
-def test_a_put_goes_to_another_shard_when_one_is_dead(sharded, monkeypatch):
-    monkeypatch.setattr("rl_async.transfer_queue.client.SHARD_S", 0.5)
+def test_a_put_goes_to_another_shard_when_one_is_dead(sharded):
     with sharded(2) as (queue, shards), reader(queue) as client:
         wait_for_shards(client, 2)
         client.publish(m.Version(0, 0), [])
         shards[0].stop()  # the registry does not know yet
-        asyncio.run(generate(queue, 4))
+        asyncio.run(generate(queue, 4, shard_s=0.5))
         batch = client.reserve(0, WAIT_S)
         assert len(client.fetch([header.key for header in batch.headers])) == 4
 
