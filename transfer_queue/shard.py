@@ -73,14 +73,8 @@ class ShardServer:
 
     def handle(self, parts: Sequence[Any]) -> list[Outgoing]:
         """Answer one message."""
-        admitted = self._gate.admit(parts)
-        if isinstance(admitted, Outgoing):
-            return [admitted]
-        identity, message = admitted
-        try:
-            return [Outgoing(identity, message.request_id, self._answer(message))]
-        except ProtocolError as error:
-            return [self._gate.malformed(identity, parts, error)]
+        answer = self._gate.answer(parts, lambda _, message: self._answer(message))
+        return [] if answer is None else [answer]
 
     def tick(self) -> list[Outgoing]:
         """Forget what is of no use."""
