@@ -58,9 +58,8 @@ def test_a_scrape_shows_the_queue_as_it_is(port):
         missing.value.close()
 
 
-def test_without_a_queue_a_scrape_fails_and_does_not_show_zeros(port, address, monkeypatch):
-    monkeypatch.setattr("rl_async.transfer_queue.metrics.ANSWER_S", 0.2)
-    with serve_metrics(port, address), pytest.raises(urllib.error.HTTPError, match="503") as failed:
+def test_without_a_queue_a_scrape_fails_and_does_not_show_zeros(port, address):
+    with serve_metrics(port, address, answer_s=0.2), pytest.raises(urllib.error.HTTPError, match="503") as failed:
         scrape(port)
     failed.value.close()
 
