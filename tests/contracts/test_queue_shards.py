@@ -1,7 +1,6 @@
 """Payloads on shards: they pass no other process; what a lost shard kept is read from a copy or generated again."""
 
 import asyncio
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,37 +9,15 @@ import pytest
 import zmq
 
 from rl_async import messages as m
-from rl_async.errors import QueueLost, RowsLost
+from rl_async.errors import RowsLost
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
 from rl_async.transfer_queue.policy import QueueSettings
-from rl_async.transfer_queue.shard import run_shard
 from rl_async.transfer_queue.source import numbered
 from tests.contracts.queue_peers import HELLO, ID, RunningQueue, ask, put_all, trajectory
+from tests.contracts.queue_shards import WAIT_S, RunningShard, registry, wait_for_shards
 
 LEASE_S = 1.0
-WAIT_S = 10.0
-
-
-class RunningShard:
-    """A payload shard on a thread; what ends it is kept."""
-
-    def __init__(self, address: str, queue: RunningQueue, name: str) -> None:
-        self.address = address
-        self._stop, self.error = threading.Event(), []
-        self._thread = threading.Thread(target=self._run, args=[queue.address, name])
-        self._thread.start()
-
-    def _run(self, queue: str, name: str) -> None:
-        try:
-            run_shard(self.address, queue, name, stopped=self._stop.is_set)
-        except QueueLost as error:
-            self.error.append(error)
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join(WAIT_S)
-        assert not self._thread.is_alive()
 
 
 def settings(replicas: int) -> QueueSettings:
@@ -66,20 +43,6 @@ def sharded(make_address):
 
 def reader(queue: RunningQueue) -> SyncQueueClient:
     return SyncQueueClient(queue.address, role="trainer", name="t", timeout_s=WAIT_S)
-
-
-def registry(client: SyncQueueClient) -> m.ShardList:
-    reply, _ = client.request(m.Shards(after=-1, wait_s=0.0))
-    assert isinstance(reply, m.ShardList)
-    return reply
-
-
-def wait_for_shards(client: SyncQueueClient, count: int) -> m.ShardList:
-    deadline = time.monotonic() + WAIT_S
-    while len((found := registry(client)).shards) != count:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.02)
-    return found
 
 
 async def generate(queue: RunningQueue, groups: int, tokens: int = 5, shard_s: float = WAIT_S) -> None:
@@ -171,10 +134,7 @@ def test_a_shard_that_starts_again_replaces_the_one_of_its_name_at_once(sharded)
         shards[0].stop()
         shards[0] = again = RunningShard(shards[0].address, queue, "shard-0")
         try:
-            deadline = time.monotonic() + WAIT_S
-            while registry(client).shards == before.shards:
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            wait_for_shards(client, 1, other_than=before)
             asyncio.run(generate(queue, 2))
             batch = client.reserve(0, WAIT_S)
             assert len(client.fetch([header.key for header in batch.headers])) == 4
