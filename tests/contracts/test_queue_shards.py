@@ -12,6 +12,7 @@ from rl_async import messages as m
 from rl_async.errors import RowsLost
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
+from rl_async.transfer_queue.consume import read_groups, rows_of
 from rl_async.transfer_queue.policy import QueueSettings
 from rl_async.transfer_queue.source import numbered
 from tests.contracts.queue_peers import HELLO, ID, RunningQueue, ask, put_all, trajectory
@@ -152,6 +153,25 @@ def test_a_put_goes_to_another_shard_when_one_is_dead(sharded):
         assert len(client.fetch([header.key for header in batch.headers])) == 4
 
 
+def test_a_reader_whose_rows_go_with_a_shard_while_it_reads_goes_on_without_them(sharded):
+    with sharded(1) as (queue, shards), reader(queue) as client:
+        wait_for_shards(client, 1)
+        client.publish(m.Version(0, 0), [])
+        client.subscribe("logger")
+        asyncio.run(generate(queue, 2))
+        client.reserve(0, WAIT_S)
+        client.commit(0)
+        first, second = client.read("logger", WAIT_S).groups
+        assert len(rows_of(client, "logger", first) or []) == 2
+        shards[0].stop()
+        wait_for_shards(client, 0)
+        for group in (first, second):
+            assert rows_of(client, "logger", group) is None, "delivered, and gone since"
+        client.finish()
+        groups = list(read_groups(client, "logger", timeout_s=WAIT_S))
+        assert [(group.group_id, group.rows) for group in groups] == [(first.group_id, []), (second.group_id, [])]
+
+
 def test_a_shard_forgets_what_was_retired(sharded):
     with sharded(1) as (queue, _), reader(queue) as client:
         (record,) = wait_for_shards(client, 1).shards
@@ -181,7 +201,7 @@ def test_a_blocking_client_puts_to_shards_too(sharded):
         assert len(client.fetch([header.key for header in batch.headers])) == 4
 
 
-def test_what_a_shard_does_not_understand_harms_nobody(sharded):
+def test_what_a_shard_does_not_understand_harms_nobody(sharded, caplog):
     with sharded(1) as (queue, shards), reader(queue) as client, zmq.Context() as context:
         wait_for_shards(client, 1)
         with context.socket(zmq.DEALER) as raw:
@@ -199,6 +219,7 @@ def test_what_a_shard_does_not_understand_harms_nobody(sharded):
             assert ask(raw, *wire.encode(ID, m.Load(rows=[(0, 0, 0, 1)]))).reply.code == "unknown_row"
             found = ask(raw, *wire.encode(ID, m.Load(rows=[(0, 0, 0, 0)])))
             assert [bytes(frame) for frame in found.payload] == [b"abcd"]
+    assert "turned away: {'malformed': 5}" in caplog.text
 
 
 def test_a_queue_that_keeps_its_payloads_wants_no_shard_and_a_sharded_one_no_payload(queue, sharded):
