@@ -58,14 +58,14 @@ class ShardServer:
     def __init__(
         self, shard_id: str, limits: QueueLimits | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.counters: Counter[str] = Counter()
+        self.turned_away: Counter[str] = Counter()
         self.orders: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
         self.cleared = threading.Event()
         self._gate = Gate(limits or QueueLimits(), clock, self._count, shard_id)
         self._payloads = Payloads()
 
     def _count(self, name: str) -> None:
-        self.counters[name] += 1
+        self.turned_away[name] += 1
 
     def groups(self) -> list[int]:
         """Of which something is kept. Any thread may ask."""
@@ -213,10 +213,12 @@ def run_shard(
             if keys is None:
                 serve(socket, server, _nothing, over)
             else:
-                with Door(context, keys.allowed, lambda: server.counters.update(denied=1)) as door:
+                with Door(context, keys.allowed, lambda: server.turned_away.update(denied=1)) as door:
                     serve(socket, server, _nothing, over, door=door)
         finally:
             membership.stop()
+    if server.turned_away:
+        log.warning("turned away: %s", dict(server.turned_away))
     if membership.failed is not None:
         raise membership.failed
 
