@@ -231,7 +231,7 @@ def queue_consumer(address: str, groups: str) -> None:
         began, nbytes, seen = 0.0, 0, 0
         for step in range(int(groups) // BATCH):
             reserved = client.reserve(step, wait_s=60)
-            rows = client.fetch([(h.group_id, h.sample, h.segment) for h in reserved.headers])
+            rows = client.fetch([header.key for header in reserved.headers])
             client.commit(step)
             client.publish(Version(0, step + 1), [])
             client.retire(step + 1)

@@ -65,7 +65,7 @@ class Reserve(Request):
 
 
 class Fetch(Request):
-    """The payloads of some rows of a reserved or evaluated batch. Trainer ranks -> queue."""
+    """The payloads of some rows, or of their media (``media_sample``). Trainer ranks, consumers -> queue."""
 
     rows: list[RowKey]
 
@@ -81,7 +81,7 @@ class Store(Request):
 
 
 class Load(Request):
-    """The payloads of some rows. Trainer ranks -> payload shard."""
+    """The payloads of some rows, or of their media. Trainer ranks, consumers -> payload shard."""
 
     rows: list[StoredKey]
 
