@@ -42,12 +42,12 @@ class Parked(NamedTuple):
     """A long-poll that waits for the store to change."""
 
     identity: bytes
-    request: m.Request
+    request: m.LongPoll
     deadline: float
 
 
 # Which transitions can change the answer to a parked request.
-_WAKES: dict[type[m.Request], frozenset[type[t.Transition]]] = {
+_WAKES: dict[type[m.LongPoll], frozenset[type[t.Transition]]] = {
     m.Lease: frozenset(
         {
             t.LeaseLost,
@@ -92,12 +92,12 @@ class QueueServer:
         self._changed: set[type[t.Transition]] = set()
         self._rates = Rates(clock())
         feed.subscribe(self._see)
-        self._parked: dict[type[m.Request], dict[bytes, Parked]] = {kind: {} for kind in _WAKES}
+        self._parked: dict[type[m.LongPoll], dict[bytes, Parked]] = {kind: {} for kind in _WAKES}
         self._leased_to: OrderedDict[bytes, set[bytes]] = OrderedDict()  # who was sent a lease, by request id
         self._empty: OrderedDict[bytes, None] = OrderedDict()  # requests for leases that were answered with nothing
         self._served: OrderedDict[str, int] = OrderedDict()  # workers that got groups, by turn; the latest last
         self._turn = 0
-        self._polls: dict[type[m.Request], Callable[[Any, bool], Answer | None]] = {
+        self._polls: dict[type[m.LongPoll], Callable[[Any, bool], Answer | None]] = {
             m.Reserve: self._reserve,
             m.EvalResult: self._eval_result,
             m.Engines: self._engines,
@@ -213,7 +213,7 @@ class QueueServer:
             return self._put(request, message.payload)
         if message.payload:
             raise ProtocolError(f"a {kind.__name__} with {len(message.payload)} payload frames")
-        if kind in self._parked:
+        if isinstance(request, m.LongPoll):
             return self._poll(identity, message.request_id, request)
         if isinstance(request, m.Submit):
             return Answer(self._store.submit(request.tasks, message.request_id))
@@ -223,7 +223,7 @@ class QueueServer:
             return Answer(m.Refused(code="not_here", reason=f"a {kind.__name__} is for payload shards"))
         return self._handlers[kind](request)
 
-    def _poll(self, identity: bytes, request_id: bytes, request: Any) -> Answer | None:
+    def _poll(self, identity: bytes, request_id: bytes, request: m.LongPoll) -> Answer | None:
         wait_s = 0.0 if math.isnan(request.wait_s) else min(request.wait_s, MAX_WAIT_S)
         if isinstance(request, m.Lease):  # only its arrival is a sign of life, not that it is still parked
             self._store.renew(request.worker, self._clock())

@@ -100,8 +100,7 @@ def send_sync(socket: "zmq.Socket[bytes]", frames: Sequence[Frame]) -> None:
 
 def wait_of(request: m.Request) -> float:
     """How long the queue may take on purpose to answer."""
-    waits = m.Lease | m.Reserve | m.EvalResult | m.Engines | m.Read | m.Shards | m.Sweep
-    return request.wait_s if isinstance(request, waits) else 0.0
+    return request.wait_s if isinstance(request, m.LongPoll) else 0.0
 
 
 def wants_hello(reply: m.Reply) -> bool:
