@@ -154,7 +154,7 @@ def _refuse_unknown(key: str, place: str) -> None:
         raise ConfigError(f"{place}: {parent} is a single value, not a section")
     names = field_names(parent)
     if leaf not in names:
-        raise ConfigError(f"{place}: unknown key {key!r}{nearest(leaf, names, f'{parent}.' if parent else '')}")
+        raise ConfigError(f"{place}: unknown key {key!r}{nearest(leaf, names, key.removesuffix(leaf))}")
 
 
 def _convert(values: dict[str, Any], places: Places) -> RunConfig:
