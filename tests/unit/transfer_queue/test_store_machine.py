@@ -366,9 +366,9 @@ class Histories(RuleBasedStateMachine):
         assert self.store.retire(STEPS) == Done()
         for name in self.readers.names:
             self.readers.read_to_the_end(self.store, name, self.seen, self.batches)
+        assert self.store.inspect(self.now, {}).kept_bytes == 0, "everybody has read everything"
         for name in self.readers.names:
             self.readers.unsubscribe(self.store, name)
-        assert self.store.inspect(self.now, {}).kept_bytes == 0
         assert all(group >= EVAL_GROUPS for group in self.seen.groups_with_rows())
         self.store.evaluate(1000)
 
