@@ -29,6 +29,7 @@ from rl_async.transfer_queue.policy import QueueSettings
 from rl_async.transfer_queue.recovery import Recorder, recover
 from rl_async.transfer_queue.server import QueueServer
 from rl_async.transfer_queue.shard import run_shard
+from rl_async.transfer_queue.source import Counted
 from rl_async.transfer_queue.sqlite_journal import SqliteJournal
 from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import Feed
@@ -149,23 +150,6 @@ def redis_consumer(url: str, groups: str) -> None:
 # --- this queue -----------------------------------------------------------------------------------------------------
 
 
-class Tasks:
-    """An endless source of the same small task."""
-
-    def __init__(self) -> None:
-        self._taken = 0
-
-    def next(self, step: int = 0) -> Task:
-        self._taken += 1
-        return Task(task_id=f"t{self._taken}", data_source="", prompt=[], ground_truth="")
-
-    def cursor(self) -> bytes:
-        return str(self._taken).encode()
-
-    def seek(self, cursor: bytes) -> None:
-        self._taken = int(cursor)
-
-
 def settings(batch: int = BATCH, group_size: int = ROWS, replicas: int = 0) -> QueueSettings:
     return QueueSettings(
         steps=1 << 40,
@@ -193,7 +177,7 @@ def queue_server(address: str, kind: str, folder: str, batch: str = str(BATCH), 
     ):
         feed = Feed(journal.append, ledger.append)
         replicas = 1 if kind == "sharded" else 0
-        store = Store(settings(int(batch), int(group_size), replicas), Tasks(), [], feed)
+        store = Store(settings(int(batch), int(group_size), replicas), Counted(), [], feed)
         recover(store, journal, ledger, time.monotonic())
         server = QueueServer(store, journal, feed, limits=QueueLimits(requests_per_s=1e6))  # one client plays many
         serve(socket, server, Recorder(store, journal, ledger).flush, lambda: False)
@@ -247,7 +231,7 @@ def queue_consumer(address: str, groups: str) -> None:
         began, nbytes, seen = 0.0, 0, 0
         for step in range(int(groups) // BATCH):
             reserved = client.reserve(step, wait_s=60)
-            rows = client.fetch([(h.group_id, h.sample, h.segment) for h in reserved.headers])
+            rows = client.fetch([header.key for header in reserved.headers])
             client.commit(step)
             client.publish(Version(0, step + 1), [])
             client.retire(step + 1)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import zmq
-from queue_arms import BATCH, Tasks, lengths, row, settings
+from queue_arms import BATCH, lengths, row, settings
 
 from rl_async import codec
 from rl_async import messages as m
@@ -21,6 +21,7 @@ from rl_async.transfer_queue.journal import MemoryJournal
 from rl_async.transfer_queue.ledger import Ledger
 from rl_async.transfer_queue.recovery import Recorder, recover
 from rl_async.transfer_queue.server import QueueServer
+from rl_async.transfer_queue.source import Counted
 from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import Feed
 
@@ -41,7 +42,7 @@ class Driven:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         journal, ledger = MemoryJournal(), stack.enter_context(closing(Ledger(Path(folder) / "ledger.jsonl")))
         feed = Feed(journal.append, ledger.append)
-        store = Store(settings(group_size=1), Tasks(), [], feed)
+        store = Store(settings(group_size=1), Counted(), [], feed)
         recover(store, journal, ledger, 0.0)
         self._server, self._flush = QueueServer(store, journal, feed), Recorder(store, journal, ledger).flush
         self._ids, self._step = wire.RequestIds(), 0

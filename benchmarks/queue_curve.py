@@ -24,13 +24,14 @@ import numpy as np
 import zmq
 
 from rl_async.configs.schema import DataConfig, ModelConfig, QueueConfig, RunConfig
-from rl_async.messages import LeasedGroup, Reserved, Sampling, Task, Trajectory, Version, VersionRun
+from rl_async.messages import LeasedGroup, Reserved, Sampling, Trajectory, Version, VersionRun
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
 from rl_async.transfer_queue.journal import MemoryJournal
 from rl_async.transfer_queue.keys import ClientKeys, client_keys, make_keys, server_keys
 from rl_async.transfer_queue.loop import bind, serve
 from rl_async.transfer_queue.policy import QueueSettings
 from rl_async.transfer_queue.server import QueueServer
+from rl_async.transfer_queue.source import Counted
 from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import Feed
 from rl_async.transfer_queue.zap import Door
@@ -51,25 +52,6 @@ class Cost(NamedTuple):
         return f"{self.mb_per_s:.0f} MB/s, {self.cpu:.1f} CPU s/GB"
 
 
-class Source:
-    """Tasks without content."""
-
-    taken = 0
-
-    def next(self, step: int = 0) -> Task:
-        """The next one."""
-        self.taken += 1
-        return Task(task_id=str(self.taken), data_source="", prompt=[], ground_truth="")
-
-    def cursor(self) -> bytes:
-        """Where it stands."""
-        return str(self.taken).encode()
-
-    def seek(self, cursor: bytes) -> None:
-        """Go there."""
-        self.taken = int(cursor)
-
-
 def config_of(folder: Path | None) -> RunConfig:
     """A config whose queue has the keys in ``folder``, or is open."""
     queue = QueueConfig(keys=str(folder or ""))
@@ -81,7 +63,7 @@ def run_queue(address: str, folder: Path | None, stopped: Any, cpu_s: Any) -> No
     journal = MemoryJournal()
     feed = Feed(journal.append)
     settings = QueueSettings(steps=1 << 20, batch_groups=BATCH_GROUPS, group_size=GROUP_SIZE, max_staleness=4)
-    store = Store(settings, Source(), [], feed)
+    store = Store(settings, Counted(), [], feed)
     keys = server_keys(config_of(folder), Path())
     with zmq.Context() as context, ExitStack() as stack:
         door = stack.enter_context(Door(context, keys.allowed, lambda: store.count("denied"))) if keys else None

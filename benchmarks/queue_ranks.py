@@ -18,6 +18,7 @@ from queue_costs import put
 from rl_async import messages as m
 from rl_async.trainer.partition import karmarkar_karp
 from rl_async.transfer_queue.client import SyncQueueClient
+from rl_async.transfer_queue.session import expect
 
 GROUPS = 64  # of the batch
 ROUNDS = 16  # readings of a batch
@@ -27,7 +28,7 @@ Start = Callable[..., AbstractContextManager["Popen[str]"]]
 def rank(address: str, number: int, ranks: int, rounds: int) -> None:
     """One rank."""
     with SyncQueueClient(address, role="trainer", name=f"rank-{number}") as client:
-        headers = expect(client.reserve(0, wait_s=30.0)).headers
+        headers = expect(client.reserve(0, wait_s=30.0), m.Reserved).headers
         mine = karmarkar_karp([header.tokens for header in headers], ranks)[number]
         keys = [headers[row].key for row in mine]
         client.fetch(keys)  # for warming up
@@ -39,12 +40,6 @@ def rank(address: str, number: int, ranks: int, rounds: int) -> None:
             assert len(client.fetch(keys)) == len(keys)
         seconds = time.perf_counter() - began
     print(json.dumps({"seconds": seconds, "bytes": sum(headers[row].nbytes for row in mine)}), flush=True)
-
-
-def expect(reply: m.Reserved | m.NotReady) -> m.Reserved:
-    """The batch."""
-    assert isinstance(reply, m.Reserved), reply
-    return reply
 
 
 def ranks_figures(

@@ -14,29 +14,11 @@ from typing import Any, NamedTuple
 
 from rl_async import messages as m
 from rl_async.transfer_queue.policy import QueueSettings
+from rl_async.transfer_queue.source import TaskList
 from rl_async.transfer_queue.store import Store
 
 BATCH = 16
 POLICIES: tuple[tuple[Any, int], ...] = (("fifo", 0), ("fifo", BATCH), ("freshest", 0), ("priority", 0), ("quota", 0))
-
-
-class Source:
-    """Tasks of two data sets in turn, with priorities."""
-
-    def __init__(self) -> None:
-        self._taken, self._rng = 0, random.Random(1)
-
-    def next(self, step: int = 0) -> m.Task:
-        self._taken += 1
-        priority, source = self._rng.random(), "ab"[self._taken % 2]
-        values: dict[str, Any] = {"task_id": "t", "data_source": "", "prompt": [], "ground_truth": ""}
-        return m.Task(**values, priority=priority, source=source)
-
-    def cursor(self) -> bytes:
-        return b""
-
-    def seek(self, cursor: bytes) -> None:
-        raise NotImplementedError
 
 
 class Trained(NamedTuple):
@@ -46,6 +28,13 @@ class Trained(NamedTuple):
     staleness: int
     place: int  # steps after the first that could have had a group admitted then
     task: m.Task
+
+
+def tasks(steps: int) -> TaskList:
+    """Those of a run: of two data sets in turn, with priorities."""
+    rng = random.Random(1)
+    values: dict[str, Any] = {"task_id": "t", "data_source": "", "prompt": [], "ground_truth": ""}
+    return TaskList([m.Task(**values, priority=rng.random(), source="ba"[n % 2]) for n in range(steps * BATCH)])
 
 
 def header(group: m.LeasedGroup) -> m.TrajectoryHeader:
@@ -65,7 +54,7 @@ def header(group: m.LeasedGroup) -> m.TrajectoryHeader:
 
 def simulate(settings: QueueSettings, sigma: float, train: float) -> tuple[list[Trained], float]:
     """Every trained group, and the time that the run took."""
-    store, rng, now = Store(settings, Source(), [], lambda _: None), random.Random(0), 0.0
+    store, rng, now = Store(settings, tasks(settings.steps), [], lambda _: None), random.Random(0), 0.0
     running: list[tuple[float, int, m.LeasedGroup]] = []
     trained: list[Trained] = []
     store.publish(m.Version(0, 0), [])

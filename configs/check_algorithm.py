@@ -1,6 +1,5 @@
 """Rules of the algorithm section and its critic: which choices cannot work together, and why."""
 
-import difflib
 from collections.abc import Callable
 
 from rl_async.configs.algorithm import (
@@ -14,6 +13,7 @@ from rl_async.configs.algorithm import (
 )
 from rl_async.configs.correction import PRESETS, Correction, CorrectionOptions, band, limits, resolve
 from rl_async.configs.critic import NEEDS_CRITIC
+from rl_async.configs.nearest import nearest
 from rl_async.configs.samples import samples_per_group
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import ConfigError
@@ -27,10 +27,7 @@ def _names(c: RunConfig) -> str | None:
     known = (("advantage", a.advantage, ADVANTAGES), ("loss", a.loss, LOSSES), ("correction", a.correction, PRESETS))
     for key, name, names in known:
         if name not in names and not is_user_reference(name):
-            close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-            return f"algorithm.{key}: no {name!r}" + (
-                f"; did you mean {close[0]}?" if close else f"; known: {', '.join(names)}"
-            )
+            return f"algorithm.{key}: no {name!r}{nearest(name, names)}"
     return None
 
 

@@ -1,6 +1,5 @@
 """From a preset or a file, plus ``a.b=c`` arguments, to a checked RunConfig. Every mistake names where it stands."""
 
-import difflib
 import re
 from collections.abc import Iterator, Sequence
 from importlib import resources
@@ -12,6 +11,7 @@ import yaml
 
 from rl_async.configs.check import check
 from rl_async.configs.fields import choices, field_names, struct_at
+from rl_async.configs.nearest import nearest
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import ConfigError
 
@@ -96,7 +96,7 @@ def _find(name_or_path: str) -> tuple[str, str]:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--config: cannot read {path}: {error}") from error
     if name_or_path not in preset_names():
-        hint = _nearest(name_or_path, preset_names())
+        hint = nearest(name_or_path, preset_names())
         raise ConfigError(f"--config: no preset {name_or_path!r}{hint}; `rl-async config list` shows all")
     return resources.files("rl_async.configs").joinpath(f"{name_or_path}.yaml").read_text(), f"{name_or_path}.yaml"
 
@@ -154,15 +154,7 @@ def _refuse_unknown(key: str, place: str) -> None:
         raise ConfigError(f"{place}: {parent} is a single value, not a section")
     names = field_names(parent)
     if leaf not in names:
-        raise ConfigError(f"{place}: unknown key {key!r}{_nearest(leaf, names, parent)}")
-
-
-def _nearest(name: str, names: Sequence[str], section: str = "") -> str:
-    prefix = f"{section}." if section else ""
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {prefix}{close[0]}?"
-    return f"; known: {', '.join(names)}"
+        raise ConfigError(f"{place}: unknown key {key!r}{nearest(leaf, names, key.removesuffix(leaf))}")
 
 
 def _convert(values: dict[str, Any], places: Places) -> RunConfig:
@@ -176,7 +168,7 @@ def _convert(values: dict[str, Any], places: Places) -> RunConfig:
         key = path.rstrip("`").lstrip(".") or "the config"
         dotted = re.sub(r"\[\d*\.*\]", "", key)
         wrong = re.fullmatch(r"Invalid enum value '(.*)'", message)
-        hint = _nearest(wrong[1], choices(dotted)) if wrong else ""
+        hint = nearest(wrong[1], choices(dotted)) if wrong else ""
         raise ConfigError(f"{_place(dotted, places)}: {key}: {message[0].lower()}{message[1:]}{hint}") from error
 
 

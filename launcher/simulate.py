@@ -15,8 +15,9 @@ import msgspec
 
 from rl_async.errors import ProtocolError, UserError
 from rl_async.launcher.costs import Costs, Episode
-from rl_async.messages import LeasedGroup, Refused, Reserved, Task, TrajectoryHeader, Version, VersionRun
+from rl_async.messages import LeasedGroup, Refused, Reserved, TrajectoryHeader, Version, VersionRun
 from rl_async.transfer_queue.policy import QueueSettings
+from rl_async.transfer_queue.source import Counted
 from rl_async.transfer_queue.store import Store
 
 WORKER = "simulated"
@@ -41,23 +42,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     engine_idle: float  # share of time in which an engine decodes nothing
     staleness_mean: float  # of the first token of a row
     staleness_max: float
-
-
-class Endless:
-    """Implements TaskSource: the queue needs tasks, the simulation only their number."""
-
-    def __init__(self) -> None:
-        self._taken = 0
-
-    def next(self, step: int = 0) -> Task:
-        self._taken += 1
-        return Task(task_id=str(self._taken), data_source="simulated", prompt=[], ground_truth="")
-
-    def cursor(self) -> bytes:
-        return str(self._taken).encode()
-
-    def seek(self, cursor: bytes) -> None:
-        self._taken = int(cursor)
 
 
 class Clock:
@@ -179,7 +163,7 @@ class Simulation:
         self._settings, self._layout, self._costs, self._episodes = settings, layout, costs, episodes
         self._random = random.Random(seed)
         self._clock = Clock()
-        self._store = Store(settings, Endless(), [], lambda transition: None)
+        self._store = Store(settings, Counted(), [], lambda transition: None)
         self._engines = Pool(self._clock, costs, layout)
         self._live, self._ready = 0, 0  # conversations; groups that are complete and in no batch
         self._missing: dict[int, int] = {}  # samples, by group

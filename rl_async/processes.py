@@ -22,7 +22,7 @@ ENDED = ("Z", "X", GONE)
 
 
 class ProcStat(msgspec.Struct, frozen=True):
-    """Of ``/proc/PID/stat``: the state's letter, seconds of CPU used, and the start in clock ticks since the boot."""
+    """Of ``/proc/PID/stat``: the state's letter, and in clock ticks the CPU time used and the start since the boot."""
 
     state: str = GONE
     cpu_ticks: int = 0

@@ -27,8 +27,8 @@ def answer_with_stacks() -> None:
     """
     path = os.environ.pop(STACKS, None)  # not for the processes that this one starts
     if path is not None:
-        file = open(path, "ab", buffering=0)  # noqa: SIM115 - open as long as the process lives
-        faulthandler.register(ASK, file=file, all_threads=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)  # open as long as the process lives
+        faulthandler.register(ASK, file=descriptor, all_threads=True)
 
 
 def main_thread(dump: str) -> tuple[Frame, ...]:

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,12 @@ def _load_file(path: Path, reference: str, key: str) -> Any:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{key}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        del sys.modules[module_name]
-        raise ConfigError(f"{key}: {path}:{error.lineno}: {error.msg}") from error
-    except Exception:
-        del sys.modules[module_name]  # a half-loaded module must not be found next time
-        raise
+    with ExitStack() as undo:
+        sys.modules[module_name] = module
+        undo.callback(sys.modules.pop, module_name)  # a half-loaded module must not be found next time
+        try:
+            spec.loader.exec_module(module)
+        except SyntaxError as error:
+            raise ConfigError(f"{key}: {path}:{error.lineno}: {error.msg}") from error
+        undo.pop_all()
     return module

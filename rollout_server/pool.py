@@ -8,7 +8,7 @@ the first to finish would favour short answers. ``routing.py`` chooses the engin
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Protocol
 
@@ -32,7 +32,7 @@ log = logging.getLogger("rl_async.pool")
 class Engine(Protocol):
     """What the pool needs of an engine client. Methods raise EngineLost and EngineRejected."""
 
-    def stream(self, request: GenerateRequest, *, session: str) -> AsyncIterator[GenerateResult]: ...
+    def stream(self, request: GenerateRequest, *, session: str) -> AsyncGenerator[GenerateResult, None]: ...
     async def load(self) -> EngineLoad: ...
     async def is_sleeping(self) -> bool: ...
     async def close(self) -> None: ...
@@ -259,7 +259,7 @@ class EnginePool:
 
 async def _read(engine: Engine, progress: _Progress) -> None:
     before = len(progress.done.token_ids)
-    async with aclosing(engine.stream(progress.rest, session=progress.session)) as parts:  # type: ignore[type-var]
+    async with aclosing(engine.stream(progress.rest, session=progress.session)) as parts:
         async for part in parts:
             progress.take(part)
     if progress.unfinished and len(progress.done.token_ids) == before:

@@ -6,7 +6,7 @@ states between them are those of ``sglang/srt/entrypoints/http_server.py`` and `
 """
 
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from rl_async.errors import EngineLost, EngineRejected
 from rl_async.messages import Version
@@ -70,7 +70,7 @@ class SglangEngine:
             self._running.pop(request.request_id, None)
         return self._result(request, self._http.decode(raw, Answer))
 
-    async def stream(self, request: GenerateRequest, *, session: str = "") -> AsyncIterator[GenerateResult]:
+    async def stream(self, request: GenerateRequest, *, session: str = "") -> AsyncGenerator[GenerateResult, None]:
         """As ``generate``, in one part: SGLang tells which weights sampled which tokens only at the end."""
         yield await self.generate(request, session=session)
 

@@ -4,7 +4,7 @@ Routes under /inference need vLLM's ``--enable-scale-out``, the control routes i
 ``--logprobs-mode processed_logprobs``, so that log-probabilities are those of the sampling distribution.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -110,7 +110,7 @@ class VllmEngine:
             done = join(done, part)
         return done
 
-    async def stream(self, request: GenerateRequest, *, session: str = "") -> AsyncIterator[GenerateResult]:
+    async def stream(self, request: GenerateRequest, *, session: str = "") -> AsyncGenerator[GenerateResult, None]:
         """Sample, and give every STREAM_INTERVAL tokens as soon as they are here; only the last part says how it ended.
 
         Raises EngineLost also when the engine is older than ``request.min_version`` (409).

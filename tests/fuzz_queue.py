@@ -27,6 +27,7 @@ from rl_async.transfer_queue.journal import MemoryJournal
 from rl_async.transfer_queue.loop import bind, serve
 from rl_async.transfer_queue.policy import QueueSettings
 from rl_async.transfer_queue.server import QueueServer
+from rl_async.transfer_queue.source import Counted, numbered
 from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import Feed
 
@@ -34,26 +35,6 @@ SETTINGS = QueueSettings(steps=1000, batch_groups=2, group_size=2, lease_s=0.2, 
 GROWTH_BYTES = 64 << 20  # more than the tables of remembered peers and requests take
 ANSWER_S = 10.0
 Frames = list[bytes]
-
-
-class Source:
-    """Endless tasks."""
-
-    def __init__(self) -> None:
-        self._taken = 0
-
-    def next(self, step: int = 0) -> m.Task:
-        """The next one."""
-        self._taken += 1
-        return m.Task(task_id=f"t{self._taken}", data_source="", prompt=[], ground_truth="")
-
-    def cursor(self) -> bytes:
-        """How many were taken."""
-        return str(self._taken).encode()
-
-    def seek(self, cursor: bytes) -> None:
-        """Go there."""
-        self._taken = int(cursor)
 
 
 def trajectory(group: int, sample: int, attempt: int) -> m.Trajectory:
@@ -175,7 +156,7 @@ def new_server() -> tuple[QueueServer, MemoryJournal]:
     """With an empty store."""
     journal = MemoryJournal()
     feed = Feed(journal.append)
-    return QueueServer(Store(SETTINGS, Source(), [Source().next()], feed), journal, feed), journal
+    return QueueServer(Store(SETTINGS, Counted(), [numbered(0)], feed), journal, feed), journal
 
 
 _row = codec.decoder(m.Trajectory)

@@ -8,7 +8,6 @@ retires them (``batches.py`` says what that means; ``consume.py`` does it).
 """
 
 import contextlib
-import difflib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,9 @@ from urllib.parse import urlsplit
 import zmq
 
 from rl_async.configs.closed import is_loopback
+from rl_async.configs.nearest import nearest
+from rl_async.configs.schema import QueueConfig
+from rl_async.configs.slack import slack
 from rl_async.errors import UserError
 from rl_async.messages import Task, Version
 from rl_async.transfer_queue.journal import Journal, MemoryJournal
@@ -58,18 +60,14 @@ def alone(
     if not lease_s > 0:
         raise UserError(f"lease_s={lease_s}: more than 0 seconds are needed")
     if sampling not in CHOICES:
-        close = difflib.get_close_matches(sampling, CHOICES, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(CHOICES)}"
-        raise UserError(f"sampling={sampling}: {hint} (quotas need the data sets of a run's config)")
-    spare = 0 if sampling == "fifo" else 1
+        raise UserError(
+            f"sampling={sampling}{nearest(sampling, CHOICES)} (quotas need the data sets of a run's config)"
+        )
     if sampling != "fifo" and max_staleness < 2:
         raise UserError(f"sampling={sampling} has nothing to choose from with max_staleness={max_staleness}: give 2")
-    slots = (max_staleness - spare + 1) * batch_groups
-    if window and not batch_groups <= window < slots:
-        raise UserError(f"window={window}: at least batch_groups={batch_groups} and fewer than all {slots}, or 0")
-    return QueueSettings(
+    settings = QueueSettings(
         sampling=sampling,
-        slack=spare,
+        slack=slack(QueueConfig(sampling=sampling)),
         window=window,
         steps=ENDLESS,
         batch_groups=batch_groups,
@@ -77,6 +75,10 @@ def alone(
         max_staleness=max_staleness,
         lease_s=lease_s,
     )
+    slots = settings.slots_at(max_staleness)
+    if window and not batch_groups <= window < slots:
+        raise UserError(f"window={window}: at least batch_groups={batch_groups} and fewer than all {slots}, or 0")
+    return settings
 
 
 def serve_alone(

@@ -51,13 +51,27 @@ class QueueClient:
     """
 
     def __init__(
-        self, address: str, *, role: str, name: str, timeout_s: float = 60.0, keys: ClientKeys | None = None
+        self,
+        address: str,
+        *,
+        role: str,
+        name: str,
+        timeout_s: float = 60.0,
+        patience_s: float = PATIENCE_S,
+        shard_s: float = SHARD_S,
+        keys: ClientKeys | None = None,
     ) -> None:
+        """``patience_s`` without an answer, beyond the wait asked for, make it reconnect; doubled each time.
+
+        A payload shard that does not answer for ``shard_s`` is passed over.
+        """
         self._session = Session(address, role, name, keys)
-        self._connect_shard = partial(QueueClient, role=role, name=name, timeout_s=SHARD_S, keys=keys)
+        self._connect_shard = partial(
+            QueueClient, role=role, name=name, timeout_s=shard_s, patience_s=patience_s, keys=keys
+        )
         self._shards: dict[str, QueueClient] = {}  # by url
         self._sending = conversations.Sending()
-        self._timeout_s = timeout_s
+        self._timeout_s, self._patience_s = timeout_s, patience_s
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -144,7 +158,7 @@ class QueueClient:
         wait_s, timeout_s = wait_of(request), self._timeout_s if timeout_s is None else timeout_s
         began = time.monotonic()
         deadline = began + wait_s + timeout_s
-        patience, pause = wait_s + PATIENCE_S, FIRST_PAUSE_S
+        patience, pause = wait_s + self._patience_s, FIRST_PAUSE_S
         request_id = self._session.ids.take()
         frames = wire.encode(request_id, request, payload)
         try:
@@ -273,6 +287,12 @@ class QueueClient:
         """What an evaluation produced, once it is complete."""
         return await self._ask_either(m.EvalResult(eval_id=eval_id, wait_s=wait_s), m.Reserved, m.NotReady)
 
+    async def finish(self) -> m.Done:
+        """The run is over."""
+        return await self._ask(m.Finish(), m.Done)
+
+    # --- rows, for the trainer and for other readers -----------------------------------------------------------------
+
     async def fetch(self, rows: Sequence[m.RowKey]) -> list[m.Trajectory]:
         """The trajectories of these rows. Raises RowsLost if they went with a payload shard."""
         return [decode_row(row) for row in await self._converse(conversations.fetch(rows, self._timeout_s))]
@@ -280,6 +300,23 @@ class QueueClient:
     async def fetch_media(self, rows: Sequence[m.Trajectory]) -> dict[str, bytes]:
         """The bytes, by hash, of all media that these rows refer to."""
         return await self._converse(conversations.fetch_media(rows, self._timeout_s))
+
+    async def subscribe(self, consumer: str, *, oldest: bool = False) -> m.Subscription:
+        """Read what is trained from now on, or from the oldest group that is here; a known consumer goes on."""
+        return await self._ask(m.Subscribe(consumer=consumer, oldest=oldest), m.Subscription)
+
+    async def read(self, consumer: str, wait_s: float, *, after: int = -1, max_groups: int = 16) -> m.Delivered:
+        """Trained groups in order of commit, behind ``after`` or what was acknowledged; ``fetch`` has the rows."""
+        request = m.Read(consumer=consumer, after=after, max_groups=max_groups, wait_s=wait_s)
+        return await self._ask(request, m.Delivered)
+
+    async def acknowledge(self, consumer: str, position: int) -> m.Done:
+        """Everything up to ``position`` was read, and need not be kept for this consumer."""
+        return await self._ask(m.Acknowledge(consumer=consumer, position=position), m.Done)
+
+    async def unsubscribe(self, consumer: str) -> m.Done:
+        """Forget the consumer."""
+        return await self._ask(m.Unsubscribe(consumer=consumer), m.Done)
 
     # --- payload shards ---------------------------------------------------------------------------------------------
 
@@ -309,24 +346,3 @@ class QueueClient:
 
     async def _part(self, url: str) -> None:
         await self._shards.pop(url).__aexit__(None, None, None)
-
-    async def subscribe(self, consumer: str, *, oldest: bool = False) -> m.Subscription:
-        """Read what is trained from now on, or from the oldest group that is here; a known consumer goes on."""
-        return await self._ask(m.Subscribe(consumer=consumer, oldest=oldest), m.Subscription)
-
-    async def read(self, consumer: str, wait_s: float, *, after: int = -1, max_groups: int = 16) -> m.Delivered:
-        """Trained groups in order of commit, behind ``after`` or what was acknowledged; ``fetch`` has the rows."""
-        request = m.Read(consumer=consumer, after=after, max_groups=max_groups, wait_s=wait_s)
-        return await self._ask(request, m.Delivered)
-
-    async def acknowledge(self, consumer: str, position: int) -> m.Done:
-        """Everything up to ``position`` was read, and need not be kept for this consumer."""
-        return await self._ask(m.Acknowledge(consumer=consumer, position=position), m.Done)
-
-    async def unsubscribe(self, consumer: str) -> m.Done:
-        """Forget the consumer."""
-        return await self._ask(m.Unsubscribe(consumer=consumer), m.Done)
-
-    async def finish(self) -> m.Done:
-        """The run is over."""
-        return await self._ask(m.Finish(), m.Done)

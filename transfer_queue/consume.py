@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from rl_async.errors import ProtocolError, QueueLost, RowsLost
-from rl_async.messages import DeliveredGroup, NotReady, Task, Trajectory, TrajectoryHeader, Version
+from rl_async.messages import DeliveredGroup, NotReady, RowKey, Task, Trajectory, TrajectoryHeader, Version
 from rl_async.transfer_queue.sync_client import SyncQueueClient
 
 POLL_S = 5.0  # of one question
@@ -86,22 +86,27 @@ def read_groups(
         wait_s = max(0.0, min(deadline - time.monotonic(), POLL_S))
         reply = client.read(consumer, wait_s, after=after, max_groups=1)
         for group in reply.groups:
-            rows = _rows(client, consumer, group)
+            rows = rows_of(client, consumer, group)
             if rows is not None:
                 yield TrainedGroup(group.position, group.step, group.group_id, group.task, rows, reply.skipped)
                 client.acknowledge(consumer, group.position)
-            after, deadline = group.position, time.monotonic() + timeout_s
+                after, deadline = group.position, time.monotonic() + timeout_s
         if reply.finished:
             return
         if not reply.groups and time.monotonic() > deadline:
             raise QueueLost(f"no group was trained within {timeout_s:g} s; consumer {consumer} has read all before")
 
 
-def _rows(client: SyncQueueClient, consumer: str, group: DeliveredGroup) -> list[Trajectory] | None:
-    """A group's rows; None if it was given up since it was delivered, as the consumer's place tells."""
+def rows_of(client: SyncQueueClient, consumer: str, group: DeliveredGroup) -> list[Trajectory] | None:
+    """A group's rows; None if it was given up since it was delivered, or some went with a payload shard: read again."""
     try:
         return client.fetch([header.key for header in group.headers])
-    except ProtocolError:
-        if client.subscribe(consumer).position >= group.position:
+    except (ProtocolError, RowsLost):
+        again = client.read(consumer, 0.0, after=group.position - 1, max_groups=1).groups
+        if [_rows_named(each) for each in again] != [_rows_named(group)]:
             return None
         raise
+
+
+def _rows_named(group: DeliveredGroup) -> tuple[int, list[tuple[RowKey, int]]]:
+    return group.position, [(header.key, header.attempt) for header in group.headers]

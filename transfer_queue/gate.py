@@ -31,6 +31,9 @@ class Outgoing(NamedTuple):
     answer: Answer
 
 
+Handler = Callable[[bytes, wire.RequestMessage], Answer | None]  # of who asks, and what
+
+
 class Gate:
     """Lets through what a server may handle. ``count`` adds one to a counter of what is turned away."""
 
@@ -44,28 +47,32 @@ class Gate:
         """The connection is gone."""
         self._peers.forget(identity)
 
-    def admit(self, parts: Sequence[Any]) -> tuple[bytes, wire.RequestMessage] | Outgoing:
-        """A request and who asks, or the answer to one that goes no further: a hello, or something refused."""
+    def answer(self, parts: Sequence[Any], handle: Handler) -> Outgoing | None:
+        """The answer to a message: ``handle``'s, or the gate's own to a hello and to what goes no further.
+
+        None if ``handle`` has none yet. A ProtocolError that it raises is answered Malformed, as bytes are that are no
+        message.
+        """
         identity = bytes(wire.body(parts[0]))
         try:
-            if refused := self._beyond_limits(identity, parts):
-                return Outgoing(identity, _request_id(parts), Answer(refused))
-            message = wire.decode_request(parts[1:])
+            found = self._answer(identity, parts, handle)
         except ProtocolError as error:
-            return self.malformed(identity, parts, error)
+            self._count("malformed")
+            log.warning("malformed message from %s: %s", self._peers.name(identity), error)
+            found = Answer(m.Malformed(reason=str(error)))
+        return None if found is None else Outgoing(identity, _request_id(parts), found)
+
+    def _answer(self, identity: bytes, parts: Sequence[Any], handle: Handler) -> Answer | None:
+        if refused := self._beyond_limits(identity, parts):
+            return Answer(refused)
+        message = wire.decode_request(parts[1:])
         if isinstance(message.request, m.Hello):
             if message.payload:
-                return self.malformed(identity, parts, ProtocolError("a Hello with payload frames"))
-            return Outgoing(identity, message.request_id, self._hello(identity, message.request))
+                raise ProtocolError("a Hello with payload frames")
+            return self._hello(identity, message.request)
         if identity not in self._peers:
-            return Outgoing(identity, message.request_id, Answer(m.Refused(code="hello", reason="say Hello first")))
-        return identity, message
-
-    def malformed(self, identity: bytes, parts: Sequence[Any], error: ProtocolError) -> Outgoing:
-        """The answer to what cannot be understood; it is counted."""
-        self._count("malformed")
-        log.warning("malformed message from %s: %s", self._peers.name(identity), error)
-        return Outgoing(identity, _request_id(parts), Answer(m.Malformed(reason=str(error))))
+            return Answer(m.Refused(code="hello", reason="say Hello first"))
+        return handle(identity, message)
 
     def _beyond_limits(self, identity: bytes, parts: Sequence[Any]) -> m.Refused | None:
         """Why the message is not even decoded."""

@@ -59,7 +59,9 @@ def _labelled(label: str, values: "dict[str, float] | dict[State, int] | dict[st
 
 
 @contextlib.contextmanager
-def serve_metrics(port: int, address: str, keys: ClientKeys | None = None) -> Iterator[None]:
+def serve_metrics(
+    port: int, address: str, keys: ClientKeys | None = None, *, answer_s: float = ANSWER_S
+) -> Iterator[None]:
     """Answer scrapes of the queue at ``address`` on this machine's ``port`` while the block runs; 0: do not.
 
     Raises UserError if the port cannot be had.
@@ -68,7 +70,7 @@ def serve_metrics(port: int, address: str, keys: ClientKeys | None = None) -> It
         yield
         return
     try:
-        server = HTTPServer((HOST, port), _handler(address, keys))
+        server = HTTPServer((HOST, port), _handler(address, keys, answer_s))
     except (OSError, OverflowError) as error:
         raise UserError(f"queue.metrics_port: port {port} cannot be used ({error}); choose another, or 0") from error
     thread = threading.Thread(target=_answer, args=[server], name="queue metrics", daemon=True)
@@ -86,7 +88,7 @@ def _answer(server: HTTPServer) -> None:
     server.serve_forever(poll_interval=0.1)
 
 
-def _handler(address: str, keys: ClientKeys | None) -> type[BaseHTTPRequestHandler]:
+def _handler(address: str, keys: ClientKeys | None, answer_s: float) -> type[BaseHTTPRequestHandler]:
     class Scrape(BaseHTTPRequestHandler):
         timeout = ANSWER_S  # of the scraper, to send its request
 
@@ -95,7 +97,7 @@ def _handler(address: str, keys: ClientKeys | None) -> type[BaseHTTPRequestHandl
                 self.send_error(404, "only /metrics is here")
                 return
             try:
-                client = SyncQueueClient(address, role="metrics", name="metrics", timeout_s=ANSWER_S, keys=keys)
+                client = SyncQueueClient(address, role="metrics", name="metrics", timeout_s=answer_s, keys=keys)
                 with client as queue:
                     body = metrics_text(queue.inspect()).encode()
             except (QueueLost, ProtocolError) as error:

@@ -31,6 +31,7 @@ _FREES: dict[type[Transition], Callable[[Any], Sequence[int] | None]] = {
     Missed: lambda event: event.freed,
     RolledBack: lambda event: ALL_GROUPS if event.fresh else (),
 }
+FREEING = frozenset(_FREES)  # the transitions that may free payloads
 
 
 def freed_by(transition: Transition) -> Sequence[int] | None:

@@ -112,10 +112,17 @@ class RedisJournal:
     """See ``Journal``. A flush is as durable as the server: appendfsync and replication are its business."""
 
     def __init__(
-        self, url: str, run: str, *, owner_s: float = OWNER_S, tries_s: float = TRIES_S, clock: Any = time.monotonic
+        self,
+        url: str,
+        run: str,
+        *,
+        owner_s: float = OWNER_S,
+        tries_s: float = TRIES_S,
+        least_log: int = LEAST_LOG,
+        clock: Any = time.monotonic,
     ) -> None:
         self._url, self._prefix = url, f"rl-async:{run}"
-        self._owner_s, self._tries_s, self._clock = owner_s, tries_s, clock
+        self._owner_s, self._tries_s, self._least_log, self._clock = owner_s, tries_s, least_log, clock
         self._redis = redis.Redis.from_url(
             url,
             password=os.environ.get("RL_ASYNC_REDIS_PASSWORD"),
@@ -329,7 +336,7 @@ class RedisJournal:
     @property
     def outgrown(self) -> bool:
         """Whether the stream is some times as long as the state was."""
-        return self._log > LEAST_LOG and self._log_bytes > LOG_PER_STATE * self._dump_bytes
+        return self._log > self._least_log and self._log_bytes > LOG_PER_STATE * self._dump_bytes
 
     def compact(self, dump: bytes) -> None:
         """Put the dump in place of the stream's entries."""

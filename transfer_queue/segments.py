@@ -36,9 +36,9 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 class Segments:
     """The files of one folder. All methods raise JournalError naming the file that cannot be read or written."""
 
-    def __init__(self, folder: Path, *, sync: bool = False) -> None:
+    def __init__(self, folder: Path, *, sync: bool = False, segment_bytes: int = SEGMENT_BYTES) -> None:
         """``sync``: what was flushed is on the disk, not only with the operating system."""
-        self._folder, self._sync = folder, sync
+        self._folder, self._sync, self._segment_bytes = folder, sync, segment_bytes
         self._unsynced = False  # something was written to the newest file since it was last forced to the disk
         self._live: Counter[int] = Counter()  # samples by segment
         self._pending: list[Frame] = []
@@ -93,7 +93,7 @@ class Segments:
 
     def add(self, rows: Sequence[Frame]) -> Place:
         """Take in the rows of one sample; they are written by ``flush`` at the latest."""
-        if self._end >= SEGMENT_BYTES:
+        if self._end >= self._segment_bytes:
             self._hand_over()
             self._begin()
         place = Place(self._segment, self._end, [memoryview(row).nbytes for row in rows])

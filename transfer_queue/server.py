@@ -28,6 +28,7 @@ from rl_async.transfer_queue import transitions as t
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.gate import Answer, Gate, Outgoing
 from rl_async.transfer_queue.journal import Journal
+from rl_async.transfer_queue.payloads import FREEING
 from rl_async.transfer_queue.rates import Rates
 from rl_async.transfer_queue.store import Store
 
@@ -41,12 +42,12 @@ class Parked(NamedTuple):
     """A long-poll that waits for the store to change."""
 
     identity: bytes
-    request: m.Request
+    request: m.LongPoll
     deadline: float
 
 
 # Which transitions can change the answer to a parked request.
-_WAKES: dict[type[m.Request], frozenset[type[t.Transition]]] = {
+_WAKES: dict[type[m.LongPoll], frozenset[type[t.Transition]]] = {
     m.Lease: frozenset(
         {
             t.LeaseLost,
@@ -69,9 +70,7 @@ _WAKES: dict[type[m.Request], frozenset[type[t.Transition]]] = {
     m.EvalResult: frozenset({t.GroupReady, t.EvalClosed}),
     m.Engines: frozenset({t.EnginesChanged}),
     m.Shards: frozenset({t.ShardsChanged, t.ShardLost, t.RolledBack}),
-    m.Sweep: frozenset(
-        {t.Retired, t.GroupDropped, t.DeadLettered, t.EvalClosed, t.RolledBack, t.ShardLost, t.Acknowledged, t.Missed}
-    ),
+    m.Sweep: FREEING | {t.ShardLost},
     m.Read: frozenset({t.BatchCommitted, t.RolledBack, t.RunFinished}),
 }
 
@@ -93,12 +92,12 @@ class QueueServer:
         self._changed: set[type[t.Transition]] = set()
         self._rates = Rates(clock())
         feed.subscribe(self._see)
-        self._parked: dict[type[m.Request], dict[bytes, Parked]] = {kind: {} for kind in _WAKES}
+        self._parked: dict[type[m.LongPoll], dict[bytes, Parked]] = {kind: {} for kind in _WAKES}
         self._leased_to: OrderedDict[bytes, set[bytes]] = OrderedDict()  # who was sent a lease, by request id
         self._empty: OrderedDict[bytes, None] = OrderedDict()  # requests for leases that were answered with nothing
         self._served: OrderedDict[str, int] = OrderedDict()  # workers that got groups, by turn; the latest last
         self._turn = 0
-        self._polls: dict[type[m.Request], Callable[[Any, bool], Answer | None]] = {
+        self._polls: dict[type[m.LongPoll], Callable[[Any, bool], Answer | None]] = {
             m.Reserve: self._reserve,
             m.EvalResult: self._eval_result,
             m.Engines: self._engines,
@@ -138,16 +137,8 @@ class QueueServer:
 
     def handle(self, parts: Sequence[Any]) -> list[Outgoing]:
         """Answer one message, and whatever was waiting for its effect."""
-        admitted = self._gate.admit(parts)
-        if isinstance(admitted, Outgoing):
-            return [admitted]
-        identity, message = admitted
-        try:
-            answer = self._answer(identity, message)
-        except ProtocolError as error:
-            return [self._gate.malformed(identity, parts, error)]
-        own = [] if answer is None else [Outgoing(identity, message.request_id, answer)]
-        return own + self._wake()
+        own = self._gate.answer(parts, self._answer)
+        return ([] if own is None else [own]) + self._wake()
 
     def tick(self) -> list[Outgoing]:
         """End leases and waits whose time is over; the answers that follow."""
@@ -222,7 +213,7 @@ class QueueServer:
             return self._put(request, message.payload)
         if message.payload:
             raise ProtocolError(f"a {kind.__name__} with {len(message.payload)} payload frames")
-        if kind in self._parked:
+        if isinstance(request, m.LongPoll):
             return self._poll(identity, message.request_id, request)
         if isinstance(request, m.Submit):
             return Answer(self._store.submit(request.tasks, message.request_id))
@@ -232,7 +223,7 @@ class QueueServer:
             return Answer(m.Refused(code="not_here", reason=f"a {kind.__name__} is for payload shards"))
         return self._handlers[kind](request)
 
-    def _poll(self, identity: bytes, request_id: bytes, request: Any) -> Answer | None:
+    def _poll(self, identity: bytes, request_id: bytes, request: m.LongPoll) -> Answer | None:
         wait_s = 0.0 if math.isnan(request.wait_s) else min(request.wait_s, MAX_WAIT_S)
         if isinstance(request, m.Lease):  # only its arrival is a sign of life, not that it is still parked
             self._store.renew(request.worker, self._clock())
@@ -255,12 +246,16 @@ class QueueServer:
     # --- handlers ---------------------------------------------------------------------------------------------------
 
     def _put(self, request: m.Put, payload: Sequence[Frame]) -> Answer:
+        if not all(request.samples):
+            raise ProtocolError("a Put of a sample without rows")
+        hashes = {sha256 for headers in request.samples for header in headers for sha256 in header.media}
+        places = {sha256: m.media_sample(sha256) for sha256 in hashes}
         if self._store.settings.replicas:
             if payload:
                 return Answer(m.Refused(code=wire.SHARDED, reason="the payloads of this queue go to its shards"))
             return Answer(m.Taken(refused=[self._take_header(request.worker, each) for each in request.samples]))
         rows = sum(map(len, request.samples))
-        if not all(request.samples) or rows + len(request.media) != len(payload) or not all(map(len, payload)):
+        if rows + len(request.media) != len(payload) or not all(map(len, payload)):
             raise ProtocolError(
                 f"a Put of {[len(headers) for headers in request.samples]} rows and {len(request.media)} media with "
                 f"{len(payload)} payload frames, none of which may be empty"
@@ -268,23 +263,28 @@ class QueueServer:
         frames = iter(payload)
         samples = [(headers, list(itertools.islice(frames, len(headers)))) for headers in request.samples]
         media = checked_media(request.media, list(frames))
-        return Answer(m.Taken(refused=[self._take(request.worker, headers, rows, media) for headers, rows in samples]))
+        taken = [self._take(request.worker, headers, rows, media, places) for headers, rows in samples]
+        return Answer(m.Taken(refused=taken))
 
     def _take_header(self, worker: str, headers: Sequence[m.TrajectoryHeader]) -> m.Refused | None:
         """A sample whose payload is with shards."""
-        if not headers:
-            raise ProtocolError("a Put of a sample without rows")
         if refused := self._store.shards.misplaced(headers):
             return refused
         reply = self._store.put(worker, headers, self._clock())
         return reply if isinstance(reply, m.Refused) else None
 
     def _take(
-        self, worker: str, headers: Sequence[m.TrajectoryHeader], rows: Sequence[Frame], media: dict[m.MediaKey, Frame]
+        self,
+        worker: str,
+        headers: Sequence[m.TrajectoryHeader],
+        rows: Sequence[Frame],
+        media: dict[m.MediaKey, Frame],
+        places: dict[str, int],
     ) -> m.Refused | None:
+        """A sample with its payload, and the media that the group does not have; ``places`` by their hashes."""
         group = headers[0].group_id
-        wanted = {sha256: m.media_sample(sha256) for header in headers for sha256 in header.media}
-        new = [sha256 for sha256, place in wanted.items() if not self._journal.has(group, place)]
+        wanted = dict.fromkeys(sha256 for header in headers for sha256 in header.media)
+        new = [sha256 for sha256 in wanted if not self._journal.has(group, places[sha256])]
         if missing := [sha256 for sha256 in new if (group, sha256) not in media]:
             return m.Refused(code=wire.MEDIA, reason=" ".join(missing))
         headers = [
@@ -298,7 +298,7 @@ class QueueServer:
         if self._store.holds(group):
             self._journal.put(group, headers[0].sample, rows)
             for sha256 in new:
-                self._journal.put(group, wanted[sha256], [media[group, sha256]])
+                self._journal.put(group, places[sha256], [media[group, sha256]])
         return None
 
     def _fetch(self, request: m.Fetch) -> Answer:

@@ -18,7 +18,7 @@ from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.handshakes import HandshakeWatch
 from rl_async.transfer_queue.keys import ClientKeys, use_keys
 
-PATIENCE_S = 3.0  # without an answer for this long (beyond the wait asked for), reconnect; doubled each time
+PATIENCE_S = 3.0  # without an answer before a client reconnects
 
 R = TypeVar("R", bound=m.Reply)
 S = TypeVar("S", bound=m.Reply)
@@ -100,8 +100,7 @@ def send_sync(socket: "zmq.Socket[bytes]", frames: Sequence[Frame]) -> None:
 
 def wait_of(request: m.Request) -> float:
     """How long the queue may take on purpose to answer."""
-    waits = m.Lease | m.Reserve | m.EvalResult | m.Engines | m.Read | m.Shards | m.Sweep
-    return request.wait_s if isinstance(request, waits) else 0.0
+    return request.wait_s if isinstance(request, m.LongPoll) else 0.0
 
 
 def wants_hello(reply: m.Reply) -> bool:

@@ -58,14 +58,14 @@ class ShardServer:
     def __init__(
         self, shard_id: str, limits: QueueLimits | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.counters: Counter[str] = Counter()
+        self.turned_away: Counter[str] = Counter()
         self.orders: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
         self.cleared = threading.Event()
         self._gate = Gate(limits or QueueLimits(), clock, self._count, shard_id)
         self._payloads = Payloads()
 
     def _count(self, name: str) -> None:
-        self.counters[name] += 1
+        self.turned_away[name] += 1
 
     def groups(self) -> list[int]:
         """Of which something is kept. Any thread may ask."""
@@ -73,14 +73,8 @@ class ShardServer:
 
     def handle(self, parts: Sequence[Any]) -> list[Outgoing]:
         """Answer one message."""
-        admitted = self._gate.admit(parts)
-        if isinstance(admitted, Outgoing):
-            return [admitted]
-        identity, message = admitted
-        try:
-            return [Outgoing(identity, message.request_id, self._answer(message))]
-        except ProtocolError as error:
-            return [self._gate.malformed(identity, parts, error)]
+        answer = self._gate.answer(parts, lambda _, message: self._answer(message))
+        return [] if answer is None else [answer]
 
     def tick(self) -> list[Outgoing]:
         """Forget what is of no use."""
@@ -219,10 +213,12 @@ def run_shard(
             if keys is None:
                 serve(socket, server, _nothing, over)
             else:
-                with Door(context, keys.allowed, lambda: server.counters.update(denied=1)) as door:
+                with Door(context, keys.allowed, lambda: server.turned_away.update(denied=1)) as door:
                     serve(socket, server, _nothing, over, door=door)
         finally:
             membership.stop()
+    if server.turned_away:
+        log.warning("turned away: %s", dict(server.turned_away))
     if membership.failed is not None:
         raise membership.failed
 

@@ -175,5 +175,4 @@ class Shards:
 
     def load(self, state: ShardsState) -> None:
         """Take over a state."""
-        self.revision = state.revision
-        self._shards = {shard.shard_id: shard for shard in state.shards}
+        self.changed(ShardsChanged(revision=state.revision, shards=state.shards))

@@ -1,6 +1,6 @@
 """Where the queue gets its tasks from."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from rl_async.errors import DataError
@@ -52,3 +52,28 @@ class TaskList:
         if total != str(len(self._tasks)) or not taken.isdecimal() or int(taken) > len(self._tasks):
             raise DataError(f"the queue goes on with a list of {total or '?'} tasks, here are {len(self._tasks)}")
         self._taken = int(taken)
+
+
+def numbered(number: int) -> Task:
+    """A task that is nothing but its number."""
+    return Task(task_id=f"t{number}", data_source="", prompt=[], ground_truth="")
+
+
+class Counted:
+    """Tasks without end, made of their numbers from 0. Implements TaskSource."""
+
+    def __init__(self, make: Callable[[int], Task] = numbered) -> None:
+        self._make, self.taken = make, 0
+
+    def next(self, step: int = 0) -> Task:
+        """The next task, the same at any step."""
+        self.taken += 1
+        return self._make(self.taken - 1)
+
+    def cursor(self) -> bytes:
+        """How many were taken."""
+        return str(self.taken).encode()
+
+    def seek(self, cursor: bytes) -> None:
+        """Go on from a cursor."""
+        self.taken = int(cursor)

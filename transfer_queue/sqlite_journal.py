@@ -19,7 +19,7 @@ from rl_async.errors import JournalError
 from rl_async.messages import RowKey
 from rl_async.transfer_queue.journal import JOURNAL_SCHEMA, Recovered, new_run_id
 from rl_async.transfer_queue.payloads import freed_by
-from rl_async.transfer_queue.segments import START_OVER, Place, Segments
+from rl_async.transfer_queue.segments import SEGMENT_BYTES, START_OVER, Place, Segments
 from rl_async.transfer_queue.transitions import Transition, TransitionType
 
 Synchronous = Literal["normal", "full", "off"]
@@ -48,9 +48,17 @@ _encode = msgspec.msgpack.Encoder().encode
 class SqliteJournal:
     """See ``Journal``. ``flush`` survives the death of the process at any instant; ``synchronous`` says what else."""
 
-    def __init__(self, run: Path, name: str, synchronous: Synchronous = "normal") -> None:
-        self._path, self._synchronous = run / FILE, synchronous
-        self._segments = Segments(run / PAYLOADS, sync=synchronous == "full")
+    def __init__(
+        self,
+        run: Path,
+        name: str,
+        synchronous: Synchronous = "normal",
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        least_log_bytes: int = LEAST_LOG_BYTES,
+    ) -> None:
+        self._path, self._synchronous, self._least_log_bytes = run / FILE, synchronous, least_log_bytes
+        self._segments = Segments(run / PAYLOADS, sync=synchronous == "full", segment_bytes=segment_bytes)
         self._places: dict[int, dict[int, Place]] = {}  # by group and sample
         self._pending: list[tuple[int, str, bytes]] = []
         self._placed: dict[tuple[int, int], bytes] = {}
@@ -198,7 +206,7 @@ class SqliteJournal:
     @property
     def outgrown(self) -> bool:
         """Whether the log is some times as long as the state was."""
-        return self._log_bytes > max(LEAST_LOG_BYTES, LOG_PER_STATE * self._dump_bytes)
+        return self._log_bytes > max(self._least_log_bytes, LOG_PER_STATE * self._dump_bytes)
 
     def compact(self, dump: bytes) -> None:
         """Put the dump in place of the log."""

@@ -47,14 +47,28 @@ class SyncQueueClient:
     """
 
     def __init__(
-        self, address: str, *, role: str, name: str, timeout_s: float = 60.0, keys: ClientKeys | None = None
+        self,
+        address: str,
+        *,
+        role: str,
+        name: str,
+        timeout_s: float = 60.0,
+        patience_s: float = PATIENCE_S,
+        shard_s: float = SHARD_S,
+        keys: ClientKeys | None = None,
     ) -> None:
+        """``patience_s`` without an answer, beyond the wait asked for, make it reconnect; doubled each time.
+
+        A payload shard that does not answer for ``shard_s`` is passed over.
+        """
         self._session = Session(address, role, name, keys)
-        self._connect_shard = partial(SyncQueueClient, role=role, name=name, timeout_s=SHARD_S, keys=keys)
+        self._connect_shard = partial(
+            SyncQueueClient, role=role, name=name, timeout_s=shard_s, patience_s=patience_s, keys=keys
+        )
         self._shards: dict[str, SyncQueueClient] = {}  # by url
         self._callers: ThreadPoolExecutor | None = None  # for several shards at once
         self._sending = conversations.Sending()
-        self._timeout_s = timeout_s
+        self._timeout_s, self._patience_s = timeout_s, patience_s
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
         self._hello_id = b""
@@ -103,7 +117,7 @@ class SyncQueueClient:
         wait_s, timeout_s = wait_of(request), self._timeout_s if timeout_s is None else timeout_s
         began = time.monotonic()
         deadline = began + wait_s + timeout_s
-        patience, pause = wait_s + PATIENCE_S, FIRST_PAUSE_S
+        patience, pause = wait_s + self._patience_s, FIRST_PAUSE_S
         request_id = self._session.ids.take()
         frames = wire.encode(request_id, request, payload)
         socket = self._socket or self._connect()

@@ -9,6 +9,12 @@ class Request(msgspec.Struct, kw_only=True, tag=True):
     """Base of all requests. The envelope around them carries the request id."""
 
 
+class LongPoll(Request, kw_only=True):
+    """Base of those that the queue may answer late, on purpose: within ``wait_s``."""
+
+    wait_s: float
+
+
 class Hello(Request):
     """First message of every connection. Any role -> queue."""
 
@@ -17,7 +23,7 @@ class Hello(Request):
     name: str
 
 
-class Lease(Request):
+class Lease(LongPoll):
     """Ask for work; answered when there is some or after ``wait_s``. Agent worker -> queue.
 
     With ``task`` a producer brings its own: it gets one group, of this task, as soon as one may be admitted.
@@ -25,7 +31,6 @@ class Lease(Request):
 
     worker: str
     max_groups: int
-    wait_s: float
     task: Task | None = None
 
 
@@ -57,15 +62,14 @@ class Fail(Request):
     error: str
 
 
-class Reserve(Request):
+class Reserve(LongPoll):
     """Fix the batch of a step; answers the same however often it is asked. Trainer -> queue."""
 
     step: int
-    wait_s: float
 
 
 class Fetch(Request):
-    """The payloads of some rows of a reserved or evaluated batch. Trainer ranks -> queue."""
+    """The payloads of some rows, or of their media (``media_sample``). Trainer ranks, consumers -> queue."""
 
     rows: list[RowKey]
 
@@ -81,7 +85,7 @@ class Store(Request):
 
 
 class Load(Request):
-    """The payloads of some rows. Trainer ranks -> payload shard."""
+    """The payloads of some rows, or of their media. Trainer ranks, consumers -> payload shard."""
 
     rows: list[StoredKey]
 
@@ -94,19 +98,17 @@ class RegisterShard(Request):
     url: str
 
 
-class Sweep(Request):
+class Sweep(LongPoll):
     """Which of these groups are of no use any more, now or within ``wait_s``; a sign of life. Shard -> queue."""
 
     shard_id: str
     groups: list[int]
-    wait_s: float
 
 
-class Shards(Request):
+class Shards(LongPoll):
     """Where the payload shards are, at once or when the revision passes ``after``. Workers, people -> queue."""
 
     after: int
-    wait_s: float
 
 
 class Commit(Request):
@@ -165,11 +167,10 @@ class Evaluate(Request):
     eval_id: int
 
 
-class EvalResult(Request):
+class EvalResult(LongPoll):
     """The finished trajectories of an evaluation, when all are there, else NotReady after ``wait_s``."""
 
     eval_id: int
-    wait_s: float
 
 
 class RegisterEngine(Request):
@@ -187,7 +188,7 @@ class RemoveEngine(Request):
     reason: str
 
 
-class Engines(Request):
+class Engines(LongPoll, kw_only=True):
     """The registry, at once or when its revision passes ``after``, at the latest after ``wait_s``. Any -> queue."""
 
     after: int = -1
@@ -241,7 +242,7 @@ class Subscribe(Request):
     oldest: bool = False  # it also reads what was trained before, as far as that is here
 
 
-class Read(Request):
+class Read(LongPoll, kw_only=True):
     """Groups that were trained, in order of commit, behind ``after`` or what the consumer acknowledged.
 
     Answered when there are some or after ``wait_s``; Fetch has the rows. Consumer -> queue.

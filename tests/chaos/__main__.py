@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from rl_async.launcher import machine
 from rl_async.launcher.cli import main as rl_async
@@ -98,8 +99,8 @@ def launch(folder: Path, arguments: list[str]) -> int:
         made = planned(*args, **named)
         return dataclasses.replace(made, engines=tuple(chaotic(spec, folder) for spec in made.engines))
 
-    machine.plan = plan  # type: ignore[assignment]
-    return rl_async(["launch", *arguments])
+    with patch.object(machine, "plan", plan):
+        return rl_async(["launch", *arguments])
 
 
 class Finished(NamedTuple):

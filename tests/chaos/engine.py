@@ -1,6 +1,7 @@
 """The embedded engine with a fault in its HTTP server."""
 
 from typing import Any
+from unittest.mock import patch
 
 from rl_async.rollout_server import __main__ as engine
 from rl_async.rollout_server.embedded.server import Server
@@ -10,9 +11,9 @@ from tests.chaos.faults import Faulty
 class FaultyServer(Server):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.app = Faulty(self.app)  # type: ignore[assignment, arg-type]
+        self.app.add_middleware(Faulty)
 
 
 if __name__ == "__main__":
-    engine.Server = FaultyServer  # type: ignore[misc]
-    engine.main()
+    with patch.object(engine, "Server", FaultyServer):
+        engine.main()

@@ -14,14 +14,15 @@ import redis
 
 from rl_async.errors import JournalError
 from rl_async.messages import Done, LeasedGroup, Reserved, Task, TrajectoryHeader, Version, VersionRun
-from rl_async.transfer_queue.journal import Journal
+from rl_async.transfer_queue.journal import Journal, MemoryJournal
 from rl_async.transfer_queue.policy import QueueSettings
 from rl_async.transfer_queue.redis_journal import RedisJournal
+from rl_async.transfer_queue.source import Counted
 from rl_async.transfer_queue.sqlite_journal import SqliteJournal
 from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import Feed
-from tests.contracts.queue_peers import Source
 
+OpenJournal = Callable[[], Journal]
 SETTINGS = QueueSettings(steps=50, batch_groups=2, group_size=2, lease_s=30.0)
 EVAL_TASK = Task(task_id="e", data_source="", prompt=[], ground_truth="")
 
@@ -54,28 +55,50 @@ def redis_server(folder: Path, port: int = 0) -> Iterator[tuple[int, subprocess.
         server.wait()
 
 
-def sqlite_journals(folder: Path) -> Callable[[], Journal]:
+def sqlite_journals(folder: Path, **settings: Any) -> OpenJournal:
     """Opens the same journal again and again."""
-    return lambda: SqliteJournal(folder, "run")
+    return lambda: SqliteJournal(folder, "run", **settings)
 
 
-def redis_journals(port: int) -> Callable[[], Journal]:
+def redis_journals(port: int, **settings: Any) -> OpenJournal:
     """Opens the same journal again and again."""
-    return lambda: RedisJournal(f"redis://127.0.0.1:{port}/0", "run", owner_s=1.0, tries_s=2.0)
+    return lambda: RedisJournal(f"redis://127.0.0.1:{port}/0", "run", owner_s=1.0, tries_s=2.0, **settings)
+
+
+@contextmanager
+def journals(kind: str, folder: Path) -> Iterator[OpenJournal]:
+    """Opens the same journal each time it is called, a short log being worth compacting; ``memory`` is another each
+    time."""
+    if kind == "memory":
+        yield MemoryJournal
+    elif kind == "sqlite":
+        yield sqlite_journals(folder, least_log_bytes=0)
+    else:
+        with redis_server(folder) as (port, _):
+            yield redis_journals(port, least_log=0)
 
 
 class Driver:
     """A store with its journal, as the queue has them, driven by hand."""
 
-    def __init__(self, open_journal: Callable[[], Journal]) -> None:
-        self.journal = open_journal()
-        self.store = Store(SETTINGS, Source(), [EVAL_TASK], Feed(self.journal.append))
+    def __init__(self, open_journal: OpenJournal, settings: QueueSettings = SETTINGS) -> None:
+        self._open_journal, self._settings = open_journal, settings
+        self._start()
+
+    def _start(self) -> None:
+        self.journal = self._open_journal()
+        self.store = Store(self._settings, Counted(), [EVAL_TASK], Feed(self.journal.append))
         try:
             dump, self.count, transitions = self.journal.recover()
             self.store.recover(dump, transitions, 0.0)
         except JournalError:
             self.journal.close()
             raise
+
+    def restart(self) -> None:
+        """Another queue in the place of one that is gone; what was not flushed went with it."""
+        self.journal.close()
+        self._start()
 
     def lease(self, groups: int = 9, request: bytes = b"") -> list[LeasedGroup]:
         self.store.renew("w", 0.0)

@@ -16,7 +16,6 @@ from rl_async.messages import (
     Hello,
     LeasedGroup,
     Sampling,
-    Task,
     Trajectory,
     VersionRun,
 )
@@ -27,26 +26,12 @@ from rl_async.transfer_queue.keys import ServerKeys
 from rl_async.transfer_queue.loop import bind, serve
 from rl_async.transfer_queue.policy import QueueSettings
 from rl_async.transfer_queue.server import QueueServer
+from rl_async.transfer_queue.source import Counted, numbered
 from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import Feed
 from rl_async.transfer_queue.zap import Door
 
 SETTINGS = QueueSettings(steps=50, batch_groups=2, group_size=2, lease_s=30.0)
-
-
-class Source:
-    def __init__(self) -> None:
-        self.taken = 0
-
-    def next(self, step: int = 0) -> Task:
-        self.taken += 1
-        return Task(task_id=f"t{self.taken - 1}", data_source="", prompt=[], ground_truth="7")
-
-    def cursor(self) -> bytes:
-        return str(self.taken).encode()
-
-    def seek(self, cursor: bytes) -> None:
-        self.taken = int(cursor)
 
 
 class RunningQueue:
@@ -72,7 +57,7 @@ class RunningQueue:
     def _serve(self, settings: QueueSettings) -> None:
         journal = self._open_journal()
         feed = Feed(journal.append)
-        store = Store(settings, Source(), [Source().next()], feed)
+        store = Store(settings, Counted(), [numbered(0)], feed)
         journal.recover()
         server = QueueServer(store, journal, feed, limits=self._limits)
         with zmq.Context() as context, ExitStack() as stack:

@@ -5,7 +5,7 @@ import logging
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
@@ -65,7 +65,7 @@ class Watched:
         self.begun: dict[str, int] = {}
         self.more = asyncio.Event()
 
-    async def stream(self, request: GenerateRequest, *, session: str) -> AsyncIterator[GenerateResult]:
+    async def stream(self, request: GenerateRequest, *, session: str) -> AsyncGenerator[GenerateResult, None]:
         async for part in self._client.stream(request, session=session):
             if part.finish_reason == "abort":  # more is to come
                 self.begun[request.request_id] = self.begun.get(request.request_id, 0) + len(part.token_ids)

@@ -10,13 +10,14 @@ import pytest
 from rl_async.errors import QueueLost, UserError
 from rl_async.messages import Done, Leased, Refused, Task
 from rl_async.transfer_queue import QueueDataset, SyncQueueClient, read_batches, serve
+from rl_async.transfer_queue.source import numbered
 from tests.contracts.queue_peers import trajectory
 
 ROOT = Path(__file__).parents[2]
 
 
 def tasks(count: int, first: int = 0) -> list[Task]:
-    return [Task(task_id=f"t{n}", data_source="", prompt=[], ground_truth="") for n in range(first, first + count)]
+    return list(map(numbered, range(first, first + count)))
 
 
 def client(address: str, name: str = "me") -> SyncQueueClient:

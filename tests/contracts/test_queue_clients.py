@@ -59,9 +59,8 @@ async def test_a_restarted_queue_has_lost_its_state_and_clients_say_so(address):
                 queue.stop()
 
 
-async def test_a_request_without_answer_is_sent_again_on_a_new_connection(address, monkeypatch):
+async def test_a_request_without_answer_is_sent_again_on_a_new_connection(address):
     """A peer that swallows the first connection's messages is overcome, and the hello is repeated."""
-    monkeypatch.setattr("rl_async.transfer_queue.client.PATIENCE_S", 0.1)
     with zmq.asyncio.Context() as context, bind(context, address) as router:
 
         async def answer_second_connection() -> set[bytes]:
@@ -78,7 +77,7 @@ async def test_a_request_without_answer_is_sent_again_on_a_new_connection(addres
                     return seen
 
         answering = asyncio.create_task(answer_second_connection())
-        async with QueueClient(address, role="agent", name="w", timeout_s=10) as client:
+        async with QueueClient(address, role="agent", name="w", timeout_s=10, patience_s=0.1) as client:
             assert await client.renew() == Done()
         assert len(await answering) == 2
 

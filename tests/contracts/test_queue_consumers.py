@@ -6,39 +6,32 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from rl_async.errors import JournalError, ProtocolError, QueueLost
+from rl_async.errors import ProtocolError, QueueLost
 from rl_async.launcher.cli import main
 from rl_async.messages import Delivered, Done, Refused, Subscription, Task, Version
 from rl_async.transfer_queue import SyncQueueClient, read_groups, serve
-from rl_async.transfer_queue.journal import Journal, MemoryJournal
-from tests.contracts import journals
-from tests.contracts.journals import Driver, payload, redis_journals, redis_server, sqlite_journals
+from rl_async.transfer_queue.journal import MemoryJournal
+from rl_async.transfer_queue.source import numbered
+from tests.contracts.journals import SETTINGS, Driver, OpenJournal, journals, payload
 from tests.contracts.queue_peers import trajectory
-
-OpenJournal = Callable[[], Journal]
 
 
 @pytest.fixture(params=["memory", "sqlite", "redis"])
 def again(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenJournal]:
     """Opens the same journal each time it is called; one in memory is another each time."""
-    if request.param == "memory":
-        yield MemoryJournal
-    elif request.param == "sqlite":
-        yield sqlite_journals(tmp_path)
-    else:
-        with redis_server(tmp_path) as (port, _):
-            yield redis_journals(port)
+    with journals(request.param, tmp_path) as opened:
+        yield opened
 
 
 @pytest.fixture
-def driver(again: OpenJournal) -> Iterator[Driver]:
-    made = Driver(again)
+def driver(again: OpenJournal, request: pytest.FixtureRequest) -> Iterator[Driver]:
+    made = Driver(again, getattr(request, "param", SETTINGS))
     made.store.publish(Version(0, 0), [])
     yield made
     made.journal.close()
@@ -50,9 +43,7 @@ def restart(driver: Driver, again: OpenJournal) -> None:
     if again is MemoryJournal:
         return
     before = driver.store.dump()
-    driver.journal.close()
-    other = Driver(again)
-    driver.journal, driver.store = other.journal, other.store
+    driver.restart()
     assert driver.store.dump() == before
 
 
@@ -103,17 +94,11 @@ def test_groups_that_are_trained_again_after_a_rollback_do_not_come_twice(driver
     assert groups(driver.store.read("logger", -1, 9)) == [second[1]] and len(first) == 2
 
 
-def test_a_shelf_that_is_full_gives_up_the_oldest_and_says_so(
-    driver: Driver, again: OpenJournal, monkeypatch: pytest.MonkeyPatch
-):
-    small = msgspec.structs.replace(journals.SETTINGS, consumer_bytes=3 * 2 * (len(payload(0, 0)) + 4) + 2000)
-    monkeypatch.setattr(journals, "SETTINGS", small)
-    driver.journal.flush()
-    if again is not MemoryJournal:
-        driver.journal.close()
-    other = Driver(again)
-    driver.journal, driver.store = other.journal, other.store
-    driver.store.publish(Version(0, 0), [])
+SMALL = msgspec.structs.replace(SETTINGS, consumer_bytes=3 * 2 * (len(payload(0, 0)) + 4) + 2000)
+
+
+@pytest.mark.parametrize("driver", [SMALL], ids=["small"], indirect=True)
+def test_a_shelf_that_is_full_gives_up_the_oldest_and_says_so(driver: Driver, again: OpenJournal):
     driver.store.subscribe("slow", False)
     for step in range(4):
         driver.train(step)
@@ -125,24 +110,14 @@ def test_a_shelf_that_is_full_gives_up_the_oldest_and_says_so(
     assert kept == list(range(8 - len(kept), 8)), "the newest are here"
     assert [driver.read(group, 0) is not None for group in range(8)] == [group in kept for group in range(8)]
     report = driver.store.inspect(0.0, {})
-    assert report.status.counters["consumers_missed"] == reply.skipped and report.kept_bytes <= small.consumer_bytes
-
-
-def test_a_journal_of_before_consumers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from rl_async.transfer_queue import sqlite_journal
-
-    monkeypatch.setattr(sqlite_journal, "JOURNAL_SCHEMA", 2)
-    sqlite_journals(tmp_path)().close()
-    monkeypatch.undo()
-    with pytest.raises(JournalError, match=r"journal schema 2, this one has 3"):
-        sqlite_journals(tmp_path)()
+    assert report.status.counters["consumers_missed"] == reply.skipped and report.kept_bytes <= SMALL.consumer_bytes
 
 
 # --- over the wire --------------------------------------------------------------------------------------------------
 
 
 def tasks(count: int) -> list[Task]:
-    return [Task(task_id=f"t{n}", data_source="", prompt=[], ground_truth="") for n in range(count)]
+    return list(map(numbered, range(count)))
 
 
 def client(address: str, name: str = "me") -> SyncQueueClient:

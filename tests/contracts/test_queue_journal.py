@@ -1,28 +1,21 @@
 """What every durable journal promises: another queue goes on from what was flushed, and only one at a time does."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rl_async.errors import JournalError
 from rl_async.messages import Done, Resumed, Version
-from rl_async.transfer_queue import redis_journal, sqlite_journal
-from rl_async.transfer_queue.journal import Journal
-from tests.contracts.journals import Driver, payload, redis_journals, redis_server, sqlite_journals
-
-OpenJournal = Callable[[], Journal]
+from tests.contracts.journals import Driver, OpenJournal, journals, payload
 
 
 @pytest.fixture(params=["sqlite", "redis"])
 def again(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenJournal]:
     """Opens the same journal each time it is called."""
-    if request.param == "sqlite":
-        yield sqlite_journals(tmp_path)
-        return
-    with redis_server(tmp_path) as (port, _):
-        yield redis_journals(port)
+    with journals(request.param, tmp_path) as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -33,15 +26,7 @@ def driver(again: OpenJournal) -> Iterator[Driver]:
     made.journal.close()
 
 
-def reopened(driver: Driver, again: OpenJournal) -> Driver:
-    """Another queue in the place of one that is gone; what was not flushed went with it."""
-    driver.journal.close()
-    other = Driver(again)
-    driver.journal, driver.store = other.journal, other.store
-    return driver
-
-
-def test_what_was_flushed_comes_back_and_the_rest_does_not(driver: Driver, again: OpenJournal) -> None:
+def test_what_was_flushed_comes_back_and_the_rest_does_not(driver: Driver) -> None:
     run_id = driver.journal.run_id
     groups = driver.lease(2, b"question")
     driver.put(groups[0], 0, [b"first", b"second"])
@@ -49,7 +34,7 @@ def test_what_was_flushed_comes_back_and_the_rest_does_not(driver: Driver, again
     flushed = driver.store.dump()
     driver.put(groups[0], 1, [b"never flushed"])
     assert driver.read(0, 1) == b"never flushed", "it can be read before it is durable"
-    reopened(driver, again)
+    driver.restart()
     assert driver.journal.run_id == run_id
     assert driver.store.dump() == flushed
     assert driver.read(0, 0) == b"first" and driver.read(0, 0, 1) == b"second"
@@ -57,7 +42,7 @@ def test_what_was_flushed_comes_back_and_the_rest_does_not(driver: Driver, again
     assert driver.lease(2, b"question") == groups, "a request that is repeated gets the same groups"
 
 
-def test_requests_repeated_after_a_restart_change_nothing(driver: Driver, again: OpenJournal) -> None:
+def test_requests_repeated_after_a_restart_change_nothing(driver: Driver) -> None:
     (group, other) = driver.lease(2)
     for each in (group, other):
         for sample in (0, 1):
@@ -68,18 +53,14 @@ def test_requests_repeated_after_a_restart_change_nothing(driver: Driver, again:
     driver.store.retire(0)
     driver.journal.flush()
     before = driver.store.dump()
-    reopened(driver, again)
+    driver.restart()
     driver.put(group, 0)
     assert driver.store.reserve(0, 0.0) == batch
     assert driver.store.commit(0) == driver.store.publish(Version(0, 1), []) == driver.store.retire(0) == Done()
     assert driver.store.dump() == before
 
 
-def test_many_restarts_with_compactions_lose_nothing(
-    driver: Driver, again: OpenJournal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sqlite_journal, "LEAST_LOG_BYTES", 0)
-    monkeypatch.setattr(redis_journal, "LEAST_LOG", 0)
+def test_many_restarts_with_compactions_lose_nothing(driver: Driver) -> None:
     compacted, trained, kept = 0, [], {}
     for step in range(8):
         groups = driver.train(step)
@@ -93,7 +74,7 @@ def test_many_restarts_with_compactions_lose_nothing(
             driver.journal.compact(driver.store.dump())
             assert not driver.journal.outgrown
         before = driver.store.dump()
-        reopened(driver, again)
+        driver.restart()
         assert driver.store.dump() == before
         for group in trained:
             for sample in (0, 1):
@@ -106,7 +87,7 @@ def test_many_restarts_with_compactions_lose_nothing(
     assert sorted(driver.store.reserve(7, 0.0).tasks) == kept[7]  # type: ignore[union-attr]
 
 
-def test_a_fresh_start_frees_everything(driver: Driver, again: OpenJournal) -> None:
+def test_a_fresh_start_frees_everything(driver: Driver) -> None:
     driver.train(0)
     snapshot = driver.store.snapshot()
     driver.train(1)
@@ -115,14 +96,14 @@ def test_a_fresh_start_frees_everything(driver: Driver, again: OpenJournal) -> N
     assert driver.store.resume(1, 1, snapshot).readmitted == 2  # type: ignore[union-attr]
     driver.journal.flush()
     before = driver.store.dump()
-    reopened(driver, again)
+    driver.restart()
     assert driver.store.dump() == before
     assert all(driver.read(group, sample) is None for group in range(6) for sample in (0, 1))
     driver.store.publish(Version(1, 1), [])
     assert [group.group_id for group in driver.lease(2)] == [2, 3]
     driver.put(driver.lease(1)[0], 0, [b"new"])
     driver.journal.flush()
-    reopened(driver, again)
+    driver.restart()
 
 
 def test_a_second_queue_is_kept_out_until_the_first_has_ended(driver: Driver, again: OpenJournal) -> None:
@@ -140,4 +121,4 @@ def test_a_second_queue_is_kept_out_until_the_first_has_ended(driver: Driver, ag
     finally:
         ended.set()
         first.join()
-    reopened(driver, again)
+    driver.restart()

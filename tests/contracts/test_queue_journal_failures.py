@@ -9,22 +9,21 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import redis
 
 from rl_async.errors import JournalError
 from rl_async.messages import Done, Version
-from rl_async.transfer_queue import segments
 from rl_async.transfer_queue.redis_journal import RedisJournal
 from rl_async.transfer_queue.sqlite_journal import SqliteJournal
 from rl_async.transfer_queue.transitions import GrantVoided
 from tests.contracts.journals import Driver, payload, redis_journals, redis_server, sqlite_journals
 
 
-def started(folder: Path) -> Driver:
-    driver = Driver(sqlite_journals(folder))
+def started(folder: Path, **settings: Any) -> Driver:
+    driver = Driver(sqlite_journals(folder, **settings))
     assert driver.store.publish(Version(0, 0), []) == Done()
     driver.journal.flush()
     return driver
@@ -72,8 +71,7 @@ def test_a_full_flush_forces_every_payload_to_the_disk(
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(segments, "SEGMENT_BYTES", 3000)
-    driver = Driver(lambda: SqliteJournal(tmp_path, "run", synchronous))
+    driver = Driver(sqlite_journals(tmp_path, synchronous=synchronous, segment_bytes=3000))
     assert driver.store.publish(Version(0, 0), []) == Done()
     forced.clear()
     group = driver.lease(1)[0]
@@ -102,11 +100,8 @@ def test_bytes_that_no_flush_named_are_cleared_away(tmp_path: Path) -> None:
     driver.journal.close()
 
 
-def test_segments_are_deleted_when_all_their_groups_are_retired(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(segments, "SEGMENT_BYTES", 5000)
-    driver = started(tmp_path)
+def test_segments_are_deleted_when_all_their_groups_are_retired(tmp_path: Path) -> None:
+    driver = started(tmp_path, segment_bytes=5000)
     for step in range(10):
         driver.train(step)
         driver.store.retire(step)
@@ -130,12 +125,13 @@ def test_a_lost_segment_is_named(tmp_path: Path) -> None:
         Driver(sqlite_journals(tmp_path))
 
 
-def test_a_journal_of_another_version_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("schema", [2, 99])  # before there were consumers, and some time from now
+def test_a_journal_of_another_version_is_named(tmp_path: Path, schema: int) -> None:
     started(tmp_path).journal.close()
     with sqlite3.connect(tmp_path / "queue.sqlite") as db:
-        db.execute("PRAGMA user_version=99")
+        db.execute(f"PRAGMA user_version={schema}")
     db.close()
-    with pytest.raises(JournalError, match=r"queue\.sqlite was written by another version \(journal schema 99"):
+    with pytest.raises(JournalError, match=rf"written by another version \(journal schema {schema}, this one has 3\)"):
         SqliteJournal(tmp_path, "run")
 
 

@@ -92,7 +92,7 @@ class Traffic:
         self.step = 0
 
     def client(self, name: str) -> QueueClient:
-        return QueueClient(self._address, role="test", name=name, timeout_s=60)
+        return QueueClient(self._address, role="test", name=name, timeout_s=60, patience_s=0.3)
 
     async def work(self, name: str) -> None:
         async with self.client(name) as client:
@@ -169,9 +169,7 @@ async def kill_now_and_then(victim: Victim, traffic: Traffic) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-async def test_nothing_acknowledged_is_lost(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_async.transfer_queue.client.PATIENCE_S", 0.3)
-    monkeypatch.setattr("rl_async.transfer_queue.sync_client.PATIENCE_S", 0.3)
+async def test_nothing_acknowledged_is_lost(run: Path) -> None:
     victim = Victim(run)
     traffic = Traffic(run, victim.address)
     try:

@@ -7,9 +7,9 @@ import urllib.request
 import pytest
 
 from rl_async.errors import UserError
-from rl_async.messages import Task
 from rl_async.transfer_queue import SyncQueueClient, serve
 from rl_async.transfer_queue.metrics import serve_metrics
+from rl_async.transfer_queue.source import numbered
 from tests.contracts.queue_peers import trajectory
 
 
@@ -33,7 +33,7 @@ def scrape(port: int, path: str = "/metrics") -> dict[str, float]:
 
 
 def test_a_scrape_shows_the_queue_as_it_is(port):
-    tasks = [Task(task_id=f"t{n}", data_source="", prompt=[], ground_truth="") for n in range(9)]
+    tasks = list(map(numbered, range(9)))
     with (
         serve(tasks, batch_groups=2) as address,
         serve_metrics(port, address),
@@ -58,9 +58,8 @@ def test_a_scrape_shows_the_queue_as_it_is(port):
         missing.value.close()
 
 
-def test_without_a_queue_a_scrape_fails_and_does_not_show_zeros(port, address, monkeypatch):
-    monkeypatch.setattr("rl_async.transfer_queue.metrics.ANSWER_S", 0.2)
-    with serve_metrics(port, address), pytest.raises(urllib.error.HTTPError, match="503") as failed:
+def test_without_a_queue_a_scrape_fails_and_does_not_show_zeros(port, address):
+    with serve_metrics(port, address, answer_s=0.2), pytest.raises(urllib.error.HTTPError, match="503") as failed:
         scrape(port)
     failed.value.close()
 

@@ -1,7 +1,6 @@
 """Payloads on shards: they pass no other process; what a lost shard kept is read from a copy or generated again."""
 
 import asyncio
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,36 +9,16 @@ import pytest
 import zmq
 
 from rl_async import messages as m
-from rl_async.errors import QueueLost, RowsLost
+from rl_async.errors import RowsLost
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
+from rl_async.transfer_queue.consume import read_groups, rows_of
 from rl_async.transfer_queue.policy import QueueSettings
-from rl_async.transfer_queue.shard import run_shard
+from rl_async.transfer_queue.source import numbered
 from tests.contracts.queue_peers import HELLO, ID, RunningQueue, ask, put_all, trajectory
+from tests.contracts.queue_shards import WAIT_S, RunningShard, registry, wait_for_shards
 
 LEASE_S = 1.0
-WAIT_S = 10.0
-
-
-class RunningShard:
-    """A payload shard on a thread; what ends it is kept."""
-
-    def __init__(self, address: str, queue: RunningQueue, name: str) -> None:
-        self.address = address
-        self._stop, self.error = threading.Event(), []
-        self._thread = threading.Thread(target=self._run, args=[queue.address, name])
-        self._thread.start()
-
-    def _run(self, queue: str, name: str) -> None:
-        try:
-            run_shard(self.address, queue, name, stopped=self._stop.is_set)
-        except QueueLost as error:
-            self.error.append(error)
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join(WAIT_S)
-        assert not self._thread.is_alive()
 
 
 def settings(replicas: int) -> QueueSettings:
@@ -67,23 +46,9 @@ def reader(queue: RunningQueue) -> SyncQueueClient:
     return SyncQueueClient(queue.address, role="trainer", name="t", timeout_s=WAIT_S)
 
 
-def registry(client: SyncQueueClient) -> m.ShardList:
-    reply, _ = client.request(m.Shards(after=-1, wait_s=0.0))
-    assert isinstance(reply, m.ShardList)
-    return reply
-
-
-def wait_for_shards(client: SyncQueueClient, count: int) -> m.ShardList:
-    deadline = time.monotonic() + WAIT_S
-    while len((found := registry(client)).shards) != count:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.02)
-    return found
-
-
-async def generate(queue: RunningQueue, groups: int, tokens: int = 5) -> None:
+async def generate(queue: RunningQueue, groups: int, tokens: int = 5, shard_s: float = WAIT_S) -> None:
     """Leases and puts as many groups as that."""
-    async with QueueClient(queue.address, role="agent", name="w", timeout_s=WAIT_S) as worker:
+    async with QueueClient(queue.address, role="agent", name="w", timeout_s=WAIT_S, shard_s=shard_s) as worker:
         while groups > 0:
             await worker.renew()
             leased = (await worker.lease(groups, 1.0)).groups
@@ -170,10 +135,7 @@ def test_a_shard_that_starts_again_replaces_the_one_of_its_name_at_once(sharded)
         shards[0].stop()
         shards[0] = again = RunningShard(shards[0].address, queue, "shard-0")
         try:
-            deadline = time.monotonic() + WAIT_S
-            while registry(client).shards == before.shards:
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            wait_for_shards(client, 1, other_than=before)
             asyncio.run(generate(queue, 2))
             batch = client.reserve(0, WAIT_S)
             assert len(client.fetch([header.key for header in batch.headers])) == 4
@@ -181,15 +143,33 @@ def test_a_shard_that_starts_again_replaces_the_one_of_its_name_at_once(sharded)
             again.stop()
 
 
-def test_a_put_goes_to_another_shard_when_one_is_dead(sharded, monkeypatch):
-    monkeypatch.setattr("rl_async.transfer_queue.client.SHARD_S", 0.5)
+def test_a_put_goes_to_another_shard_when_one_is_dead(sharded):
     with sharded(2) as (queue, shards), reader(queue) as client:
         wait_for_shards(client, 2)
         client.publish(m.Version(0, 0), [])
         shards[0].stop()  # the registry does not know yet
-        asyncio.run(generate(queue, 4))
+        asyncio.run(generate(queue, 4, shard_s=0.5))
         batch = client.reserve(0, WAIT_S)
         assert len(client.fetch([header.key for header in batch.headers])) == 4
+
+
+def test_a_reader_whose_rows_go_with_a_shard_while_it_reads_goes_on_without_them(sharded):
+    with sharded(1) as (queue, shards), reader(queue) as client:
+        wait_for_shards(client, 1)
+        client.publish(m.Version(0, 0), [])
+        client.subscribe("logger")
+        asyncio.run(generate(queue, 2))
+        client.reserve(0, WAIT_S)
+        client.commit(0)
+        first, second = client.read("logger", WAIT_S).groups
+        assert len(rows_of(client, "logger", first) or []) == 2
+        shards[0].stop()
+        wait_for_shards(client, 0)
+        for group in (first, second):
+            assert rows_of(client, "logger", group) is None, "delivered, and gone since"
+        client.finish()
+        groups = list(read_groups(client, "logger", timeout_s=WAIT_S))
+        assert [(group.group_id, group.rows) for group in groups] == [(first.group_id, []), (second.group_id, [])]
 
 
 def test_a_shard_forgets_what_was_retired(sharded):
@@ -221,7 +201,7 @@ def test_a_blocking_client_puts_to_shards_too(sharded):
         assert len(client.fetch([header.key for header in batch.headers])) == 4
 
 
-def test_what_a_shard_does_not_understand_harms_nobody(sharded):
+def test_what_a_shard_does_not_understand_harms_nobody(sharded, caplog):
     with sharded(1) as (queue, shards), reader(queue) as client, zmq.Context() as context:
         wait_for_shards(client, 1)
         with context.socket(zmq.DEALER) as raw:
@@ -239,6 +219,7 @@ def test_what_a_shard_does_not_understand_harms_nobody(sharded):
             assert ask(raw, *wire.encode(ID, m.Load(rows=[(0, 0, 0, 1)]))).reply.code == "unknown_row"
             found = ask(raw, *wire.encode(ID, m.Load(rows=[(0, 0, 0, 0)])))
             assert [bytes(frame) for frame in found.payload] == [b"abcd"]
+    assert "turned away: {'malformed': 5}" in caplog.text
 
 
 def test_a_queue_that_keeps_its_payloads_wants_no_shard_and_a_sharded_one_no_payload(queue, sharded):
@@ -254,5 +235,6 @@ def test_a_queue_that_keeps_its_payloads_wants_no_shard_and_a_sharded_one_no_pay
 
 
 def _group() -> m.LeasedGroup:
-    task = m.Task(task_id="t", data_source="", prompt=[], ground_truth="")
-    return m.LeasedGroup(group_id=0, partition="train", attempt=0, samples=[0], task=task, min_version=m.Version(0, 0))
+    return m.LeasedGroup(
+        group_id=0, partition="train", attempt=0, samples=[0], task=numbered(0), min_version=m.Version(0, 0)
+    )

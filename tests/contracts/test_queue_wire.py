@@ -17,7 +17,8 @@ from rl_async.messages import (
     Welcome,
 )
 from rl_async.transfer_queue.loop import bind
-from tests.contracts.queue_peers import HELLO, ID, Source, ask, trajectory
+from rl_async.transfer_queue.source import numbered
+from tests.contracts.queue_peers import HELLO, ID, ask, trajectory
 
 
 def test_malformed_messages_are_answered_counted_and_harm_nobody(raw, trainer):
@@ -42,9 +43,7 @@ def test_malformed_messages_are_answered_counted_and_harm_nobody(raw, trainer):
 
 def test_a_put_needs_a_payload(raw):
     ask(raw, ID, HELLO)
-    group = LeasedGroup(
-        group_id=0, partition="train", attempt=0, samples=[0], task=Source().next(), min_version=Version()
-    )
+    group = LeasedGroup(group_id=0, partition="train", attempt=0, samples=[0], task=numbered(0), min_version=Version())
     header = trajectory(group, 0).header()
     put = msgspec.msgpack.encode(Put(worker="w", samples=[[header]]))
     assert isinstance(ask(raw, ID, put).reply, Malformed)

@@ -101,6 +101,10 @@ class SimJournal:
             samples[sample] = [bytes(row) for row in rows]
             self._dirty = True
 
+    def has(self, group: int, sample: int) -> bool:
+        """Whether rows of this sample are here."""
+        return sample in self._rows.get(group, {})
+
     def get(self, key: RowKey) -> Frame | None:
         """One row; None if it is not here."""
         group, sample, segment = key

@@ -9,12 +9,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from rl_async.messages import Request, Task, Version
+from rl_async.messages import Request, Version
 from rl_async.transfer_queue.ledger import Ledger
 from rl_async.transfer_queue.loop import serve
 from rl_async.transfer_queue.policy import QueueSettings
 from rl_async.transfer_queue.recovery import Recorder, recover
 from rl_async.transfer_queue.server import QueueServer
+from rl_async.transfer_queue.source import Counted
 from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import Feed
 from tests.simulation.actors import Trainer, Worker
@@ -22,40 +23,13 @@ from tests.simulation.disk import Crash, Disk, Fuse, SimJournal
 from tests.simulation.network import Network, RouterSocket
 from tests.simulation.reader import Reader
 from tests.simulation.rules import Rules
+from tests.tasks import easy_or_hard
 
 TICK_S = 0.1
 FAULTS_S = 6.0  # at most; then everything is driven to the end
 END_S = 200.0  # a run that takes longer has stopped
 MOST_EVENTS = 100_000  # so has one that goes round and round
 Process = Generator[float | tuple[Request, list[bytes]], Any, None]
-
-
-class Source:
-    """Endless tasks."""
-
-    def __init__(self) -> None:
-        self._taken = 0
-
-    def next(self, step: int = 0) -> Task:
-        """The next one."""
-        number, self._taken = self._taken, self._taken + 1
-        source = "easy" if number % 3 else "hard"
-        return Task(
-            task_id=f"t{number}",
-            data_source="",
-            prompt=[],
-            ground_truth="",
-            priority=float(number * 7 % 5),
-            source=source,
-        )
-
-    def cursor(self) -> bytes:
-        """How many were taken."""
-        return str(self._taken).encode()
-
-    def seek(self, cursor: bytes) -> None:
-        """Go back or on."""
-        self._taken = int(cursor)
 
 
 class Host:
@@ -88,7 +62,7 @@ class Host:
             journal = SimJournal(self.disk, world.fuse, world.rng)
             self._ledger = Ledger(self._ledger_path)
             feed = Feed(journal.append, self._ledger.append)
-            self.store = Store(world.settings, Source(), [], feed)
+            self.store = Store(world.settings, Counted(easy_or_hard), [], feed)
             recover(self.store, journal, self._ledger, world.now)
             if relaunched:
                 self.store.relaunch()
@@ -138,7 +112,7 @@ class Host:
 
     def recovered(self) -> bytes:
         """The dump of a store that replays the disk."""
-        store = Store(self._world.settings, Source(), [], lambda _: None)
+        store = Store(self._world.settings, Counted(easy_or_hard), [], lambda _: None)
         dump, _, transitions = SimJournal(self.disk, self._world.fuse, self._world.rng).recover()
         store.recover(dump, transitions, self._world.now)
         return store.dump()

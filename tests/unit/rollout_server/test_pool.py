@@ -1,7 +1,7 @@
 """Routing, the version gate, and what happens to requests when engines are lost. Engines are handwritten fakes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 
 import msgspec
 import pytest
@@ -28,7 +28,7 @@ class FakeEngine:
         self.asleep = False
         self.silent = False
 
-    async def stream(self, request: GenerateRequest, *, session: str) -> AsyncIterator[GenerateResult]:
+    async def stream(self, request: GenerateRequest, *, session: str) -> AsyncGenerator[GenerateResult, None]:
         self.seen.append(request)
         self.asked.set()
         await self.hold.wait()
@@ -227,7 +227,7 @@ async def test_engines_that_answer_probes_and_nothing_else_are_given_up_at_the_d
 
 async def test_each_part_moves_the_deadline() -> None:
     def slowly(engine: FakeEngine) -> None:
-        async def stream(request: GenerateRequest, *, session: str) -> AsyncIterator[GenerateResult]:
+        async def stream(request: GenerateRequest, *, session: str) -> AsyncGenerator[GenerateResult, None]:
             for number in range(4):
                 await asyncio.sleep(0.06)
                 yield result(2, V1, "abort" if number < 3 else "stop", first=2 * number)

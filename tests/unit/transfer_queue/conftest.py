@@ -1,31 +1,15 @@
-"""A fake task source, and a store with everything it emits."""
+"""A store with everything it emits."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from rl_async.messages import Leased, LeasedGroup, Task, TrajectoryHeader, Version, VersionRun
+from rl_async.messages import Done, Leased, LeasedGroup, Reserved, Task, TrajectoryHeader, Version, VersionRun
 from rl_async.transfer_queue.policy import QueueSettings
+from rl_async.transfer_queue.source import Counted
 from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import Transition
-
-
-class CountingSource:
-    """Tasks t0, t1, ..."""
-
-    def __init__(self) -> None:
-        self.taken = 0
-
-    def next(self, step: int = 0) -> Task:
-        self.taken += 1
-        return task(self.taken - 1)
-
-    def cursor(self) -> bytes:
-        return str(self.taken).encode()
-
-    def seek(self, cursor: bytes) -> None:
-        self.taken = int(cursor)
 
 
 def task(number: int) -> Task:
@@ -37,7 +21,7 @@ class Rig:
     """A store driven by hand at time ``now``."""
 
     store: Store
-    source: CountingSource
+    source: Counted
     seen: list[Transition] = field(default_factory=list)
     now: float = 0.0
 
@@ -85,9 +69,23 @@ def make_rig() -> Any:
 
     def make(**changes: Any) -> Rig:
         values: dict[str, Any] = {"steps": 10, "batch_groups": 2, "group_size": 2, "max_attempts": 2, "lease_s": 10.0}
-        source = CountingSource()
+        source = Counted(task)
         seen: list[Transition] = []
         store = Store(QueueSettings(**(values | changes)), source, [task(100), task(101)], seen.append)
         return Rig(store, source, seen)
 
     return make
+
+
+def train_step(rig: Rig, step: int, lineage: int = 0) -> Reserved:
+    """Generate whatever may be generated, and train and publish one step."""
+    rig.put_all(rig.lease())
+    batch = rig.store.reserve(step, rig.now)
+    assert isinstance(batch, Reserved), batch
+    assert rig.store.commit(step) == Done()
+    rig.publish(step + 1, lineage)
+    return batch
+
+
+def members(batch: Any) -> list[int]:
+    return sorted({header.group_id for header in batch.headers})

@@ -12,9 +12,9 @@ from rl_async.transfer_queue.journal import MemoryJournal
 from rl_async.transfer_queue.loop import MOST_REQUESTS, serve
 from rl_async.transfer_queue.policy import QueueSettings
 from rl_async.transfer_queue.server import QueueServer
+from rl_async.transfer_queue.source import Counted
 from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import Feed
-from tests.unit.transfer_queue.conftest import CountingSource
 
 
 class Router:
@@ -54,7 +54,7 @@ class Loop:
         self.full = False
         journal = MemoryJournal()
         feed = Feed(journal.append, lambda transition: self.log.append(type(transition).__name__))
-        store = Store(QueueSettings(steps=9, batch_groups=1, group_size=1, max_staleness=0), CountingSource(), [], feed)
+        store = Store(QueueSettings(steps=9, batch_groups=1, group_size=1, max_staleness=0), Counted(), [], feed)
         self._server = QueueServer(store, journal, feed)
         for client in ("t", "a", "b"):
             self.router.ask(client, m.Hello(schema=m.SCHEMA, role="test", name=client))

@@ -14,9 +14,9 @@ from rl_async.transfer_queue.journal import MemoryJournal
 from rl_async.transfer_queue.peers import IDLE_S
 from rl_async.transfer_queue.policy import QueueSettings
 from rl_async.transfer_queue.server import Outgoing, QueueServer
+from rl_async.transfer_queue.source import Counted
 from rl_async.transfer_queue.store import Store
-from rl_async.transfer_queue.transitions import Feed, LeaseLost, Transition
-from tests.unit.transfer_queue.conftest import CountingSource
+from rl_async.transfer_queue.transitions import Feed, LeaseLost, SampleStored, Transition
 
 LEASE_S = 10.0
 EVAL_TASK = m.Task(task_id="e", data_source="", prompt=[], ground_truth="")
@@ -41,18 +41,20 @@ HEADER = m.TrajectoryHeader(
 class Served:
     """A server at time ``now``; every client's identity is its name."""
 
-    def __init__(self, limits: QueueLimits | None = None) -> None:
+    def __init__(self, limits: QueueLimits | None = None, replicas: int = 0) -> None:
         self.now = 0.0
         self.seen: list[Transition] = []
         self._ids = wire.RequestIds()
         journal = MemoryJournal()
         feed = Feed(self.seen.append, journal.append)
-        settings = QueueSettings(steps=10, batch_groups=2, group_size=1, lease_s=LEASE_S, max_attempts=1)
-        store = Store(settings, CountingSource(), [EVAL_TASK], feed)
+        settings = QueueSettings(
+            steps=10, batch_groups=2, group_size=1, lease_s=LEASE_S, max_attempts=1, replicas=replicas
+        )
+        store = Store(settings, Counted(), [EVAL_TASK], feed)
         self.server = QueueServer(store, journal, feed, lambda: self.now, limits)
 
-    def ask(self, name: str, request: m.Request) -> list[Outgoing]:
-        return self.server.handle([name.encode(), *wire.encode(self._ids.take(), request)])
+    def ask(self, name: str, request: m.Request, *payload: bytes) -> list[Outgoing]:
+        return self.server.handle([name.encode(), *wire.encode(self._ids.take(), request, payload)])
 
     def hello(self, *names: str) -> None:
         for name in names:
@@ -259,3 +261,35 @@ def test_a_row_without_bytes_and_a_row_asked_for_twice_are_refused(served: Serve
     assert isinstance(answer.answer.reply, m.Malformed)
     reply = served.ask("a", m.Fetch(rows=[(0, 0, 0), (0, 0, 0)]))[0].answer.reply
     assert isinstance(reply, m.Refused) and reply.code == "rows"
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+@pytest.mark.parametrize("bad", ["no rows", "no hash"])
+def test_of_a_put_that_is_malformed_nothing_is_taken(replicas: int, bad: str) -> None:
+    served = Served(replicas=replicas)
+    served.hello("t", "a")
+    served.ask("t", m.RegisterShard(shard_id="s1", name="s", url="tcp://x:1"))
+    served.publish()
+    served.lease("a", groups=2)
+    good = msgspec.structs.replace(HEADER, shards=["s1"], nbytes=1)
+    rest = [] if bad == "no rows" else [msgspec.structs.replace(good, group_id=1, media=["no hash"])]
+    payload = [] if replicas else [b"row"] * (1 + len(rest))
+    (answer,) = served.ask("a", m.Put(worker="a", samples=[[good], rest]), *payload)
+    assert isinstance(answer.answer.reply, m.Malformed)
+    assert not [event for event in served.seen if isinstance(event, SampleStored)]
+
+
+def test_a_shard_hears_at_once_that_the_last_consumer_of_its_rows_is_gone() -> None:
+    served = Served(replicas=1)
+    served.hello("t", "a", "s")
+    served.ask("s", m.RegisterShard(shard_id="s1", name="s", url="tcp://x:1"))
+    served.publish()
+    served.ask("t", m.Subscribe(consumer="logger"))
+    served.lease("a", groups=2)
+    headers = [msgspec.structs.replace(HEADER, group_id=n, shards=["s1"], nbytes=1) for n in range(2)]
+    served.ask("a", m.Put(worker="a", samples=[[header] for header in headers]))
+    for request in (m.Reserve(step=0, wait_s=0.0), m.Commit(step=0), m.Retire(step=1)):
+        served.ask("t", request)
+    assert served.ask("s", m.Sweep(shard_id="s1", groups=[0, 1], wait_s=1.0)) == [], "the logger has not read them"
+    _, woken = served.ask("t", m.Unsubscribe(consumer="logger"))
+    assert (woken.identity, woken.answer.reply) == (b"s", m.Swept(gone=[0, 1]))

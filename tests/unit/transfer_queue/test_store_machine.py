@@ -1,136 +1,38 @@
 """Random histories of workers, trainer, crashes and resumes, checked after every step and driven to the end."""
 
-from typing import Any
-
-import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rl_async.messages import (
-    ConsumerRecord,
-    Delivered,
-    Done,
-    LeasedGroup,
-    NotReady,
-    Refused,
-    Reserved,
-    Resumed,
-    ShardRecord,
-    Subscription,
-    Task,
-    TrajectoryHeader,
-    Version,
-    VersionRun,
-)
-from rl_async.transfer_queue.conversations import chosen
-from rl_async.transfer_queue.delivery import NO_SIGNAL
+from rl_async.messages import Done, LeasedGroup, NotReady, Refused, Reserved, Resumed, ShardRecord, Task, Version
 from rl_async.transfer_queue.groups import EVAL_GROUPS
-from rl_async.transfer_queue.payloads import freed_by
 from rl_async.transfer_queue.policy import QueueSettings
+from rl_async.transfer_queue.source import Counted, numbered
 from rl_async.transfer_queue.store import Store
-from rl_async.transfer_queue.transitions import (
-    Admitted,
-    DeadLettered,
-    GroupDropped,
-    SampleStored,
-    ShardLost,
-    Transition,
-    TransitionType,
-)
+from tests.tasks import easy_or_hard
+from tests.unit.transfer_queue.history import BATCH, LEASE_S, STEPS, Announced, headers, queue_settings
+from tests.unit.transfer_queue.history_batches import Batches
+from tests.unit.transfer_queue.history_readers import Readers
 
-EVAL_TASK = Task(task_id="e0", data_source="", prompt=[], ground_truth="")
-STEPS, BATCH, GROUP, LEASE_S = 6, 2, 2, 10.0
 WORKERS = ["a", "b"]
 
 
-class Source:
-    def __init__(self) -> None:
-        self.taken = 0
-
-    def next(self, step: int = 0) -> Task:
-        self.taken += 1
-        number = self.taken - 1
-        source = "easy" if number % 3 else "hard"
-        return Task(
-            task_id=f"t{number}",
-            data_source="",
-            prompt=[],
-            ground_truth="",
-            priority=float(number * 7 % 5),
-            source=source,
-        )
-
-    def cursor(self) -> bytes:
-        return str(self.taken).encode()
-
-    def seek(self, cursor: bytes) -> None:
-        self.taken = int(cursor)
-
-
-def recorded(transition: Transition) -> Transition:
-    """As it comes back from a journal."""
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(transition), type=TransitionType)
-
-
-def segments(group_id: int, sample: int) -> int:
-    return 2 if (group_id + sample) % 3 == 0 else 1
-
-
 class Histories(RuleBasedStateMachine):
-    """The model: what workers hold, what each step's batch was, and what the trainer did."""
+    """The model: what workers hold and what the trainer did; ``Batches`` and ``Readers`` know what they must get."""
 
-    @initialize(
-        bound=st.sampled_from([0, 1, 4]),
-        policy=st.sampled_from(["wait", "drop"]),
-        refills=st.sampled_from([0, 1, 3]),
-        replicas=st.sampled_from([0, 1, 2]),
-        sampling=st.sampled_from(["fifo", "freshest", "priority", "quota"]),
-        window=st.sampled_from([0, 0, BATCH, BATCH + 1]),
-        consumer_bytes=st.sampled_from([0, 1000, 1 << 20]),
-        logged=st.booleans(),
-        slack=st.sampled_from([0, 1, 2]),
-    )
-    def start(
-        self,
-        bound: int,
-        policy: Any,
-        refills: int,
-        replicas: int,
-        sampling: Any,
-        window: int,
-        consumer_bytes: int,
-        logged: bool,
-        slack: int,
-    ) -> None:
-        self.settings = QueueSettings(
-            steps=STEPS,
-            batch_groups=BATCH,
-            group_size=GROUP,
-            max_staleness=bound,
-            on_straggler=policy,
-            lease_s=LEASE_S,
-            max_attempts=3,
-            max_refills=refills,
-            replicas=replicas,
-            sampling=sampling,
-            slack=min(slack, bound),
-            window=window,
-            consumer_bytes=consumer_bytes,
-            weights={"easy": ((0, 1.0),), "hard": ((0, 2.0), (STEPS, 0.0))},
-        )
+    @initialize(of_run=queue_settings(), logged=st.booleans())
+    def start(self, of_run: QueueSettings, logged: bool) -> None:
+        self.settings = of_run
         self.now = 0.0
         self.started = 0  # shards
         self.lineage = 0
         self.step = 0  # the next one to train
         self.reserved_until = 0
         self.retired = 0
-        self.batches: dict[int, list[int]] = {}
-        self.rows: dict[int, list[TrajectoryHeader]] = {}
-        self.same_rows = True  # batches seen before come with the same trajectories, not only the same members
+        self.batches = Batches(of_run.max_staleness)
         self.checkpoint = (0, b"")
-        self.seen: list[Any] = []
+        self.seen = Announced()
         self.tasks: dict[int, Task] = {}  # of training groups, as they were admitted
         self.made = 0  # tasks that producers made
         self.open_queue()
@@ -140,29 +42,29 @@ class Histories(RuleBasedStateMachine):
 
     def open_queue(self) -> None:
         self.learn_tasks()
-        self.seen = []
+        self.seen = Announced()
         self.dumped = (b"", 0)  # a dump, and how many transitions came before it
         self.requests = 0
         self.refills = 0  # groups given up for want of signal since a batch was complete
         self.held: list[tuple[str, LeasedGroup, int]] = []
-        self.readers: dict[str, list[int]] = {}  # by name: where it began, and what it acknowledged
+        self.readers = Readers()
         self.store = self.new_store()
         self.start_shards()
 
     def new_store(self) -> Store:
-        self.source = Source()
-        return Store(self.settings, self.source, [EVAL_TASK], self.seen.append)
+        self.source = Counted(easy_or_hard)
+        return Store(self.settings, self.source, [numbered(0)], self.seen.transitions.append)
 
     @rule(compact=st.booleans())
     def queue_is_killed(self, compact: bool) -> None:
         """Another takes its place, from what was recorded: a dump, if there was one, and what came later."""
         before = self.store.dump()
         if compact:
-            self.dumped = (before, len(self.seen))
+            self.dumped = (before, len(self.seen.transitions))
         dump, count = self.dumped
         taken = self.source.taken
         self.store = self.new_store()
-        self.store.recover(dump, [recorded(transition) for transition in self.seen[count:]], self.now)
+        self.store.recover(dump, self.seen.recorded(count), self.now)
         assert self.store.dump() == before
         assert self.source.taken == taken
 
@@ -199,21 +101,18 @@ class Histories(RuleBasedStateMachine):
         assert self.store.shards.list().shards == []
         self.start_shards()
 
-    def lost(self) -> set[tuple[int, int]]:
-        return {sample for event in self.seen if isinstance(event, ShardLost) for sample in event.samples}
-
     def publish(self) -> None:
         self.published = Version(self.lineage, self.step)
         assert self.store.publish(self.published, []) == Done()
 
     def learn_tasks(self) -> None:
-        self.tasks |= {event.group: event.task for event in self.seen if isinstance(event, Admitted)}
+        self.tasks |= self.seen.tasks()
 
     # --- tasks of producers, and people -----------------------------------------------------------------------------
 
     def make_task(self) -> Task:
         self.made += 1
-        return Task(task_id=f"made{self.made}", data_source="", prompt=[], ground_truth="")
+        return numbered(1000 + self.made)
 
     @rule(count=st.integers(1, 3))
     def submit(self, count: int) -> None:
@@ -276,44 +175,20 @@ class Histories(RuleBasedStateMachine):
             self.store.undelivered(request)
         assert not self.store.granted(request)
 
-    def headers(self, group: LeasedGroup, sample: int, oldest: int) -> list[TrajectoryHeader]:
-        """One row, or two of every third sample; each on the shards that are to keep it."""
-        registry = self.store.shards.list()
-        shards = [shard.shard_id for shard in chosen(group.group_id, registry.shards, registry.replicas)]
-        count = segments(group.group_id, sample)
-        headers = [self.header(group, sample, oldest, segment) for segment in range(count)]
-        return [msgspec.structs.replace(header, shards=shards) for header in headers]
-
-    def header(self, group: LeasedGroup, sample: int, oldest: int, segment: int) -> TrajectoryHeader:
+    def put_sample(self, worker: str, group: LeasedGroup, sample: int, oldest: int) -> Done | Refused:
         # Engines serve what was published last; it is older than the lease promised if training went back since.
         first, last = sorted((group.min_version.step, self.published.step))
-        step = min(max(oldest, first), last)
-        return TrajectoryHeader(
-            group_id=group.group_id,
-            sample=sample,
-            attempt=group.attempt,
-            partition=group.partition,
-            episode_id="",
-            segment=segment,
-            tokens=1,
-            sampled=1,
-            reward=float(sample) if group.group_id % 3 == 0 else 1.0,  # two groups of three teach nothing
-            scored=group.group_id % 3 < 2,
-            finish_reason="stop",
-            versions=[VersionRun(Version(self.lineage, step), 0, 1)],
-            tokens_sha256="",
-            nbytes=3,
-        )
+        version = Version(self.lineage, min(max(oldest, first), last))
+        return self.store.put(worker, headers(self.store, group, sample, version), self.now)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), oldest=st.integers(0, STEPS), again=st.booleans())
     def put(self, data: st.DataObject, oldest: int, again: bool) -> None:
         index = data.draw(st.integers(0, len(self.held) - 1))
         worker, group, sample = self.held[index] if again else self.held.pop(index)
-        headers = self.headers(group, sample, oldest)
-        answer = self.store.put(worker, headers, self.now)
+        answer = self.put_sample(worker, group, sample, oldest)
         if answer == Done():
-            resent = self.store.put(worker, headers, self.now)
+            resent = self.put_sample(worker, group, sample, oldest)
             dropped = self.store.holds(group.group_id) is False
             assert resent.code == "fenced" if isinstance(resent, Refused) else not dropped
         else:
@@ -326,7 +201,7 @@ class Histories(RuleBasedStateMachine):
         left = sorted({group.group_id for _, group, _ in self.held})[:stragglers]
         for held in [held for held in self.held if held[1].group_id not in left]:
             self.held.remove(held)
-            self.store.put(held[0], self.headers(held[1], held[2], STEPS if newest else 0), self.now)
+            self.put_sample(*held, STEPS if newest else 0)
         self.reserve()
         self.train()
 
@@ -358,33 +233,10 @@ class Histories(RuleBasedStateMachine):
             return
         batch = self.store.reserve(self.reserved_until, self.now)
         if isinstance(batch, Reserved):
-            self.check_batch(self.reserved_until, batch)
+            self.learn_tasks()
+            self.batches.reserved(self.reserved_until, batch, self.tasks, self.seen)
             self.reserved_until += 1
-            self.refills = len(self.refilled())
-
-    def refilled(self) -> list[int]:
-        return [event.group for event in self.seen if isinstance(event, GroupDropped) and event.reason == NO_SIGNAL]
-
-    def check_batch(self, step: int, batch: Reserved) -> None:
-        members = sorted({header.group_id for header in batch.headers})
-        assert len(members) == BATCH and sorted(batch.tasks) == members
-        rows = [(g, s, i) for g in members for s in range(GROUP) for i in range(segments(g, s))]
-        assert [header.key for header in batch.headers] == rows
-        self.learn_tasks()
-        assert all(task == self.tasks[group] for group, task in batch.tasks.items())
-        for header in batch.headers:
-            assert step - min(run.version.step for run in header.versions) <= self.settings.max_staleness
-        earlier = [group for at, groups in self.batches.items() if at != step for group in groups]
-        assert not set(members) & set(earlier), "a group in two batches"
-        assert self.batches.setdefault(step, members) == members
-        if self.same_rows:
-            self.check_same_rows(self.rows.setdefault(step, batch.headers), batch.headers)
-        self.rows[step] = batch.headers
-
-    def check_same_rows(self, before: list[TrajectoryHeader], now: list[TrajectoryHeader]) -> None:
-        """Only what went with a shard comes as another attempt."""
-        for old, new in zip(before, now, strict=True):
-            assert old == new or ((new.group_id, new.sample) in self.lost() and new.attempt > old.attempt)
+            self.refills = len(self.seen.refilled())
 
     @precondition(lambda self: self.retired < self.reserved_until)
     @rule(data=st.data())
@@ -392,15 +244,13 @@ class Histories(RuleBasedStateMachine):
         step = data.draw(st.integers(self.retired, self.reserved_until - 1))
         batch = self.store.reserve(step, self.now)
         if isinstance(batch, NotReady):
-            assert any(header.key[:2] in self.lost() for header in self.rows[step])
+            assert any(header.key[:2] in self.seen.lost() for header in self.batches.rows[step])
             return
         assert isinstance(batch, Reserved)
-        if step < self.step:  # trained: what was lost is missing, and nobody needs it
-            kept = {header.key for header in batch.headers}
-            assert all(header.key in kept or header.key[:2] in self.lost() for header in self.rows[step])
-            return
-        self.check_same_rows(self.rows[step], batch.headers)
-        self.rows[step] = batch.headers
+        if step < self.step:
+            self.batches.trained_before(step, batch, self.seen)
+        else:
+            self.batches.reserved_again(step, batch, self.seen)
 
     @rule()
     def train(self) -> None:
@@ -416,7 +266,7 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def save_checkpoint(self) -> None:
         self.checkpoint = (self.step, self.store.snapshot())
-        self.checkpoint_batches = dict(self.batches)
+        self.batches.save()
         assert self.store.retire(self.step) == Done()
         self.retired = self.step
 
@@ -440,81 +290,25 @@ class Histories(RuleBasedStateMachine):
         answer = self.store.resume(self.step, self.lineage, snapshot)
         assert isinstance(answer, Resumed)
         self.start_shards()  # a queue that starts afresh has none
-        self.batches = dict(self.checkpoint_batches)  # what was reserved later is not in the checkpoint
-        self.same_rows = False
+        self.batches.start_over()
         self.publish()
 
     # --- other readers ----------------------------------------------------------------------------------------------
 
     @rule(name=st.sampled_from(["logger", "evaluator"]), oldest=st.booleans())
     def subscribe(self, name: str, oldest: bool) -> None:
-        answer = self.store.subscribe(name, oldest)
-        assert isinstance(answer, Subscription)
-        self.readers.setdefault(name, [answer.position])
-        assert self.store.subscribe(name, not oldest) == answer
+        self.readers.subscribe(self.store, name, oldest)
 
-    @precondition(lambda self: self.readers)
+    @precondition(lambda self: self.readers.names)
     @rule(data=st.data(), count=st.integers(1, 5), acknowledged=st.integers(0, 5), ahead=st.integers(-1, 2))
-    def read(self, data: st.DataObject, count: int, acknowledged: int, ahead: int) -> None:
-        name = data.draw(st.sampled_from(sorted(self.readers)))
-        position, behind = self.consumer(name).position, self.consumer(name).behind
-        if ahead > behind:
-            assert self.store.read(name, position + ahead, count).code == "bad_position"  # type: ignore[union-attr]
-        after = position + min(ahead, behind)
-        reply = self.store.read(name, after, count)
-        assert isinstance(reply, Delivered) and len(reply.groups) <= count
-        here = self.groups_with_rows()
-        for place, group in enumerate(reply.groups, start=max(after, position) + 1):
-            assert group.position == place and group.group_id in here
-            kept = [h for h in self.rows[group.step] if (h.group_id, h.sample) not in self.lost()]
-            kept = [h for h in kept if h.group_id == group.group_id]
-            assert [h for h in group.headers if (h.group_id, h.sample) not in self.lost()] == kept
-            assert group.task == self.tasks[group.group_id]
-        for group in reply.groups[:acknowledged] if ahead <= 0 else []:
-            for _ in range(2):
-                assert self.store.acknowledge(name, group.position) == Done()
-            assert group.group_id not in self.readers[name][1:], "every group comes once"
-            self.readers[name].append(group.group_id)
+    def read(self, data: st.DataObject, **how: int) -> None:
+        name = data.draw(st.sampled_from(self.readers.names))
+        self.readers.read(self.store, name, self.seen, self.batches, self.tasks, **how)
 
-    @precondition(lambda self: self.readers)
+    @precondition(lambda self: self.readers.names)
     @rule(data=st.data())
     def unsubscribe(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.readers)))
-        del self.readers[name]
-        assert self.store.unsubscribe(name) == self.store.unsubscribe(name) == Done()
-        assert isinstance(self.store.read(name, -1, 1), Refused)
-
-    def read_to_the_end(self, name: str) -> None:
-        """Every group that was trained since it subscribed, and was not given up, has come once."""
-        self.consumers_miss_only_what_is_counted()
-        began, *groups = self.readers[name]
-        reply = self.store.read(name, -1, 1 << 20)
-        assert isinstance(reply, Delivered) and {group.group_id for group in reply.groups} <= self.groups_with_rows()
-        groups += [group.group_id for group in reply.groups]
-        self.readers[name] = [began, *groups]
-        assert len(groups) == len(set(groups))
-        assert len(groups) + reply.skipped == self.consumer(name).position + self.consumer(name).behind - began
-        trained = [group for step in range(STEPS) for group in self.batches[step]]
-        assert set(groups) <= set(trained) and groups == sorted(groups, key=trained.index)
-        since = trained[len(trained) - len(groups) :]
-        assert reply.skipped or set(since) == set(groups), "only what was given up is missing"
-        if reply.groups:
-            assert self.store.acknowledge(name, reply.groups[-1].position) == Done()
-            assert self.store.read(name, -1, 1) == Delivered(groups=[], skipped=reply.skipped)
-
-    def consumer(self, name: str) -> ConsumerRecord:
-        (record,) = [record for record in self.store.inspect(self.now, {}).consumers if record.name == name]
-        return record
-
-    def groups_with_rows(self) -> set[int]:
-        """What a journal holds."""
-        here: set[int] = set()
-        for event in self.seen:
-            if isinstance(event, SampleStored):
-                here.add(event.headers[0].group_id)
-            freed = freed_by(event)
-            here = set() if freed is None else here - set(freed)
-        return here
+        self.readers.unsubscribe(self.store, data.draw(st.sampled_from(self.readers.names)))
 
     # --- what always holds ------------------------------------------------------------------------------------------
 
@@ -527,24 +321,23 @@ class Histories(RuleBasedStateMachine):
             assert status.slots_used <= status.slots
         assert min(status.waiting, status.leased, status.ready, status.reserved, status.payload_bytes) >= 0
         assert status.waiting + status.leased + status.ready + status.reserved <= status.slots_used
-        given_up = len([event for event in self.seen if isinstance(event, GroupDropped | DeadLettered)])
-        admitted = [event.group for event in self.seen if isinstance(event, Admitted) and event.partition == "train"]
+        admitted = [event.group for event in self.seen.admitted()]
         assert len(admitted) == len(set(admitted))
-        assert len(admitted) - given_up <= STEPS * BATCH
-        refilled = self.refilled()
+        assert len(admitted) - len(self.seen.given_up()) <= STEPS * BATCH
+        refilled = self.seen.refilled()
         assert all(group % 3 and group < EVAL_GROUPS for group in refilled), "a group with signal, or an evaluation's"
         assert len(refilled) - self.refills <= self.settings.refill_allowance
         assert status.counters.get("refilled", 0) == len(refilled)
-        fixed = {group for step, groups in self.batches.items() if step < self.reserved_until for group in groups}
+        fixed = {
+            group for step, groups in self.batches.members.items() if step < self.reserved_until for group in groups
+        }
         assert not fixed & set(refilled)
 
     @invariant()
     def consumers_miss_only_what_is_counted(self) -> None:
         if not hasattr(self, "store"):
             return
-        for name, (began, *groups) in self.readers.items():
-            record = self.consumer(name)
-            assert record.position == began + len(groups) + record.skipped and record.behind >= 0
+        self.readers.miss_only_what_is_counted(self.store)
         report = self.store.inspect(self.now, {})
         assert 0 <= report.kept_bytes <= self.settings.consumer_bytes
         assert report.kept_bytes == 0 or any(record.behind for record in report.consumers)
@@ -563,21 +356,20 @@ class Histories(RuleBasedStateMachine):
             self.held = []
             self.lease("z", 100)
             for worker, group, sample in self.held:
-                assert self.store.put(worker, self.headers(group, sample, STEPS), self.now) == Done()
+                assert self.put_sample(worker, group, sample, STEPS) == Done()
             self.reserve()
             self.train()
         assert self.step == STEPS, self.store.reserve(self.reserved_until, self.now)
         status = self.store.status(self.now)
         assert (status.slots_used, status.waiting, status.leased, status.ready, status.reserved) == (0, 0, 0, 0, 0)
-        assert sorted(self.batches) == list(range(STEPS))
+        assert sorted(self.batches.members) == list(range(STEPS))
         assert self.store.retire(STEPS) == Done()
-        for name in self.readers:
-            self.read_to_the_end(name)
-            assert self.store.acknowledge(name, STEPS * BATCH + 1).code == "bad_position"  # type: ignore[union-attr]
-        for name in self.readers:
-            self.store.unsubscribe(name)
-        assert self.store.inspect(self.now, {}).kept_bytes == 0
-        assert all(group >= EVAL_GROUPS for group in self.groups_with_rows())
+        for name in self.readers.names:
+            self.readers.read_to_the_end(self.store, name, self.seen, self.batches)
+        assert self.store.inspect(self.now, {}).kept_bytes == 0, "everybody has read everything"
+        for name in self.readers.names:
+            self.readers.unsubscribe(self.store, name)
+        assert all(group >= EVAL_GROUPS for group in self.seen.groups_with_rows())
         self.store.evaluate(1000)
 
 

@@ -1,0 +1,181 @@
+"""Engines over the real receiver and a registry of them, in this process, for tests of the fleet."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Literal
+
+import msgspec
+import torch
+
+from rl_async.errors import EngineError, EngineLost, QueueLost, WeightSyncError
+from rl_async.messages import EngineList, EngineRecord, Version
+from rl_async.weight_sync.assembly import Assembler
+from rl_async.weight_sync.buckets import Bucket, make_buckets
+from rl_async.weight_sync.fleet import Fleet
+from rl_async.weight_sync.options import PLAIN, SyncOptions
+from rl_async.weight_sync.protocol import Backend, InitInfo, UpdateInfo
+from rl_async.weight_sync.receiver import WeightReceiver
+
+V0, V1 = Version(0, 0), Version(0, 1)
+
+
+class Engine:
+    """An engine over the real receiver.
+
+    ``faults`` maps a call, ``update 2`` say, to the error it raises, once; EngineLost kills the engine.
+    """
+
+    def __init__(self, faults: Mapping[str, Exception] | None = None) -> None:
+        self.faults = dict(faults or {})
+        self.weights: dict[str, float] = {}
+        self.receiver = WeightReceiver(Assembler(self._load))
+        self.serves: Version | None = None
+        self.calls: list[str] = []
+        self.updates = 0
+        self.kinds: list[str] = []  # of the buckets that came
+        self.closed = False
+        self.asleep: set[str] = set()
+        self.dead: EngineLost | None = None
+
+    def _load(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        self.weights.update((name, tensor.sum().item()) for name, tensor in named)
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        error = self.faults.pop(name, None) or self.dead
+        if isinstance(error, EngineLost):
+            self.dead = error
+        if error is not None:
+            raise error
+
+    async def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
+        self._called(f"pause {mode}")
+
+    async def resume(self) -> None:
+        self._called("resume")
+
+    async def init_transfer(self, init: InitInfo) -> None:
+        self._called("init")
+        await asyncio.to_thread(self.receiver.init, init)
+
+    async def start_update(self, staged: bool = False) -> None:
+        self._called("start")
+        self.receiver.start()
+        if "weights" in self.asleep:
+            raise EngineError("the weights are asleep")
+
+    async def update(self, info: UpdateInfo) -> None:
+        self.updates += 1
+        self._called(f"update {self.updates}")
+        self.kinds.append(info.kind)
+        try:
+            await asyncio.to_thread(self.receiver.update, info)
+        except WeightSyncError as error:
+            raise EngineError(str(error)) from error
+
+    async def finish_update(self, version: Version) -> None:
+        self._called("finish")
+        await asyncio.to_thread(self.receiver.finish)
+        self.serves = version
+
+    async def version(self) -> Version | None:
+        self._called("version")
+        return self.serves
+
+    async def sleep(self, level: int) -> None:
+        self._called(f"sleep {level}")
+        self.asleep |= {"weights", "kv_cache"}
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        self._called(f"wake {','.join(tags)}")
+        self.asleep -= set(tags)
+
+    async def is_sleeping(self) -> bool:
+        self._called("is_sleeping")
+        return bool(self.asleep)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Directory:
+    """A registry whose engines are in this process."""
+
+    def __init__(self, **engines: Engine) -> None:
+        self.engines_by_url = dict(engines)
+        self.records = {name: EngineRecord(engine_id=name, url=name, kind="test") for name in engines}
+        self.revision = 0
+        self.changed = asyncio.Event()
+        self.removed: dict[str, str] = {}
+        self.confirmed: list[tuple[str, Version]] = []
+        self.published: tuple[Version, list[str]] | None = None
+        self.lost = 0  # so many calls to come fail
+
+    def add(self, name: str, engine: Engine) -> None:
+        self.engines_by_url[name] = engine
+        self.records[name] = EngineRecord(engine_id=name, url=name, kind="test")
+        self._bump()
+
+    def connect(self, record: EngineRecord) -> Engine:
+        return self.engines_by_url[record.url]
+
+    async def engines(self, after: int = -1, wait_s: float = 0.0) -> EngineList:
+        if self.lost:
+            self.lost -= 1
+            raise QueueLost("the queue is away")
+        if self.revision <= after:
+            self.changed.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.changed.wait(), wait_s)
+        return EngineList(revision=self.revision, engines=list(self.records.values()), published=V0)
+
+    async def publish(self, version: Version, engines: list[str]) -> None:
+        self.published = (version, engines)
+        for name in engines:
+            self._confirm(name, version)
+
+    async def confirm(self, engine_id: str, version: Version) -> None:
+        self.confirmed.append((engine_id, version))
+        self._confirm(engine_id, version)
+
+    async def remove_engine(self, engine_id: str, reason: str) -> None:
+        del self.records[engine_id]
+        self.removed[engine_id] = reason
+        self._bump()
+
+    def _bump(self) -> None:
+        self.revision += 1
+        self.changed.set()
+
+    def _confirm(self, name: str, version: Version) -> None:
+        self.records[name] = msgspec.structs.replace(self.records[name], version=version)
+        self._bump()
+
+
+def buckets(value: float = 1.0) -> list[Bucket]:
+    return list(make_buckets([("a", torch.full((4,), value)), ("b", torch.full((4,), value))], 16))
+
+
+def make_fleet(
+    directory: Directory,
+    transport: Backend = "ipc",
+    timeout_s: float = 5.0,
+    engine_wait_s: float = 0.3,
+    options: SyncOptions = PLAIN,
+) -> Fleet:
+    return Fleet(directory, directory.connect, transport, timeout_s, engine_wait_s, options)
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def sparse(step: int) -> list[Bucket]:
+    """Two buckets of 400 bytes, of which a few change with each step."""
+    named = [(name, torch.zeros(100)) for name in ("a", "b")]
+    for _, tensor in named:
+        tensor[:step] = 1.0
+    return list(make_buckets(named, 400))

@@ -1,0 +1,115 @@
+"""Deltas, staged updates and waves: what each engine gets and when it is paused, with engines in this process."""
+
+import asyncio
+
+import pytest
+
+from rl_async.errors import EngineError, WeightSyncError
+from rl_async.messages import Version
+from rl_async.weight_sync.assembly import Assembler
+from rl_async.weight_sync.options import SyncOptions
+from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
+from rl_async.weight_sync.receiver import WeightReceiver
+from tests.unit.weight_sync.fleet_engines import V0, V1, Directory, Engine, buckets, make_fleet, sparse
+
+DELTA = SyncOptions(delta=True)
+
+
+async def test_an_engine_that_holds_the_last_version_gets_deltas_and_a_late_one_everything() -> None:
+    engine, late = Engine(), Engine()
+    directory = Directory(a=engine)
+    fleet = make_fleet(directory, options=DELTA)
+    assert (await fleet.publish(V0, sparse(1))).nbytes == 800
+    report = await fleet.publish(V1, sparse(2))
+    assert (engine.kinds, report.nbytes) == (["full", "full", "delta", "delta"], 2 * (4 + 2 + 4))
+    assert engine.weights == {"a": 2.0, "b": 2.0}
+
+    directory.add("late", late)
+    assert sorted((await fleet.publish(Version(0, 2), sparse(3))).engines) == ["a", "late"]
+    assert (engine.kinds[4:], late.kinds) == (["delta", "delta"], ["full", "full"])
+    assert late.weights == engine.weights == {"a": 3.0, "b": 3.0}
+    await fleet.publish(Version(0, 3), sparse(4))
+    assert (engine.kinds[6:], late.kinds[2:]) == (["delta", "delta"], ["delta", "delta"])
+    assert late.weights == engine.weights == {"a": 4.0, "b": 4.0}
+
+
+async def test_an_engine_that_lost_its_copy_or_was_restarted_gets_everything() -> None:
+    forgetful, restarted = Engine(), Engine()
+    directory = Directory(a=forgetful, b=restarted)
+    fleet = make_fleet(directory, options=DELTA)
+    await fleet.publish(V0, sparse(1))
+    forgetful.receiver = WeightReceiver(Assembler(forgetful._load))  # it still says that it serves 0.0
+    await asyncio.to_thread(forgetful.receiver.init, InitInfo(backend="ipc"))
+    restarted.serves = None
+    report = await fleet.publish(V1, sparse(2))
+    assert (sorted(report.engines), report.failures) == (["a", "b"], [])
+    assert forgetful.kinds[-2:] == restarted.kinds[-2:] == ["full", "full"]
+    assert forgetful.weights == restarted.weights == {"a": 2.0, "b": 2.0}
+
+
+async def test_an_engine_whose_delta_fails_gets_everything_before_it_is_blamed() -> None:
+    engine = Engine({"update 4": EngineError("checksum")})
+    fleet = make_fleet(Directory(a=engine), options=DELTA)
+    await fleet.publish(V0, sparse(1))
+    report = await fleet.publish(V1, sparse(2))
+    assert (report.engines, report.failures) == (["a"], [])
+    assert engine.weights == {"a": 2.0, "b": 2.0}
+
+
+@pytest.mark.parametrize("delta", [False, True])
+async def test_staged_engines_are_paused_only_to_load(delta: bool) -> None:
+    engine = Engine()
+    fleet = make_fleet(Directory(a=engine), options=SyncOptions(staged=True, delta=delta))
+    for step in (1, 2):
+        engine.calls.clear()
+        await fleet.publish(Version(0, step), sparse(step))
+        updates = [f"update {2 * step - 1}", f"update {2 * step}"]
+        assert engine.calls[-7:] == ["start", *updates, "pause keep", "finish", "version", "resume"]
+        assert engine.weights == {"a": step, "b": step}
+
+
+async def test_nothing_is_loaded_of_a_staged_update_that_fails() -> None:
+    engine, damaged = Engine(), sparse(2)
+    fleet = make_fleet(Directory(a=engine), options=SyncOptions(staged=True))
+    await fleet.publish(V0, sparse(1))
+    damaged[1].data[0] ^= 1
+    with pytest.raises(WeightSyncError, match="bucket 2/2"):
+        await fleet.publish(V1, damaged)
+    assert engine.weights == {"a": 1.0, "b": 1.0}
+    assert engine.calls.count("pause keep") == 1
+
+
+async def test_waves_leave_some_engines_decoding_and_publish_at_the_end() -> None:
+    log: list[str] = []
+
+    class Logged(Engine):
+        def _called(self, name: str) -> None:
+            log.append(name)
+            super()._called(name)
+
+    engines = {name: Logged() for name in "abc"}
+    directory = Directory(**engines)
+    fleet = make_fleet(directory, options=SyncOptions(waves=2))
+    for version in (V0, V1):
+        log.clear()
+        assert sorted((await fleet.publish(version, buckets())).engines) == ["a", "b", "c"]
+        paused = [sum(1 if n == "pause keep" else -1 if n == "resume" else 0 for n in log[:i]) for i in range(len(log))]
+        assert max(paused) == 2
+        assert directory.published == (version, ["a", "c", "b"])
+    assert [engine.calls.count("init") for engine in engines.values()] == [1, 1, 1], "groups are kept"
+
+
+async def test_the_deadline_of_the_whole_update_names_engine_phase_and_bucket() -> None:
+    class Slow(Engine):
+        async def update(self, info: UpdateInfo) -> None:
+            if self.updates == 1:
+                await asyncio.Event().wait()
+            await super().update(info)
+
+    directory = Directory(a=Engine(), b=Slow())
+    options = SyncOptions(waves=2, sync_timeout_s=1.0)
+    report = await make_fleet(directory, options=options).publish(V0, buckets())
+    assert report.engines == ["a"]
+    why = "b failed in update, bucket 2/2: not done within weight_sync.sync_timeout_s=1 s"
+    assert report.failures == [why]
+    assert directory.removed == {"b": why}
