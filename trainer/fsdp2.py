@@ -89,7 +89,7 @@ class Fsdp2Backend:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a pass without gradient leaves some of them whole
-        local = {name: p.detach().to_local() for name, p in self._published().items()}
+        local = {name: _shard(parameter) for name, parameter in self._published().items()}
         return Parts(self._layout, one_box_each(self._layout, dist.get_rank(), local))
 
     @functools.cached_property
@@ -98,7 +98,7 @@ class Fsdp2Backend:
         specs = {name: TensorSpec(tuple(parameter.shape), dtype) for name, parameter in self._published().items()}
         return fsdp2(specs, dist.get_world_size())
 
-    def _published(self) -> dict[str, DTensor]:
+    def _published(self) -> dict[str, Tensor]:
         """Parameters that engines have too; a value head is none of their business."""
         tied, named = self.hf_config.tie_word_embeddings, self.model.lm.named_parameters()
         return {name: parameter for name, parameter in named if not (tied and name == "lm_head.weight")}
@@ -189,6 +189,13 @@ class Fsdp2Backend:
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim() > 0:
                     state[key] = value.to(device)
+
+
+def _shard(parameter: Tensor) -> Tensor:
+    """This rank's rows of a sharded parameter."""
+    detached = parameter.detach()
+    assert isinstance(detached, DTensor)
+    return detached.to_local()
 
 
 def _full(tensor: Tensor) -> Tensor:

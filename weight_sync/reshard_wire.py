@@ -29,7 +29,10 @@ class Wire(Protocol):
     ``deadline`` is on the clock of ``time.monotonic``.
     """
 
-    held_bytes: int  # of buffers on this rank
+    @property
+    def held_bytes(self) -> int:
+        """Of buffers on this rank."""
+        ...
 
     def open(self, outgoing: int, both: int) -> None:
         """Make room for so many bytes to send, and to send and receive, of the largest bucket."""
