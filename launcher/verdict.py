@@ -19,6 +19,7 @@ LEAST_FREE = 64 << 20  # bytes; below it a checkpoint or the journal fails
 SLOW_FACTOR = 3.0  # a step is slow beyond this many usual ones
 LINE = 400  # characters of a log line
 QUIET_S = 30.0  # slow at least beyond this
+IMPORTS_S = 20.0  # a process that is younger may still be starting
 COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
 Health = Literal["fine", "slow", "stuck", "failed", "over"]
 
@@ -43,7 +44,7 @@ def judge(seen: Observation) -> Verdict:
     findings = [sentence for rule in RULES for sentence in rule(seen)]
     if findings:
         return Verdict(health="stuck", findings=tuple(findings), waits=waits)
-    late = _recovering(seen) or _late(seen)
+    late = _recovering(seen) or _starting(seen) or _late(seen)
     if late:
         return Verdict(health="slow", findings=(late,), waits=waits)
     return Verdict(health="fine", findings=(_fine(seen),), waits=waits)
@@ -135,13 +136,19 @@ def _recovering(seen: Observation) -> str:
     )
 
 
+def _starting(seen: Observation) -> str:
+    """A queue that is too young to answer; empty if it answers."""
+    young = [process for process in seen.of_role("queue") if seen.queue is None and process.age_s < IMPORTS_S]
+    return "; ".join(f"{process.title} was started {process.age_s:.0f} s ago and is not there yet" for process in young)
+
+
 def _silent_queue(seen: Observation) -> list[str]:
     if seen.queue is not None:
         return []
-    processes = [process for process in seen.of_role("queue") if not process.halted and not process.ended]
     return [
         f"{process.title} runs but does not answer: trainer, workers and launcher wait for it ({_doing(process)})"
-        for process in processes
+        for process in seen.of_role("queue")
+        if not process.halted and not process.ended and process.age_s >= IMPORTS_S
     ]
 
 

@@ -1,5 +1,7 @@
 """What Linux says about a process in ``/proc``. Elsewhere every process looks gone."""
 
+import os
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,7 +24,7 @@ ENDED = ("Z", "X", GONE)
 
 
 class ProcStat(msgspec.Struct, frozen=True):
-    """Of ``/proc/PID/stat``: the state's letter, seconds of CPU used, and the start in clock ticks since the boot."""
+    """Of ``/proc/PID/stat``: the state's letter, and in clock ticks the CPU used, and the start since the boot."""
 
     state: str = GONE
     cpu_ticks: int = 0
@@ -41,6 +43,11 @@ def read_stat(pid: int) -> ProcStat:
 def state_of(pid: int) -> str:
     """One letter as in ``ps``, or ``gone``."""
     return read_stat(pid).state
+
+
+def age_s(stat: ProcStat) -> float:
+    """Seconds since the process was started."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - stat.started / os.sysconf("SC_CLK_TCK")
 
 
 def describe(state: str) -> str:
