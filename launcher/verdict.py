@@ -10,7 +10,6 @@ from typing import Literal
 
 import msgspec
 
-from rl_async.heartbeat import PHASES
 from rl_async.launcher.observation import Observation, RankSeen, Seen
 from rl_async.launcher.process import describe_exit
 from rl_async.processes import HALTED, describe
@@ -175,8 +174,6 @@ def _ranks_apart(seen: Observation) -> list[str]:
         return []
     waiting = [(process, rank) for process, rank in placed if in_collective(process)]
     absent = [(process, rank) for process, rank in placed if not in_collective(process) and process.stack]
-    furthest = max(_place(rank) for _, rank in placed)
-    behind = [(process, rank) for process, rank in absent if _place(rank) < furthest or len(absent) < len(placed)]
     longest = max((rank.for_s for _, rank in waiting), default=0.0)
     if not waiting or longest < max(QUIET_S, SLOW_FACTOR * (seen.usual_step_s or 0.0)):
         return []
@@ -185,7 +182,7 @@ def _ranks_apart(seen: Observation) -> list[str]:
         f"{process.title} holds up the other ranks: {names} wait for it in a collective since {longest:.0f} s, and it "
         f"is {rank.phase} of step {rank.step} ({_doing(process)}); beyond {seen.deadlines.collective:.0f} s "
         "(trainer.collective_timeout_s) the run goes on from the last checkpoint"
-        for process, rank in behind
+        for process, rank in absent
     ]
 
 
@@ -226,10 +223,6 @@ RULES: tuple[Callable[[Observation], list[str]], ...] = (
 def in_collective(process: Seen) -> bool:
     """Whether its main thread stands in a collective operation of torch.distributed."""
     return any(frame.file.endswith(COLLECTIVES) for frame in process.stack[:8])
-
-
-def _place(rank: RankSeen) -> tuple[int, int]:
-    return rank.step, PHASES.index(rank.phase) if rank.phase in PHASES else 0
 
 
 def _named(seen: Observation, process: Seen) -> str:

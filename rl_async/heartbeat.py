@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from rl_async.processes import describe, state_of
+from rl_async.processes import ENDED, GONE, HALTED, describe, state_of
 
 Phase = Literal[
     "starting", "waiting for a batch", "training", "meeting the ranks", "publishing", "checkpointing", "reporting"
@@ -54,7 +54,7 @@ def missing_ranks(beats: list[Beat], mine: int, states: dict[int, str]) -> list[
     """
     own = next((said for said in beats if said.rank == mine), None)
     others = [said for said in beats if said.rank != mine]
-    halted = [said for said in others if states.get(said.rank, "gone") in ("T", "t", "Z", "gone")]
+    halted = [said for said in others if states.get(said.rank, GONE) in (*HALTED, *ENDED)]
     behind = [said for said in others if own is not None and said.place < own.place]
     return halted or behind or others
 
