@@ -232,9 +232,9 @@ async def test_an_engine_that_is_late_is_looked_at_before_it_is_killed(rig: Any,
         await eventually(lambda: state(supervisor, "engine-0") == ("running", 1))
         rig.go()
 
-    plan = replace(make_plan(rig.folder), start_timeout_s=4.0)
+    plan = replace(make_plan(rig.folder), start_timeout_s=10.0)
     await supervise(rig, plan, meddle, trouble.look)
-    assert trouble.said == ["engine-0 did not answer within 4 s"]
+    assert trouble.said == ["engine-0 did not answer within 10 s"]
     late = rig.pids("engine")[0]
     assert late in trouble.alive[0] and late in trouble.listed[0]
 
