@@ -53,9 +53,14 @@ def check_expert_names(config: RunConfig) -> None:
         )
 
 
+def has_megatron() -> bool:
+    """Whether Megatron-Core is installed here. Imports nothing of it but its folder."""
+    return find_spec("megatron") is not None and find_spec("megatron.core") is not None
+
+
 def check_megatron() -> None:
-    """Raise UserError unless trainers can import Megatron-Core. Imports nothing of it but its folder."""
-    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+    """Raise UserError unless trainers can import Megatron-Core."""
+    if not has_megatron():
         raise UserError(
             f"trainer.backend=megatron: {sys.executable} has no Megatron-Core; install it with "
             "`python -m pip install 'rl-async[megatron]'`"
