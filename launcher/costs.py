@@ -8,6 +8,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -77,8 +78,19 @@ def assumed_episodes(config: RunConfig, count: int = 512) -> list[Episode]:
     return [Episode(int(length) + 64, max(1, int(length)), 1, 0.0) for length in lengths]
 
 
-def measure(run: Path, engines: int, ranks: int) -> tuple[Costs, list[Episode]]:
-    """Fit the costs to a recorded run of so many engines and ranks. Raises UserError if it is too short.
+class Fit(NamedTuple):
+    """Seconds; none is negative. ``explained`` is the share of the variance of the episodes' times (R squared)."""
+
+    iteration_base_s: float
+    iteration_sequence_s: float
+    turn_s: float
+    explained: float
+
+
+def measure(run: Path, engines: int, ranks: int) -> tuple[Costs, list[Episode], Fit]:
+    """Fit the costs to a recorded run of so many engines and ranks.
+
+    Raises UserError if it is too short, or its episodes' times do not grow with their lengths.
 
     The iteration's two numbers and the turn's are a least-squares fit over all episodes of a step, which all began
     together if the run was on-policy and ``agent.concurrency`` as large as the batch: an episode of n tokens took
@@ -88,17 +100,22 @@ def measure(run: Path, engines: int, ranks: int) -> tuple[Costs, list[Episode]]:
     steps = recorded_steps(run)
     if len(metrics) < 3 or len(steps) < 3:
         raise UserError(f"--run: {run} has fewer than {3 + SKIPPED} recorded steps; let it train longer")
-    base, sequence, turn = fit_engine([steps[step] for step in sorted(steps)], engines)
+    fit = fit_engine([steps[step] for step in sorted(steps)], engines)
+    if fit.iteration_base_s + fit.iteration_sequence_s <= 0:
+        raise UserError(
+            f"--run: the times that episodes of {run} took do not grow with their lengths, so they do not tell what a "
+            "token costs; record a run with queue.max_staleness=0 and agent.concurrency at least as large as a batch"
+        )
     spent = ("time/wait_batch_s", "time/train_s", "time/sync_s")
     costs = Costs(
-        iteration_base_s=base,
-        iteration_sequence_s=sequence,
-        turn_s=turn,
+        iteration_base_s=fit.iteration_base_s,
+        iteration_sequence_s=fit.iteration_sequence_s,
+        turn_s=fit.turn_s,
         train_token_s=training_token_s(metrics, ranks),
         sync_s=statistics.median(m["time/sync_s"] for m in metrics),
         other_s=statistics.median(max(0.0, m["time/step_s"] - sum(m[key] for key in spent)) for m in metrics),
     )
-    return costs, [episode for episodes in steps.values() for episode, _ in episodes]
+    return costs, [episode for episodes in steps.values() for episode, _ in episodes], fit
 
 
 def training_token_s(metrics: Sequence[Record], ranks: int) -> float:
@@ -123,8 +140,8 @@ def recorded_steps(run: Path) -> dict[int, list[Timed]]:
     return {step: rows for step, rows in found.items() if step >= SKIPPED}
 
 
-def fit_engine(steps: Sequence[Sequence[Timed]], engines: int) -> tuple[float, float, float]:
-    """Seconds of an iteration, of a sequence in it, and of a turn; none is negative."""
+def fit_engine(steps: Sequence[Sequence[Timed]], engines: int) -> Fit:
+    """What an iteration costs, a sequence in it, and a turn; see ``measure``."""
     rows, seconds = [], []
     for episodes in steps:
         longest = max(episode.sampled for episode, _ in episodes)
@@ -133,8 +150,11 @@ def fit_engine(steps: Sequence[Sequence[Timed]], engines: int) -> tuple[float, f
         shared = np.concatenate([[0.0], np.cumsum(alive)])  # sequence-iterations until token k
         rows += [(episode.sampled, shared[episode.sampled], episode.turns) for episode, _ in episodes]
         seconds += [generate for _, generate in episodes]
-    fitted = _nonnegative(np.array(rows, dtype=np.float64), np.array(seconds))
-    return float(fitted[0]), float(fitted[1]), float(fitted[2])
+    inputs, target = np.array(rows, dtype=np.float64), np.array(seconds)
+    fitted = _nonnegative(inputs, target)
+    spread = float(((target - target.mean()) ** 2).sum())
+    missed = float(((target - inputs @ fitted) ** 2).sum())
+    return Fit(float(fitted[0]), float(fitted[1]), float(fitted[2]), 1 - missed / spread if spread else 0.0)
 
 
 def _nonnegative(rows: np.ndarray, target: np.ndarray) -> np.ndarray:

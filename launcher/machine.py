@@ -1,5 +1,6 @@
 """The plan of a run for the machine this is, checked against what is there. Imports nothing heavy."""
 
+import json
 import os
 import subprocess
 import sys
@@ -14,10 +15,12 @@ from rl_async.launcher.memory import model_size
 from rl_async.launcher.plan import Plan, plan
 from rl_async.reward_loop.judge import api_key
 
+EXPERT_MODELS = ("qwen2_moe", "qwen3_moe")
+
 
 def plan_here(config: RunConfig, folder: Path, *, resume: bool = False) -> Plan:
     """The plan for this machine. Raises UserError for what is missing here: files, vLLM, Megatron-Core, a GPU
-    asked for, the judge's key."""
+    asked for, the judge's key; and for experts that an engine does not know."""
     gpus = count_gpus()
     if config.model.device == "cuda" and gpus == 0:
         raise UserError("model.device=cuda, but no GPU is visible; use auto or cpu")
@@ -28,12 +31,36 @@ def plan_here(config: RunConfig, folder: Path, *, resume: bool = False) -> Plan:
         check_megatron()
     if config.reward.judge is not None and any(term.name == "judge" for term in config.reward.functions):
         api_key(config.reward.judge)
-    return plan(config, folder, size=model_size(config), gpus=gpus, resume=resume)
+    size = model_size(config)
+    check_expert_names(config)
+    return plan(config, folder, size=size, gpus=gpus, resume=resume)
+
+
+def check_expert_names(config: RunConfig) -> None:
+    """Raise UserError if an engine does not know the experts of the model by the names that the trainer sends.
+
+    FSDP2 sends all experts of a layer in one tensor, as Transformers 5 holds them, Megatron one by one, as checkpoints
+    do. vLLM takes both. SGLang leaves stacked ones out without a word, and the embedded engine knows no others.
+    """
+    file = Path(config.model.path) / "config.json"
+    if not file.is_file() or json.loads(file.read_text()).get("model_type") not in EXPERT_MODELS:
+        return
+    engine = {"fsdp2": "sglang", "megatron": "embedded"}[config.trainer.backend]
+    if engine in engine_kinds(config):
+        raise UserError(
+            f"model.path: {config.model.path} has experts, which trainer.backend={config.trainer.backend} names "
+            f"otherwise than rollout.engine={engine} does; use rollout.engine=vllm, or the other trainer.backend"
+        )
+
+
+def has_megatron() -> bool:
+    """Whether Megatron-Core is installed here. Imports nothing of it but its folder."""
+    return find_spec("megatron") is not None and find_spec("megatron.core") is not None
 
 
 def check_megatron() -> None:
-    """Raise UserError unless trainers can import Megatron-Core. Imports nothing of it but its folder."""
-    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+    """Raise UserError unless trainers can import Megatron-Core."""
+    if not has_megatron():
         raise UserError(
             f"trainer.backend=megatron: {sys.executable} has no Megatron-Core; install it with "
             "`python -m pip install 'rl-async[megatron]'`"

@@ -25,6 +25,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     record: ProcessRecord
     state: str  # a letter as in ps, or gone
     waits_in: str = ""  # kernel function
+    age_s: float = float("inf")  # since it was started
     cpu: float = 0.0  # cores used while it was looked at
     log_age_s: float | None = None
     log_line: str = ""  # the last one

@@ -32,7 +32,7 @@ from rl_async.launcher.observation import (
 from rl_async.launcher.roster import read_roster
 from rl_async.launcher.view_model import MetricsTail, Record
 from rl_async.messages import EngineRecord, GroupRecord
-from rl_async.processes import ENDED, GONE, HALTED, ProcStat, catches, read_stat, state_of, waits_in
+from rl_async.processes import ENDED, GONE, HALTED, ProcStat, age_s, catches, read_stat, state_of, waits_in
 from rl_async.rollout_server.connect import connect
 from rl_async.rollout_server.http import EngineHttp
 from rl_async.stacks import ASK, Frame, main_thread
@@ -105,6 +105,7 @@ def look_at(run: Path, records: Sequence[ProcessRecord]) -> tuple[Seen, ...]:
                 record=record,
                 state=stat.state,
                 waits_in=waits_in(record.pid) if stat.state != GONE else "",
+                age_s=age_s(stat),
                 cpu=max(0, stat.cpu_ticks - before[record.pid].cpu_ticks) / elapsed,
                 log_age_s=log_age,
                 log_line=log_line,

@@ -1,5 +1,6 @@
 """``rl-async plan``: throughput, idleness, staleness and memory for each split of devices, by simulation."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import msgspec
 from rl_async.configs.load import load_config, load_resolved
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import UserError
-from rl_async.launcher.costs import Costs, Device, Episode, assumed, assumed_episodes, measure, training_token_s
+from rl_async.launcher.costs import Costs, Device, Episode, Fit, assumed, assumed_episodes, measure, training_token_s
 from rl_async.launcher.memory import engine_bytes, model_size, trainer_bytes
 from rl_async.launcher.simulate import Layout, Outcome, Simulation
 from rl_async.launcher.view_model import MetricsTail
@@ -57,7 +58,11 @@ def plan_devices(
         raise UserError(f"--gpus: {gpus} devices cannot run anything; give 1 or more")
     costs, episodes, source = estimate(config, run)
     checks = [validate(recorded, costs, episodes) for recorded in check]
-    rows = [simulate(config, layout, bound, costs, episodes) for layout, bound in candidates(config, gpus)]
+    rows = []
+    wanted = list(candidates(config, gpus))
+    for number, (layout, bound) in enumerate(wanted, start=1):
+        print(f"simulating {number} of {len(wanted)}: {described(layout)}, bound {bound}", file=sys.stderr, flush=True)
+        rows.append(simulate(config, layout, bound, costs, episodes))
     rows.sort(key=lambda row: -row.outcome.tokens_per_s)
     print("\n".join([*source_lines(costs, episodes, source), *table(rows), *check_lines(checks)]))
     if out is not None:
@@ -69,14 +74,26 @@ def estimate(config: RunConfig, run: Path | None) -> tuple[Costs, list[Episode],
     """Costs and episodes, and where they come from."""
     if run is not None:
         recorded = load_resolved(run / "config.yaml")
-        costs, episodes = measure(run, recorded.rollout.engines, recorded.trainer.ranks)
-        return costs, episodes, f"measured on {run}"
+        costs, episodes, fit = measure(run, recorded.rollout.engines, recorded.trainer.ranks)
+        return costs, episodes, f"measured on {run}: {told(fit, recorded)}"
     size = model_size(config)
     if size is None:
         raise UserError(f"model.path: the size of {config.model.path} is unknown; give a recorded run with --run")
     episodes = assumed_episodes(config)
     tokens = sum(episode.tokens for episode in episodes) // len(episodes) // 2  # halfway through, on average
     return assumed(size, Device(), tokens), episodes, "assumed: an H100's figures and log-normal lengths, not measured"
+
+
+def told(fit: Fit, recorded: RunConfig) -> str:
+    """How much to believe of the engine's costs that were fitted to a run with this config."""
+    batch = recorded.data.train_batch_groups * recorded.rollout.group_size
+    overlaps = {
+        "queue.max_staleness=0": recorded.queue.max_staleness > 0,
+        f"agent.concurrency={batch}": recorded.agent.workers * recorded.agent.concurrency < batch,
+    }
+    missing = " and ".join(setting for setting, found in overlaps.items() if found)
+    believe = f"the engine's explain {fit.explained:.0%} of the differences between episodes' times"
+    return f"{believe}; a run with {missing} tells them better" if missing else believe
 
 
 def candidates(config: RunConfig, gpus: int) -> Iterator[tuple[Layout, int]]:
@@ -163,6 +180,13 @@ def validate(run: Path, costs: Costs, episodes: Sequence[Episode]) -> Check:
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
+
+
+def described(layout: Layout) -> str:
+    """Who has what."""
+    if layout.colocated:
+        return f"colocated on {layout.engines} devices"
+    return f"disaggregated, {layout.ranks} trainers and {layout.engines} engines"
 
 
 def source_lines(costs: Costs, episodes: Sequence[Episode], source: str) -> list[str]:

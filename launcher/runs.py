@@ -3,9 +3,11 @@
 import fcntl
 import os
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -41,7 +43,8 @@ def resumed_run(
 ) -> tuple[RunConfig, Path]:
     """The named run, or the newest of that config, with ``overrides`` on top of its own resolved config.
 
-    Raises UserError if there is no such run, or if it has no complete checkpoint.
+    Says on stderr where that differs from the config that is given, and so is not followed. Raises UserError if there
+    is no such run, or if it has no complete checkpoint.
     """
     preset = load_config(name_or_path, overrides, mode=mode)  # mistakes in the arguments come first
     root = Path(preset.launcher.run_dir)
@@ -57,7 +60,28 @@ def resumed_run(
         config = msgspec.structs.replace(config, mode=mode)
         check(config)
     _refuse_another_run(load_resolved(folder / "config.yaml"), config, preset, folder)
+    if found := differences(config, preset):
+        print(
+            f"{folder.name} keeps the config that it was started with, which differs from {name_or_path} in "
+            f"{', '.join(found)}; to change one, give it as KEY=VALUE",
+            file=sys.stderr,
+        )
     return config, folder
+
+
+def differences(kept: RunConfig, given: RunConfig) -> list[str]:
+    """Keys of which two configs have other values; those that say which run it is are left out."""
+    old, new = (dict(_leaves(msgspec.to_builtins(config))) for config in (kept, given))
+    keys = (old.keys() | new.keys()) - {"name", "mode"}
+    return sorted(key for key in keys if old.get(key) != new.get(key))
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def unfinished(name_or_path: str, overrides: Sequence[str], name: str) -> bool:

@@ -15,7 +15,7 @@ import msgspec
 from rl_async.configs.engines import engine_kinds
 from rl_async.configs.load import load_config
 from rl_async.configs.schema import RunConfig
-from rl_async.launcher.machine import count_gpus
+from rl_async.launcher.machine import count_gpus, has_megatron
 from rl_async.launcher.memory import engine_bytes, model_size, queue_bytes, trainer_bytes, worker_bytes
 from rl_async.launcher.ports import HOST
 from rl_async.launcher.versions import RANGES, holds
@@ -84,6 +84,7 @@ def look(config: RunConfig | None) -> list[Line]:
         lambda: package_lines(here, ("torch", "transformers"), "here"),
         lambda: device_lines(here, count_gpus(), config),
         lambda: engine_lines(here, config),
+        lambda: backend_lines(config, installed=has_megatron()),
         lambda: [memory_line(available_bytes(), needed_bytes(config)), cores_line(cores())],
         lambda: [shm_line(shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0)],
         lambda: [files_line(*resource.getrlimit(resource.RLIMIT_NOFILE)), ports_line(free_ports())],
@@ -104,7 +105,8 @@ def probe(python: str) -> Probe:
 def package_lines(found: Probe, names: tuple[str, ...], where: str) -> list[Line]:
     """Each package that must be there, in a version that is supported."""
     if "error" in found.versions:
-        return [Line("missing", f"torch cannot be imported: {found.versions['error']}", "pip install -e .")]
+        way_out = "pip install -e ." if where == "here" else "give a Python that has it with rollout.python"
+        return [Line("missing", f"torch cannot be imported {where}: {found.versions['error']}", way_out)]
     lines = []
     for name in names:
         version, wanted = found.versions.get(name, ""), RANGES[name]
@@ -142,6 +144,15 @@ def engine_lines(here: Probe, config: RunConfig | None) -> list[Line]:
         else:
             lines.append(Line("ok", f"{name} {version or 'is not here'}; this config does not use it"))
     return lines
+
+
+def backend_lines(config: RunConfig | None, *, installed: bool) -> list[Line]:
+    """Megatron-Core, if the trainer is to use it."""
+    if config is None or config.trainer.backend != "megatron":
+        return []
+    if installed:
+        return [Line("ok", "Megatron-Core is here")]
+    return [Line("missing", "Megatron-Core: not here", "pip install 'rl-async[megatron]'")]
 
 
 def needed_bytes(config: RunConfig | None) -> int:

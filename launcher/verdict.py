@@ -10,7 +10,6 @@ from typing import Literal
 
 import msgspec
 
-from rl_async.heartbeat import PHASES
 from rl_async.launcher.observation import Observation, RankSeen, Seen
 from rl_async.launcher.process import describe_exit
 from rl_async.processes import HALTED, describe
@@ -19,6 +18,7 @@ LEAST_FREE = 64 << 20  # bytes; below it a checkpoint or the journal fails
 SLOW_FACTOR = 3.0  # a step is slow beyond this many usual ones
 LINE = 400  # characters of a log line
 QUIET_S = 30.0  # slow at least beyond this
+IMPORTS_S = 20.0  # a process that is younger may still be starting
 COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
 Health = Literal["fine", "slow", "stuck", "failed", "over"]
 
@@ -43,7 +43,7 @@ def judge(seen: Observation) -> Verdict:
     findings = [sentence for rule in RULES for sentence in rule(seen)]
     if findings:
         return Verdict(health="stuck", findings=tuple(findings), waits=waits)
-    late = _recovering(seen) or _late(seen)
+    late = _recovering(seen) or _starting(seen) or _late(seen)
     if late:
         return Verdict(health="slow", findings=(late,), waits=waits)
     return Verdict(health="fine", findings=(_fine(seen),), waits=waits)
@@ -135,13 +135,19 @@ def _recovering(seen: Observation) -> str:
     )
 
 
+def _starting(seen: Observation) -> str:
+    """A queue that is too young to answer; empty if it answers."""
+    young = [process for process in seen.of_role("queue") if seen.queue is None and process.age_s < IMPORTS_S]
+    return "; ".join(f"{process.title} was started {process.age_s:.0f} s ago and is not there yet" for process in young)
+
+
 def _silent_queue(seen: Observation) -> list[str]:
     if seen.queue is not None:
         return []
-    processes = [process for process in seen.of_role("queue") if not process.halted and not process.ended]
     return [
         f"{process.title} runs but does not answer: trainer, workers and launcher wait for it ({_doing(process)})"
-        for process in processes
+        for process in seen.of_role("queue")
+        if not process.halted and not process.ended and process.age_s >= IMPORTS_S
     ]
 
 
@@ -168,8 +174,6 @@ def _ranks_apart(seen: Observation) -> list[str]:
         return []
     waiting = [(process, rank) for process, rank in placed if in_collective(process)]
     absent = [(process, rank) for process, rank in placed if not in_collective(process) and process.stack]
-    furthest = max(_place(rank) for _, rank in placed)
-    behind = [(process, rank) for process, rank in absent if _place(rank) < furthest or len(absent) < len(placed)]
     longest = max((rank.for_s for _, rank in waiting), default=0.0)
     if not waiting or longest < max(QUIET_S, SLOW_FACTOR * (seen.usual_step_s or 0.0)):
         return []
@@ -178,7 +182,7 @@ def _ranks_apart(seen: Observation) -> list[str]:
         f"{process.title} holds up the other ranks: {names} wait for it in a collective since {longest:.0f} s, and it "
         f"is {rank.phase} of step {rank.step} ({_doing(process)}); beyond {seen.deadlines.collective:.0f} s "
         "(trainer.collective_timeout_s) the run goes on from the last checkpoint"
-        for process, rank in behind
+        for process, rank in absent
     ]
 
 
@@ -219,10 +223,6 @@ RULES: tuple[Callable[[Observation], list[str]], ...] = (
 def in_collective(process: Seen) -> bool:
     """Whether its main thread stands in a collective operation of torch.distributed."""
     return any(frame.file.endswith(COLLECTIVES) for frame in process.stack[:8])
-
-
-def _place(rank: RankSeen) -> tuple[int, int]:
-    return rank.step, PHASES.index(rank.phase) if rank.phase in PHASES else 0
 
 
 def _named(seen: Observation, process: Seen) -> str:

@@ -1,5 +1,7 @@
 """What Linux says about a process in ``/proc``. Elsewhere every process looks gone."""
 
+import os
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,6 +43,11 @@ def read_stat(pid: int) -> ProcStat:
 def state_of(pid: int) -> str:
     """One letter as in ``ps``, or ``gone``."""
     return read_stat(pid).state
+
+
+def age_s(stat: ProcStat) -> float:
+    """Seconds since the process was started."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - stat.started / os.sysconf("SC_CLK_TCK")
 
 
 def describe(state: str) -> str:

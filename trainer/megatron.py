@@ -26,6 +26,7 @@ from rl_async.errors import TrainingDiverged, UserError
 from rl_async.trainer.backend import LossFn, Outputs, Want
 from rl_async.trainer.batching import Tensors, empty_tensors
 from rl_async.trainer.heads import MODEL_FOLDER
+from rl_async.trainer.hf_export import MOMENT, WEIGHTS, WHOLE
 from rl_async.trainer.megatron_attention import row_places
 from rl_async.trainer.megatron_cpu import megatron_on_cpu
 from rl_async.trainer.megatron_model import build_chunks, require_divisible, shape_of, transformer_config
@@ -38,8 +39,7 @@ from rl_async.trainer.work import work_of
 from rl_async.weight_sync.gather import Parts
 from rl_async.weight_sync.layout import Layout
 
-OPTIMIZER_FILE = "optimizer.safetensors"
-OPTIMIZER_PREFIX = "lm."  # so that FSDP2, which has the model below that name, reads the same file
+OPTIMIZER_FILE = "optimizer.safetensors"  # with FSDP2's names, which then reads the same file
 
 
 class MegatronBackend:
@@ -171,18 +171,18 @@ class MegatronBackend:
         state: dict[str, Tensor] = {}
         for key in MOMENTS if optimizer.has_moments else ():
             moments = _on_rank0(stream(self._spread, functools.partial(optimizer.moment, key=key)))
-            state |= {f"{OPTIMIZER_PREFIX}{name}|{key}": moment for name, moment in moments.items()}
+            state |= {_moment_name(name, key): moment for name, moment in moments.items()}
         if dist.get_rank() != 0:
             return lambda: None
         if optimizer.has_moments:
-            state |= {f"{OPTIMIZER_PREFIX}{name}|step": torch.tensor(float(optimizer.steps)) for name in model}
+            state |= {_moment_name(name, "step"): torch.tensor(float(optimizer.steps)) for name in model}
         state["schedule|steps"] = torch.tensor(optimizer.steps)
         return functools.partial(self._write, folder, model, state)
 
     def _write(self, folder: Path, model: dict[str, Tensor], state: dict[str, Tensor]) -> None:
         target = folder / MODEL_FOLDER
         target.mkdir(exist_ok=True)
-        save_file(model, target / "model.safetensors", {"format": "pt"})
+        save_file(model, target / WHOLE, {"format": "pt"})
         self.hf_config.save_pretrained(target)
         AutoTokenizer.from_pretrained(self.path).save_pretrained(target)
         save_file(state, folder / OPTIMIZER_FILE)
@@ -278,8 +278,12 @@ def _finish_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **mor
     finalize_model_grads(chunks, None, **more)
 
 
+def _moment_name(name: str, key: str) -> str:
+    return f"{WEIGHTS}{name}{MOMENT}{key}"
+
+
 def _moment_of(state: dict[str, Tensor], key: str, name: str) -> Tensor:
-    return state[f"{OPTIMIZER_PREFIX}{name}|{key}"]
+    return state[_moment_name(name, key)]
 
 
 def _copy(parameter: torch.nn.Parameter, whole: Tensor) -> None:

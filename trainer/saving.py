@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from rl_async.errors import CheckpointFailed
@@ -54,9 +55,10 @@ class Saver:
         """
         self.wait()
         temporary = temporary_folder(self._root, state.step)
-        if dist.get_rank() == 0:
-            begin(temporary, backends)
-        dist.barrier()
+        try:
+            self._together(lambda: begin(temporary, backends) if dist.get_rank() == 0 else None)
+        except CheckpointFailed as error:
+            raise CheckpointFailed(f"step {state.step}: {error}") from error
         writers = [backend.stage(temporary / name, self._group) for name, backend in backends.items()]
         random = torch.get_rng_state()
 
@@ -119,10 +121,10 @@ class Saver:
 
     def _together(self, work: Callable[[], None]) -> None:
         """Do the work on all ranks. Raises CheckpointFailed on all of them if one could not."""
-        failure: OSError | None = None
+        failure: OSError | SafetensorError | None = None
         try:
             work()
-        except OSError as error:
+        except (OSError, SafetensorError) as error:  # a full disk is either, by who was writing
             failure = error
         failed = torch.tensor([failure is not None], dtype=torch.int64)
         dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)

@@ -5,7 +5,8 @@ each file's header which part of which tensor is there, so nothing is pickled on
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,7 +21,16 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from rl_async.errors import CheckpointDamaged, CheckpointFailed
 
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}  # as in a header
+DTYPES = {  # as in a header
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 ON_HOST = StagingOptions(
     use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
 )
@@ -78,23 +88,24 @@ def write_whole(folder: Path, target: Path, rename: Callable[[str], str | None])
         header[new] = {"dtype": dtype, "shape": list(size.size), "data_offsets": [begin, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)  # tensors begin at a multiple of 8
+    parts = defaultdict(list)
+    for index, place in found.storage_data.items():
+        parts[index.fqn].append((index.offset, place.relative_path))
     with target.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for name in names:
-            file.write(_whole(found, name).reshape(-1).view(torch.uint8).numpy().data)
+            file.write(_whole(found, name, parts[name]).reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _whole(found: Metadata, name: str) -> Tensor:
-    """One tensor, out of all files that hold a part of it."""
+def _whole(found: Metadata, name: str, parts: Sequence[tuple[Sequence[int], str]]) -> Tensor:
+    """One tensor, out of all files that hold a part of it: where the part begins, and the file."""
     size = found.state_dict_metadata[name]
     assert isinstance(size, TensorStorageMetadata)
     whole = torch.empty(size.size, dtype=size.properties.dtype)
-    for index, place in found.storage_data.items():
-        if index.fqn == name:
-            with safe_open(place.relative_path, framework="pt") as file:
-                part = file.get_tensor(name)
-            at = tuple(slice(begin, begin + count) for begin, count in zip(index.offset, part.shape, strict=True))
-            whole[at] = part
+    for offset, path in parts:
+        with safe_open(path, framework="pt") as file:
+            part = file.get_tensor(name)
+        whole[tuple(slice(begin, begin + count) for begin, count in zip(offset, part.shape, strict=True))] = part
     return whole
 
 

@@ -39,10 +39,7 @@ class SharedMemorySender:
         with self._lock:
             if self._closed:
                 raise WeightSyncError("a bucket was staged after the transfer was closed")
-            try:
-                segment = SharedMemory(create=True, size=bucket.nbytes)
-            except OSError as error:
-                raise WeightSyncError(f"no {bucket.nbytes} bytes of shared memory: {error}") from error
+            segment = new_segment(bucket.nbytes)
             assert segment.buf is not None  # only after close
             segment.buf[: bucket.nbytes] = bucket.data.numpy().data
             self._segments.append(segment)
@@ -78,6 +75,30 @@ class SharedMemoryReceiver:
 
     def close(self) -> None:
         """Nothing to leave."""
+
+
+def new_segment(nbytes: int) -> SharedMemory:
+    """A segment whose pages are all there: without them a write ends the process with SIGBUS when /dev/shm is full.
+
+    Raises WeightSyncError if there is no room.
+    """
+    segment = None
+    try:
+        segment = SharedMemory(create=True, size=nbytes)
+        descriptor = _posixshmem.shm_open(f"/{segment.name}", os.O_RDWR, mode=0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if segment is not None:
+            segment.close()
+            segment.unlink()
+        raise WeightSyncError(
+            f"no {nbytes} bytes of shared memory: {error}; make /dev/shm larger (docker run --shm-size), lower "
+            "weight_sync.bucket_mb, or choose another weight_sync.transport"
+        ) from error
+    return segment
 
 
 def mapped(name: str, nbytes: int, *, shared: bool = False) -> Tensor:

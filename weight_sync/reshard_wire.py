@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_async.errors import RanksLost, WeightSyncError
-from rl_async.weight_sync.ipc import mapped
+from rl_async.errors import RanksLost
+from rl_async.weight_sync.ipc import mapped, new_segment
 from rl_async.weight_sync.reshard import Mail
 
 GRACE_S = 1.0  # others notice a failure at their own deadline, which may be a little later than ours
@@ -138,10 +138,7 @@ class SharedMemoryWire:
         self._round += 1
         if outgoing == 0:
             return
-        try:
-            self._segment = SharedMemory(create=True, size=outgoing)
-        except OSError as error:
-            raise WeightSyncError(f"no {outgoing} bytes of shared memory: {error}") from error
+        self._segment = new_segment(outgoing)
         self._room = mapped(self._segment.name, outgoing, shared=True)
         self._store.set(self._key("segment", self._rank), f"{self._segment.name} {outgoing}")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_async.configs.load import dump
-from rl_async.configs.schema import DataConfig, ModelConfig, RolloutConfig, RunConfig
+from rl_async.configs.schema import DataConfig, EngineKind, ModelConfig, RolloutConfig, RunConfig
 from rl_async.launcher.engines import engine_spec
 from rl_async.rollout_server.vllm import VllmEngine
 from tests.conftest import vllm_python
@@ -26,16 +26,18 @@ MAX_LENGTH = 2560
 class Peer:
     """A running engine."""
 
-    kind: str
+    kind: EngineKind
     url: str
     group: int  # of its processes: whatever the engine started is in it
 
 
 @contextmanager
-def running(kind: str, model: Path, folder: Path, *, batch: int = 8, model_length: int = MAX_LENGTH) -> Iterator[Peer]:
+def running(
+    kind: EngineKind, model: Path, folder: Path, *, batch: int = 8, model_length: int = MAX_LENGTH
+) -> Iterator[Peer]:
     """An engine of this kind, started as the launcher does."""
     rollout = RolloutConfig(
-        engine=kind,  # type: ignore[arg-type]
+        engine=kind,
         python=vllm_python() if kind == "vllm" else "",
         max_batch_size=batch,
         max_model_len=model_length,

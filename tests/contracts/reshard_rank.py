@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from tests.unit.weight_sync.models import specs
 WORLD = 4
 BUCKET = 1024  # bytes, so that there are many
 HEADS, GROUPS = 8, 4
-SHAPE = {"heads": HEADS, "kv_heads": GROUPS, "bias": True, "qk_norm": True, "vocab": 70}
+SHAPE: dict[str, Any] = {"heads": HEADS, "kv_heads": GROUPS, "bias": True, "qk_norm": True, "vocab": 70}
 
 Parts = dict[tuple[str, Box], Tensor]
 
@@ -139,7 +139,7 @@ def held_by(layout: Layout, rank: int, names: list[str], fused: list[Tensor], sl
 def run(scenario: Scenario, wire: Wire, meshes: dict[int, DeviceMesh], timeout_s: float = 60) -> dict[str, object]:
     """This rank's part, and what it saw."""
     rank, tp = dist.get_rank(), scenario.tp
-    named = specs(**SHAPE, experts=scenario.experts, dtype=scenario.dtype)  # type: ignore[arg-type]
+    named = specs(**SHAPE, experts=scenario.experts, dtype=scenario.dtype)
     whole = weights(named)
     ep = 2 if scenario.experts else 1
     target = engine(named, tp=tp, ep=ep, kv_heads=GROUPS).placed(range(scenario.first, WORLD + 1))

@@ -108,10 +108,11 @@ def _stub_runtime(folder: Path) -> None:
     _stub("sglang.srt.utils.patch_torch", monkey_patch_torch_reductions=None)
     _stub("sglang.kernels.ops.gemm.bf16_fp32", hpc_bf16xfp32_gemm_enabled=lambda: False)
     utilities = sys.modules["sglang.srt.utils"]
-    for name in ("ImageData", "VideoData", "MultiprocessingSerializer", "dynamic_import", "get_available_gpu_memory"):
-        setattr(utilities, name, Any)
+    names = ("ImageData", "VideoData", "MultiprocessingSerializer", "dynamic_import", "get_available_gpu_memory")
     path = folder / "sglang/srt/utils/common.py"
-    setattr(utilities, "init_custom_process_group", _cut_out(path, "init_custom_process_group"))  # noqa: B010
+    utilities.__dict__.update(
+        dict.fromkeys(names, Any), init_custom_process_group=_cut_out(path, "init_custom_process_group")
+    )
 
 
 def _cut_out(path: Path, name: str) -> Any:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -38,14 +39,14 @@ def start(
     model: Path,
     *more: str,
     critic: CriticConfig | None = None,
-    min_train_s: float = 0.0,
+    **options: Any,
 ) -> subprocess.Popen[str]:
     config = RunConfig(
         model=ModelConfig(path=str(model)),
         data=DataConfig(path="none"),
         algorithm=AlgorithmConfig(advantage="gae" if critic else "grpo"),
         critic=critic,
-        trainer=TrainerConfig(learning_rate=1e-3, steps=STEPS, checkpoint_every=2, min_train_s=min_train_s),
+        trainer=TrainerConfig(learning_rate=1e-3, steps=STEPS, checkpoint_every=2, **options),
     )
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(dump(config))
@@ -127,6 +128,23 @@ def test_killed_while_a_checkpoint_is_being_written(recorded: Path, model_folder
     finish(start(interrupted, recorded, model_folder, "--resume"))
     assert digests(interrupted) == digests(undisturbed)
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000004", "step-000006"]
+
+
+def test_a_step_that_waits_for_its_files_has_them_when_it_is_reported(
+    recorded: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    undisturbed, interrupted = tmp_path / "a", tmp_path / "b"
+    victim = start(interrupted, recorded, model_folder, min_train_s=0.5, checkpoint_async=False)
+    deadline, metrics = time.monotonic() + 120, interrupted / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 2:
+        assert time.monotonic() < deadline and victim.poll() is None
+        time.sleep(0.001)
+    victim.kill()
+    victim.communicate()
+    assert [path.name for path in list_checkpoints(interrupted / "checkpoints")] == ["step-000002"]
+    finish(start(undisturbed, recorded, model_folder))
+    finish(start(interrupted, recorded, model_folder, "--resume", checkpoint_async=False))
+    assert digests(interrupted) == digests(undisturbed)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(

@@ -1,7 +1,8 @@
 """Tiny stand-ins for the roles, as processes: ``python roles.py KIND FOLDER [PORT] [--resume]``.
 
 Each appends its pid to ``FOLDER/KIND.pids``. How it behaves is said by a file ``FOLDER/KIND.do``: lines of
-``work``, ``exit CODE``, ``stubborn`` or ``grandchild``, one for each start; the last one counts for all that follow.
+``work``, ``exit CODE``, ``mute``, ``stubborn`` or ``grandchild``, one for each start; the last one counts for all that
+follow.
 """
 
 import http.server
@@ -96,7 +97,9 @@ def main() -> None:
     if "exit" in what:
         print("error: the data is wrong" if what[-1] == "2" else "something broke", file=sys.stderr, flush=True)
         sys.exit(int(what[-1]))
-    if kind == "queue":
+    if "mute" in what:
+        time.sleep(600)
+    elif kind == "queue":
         queue(folder, port)
     elif kind in ("engine", "reward-model"):
         http.server.ThreadingHTTPServer(("127.0.0.1", port), Healthy).serve_forever()

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,20 @@ import pytest
 from rl_async.errors import UserError
 from rl_async.launcher.local import RoleFailed, Supervisor
 from rl_async.launcher.ports import assign_ports
+from rl_async.launcher.roster import read_roster
 
 DRIVER = Path(__file__).with_name("supervise.py")
 
 
-async def supervise(rig: Any, plan: Any, meddle: Callable[[Supervisor], Awaitable[None]] | None = None) -> Supervisor:
+async def supervise(
+    rig: Any,
+    plan: Any,
+    meddle: Callable[[Supervisor], Awaitable[None]] | None = None,
+    on_trouble: Callable[[str], Awaitable[None]] | None = None,
+) -> Supervisor:
     """Run a plan to its end while ``meddle`` does harm. Whatever happens, nothing may be left running."""
     ports = assign_ports(plan.ports)
-    with Supervisor(plan, ports, rig.folder) as supervisor:
+    with Supervisor(plan, ports, rig.folder, on_trouble=on_trouble) as supervisor:
         meddling = asyncio.create_task(meddle(supervisor)) if meddle else None
         try:
             await supervisor.run()
@@ -200,6 +207,54 @@ async def test_a_queue_that_dies_too_often_ends_the_run(rig: Any, make_plan: Any
     with pytest.raises(RoleFailed, match=r"queue failed \(exit code 7 after 1 restarts\)"):
         await supervise(rig, make_plan(rig.folder, queue_restarts=1))
     assert rig.alive() == []
+
+
+class Trouble:
+    """Keeps what the supervisor says of it, and who lived and was listed in ``processes.json`` at that moment."""
+
+    def __init__(self, rig: Any) -> None:
+        self._rig = rig
+        self.said: list[str] = []
+        self.alive: list[set[int]] = []
+        self.listed: list[set[int]] = []
+
+    async def look(self, why: str) -> None:
+        self.said.append(why)
+        self.alive.append(set(self._rig.alive()))
+        self.listed.append({record.pid for record in read_roster(self._rig.folder)})
+
+
+async def test_an_engine_that_is_late_is_looked_at_before_it_is_killed(rig: Any, make_plan: Any) -> None:
+    rig.do("engine", "mute", "work")
+    trouble = Trouble(rig)
+
+    async def meddle(supervisor: Supervisor) -> None:
+        await eventually(lambda: state(supervisor, "engine-0") == ("running", 1))
+        rig.go()
+
+    plan = replace(make_plan(rig.folder), start_timeout_s=10.0)
+    await supervise(rig, plan, meddle, trouble.look)
+    assert trouble.said == ["engine-0 did not answer within 10 s"]
+    late = rig.pids("engine")[0]
+    assert late in trouble.alive[0] and late in trouble.listed[0]
+
+
+async def test_when_the_queue_is_lost_the_others_are_looked_at_before_they_are_stopped(
+    rig: Any, make_plan: Any
+) -> None:
+    trouble = Trouble(rig)
+
+    async def meddle(supervisor: Supervisor) -> None:
+        await eventually(lambda: state(supervisor, "engine-0") == ("running", 0))
+        await eventually(lambda: rig.pids("worker") and rig.pids("trainer"))
+        os.kill(rig.pids("queue")[-1], signal.SIGKILL)
+
+    with pytest.raises(RoleFailed, match="queue failed"):
+        await supervise(rig, make_plan(rig.folder), meddle, trouble.look)
+    (why,) = trouble.said
+    assert why.startswith("queue failed (killed by SIGKILL")
+    others = {rig.pids(kind)[-1] for kind in ("engine", "worker", "trainer")}
+    assert others <= trouble.alive[0] and others | {rig.pids("queue")[-1]} <= trouble.listed[0]
 
 
 async def test_what_a_role_started_ends_with_it(rig: Any, make_plan: Any) -> None:

@@ -1,5 +1,7 @@
+import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ import pytest
 from rl_async.configs.load import load_config
 from rl_async.errors import UserError
 from rl_async.launcher import machine
-from rl_async.launcher.machine import check_sglang, count_gpus, plan_here
+from rl_async.launcher.machine import check_expert_names, check_sglang, count_gpus, plan_here
 
 
 @pytest.mark.parametrize(("visible", "count"), [("", 0), ("-1", 0), ("0", 1), ("0,2", 2), ("GPU-ab,GPU-cd", 2)])
@@ -60,6 +62,39 @@ def test_megatron_must_be_installed_before_anything_starts(tmp_path: Path, monke
         plan_here(config, tmp_path / "run")
     assert looked == ["megatron"]
     plan_here(load_config("calculator", []), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("backend", "engine", "refused"),
+    [
+        ("fsdp2", "sglang", True),
+        ("fsdp2", "[embedded, sglang]", True),
+        ("fsdp2", "embedded", False),
+        ("fsdp2", "vllm", False),
+        ("megatron", "embedded", True),
+        ("megatron", "sglang", False),
+        ("megatron", "vllm", False),
+    ],
+)
+def test_experts_are_refused_where_trainer_and_engine_name_them_differently(
+    tmp_path: Path, backend: str, engine: str, refused: bool
+) -> None:
+    engines = 2 if engine.startswith("[") else 1
+    config = load_config(
+        "calculator",
+        [
+            f"model.path={tmp_path}",
+            f"trainer.backend={backend}",
+            f"rollout.engine={engine}",
+            f"rollout.engines={engines}",
+        ],
+    )
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"model_type": "qwen3"}))
+    check_expert_names(config)
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"model_type": "qwen3_moe", "num_experts": 4}))
+    with pytest.raises(UserError, match="has experts") if refused else nullcontext():
+        check_expert_names(config)
 
 
 def test_sglang_must_be_installed_where_it_is_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

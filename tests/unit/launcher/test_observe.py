@@ -54,6 +54,7 @@ def test_a_process_shows_its_state_its_log_and_its_stack(run: Path, role: "subpr
     (run / "logs" / "worker-0.log").write_text("first\nlast\n")
     (seen,) = look_at(run, [record(role.pid)])
     assert (seen.state, seen.log_line) == ("S", "last") and seen.log_age_s is not None
+    assert 0 <= seen.age_s < 600
     assert [frame.name for frame in seen.stack] == ["<module>"]
 
 

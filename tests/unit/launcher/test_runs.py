@@ -91,6 +91,26 @@ def test_resume_puts_overrides_on_top_of_the_runs_own_config(root: str) -> None:
     assert (config.trainer.steps, config.seed, config.name) == (5, 7, "mine")
 
 
+def test_resume_says_where_the_given_config_is_not_followed(
+    root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("extends: calculator\ntrainer: {steps: 9}\n")
+    config, folder = new_run(str(mine), [root], name="mine")
+    create(config, folder)
+    state = folder / "checkpoints" / "step-000003" / "state.json"
+    state.parent.mkdir(parents=True)
+    state.write_text("{}")
+    resumed_run(str(mine), [root], name="mine")
+    assert capsys.readouterr().err == ""
+    mine.write_text("extends: calculator\ntrainer: {steps: 9, learning_rate: 0.5}\n")
+    config, _ = resumed_run(str(mine), [root], name="mine")
+    assert config.trainer.learning_rate == 1e-3
+    assert f"differs from {mine} in trainer.learning_rate; to change" in capsys.readouterr().err
+    config, _ = resumed_run(str(mine), [root, "trainer.learning_rate=0.5"], name="mine")
+    assert config.trainer.learning_rate == 0.5 and capsys.readouterr().err == ""
+
+
 def test_resume_without_a_complete_checkpoint_is_refused(root: str) -> None:
     folder = make_run(root, name="mine")
     (folder / "checkpoints" / "step-000004").mkdir(parents=True)  # no state.json: not complete

@@ -1,14 +1,19 @@
 """Simulated runs against what can be worked out by hand, and the bounds of the real queue in them."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
-from rl_async.configs.load import load_config
-from rl_async.launcher.costs import Costs, Device, Episode, assumed, fit_engine
+from rl_async.configs.load import dump, load_config
+from rl_async.errors import UserError
+from rl_async.launcher.costs import Costs, Device, Episode, Fit, assumed, fit_engine, measure
 from rl_async.launcher.memory import ModelSize
-from rl_async.launcher.planner import Check, candidates, check_lines, memory, simulate, table
+from rl_async.launcher.planner import Check, candidates, check_lines, memory, plan_devices, simulate, table, told
 from rl_async.launcher.simulate import Clock, Engine, Layout, Outcome, Pool, Simulation
+from rl_async.trainer.records import write_trajectories
 from rl_async.transfer_queue.policy import QueueSettings
+from tests.conftest import make_rows
 
 COSTS = Costs(
     iteration_base_s=0.01, iteration_sequence_s=0.001, turn_s=0.0, train_token_s=0.001, sync_s=0.5, other_s=0.25
@@ -107,12 +112,13 @@ def test_the_fit_finds_the_costs_that_made_the_times() -> None:
     episodes = [Episode(n + 4, n, 1 + n % 3, 0.0) for n in range(5, 60)]
     alive = [sum(e.sampled > k for e in episodes) / 2 for k in range(60)]
     timed = [(e, 0.3 * e.turns + sum(0.02 + 0.0005 * alive[k] for k in range(e.sampled))) for e in episodes]
-    assert fit_engine([timed, timed], engines=2) == pytest.approx((0.02, 0.0005, 0.3))
+    assert fit_engine([timed, timed], engines=2) == pytest.approx((0.02, 0.0005, 0.3, 1.0))
 
 
 def test_no_cost_is_negative() -> None:
     timed = [(Episode(n + 4, n, 1, 0.0), 1.0 / n) for n in range(5, 60)]
-    assert min(fit_engine([timed], engines=1)) >= 0
+    fit = fit_engine([timed], engines=1)
+    assert min(fit[:3]) >= 0 and fit.explained < 0.5
 
 
 def test_a_model_eight_times_as_large_costs_eight_times_as_much() -> None:
@@ -152,3 +158,35 @@ def test_an_error_is_a_share_of_what_was_recorded() -> None:
         recorded_staleness=0.9,
     )
     assert check.error == -0.25 and "recorded 4.00 s (-25%; -5% with its own training speed)" in check_lines([check])[0]
+
+
+def test_a_run_whose_times_tell_nothing_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(dump(load_config("calculator")))
+    times = {"time/step_s": 1.0, "time/wait_batch_s": 0.1, "time/train_s": 0.5, "time/sync_s": 0.1}
+    line = msgspec.json.encode({"step": 0, "rollout/tokens": 100.0} | times).decode()
+    (tmp_path / "metrics.jsonl").write_text(f"{line}\n" * 5)
+    for step in range(5):
+        write_trajectories(tmp_path / "trajectories" / f"step-{step:06d}-lineage0-rank0.jsonl.gz", make_rows(step))
+    with pytest.raises(UserError, match=r"--run: the times that episodes of .* do not grow with their lengths"):
+        measure(tmp_path, engines=1, ranks=1)
+
+
+def test_what_a_fit_rests_on_is_said_with_what_would_make_it_better() -> None:
+    fit = Fit(0.02, 0.0005, 0.3, explained=0.914)
+    good = ["data.train_batch_groups=4", "rollout.group_size=4", "queue.max_staleness=0", "agent.concurrency=16"]
+    assert told(fit, load_config("calculator", good)) == (
+        "the engine's explain 91% of the differences between episodes' times"
+    )
+    worse = load_config("calculator", [*good, "queue.max_staleness=1", "agent.concurrency=8", "agent.workers=1"])
+    assert told(fit, worse).endswith("; a run with queue.max_staleness=0 and agent.concurrency=16 tells them better")
+
+
+def test_each_row_is_announced_before_it_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["data.train_batch_groups=2", "rollout.group_size=2", "queue.max_staleness=1"]
+    assert plan_devices("calculator", small, 1, None, [], None) == 0
+    out, errors = capsys.readouterr()
+    assert errors.splitlines() == [
+        "simulating 1 of 2: colocated on 1 devices, bound 0",
+        "simulating 2 of 2: colocated on 1 devices, bound 1",
+    ]
+    assert out.startswith("costs assumed")

@@ -45,7 +45,17 @@ def test_a_package_is_ok_too_old_or_missing() -> None:
     old = s.package_lines(s.Probe(HERE | {"torch": "2.4.0"}), ("torch", "vllm"), "here")
     assert levels(old) == ["warning", "missing"]
     assert old[1].text == "missing  vllm: not here; pip install 'vllm==0.32.*'"
-    assert levels(s.package_lines(s.Probe({"error": "no libfoo"}), ("torch",), "here")) == ["missing"]
+    (broken,) = s.package_lines(s.Probe({"error": "no libfoo"}), ("torch",), "here")
+    assert broken.text == "missing  torch cannot be imported here: no libfoo; pip install -e ."
+    (broken,) = s.package_lines(s.Probe({"error": "no such file"}), ("vllm",), "in /no/python")
+    assert "in /no/python: no such file; give a Python" in broken.text and "rollout.python" in broken.text
+
+
+def test_megatron_is_missing_only_for_a_trainer_that_uses_it() -> None:
+    config = load_config("calculator", ["trainer.backend=megatron"])
+    assert levels(s.backend_lines(config, installed=False)) == ["missing"]
+    assert levels(s.backend_lines(config, installed=True)) == ["ok"]
+    assert s.backend_lines(load_config("calculator"), installed=False) == s.backend_lines(None, installed=False) == []
 
 
 def test_devices_are_missing_only_where_they_are_asked_for() -> None:

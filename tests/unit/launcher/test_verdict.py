@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from rl_async.launcher.doctor import report
@@ -26,6 +25,21 @@ def process(name: str, **changes: Any) -> Seen:
 
 def rank(number: int, phase: str = "training", for_s: float = 1.0, step: int = 3) -> RankSeen:
     return RankSeen(rank=number, pid=10 + number, step=step, phase=phase, for_s=for_s)
+
+
+def group(number: int, here: int, age_s: float) -> GroupRecord:
+    """One that ``worker-0`` holds."""
+    return GroupRecord(
+        group_id=number,
+        partition="train",
+        state="leased",
+        task_id="t",
+        samples=4,
+        here=here,
+        workers=["agent-0-30-c0ffee"],
+        age_s=age_s,
+        nbytes=0,
+    )
 
 
 def inspection(lease: LeaseRecord | None = None, **changes: Any) -> Inspection:
@@ -120,19 +134,8 @@ def test_a_stopped_worker_is_named_with_the_lease_that_it_holds() -> None:
 
 
 def test_a_dead_worker_that_is_being_started_again_is_no_reason_to_act() -> None:
-    held = GroupRecord(
-        group_id=8,
-        partition="train",
-        state="leased",
-        task_id="t",
-        samples=4,
-        here=1,
-        workers=["agent-0-30-c0ffee"],
-        age_s=3,
-        nbytes=0,
-    )
     dead = process("worker-0", state="gone", exit=-9, kept="restarting")
-    verdict = judge(run(dead, queue=QueueSeen(report=inspection(), oldest=(held,))))
+    verdict = judge(run(dead, queue=QueueSeen(report=inspection(), oldest=(group(8, here=1, age_s=3),))))
     assert verdict.health == "slow"
     assert verdict.text == "worker-0 (pid 30) ended (killed by SIGKILL) and is started again: it holds group 8"
 
@@ -165,6 +168,14 @@ def test_a_queue_that_runs_and_does_not_answer_is_named() -> None:
     verdict = judge(run(process("queue", state="D", waits_in="fsync"), queue=None))
     assert verdict.text.startswith("queue (pid 1) runs but does not answer")
     assert "waits for a disk or a device, in the kernel's fsync" in verdict.text
+
+
+def test_a_queue_that_was_just_started_is_given_time_to_answer() -> None:
+    verdict = judge(run(process("queue", age_s=2.0), queue=None))
+    assert (verdict.health, verdict.text) == ("slow", "queue (pid 1) was started 2 s ago and is not there yet")
+    assert judge(run(process("queue", age_s=60.0), queue=None)).health == "stuck"
+    assert judge(run(process("queue", age_s=2.0, state="T"), queue=None)).text.startswith("queue (pid 1) is stopped")
+    assert judge(run(process("queue", age_s=2.0))).health == "fine"
 
 
 def test_a_queue_that_is_gone_is_named_once() -> None:
@@ -228,19 +239,8 @@ def test_a_run_that_ended_well_and_one_that_did_not() -> None:
 
 
 def test_the_report_ends_with_the_verdict() -> None:
-    group = GroupRecord(
-        group_id=12,
-        partition="train",
-        state="leased",
-        task_id="t",
-        samples=4,
-        here=2,
-        workers=["agent-0-30-c0ffee"],
-        age_s=9,
-        nbytes=0,
-    )
-    seen = run(process("trainer-1", state="T"), process("trainer-0", stack=IN_ALL_REDUCE))
-    seen = msgspec.structs.replace(seen, queue=QueueSeen(report=inspection(), oldest=(group,)))
+    held = QueueSeen(report=inspection(), oldest=(group(12, here=2, age_s=9),))
+    seen = run(process("trainer-1", state="T"), process("trainer-0", stack=IN_ALL_REDUCE), queue=held)
     verdict = judge(seen)
     lines = report(seen, verdict).splitlines()
     assert lines[-1] == f"verdict: {verdict.text}"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from rl_async.errors import CheckpointFailed
 from rl_async.trainer.checkpoint import FORMAT, CheckpointState, newest_whole
@@ -93,15 +94,23 @@ def test_training_goes_on_while_it_is_written_and_the_next_one_waits(tmp_path: P
     assert saver.durable() == 2 and saver.durable() is None, "said once"
 
 
-def test_a_failure_in_the_background_is_raised_by_name(tmp_path: Path, alone: None) -> None:
+@pytest.mark.parametrize("kind", [OSError, SafetensorError])
+def test_a_failure_in_the_background_is_raised_by_name(tmp_path: Path, alone: None, kind: type[Exception]) -> None:
     saver = Saver(tmp_path, keep=9, timeout_s=WAIT_S)
     save(saver, 3, Half())
     saver.wait()
-    full = OSError(28, "No space left on device")
+    full = kind("No space left on device")
     save(saver, 5, Half(lambda: raise_(full)))
     with pytest.raises(CheckpointFailed, match=r"step 5: .*No space left on device"):
         saver.wait()
     assert newest_whole(tmp_path) == tmp_path / "step-000003"
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_by_name(tmp_path: Path, alone: None) -> None:
+    (tmp_path / "file").touch()
+    saver = Saver(tmp_path / "file" / "checkpoints", keep=9, timeout_s=WAIT_S)
+    with pytest.raises(CheckpointFailed, match=r"step 3: rank 0: .*Not a directory"):
+        save(saver, 3, Half())
 
 
 def test_one_that_takes_too_long_is_an_error(tmp_path: Path, alone: None) -> None:

@@ -1,6 +1,8 @@
 """The receiving side: what it hands to the engine, and what it refuses."""
 
+import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from rl_async.errors import WeightSyncError
 from rl_async.weight_sync.buckets import Piece, make_buckets
 from rl_async.weight_sync.disk import DiskSender
 from rl_async.weight_sync.gloo import GlooReceiver, GlooSender
-from rl_async.weight_sync.ipc import SharedMemorySender
+from rl_async.weight_sync.ipc import SharedMemorySender, new_segment
 from rl_async.weight_sync.nccl import NcclSender
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from rl_async.weight_sync.receiver import WeightReceiver
@@ -160,6 +162,17 @@ def test_nccl_without_a_gpu_says_what_to_use_instead(monkeypatch: pytest.MonkeyP
         NcclSender(1, "none", 1.0)
     with pytest.raises(WeightSyncError, match="needs a CUDA device"):
         WeightReceiver(lambda _: None).init(InitInfo(backend="nccl"))
+
+
+def test_a_segment_for_which_there_is_no_room_is_an_error_and_not_a_signal() -> None:
+    nbytes = shutil.disk_usage("/dev/shm").total + 12288
+    with pytest.raises(WeightSyncError, match=rf"no {nbytes} bytes of shared memory: .*--shm-size"):
+        new_segment(nbytes)
+    left = []
+    for path in Path("/dev/shm").iterdir():
+        with suppress(FileNotFoundError):  # of another process
+            left.append(path.stat().st_size)
+    assert nbytes not in left
 
 
 def test_two_buckets_are_staged_at_a_time_and_none_after_the_end() -> None:
