@@ -27,6 +27,7 @@ from pathlib import Path
 
 import pyarrow.parquet as parquet
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from rl_async.configs.load import load_config
 from rl_async.processes import read_stat
@@ -35,11 +36,17 @@ RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
 INSTALL = "python -m venv /tmp/trlvenv && /tmp/trlvenv/bin/pip install trl==1.16.0"
 GROUPS, GROUP_SIZE, TOKENS, THREADS = 32, 8, 32, 2
 STEPS, SKIPPED, ROUNDS = 20, 5, 2  # a run's first steps are a warm-up
-DEADLINE_S = 240
+DEADLINE_S = 300
 POLL_S = 0.1
 TICKS = os.sysconf("SC_CLK_TCK")
 MODES = {"disaggregated": (1, THREADS // 2), "colocated": (0, THREADS)}  # staleness, threads per process
 TRL = "TRL"
+PHASES = {  # of the trainer: "train" is "update", what comes before it (engines to sleep) and after (records, commit)
+    "waiting for the batch": "wait_batch",
+    "training": "train",
+    "of it forward, backward and optimizer": "update",
+    "sync": "sync",
+}
 
 
 @dataclass
@@ -84,6 +91,7 @@ def ratios(trl: Path, rounds: int = ROUNDS) -> dict[str, float]:
 
 def make_inputs(folder: Path) -> None:
     """The demo's model, whose turns end with a token that it never says, and its prompts, for TRL and for ours."""
+    disable_progress_bar()
     config = load_config("calculator")
     subprocess.run([RL_ASYNC, "sft", "--config", "calculator"], check=True, stdout=subprocess.DEVNULL)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
@@ -140,9 +148,6 @@ def ours(folder: Path, mode: str, name: str) -> tuple[list[float], dict[str, flo
     return [b - a for a, b in pairwise(ends)], parts | used
 
 
-PHASES = {"waiting for the batch": "wait_batch", "training": "train", "sync": "sync"}
-
-
 def watched(command: Sequence[str], run: Path) -> dict[str, float]:
     """Run it to its end; processor seconds of each of the run's processes per step."""
     ticks: dict[int, dict[str, int]] = {}
@@ -185,8 +190,12 @@ def theirs(folder: Path, trl: Path) -> tuple[list[float], dict[str, float]]:
     peer = str(Path(__file__).with_name("trl_step.py"))
     command = [str(trl), peer, str(folder / "model"), str(folder / "prompts.jsonl")]
     command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    threads = {"OMP_NUM_THREADS": str(THREADS), "MKL_NUM_THREADS": str(THREADS), "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(command, env=os.environ | threads, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S)
+    count = str(THREADS)
+    settings = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "TOKENIZERS_PARALLELISM": "false"}
+    quiet = {"PYTHONWARNINGS": "ignore::FutureWarning"}
+    done = subprocess.run(
+        command, env=os.environ | settings | quiet, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S
+    )
     if done.returncode != 0:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}")
     told = json.loads(done.stdout.splitlines()[-1])
