@@ -1,5 +1,6 @@
-"""The trainer's packing, log-probabilities and ranks, as ratios; one thread per process, random weights;
-and whole runs.
+"""The trainer's packing, log-probabilities and ranks, as ratios, and whole runs against TRL's.
+
+One thread per process and random weights, but for the whole runs.
 
     python benchmarks/trainer.py [--trl PYTHON] [--json FILE] [--only NAME ...]
 

@@ -165,8 +165,8 @@ def watched(command: Sequence[str], run: Path) -> dict[str, float]:
     finally:
         process.terminate()
         process.wait(30)
-    if process.returncode != 0:
-        sys.exit(f"{' '.join(command)} ended with {process.returncode}:\n{log.read_text()[-2000:]}")
+    if process.returncode != 0 or lines(run / "metrics.jsonl") < STEPS:
+        sys.exit(f"{' '.join(command)} ended early, with {process.returncode}:\n{log.read_text()[-2000:]}")
     first, last = min(ticks), max(ticks)
     return {
         f"processor of {role}": (ticks[last][role] - ticks[first][role]) / TICKS / (last - first)
