@@ -26,6 +26,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pyarrow.parquet as parquet
+import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
@@ -33,7 +35,8 @@ from rl_async.configs.load import load_config
 from rl_async.processes import read_stat
 
 RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
-INSTALL = "python -m venv /tmp/trlvenv && /tmp/trlvenv/bin/pip install trl==1.16.0"
+SAME = f"torch=={torch.__version__} transformers=={transformers.__version__}"  # as here
+INSTALL = f"python -m venv /tmp/trlvenv && /tmp/trlvenv/bin/pip install trl==1.16.0 {SAME}"
 GROUPS, GROUP_SIZE, TOKENS, THREADS = 32, 8, 32, 2
 STEPS, SKIPPED, ROUNDS = 20, 5, 2  # a run's first steps are a warm-up
 DEADLINE_S = 300
