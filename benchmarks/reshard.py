@@ -10,20 +10,18 @@ sent (resharded) or received (gathered). Planned only: larger models, which take
     python benchmarks/reshard.py [--repeats 5] [--json FILE]
 """
 
-import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from command_line import parser, save
+from ranks import free_ports, run_ranks
 from torch import Tensor
 
 from rl_async.weight_sync.layout import Box, Layout, TensorSpec, fsdp2, joined, slices, volume, whole
@@ -35,6 +33,7 @@ from rl_async.weight_sync.reshard_wire import PointToPoint, SharedMemoryWire, Wi
 MB = 1 << 20
 BUCKET = 64 * MB
 TIMEOUT_S = 120.0
+DEADLINE_S = 600
 SOURCES = TARGETS = 2  # ranks
 
 
@@ -179,29 +178,9 @@ def rank_process(repeats: int) -> None:
 
 def measure(repeats: int) -> list[dict[str, dict[str, float]]]:
     """What each of the four processes told."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-    master, store = (str(opened.getsockname()[1]) for opened in sockets)
-    for opened in sockets:
-        opened.close()
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": master, "STORE_PORT": store, "OMP_NUM_THREADS": "1"}
-    world = SOURCES + TARGETS
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--rank", "--repeats", str(repeats)],
-            env=os.environ | shared | {"RANK": str(rank), "WORLD_SIZE": str(world)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        outputs = [process.communicate(timeout=600)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if any(process.returncode for process in processes):
-        sys.exit("a rank failed; its traceback is above")
+    (store,) = free_ports(1)
+    command = [sys.executable, __file__, "--rank", "--repeats", str(repeats)]
+    outputs = run_ranks(command, SOURCES + TARGETS, timeout_s=DEADLINE_S, environment={"STORE_PORT": store})
     return [json.loads(out) for out in outputs]
 
 
@@ -218,11 +197,7 @@ def figures(repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser(__doc__, "--rank").parse_args()
     if arguments.rank:
         rank_process(arguments.repeats)
         return
@@ -236,8 +211,7 @@ def main() -> None:
         print(f"{name:<64}{moved}{gather:>7.1f}x{cost.peak_extra / 1e6:>12.1f}{took:>8.1f}")
     for name, value in result.items():
         print(f"\n{name:<64}{value:>10.3f}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    save(result, arguments.json)
 
 
 if __name__ == "__main__":

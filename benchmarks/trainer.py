@@ -1,23 +1,25 @@
-"""The trainer's packing, log-probabilities and ranks, as ratios; one thread per process, random weights.
+"""The trainer's packing, log-probabilities and ranks, as ratios, and whole runs against TRL's.
 
-    python benchmarks/trainer.py [--json FILE] [--only NAME ...]
+One thread per process and random weights, but for the whole runs.
+
+    python benchmarks/trainer.py [--trl PYTHON] [--json FILE] [--only NAME ...]
 
 packed_vs_padded       tokens per second of a training step on rows of long-tailed lengths, over those of the same model
                        on the same rows padded in the order in which they come; by the processor time of this process
+step_vs_trl            seconds of a whole step, generation included, disaggregated, over those of TRL 1.16's GRPO step
+step_vs_trl_colocated  the same, colocated (whole_steps.py says more); both null without ``--trl``
 logprob_peak_vs_naive  rise of the peak resident set (VmHWM) of a process of its own while it computes log-probabilities
                        of [16 x 4096] tokens and 32,000 words, over that of logits, log_softmax and gather; the
                        latter is measured for 1/16 of the tokens, times 16, since all of it would not fit
 reshard_bytes_vs_minimal  bytes that travel from FSDP2 ranks to tensor-parallel ones over those that must (reshard.py)
 fsdp2_max_diff         largest difference of the loss or of any gradient between two ranks and one, in float32
-the others             null: nothing measures them yet
+megatron_max_diff      largest difference between FSDP2 on one rank and Megatron's TP2, PP2 and DP2 (backend_ranks.py);
+                       null without megatron-core
 """
 
 import argparse
 import ctypes
-import json
-import os
-import socket
-import subprocess
+import functools
 import sys
 import tempfile
 import time
@@ -27,6 +29,10 @@ from pathlib import Path
 import reshard
 import torch
 import torch.distributed as dist
+import whole_steps
+from backend_ranks import megatron_max_diff
+from command_line import save
+from ranks import run_ranks
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from trainer_arms import BUDGET, in_arrival_order, long_tailed, micro_batches, resident, rows_of, save_model
@@ -109,13 +115,7 @@ def fsdp2_max_diff() -> float:
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder))
         for ranks in (1, 2):
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = str(probe.getsockname()[1])
-            group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            workers = [start("fsdp2_gradients", folder, **group, RANK=str(rank)) for rank in range(ranks)]
-            for worker in workers:
-                finish(worker)
+            run_ranks(worker("fsdp2_gradients", folder), ranks, timeout_s=DEADLINE_S)
         one, two = (torch.load(Path(folder) / f"gradients-{ranks}.pt", weights_only=True) for ranks in (1, 2))
     assert one.keys() == two.keys() and any(gradient.abs().max() > 1e-3 for gradient in one.values())
     return max((one[name] - two[name]).abs().max().item() for name in one)
@@ -147,22 +147,13 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def start(worker: str, argument: str, **environment: str) -> "subprocess.Popen[str]":
-    """This file again, as one of the workers."""
-    command = [sys.executable, __file__, "--worker", worker, argument]
-    return subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
+def worker(name: str, argument: str) -> list[str]:
+    """The command of this file as one of the workers."""
+    return [sys.executable, __file__, "--worker", name, argument]
 
 
-def finish(process: "subprocess.Popen[str]") -> str:
-    """What it printed. Raises RuntimeError if it failed."""
-    output, _ = process.communicate(timeout=DEADLINE_S)
-    if process.returncode != 0:
-        raise RuntimeError(f"{process.args} ended with {process.returncode}")
-    return output
-
-
-def run_alone(worker: str, argument: str) -> str:
-    return finish(start(worker, argument))
+def run_alone(name: str, argument: str) -> str:
+    return run_ranks(worker(name, argument), 1, timeout_s=DEADLINE_S)[0]
 
 
 def reshard_bytes_vs_minimal() -> float:
@@ -171,21 +162,34 @@ def reshard_bytes_vs_minimal() -> float:
 
 
 WORKERS: dict[str, Callable[[str], None]] = {"logprob_peak": logprob_peak, "fsdp2_gradients": fsdp2_gradients}
-MEASURES: dict[str, Callable[[], float] | None] = {
-    "packed_vs_padded": packed_vs_padded,
-    "step_vs_trl": None,
-    "step_vs_trl_colocated": None,
-    "logprob_peak_vs_naive": logprob_peak_vs_naive,
-    "reshard_bytes_vs_minimal": reshard_bytes_vs_minimal,
-    "fsdp2_max_diff": fsdp2_max_diff,
-    "megatron_max_diff": None,
-}
+
+
+def measures(trl: Path | None) -> dict[str, Callable[[], float | None]]:
+    """What can be asked for. ``trl``: a Python that has TRL."""
+
+    @functools.cache
+    def steps() -> dict[str, float]:
+        if trl is None:
+            print(f"  no --trl: make one with {whole_steps.INSTALL}")
+            return {}
+        return whole_steps.ratios(trl)
+
+    return {
+        "packed_vs_padded": packed_vs_padded,
+        "step_vs_trl": lambda: steps().get("step_vs_trl"),
+        "step_vs_trl_colocated": lambda: steps().get("step_vs_trl_colocated"),
+        "logprob_peak_vs_naive": logprob_peak_vs_naive,
+        "reshard_bytes_vs_minimal": reshard_bytes_vs_minimal,
+        "fsdp2_max_diff": fsdp2_max_diff,
+        "megatron_max_diff": megatron_max_diff,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The trainer's goals as ratios.")
+    parser.add_argument("--trl", type=Path, metavar="PYTHON", help=f"one that has TRL: {whole_steps.INSTALL}")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--only", nargs="+", choices=sorted(MEASURES), default=list(MEASURES))
+    parser.add_argument("--only", nargs="+", choices=sorted(measures(None)))
     parser.add_argument("--worker", nargs=2, metavar=("NAME", "ARGUMENT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -193,11 +197,10 @@ def main() -> None:
         WORKERS[arguments.worker[0]](arguments.worker[1])
         return
     results: dict[str, float | None] = {}
-    for name, measure in MEASURES.items():
-        results[name] = measure() if measure and name in arguments.only else None
+    for name, measure in measures(arguments.trl).items():
+        results[name] = measure() if arguments.only is None or name in arguments.only else None
         print(f"{name}: {'not measured' if results[name] is None else format(results[name], '.4g')}", flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    save(results, arguments.json)
 
 
 if __name__ == "__main__":

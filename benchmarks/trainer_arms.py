@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from rl_async.configs.load import load_config
+from rl_async.launcher.memory import tiny_shape
 from rl_async.messages import Sampling, Trajectory, Version, VersionRun
 from rl_async.trainer.batching import Tensors, collate, empty_tensors
 
@@ -17,16 +19,9 @@ BUDGET = 16384  # tokens per forward pass
 def save_model(folder: Path) -> None:
     """The demo's model with random weights."""
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        tie_word_embeddings=True,
-    )
+    sft = load_config("calculator").sft
+    assert sft is not None
+    config = Qwen3Config(vocab_size=VOCAB, tie_word_embeddings=True, **tiny_shape(sft))
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 

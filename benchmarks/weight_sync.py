@@ -12,9 +12,7 @@ interleaved, and the table has medians, because others use the machine's cores t
     python benchmarks/weight_sync.py [--repeats 5] [--json FILE]
 """
 
-import argparse
 import asyncio
-import json
 import statistics
 import subprocess
 import sys
@@ -24,12 +22,12 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 import uvicorn
+from command_line import parser, save
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rl_async.messages import EngineList, EngineRecord, Version
@@ -314,11 +312,7 @@ def measure(repeats: int) -> tuple[dict[str, float], dict[str, dict[str, float]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser(__doc__, "--engine").parse_args()
     if arguments.engine:
         engine_process()
         return
@@ -341,8 +335,7 @@ def main() -> None:
     print("delta bytes by step: " + ", ".join(f"{step}: {value:.3f}" for step, value in fractions.items()))
     for name, value in result.items():
         print(f"{name:<32}{value:>9.3f}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    save(result, arguments.json)
 
 
 if __name__ == "__main__":

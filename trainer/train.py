@@ -94,7 +94,9 @@ def train(run: Run) -> bool:
 
         run.at(step, "training")
         run.publisher.before_train()
+        has_device = time.perf_counter()
         updated = update(run.models, batch, run.algorithm, config, run.kl.coef)
+        updated_at = time.perf_counter()
         metrics = updated.metrics
         metrics |= run.kl.after_step(metrics["loss/kl_reference"], sum(not h.baseline for h in batch.headers))
         time.sleep(max(0.0, have_batch + config.trainer.min_train_s - time.perf_counter()))
@@ -121,6 +123,7 @@ def train(run: Run) -> bool:
         metrics |= {
             "time/wait_batch_s": have_batch - began,
             "time/train_s": trained - have_batch,
+            "time/update_s": updated_at - has_device,
             "time/sync_s": synced - trained,
             "time/checkpoint_s": time.perf_counter() - synced,
             "time/step_s": time.perf_counter() - began,

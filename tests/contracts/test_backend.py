@@ -5,9 +5,6 @@ Each implementation runs once, over its models, and every test looks at what it 
 
 import importlib.util
 import json
-import os
-import socket
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.ranks import run_ranks
 from tests.contracts.backend_models import FAMILIES, Expected, expect, make_model, whole_batch
 
 pytestmark = pytest.mark.timeout(600)  # the whole of an implementation is in the first test's setup
@@ -75,7 +73,8 @@ def ran(
     if sizes["backend"] == "megatron" and importlib.util.find_spec("megatron") is None:
         pytest.skip("Megatron-Core is not here; install it with pip install 'rl-async[megatron]'")
     out = tmp_path_factory.mktemp("ran")
-    run_ranks(ranks, [json.dumps(sizes), str(out), *(str(expected[family][0]) for family in families)])
+    worker = [sys.executable, "-m", "tests.contracts.backend_worker", json.dumps(sizes), str(out)]
+    run_ranks([*worker, *(str(expected[family][0]) for family in families)], ranks, timeout_s=500)
     return [
         Told(
             load_file(out / f"{family}-{rank}.safetensors"),
@@ -85,31 +84,6 @@ def ran(
         for family in families
         for rank in range(ranks)
     ]
-
-
-def run_ranks(ranks: int, arguments: list[str]) -> None:
-    """Run ``backend_worker`` on this many processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = os.environ | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, "-m", "tests.contracts.backend_worker", *arguments]
-    workers = [
-        subprocess.Popen(
-            command,
-            env=shared | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            cwd=Path(__file__).parents[2],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        errors = [worker.communicate(timeout=500)[1] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert all(worker.returncode == 0 for worker in workers), "\n".join(error[-3000:] for error in errors)
 
 
 def furthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
