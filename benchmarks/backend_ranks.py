@@ -24,6 +24,9 @@ from trainer_arms import long_tailed, micro_batches, rows_of, save_model
 from rl_async.configs.schema import DataConfig, ModelConfig, RunConfig, TrainerConfig
 from rl_async.trainer.backend import Backend, Outputs
 from rl_async.trainer.models import build_models
+from rl_async.weight_sync.buckets import unpack
+from rl_async.weight_sync.gather import Gathering
+from rl_async.weight_sync.reshard_wire import PointToPoint
 
 INSTALL = "pip install 'rl-async[megatron]'"
 MEGATRON: dict[str, Any] = {"backend": "megatron"}
@@ -112,7 +115,9 @@ def rank_process(model: str, out: str, sizes: str) -> None:
         found[f"logprobs.{number}"] = torch.where(whole.mask, logprobs, 0.0)
         if number < STEPS:
             found[f"loss.{number}"], found[f"norm.{number}"] = step(backend, lengths)
-    found |= {f"weights.{name}": tensor.detach().clone() for name, tensor in backend.export()}
+    gathering = Gathering(PointToPoint(dist.HashStore()), dist.get_rank(), 1 << 30, DEADLINE_S)
+    for bucket in gathering.buckets(backend.parts()):
+        found |= {f"weights.{piece.name}": piece.data.view(piece.shape) for piece in unpack(bucket.data, bucket.info)}
     if dist.get_rank() == 0:
         save_file({name: tensor.contiguous() for name, tensor in found.items()}, out)
     dist.barrier()
