@@ -109,19 +109,25 @@ def _check(config: RunConfig) -> None:
 
 
 def _resumes(config: RunConfig, folder: Path) -> bool:
-    """Whether a run of this config was begun. Raises UserError if one of another config was."""
+    """Whether a run of this config was begun. Raises UserError if one of another config was, and has trained.
+
+    What was begun with another config and has no checkpoint is forgotten.
+    """
     if not (folder / "config.yaml").is_file():
         if folder.exists() and any(folder.iterdir()):
-            raise UserError(f"finetune.out: {folder} is where the run would be, and holds something else")
+            raise UserError(f"finetune.out: {folder} is where the run would be, and holds something else; move it away")
         return False
     before, now = (msgspec.to_builtins(c) for c in (load_resolved(folder / "config.yaml"), config))
     for key in KEPT:
         section, _, name = key.rpartition(".")
         old, new = ((values[section] if section else values)[name] for values in (before, now))
+        if old != new and not checkpoints(folder):
+            (folder / DATA_FILE).unlink(missing_ok=True)
+            return False
         if old != new:
             raise UserError(
-                f"{key}={new}: the run in {folder} was begun with {old}, and goes on with that; give it again, or "
-                f"delete {folder} (and what it wrote) to begin anew, or choose another finetune.out"
+                f"{key}={new}: the run in {folder} was begun with {old}, and goes on with that; give it again, delete "
+                f"{folder} to begin anew, or choose another finetune.out"
             )
     return True
 
