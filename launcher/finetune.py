@@ -9,6 +9,7 @@ import hashlib
 import json
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -56,6 +57,8 @@ def finetune(config: RunConfig) -> int:
     """Fine-tune, showing how it goes; the exit code. Raises UserError or RoleFailed."""
     assert config.finetune is not None
     out = Path(config.finetune.out)
+    if not out.name:
+        raise UserError(f"finetune.out={config.finetune.out}: give the name of a new folder")
     folder = out.with_name(f"{out.name}.run")
     _check(config)
     with hold(folder):
@@ -94,7 +97,8 @@ async def _train(config: RunConfig, folder: Path, console: Console) -> int:
         return EXIT_SIGNAL + interrupted.number
     finally:
         watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        with suppress(asyncio.CancelledError):
+            await watching
         view.show_new()
     return 0
 
@@ -143,16 +147,13 @@ def _require_finished(config: RunConfig, folder: Path, resumes: bool) -> None:
 def _encode_once(config: RunConfig, folder: Path) -> DataRecord:
     """Encode the conversations, unless an earlier start of the run has. Raises DataError."""
     assert isinstance(config.data.path, str)
-    files = [path for path in (config.data.path, config.data.eval_path) if path is not None]
-    for path in files:
-        if not Path(path).is_file():
-            raise DataError(f"data.path: no file {path}; paths are relative to the working directory")
-    checksums = {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in files}
+    given = (("data.path", config.data.path), ("data.eval_path", config.data.eval_path))
+    checksums = {path: checksum(key, Path(path)) for key, path in given if path is not None}
     done = folder / DATA_FILE
     if done.is_file():
         record = msgspec.json.decode(done.read_bytes(), type=DataRecord)
-        for path, checksum in checksums.items():
-            if record.checksums.get(path) != checksum:
+        for path, now in checksums.items():
+            if record.checksums.get(path) != now:
                 raise DataError(f"{path} is not what it was when {folder} was begun; restore it, or delete {folder}")
         return record
     record = _encode(config, folder, checksums)
@@ -160,6 +161,14 @@ def _encode_once(config: RunConfig, folder: Path) -> DataRecord:
     temporary.write_bytes(msgspec.json.encode(record))
     temporary.replace(done)  # last: what it tells of is there
     return record
+
+
+def checksum(key: str, path: Path) -> str:
+    """Of a file's bytes. Raises DataError, naming ``key``, if there is none."""
+    if not path.is_file():
+        raise DataError(f"{key}: no file {path}; paths are relative to the working directory")
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _encode(config: RunConfig, folder: Path, checksums: dict[str, str]) -> DataRecord:
@@ -217,7 +226,11 @@ def longest(config: RunConfig) -> int:
     """Tokens that a conversation may have. Raises UserError if the model has fewer positions than are asked for."""
     assert config.finetune is not None
     asked = config.finetune.max_tokens
-    told = json.loads((Path(config.model.path) / "config.json").read_text())
+    file = Path(config.model.path) / "config.json"
+    try:
+        told = json.loads(file.read_text())
+    except ValueError as error:
+        raise UserError(f"model.path: {file} is not JSON: {error}") from error
     positions = told.get("text_config", told).get("max_position_embeddings")
     if positions is not None and asked > positions:
         raise UserError(f"finetune.max_tokens={asked}: {config.model.path} has {positions} positions; ask for fewer")
