@@ -1,4 +1,4 @@
-"""What `rl-async sft` settles before ranks start: how data is split, which keys go together. And a line of its table."""
+"""What `rl-async sft` settles before ranks start: how data is split, which keys go together; and its table."""
 
 import json
 from pathlib import Path
