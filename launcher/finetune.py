@@ -24,16 +24,16 @@ from rl_async.configs.schema import RunConfig
 from rl_async.errors import DataError, UserError
 from rl_async.launcher.artifacts import check_model_folder
 from rl_async.launcher.finetune_view import FinetuneView, summary
-from rl_async.launcher.launch import log_into
+from rl_async.launcher.launch import EXIT_SIGNAL, log_into
 from rl_async.launcher.local import Interrupted
 from rl_async.launcher.machine import check_megatron, count_gpus
 from rl_async.launcher.plan import finetune_ranks
+from rl_async.launcher.process import RoleFailed
 from rl_async.launcher.rank_keeper import keep_ranks
 from rl_async.launcher.runs import checkpoints, create, hold
 from rl_async.reward_loop.render import load_tokenizer
 from rl_async.trainer.chat_rows import HELD_OUT, ROWS, ChatRows, total_steps
 
-EXIT_SIGNAL = 128  # plus the number of the signal, as shells have it
 DATA_FILE = "data.json"
 KEPT = (
     *("model.path", "model.dtype", "data.path", "data.eval_path", "data.shuffle", "seed", "trainer.backend"),
@@ -76,6 +76,10 @@ def finetune(config: RunConfig) -> int:
             code = asyncio.run(_train(config, folder, console))
         if out.exists():
             console.print(summary(folder, out), markup=False, soft_wrap=True)
+        elif code == 0:
+            raise RoleFailed(
+                f"the ranks were asked to end before the last step; the same command goes on; see {folder}/logs"
+            )
         return code
 
 

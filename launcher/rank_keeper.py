@@ -26,12 +26,14 @@ async def keep_ranks(specs: Sequence[ProcessSpec], folder: Path, stop_timeout_s:
     """
     children: list[Child] = []
     caught = asyncio.Queue[int]()
+    signals: list[int] = []
 
     def on_signal(number: int) -> None:
-        if not caught.empty():
+        signals.append(number)
+        caught.put_nowait(number)
+        if len(signals) > 1:
             for child in children:
                 child.kill_now()
-        caught.put_nowait(number)
 
     loop = asyncio.get_running_loop()
     for number in SIGNALS:

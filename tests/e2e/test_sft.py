@@ -132,7 +132,7 @@ def started(home: Path) -> Iterator[list["subprocess.Popen[str]"]]:
         process.communicate()
 
 
-@pytest.mark.parametrize("victim", ["launcher", "rank"])
+@pytest.mark.parametrize("victim", ["launcher", pytest.param("rank", marks=pytest.mark.slow)])
 def test_killed_in_the_middle_it_ends_as_if_undisturbed(
     home: Path,
     undisturbed: "subprocess.CompletedProcess[str]",
@@ -170,7 +170,7 @@ def test_two_ranks_train_as_one_does(home: Path, undisturbed: "subprocess.Comple
         assert two["eval/loss"] == pytest.approx(one["eval/loss"], abs=1e-6) if "eval/loss" in one else True
     expected = weights(home, "plain")
     for name, tensor in weights(home, "two").items():
-        torch.testing.assert_close(tensor, expected[name], atol=2e-5, rtol=0)  # AdamW magnifies last bits
+        torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=0)
 
 
 def test_asked_to_stop_it_saves_and_goes_on_later(
