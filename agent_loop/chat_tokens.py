@@ -74,9 +74,13 @@ class ChatEncoder:
         """The conversation's text up to the end of its last assistant turn, cut at the borders of such turns."""
         whole, done = self._render(chat, len(chat.messages)), 0
         for number, message in enumerate(chat.messages):
+            place = f"{chat.place}, message {number}"
+            if message["role"] in ("system", "developer") and str(message["content"]).strip() not in whole:
+                raise DataError(
+                    f"{place}: the chat template does not print a {message['role']} message; change its role"
+                )
             if message["role"] != "assistant":
                 continue
-            place = f"{chat.place}, message {number}"
             if self._end in str(message["content"]):
                 raise DataError(f"{place}: contains {self._end}, which ends a turn; take it out")
             before = self._render(chat, number)

@@ -156,10 +156,12 @@ def _encode_once(config: RunConfig, folder: Path) -> DataRecord:
     done = folder / DATA_FILE
     if done.is_file():
         record = msgspec.json.decode(done.read_bytes(), type=DataRecord)
-        for path, now in checksums.items():
-            if record.checksums.get(path) != now:
-                raise DataError(f"{path} is not what it was when {folder} was begun; restore it, or delete {folder}")
-        return record
+        changed = [path for path, now in checksums.items() if record.checksums.get(path) != now]
+        if not changed:
+            return record
+        if checkpoints(folder):
+            raise DataError(f"{changed[0]} is not what {folder} was begun with; restore it, or delete {folder}")
+        done.unlink()
     record = _encode(config, folder, checksums)
     temporary = folder / f".{DATA_FILE}.tmp"
     temporary.write_bytes(msgspec.json.encode(record))

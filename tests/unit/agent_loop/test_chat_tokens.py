@@ -143,6 +143,13 @@ def test_a_turn_that_contains_its_own_end_is_refused() -> None:
         ChatEncoder(tokenizer(QWEN)).encode(chat([MESSAGES[1], {"role": "assistant", "content": "a<|im_end|>b"}]))
 
 
+def test_instructions_that_a_template_leaves_out_are_an_error() -> None:
+    told = {"role": "developer", "content": "be brief"}
+    with pytest.raises(DataError, match="line 7, message 0: the chat template does not print a developer message"):
+        ChatEncoder(tokenizer(QWEN)).encode(chat([told, MESSAGES[1], MESSAGES[4]]))
+    assert len(learned(QWEN3, chat([told, MESSAGES[1], MESSAGES[4]]))) == 1
+
+
 def test_what_a_template_refuses_is_an_error_naming_the_line() -> None:
     template = QWEN + "{% if messages | length > 2 %}{{ raise_exception('only two messages') }}{% endif %}"
     with pytest.raises(DataError, match="line 7: the model's chat template refuses it: only two messages"):
