@@ -88,7 +88,7 @@ async def _train(config: RunConfig, folder: Path, console: Console) -> int:
     rows = ChatRows.map(folder / ROWS)
     assert config.finetune is not None
     steps = total_steps(len(rows), config.finetune)
-    view = FinetuneView(folder, steps, console)
+    view = FinetuneView(folder, steps, (checkpoints(folder) or [0])[-1], console)
     watching = asyncio.create_task(view.run())
     try:
         await keep_ranks(finetune_ranks(config, folder, count_gpus()), folder, config.launcher.stop_timeout_s)

@@ -1,8 +1,10 @@
 """What ``rl-async sft`` prints: a line of a table every few steps, and what came of it."""
 
 import asyncio
+import os
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
 from rl_async.launcher.view_model import MetricsTail, Record
@@ -12,16 +14,41 @@ LINES = 40  # of the whole run, besides those of measurements
 HEAD = f"{'step':>7} {'epoch':>6} {'loss':>8} {'held-out':>8} {'tokens/s':>10} {'rate':>8} {'left':>8}"
 
 
-class FinetuneView:
-    """Shows the lines that the ranks write. ``steps`` are those of the whole run."""
+class ReplacedTail:
+    """Reads the records that were added to a file since the last call.
 
-    def __init__(self, folder: Path, steps: int, console: Console) -> None:
-        self._console, self._steps = console, steps
-        self._metrics = MetricsTail(folder / "metrics.jsonl")
-        self._evaluations = MetricsTail(folder / "evaluations.jsonl")
+    Ranks that start again cut the file down to their checkpoint, by another file in its place; that one is read anew.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._inode, self._offset = path, -1, 0
+
+    def read(self) -> list[Record]:
+        """New records, oldest first; none if there is no file yet."""
+        if not self._path.is_file():
+            return []
+        with self._path.open("rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            if inode != self._inode:
+                self._inode, self._offset = inode, 0
+            file.seek(self._offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        return [msgspec.json.decode(line, type=Record) for line in whole.splitlines()]
+
+
+class FinetuneView:
+    """Shows the lines that the ranks write, each step once. ``steps`` are those of the whole run, ``begun`` those that
+    were done before."""
+
+    def __init__(self, folder: Path, steps: int, begun: int, console: Console) -> None:
+        self._console, self._steps, self._shown = console, steps, begun
+        self._metrics = ReplacedTail(folder / "metrics.jsonl")
+        self._evaluations = ReplacedTail(folder / "evaluations.jsonl")
         self._since: list[Record] = []
-        self._began = False
-        self._metrics.read(), self._evaluations.read()  # what an earlier start left is not news
+        self._measured, self._headed = begun > 0, False
+        self._metrics.read()  # what an earlier start left; the ranks put another file in its place
+        self._evaluations.read()
 
     async def run(self) -> None:
         """Consumes metrics.jsonl and evaluations.jsonl; produces lines. Waits POLL_S. Runs until cancelled."""
@@ -32,19 +59,23 @@ class FinetuneView:
     def show_new(self) -> None:
         """Print what is new."""
         for evaluation in self._evaluations.read():
-            if evaluation["eval/step"] == 0:
+            if evaluation["eval/step"] == 0 and not self._measured:
+                self._measured = True
                 self._print(row(0, 0.0, None, evaluation["eval/loss"], None, None, None))
         for record in self._metrics.read():
-            self._since.append(record)
             completed = int(record["step"]) + 1
+            if completed <= self._shown:
+                continue  # it was trained again
+            self._shown = completed
+            self._since.append(record)
             if completed == self._steps or completed % max(1, self._steps // LINES) == 0 or "eval/loss" in record:
                 self._print(line(self._since, self._steps))
                 self._since = []
 
     def _print(self, text: str) -> None:
-        if not self._began:
+        if not self._headed:
             self._console.print(HEAD, markup=False)
-            self._began = True
+            self._headed = True
         self._console.print(text, markup=False)
 
 

@@ -141,9 +141,11 @@ def evaluate(run: Finetuning, completed: int) -> dict[str, float]:
     if not len(run.held_out):
         return {}
     sums = torch.zeros(2, dtype=torch.float64)
-    for batch in micro_batches(run, run.held_out, range(len(run.held_out))):
-        loss = negative_log_likelihood(run.policy.forward(batch), batch)
-        sums += torch.tensor([loss.item(), batch.mask.sum().item()], dtype=torch.float64)
+    everything, size = range(len(run.held_out)), run.finetune.batch_size
+    for start in range(0, len(everything), size):
+        for batch in micro_batches(run, run.held_out, everything[start : start + size]):
+            loss = negative_log_likelihood(run.policy.forward(batch), batch)
+            sums += torch.tensor([loss.item(), batch.mask.sum().item()], dtype=torch.float64)
     run.policy.cell.add_up(sums)
     metrics = {"eval/loss": sums[0].item() / max(sums[1].item(), 1.0)}
     if dist.get_rank() == 0:

@@ -1,17 +1,19 @@
 """What `rl-async sft` settles before ranks start: how data is split, which keys go together; and its table."""
 
 import json
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from rl_async.agent_loop.chat_tokens import ChatTokens
 from rl_async.configs.load import load_config
 from rl_async.errors import ConfigError, UserError
 from rl_async.launcher.cli import main
 from rl_async.launcher.finetune import longest, split
-from rl_async.launcher.finetune_view import line
+from rl_async.launcher.finetune_view import FinetuneView, line
 from rl_async.launcher.plan import finetune_ranks
 
 BASE = ["model.path=base", "data.path=chats.jsonl", "finetune.out=out"]
@@ -74,6 +76,24 @@ def test_a_line_weights_losses_by_tokens_and_tells_the_time_left() -> None:
         {"step": 4.0, "loss/train": 1.0, "tokens/trained": 30.0, "eval/loss": 1.5, **shared},
     ]
     assert line(records, 7).split() == ["5", "0.50", "1.2500", "1.5000", "600", "1.0e-05", "1:02"]
+
+
+def test_steps_that_are_trained_again_after_a_crash_are_shown_once(tmp_path: Path) -> None:
+    def write(steps: range) -> None:
+        fixed = {"epoch": 1, "loss/train": 1, "tokens/trained": 1, "tokens/all": 1, "learning_rate": 1}
+        records = ({"step": step, **fixed, "time/train_s": 1, "time/step_s": 1} for step in steps)
+        (tmp_path / "new").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (tmp_path / "new").replace(tmp_path / "metrics.jsonl")
+
+    printed = StringIO()
+    write(range(5))  # of an earlier start, which got as far as a checkpoint after 2 steps
+    view = FinetuneView(tmp_path, 9, 2, Console(file=printed, width=120))
+    view.show_new()
+    assert printed.getvalue() == ""
+    for steps in (range(2), range(6), range(4), range(9)):  # a crash after the sixth
+        write(steps)
+        view.show_new()
+    assert [text.split()[0] for text in printed.getvalue().splitlines()] == ["step", *"3456789"]
 
 
 @pytest.mark.parametrize(
