@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from rl_async.configs.check_algorithm import ALGORITHM_RULES, Rule
 from rl_async.configs.check_engine import engine_args
+from rl_async.configs.check_finetune import finetune
 from rl_async.configs.check_gateway import gateway_rule
 from rl_async.configs.check_megatron import data_parallel, megatron, sharing
 from rl_async.configs.closed import is_closed
@@ -161,7 +162,7 @@ def _publish_every(c: RunConfig) -> str | None:
 
 def _minibatches(c: RunConfig) -> str | None:
     rows = c.data.train_batch_groups * c.rollout.group_size
-    if rows < c.trainer.minibatches * data_parallel(c):
+    if c.finetune is None and rows < c.trainer.minibatches * data_parallel(c):
         return (
             f"{rows} trajectories per step (data.train_batch_groups * rollout.group_size) cannot fill "
             f"trainer.minibatches={c.trainer.minibatches} on {data_parallel(c)} copies of the model (trainer.ranks="
@@ -235,6 +236,7 @@ RULES: tuple[Rule, ...] = (
     _reward_models,
     _judge,
     gateway_rule,
+    finetune,
 )
 
 

@@ -39,14 +39,14 @@ def preset_names() -> list[str]:
 
 
 def load_config(
-    name_or_path: str, overrides: Sequence[str] = (), *, mode: str | None = None, name: str = ""
+    name_or_path: str | None, overrides: Sequence[str] = (), *, mode: str | None = None, name: str = ""
 ) -> RunConfig:
-    """Read a preset or a YAML file, apply overrides in order, and check the result.
+    """Read a preset or a YAML file, if one is given, apply overrides in order, and check the result.
 
     Raises ConfigError for unknown keys (with the nearest valid one), wrong types and impossible combinations.
     """
     places: Places = {}
-    values = _read(name_or_path, places)
+    values = {} if name_or_path is None else _read(name_or_path, places)
     for override in overrides:
         _apply(values, override, places)
     if mode is not None:

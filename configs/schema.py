@@ -11,6 +11,7 @@ from msgspec import Meta
 from rl_async.configs.algorithm import AlgorithmConfig
 from rl_async.configs.base import Config, Count, Fraction, Positive, Seconds, doc
 from rl_async.configs.critic import CriticConfig
+from rl_async.configs.finetune import FinetuneConfig
 from rl_async.configs.gateway import GatewayConfig
 from rl_async.configs.limits import QueueLimits
 from rl_async.configs.mismatch import MismatchConfig
@@ -359,6 +360,9 @@ class RunConfig(Config, frozen=True):
     eval: EvalConfig = EvalConfig()
     tracking: TrackingConfig = TrackingConfig()
     sft: Annotated[SftConfig | None, doc("Warm start that makes model.path if it is missing.")] = None
+    finetune: Annotated[FinetuneConfig | None, doc("What `rl-async sft` trains model.path on, instead of tasks.")] = (
+        None
+    )
     launcher: LauncherConfig = LauncherConfig()
     mode: Annotated[Literal["colocated", "disaggregated"], doc("Given by --mode.")] = "disaggregated"
     name: Annotated[str, doc("The run's folder below launcher.run_dir; given by --name.")] = ""

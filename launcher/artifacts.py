@@ -26,7 +26,7 @@ def needs_preparation(config: RunConfig) -> bool:
     model = needs_model(config)
     kl = config.algorithm.kl
     if kl.coef > 0 and kl.reference_path:
-        _check_model_folder(Path(kl.reference_path), "algorithm.kl.reference_path")
+        check_model_folder(Path(kl.reference_path), "algorithm.kl.reference_path")
     if config.critic is not None and config.critic.path is not None:
         _check_critic_folder(Path(config.critic.path))
     if serves_reward_model(config):
@@ -59,7 +59,7 @@ def needs_model(config: RunConfig) -> bool:
         if Path(config.launcher.run_dir).resolve() in path.resolve().parents:
             raise UserError(f"model.path: no folder {path}; no model is made in a folder of runs")
         return True
-    _check_model_folder(path, "model.path")
+    check_model_folder(path, "model.path")
     record = path / SFT_FILE
     if config.sft is not None and record.is_file():
         try:
@@ -76,7 +76,7 @@ def needs_model(config: RunConfig) -> bool:
 def _check_reward_model(config: RunConfig, warm_start: bool) -> None:
     """Raise UserError if the run's own reward model cannot be served, or not when it is needed."""
     assert config.reward.model is not None
-    _check_model_folder(Path(config.reward.model.path), "reward.model.path")
+    check_model_folder(Path(config.reward.model.path), "reward.model.path")
     if warm_start:
         raise UserError(
             f"model.path: no folder {config.model.path}; its warm start cannot ask the run's own reward model, which "
@@ -109,7 +109,8 @@ def _made_files(config: RunConfig) -> list[Path]:
     return [Path(config.data.path).parent / name for name in MADE_FILES]
 
 
-def _check_model_folder(path: Path, key: str) -> None:
+def check_model_folder(path: Path, key: str) -> None:
+    """Raise UserError, naming ``key``, unless a model with its tokenizer is there."""
     _check_folder(path, key)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(f"{key}: {path} has no tokenizer (tokenizer.json); save the model's tokenizer into it")

@@ -64,9 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     launch.set_defaults(command=_launch)
 
-    sft = commands.add_parser("sft", help="make the data and the warm-started model that a config needs")
-    _add_config(sft)
-    sft.set_defaults(command=_sft)
+    _add_sft(commands.add_parser("sft", help="fine-tune on conversations; or make the data and model of a preset"))
 
     evaluate = commands.add_parser("eval", help="mean reward of a model on the held-out tasks")
     _add_config(evaluate)
@@ -144,6 +142,25 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help="values for config keys")
+
+
+def _add_sft(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Fine-tune --model on the conversations in --data and write --out; given again, an interrupted run goes on. "
+        "Or, with the --config of a preset alone, make its data and warm-started model. See docs/sft.md."
+    )
+    add = parser.add_argument
+    add("--config", metavar="NAME|PATH", help="a YAML file with a section `finetune`, or a preset")
+    add("--model", metavar="PATH", help="folder of a Hugging Face causal LM (model.path)")
+    add("--data", metavar="FILE", help="JSONL or Parquet with `messages` and optional `tools` (data.path)")
+    add("--eval", metavar="FILE", help="conversations to measure on (data.eval_path; default: 5 %% of the data)")
+    add("--out", metavar="PATH", help="folder to write (finetune.out)")
+    add("--epochs", type=int, metavar="N", help="passes over the data (default: 1)")
+    add("--batch-size", type=int, metavar="N", help="conversations per step (default: 32)")
+    add("--learning-rate", type=float, metavar="X", help="peak of AdamW's (default: 1e-5)")
+    add("--ranks", type=int, metavar="N", help="trainer processes (trainer.ranks; default: 1)")
+    _add_overrides(parser)
+    parser.set_defaults(command=_sft)
 
 
 def _add_reward_model(parser: argparse.ArgumentParser) -> None:
@@ -230,17 +247,9 @@ def _launch(arguments: argparse.Namespace) -> int:
 
 
 def _sft(arguments: argparse.Namespace) -> int:
-    from rl_async.configs.load import load_config
-    from rl_async.launcher.artifacts import needs_preparation
+    from rl_async.launcher.sft import sft
 
-    config = load_config(arguments.config, arguments.overrides)
-    if not needs_preparation(config):
-        print(f"{config.model.path} is there already; delete it to make it again")
-        return 0
-    from rl_async.launcher.prepare import prepare
-
-    prepare(config, lambda line: print(line, flush=True))
-    return 0
+    return sft(arguments)
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:

@@ -15,10 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from rl_async.errors import EXIT_FAILED, EXIT_USER, QueueLost, RlAsyncError, UserError
+from rl_async.errors import EXIT_FAILED, EXIT_USER, QueueLost
 from rl_async.launcher.plan import Plan
 from rl_async.launcher.ports import HOST
-from rl_async.launcher.process import Child, Lifeline, describe_exit
+from rl_async.launcher.process import Child, Lifeline, RoleFailed, describe_exit, failure
 from rl_async.launcher.roster import Roster
 from rl_async.launcher.spec import ProcessSpec
 from rl_async.launcher.tail import LineTail
@@ -37,10 +37,6 @@ TRAINERS_SHARE = 0.8  # of launcher.stop_timeout_s
 log = logging.getLogger("rl_async.launcher")
 EngineHook = Callable[[EngineRecord], Awaitable[None]]
 TroubleHook = Callable[[str], Awaitable[None]]  # what happened; called while every process is still as it was
-
-
-class RoleFailed(RlAsyncError):
-    """A process failed for good. The message names it, its exit code and its last lines."""
 
 
 class Interrupted(Exception):
@@ -347,13 +343,7 @@ class Supervisor:
 
     def _give_up(self, child: Child, code: int, restarts: int) -> NoReturn:
         self._set_state(child.name, "failed", restarts)
-        if code == EXIT_USER:
-            mistakes = [line for line in child.output().splitlines() if line.startswith("error: ")]
-            if mistakes:
-                raise UserError(f"{child.name}: {mistakes[-1].removeprefix('error: ')}")
-        after = f" after {restarts} restarts" if restarts else ""
-        lines = child.tail() or "(it wrote nothing)"
-        raise RoleFailed(f"{child.name} failed ({describe_exit(code)}{after}); the end of {child.log}:\n{lines}")
+        raise failure(child, code, restarts)
 
     async def _trouble(self, why: str, code: int | None = None) -> None:
         """Let ``on_trouble`` look while all is as it was: once until the trainer starts again, at no user's mistake."""

@@ -198,25 +198,46 @@ def _worker(config: RunConfig, run_dir: Path, name: str, program: str, *flags: s
 def _trainer(
     config: RunConfig, run_dir: Path, rank: int, devices: Devices, size: ModelSize | None, resume: bool
 ) -> ProcessSpec:
+    argv = module("trainer", "--run", str(run_dir), "--queue", f"tcp://{queue_host(config)}:{{queue}}")
+    return ProcessSpec(
+        name=f"trainer-{rank}",
+        role="trainer",
+        argv=(*argv, "--resume") if resume else argv,
+        env=_rank_environment(config, rank, devices),
+        device=f"cuda:{devices.trainers[rank]}" if devices.trainers else "cpu",
+        max_restarts=config.launcher.max_restarts,
+        restart_argv=() if resume else ("--resume",),
+        memory_bytes=trainer_bytes(config, size),
+    )
+
+
+def finetune_ranks(config: RunConfig, run_dir: Path, gpus: int) -> tuple[ProcessSpec, ...]:
+    """The processes of supervised fine-tuning: trainer ranks alone."""
+    devices = assign_devices(config, gpus)
+    return tuple(
+        ProcessSpec(
+            name=f"trainer-{rank}",
+            role="trainer",
+            argv=module("trainer.finetune", "--run", str(run_dir)),
+            env=_rank_environment(config, rank, devices),
+            device=f"cuda:{devices.trainers[rank]}" if devices.trainers else "cpu",
+            max_restarts=config.launcher.max_restarts,
+        )
+        for rank in range(config.trainer.ranks)
+    )
+
+
+def _rank_environment(config: RunConfig, rank: int, devices: Devices) -> dict[str, str]:
+    """Where the ranks meet, and which devices they see; a rank picks its own among these."""
     env = environment(config) | {
         "RANK": str(rank),
         "WORLD_SIZE": str(config.trainer.ranks),
         "MASTER_ADDR": HOST,
         "MASTER_PORT": f"{{{RENDEZVOUS}}}",
     }
-    if devices.trainers:  # a rank picks its own among these
+    if devices.trainers:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in sorted(set(devices.trainers)))
-    argv = module("trainer", "--run", str(run_dir), "--queue", f"tcp://{queue_host(config)}:{{queue}}")
-    return ProcessSpec(
-        name=f"trainer-{rank}",
-        role="trainer",
-        argv=(*argv, "--resume") if resume else argv,
-        env=env,
-        device=f"cuda:{devices.trainers[rank]}" if devices.trainers else "cpu",
-        max_restarts=config.launcher.max_restarts,
-        restart_argv=() if resume else ("--resume",),
-        memory_bytes=trainer_bytes(config, size),
-    )
+    return env
 
 
 def _ports(config: RunConfig) -> tuple[PortWish, ...]:

@@ -9,11 +9,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from rl_async.errors import EXIT_USER, RlAsyncError, UserError
 from rl_async.lifeline import LIFELINE_FD
 from rl_async.stacks import STACKS
 
 TAIL_LINES = 15
 TAIL_BYTES = 16384
+
+
+class RoleFailed(RlAsyncError):
+    """A process failed for good. The message names it, its exit code and its last lines."""
 
 
 class Lifeline:
@@ -128,3 +133,14 @@ def describe_exit(code: int) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"
+
+
+def failure(child: Child, code: int, restarts: int) -> RlAsyncError:
+    """The error of a process that failed for good: a UserError if it named a mistake of the user."""
+    if code == EXIT_USER:
+        mistakes = [line for line in child.output().splitlines() if line.startswith("error: ")]
+        if mistakes:
+            return UserError(f"{child.name}: {mistakes[-1].removeprefix('error: ')}")
+    after = f" after {restarts} restarts" if restarts else ""
+    lines = child.tail() or "(it wrote nothing)"
+    return RoleFailed(f"{child.name} failed ({describe_exit(code)}{after}); the end of {child.log}:\n{lines}")

@@ -8,9 +8,6 @@ import argparse
 import functools
 import logging
 import os
-import random
-import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -20,8 +17,7 @@ from transformers import AutoConfig
 from rl_async.configs.load import load_resolved
 from rl_async.configs.schema import RunConfig
 from rl_async.configs.transport import resolve_transport
-from rl_async.errors import EXIT_FAILED, EXIT_USER, RanksLost, RlAsyncError, UserError
-from rl_async.heartbeat import beat, who_is_missing
+from rl_async.heartbeat import beat
 from rl_async.lifeline import watch_lifeline
 from rl_async.lines import drop_torn_line
 from rl_async.log import setup_logging
@@ -38,6 +34,7 @@ from rl_async.trainer.kl import KlController
 from rl_async.trainer.mismatch import WatchedPublisher
 from rl_async.trainer.models import build_models
 from rl_async.trainer.publisher import EnginePublisher, NoEngines, Publisher
+from rl_async.trainer.ranks import end_well_or_say_why, start_process_group
 from rl_async.trainer.records import next_lineage
 from rl_async.trainer.saving import Saver
 from rl_async.trainer.stopping import StopRequest
@@ -54,8 +51,6 @@ from rl_async.weight_sync.reshard_wire import PointToPoint, Wire
 
 log = logging.getLogger("rl_async.trainer")
 
-EXIT_RANKS_LOST = 1  # not this rank's fault: all of them start again from the last checkpoint
-
 
 def main() -> None:
     """Entry point; the exit code is 0 only when the last step was trained and published."""
@@ -65,30 +60,7 @@ def main() -> None:
     stop.listen()
     arguments = _parse()
     setup_logging(f"trainer-{os.environ.get('RANK', '0')}")
-    try:
-        _run(arguments, stop)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_USER)
-    except RanksLost as error:
-        log.error("%s", error)
-        sys.exit(EXIT_RANKS_LOST)
-    except RlAsyncError as error:
-        log.error("%s: %s", type(error).__name__, error)
-        sys.exit(EXIT_FAILED)
-    except RuntimeError as error:
-        if not is_collective_failure(error):
-            raise
-        rank = os.environ.get("RANK", "0")
-        missing = who_is_missing(arguments.run, int(rank), int(os.environ.get("WORLD_SIZE", "1")))
-        hint = "one died, or hung for trainer.collective_timeout_s"
-        log.error("rank %s lost the other ranks (%s): %s: %s", rank, hint, missing, error)
-        sys.exit(EXIT_RANKS_LOST)
-
-
-def is_collective_failure(error: RuntimeError) -> bool:
-    """Whether the error is of a collective among ranks: gloo raises plain RuntimeErrors that only their text tells."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error) or "pair closure" in str(error)
+    end_well_or_say_why(arguments.run, lambda: _run(arguments, stop))
 
 
 def _parse() -> argparse.Namespace:
@@ -106,7 +78,7 @@ def _parse() -> argparse.Namespace:
 def _run(arguments: argparse.Namespace, stop: StopRequest) -> None:
     config = load_resolved(arguments.run / "config.yaml")
     beat(arguments.run, int(os.environ.get("RANK", "0")), 0, "starting")
-    device, store = _start_process_group(config)
+    device, store = start_process_group(config)
     try:
         run = _base_run(config, arguments, build_models(config, device), stop)
         snapshot = _restore(run, arguments.resume)
@@ -117,27 +89,6 @@ def _run(arguments: argparse.Namespace, stop: StopRequest) -> None:
             _train_from_queue(run, arguments.queue, arguments.resume, snapshot, wire)
     finally:
         dist.destroy_process_group()
-
-
-def _start_process_group(config: RunConfig) -> tuple[str, dist.Store]:
-    """Join the trainer's process group and seed this rank. Returns the device of this rank, and the ranks' store."""
-    torch.set_num_threads(config.launcher.threads)
-    cuda = config.model.device == "cuda" or (config.model.device == "auto" and torch.cuda.is_available())
-    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
-        os.environ.setdefault(key, value)
-    backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"  # counts and flags are reduced on the host
-    timeout = timedelta(seconds=config.trainer.collective_timeout_s)
-    store, rank, ranks = dist.HashStore(), 0, 1
-    if "MASTER_PORT" in os.environ:  # else a single rank started by hand
-        store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
-    dist.init_process_group(backends, store=store, rank=rank, world_size=ranks, timeout=timeout)
-    random.seed(config.seed + rank)
-    torch.manual_seed(config.seed + rank)
-    if not cuda:
-        return "cpu", store
-    local = rank % torch.cuda.device_count()
-    torch.cuda.set_device(local)
-    return f"cuda:{local}", store
 
 
 def _base_run(config: RunConfig, arguments: argparse.Namespace, models: Models, stop: StopRequest) -> Run:

@@ -5,6 +5,7 @@ Every rank sees the headers of the whole batch, so all of them compute the same 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -14,6 +15,16 @@ from torch import Tensor
 from rl_async.messages import Trajectory, TrajectoryHeader, VersionRun
 from rl_async.trainer.partition import imbalance, karmarkar_karp
 from rl_async.trainer.work import Work
+
+
+class Sized(Protocol):
+    """What the layout asks of a row; every TrajectoryHeader is one."""
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def baseline(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,7 @@ def fresh_runs(header: TrajectoryHeader, step: int, max_staleness: int | None) -
 
 
 def layout(
-    headers: Sequence[TrajectoryHeader],
+    headers: Sequence[Sized],
     *,
     step: int,
     minibatches: int,
@@ -76,18 +87,18 @@ def layout(
     return result
 
 
-def _balance(rows: list[int], headers: Sequence[TrajectoryHeader], parts: int, work: Work) -> list[list[int]]:
+def _balance(rows: list[int], headers: Sequence[Sized], parts: int, work: Work) -> list[list[int]]:
     """Parts of nearly equal work, each with its longest row first."""
     shares = karmarkar_karp([work.of(headers[row].tokens) for row in rows], parts)
     return [[rows[index] for index in share] for share in shares]
 
 
-def token_imbalance(plan: Sequence[MiniBatch], headers: Sequence[TrajectoryHeader]) -> float:
+def token_imbalance(plan: Sequence[MiniBatch], headers: Sequence[Sized]) -> float:
     """By how much the rank with the most tokens is above the mean, in the worst mini-batch; 0 for one rank."""
     return work_imbalance(plan, headers, Work())
 
 
-def work_imbalance(plan: Sequence[MiniBatch], headers: Sequence[TrajectoryHeader], work: Work) -> float:
+def work_imbalance(plan: Sequence[MiniBatch], headers: Sequence[Sized], work: Work) -> float:
     """By how much the rank with the most work is above the mean, in the worst mini-batch; 0 for one rank."""
     return max(
         imbalance([sum(work.of(headers[row].tokens) for micro in micros for row in micro) for micros in mini.ranks])
@@ -95,7 +106,7 @@ def work_imbalance(plan: Sequence[MiniBatch], headers: Sequence[TrajectoryHeader
     )
 
 
-def _first_fit(rows: list[int], headers: Sequence[TrajectoryHeader], max_tokens: int) -> list[list[int]]:
+def _first_fit(rows: list[int], headers: Sequence[Sized], max_tokens: int) -> list[list[int]]:
     """Few micro-batches within the budget: each row, longest first, goes into the first that has room."""
     micros, sums = list[list[int]](), list[int]()
     for row in rows:
@@ -111,7 +122,7 @@ def _first_fit(rows: list[int], headers: Sequence[TrajectoryHeader], max_tokens:
 
 
 def _even(
-    micros: list[list[int]], count: int, headers: Sequence[TrajectoryHeader], max_tokens: int, work: Work
+    micros: list[list[int]], count: int, headers: Sequence[Sized], max_tokens: int, work: Work
 ) -> list[list[int]]:
     """The rows of ``micros`` over ``count`` micro-batches of nearly equal work, or as they are if those overflow."""
     rows = [row for micro in micros for row in micro]
@@ -120,7 +131,7 @@ def _even(
     return even if fits else micros
 
 
-def _similar(rows: list[int], headers: Sequence[TrajectoryHeader], max_tokens: int) -> list[list[int]]:
+def _similar(rows: list[int], headers: Sequence[Sized], max_tokens: int) -> list[list[int]]:
     micro: list[list[int]] = []
     longest = 0
     for row in rows:  # longest first, so the first row of a micro-batch sets its width
