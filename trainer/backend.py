@@ -95,7 +95,8 @@ class Backend(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Give the device's memory of the optimizer back."""
+        """Give the device's memory back: that of the optimizer, and of the weights if the backend can. Until ``wake``
+        only ``stage``, ``save`` and ``export`` may be called."""
         ...
 
     def wake(self) -> None:

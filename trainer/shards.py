@@ -5,7 +5,8 @@ each file's header which part of which tensor is there, so nothing is pickled on
 """
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -20,7 +21,9 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from rl_async.errors import CheckpointDamaged, CheckpointFailed
 
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}  # as in a header
+# As safetensors' headers have them.
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64"}
+ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 ON_HOST = StagingOptions(
     use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
 )
@@ -68,20 +71,27 @@ def write_whole(folder: Path, target: Path, rename: Callable[[str], str | None])
     """
     found = stored(folder)
     names = {name: new for name in sorted(found.state_dict_metadata) if (new := rename(name)) is not None}
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
+    sizes = {}
     for name, new in names.items():
         size = found.state_dict_metadata[name]
         assert isinstance(size, TensorStorageMetadata)
-        begin, end = end, end + size.size.numel() * size.properties.dtype.itemsize
-        dtype = DTYPES[size.properties.dtype]
-        header[new] = {"dtype": dtype, "shape": list(size.size), "data_offsets": [begin, end]}
+        sizes[new] = (DTYPES[size.properties.dtype], list(size.size))
+    write_tensors(target, sizes, (_whole(found, name) for name in names))
+
+
+def write_tensors(target: Path, sizes: Mapping[str, tuple[str, list[int]]], tensors: Iterable[Tensor]) -> None:
+    """Write a safetensors file one tensor at a time; ``sizes`` has dtype and shape of each, in the same order."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in sizes.items():
+        begin, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)  # tensors begin at a multiple of 8
     with target.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for name in names:
-            file.write(_whole(found, name).reshape(-1).view(torch.uint8).numpy().data)
+        for tensor in tensors:
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _whole(found: Metadata, name: str) -> Tensor:

@@ -28,6 +28,9 @@ MEGATRON = {"backend": "megatron"}
 IMPLEMENTATIONS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "fsdp2 x1": (1, {"backend": "fsdp2"}, DENSE),
     "fsdp2 x2": (2, {"backend": "fsdp2"}, DENSE),
+    "fsdp2 x1 checkpointed": (1, {"activation_checkpointing": True}, ("llama", "qwen3-moe")),
+    "fsdp2 x2 offloaded": (2, {"cpu_offload": True}, ("qwen3",)),
+    "fsdp2 x4 of 2 replicas": (4, {"replicas": 2}, ("qwen3",)),
     "megatron x1": (1, MEGATRON, (*DENSE, "qwen3-moe")),
     "megatron TP2": (2, MEGATRON | {"tensor_parallel": 2}, DENSE),
     "megatron PP2": (2, MEGATRON | {"pipeline_parallel": 2}, (*DENSE, "qwen3-moe")),
@@ -72,7 +75,7 @@ def ran(
 ) -> list[Told]:
     """One entry per model and rank."""
     ranks, sizes, families = IMPLEMENTATIONS[request.param]
-    if sizes["backend"] == "megatron" and importlib.util.find_spec("megatron") is None:
+    if sizes.get("backend") == "megatron" and importlib.util.find_spec("megatron") is None:
         pytest.skip("Megatron-Core is not here; install it with pip install 'rl-async[megatron]'")
     out = tmp_path_factory.mktemp("ran")
     run_ranks(ranks, [json.dumps(sizes), str(out), *(str(expected[family][0]) for family in families)])
