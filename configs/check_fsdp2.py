@@ -1,15 +1,15 @@
 """Rules for what only ``trainer.backend=fsdp2`` does: how it spreads, keeps and computes a model."""
 
-from rl_async.configs.schema import RunConfig
+from rl_async.configs.schema import RunConfig, TrainerConfig
 
-OWN = ("activation_checkpointing", "cpu_offload", "replicas", "lora")
+OWN = ("activation_checkpointing", "cpu_offload", "replicas", "compile", "lora")
 
 
 def fsdp2(c: RunConfig) -> str | None:
     """The rule for its options."""
     t = c.trainer
     if t.backend != "fsdp2":
-        asked = next((key for key in OWN if getattr(t, key) not in (False, None, 1)), None)
+        asked = next((key for key in OWN if getattr(t, key) != getattr(TrainerConfig(), key)), None)
         return asked and f"trainer.{asked} needs trainer.backend=fsdp2; trainer.backend={t.backend} does without it"
     if t.ranks % t.replicas:
         return (

@@ -251,6 +251,10 @@ class TrainerConfig(Config, frozen=True):
     replicas: Annotated[
         Positive, doc("fsdp2: copies of the model among the ranks, each sharded over trainer.ranks / replicas (HSDP).")
     ] = 1
+    compile: Annotated[
+        bool,
+        doc("fsdp2: torch.compile of every layer. The first step takes minutes; on a CPU it needs a C++ compiler."),
+    ] = False
     lora: Annotated[
         LoraConfig | None, doc("fsdp2: train low-rank adapters alone; needs PEFT. Engines get the merged weights.")
     ] = None

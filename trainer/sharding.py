@@ -7,8 +7,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
 
 from rl_async.configs.schema import TrainerConfig
+from rl_async.trainer import packed_attention
 
 
 def mesh_of(device: str, ranks: int, replicas: int) -> DeviceMesh:
@@ -24,6 +26,11 @@ def prepare(layers: torch.nn.ModuleList, config: TrainerConfig) -> None:
 
     Modules keep their names and their class, so checkpoints and exports are those of the model without it.
     """
+    if config.compile:
+        # Its groups are other numbers in every micro-batch, each of which would be compiled anew.
+        AttentionInterface.register(packed_attention.NAME, torch.compiler.disable(packed_attention.packed_attention))
+        for layer in layers:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
     if config.activation_checkpointing:
         for layer in layers:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)

@@ -41,6 +41,7 @@ def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
     return one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
 
 
+@pytest.mark.timeout(600)
 def test_checkpoints_go_on_with_other_numbers_of_ranks_and_replicas(model_folder: Path, tmp_path: Path) -> None:
     root, run = tmp_path / "checkpoints", tmp_path
     root.mkdir()
