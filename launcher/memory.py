@@ -111,16 +111,18 @@ def trainer_bytes(config: RunConfig, size: ModelSize | None) -> int | None:
     forward pass with what it keeps, when all rows are as long as they may be.
 
     Megatron's data-parallel ranks share out only the moments, FSDP's the copy of the model that is theirs. With
-    ``cpu_offload`` all of that but a layer is the host's.
+    ``cpu_offload`` all of that but a layer is the host's. Adapters are not counted, their frozen base is.
     """
     if size is None:
         return None
     trainer = config.trainer
     sharded = trainer.ranks // trainer.replicas
-    moments = (size.parameters + size.critic) * 4 * 2 // sharded
+    whole = size.critic if trainer.lora else size.parameters + size.critic
+    frozen = size.parameters * DTYPE_BYTES[config.model.dtype] // sharded if trainer.lora else 0
+    moments = whole * 4 * 2 // sharded
     holders = trainer.tensor_parallel * trainer.pipeline_parallel if trainer.backend == "megatron" else sharded
-    weights = (size.parameters + size.critic) * 4 * 2 // holders
-    return TORCH_BYTES + moments + weights + forward_bytes(config, size)
+    weights = whole * 4 * 2 // holders
+    return TORCH_BYTES + frozen + moments + weights + forward_bytes(config, size)
 
 
 def forward_bytes(config: RunConfig, size: ModelSize) -> int:

@@ -74,6 +74,12 @@ def test_a_rank_holds_its_part_of_one_copy() -> None:
     assert trainer_bytes(config, size) == TORCH_BYTES + 16_000 // 2
 
 
+def test_under_adapters_the_base_has_neither_gradients_nor_moments() -> None:
+    size = ModelSize(parameters=1000, kv_per_token=1, critic=100)
+    config = load_config("calculator", ["trainer.lora={}", "model.dtype=bfloat16"])
+    assert trainer_bytes(config, size) == TORCH_BYTES + 1000 * 2 + 100 * 16
+
+
 def test_checkpointed_layers_keep_their_input_alone() -> None:
     config = load_config("calculator", ["trainer.activation_checkpointing=true"])
     tokens = min(24 * 16 // 2 * 160, config.trainer.max_tokens_per_microbatch)

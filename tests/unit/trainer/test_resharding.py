@@ -33,7 +33,7 @@ def go_on(model: Path, root: Path, ranks: int, before: int, after: int, **option
         )
         for rank in range(ranks)
     ]
-    outputs = [worker.communicate(timeout=150) for worker in workers]
+    outputs = [worker.communicate(timeout=280) for worker in workers]
     assert all(worker.returncode == 0 for worker in workers), "\n".join(errors[-3000:] for _, errors in outputs)
 
 

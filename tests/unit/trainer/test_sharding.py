@@ -71,7 +71,7 @@ def found(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, d
             )
             for rank in range(ranks)
         ]
-        errors = [worker.communicate(timeout=170)[1] for worker in workers]
+        errors = [worker.communicate(timeout=280)[1] for worker in workers]
         assert all(worker.returncode == 0 for worker in workers), "\n".join(error[-3000:] for error in errors)
         result[ranks] = load_file(file)
     return result
