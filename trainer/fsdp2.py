@@ -18,7 +18,7 @@ from rl_async.trainer.cell import lone_ranks
 from rl_async.trainer.heads import MODEL_FOLDER, VALUE_HEAD_FILE, Head, load_headed
 from rl_async.trainer.hf_export import MOMENT, SHARDS, WEIGHTS, write_model
 from rl_async.trainer.lora import attach, merged
-from rl_async.trainer.lora_files import base_of, require_base, write_adapter
+from rl_async.trainer.lora_files import base_of, require_adapters, require_whole, write_adapter
 from rl_async.trainer.schedule import learning_rate_factor
 from rl_async.trainer.sharding import mesh_of, prepare, shard
 from rl_async.trainer.shards import host_copy, read_shards, stored, write_shards
@@ -135,7 +135,10 @@ class Fsdp2Backend:
 
     def load(self, folder: Path) -> None:
         assert self.optimizer is not None and self.schedule is not None
-        require_base(folder, self._base if self._lora else None)
+        if self._lora is None:
+            require_whole(folder)
+        else:
+            require_adapters(folder, self._base, self._lora, self._targets)
         steps = {STEPS: torch.tensor(0)}
         shards = folder / SHARDS
         sharded = shards.is_dir()

@@ -50,23 +50,22 @@ def write_adapter(folder: Path, shards: Path, base: Base, config: LoraConfig, ta
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base.path,
-        "r": config.rank,
-        "lora_alpha": config.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": targets,
-    }
+    } | _kind(config, targets)
     (target / CONFIG).write_text(json.dumps(described, indent=2))
     (target / BASE).write_bytes(msgspec.json.encode(base))
 
 
-def require_base(folder: Path, base: Base | None) -> None:
-    """Raise UserError unless the checkpoint ``folder`` has adapters of this base, or with None whole weights."""
-    file = folder / ADAPTER_FOLDER / BASE
-    if base is None and file.is_file():
+def require_whole(folder: Path) -> None:
+    """Raise UserError if the checkpoint ``folder`` has adapters."""
+    if (folder / ADAPTER_FOLDER).is_dir():
         raise UserError(f"{folder} has adapters alone; set trainer.lora as it was, or start from `rl-async export`")
-    if base is None:
-        return
+
+
+def require_adapters(folder: Path, base: Base, config: LoraConfig, targets: list[str]) -> None:
+    """Raise UserError unless the checkpoint ``folder`` has adapters of this kind and this base."""
+    file = folder / ADAPTER_FOLDER / BASE
     if not file.is_file():
         raise UserError(f"{folder} has whole weights and no adapters; leave trainer.lora out, or start anew from it")
     if read_base(file).files != base.files:
@@ -74,6 +73,10 @@ def require_base(folder: Path, base: Base | None) -> None:
             f"{folder}: its adapters were trained on {read_base(file).path}, and {base.path} has other weights; set "
             "model.path to what it was"
         )
+    described = json.loads((folder / ADAPTER_FOLDER / CONFIG).read_text())
+    changed = [key for key, value in _kind(config, targets).items() if described[key] != value]
+    if changed:
+        raise UserError(f"{folder}: its adapters have another {', '.join(changed)}; set trainer.lora to what it was")
 
 
 def read_base(file: Path) -> Base:
@@ -114,6 +117,11 @@ def write_merged(adapter: Path, target: Path) -> None:
                 yield weight if low is None or high is None else add(weight, low, high, config)
 
         write_tensors(target, sizes, tensors())
+
+
+def _kind(config: LoraConfig, targets: list[str]) -> dict[str, object]:
+    """What two adapters must have in common, under PEFT's names."""
+    return {"r": config.rank, "lora_alpha": config.alpha, "target_modules": targets}
 
 
 def _module(key: str) -> str:

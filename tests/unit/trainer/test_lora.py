@@ -135,6 +135,8 @@ def test_adapters_go_on_with_their_base_alone(folder: Path, tmp_path: Path) -> N
         make(folder).load(whole)
     with pytest.raises(UserError, match=r"set model\.path to what it was"):
         make(whole / "model").load(adapters)
+    with pytest.raises(UserError, match="another r, lora_alpha; set trainer"):
+        make(folder, TrainerConfig(lora=LoraConfig(rank=8, alpha=16.0, targets=CONFIG.targets))).load(adapters)
     make_model("qwen3", other)
     make(other).save(adapters)
     weights = other / "model.safetensors"
