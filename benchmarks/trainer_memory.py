@@ -1,6 +1,6 @@
 """The memory of a trainer rank: what ``--dry-run`` says, and the peak resident set of a process that trains.
 
-    python benchmarks/trainer_memory.py [--config calculator ...] [--rows N]
+    python benchmarks/trainer_memory.py [--config calculator ...] [--rows N] [--set KEY=VALUE ...]
 
 For each config a process of its own makes the model of its warm start, with random weights, and takes two steps of
 ``trainer/update.py`` on random rows of ``rollout.max_model_len`` tokens: as many as a batch of the config has, or N.
@@ -34,10 +34,10 @@ def save_model(config: RunConfig, folder: Path) -> None:
     Qwen3ForCausalLM(model).save_pretrained(folder)
 
 
-def measure(name: str, folder: str, count: int) -> None:
+def measure(name: str, folder: str, count: int, overrides: list[str]) -> None:
     """Prints the estimate and the peak in bytes."""
     assert trainer_process
-    config = load_config(name, [f"model.path={folder}"])
+    config = load_config(name, [f"model.path={folder}", *overrides])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     models = build_models(config, "cpu")
@@ -57,15 +57,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Memory of a trainer rank, estimated and measured.")
     parser.add_argument("--config", nargs="+", default=["calculator", "shop", "sort"])
     parser.add_argument("--rows", type=int, default=0)
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        measure(*arguments.worker, arguments.rows)
+        measure(*arguments.worker, arguments.rows, arguments.set)
         return
     for name in arguments.config:
         with tempfile.TemporaryDirectory() as folder:
-            save_model(load_config(name), Path(folder))
+            save_model(load_config(name, arguments.set), Path(folder))
             command = [sys.executable, __file__, "--worker", name, folder, "--rows", str(arguments.rows)]
+            command += ["--set", *arguments.set]
             told = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True).stdout
         estimate, peak = (int(number) for number in told.split()[-2:])
         print(f"{name}: estimated {estimate / 2**20:,.0f} MiB, measured {peak / 2**20:,.0f} MiB, {estimate / peak:.2f}")

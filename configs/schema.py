@@ -14,6 +14,7 @@ from rl_async.configs.critic import CriticConfig
 from rl_async.configs.finetune import FinetuneConfig
 from rl_async.configs.gateway import GatewayConfig
 from rl_async.configs.limits import QueueLimits
+from rl_async.configs.lora import LoraConfig
 from rl_async.configs.mismatch import MismatchConfig
 from rl_async.configs.reward import JudgeConfig, RewardModelConfig
 
@@ -242,6 +243,22 @@ class TrainerConfig(Config, frozen=True):
     max_tokens_per_microbatch: Annotated[
         Positive, doc("Tokens per forward pass; padding counts for models whose rows cannot be packed.")
     ] = 16384
+    activation_checkpointing: Annotated[
+        bool, doc("fsdp2: layers keep their input alone for the backward pass, and compute the rest again.")
+    ] = False
+    cpu_offload: Annotated[
+        bool, doc("fsdp2 on GPUs: weights and optimizer stay in host memory, where AdamW runs; layers come as needed.")
+    ] = False
+    replicas: Annotated[
+        Positive, doc("fsdp2: copies of the model among the ranks, each sharded over trainer.ranks / replicas (HSDP).")
+    ] = 1
+    compile: Annotated[
+        bool,
+        doc("fsdp2: torch.compile of every layer. The first step takes minutes; on a CPU it needs a C++ compiler."),
+    ] = False
+    lora: Annotated[
+        LoraConfig | None, doc("fsdp2: train low-rank adapters alone; needs PEFT. Engines get the merged weights.")
+    ] = None
     grad_clip: Annotated[float, Meta(gt=0, description="Gradient norm is clipped to this.")] = 1.0
     weight_decay: Annotated[float, Meta(ge=0, description="AdamW weight decay.")] = 0.0
     beta1: Annotated[Fraction, doc("AdamW beta1.")] = 0.9

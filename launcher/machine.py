@@ -19,7 +19,7 @@ EXPERT_MODELS = ("qwen2_moe", "qwen3_moe")
 
 
 def plan_here(config: RunConfig, folder: Path, *, resume: bool = False) -> Plan:
-    """The plan for this machine. Raises UserError for what is missing here: files, vLLM, Megatron-Core, a GPU
+    """The plan for this machine. Raises UserError for what is missing here: files, vLLM, Megatron-Core, PEFT, a GPU
     asked for, the judge's key; and for experts that an engine does not know."""
     gpus = count_gpus()
     if config.model.device == "cuda" and gpus == 0:
@@ -29,6 +29,8 @@ def plan_here(config: RunConfig, folder: Path, *, resume: bool = False) -> Plan:
         check_vllm_python(config.rollout.python or sys.executable)
     if config.trainer.backend == "megatron":
         check_megatron()
+    if config.trainer.lora is not None:
+        check_peft()
     if config.reward.judge is not None and any(term.name == "judge" for term in config.reward.functions):
         api_key(config.reward.judge)
     size = model_size(config)
@@ -65,6 +67,12 @@ def check_megatron() -> None:
             f"trainer.backend=megatron: {sys.executable} has no Megatron-Core; install it with "
             "`python -m pip install 'rl-async[megatron]'`"
         )
+
+
+def check_peft() -> None:
+    """Raise UserError unless trainers can import PEFT."""
+    if find_spec("peft") is None:
+        raise UserError(f"trainer.lora: {sys.executable} has no PEFT; install it with `pip install 'rl-async[lora]'`")
 
 
 def check_sglang(config: RunConfig) -> None:

@@ -19,12 +19,13 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 @dataclass(frozen=True)
 class ModelSize:
     """What memory depends on, in elements: weights, the KV cache per token, weights of a critic of its own, what a
-    token of a forward pass keeps for the backward pass, words of the vocabulary."""
+    token of a forward pass keeps for the backward pass, that with checkpointed layers, words of the vocabulary."""
 
     parameters: int
     kv_per_token: int
     critic: int = 0
     activations: int = 0
+    checkpointed: int = 0
     vocab: int = 0
 
 
@@ -95,10 +96,12 @@ def size_of(model: dict[str, Any]) -> ModelSize | None:
     attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
     embeddings = vocab * hidden * (1 if model.get("tie_word_embeddings") else 2)
     queries, keys = heads * head_dim, kv_heads * head_dim
+    layer = 6 * hidden + 5 * queries + 4 * keys + 4 * inner
     return ModelSize(
         parameters=embeddings + layers * (attention + 3 * hidden * inner),
         kv_per_token=2 * layers * keys,
-        activations=(layers + 1) * (6 * hidden + 5 * queries + 4 * keys + 4 * inner) + 4 * hidden,
+        activations=(layers + 1) * layer + 4 * hidden,
+        checkpointed=layers * hidden + 2 * layer + 4 * hidden,
         vocab=vocab,
     )
 
@@ -107,21 +110,26 @@ def trainer_bytes(config: RunConfig, size: ModelSize | None) -> int | None:
     """One rank: its shard of float32 weights, gradients and AdamW's two moments, of the policy and of a critic, and one
     forward pass with what it keeps, when all rows are as long as they may be.
 
-    Megatron's data-parallel ranks share out only the moments.
+    Megatron's data-parallel ranks share out only the moments, FSDP's the copy of the model that is theirs. With
+    ``cpu_offload`` all of that but a layer is the host's. Adapters are not counted, their frozen base is.
     """
     if size is None:
         return None
     trainer = config.trainer
-    moments = (size.parameters + size.critic) * 4 * 2 // trainer.ranks
-    holders = trainer.tensor_parallel * trainer.pipeline_parallel if trainer.backend == "megatron" else trainer.ranks
-    weights = (size.parameters + size.critic) * 4 * 2 // holders
-    return TORCH_BYTES + moments + weights + forward_bytes(config, size)
+    sharded = trainer.ranks // trainer.replicas
+    whole = size.critic if trainer.lora else size.parameters + size.critic
+    frozen = size.parameters * DTYPE_BYTES[config.model.dtype] // sharded if trainer.lora else 0
+    moments = whole * 4 * 2 // sharded
+    holders = trainer.tensor_parallel * trainer.pipeline_parallel if trainer.backend == "megatron" else sharded
+    weights = whole * 4 * 2 // holders
+    return TORCH_BYTES + frozen + moments + weights + forward_bytes(config, size)
 
 
 def forward_bytes(config: RunConfig, size: ModelSize) -> int:
     """A layer keeps its residual stream, normalised and not (6 hidden sizes), its queries before and after their norm
     and rotation and what they find (5), keys (3) and values (1), and the four parts of a gated MLP; the gradients of
-    one layer take as much again. Logits exist for one chunk of tokens (``trainer/token_logprobs.py``), twice.
+    one layer take as much again. With activation checkpointing layers keep their input alone, and one at a time all of
+    that. Logits exist for one chunk of tokens (``trainer/token_logprobs.py``), twice.
 
     More than one expert per token is not counted.
     """
@@ -129,7 +137,8 @@ def forward_bytes(config: RunConfig, size: ModelSize) -> int:
     longest = -(-rows // config.trainer.ranks) * config.rollout.max_model_len
     tokens = min(longest, max(config.trainer.max_tokens_per_microbatch, config.rollout.max_model_len))
     logits = min(tokens * size.vocab, LOGITS_CHUNK) * 4 * 2
-    return tokens * size.activations * DTYPE_BYTES[config.model.dtype] + logits
+    kept = size.checkpointed if config.trainer.activation_checkpointing else size.activations
+    return tokens * kept * DTYPE_BYTES[config.model.dtype] + logits
 
 
 def engine_bytes(config: RunConfig, size: ModelSize | None) -> int | None:

@@ -50,7 +50,7 @@ LossFn = Callable[[int, Outputs], Tensor]  # (micro-batch number, outputs that c
 
 
 class Backend(Protocol):
-    """One model, sharded over the ranks of a process group. Every method but one is a collective.
+    """One model, sharded over the ranks of a process group. Every method is a collective.
 
     The ranks of a cell pass the same micro-batches. In ``step`` each of them calls ``loss_fn`` on every micro-batch in
     turn, on equal numbers, though only where the logits are do these carry gradient: a loss may keep account of what it
@@ -76,8 +76,8 @@ class Backend(Protocol):
 
     def parts(self) -> Parts:
         """Who holds what of the weights that engines get, under Hugging Face names, to travel in the model's dtype;
-        tied duplicates left out, and a value head, which no engine knows. What this rank holds is not copied. The only
-        method that is no collective."""
+        tied duplicates left out, and a value head, which no engine knows. Of what is published as it is held, no
+        copy is made."""
         ...
 
     def stage(self, folder: Path, group: dist.ProcessGroup | None) -> Callable[[], None]:
@@ -97,7 +97,8 @@ class Backend(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Give the device's memory of the optimizer back."""
+        """Give the device's memory back: that of the optimizer, and of the weights if the backend can. Until ``wake``
+        only ``stage``, ``save`` and ``export`` may be called."""
         ...
 
     def wake(self) -> None:

@@ -26,13 +26,14 @@ def policy_training(config: RunConfig) -> TrainerConfig:
 
 
 def critic_training(trainer: TrainerConfig, critic: CriticConfig) -> TrainerConfig:
-    """What the optimizer of a critic with a model of its own follows."""
+    """What the optimizer of a critic with a model of its own follows. All of its weights train."""
     return msgspec.structs.replace(
         trainer,
         learning_rate=critic.learning_rate,
         schedule=critic.schedule,
         warmup_steps=critic.lr_warmup_steps,
         grad_clip=critic.grad_clip,
+        lora=None,
     )
 
 

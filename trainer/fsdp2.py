@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
@@ -18,9 +17,12 @@ from rl_async.errors import TrainingDiverged
 from rl_async.trainer.backend import LossFn, Outputs, Want
 from rl_async.trainer.batching import Tensors
 from rl_async.trainer.cell import lone_ranks
-from rl_async.trainer.heads import MODEL_FOLDER, VALUE_HEAD_FILE, Head, load_headed, shard
+from rl_async.trainer.heads import MODEL_FOLDER, VALUE_HEAD_FILE, Head, load_headed
 from rl_async.trainer.hf_export import MOMENT, SHARDS, WEIGHTS, write_model
+from rl_async.trainer.lora import attach, merged, without_adapters
+from rl_async.trainer.lora_files import base_of, require_adapters, require_whole, write_adapter
 from rl_async.trainer.schedule import learning_rate_factor
+from rl_async.trainer.sharding import mesh_of, prepare, shard
 from rl_async.trainer.shards import host_copy, read_shards, stored, write_shards
 from rl_async.trainer.work import work_of
 from rl_async.weight_sync.buckets import dtype_name
@@ -32,27 +34,44 @@ STEPS = "schedule|steps"
 
 
 class Fsdp2Backend:
-    """See ``backend.Backend``. Without a trainer config the model is frozen: a reference.
+    """See ``backend.Backend``. Without a trainer config, or if it does not train, the model is frozen: a reference.
 
     Master weights are float32; with dtype bfloat16 they are cast for compute, gradients are reduced in float32.
     ``config`` is what the optimizer of this model follows; a critic's differs from the policy's.
     """
 
-    def __init__(self, path: str, dtype: str, device: str, config: TrainerConfig | None, head: Head = "policy") -> None:
+    def __init__(
+        self,
+        path: str,
+        dtype: str,
+        device: str,
+        config: TrainerConfig | None,
+        head: Head = "policy",
+        trains: bool = True,
+    ) -> None:
+        options = config or TrainerConfig()
+        config = config if trains else None
         self.device, self.path, self.config = device, path, config
         self.dtype, self.cell = getattr(torch, dtype), lone_ranks()
         model = load_headed(path, head, device, self.dtype)
+        self._lora = config.lora if config else None
+        if self._lora is not None:
+            self._base = base_of(path)
+            self._targets = attach(model.lm, self._lora, self.dtype)
         self.hf_config = model.lm.config
         self.work = work_of(self.hf_config, padded=not model.packs)
-        mesh = init_device_mesh(device.partition(":")[0], (dist.get_world_size(),))
-        self.model = shard(model.to(device), mesh, self.dtype)
+        self._offloads = options.cpu_offload
+        prepare(model.lm.base_model.layers, options)
+        self._replicas = options.replicas
+        mesh = mesh_of(device, dist.get_world_size(), options.replicas)
+        self.model = shard(model if self._offloads else model.to(device), mesh, self.dtype, self._offloads)
         self.optimizer: torch.optim.AdamW | None = None
         self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
         if config is None:
             self.model.requires_grad_(False)
         else:
             self.optimizer = torch.optim.AdamW(
-                self.model.parameters(),
+                (parameter for _, parameter in self._trained()),
                 lr=config.learning_rate,
                 betas=(config.beta1, config.beta2),
                 weight_decay=config.weight_decay,
@@ -89,19 +108,16 @@ class Fsdp2Backend:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a pass without gradient leaves some of them whole
-        local = {name: _shard(parameter) for name, parameter in self._published().items()}
+        local = dict(merged(self.model.lm, self._lora, _shard, _full))
         return Parts(self._layout, one_box_each(self._layout, dist.get_rank(), local))
 
     @functools.cached_property
     def _layout(self) -> Layout:
-        dtype = dtype_name(self.dtype)
-        specs = {name: TensorSpec(tuple(parameter.shape), dtype) for name, parameter in self._published().items()}
-        return fsdp2(specs, dist.get_world_size())
-
-    def _published(self) -> dict[str, Tensor]:
-        """Parameters that engines have too; a value head is none of their business."""
-        tied, named = self.hf_config.tie_word_embeddings, self.model.lm.named_parameters()
-        return {name: parameter for name, parameter in named if not (tied and name == "lm_head.weight")}
+        """Of parameters that engines have too; a value head is none of their business."""
+        tied, dtype = self.hf_config.tie_word_embeddings, dtype_name(self.dtype)
+        shapes = {name: parameter.shape for name, parameter in without_adapters(self.model.lm)}
+        specs = {n: TensorSpec(tuple(s), dtype) for n, s in shapes.items() if not (tied and n == "lm_head.weight")}
+        return fsdp2(specs, dist.get_world_size() // self._replicas, self._replicas)
 
     def stage(self, folder: Path, group: dist.ProcessGroup | None) -> Callable[[], None]:
         assert self.schedule is not None and self.config is not None
@@ -121,6 +137,8 @@ class Fsdp2Backend:
         """Write what others read: a Hugging Face folder and a value head. Of rank 0."""
         target = folder / MODEL_FOLDER
         self.hf_config.save_pretrained(target)
+        if self._lora is not None:
+            write_adapter(folder, folder / SHARDS, self._base, self._lora, self._targets)
         if self.model.has_logits:
             AutoTokenizer.from_pretrained(self.path).save_pretrained(target)
         if complete:
@@ -133,6 +151,10 @@ class Fsdp2Backend:
 
     def load(self, folder: Path) -> None:
         assert self.optimizer is not None and self.schedule is not None
+        if self._lora is None:
+            require_whole(folder)
+        else:
+            require_adapters(folder, self._base, self._lora, self._targets)
         steps = {STEPS: torch.tensor(0)}
         shards = folder / SHARDS
         sharded = shards.is_dir()
@@ -147,9 +169,15 @@ class Fsdp2Backend:
         self.schedule.last_epoch = int(steps[STEPS]) - 1
         self.schedule.step()
 
+    def _trained(self) -> list[tuple[str, Tensor]]:
+        """Parameters that the optimizer has."""
+        return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+
     def _weights(self) -> dict[str, Tensor]:
-        """Parameters and buffers by name; of tied ones one."""
+        """Parameters and buffers by name; of tied ones one. With adapters only what trains: the rest is in the base."""
         named = {name for name, _ in (*self.model.named_parameters(), *self.model.named_buffers())}
+        if self._lora is not None:
+            named = {name for name, _ in self._trained()}
         return {name: tensor for name, tensor in self.model.state_dict().items() if name in named}
 
     def _language_model(self) -> dict[str, Tensor]:
@@ -165,27 +193,29 @@ class Fsdp2Backend:
         assert self.optimizer is not None
         return {
             f"{name}{MOMENT}{key}": tensor
-            for name, parameter in self.model.named_parameters()
+            for name, parameter in self._trained()
             for key, tensor in self.optimizer.state.get(parameter, {}).items()
         }
 
     def _make_moments(self) -> None:
         """Room for what is loaded, as AdamW's first step would make it."""
         assert self.optimizer is not None
-        for parameter in self.model.parameters():
+        for _, parameter in self._trained():
             state = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[parameter] = {"step": torch.tensor(0.0)} | state
 
     def sleep(self) -> None:
-        self._move_optimizer("cpu")
+        self._move("cpu")
 
     def wake(self) -> None:
-        self._move_optimizer(self.device)
+        self._move(self.device)
 
-    def _move_optimizer(self, device: str) -> None:
-        if self.device == "cpu" or self.optimizer is None:
-            return  # it already lives in host memory
-        for state in self.optimizer.state.values():
+    def _move(self, device: str) -> None:
+        """Weights and what the optimizer keeps. Saving and exporting work from either place, computing does not."""
+        if self.device == "cpu" or self._offloads:
+            return  # they already live in host memory
+        self.model.to(device)
+        for state in self.optimizer.state.values() if self.optimizer else ():
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim() > 0:
                     state[key] = value.to(device)

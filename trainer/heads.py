@@ -7,8 +7,6 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils import is_flash_attn_2_available
 
@@ -131,16 +129,3 @@ def load_headed(path: str, head: Head, device: str = "cpu", dtype: torch.dtype =
     if model.value_head is not None and weights.is_file():
         model.value_head.load_state_dict(load_file(weights))
     return model
-
-
-def shard(model: Headed, mesh: DeviceMesh, dtype: torch.dtype) -> Any:
-    """The model under ``fully_shard``: still the module it was, and an FSDPModule too. Computes in ``dtype``, but
-    values in float32: they are regressed, and bfloat16 has three digits."""
-    policy = MixedPrecisionPolicy()
-    if dtype != torch.float32:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for layer in model.lm.base_model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    if model.value_head is not None:
-        fully_shard(model.value_head, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
-    return fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -6,6 +6,7 @@ from pathlib import Path
 from rl_async.errors import UserError
 from rl_async.trainer.checkpoint import damage_of, list_checkpoints
 from rl_async.trainer.heads import MODEL_FOLDER, VALUE_HEAD_FILE
+from rl_async.trainer.lora_files import ADAPTER_FOLDER, write_merged
 from rl_async.trainer.shards import write_whole
 
 SHARDS = "shards"
@@ -14,9 +15,17 @@ MOMENT = "|"  # between the name of a parameter and that of a tensor of AdamW
 WHOLE = "model.safetensors"
 
 
-def write_model(folder: Path) -> None:
-    """Put the language model's weights beside its config, in ``folder``'s Hugging Face folder. No collective."""
-    write_whole(folder / SHARDS, folder / MODEL_FOLDER / WHOLE, _hf_name)
+def write_model(folder: Path, target: Path | None = None) -> None:
+    """Put the language model's weights into the file ``target``, by default beside its config in ``folder``'s Hugging
+    Face folder. Of adapters, those merged into their base. No collective.
+
+    Raises UserError if the base is not what it was.
+    """
+    target = target or folder / MODEL_FOLDER / WHOLE
+    if (folder / ADAPTER_FOLDER).is_dir():
+        write_merged(folder / ADAPTER_FOLDER, target)
+    else:
+        write_whole(folder / SHARDS, target, _hf_name)
 
 
 def _hf_name(name: str) -> str | None:
@@ -45,7 +54,7 @@ def export(run: Path, out: Path, step: int | None = None, part: str = ".") -> in
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(folder / part / MODEL_FOLDER, temporary)
     if not (temporary / WHOLE).is_file():
-        write_whole(folder / part / SHARDS, temporary / WHOLE, _hf_name)
+        write_model(folder / part, temporary / WHOLE)
     if part != "." and (folder / part / VALUE_HEAD_FILE).is_file():
         shutil.copy(folder / part / VALUE_HEAD_FILE, temporary)
     temporary.rename(out)

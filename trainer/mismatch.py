@@ -3,6 +3,8 @@
     publish(v) ──> every engine samples a few tokens, while the batch of the next step comes in
     before_train ──> the trainer, whose weights are still v, computes the same log-probabilities ──> warn, stop, resync
 
+When they share devices, the engines have answered and sleep by then, and the trainer has its device.
+
 Versions and checksums tell what an engine received; only its log-probabilities tell what it computes with.
 """
 
@@ -56,16 +58,18 @@ class WatchedPublisher:
         self._resynced = False
 
     def before_train(self) -> None:
-        """Compare, while the engines are awake and the weights are those that they were given.
+        """Compare, while the weights are those that the engines were given.
 
         Raises WeightSyncError, on all ranks alike, when the run is to end.
         """
+        drawn = self._canaries.collect() if self._published is not None and self._canaries is not None else []
+        self._publisher.before_train()  # without it the weights need not be where they can compute
         if self._published is not None:
             version, backend = self._published
             self._published = None
-            if self._beyond_limit(version, backend):
+            if self._beyond_limit(version, backend, drawn):
                 self._publisher.publish(version, backend)
-        self._publisher.before_train()
+                self._publisher.before_train()
 
     def publish(self, version: Version, backend: Backend) -> dict[str, float]:
         """As the publisher does, and let the engines sample. The metrics are those of the last comparison."""
@@ -78,9 +82,8 @@ class WatchedPublisher:
         found, self._found = self._found, {}
         return metrics | found
 
-    def _beyond_limit(self, version: Version, backend: Backend) -> bool:
+    def _beyond_limit(self, version: Version, backend: Backend, drawn: Sequence[Canary]) -> bool:
         """Whether the weights are to be sent again."""
-        drawn = self._canaries.collect() if self._canaries is not None else []
         agreement = compare(backend, drawn, self._temperature)
         silent = self._canaries.asked - len(drawn) if self._canaries is not None else 0
         if silent:

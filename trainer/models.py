@@ -23,7 +23,8 @@ def _fsdp2(config: RunConfig, device: str) -> Models:
     policy = Fsdp2Backend(model.path, model.dtype, device, policy_training(config), "both" if shared else "policy")
     reference = None
     if kl.coef > 0:
-        reference = Fsdp2Backend(kl.reference_path or model.path, model.dtype, device, None)
+        path = kl.reference_path or model.path
+        reference = Fsdp2Backend(path, model.dtype, device, config.trainer, trains=False)
     if critic is None or shared:
         return Models(policy, reference)
     training = critic_training(config.trainer, critic)

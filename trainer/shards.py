@@ -5,8 +5,9 @@ each file's header which part of which tensor is there, so nothing is pickled on
 """
 
 import json
+import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ DTYPES = {  # as in a header
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 ON_HOST = StagingOptions(
     use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
 )
@@ -78,23 +80,30 @@ def write_whole(folder: Path, target: Path, rename: Callable[[str], str | None])
     """
     found = stored(folder)
     names = {name: new for name in sorted(found.state_dict_metadata) if (new := rename(name)) is not None}
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
+    sizes = {}
     for name, new in names.items():
         size = found.state_dict_metadata[name]
         assert isinstance(size, TensorStorageMetadata)
-        begin, end = end, end + size.size.numel() * size.properties.dtype.itemsize
-        dtype = DTYPES[size.properties.dtype]
-        header[new] = {"dtype": dtype, "shape": list(size.size), "data_offsets": [begin, end]}
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)  # tensors begin at a multiple of 8
+        sizes[new] = (DTYPES[size.properties.dtype], list(size.size))
     parts = defaultdict(list)
     for index, place in found.storage_data.items():
         parts[index.fqn].append((index.offset, place.relative_path))
+    write_tensors(target, sizes, (_whole(found, name, parts[name]) for name in names))
+
+
+def write_tensors(target: Path, sizes: Mapping[str, tuple[str, list[int]]], tensors: Iterable[Tensor]) -> None:
+    """Write a safetensors file one tensor at a time; ``sizes`` has dtype and shape of each, in the same order."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in sizes.items():
+        begin, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)  # tensors begin at a multiple of 8
     with target.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for name in names:
-            file.write(_whole(found, name, parts[name]).reshape(-1).view(torch.uint8).numpy().data)
+        for tensor in tensors:
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _whole(found: Metadata, name: str, parts: Sequence[tuple[Sequence[int], str]]) -> Tensor:

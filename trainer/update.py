@@ -52,8 +52,7 @@ class Models:
     @property
     def work(self) -> Work:
         """What a row costs the policy, and whether any of them pads rows, which then are grouped by length."""
-        every = [model for model in (self.policy, self.reference, self.critic) if model is not None]
-        return replace(self.policy.work, padded=any(model.work.padded for model in every))
+        return replace(self.policy.work, padded=any(model.work.padded for model in self._all()))
 
     @property
     def cell(self) -> Cell:
@@ -65,14 +64,17 @@ class Models:
         return {".": self.policy} | ({"critic": self.critic} if self.critic else {})
 
     def sleep(self) -> None:
-        """Give the device's memory of the optimizers back."""
-        for model in self.trained().values():
+        """Give the device's memory back, as far as the backend can."""
+        for model in self._all():
             model.sleep()
 
     def wake(self) -> None:
         """Undo ``sleep``."""
-        for model in self.trained().values():
+        for model in self._all():
             model.wake()
+
+    def _all(self) -> list[Backend]:
+        return [model for model in (self.policy, self.reference, self.critic) if model is not None]
 
 
 @dataclass(frozen=True)

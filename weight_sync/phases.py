@@ -61,7 +61,7 @@ class Overlapped:
         """Training needs nothing from the engines."""
 
     def after_train(self, version: Version, buckets: Sequence[Bucket]) -> SyncReport:
-        """Publish while the optimizer stays where it is."""
+        """Publish while the trainer's models stay where they are."""
         return self._publisher.publish(version, buckets)
 
 
@@ -83,13 +83,13 @@ class TakeTurns:
         self._publisher, self._barrier, self._onload, self._offload = publisher, barrier, onload, offload
 
     def before_train(self) -> None:
-        """Engines to sleep, then the optimizer onto the device. The barrier: rank 0 alone knows that they sleep."""
+        """Engines to sleep, then models onto the device. The barrier: rank 0 alone knows that they sleep."""
         self._publisher.suspend()
         self._barrier()
         self._onload()
 
     def after_train(self, version: Version, buckets: Sequence[Bucket]) -> SyncReport:
-        """The optimizer off all devices, then engines wake and take the weights."""
+        """The trainer's models off all devices, then engines wake and take the weights."""
         self._offload()
         self._barrier()
         return self._publisher.publish(version, buckets)
@@ -103,7 +103,7 @@ def build_phase(
     onload: Callable[[], None],
     offload: Callable[[], None],
 ) -> Phase:
-    """The phase of a mode. ``onload`` and ``offload`` move this rank's optimizer; both must be idempotent."""
+    """The phase of a mode. ``onload`` and ``offload`` move this rank's models; both must be idempotent."""
     if mode == "disaggregated":
         return Overlapped(publisher)
     return TakeTurns(publisher, barrier, onload, offload)

@@ -125,7 +125,7 @@ def expect(folder: Path, out: Path) -> Expected:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     (whole,) = whole_batch()
     with torch.no_grad():
-        before = _outputs(model, whole)
+        before = outputs_of(model, whole)
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=TRAINING.learning_rate,
@@ -135,7 +135,7 @@ def expect(folder: Path, out: Path) -> Expected:
     losses, norms = [], []
     for _ in range(STEPS):
         batches = micro_batches(range(ROWS))
-        loss = torch.stack([loss_of(batches)(n, _outputs(model, batch)) for n, batch in enumerate(batches)]).sum()
+        loss = torch.stack([loss_of(batches)(n, outputs_of(model, batch)) for n, batch in enumerate(batches)]).sum()
         optimizer.zero_grad()
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), TRAINING.grad_clip).item())
@@ -161,7 +161,8 @@ def whole_batch() -> list[Tensors]:
     return [batch]
 
 
-def _outputs(model: Any, batch: Tensors) -> Outputs:
+def outputs_of(model: Any, batch: Tensors) -> Outputs:
+    """What a plain model says, from all its logits at once."""
     log_pi = (model(input_ids=batch.tokens).logits[:, :-1] / batch.temperature).log_softmax(-1)
     return Outputs(
         logprobs=log_pi.gather(2, batch.tokens[:, 1:, None]).squeeze(2),

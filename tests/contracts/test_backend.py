@@ -5,6 +5,7 @@ Each implementation runs once, over its models, and every test looks at what it 
 
 import importlib.util
 import json
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,10 @@ MEGATRON = {"backend": "megatron"}
 IMPLEMENTATIONS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "fsdp2 x1": (1, {"backend": "fsdp2"}, DENSE),
     "fsdp2 x2": (2, {"backend": "fsdp2"}, DENSE),
+    "fsdp2 x1 checkpointed": (1, {"activation_checkpointing": True}, ("llama",)),
+    "fsdp2 x1 compiled and checkpointed": (1, {"compile": True, "activation_checkpointing": True}, ("qwen3",)),
+    "fsdp2 x2 offloaded": (2, {"cpu_offload": True}, ("qwen3",)),
+    "fsdp2 x4 of 2 replicas": (4, {"replicas": 2}, ("qwen3",)),
     "megatron x1": (1, MEGATRON, (*DENSE, "qwen3-moe")),
     "megatron TP2": (2, MEGATRON | {"tensor_parallel": 2}, DENSE),
     "megatron PP2": (2, MEGATRON | {"pipeline_parallel": 2}, (*DENSE, "qwen3-moe")),
@@ -60,7 +65,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=[pytest.mark.slow] * (ranks > 2)) for name, (ranks, _, _) in IMPLEMENTATIONS.items()
+        pytest.param(name, marks=[pytest.mark.slow] * (ranks > 2 or "compile" in sizes))
+        for name, (ranks, sizes, _) in IMPLEMENTATIONS.items()
     ],
 )
 def ran(
@@ -70,7 +76,9 @@ def ran(
 ) -> list[Told]:
     """One entry per model and rank."""
     ranks, sizes, families = IMPLEMENTATIONS[request.param]
-    if sizes["backend"] == "megatron" and importlib.util.find_spec("megatron") is None:
+    if sizes.get("compile") and shutil.which("g++") is None:
+        pytest.skip("torch.compile needs a C++ compiler")
+    if sizes.get("backend") == "megatron" and importlib.util.find_spec("megatron") is None:
         pytest.skip("Megatron-Core is not here; install it with pip install 'rl-async[megatron]'")
     out = tmp_path_factory.mktemp("ran")
     worker = [sys.executable, "-m", "tests.contracts.backend_worker", json.dumps(sizes), str(out)]

@@ -13,7 +13,8 @@ from rl_async.configs.mismatch import MismatchConfig
 from rl_async.errors import WeightSyncError
 from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.rollout_server.vllm import VllmEngine
-from rl_async.trainer.backend import Backend
+from rl_async.trainer.backend import Backend, Outputs
+from rl_async.trainer.batching import Tensors
 from rl_async.trainer.canaries import Canaries
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.mismatch import WatchedPublisher
@@ -44,12 +45,14 @@ class Publisher:
     def __init__(self, url: str, scales: list[float]) -> None:
         self.url, self.scales = url, scales
         self.published: list[Version] = []
+        self.trains = False
 
     def before_train(self) -> None:
-        pass
+        self.trains = True
 
     def publish(self, version: Version, backend: Backend) -> dict[str, float]:
         self.published.append(version)
+        self.trains = False
         scale = self.scales.pop(0)
         weights = [
             (name, tensor * scale if tensor.dim() == 2 else tensor) for name, tensor in whole_weights(backend).items()
@@ -87,6 +90,28 @@ def watched(peer: Peer, scales: list[float], config: MismatchConfig) -> tuple[Wa
 
     canaries = Canaries(directory, connect, vocabulary=VOCAB, tokens=config.tokens, temperature=0.7, timeout_s=10.0)
     return WatchedPublisher(publisher, canaries, config, 0.7), publisher
+
+
+class Sleeper:
+    """A backend whose weights can compute only between ``before_train`` and the next publication."""
+
+    def __init__(self, backend: Backend, publisher: Publisher) -> None:
+        self.device, self.export = backend.device, backend.export
+        self._backend, self._publisher = backend, publisher
+
+    def forward(self, batch: Tensors) -> Outputs:
+        assert self._publisher.trains, "asleep"
+        return self._backend.forward(batch)
+
+
+def test_the_trainer_compares_when_it_has_its_device_and_has_it_after_sending_again(
+    peer: Peer, policy: Backend
+) -> None:
+    watch, publisher = watched(peer, [1.5, 1.0], MismatchConfig(action="resync"))
+    watch.publish(Version(0, 1), Sleeper(policy, publisher))  # type: ignore[arg-type]
+    watch.before_train()
+    assert len(publisher.published) == 2
+    assert publisher.trains
 
 
 def test_an_engine_that_took_the_weights_agrees(peer: Peer, policy: Backend) -> None:

@@ -97,6 +97,14 @@ def test_experts_are_refused_where_trainer_and_engine_name_them_differently(
         check_expert_names(config)
 
 
+def test_peft_must_be_installed_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"trainer\.lora.*pip install 'rl-async\[lora\]'"):
+        plan_here(load_config("calculator", ["trainer.lora={}"]), tmp_path / "run")
+    plan_here(load_config("calculator", []), tmp_path / "run")
+
+
 def test_sglang_must_be_installed_where_it_is_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     bare = tmp_path / "bare"

@@ -68,6 +68,29 @@ def test_weights_gradients_and_two_moments() -> None:
     assert trainer_bytes(load_config("calculator"), size) == TORCH_BYTES + 16_000
 
 
+def test_a_rank_holds_its_part_of_one_copy() -> None:
+    size = ModelSize(parameters=1000, kv_per_token=1)
+    config = load_config("calculator", ["trainer.ranks=4", "trainer.replicas=2"])
+    assert trainer_bytes(config, size) == TORCH_BYTES + 16_000 // 2
+
+
+def test_under_adapters_the_base_has_neither_gradients_nor_moments() -> None:
+    size = ModelSize(parameters=1000, kv_per_token=1, critic=100)
+    config = load_config("calculator", ["trainer.lora={}", "model.dtype=bfloat16"])
+    assert trainer_bytes(config, size) == TORCH_BYTES + 1000 * 2 + 100 * 16
+
+
+def test_checkpointed_layers_keep_their_input_alone() -> None:
+    config = load_config("calculator", ["trainer.activation_checkpointing=true"])
+    tokens = min(24 * 16 // 2 * 160, config.trainer.max_tokens_per_microbatch)
+    size = ModelSize(parameters=0, kv_per_token=0, activations=1000, checkpointed=100)
+    assert trainer_bytes(config, size) == TORCH_BYTES + tokens * 100 * 4
+    shape = {"hidden_size": 8, "num_attention_heads": 2, "vocab_size": 10}
+    two, nine = (size_of(shape | {"num_hidden_layers": layers}) for layers in (2, 9))
+    assert two is not None and nine is not None
+    assert nine.checkpointed - two.checkpointed == 7 * 8
+
+
 def test_a_critic_of_its_own_counts_and_a_shared_one_does_not(tmp_path: Path) -> None:
     values = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 10}
     (tmp_path / "config.json").write_text(json.dumps(values))

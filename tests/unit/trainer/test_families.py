@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rl_async.configs.schema import TrainerConfig
 from rl_async.trainer.batching import Tensors, empty_tensors
 from rl_async.trainer.families import FAMILIES, why_padded
 from rl_async.trainer.fsdp2 import Fsdp2Backend
+from tests.whole_weights import whole_weights
 
 VOCAB = 96
 COMMON: dict[str, Any] = {
@@ -155,3 +158,34 @@ def test_a_model_that_cannot_be_packed_runs_padded_and_says_so(
         expected = (logits / x.temperature[row].double()).log_softmax(-1)
         chosen = expected.gather(1, x.tokens[row, 1:length, None])[:, 0]
         assert torch.allclose(got[row, : length - 1].double(), chosen, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma", "deepseek_v3", "qwen3_moe"])
+def test_a_step_trains_what_a_plain_model_would_learn(kind: str, tmp_path: Path) -> None:
+    plain, x = saved(kind, tmp_path / "model"), batch()
+    config = TrainerConfig(learning_rate=1e-3, minibatches=1, grad_clip=1e6, activation_checkpointing=True)
+    backend = Fsdp2Backend(str(tmp_path / "model"), "float32", "cpu", config)
+    count = sum(length - 1 for length in LENGTHS)
+    before = whole_weights(backend)
+    loss, norm = backend.step([x], lambda _, outputs: -without(outputs.logprobs).sum() / count)
+
+    total = torch.zeros(())
+    for row, length in enumerate(LENGTHS):
+        logits = plain(input_ids=x.tokens[row : row + 1, :length]).logits[0, :-1] / x.temperature[row]
+        chosen = logits.log_softmax(-1).gather(1, x.tokens[row, 1:length, None])
+        total = total - chosen.sum() / count
+    total.backward()
+    gradients = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
+    assert loss == pytest.approx(total.item(), abs=1e-5)
+    assert norm == pytest.approx(torch.stack([g.norm() for g in gradients.values()]).norm().item(), rel=1e-4)
+    after = whole_weights(backend)
+    for name, gradient in gradients.items():  # AdamW's first step moves each weight by the rate, against its gradient
+        clear = gradient.abs() > 1e-4
+        moved = (after[name] - before[name])[clear]
+        assert torch.allclose(moved, -1e-3 * gradient[clear].sign(), atol=1e-5), name
+
+
+def without(logprobs: Tensor | None) -> Tensor:
+    """What is there: a step always has log-probabilities, 0 beyond the end of a row."""
+    assert logprobs is not None
+    return logprobs

@@ -1,0 +1,47 @@
+"""One rank that computes the gradients of a batch under several options; started by test_sharding.py.
+
+``python -m tests.unit.trainer.sharding_worker MODEL OUT OPTIONS``: OPTIONS are the trainer's, by name, as JSON.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rl_async.configs.schema import TrainerConfig
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from tests.contracts.backend_models import cell_rows, loss_of, micro_batches
+
+
+def gradients(backend: Fsdp2Backend) -> dict[str, Tensor]:
+    """Of the test batch, summed over all ranks, by the names of the parameters."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    batches = micro_batches(cell_rows(rank, world))
+    loss_fn = loss_of(batches)
+    for number, batch in enumerate(batches):
+        backend.model.set_requires_gradient_sync(number == len(batches) - 1)
+        (loss_fn(number, backend.model.outputs(batch, frozenset({"entropy"}))) * world).backward()
+    named = backend.model.named_parameters()
+    return {name: parameter.grad.full_tensor() for name, parameter in named if parameter.grad is not None}
+
+
+def main() -> None:
+    model, out, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+    found = {}
+    for case, keys in options.items():
+        backend = Fsdp2Backend(model, "float32", "cpu", msgspec.convert(keys, TrainerConfig))
+        found |= {f"{case}|{name}": gradient for name, gradient in gradients(backend).items()}
+    if dist.get_rank() == 0:
+        save_file(found, out)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    main()
+    dist.destroy_process_group()

@@ -1,0 +1,106 @@
+"""How a model is spread, kept and computed changes no gradient: on real gloo ranks, against a plain model."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.contracts.backend_models import ROWS, loss_of, make_model, micro_batches, outputs_of
+from tests.unit.trainer.test_fsdp2 import free_port
+
+LORA: dict[str, Any] = {"lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}}
+HAS_PEFT = importlib.util.find_spec("peft") is not None
+OPTIONS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"adapters": LORA, "plain": {}, "checkpointed": {"activation_checkpointing": True}},
+    2: {
+        "checkpointed": {"activation_checkpointing": True},
+        "offloaded": {"cpu_offload": True},
+        "adapters": LORA,
+    },
+    4: {
+        "2 replicas": {"replicas": 2},
+        "adapters": LORA | {"replicas": 2, "activation_checkpointing": True},
+        "all": {"replicas": 2, "activation_checkpointing": True, "cpu_offload": True},
+    },
+}
+CASES = [(ranks, case) for ranks, options in OPTIONS.items() for case in options if case != "adapters"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model("qwen3", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, Tensor]:
+    """The gradients of a plain Hugging Face model in this process."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    batches = micro_batches(range(ROWS))
+    for number, batch in enumerate(batches):
+        loss_of(batches)(number, outputs_of(model, batch)).backward()
+    return {f"lm.{name}": parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Tensor]]:
+    """What ``sharding_worker`` wrote, by the number of ranks."""
+    out = tmp_path_factory.mktemp("gradients")
+    result = {}
+    for ranks, every in OPTIONS.items():
+        options = {case: keys for case, keys in every.items() if HAS_PEFT or "lora" not in keys}
+        group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        file = out / f"{ranks}.safetensors"
+        workers = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.unit.trainer.sharding_worker", folder, file, json.dumps(options)],
+                env=os.environ | group | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
+                cwd=Path(__file__).parents[3],
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        errors = [worker.communicate(timeout=280)[1] for worker in workers]
+        assert all(worker.returncode == 0 for worker in workers), "\n".join(error[-3000:] for error in errors)
+        result[ranks] = load_file(file)
+    return result
+
+
+@pytest.mark.timeout(600)  # the first test waits for all ranks
+@pytest.mark.parametrize(("ranks", "case"), CASES)
+def test_gradients_are_those_of_a_plain_model(
+    found: dict[int, dict[str, Tensor]], expected: dict[str, Tensor], ranks: int, case: str
+) -> None:
+    gradients = of_case(found[ranks], case)
+    assert gradients.keys() == expected.keys()
+    assert max(gradient.abs().max().item() for gradient in expected.values()) > 1e-2
+    for name, gradient in expected.items():
+        assert (gradients[name] - gradient).abs().max() < 1e-6, name
+
+
+def of_case(found: dict[str, Tensor], case: str) -> dict[str, Tensor]:
+    return {key.partition("|")[2]: t for key, t in found.items() if key.startswith(f"{case}|")}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not HAS_PEFT, reason="PEFT is not here; install it with pip install 'rl-async[lora]'")
+def test_adapters_have_the_same_gradients_on_any_ranks(found: dict[int, dict[str, Tensor]]) -> None:
+    one = of_case(found[1], "adapters")
+    assert len(one) == 4 * 2 * 2, "A and B of two layers in each of four"
+    assert max(gradient.abs().max().item() for gradient in one.values()) > 1e-2
+    for ranks in (2, 4):
+        gradients = of_case(found[ranks], "adapters")
+        assert gradients.keys() == one.keys()
+        for name, gradient in one.items():
+            assert (gradients[name] - gradient).abs().max() < 1e-6, name
