@@ -17,6 +17,7 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
     state: str  # running, restarting, ended, failed
     restarts: int = 0
     exit: int | None = None  # as Popen.returncode
+    host: str = ""  # empty: the launcher's own
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):

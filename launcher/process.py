@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from rl_async.lifeline import LIFELINE_FD
+from rl_async.processes import read_stat
 from rl_async.stacks import STACKS
 
 TAIL_LINES = 15
@@ -37,12 +38,23 @@ class Child:
         self.name, self.log, self.log_start = name, log, log_start
         self._process = process
         self._swept = False
+        self.host = ""  # the supervisor's own
+        self.started = read_stat(process.pid).started  # in clock ticks since the boot
 
     @classmethod
     async def start(
-        cls, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path, lifeline: Lifeline, stacks: Path
+        cls,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        lifeline: Lifeline,
+        stacks: Path,
+        cwd: Path | None = None,
     ) -> Self:
         """Start ``argv`` with ``env`` added to this process's environment; its output is appended to ``log``.
+
+        It runs in ``cwd``, if that is given.
 
         ``stacks`` is the file that it writes its Python stacks to when asked (``rl_async.stacks``).
         """
@@ -62,6 +74,7 @@ class Child:
                 },
                 pass_fds=(lifeline.read_end,),
                 start_new_session=True,
+                cwd=cwd,
             )
         return cls(name, process, log, log_start)
 

@@ -88,6 +88,9 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m rl_async.trainer", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run folder with config.yaml")
     parser.add_argument("--queue", help="address of the transfer queue")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="of this machine, where engines meet it (default: loopback)"
+    )
     parser.add_argument("--replay", type=Path, help="train on this run folder's recorded trajectories")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, or from step 0")
     arguments = parser.parse_args()
@@ -106,7 +109,7 @@ def _run(arguments: argparse.Namespace, stop: StopRequest) -> None:
         if arguments.queue is None:
             train(run)
         else:
-            _train_from_queue(run, arguments.queue, arguments.resume, snapshot)
+            _train_from_queue(run, arguments.queue, arguments.host, arguments.resume, snapshot)
     finally:
         dist.destroy_process_group()
 
@@ -174,7 +177,7 @@ def _restore(run: Run, resume: bool) -> bytes:
     return snapshot
 
 
-def _train_from_queue(run: Run, address: str, resume: bool, snapshot: bytes) -> None:
+def _train_from_queue(run: Run, address: str, host: str, resume: bool, snapshot: bytes) -> None:
     config = run.config
     keys = client_keys(config, run.folder)
     with SyncQueueClient(address, role="trainer", name=f"trainer-{run.rank}", keys=keys) as queue:
@@ -196,14 +199,14 @@ def _train_from_queue(run: Run, address: str, resume: bool, snapshot: bytes) -> 
             resolve_transport(config),
             config.weight_sync.timeout_s,
             config.rollout.start_timeout_s,
-            _sync_options(run),
+            _sync_options(run, host),
         ) as coordinator:
             run.publisher = _watched(run, _publisher(run, coordinator), queue)
             if train(run):
                 queue.finish()
 
 
-def _sync_options(run: Run) -> SyncOptions:
+def _sync_options(run: Run, host: str) -> SyncOptions:
     sync = run.config.weight_sync
     return SyncOptions(
         folder=Path(sync.folder) / run.config.name / "weights" if sync.folder else run.folder / "weights",
@@ -211,6 +214,7 @@ def _sync_options(run: Run) -> SyncOptions:
         staged=sync.staged,
         waves=sync.waves,
         sync_timeout_s=sync.sync_timeout_s,
+        host=host,
     )
 
 
