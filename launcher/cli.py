@@ -10,6 +10,7 @@ from rl_async.errors import EXIT_USER, RlAsyncError, UserError
 from rl_async.launcher.queue_cli import add_queue_commands
 
 MODES = ("colocated", "disaggregated")
+LAUNCHERS = ("local", "ray")
 EXIT_INTERRUPTED = 130
 Command = Callable[[argparse.Namespace], int]
 
@@ -62,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help="continue the named run, or the newest of this config (default: a named run that did not reach its end)",
     )
+    launch.add_argument("--launcher", choices=LAUNCHERS, default="local", help="where: this machine, or Ray's nodes")
+    launch.add_argument("--address", default="", help="of the Ray cluster (default: the one that this machine is in)")
     launch.set_defaults(command=_launch)
 
     sft = commands.add_parser("sft", help="make the data and the warm-started model that a config needs")
@@ -213,6 +216,8 @@ def _add_data_commands(parser: argparse.ArgumentParser) -> None:
 def _launch(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.runs import new_run, resumed_run, unfinished
 
+    if arguments.address and arguments.launcher != "ray":
+        raise UserError("--address is of a Ray cluster; add --launcher ray")
     if arguments.resume is None and arguments.name:
         arguments.resume = unfinished(arguments.config, arguments.overrides, arguments.name)
         if arguments.resume:
@@ -224,8 +229,10 @@ def _launch(arguments: argparse.Namespace) -> int:
 
         dry_run(config, folder, resume=bool(arguments.resume))
         return 0
-    from rl_async.launcher.launch import launch
+    from rl_async.launcher.launch import launch, launch_on_ray
 
+    if arguments.launcher == "ray":
+        return launch_on_ray(config, folder, arguments.address, resume=bool(arguments.resume))
     return launch(config, folder, resume=bool(arguments.resume))
 
 

@@ -44,6 +44,10 @@ class Executor(Protocol):
         """Nothing that was started outlives this."""
         ...
 
+    async def settle(self) -> None:
+        """Find a place for every process, so that ``places`` knows them. Raises UserError for what is missing there."""
+        ...
+
     async def start(self, spec: ProcessSpec, *, restarts: int) -> Process:
         """Start one. It may come to another place than before."""
         ...
@@ -65,6 +69,9 @@ class ThisMachine:
     def close(self) -> None:
         """Cut it."""
         self._exits.close()
+
+    async def settle(self) -> None:
+        """They are all here."""
 
     async def start(self, spec: ProcessSpec, *, restarts: int) -> Child:
         """Start one; its log is ``RUN/logs/NAME.log``."""

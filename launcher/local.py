@@ -12,13 +12,13 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from rl_async.errors import EXIT_FAILED, EXIT_USER, QueueLost, RlAsyncError, UserError
-from rl_async.launcher.executor import Executor, Process, ThisMachine, url_of
+from rl_async.launcher.executor import Executor, Process, url_of
 from rl_async.launcher.plan import Plan
 from rl_async.launcher.process import describe_exit
 from rl_async.launcher.roster import Roster
@@ -59,14 +59,13 @@ class Supervisor:
     def __init__(
         self,
         plan: Plan,
-        ports: Mapping[str, int],
+        executor: Executor,
         folder: Path,
         keys: ClientKeys | None = None,
         on_trouble: TroubleHook | None = None,
-        executor: Executor | None = None,
     ) -> None:
         self._plan, self._folder, self._keys = plan, folder, keys
-        self._executor = executor or ThisMachine(ports, folder, plan.hosts)
+        self._executor = executor
         self._on_trouble = on_trouble
         self._roster, self._troubled = Roster(folder), False
         self._children: dict[str, Process] = {}
@@ -112,6 +111,10 @@ class Supervisor:
     async def status(self) -> StatusReport:
         """What the queue holds. Raises QueueLost."""
         return await self.queue.status()
+
+    async def settle(self) -> None:
+        """Have places found for all processes. Raises what the executor's does, and Interrupted on a signal."""
+        await self._first(self._executor.settle(), [self._watch_signals()])
 
     async def run_once(self, spec: ProcessSpec, report: Callable[[str], None]) -> None:
         """Run a process to its end, passing on its lines as they come.

@@ -123,14 +123,19 @@ class Child:
 
     def output(self) -> str:
         """The end of what this process wrote, without what earlier ones left in the same log."""
-        with self.log.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(self.log_start, end - TAIL_BYTES))
-            return file.read().decode(errors="replace")
+        return tail_of(self.log, self.log_start)
 
     def tail(self) -> str:
         """Its last lines."""
         return "\n".join(self.output().splitlines()[-TAIL_LINES:])
+
+
+def tail_of(log: Path, start: int) -> str:
+    """The last TAIL_BYTES of a log, from ``start`` on."""
+    with log.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(start, end - TAIL_BYTES))
+        return file.read().decode(errors="replace")
 
 
 def describe_exit(code: int) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from rl_async.errors import UserError
+from rl_async.launcher.executor import ThisMachine
 from rl_async.launcher.local import RoleFailed, Supervisor
 from rl_async.launcher.ports import assign_ports
 
@@ -22,7 +23,7 @@ DRIVER = Path(__file__).with_name("supervise.py")
 async def supervise(rig: Any, plan: Any, meddle: Callable[[Supervisor], Awaitable[None]] | None = None) -> Supervisor:
     """Run a plan to its end while ``meddle`` does harm. Whatever happens, nothing may be left running."""
     ports = assign_ports(plan.ports)
-    with Supervisor(plan, ports, rig.folder) as supervisor:
+    with Supervisor(plan, ThisMachine(ports, rig.folder), rig.folder) as supervisor:
         meddling = asyncio.create_task(meddle(supervisor)) if meddle else None
         try:
             await supervisor.run()
@@ -219,7 +220,7 @@ async def test_a_preparation_passes_its_lines_on(rig: Any, make_plan: Any) -> No
     plan = make_plan(rig.folder)
     rig.do("prepare", "exit 0", "exit 2", "exit 1")
     lines: list[str] = []
-    with Supervisor(plan, {}, rig.folder) as supervisor:
+    with Supervisor(plan, ThisMachine({}, rig.folder), rig.folder) as supervisor:
         await supervisor.run_once(plan.prepare, lines.append)
         assert lines == ["prepare has started", "something broke"]
         with pytest.raises(UserError, match="the data is wrong"):
