@@ -24,7 +24,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """One process as the kernel and its own files show it."""
 
     record: ProcessRecord
-    state: str  # a letter as in ps, or gone
+    state: str  # a letter as in ps, or gone, or afar
     waits_in: str = ""  # kernel function
     cpu: float = 0.0  # cores used while it was looked at
     log_age_s: float | None = None

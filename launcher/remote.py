@@ -44,7 +44,8 @@ class RemoteChild:
         self.name, self.host, self.log = name, host, log
         self.pid, self.started = started.pid, started.started
         self.lost = False  # with its keeper
-        self.log_start = log.stat().st_size if log.exists() else 0
+        log.touch()  # it is read from now on
+        self.log_start = log.stat().st_size
         self._line, self._offset, self._code = line, started.offset, None
         self._following = asyncio.create_task(self._follow())
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 GONE = "gone"
+AFAR = "afar"
 MEANING = {
     "R": "is running",
     "S": "sleeps",
@@ -16,6 +17,7 @@ MEANING = {
     "X": "has ended",
     "I": "is idle",
     GONE: "is gone",
+    AFAR: "is on another machine",
 }
 HALTED = ("T", "t")
 ENDED = ("Z", "X", GONE)
