@@ -192,7 +192,7 @@ def _add_engine_commands(parser: argparse.ArgumentParser) -> None:
     show.set_defaults(command=_engine_list)
     add = commands.add_parser("add", help="give an engine that you started to a run that is going on")
     add.add_argument("run", type=Path, metavar="RUN", help="run folder")
-    add.add_argument("url", metavar="URL", help="of the engine, on this machine")
+    add.add_argument("url", metavar="URL", help="of the engine; on this machine, unless the run spans several")
     add.add_argument("--engine", choices=("embedded", "vllm", "sglang"), default="vllm", help="default: vllm")
     add.add_argument("--wait", type=float, default=120.0, metavar="S", help="for its first weights (default: 120)")
     add.set_defaults(command=_engine_add)

@@ -69,15 +69,10 @@ def wait_for_steps(run: Path, count: int, process: "subprocess.Popen[str]") -> N
         time.sleep(0.1)
 
 
-def of_node(node: Any, run: str) -> dict[str, int]:
-    """Roles of the run that descend from a node's raylet, and their pids."""
+def of_node(node: Any, run: str) -> list[int]:
+    """Roles of the run that descend from a node's raylet."""
     raylet = node.all_processes["raylet"][0].process.pid
-    found = {}
-    for process in psutil.Process(raylet).children(recursive=True):
-        line = process.cmdline()
-        if run in line:
-            found[line[line.index("-m") + 1]] = process.pid
-    return found
+    return [process.pid for process in psutil.Process(raylet).children(recursive=True) if run in process.cmdline()]
 
 
 def test_a_run_outlives_the_death_of_a_node(cluster: Any, tmp_path: Path) -> None:
@@ -98,15 +93,15 @@ def test_a_run_outlives_the_death_of_a_node(cluster: Any, tmp_path: Path) -> Non
     finally:
         launch.kill()
         launch.wait(10)
-    assert not [pid for pid in lost.values() if psutil.pid_exists(pid)], "a lost node's roles end with it"
+    assert not [pid for pid in lost if psutil.pid_exists(pid)], "a lost node's roles end with it"
     rows = metrics(run)
     assert sorted({int(row["step"]) for row in rows}) == list(range(STEPS))
     assert max(row["staleness/max"] for row in rows) <= 1
     audit = subprocess.run([RL_ASYNC, "audit", "runs/x"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert audit.returncode == 0 and "ok: every admitted group" in audit.stdout, audit.stdout + audit.stderr
     processes = {one["name"]: one for one in json.loads((run / "processes.json").read_text())}
-    assert {"queue", "engine-0", "engine-1", "worker-0", "worker-1", "trainer-0"} == set(processes)
-    assert sum(one["restarts"] for one in processes.values()) >= 1 and processes["queue"]["restarts"] == 0
+    assert {"queue", "engine-0", "engine-1", "worker-0", "worker-1", "trainer-0"} <= set(processes)
+    assert sum(one["restarts"] for one in processes.values()) >= len(lost) and processes["queue"]["restarts"] == 0
     logs = {name: (run / "logs" / f"{name}.log").read_text() for name in processes}
     assert all(logs.values()), "every role's lines came back"
     assert sum("was lost with its node" in text for text in logs.values()) == len(lost)
@@ -121,11 +116,11 @@ def test_an_interrupted_run_leaves_nothing_behind(cluster: Any, tmp_path: Path) 
     )
     try:
         wait_for_steps(tmp_path / "runs" / "y", 1, launch)
-        roles = {**of_node(cluster.other, "runs/y"), **of_node(cluster.head_node, "runs/y")}
+        roles = of_node(cluster.other, "runs/y") + of_node(cluster.head_node, "runs/y")
         launch.terminate()
         output, _ = launch.communicate(timeout=100)
         assert launch.returncode == 128 + 15 and "every process has ended" in output, output[-4000:]
     finally:
         launch.kill()
         launch.wait(10)
-    assert len(roles) >= 4 and not [pid for pid in roles.values() if psutil.pid_exists(pid)]
+    assert len(roles) >= 4 and not [pid for pid in roles if psutil.pid_exists(pid)]
