@@ -92,7 +92,10 @@ class Keeper:
         if check := CHECKS.get(order.engine_kind):
             await asyncio.to_thread(check, order.python or sys.executable)
         if not self._shared:
-            self._provide(order.files)
+            try:
+                self._provide(order.files)
+            except OSError as error:
+                raise UserError(f"launcher.run_dir: {self._host} cannot write into {self._run}: {error}") from error
         if not self._held:
             self._held = hold_ports(self._host, [PortWish(*wish) for wish in order.ports])
             for held in self._held:
@@ -196,9 +199,17 @@ def sees(run: Path, token: str) -> bool:
 
 def network(address: str) -> dict[str, str]:
     """Variables that keep process groups off interfaces which other hosts do not reach. Those that are set stay."""
-    known = {
+    interface = interface_of(address, _interfaces())
+    return {name: os.environ.get(name, interface) for name in INTERFACE if interface}
+
+
+def own_addresses() -> set[str]:
+    """The IPv4 addresses of this machine."""
+    return {address for addresses in _interfaces().values() for address, _ in addresses}
+
+
+def _interfaces() -> dict[str, list[tuple[str, str | None]]]:
+    return {
         name: [(own.address, own.netmask) for own in addresses if own.family == socket.AF_INET]
         for name, addresses in psutil.net_if_addrs().items()
     }
-    interface = interface_of(address, known)
-    return {name: os.environ.get(name, interface) for name in INTERFACE if interface}

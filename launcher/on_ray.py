@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -27,8 +27,8 @@ from rl_async.configs.closed import is_closed, is_loopback
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import RlAsyncError, UserError
 from rl_async.launcher.executor import Process, ThisMachine
-from rl_async.launcher.keeper import Keeper, Order, Settled, Started, sees
-from rl_async.launcher.placement import Bundle, Group, Seat, check_sharing, folders_of, groups
+from rl_async.launcher.keeper import Keeper, Order, Settled, Started, own_addresses, sees
+from rl_async.launcher.placement import Bundle, Group, Seat, check_sharing, folders_of, groups, stays_home
 from rl_async.launcher.plan import RENDEZVOUS, Plan
 from rl_async.launcher.remote import ANSWER_S, RETRY_S, KeeperGone, KeeperSilent, RemoteChild
 from rl_async.launcher.spec import ProcessSpec
@@ -56,8 +56,8 @@ class Cluster:
     gpus: int
 
     def at_home(self, config: RunConfig) -> RunConfig:
-        """The config of a run whose queue listens where the other nodes reach it."""
-        if not is_loopback(config.queue.host) and config.queue.host != "0.0.0.0":
+        """The config of a run whose queue listens where the other nodes reach it, also if it was elsewhere before."""
+        if config.queue.host in own_addresses() and not is_loopback(config.queue.host):
             return config
         return msgspec.structs.replace(config, queue=msgspec.structs.replace(config.queue, host=self.address))
 
@@ -178,7 +178,7 @@ class Nodes:
             return await self._here.start(spec, restarts=restarts)
         earlier = self._children.get(spec.name)
         if earlier is not None and earlier.lost:
-            self._posts.pop(spec.name).line.kill()
+            self._drop(spec.name)
         for _ in range(START_ATTEMPTS):
             post = self._posts.get(spec.name) or await self._post(spec)
             argv = spec.command(self._ports, self._hosts, restarted=restarts > 0)
@@ -188,13 +188,17 @@ class Nodes:
                 started: Started = await post.line.ask("start", _portable(argv), environment)
             except (KeeperGone, KeeperSilent) as error:
                 log.warning("%s: its keeper on %s failed: %s", spec.name, post.settled.host, error)
-                self._posts.pop(spec.name).line.kill()
+                self._drop(spec.name)
                 continue
             host = "" if post.settled.host == self._cluster.address else post.settled.host
             path = self._folder / "logs" / f"{spec.name}.log"
             self._children[spec.name] = RemoteChild(spec.name, post.line, started, host, path)
             return self._children[spec.name]
         raise NoRoom(f"{spec.name}: no keeper could start it in {START_ATTEMPTS} attempts; see logs/launcher.log")
+
+    def _drop(self, name: str) -> None:
+        if (post := self._posts.pop(name, None)) is not None:
+            post.line.kill()
 
     def places(self) -> tuple[Mapping[str, int], Mapping[str, str]]:
         """As they are now."""
@@ -214,6 +218,11 @@ class Nodes:
             seen = await asyncio.gather(*(asked(node_id) for node_id, _ in nodes))
         except TimeoutError:
             raise NoRoom(f"a node of the Ray cluster did not answer within {LOOK_S:g} s; see `ray status`") from None
+        except RayError as error:
+            raise NoRoom(
+                f"a node of the Ray cluster cannot be used: {_first_line(error)}; every node needs rl-async, and "
+                "the same Python and Ray"
+            ) from error
         return [address for (_, address), sees_it in zip(nodes, seen, strict=True) if not sees_it]
 
     async def _reserve(self, group: Group) -> None:
@@ -276,7 +285,8 @@ class Nodes:
                 self._children[spec.name].kill_now()
 
     def _order(self, spec: ProcessSpec) -> Order:
-        wishes = {spec.name, RENDEZVOUS} if spec.name == "trainer-0" else {spec.name}
+        names = {spec.name, RENDEZVOUS} if spec.name == "trainer-0" else {spec.name}
+        again = self._ports if stays_home(spec) else {}  # others know it by its address
         python = spec.argv[0] if spec.engine_kind in ("vllm", "sglang") else ""
         return Order(
             name=spec.name,
@@ -285,7 +295,7 @@ class Nodes:
             token=self._token,
             files=_run_files(self._config, self._folder, spec),
             folders=folders_of(self._config, self._plan, spec),
-            ports=[(wish.name, wish.port, wish.key) for wish in self._plan.ports if wish.name in wishes],
+            ports=[(w.name, again.get(w.name, w.port), w.key) for w in self._plan.ports if w.name in names],
             engine_kind=spec.engine_kind,
             python=_portable([python])[0] if python else "",
         )

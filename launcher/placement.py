@@ -98,7 +98,12 @@ def _bundle(specs: Sequence[ProcessSpec], threads: int, shared: bool) -> Bundle:
 
 
 def _at_home(spec: ProcessSpec, shared: bool) -> bool:
-    return spec.role == "queue" or spec.name == GATEWAY or (spec.role == "trainer" and not shared)
+    return stays_home(spec) or (spec.role == "trainer" and not shared)
+
+
+def stays_home(spec: ProcessSpec) -> bool:
+    """Whether a process keeps its address as long as the run lasts, and is therefore on the launcher's node."""
+    return spec.role == "queue" or spec.name == GATEWAY
 
 
 def _cpus(spec: ProcessSpec, threads: int) -> float:
