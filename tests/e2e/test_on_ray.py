@@ -6,17 +6,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-pytest.importorskip("ray", reason="install Ray: pip install 'rl-async[ray]'")
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
     pytest.mark.timeout(600),
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not here; install it with pip install 'rl-async[ray]'"),
     # of Ray's own processes and sockets, which it leaves to the interpreter
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),

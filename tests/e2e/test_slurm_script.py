@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "slurm" / "rl_async.sbatch"
 RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
@@ -60,7 +60,7 @@ def run_script(folder: Path, nodes: list[str], step: str, within: tuple[str, ...
     with (folder / "out").open("w") as out:
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=out, start_new_session=True)
         try:
-            code = process.wait(300)
+            code = process.wait(500)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
