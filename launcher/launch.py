@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -26,6 +27,7 @@ from rl_async.launcher.view import View
 from rl_async.transfer_queue.keys import client_keys, provide_keys
 
 DIAGNOSIS_S = 30.0
+KNOCK_S = 5.0
 EXIT_SIGNAL = 128  # plus the number of the signal, as shells have it
 
 
@@ -41,6 +43,7 @@ def launch_on_ray(config: RunConfig, folder: Path, address: str, *, resume: bool
     """As ``launch``, on the nodes of the Ray cluster at ``address``. Raises NoRoom, too."""
     if find_spec("ray") is None:
         raise UserError("--launcher ray: Ray is not installed here; run `python -m pip install 'rl-async[ray]'`")
+    _knock(address)
     from rl_async.launcher.on_ray import Nodes, connected
 
     with hold(folder), connected(address) as cluster:
@@ -63,6 +66,19 @@ def make_ready(config: RunConfig, folder: Path, *, resume: bool = False) -> tupl
 def _make_folder(config: RunConfig, folder: Path) -> None:
     create(config, folder)
     provide_keys(config, folder)
+
+
+def _knock(address: str) -> None:
+    """Raise UserError if nobody listens at HOST:PORT: Ray itself would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if not (colon and port.isdigit()) or "/" in host:
+        return  # not of that form, or none was given
+    try:
+        socket.create_connection((host, int(port)), KNOCK_S).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"--address {address}: no Ray cluster answers there ({error}); start one with `ray start --head`"
+        ) from error
 
 
 @contextmanager

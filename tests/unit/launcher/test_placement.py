@@ -1,5 +1,6 @@
 """What goes where on a cluster: bundles, seats, the launcher's node, and which interface has an address."""
 
+import socket
 import sys
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from rl_async.configs.load import load_config
 from rl_async.errors import UserError
+from rl_async.launcher import launch
 from rl_async.launcher.placement import Group, check_sharing, folders_of, groups, interface_of
 from rl_async.launcher.plan import Plan, plan
 
@@ -101,9 +103,16 @@ def test_the_interface_of_an_address(address: str, found: str) -> None:
 
 
 def test_without_ray_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from rl_async.launcher import launch
-
     monkeypatch.setattr(launch, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'rl-async\[ray\]'"):
         launch.launch_on_ray(load_config("calculator"), tmp_path / "runs" / "x", "")
+    assert "rl_async.launcher.on_ray" not in sys.modules and list(tmp_path.iterdir()) == []
+
+
+def test_an_address_where_nobody_listens_is_named_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(launch, "find_spec", lambda name: True)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    with pytest.raises(UserError, match=f"--address {address}: no Ray cluster answers there"):
+        launch.launch_on_ray(load_config("calculator"), tmp_path / "runs" / "x", address)
     assert "rl_async.launcher.on_ray" not in sys.modules and list(tmp_path.iterdir()) == []
