@@ -76,7 +76,7 @@ def engine_process() -> None:
     torch.set_default_dtype(torch.bfloat16)
     model = Qwen3ForCausalLM(shape(21, 1024)).eval()
     engine = Engine(EngineCore(model, max_batch=1, max_length=64), on_crash=lambda _: sys.exit(1))
-    listener = bind(0)
+    listener = bind("127.0.0.1", 0)
     settings = uvicorn.Config(Server(engine, "benchmark").app, log_level="warning", lifespan="off", access_log=False)
     threading.Thread(target=uvicorn.Server(settings).run, kwargs={"sockets": [listener]}, daemon=True).start()
     print(listener.getsockname()[1], flush=True)

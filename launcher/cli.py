@@ -10,6 +10,7 @@ from rl_async.errors import EXIT_USER, RlAsyncError, UserError
 from rl_async.launcher.queue_cli import add_queue_commands
 
 MODES = ("colocated", "disaggregated")
+LAUNCHERS = ("local", "ray")
 EXIT_INTERRUPTED = 130
 Command = Callable[[argparse.Namespace], int]
 
@@ -62,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help="continue the named run, or the newest of this config (default: a named run that did not reach its end)",
     )
+    launch.add_argument("--launcher", choices=LAUNCHERS, default="local", help="where: this machine, or Ray's nodes")
+    launch.add_argument("--address", default="", help="of the Ray cluster (default: the one that this machine is in)")
     launch.set_defaults(command=_launch)
 
     _add_sft(commands.add_parser("sft", help="fine-tune on conversations; or make the data and model of a preset"))
@@ -206,7 +209,7 @@ def _add_engine_commands(parser: argparse.ArgumentParser) -> None:
     show.set_defaults(command=_engine_list)
     add = commands.add_parser("add", help="give an engine that you started to a run that is going on")
     add.add_argument("run", type=Path, metavar="RUN", help="run folder")
-    add.add_argument("url", metavar="URL", help="of the engine, on this machine")
+    add.add_argument("url", metavar="URL", help="of the engine; on this machine, unless the run spans several")
     add.add_argument("--engine", choices=("embedded", "vllm", "sglang"), default="vllm", help="default: vllm")
     add.add_argument("--wait", type=float, default=120.0, metavar="S", help="for its first weights (default: 120)")
     add.set_defaults(command=_engine_add)
@@ -230,6 +233,8 @@ def _add_data_commands(parser: argparse.ArgumentParser) -> None:
 def _launch(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.runs import new_run, resumed_run, unfinished
 
+    if arguments.address and arguments.launcher != "ray":
+        raise UserError("--address is of a Ray cluster; add --launcher ray")
     if arguments.resume is None and arguments.name:
         arguments.resume = unfinished(arguments.config, arguments.overrides, arguments.name)
         if arguments.resume:
@@ -241,8 +246,10 @@ def _launch(arguments: argparse.Namespace) -> int:
 
         dry_run(config, folder, resume=bool(arguments.resume))
         return 0
-    from rl_async.launcher.launch import launch
+    from rl_async.launcher.launch import launch, launch_on_ray
 
+    if arguments.launcher == "ray":
+        return launch_on_ray(config, folder, arguments.address, resume=bool(arguments.resume))
     return launch(config, folder, resume=bool(arguments.resume))
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from rl_async.configs.engines import engine_kinds
 from rl_async.configs.schema import EngineKind, RunConfig
 from rl_async.launcher.memory import ModelSize, engine_bytes
-from rl_async.launcher.ports import HOST
 from rl_async.launcher.spec import ProcessSpec, environment, module
 
 
@@ -33,7 +32,8 @@ Command = tuple[tuple[str, ...], dict[str, str]]  # arguments but for the port, 
 
 
 def _embedded(config: RunConfig, run_dir: Path, index: int, gpu: int | None) -> Command:
-    return module("rollout_server", "--run", str(run_dir), "--index", str(index)), {}
+    flags = ("--run", str(run_dir), "--index", str(index), "--host", f"{{engine-{index}.host}}")
+    return module("rollout_server", *flags), {}
 
 
 def _vllm(config: RunConfig, run_dir: Path, index: int, gpu: int | None) -> Command:
@@ -41,7 +41,7 @@ def _vllm(config: RunConfig, run_dir: Path, index: int, gpu: int | None) -> Comm
     rollout = config.rollout
     flags = {
         "--model": config.model.path,
-        "--host": HOST,
+        "--host": f"{{engine-{index}.host}}",
         "--dtype": config.model.dtype,
         "--max-model-len": str(rollout.max_model_len),
         "--max-num-seqs": str(rollout.max_batch_size),
@@ -61,7 +61,7 @@ def _sglang(config: RunConfig, run_dir: Path, index: int, gpu: int | None) -> Co
     rollout = config.rollout
     flags = {
         "--model-path": config.model.path,
-        "--host": HOST,
+        "--host": f"{{engine-{index}.host}}",
         "--dtype": config.model.dtype,
         "--context-length": str(rollout.max_model_len),
         "--max-running-requests": str(rollout.max_batch_size),

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from rl_async.configs.schema import RunConfig, TrainerConfig
 from rl_async.errors import ConfigError, RlAsyncError
+from rl_async.launcher.executor import ThisMachine
 from rl_async.launcher.launch import EXIT_SIGNAL, announce, log_into, make_ready, prepare
 from rl_async.launcher.local import Interrupted, Supervisor
 from rl_async.launcher.runs import hold, next_folder
@@ -41,9 +42,9 @@ def evaluate(config: RunConfig, name_or_path: str) -> int:
 
     async def run() -> int:
         try:
-            with Supervisor(planned, ports, folder, client_keys(config, folder)) as supervisor:
+            with Supervisor(planned, executor, folder, client_keys(config, folder)) as supervisor:
                 await prepare(config, planned, supervisor, console)
-                announce(config, folder, ports, console)
+                announce(config, folder, executor, console)
                 evaluation = Evaluation(supervisor, config, folder)
                 await supervisor.run(evaluation.run, evaluation.on_engine)
         except Interrupted as interruption:
@@ -55,6 +56,7 @@ def evaluate(config: RunConfig, name_or_path: str) -> int:
 
     with hold(folder):
         planned, ports = make_ready(config, folder)
+        executor = ThisMachine(ports, folder, planned.hosts)
         with log_into(folder):
             return asyncio.run(run())
 

@@ -2,19 +2,22 @@
 
 import asyncio
 import logging
+import socket
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
 
 from rl_async.configs.schema import RunConfig
 from rl_async.endpoints import write_endpoints
-from rl_async.errors import RlAsyncError
+from rl_async.errors import RlAsyncError, UserError
 from rl_async.launcher.artifacts import needs_preparation
 from rl_async.launcher.doctor import FILE as DIAGNOSIS
 from rl_async.launcher.doctor import diagnose
+from rl_async.launcher.executor import Executor, ThisMachine
 from rl_async.launcher.local import Interrupted, Supervisor
 from rl_async.launcher.machine import check_sglang, plan_here
 from rl_async.launcher.plan import Plan, endpoints
@@ -24,6 +27,7 @@ from rl_async.launcher.view import View
 from rl_async.transfer_queue.keys import client_keys, provide_keys
 
 DIAGNOSIS_S = 30.0
+KNOCK_S = 5.0
 EXIT_SIGNAL = 128  # plus the number of the signal, as shells have it
 
 
@@ -32,7 +36,22 @@ def launch(config: RunConfig, folder: Path, *, resume: bool = False) -> int:
     with hold(folder):
         planned, ports = make_ready(config, folder, resume=resume)
         with log_into(folder):
-            return asyncio.run(_run(config, folder, planned, ports))
+            return asyncio.run(_run(config, folder, planned, ThisMachine(ports, folder, planned.hosts)))
+
+
+def launch_on_ray(config: RunConfig, folder: Path, address: str, *, resume: bool = False) -> int:
+    """As ``launch``, on the nodes of the Ray cluster at ``address``. Raises NoRoom, too."""
+    if find_spec("ray") is None:
+        raise UserError("--launcher ray: Ray is not installed here; run `python -m pip install 'rl-async[ray]'`")
+    _knock(address)
+    from rl_async.launcher.on_ray import Nodes, connected
+
+    with hold(folder), connected(address) as cluster:
+        config = cluster.at_home(config)
+        planned = plan_here(config, folder, resume=resume, gpus=cluster.gpus)
+        _make_folder(config, folder)
+        with log_into(folder):
+            return asyncio.run(_run(config, folder, planned, Nodes(cluster, config, planned, folder)))
 
 
 def make_ready(config: RunConfig, folder: Path, *, resume: bool = False) -> tuple[Plan, dict[str, int]]:
@@ -40,9 +59,26 @@ def make_ready(config: RunConfig, folder: Path, *, resume: bool = False) -> tupl
     check_sglang(config)
     planned = plan_here(config, folder, resume=resume)
     ports = assign_ports(planned.ports)
+    _make_folder(config, folder)
+    return planned, ports
+
+
+def _make_folder(config: RunConfig, folder: Path) -> None:
     create(config, folder)
     provide_keys(config, folder)
-    return planned, ports
+
+
+def _knock(address: str) -> None:
+    """Raise UserError if nobody listens at HOST:PORT: Ray itself would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if not (colon and port.isdigit()) or "/" in host:
+        return  # not of that form, or none was given
+    try:
+        socket.create_connection((host, int(port)), KNOCK_S).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"--address {address}: no Ray cluster answers there ({error}); start one with `ray start --head`"
+        ) from error
 
 
 @contextmanager
@@ -72,15 +108,15 @@ async def prepare(config: RunConfig, planned: Plan, supervisor: Supervisor, cons
         )
 
 
-def announce(config: RunConfig, folder: Path, ports: Mapping[str, int], console: Console) -> None:
+def announce(config: RunConfig, folder: Path, executor: Executor, console: Console) -> None:
     """Write down where others may join the run, and print where agent programs are awaited."""
-    places = endpoints(config, ports)
+    places = endpoints(config, *executor.places())
     write_endpoints(folder, places)
     if places.gateway:
         console.print(f"gateway: {places.gateway}", markup=False, highlight=False, soft_wrap=True)
 
 
-async def _run(config: RunConfig, folder: Path, planned: Plan, ports: Mapping[str, int]) -> int:
+async def _run(config: RunConfig, folder: Path, planned: Plan, executor: Executor) -> int:
     console = Console()
     view: View | None = None
     try:
@@ -88,10 +124,11 @@ async def _run(config: RunConfig, folder: Path, planned: Plan, ports: Mapping[st
         async def look(why: str) -> None:
             await _look(folder, why, console)
 
-        with Supervisor(planned, ports, folder, client_keys(config, folder), look) as supervisor:
+        with Supervisor(planned, executor, folder, client_keys(config, folder), look) as supervisor:
             await prepare(config, planned, supervisor, console)
+            await supervisor.settle()
             console.print(f"run folder: {folder}", markup=False, highlight=False, soft_wrap=True)
-            announce(config, folder, ports, console)
+            announce(config, folder, executor, console)
             view = View(config, folder, supervisor.states, supervisor.status, console)
             async with _shown(view):
                 await supervisor.run()

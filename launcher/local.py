@@ -1,4 +1,6 @@
-"""The supervisor of one machine: starts the processes of a plan, restarts what may be restarted, ends everything.
+"""The supervisor: starts the processes of a plan, restarts what may be restarted, ends everything.
+
+Where they run is the executor's business: beside it (``executor.ThisMachine``), or on Ray's nodes (``on_ray.Nodes``).
 
 queue ──> payload shards
       ──> engines (healthy -> registered)  ──┐
@@ -10,15 +12,15 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from rl_async.errors import EXIT_FAILED, EXIT_USER, QueueLost
+from rl_async.launcher.executor import Executor, url_of
 from rl_async.launcher.plan import Plan
-from rl_async.launcher.ports import HOST
-from rl_async.launcher.process import Child, Lifeline, RoleFailed, describe_exit, failure
+from rl_async.launcher.process import Process, RoleFailed, describe_exit, failure
 from rl_async.launcher.roster import Roster
 from rl_async.launcher.spec import ProcessSpec
 from rl_async.launcher.tail import LineTail
@@ -53,16 +55,16 @@ class Supervisor:
     def __init__(
         self,
         plan: Plan,
-        ports: Mapping[str, int],
+        executor: Executor,
         folder: Path,
         keys: ClientKeys | None = None,
         on_trouble: TroubleHook | None = None,
     ) -> None:
-        self._plan, self._ports, self._folder, self._keys = plan, ports, folder, keys
+        self._plan, self._folder, self._keys = plan, folder, keys
+        self._executor = executor
         self._on_trouble = on_trouble
         self._roster, self._troubled = Roster(folder), False
-        self._lifeline = Lifeline()
-        self._children: dict[str, Child] = {}
+        self._children: dict[str, Process] = {}
         self._states = {spec.name: ProcessState(spec.name, "waiting") for spec in plan.processes}
         self._cut_off: dict[str, asyncio.Event] = {}  # by id of a registered engine
         self._client: QueueClient | None = None
@@ -71,7 +73,7 @@ class Supervisor:
         self._signalled = asyncio.Event()
 
     def __enter__(self) -> Self:
-        self._lifeline.__enter__()
+        self._executor.open()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         return self
@@ -83,7 +85,7 @@ class Supervisor:
             asyncio.get_running_loop().remove_signal_handler(number)
         for child in self._children.values():
             child.kill_now()
-        self._lifeline.__exit__(kind, error, trace)
+        self._executor.close()
 
     @property
     def queue(self) -> QueueClient:
@@ -95,7 +97,8 @@ class Supervisor:
     @property
     def address(self) -> str:
         """Where the queue listens."""
-        return f"tcp://{self._plan.queue_host}:{self._ports['queue']}"
+        ports, _ = self._executor.places()
+        return f"tcp://{self._plan.queue_host}:{ports['queue']}"
 
     def states(self) -> Sequence[ProcessState]:
         """All processes that live as long as the run."""
@@ -104,6 +107,10 @@ class Supervisor:
     async def status(self) -> StatusReport:
         """What the queue holds. Raises QueueLost."""
         return await self.queue.status()
+
+    async def settle(self) -> None:
+        """Have places found for all processes. Raises what the executor's does, and Interrupted on a signal."""
+        await self._first(self._executor.settle(), [self._watch_signals()])
 
     async def run_once(self, spec: ProcessSpec, report: Callable[[str], None]) -> None:
         """Run a process to its end, passing on its lines as they come.
@@ -159,25 +166,15 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # the first error is already on its way
 
-    async def _start(self, spec: ProcessSpec, *, restarts: int = 0) -> Child:
-        log_file = self._folder / "logs" / f"{spec.name}.log"
-        stacks = self._folder / "stacks" / f"{spec.name}.txt"
-        stacks.parent.mkdir(exist_ok=True)
-        child = await Child.start(
-            spec.name,
-            spec.command(self._ports, restarted=restarts > 0),
-            spec.environment(self._ports),
-            log_file,
-            self._lifeline,
-            stacks,
-        )
+    async def _start(self, spec: ProcessSpec, *, restarts: int = 0) -> Process:
+        child = await self._executor.start(spec, restarts=restarts)
         self._children[spec.name] = child
         self._roster.add(spec, child)
         self._set_state(spec.name, "running", restarts)
-        log.info("%s started, pid %d", spec.name, child.pid)
+        log.info("%s started, pid %d%s", spec.name, child.pid, f" on {child.host}" if child.host else "")
         return child
 
-    async def _follow(self, child: Child, report: Callable[[str], None]) -> None:
+    async def _follow(self, child: Process, report: Callable[[str], None]) -> None:
         lines = LineTail(child.log, child.log_start)
         ended = False
         while not ended:
@@ -231,7 +228,7 @@ class Supervisor:
         while spec is not None:
             child = await self._start(spec, restarts=restarts)
             self._set_state(spec.name, "starting", restarts)
-            if await self._is_healthy(child, f"http://{HOST}:{self._ports[spec.name]}"):
+            if await self._is_healthy(child, url_of(self._executor, spec.name)):
                 self._set_state(spec.name, "running", restarts)
                 self._scorable.set()
                 await child.wait()
@@ -241,10 +238,10 @@ class Supervisor:
     async def _keep_engine(self, spec: ProcessSpec, on_engine: EngineHook | None) -> None:
         """Produces one healthy, registered engine. Waits for its end, or for the registry to lose it."""
         restarts = 0
-        url = f"http://{HOST}:{self._ports[spec.name]}"
         while True:
             engine_id = f"{spec.name}.{restarts}" if restarts else spec.name
             child = await self._start(spec, restarts=restarts)
+            url = url_of(self._executor, spec.name)
             self._set_state(spec.name, "starting", restarts)
             registered = await self._is_healthy(child, url)
             if not registered and child.returncode is None:
@@ -262,7 +259,7 @@ class Supervisor:
                 await self.queue.remove_engine(engine_id, f"its process ended: {describe_exit(code)}")
             restarts = await self._before_restart(spec, child, code, restarts)
 
-    async def _is_healthy(self, child: Child, url: str) -> bool:
+    async def _is_healthy(self, child: Process, url: str) -> bool:
         """Whether the process answered its health probe before it ended and before the deadline."""
         deadline = time.monotonic() + self._plan.start_timeout_s
         probe = EngineHttp(url, timeout_s=None)
@@ -275,7 +272,7 @@ class Supervisor:
         finally:
             await probe.close()
 
-    async def _until_gone(self, child: Child, cut_off: asyncio.Event) -> None:
+    async def _until_gone(self, child: Process, cut_off: asyncio.Event) -> None:
         ended, lost = asyncio.ensure_future(child.wait()), asyncio.ensure_future(cut_off.wait())
         try:
             await asyncio.wait([ended, lost], return_when=asyncio.FIRST_COMPLETED)
@@ -314,7 +311,7 @@ class Supervisor:
             spec = self._plan.trainers[children.index(failed)]
             restarts = await self._before_restart(spec, failed, code, restarts)
 
-    async def _until_trained(self, ranks: Sequence[Child]) -> Child | None:
+    async def _until_trained(self, ranks: Sequence[Process]) -> Process | None:
         """None when all ranks ended with 0 and the run is over; else the rank that ended otherwise."""
         pending = {asyncio.ensure_future(child.wait()): child for child in ranks}
         try:
@@ -332,7 +329,7 @@ class Supervisor:
 
     # --- endings ----------------------------------------------------------------------------------------------------
 
-    async def _before_restart(self, spec: ProcessSpec, child: Child, code: int, restarts: int) -> int:
+    async def _before_restart(self, spec: ProcessSpec, child: Process, code: int, restarts: int) -> int:
         """Wait a little longer each time, and count. Raises if the process must not be started again."""
         if code in (EXIT_USER, EXIT_FAILED) or restarts >= spec.max_restarts:
             self._give_up(child, code, restarts)
@@ -341,7 +338,7 @@ class Supervisor:
         await asyncio.sleep(min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2**restarts))
         return restarts + 1
 
-    def _give_up(self, child: Child, code: int, restarts: int) -> NoReturn:
+    def _give_up(self, child: Process, code: int, restarts: int) -> NoReturn:
         self._set_state(child.name, "failed", restarts)
         raise failure(child, code, restarts)
 

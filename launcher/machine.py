@@ -18,14 +18,18 @@ from rl_async.reward_loop.judge import api_key
 EXPERT_MODELS = ("qwen2_moe", "qwen3_moe")
 
 
-def plan_here(config: RunConfig, folder: Path, *, resume: bool = False) -> Plan:
-    """The plan for this machine. Raises UserError for what is missing here: files, vLLM, Megatron-Core, PEFT, a GPU
-    asked for, the judge's key; and for experts that an engine does not know."""
-    gpus = count_gpus()
+def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: int | None = None) -> Plan:
+    """The plan for this machine, or for a cluster with ``gpus`` GPUs, whose nodes are asked later for their engines.
+
+    Raises UserError for what is missing here: files, vLLM, Megatron-Core, PEFT, a GPU asked for, the judge's key; and
+    for experts that an engine does not know.
+    """
+    elsewhere = gpus is not None
+    gpus = count_gpus() if gpus is None else gpus
     if config.model.device == "cuda" and gpus == 0:
         raise UserError("model.device=cuda, but no GPU is visible; use auto or cpu")
     needs_preparation(config)
-    if "vllm" in engine_kinds(config):
+    if "vllm" in engine_kinds(config) and not elsewhere:
         check_vllm_python(config.rollout.python or sys.executable)
     if config.trainer.backend == "megatron":
         check_megatron()

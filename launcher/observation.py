@@ -17,13 +17,14 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
     state: str  # running, restarting, ended, failed
     restarts: int = 0
     exit: int | None = None  # as Popen.returncode
+    host: str = ""  # empty: the launcher's own
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """One process as the kernel and its own files show it."""
 
     record: ProcessRecord
-    state: str  # a letter as in ps, or gone
+    state: str  # a letter as in ps, or gone, or afar
     waits_in: str = ""  # kernel function
     age_s: float = float("inf")  # since it was started
     cpu: float = 0.0  # cores used while it was looked at

@@ -32,7 +32,7 @@ from rl_async.launcher.observation import (
 from rl_async.launcher.roster import read_roster
 from rl_async.launcher.view_model import MetricsTail, Record
 from rl_async.messages import EngineRecord, GroupRecord
-from rl_async.processes import ENDED, GONE, HALTED, ProcStat, age_s, catches, read_stat, state_of, waits_in
+from rl_async.processes import AFAR, ENDED, GONE, HALTED, ProcStat, age_s, catches, read_stat, state_of, waits_in
 from rl_async.rollout_server.connect import connect
 from rl_async.rollout_server.http import EngineHttp
 from rl_async.stacks import ASK, Frame, main_thread
@@ -93,7 +93,7 @@ def look_at(run: Path, records: Sequence[ProcessRecord]) -> tuple[Seen, ...]:
     """Every process as it is now, with its main thread's stack if it answers within STACK_S."""
     before = {record.pid: _stat(record) for record in records}
     began = time.monotonic()
-    stacks = ask_stacks(run, [record for record in records if before[record.pid].state not in (*ENDED, *HALTED)])
+    stacks = ask_stacks(run, [record for record in records if before[record.pid].state not in (AFAR, *ENDED, *HALTED)])
     time.sleep(max(0.0, 0.3 - (time.monotonic() - began)))
     elapsed = (time.monotonic() - began) * os.sysconf("SC_CLK_TCK")
     seen = []
@@ -104,7 +104,7 @@ def look_at(run: Path, records: Sequence[ProcessRecord]) -> tuple[Seen, ...]:
             Seen(
                 record=record,
                 state=stat.state,
-                waits_in=waits_in(record.pid) if stat.state != GONE else "",
+                waits_in=waits_in(record.pid) if stat.state not in (AFAR, GONE) else "",
                 age_s=age_s(stat),
                 cpu=max(0, stat.cpu_ticks - before[record.pid].cpu_ticks) / elapsed,
                 log_age_s=log_age,
@@ -116,7 +116,9 @@ def look_at(run: Path, records: Sequence[ProcessRecord]) -> tuple[Seen, ...]:
 
 
 def _stat(record: ProcessRecord) -> ProcStat:
-    """The process, or a gone one if its number belongs to another by now."""
+    """The process, or a gone one if its number belongs to another by now. Of one on another machine nothing is seen."""
+    if record.host:
+        return ProcStat(AFAR if record.exit is None else GONE)
     stat = read_stat(record.pid)
     return stat if stat.started == record.started else ProcStat()
 
@@ -146,7 +148,7 @@ def ask_stacks(run: Path, records: Iterable[ProcessRecord]) -> dict[str, tuple[F
 def _py_spy(pid: int, state: str) -> tuple[Frame, ...]:
     """The main thread of a process that cannot answer, if py-spy is installed and allowed to look."""
     tool = shutil.which("py-spy")
-    if tool is None or state in ENDED:
+    if tool is None or state in (AFAR, *ENDED):
         return ()
     command = [tool, "dump", "--nonblocking", "--json", "--pid", str(pid)]
     try:

@@ -4,7 +4,7 @@ The mode decides here, and nowhere else, which process uses which device and how
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_async.configs.schema import RunConfig
@@ -20,7 +20,7 @@ from rl_async.launcher.memory import (
     worker_bytes,
 )
 from rl_async.launcher.ports import HOST, PortWish
-from rl_async.launcher.spec import ProcessSpec, environment, module
+from rl_async.launcher.spec import THIS_MACHINE, ProcessSpec, environment, module
 
 REWARD_MODEL = "reward-model"
 GATEWAY = "gateway"
@@ -44,6 +44,7 @@ class Plan:
     reward_model: ProcessSpec | None = None
     shards: tuple[ProcessSpec, ...] = ()
     queue_host: str = HOST  # where this machine's processes find the queue
+    hosts: Mapping[str, str] = field(default_factory=dict)  # of processes on this machine that listen elsewhere
 
     @property
     def processes(self) -> tuple[ProcessSpec, ...]:
@@ -55,7 +56,7 @@ class Plan:
 def plan(
     config: RunConfig, run_dir: Path, *, size: ModelSize | None = None, gpus: int = 0, resume: bool = False
 ) -> Plan:
-    """The processes of a run in ``run_dir`` on a machine with ``gpus`` GPUs."""
+    """The processes of a run in ``run_dir`` on ``gpus`` GPUs, those of this machine or of several."""
     devices = assign_devices(config, gpus)
     return Plan(
         mode=config.mode,
@@ -71,6 +72,7 @@ def plan(
         reward_model=_reward_model(config, gpus) if serves_reward_model(config) else None,
         shards=tuple(_shard(config, run_dir, f"shard-{i}") for i in range(config.queue.shards)),
         queue_host=queue_host(config),
+        hosts={f"shard-{i}": config.queue.host for i in range(config.queue.shards)},
     )
 
 
@@ -134,7 +136,7 @@ def _queue(config: RunConfig, run_dir: Path) -> ProcessSpec:
 
 
 def _shard(config: RunConfig, run_dir: Path, name: str) -> ProcessSpec:
-    queue, own = f"tcp://{queue_host(config)}:{{queue}}", f"tcp://{config.queue.host}:{{{name}}}"
+    queue, own = f"tcp://{queue_host(config)}:{{queue}}", f"tcp://{{{name}.host}}:{{{name}}}"
     flags = ("--run", str(run_dir), "--queue", queue, "--address", own, "--name", name)
     return ProcessSpec(
         name=name,
@@ -154,6 +156,7 @@ def _reward_model(config: RunConfig, gpus: int) -> ProcessSpec:
     gpu = None if model.device == "cpu" or gpus == 0 else max(others, config.trainer.ranks) % gpus
     flags = {
         "--model": model.path,
+        "--host": f"{{{REWARD_MODEL}.host}}",
         "--port": f"{{{REWARD_MODEL}}}",
         "--dtype": model.dtype,
         "--device": model.device,
@@ -184,7 +187,7 @@ def _workers(config: RunConfig, run_dir: Path) -> tuple[ProcessSpec, ...]:
 def _worker(config: RunConfig, run_dir: Path, name: str, program: str, *flags: str) -> ProcessSpec:
     argv = module(program, "--run", str(run_dir), *flags, "--queue", f"tcp://{queue_host(config)}:{{queue}}")
     if serves_reward_model(config):
-        argv += ("--reward-model", f"http://{HOST}:{{{REWARD_MODEL}}}")
+        argv += ("--reward-model", f"http://{{{REWARD_MODEL}.host}}:{{{REWARD_MODEL}}}")
     return ProcessSpec(
         name=name,
         role="worker",
@@ -198,7 +201,8 @@ def _worker(config: RunConfig, run_dir: Path, name: str, program: str, *flags: s
 def _trainer(
     config: RunConfig, run_dir: Path, rank: int, devices: Devices, size: ModelSize | None, resume: bool
 ) -> ProcessSpec:
-    argv = module("trainer", "--run", str(run_dir), "--queue", f"tcp://{queue_host(config)}:{{queue}}")
+    flags = ("--run", str(run_dir), "--queue", f"tcp://{queue_host(config)}:{{queue}}")
+    argv = module("trainer", *flags, "--host", f"{{trainer-{rank}.host}}")
     return ProcessSpec(
         name=f"trainer-{rank}",
         role="trainer",
@@ -232,7 +236,7 @@ def _rank_environment(config: RunConfig, rank: int, devices: Devices) -> dict[st
     env = environment(config) | {
         "RANK": str(rank),
         "WORLD_SIZE": str(config.trainer.ranks),
-        "MASTER_ADDR": HOST,
+        "MASTER_ADDR": "{trainer-0.host}",
         "MASTER_PORT": f"{{{RENDEZVOUS}}}",
     }
     if devices.trainers:
@@ -254,11 +258,11 @@ def _ports(config: RunConfig) -> tuple[PortWish, ...]:
     return tuple(wishes)
 
 
-def endpoints(config: RunConfig, ports: Mapping[str, int]) -> Endpoints:
+def endpoints(config: RunConfig, ports: Mapping[str, int], hosts: Mapping[str, str] = THIS_MACHINE) -> Endpoints:
     """Where the processes of a run that others may join are to be found."""
     gateway = config.agent.gateway
     return Endpoints(
         queue=f"tcp://{queue_host(config)}:{ports['queue']}",
-        reward_model=f"http://{HOST}:{ports[REWARD_MODEL]}" if REWARD_MODEL in ports else "",
+        reward_model=f"http://{hosts.get(REWARD_MODEL, HOST)}:{ports[REWARD_MODEL]}" if REWARD_MODEL in ports else "",
         gateway="" if gateway is None else f"http://{gateway.host}:{ports[GATEWAY]}",
     )

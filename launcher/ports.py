@@ -41,3 +41,23 @@ def assign_ports(wishes: Sequence[PortWish]) -> dict[str, int]:
                 ) from error
             ports[wish.name] = listener.getsockname()[1]
     return ports
+
+
+def hold_ports(host: str, wishes: Sequence[PortWish]) -> list[socket.socket]:
+    """One socket per wish, bound to its port of ``host`` and not listening.
+
+    As long as it is open nobody is given the port by chance, and a server that sets SO_REUSEADDR, as all of ours do,
+    may listen on it. Raises ConfigError naming the key if a configured port is taken.
+    """
+    held: list[socket.socket] = []
+    for wish in wishes:
+        held.append(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+        held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            held[-1].bind((host, wish.port))
+        except (OSError, OverflowError) as error:
+            for other in held:
+                other.close()
+            place = f"{wish.key}: " if wish.key else ""
+            raise ConfigError(f"{place}port {wish.port} for {wish.name} cannot be used on {host} ({error})") from error
+    return held

@@ -7,14 +7,38 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from rl_async.errors import EXIT_USER, RlAsyncError, UserError
 from rl_async.lifeline import LIFELINE_FD
+from rl_async.processes import read_stat
 from rl_async.stacks import STACKS
 
 TAIL_LINES = 15
 TAIL_BYTES = 16384
+
+
+class Process(Protocol):
+    """A process that was started; see ``Child``."""
+
+    name: str
+    log: Path
+    log_start: int
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def started(self) -> int: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def returncode(self) -> int | None: ...
+    async def wait(self) -> int: ...
+    async def stop(self, timeout_s: float) -> int: ...
+    async def kill(self) -> int: ...
+    def kill_now(self) -> None: ...
+    def output(self) -> str: ...
+    def tail(self) -> str: ...
 
 
 class RoleFailed(RlAsyncError):
@@ -42,12 +66,23 @@ class Child:
         self.name, self.log, self.log_start = name, log, log_start
         self._process = process
         self._swept = False
+        self.host = ""  # the supervisor's own
+        self.started = read_stat(process.pid).started  # in clock ticks since the boot
 
     @classmethod
     async def start(
-        cls, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path, lifeline: Lifeline, stacks: Path
+        cls,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        lifeline: Lifeline,
+        stacks: Path,
+        cwd: Path | None = None,
     ) -> Self:
         """Start ``argv`` with ``env`` added to this process's environment; its output is appended to ``log``.
+
+        It runs in ``cwd``, if that is given.
 
         ``stacks`` is the file that it writes its Python stacks to when asked (``rl_async.stacks``).
         """
@@ -67,6 +102,7 @@ class Child:
                 },
                 pass_fds=(lifeline.read_end,),
                 start_new_session=True,
+                cwd=cwd,
             )
         return cls(name, process, log, log_start)
 
@@ -115,14 +151,19 @@ class Child:
 
     def output(self) -> str:
         """The end of what this process wrote, without what earlier ones left in the same log."""
-        with self.log.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(self.log_start, end - TAIL_BYTES))
-            return file.read().decode(errors="replace")
+        return tail_of(self.log, self.log_start)
 
     def tail(self) -> str:
         """Its last lines."""
         return "\n".join(self.output().splitlines()[-TAIL_LINES:])
+
+
+def tail_of(log: Path, start: int) -> str:
+    """The last TAIL_BYTES of a log, from ``start`` on."""
+    with log.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(start, end - TAIL_BYTES))
+        return file.read().decode(errors="replace")
 
 
 def describe_exit(code: int) -> str:
@@ -135,7 +176,7 @@ def describe_exit(code: int) -> str:
         return f"killed by signal {-code}"
 
 
-def failure(child: Child, code: int, restarts: int) -> RlAsyncError:
+def failure(child: Process, code: int, restarts: int) -> RlAsyncError:
     """The error of a process that failed for good: a UserError if it named a mistake of the user."""
     if code == EXIT_USER:
         mistakes = [line for line in child.output().splitlines() if line.startswith("error: ")]

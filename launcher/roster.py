@@ -7,10 +7,9 @@ import msgspec
 
 from rl_async.errors import UserError
 from rl_async.launcher.observation import ProcessRecord
-from rl_async.launcher.process import Child
+from rl_async.launcher.process import Process
 from rl_async.launcher.spec import ProcessSpec
 from rl_async.launcher.view_model import ProcessState
-from rl_async.processes import read_stat
 
 FILE = "processes.json"
 
@@ -20,23 +19,24 @@ class Roster:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._started: dict[str, tuple[ProcessSpec, Child, int]] = {}
+        self._started: dict[str, tuple[ProcessSpec, Process]] = {}
 
-    def add(self, spec: ProcessSpec, child: Child) -> None:
+    def add(self, spec: ProcessSpec, child: Process) -> None:
         """A process was started."""
-        self._started[spec.name] = (spec, child, read_stat(child.pid).started)
+        self._started[spec.name] = (spec, child)
 
     def write(self, states: Mapping[str, ProcessState]) -> None:
         """Replace the file in one step."""
         records = []
-        for name, (spec, child, began) in self._started.items():
+        for name, (spec, child) in self._started.items():
             known = states.get(name, ProcessState(name, "running"))
             records.append(
                 ProcessRecord(
                     name=name,
                     role=spec.role,
                     pid=child.pid,
-                    started=began,
+                    started=child.started,
+                    host=child.host,
                     state=known.state,
                     restarts=known.restarts,
                     exit=child.returncode,

@@ -49,15 +49,19 @@ def add_engine(run: Path, url: str, kind: EngineKind, wait_s: float) -> EngineRe
     off or has no weights after ``wait_s``.
     """
     parts = urlsplit(url)
-    if parts.scheme != "http" or parts.hostname not in LOOPBACK or parts.port is None:
-        raise UserError(f"{url}: an address on this machine is needed, http://{HOST}:PORT: weights travel on it only")
+    if parts.scheme != "http" or parts.hostname is None or parts.port is None:
+        raise UserError(f"{url}: give the engine's address as http://HOST:PORT")
+    if parts.hostname not in LOOPBACK and urlsplit(read_endpoints(run).queue).hostname in LOOPBACK:
+        raise UserError(
+            f"{url}: an address on this machine is needed, http://{HOST}:PORT: this run's weights travel on it only"
+        )
     if not asyncio.run(_answers(url, kind)):
         raise UserError(f"{url}: no {kind} engine answers GET /health there within {ANSWER_S:g} s")
     engine_id = f"{ADDED}{parts.port}-{secrets.token_hex(2)}"  # never used again: a name stands for one process
     with _queue(run) as queue:
         known = queue.engines()
         for engine in known.engines:
-            if urlsplit(engine.url).port == parts.port:
+            if _place(engine.url) == _place(url):
                 raise UserError(f"{url}: the run has it already, as {engine.engine_id}")
         queue.register_engine(engine_id, url.rstrip("/"), kind)
         deadline = time.monotonic() + wait_s
@@ -71,6 +75,11 @@ def add_engine(run: Path, url: str, kind: EngineKind, wait_s: float) -> EngineRe
                 queue.remove_engine(engine_id, "it took no weights")
                 what = "was cut off" if record is None else f"took no weights within {wait_s:g} s"
                 raise UserError(f"{url}: the engine {what}; {run}/logs/trainer-0.log says why. It was removed again")
+
+
+def _place(url: str) -> tuple[str | None, int | None]:
+    parts = urlsplit(url)
+    return HOST if parts.hostname in LOOPBACK else parts.hostname, parts.port
 
 
 def remove_engine(run: Path, engine_id: str) -> None:

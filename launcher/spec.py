@@ -1,18 +1,24 @@
 """One process of a run: what is executed, where, and how often it may be started again."""
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from rl_async.configs.schema import RunConfig
+from rl_async.launcher.ports import HOST
+
+HOST_OF = re.compile(r"\{([\w-]+)\.host\}")
+THIS_MACHINE: Mapping[str, str] = {}  # every process has the loopback address
 
 Role = Literal["prepare", "queue", "shard", "engine", "reward-model", "worker", "trainer"]
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process. ``{name}`` in ``argv`` and ``env`` stands for the port of that name."""
+    """One process. In ``argv`` and ``env``, ``{name}`` stands for the port of that name and ``{name.host}`` for the
+    address of the host that it is on."""
 
     name: str
     role: Role
@@ -25,21 +31,27 @@ class ProcessSpec:
     memory_bytes: int | None = None  # None: unknown
     engine_kind: str = ""  # of an engine, for the registry
 
-    def command(self, ports: Mapping[str, int], *, restarted: bool = False) -> list[str]:
-        """The command line with ports filled in."""
+    def command(
+        self, ports: Mapping[str, int], hosts: Mapping[str, str] = THIS_MACHINE, *, restarted: bool = False
+    ) -> list[str]:
+        """The command line with ports and hosts filled in."""
         argv = self.argv + (self.restart_argv if restarted else self.first_argv)
-        return [fill(part, ports) for part in argv]
+        return [fill(part, ports, hosts) for part in argv]
 
-    def environment(self, ports: Mapping[str, int]) -> dict[str, str]:
-        """``env`` with ports filled in."""
-        return {key: fill(value, ports) for key, value in self.env.items()}
+    def environment(self, ports: Mapping[str, int], hosts: Mapping[str, str] = THIS_MACHINE) -> dict[str, str]:
+        """``env`` with ports and hosts filled in."""
+        return {key: fill(value, ports, hosts) for key, value in self.env.items()}
+
+    def mentions(self, name: str) -> bool:
+        """Whether ``argv`` or ``env`` hold the port or the host of ``name``."""
+        return any(f"{{{name}}}" in text or f"{{{name}.host}}" in text for text in (*self.argv, *self.env.values()))
 
 
-def fill(text: str, ports: Mapping[str, int]) -> str:
-    """Put port numbers in place of ``{name}``."""
+def fill(text: str, ports: Mapping[str, int], hosts: Mapping[str, str] = THIS_MACHINE) -> str:
+    """Put port numbers in place of ``{name}`` and addresses in place of ``{name.host}``."""
     for name, port in ports.items():
         text = text.replace(f"{{{name}}}", str(port))
-    return text
+    return HOST_OF.sub(lambda match: hosts.get(match[1], HOST), text)
 
 
 def module(name: str, *arguments: str) -> tuple[str, ...]:

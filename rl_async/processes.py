@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 GONE = "gone"
+AFAR = "afar"
 MEANING = {
     "R": "is running",
     "S": "sleeps",
@@ -18,6 +19,7 @@ MEANING = {
     "X": "has ended",
     "I": "is idle",
     GONE: "is gone",
+    AFAR: "is on another machine",
 }
 HALTED = ("T", "t")
 ENDED = ("Z", "X", GONE)

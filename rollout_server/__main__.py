@@ -40,15 +40,15 @@ def load_model(config: RunConfig) -> torch.nn.Module:
     return model.to(device).eval()
 
 
-def bind(port: int) -> socket.socket:
-    """A listening socket on the loopback address. Raises UserError if the port is taken."""
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises UserError if the address cannot be had."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(("127.0.0.1", port))
+        listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise UserError(f"rollout.port: cannot listen on 127.0.0.1:{port}: {error.strerror}") from error
+        raise UserError(f"rollout.port: cannot listen on {host}:{port}: {error.strerror}") from error
     return listener
 
 
@@ -59,6 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m rl_async.rollout_server", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run folder with config.yaml")
     parser.add_argument("--index", type=int, default=0, help="number of this engine in the run")
+    parser.add_argument("--host", default="127.0.0.1", help="default: this machine only; there is no access control")
     parser.add_argument("--port", type=int, required=True)
     arguments = parser.parse_args()
     setup_logging(f"engine-{arguments.index}")
@@ -68,7 +69,7 @@ def main() -> None:
         config = load_resolved(arguments.run / "config.yaml")
         torch.set_num_threads(config.launcher.threads)
         torch.manual_seed(config.seed + 10_000 + arguments.index)
-        listener = bind(arguments.port)
+        listener = bind(arguments.host, arguments.port)
         core = EngineCore(
             load_model(config),
             max_batch=config.rollout.max_batch_size,

@@ -67,6 +67,9 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m rl_async.trainer", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run folder with config.yaml")
     parser.add_argument("--queue", help="address of the transfer queue")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="of this machine, where engines meet it (default: loopback)"
+    )
     parser.add_argument("--replay", type=Path, help="train on this run folder's recorded trajectories")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, or from step 0")
     arguments = parser.parse_args()
@@ -86,7 +89,7 @@ def _run(arguments: argparse.Namespace, stop: StopRequest) -> None:
             train(run)
         else:
             wire = PointToPoint(dist.PrefixStore("gathering", store), device=device)
-            _train_from_queue(run, arguments.queue, arguments.resume, snapshot, wire)
+            _train_from_queue(run, arguments, snapshot, wire)
     finally:
         dist.destroy_process_group()
 
@@ -132,8 +135,8 @@ def _restore(run: Run, resume: bool) -> bytes:
     return snapshot
 
 
-def _train_from_queue(run: Run, address: str, resume: bool, snapshot: bytes, wire: Wire) -> None:
-    config = run.config
+def _train_from_queue(run: Run, arguments: argparse.Namespace, snapshot: bytes, wire: Wire) -> None:
+    config, address = run.config, arguments.queue
     keys = client_keys(config, run.folder)
     with SyncQueueClient(address, role="trainer", name=f"trainer-{run.rank}", keys=keys) as queue:
         run.source = sources.QueueSource(queue, config.trainer.batch_timeout_s)
@@ -141,7 +144,7 @@ def _train_from_queue(run: Run, address: str, resume: bool, snapshot: bytes, wir
             run.publisher = _watched(run, _publisher(run, Bystander(), wire), None)
             train(run)
             return
-        if resume:
+        if arguments.resume:
             resumed = queue.resume(run.start_step, run.lineage, snapshot)
             log.info("the queue kept %d groups and admits %d again", resumed.kept, resumed.readmitted)
         run.depth = QueueDepth(queue)
@@ -154,14 +157,14 @@ def _train_from_queue(run: Run, address: str, resume: bool, snapshot: bytes, wir
             resolve_transport(config),
             config.weight_sync.timeout_s,
             config.rollout.start_timeout_s,
-            _sync_options(run),
+            _sync_options(run, arguments.host),
         ) as coordinator:
             run.publisher = _watched(run, _publisher(run, coordinator, wire), queue)
             if train(run):
                 queue.finish()
 
 
-def _sync_options(run: Run) -> SyncOptions:
+def _sync_options(run: Run, host: str) -> SyncOptions:
     sync = run.config.weight_sync
     return SyncOptions(
         folder=Path(sync.folder) / run.config.name / "weights" if sync.folder else run.folder / "weights",
@@ -169,6 +172,7 @@ def _sync_options(run: Run) -> SyncOptions:
         staged=sync.staged,
         waves=sync.waves,
         sync_timeout_s=sync.sync_timeout_s,
+        host=host,
     )
 
 

@@ -208,7 +208,7 @@ class Fleet:
         new = sender is None
         if sender is None:
             name = f"weights-{next(self._generations)}"
-            sender = SENDERS[self._transport](len(members), name, self._timeout_s / 2, self._options.folder)
+            sender = SENDERS[self._transport](len(members), name, self._timeout_s / 2, self._options)
         outcome = Outcome(sender_error=WeightSyncError("interrupted"))
         try:
             outcome = await self._through(sender, members, new)

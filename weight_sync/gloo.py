@@ -25,8 +25,6 @@ from rl_async.weight_sync.buckets import Bucket, wire_bytes
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from rl_async.weight_sync.rendezvous import group_store
 
-_LOOPBACK = ("127.0.0.1", "localhost")
-
 
 class GlooSender:
     """Rank 0 of a fresh group with ``engines`` members, meeting at a free port of ``host``."""
@@ -55,9 +53,7 @@ class GlooSender:
 
     def connect(self) -> None:
         """Meet all engines."""
-        self._group = _make_group(
-            self.store(), 0, self._world_size, self._name, self._timeout_s, loopback=self._host in _LOOPBACK
-        )
+        self._group = _make_group(self.store(), 0, self._world_size, self._name, self._timeout_s, address=self._host)
 
     def store(self) -> dist.TCPStore:
         """Where the group meets. Raises WeightSyncError when it is closed."""
@@ -102,7 +98,7 @@ class GlooReceiver:
             info.world_size,
             info.group_name,
             info.timeout_s,
-            loopback=info.master_address in _LOOPBACK,
+            address=own_address(info.master_address, info.master_port),
         )
 
     def receive(self, info: UpdateInfo) -> Tensor:
@@ -149,6 +145,16 @@ def joined_store(info: InitInfo) -> dist.TCPStore:
         ) from error
 
 
+def own_address(peer: str, port: int) -> str:
+    """The IPv4 address from which this host reaches ``peer``. Sends nothing. Raises WeightSyncError without a route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((peer, port))
+        except OSError as error:
+            raise WeightSyncError(f"gloo: {peer} cannot be reached from here: {error}") from error
+        return probe.getsockname()[0]
+
+
 def _listening_store(host: str, timeout_s: float) -> dist.TCPStore:
     """A store on a free port of this one IPv4 address.
 
@@ -167,18 +173,13 @@ def _listening_store(host: str, timeout_s: float) -> dist.TCPStore:
 
 
 def _make_group(
-    store: dist.TCPStore, rank: int, world_size: int, name: str, timeout_s: float, *, loopback: bool
+    store: dist.TCPStore, rank: int, world_size: int, name: str, timeout_s: float, *, address: str
 ) -> dist.ProcessGroupGloo:
     """Meet the other ranks under ``name``; outside torch's default group, which the trainer's ranks use."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout_s)
-    # The host name may resolve to an interface that is down or filtered; on one machine loopback always works.
-    device = (
-        dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
-        if loopback
-        else dist.ProcessGroupGloo.create_default_device()
-    )
-    options._devices = [device]
+    # By itself it takes the address of the host's name, which may be of an interface that is down or filtered.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     try:
         return dist.ProcessGroupGloo(group_store(store, name, "cpu"), rank, world_size, options)
     except RuntimeError as error:

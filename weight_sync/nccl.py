@@ -22,9 +22,9 @@ from rl_async.weight_sync.rendezvous import group_store
 class NcclSender:
     """Rank 0 of a fresh group with ``engines`` members; they meet at the store that gloo's would."""
 
-    def __init__(self, engines: int, group_name: str, timeout_s: float) -> None:
+    def __init__(self, engines: int, group_name: str, timeout_s: float, host: str = "127.0.0.1") -> None:
         _require_nccl()
-        self._meeting = GlooSender(engines, group_name, timeout_s)
+        self._meeting = GlooSender(engines, group_name, timeout_s, host)
         self._world_size, self._name, self._timeout_s = engines + 1, group_name, timeout_s
         self._group: Any = None  # builds of torch without NCCL have no name for its type
 

@@ -15,6 +15,7 @@ class SyncOptions:
     staged: bool = False
     waves: int = 1  # engines are updated in so many groups, one after another
     sync_timeout_s: float = 600.0  # of one whole update of all engines
+    host: str = "127.0.0.1"  # of the sender, where the engines meet it
 
     @property
     def hold(self) -> Hold:

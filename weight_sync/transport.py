@@ -1,7 +1,6 @@
 """What the coordinator needs of a transport on the sending side, and the table of transports."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
 from rl_async.weight_sync.buckets import Bucket
@@ -9,6 +8,7 @@ from rl_async.weight_sync.disk import DiskSender
 from rl_async.weight_sync.gloo import GlooSender
 from rl_async.weight_sync.ipc import SharedMemorySender
 from rl_async.weight_sync.nccl import NcclSender
+from rl_async.weight_sync.options import SyncOptions
 from rl_async.weight_sync.protocol import Backend, InitInfo, UpdateInfo
 
 
@@ -48,12 +48,12 @@ class Sender(Protocol):
         ...
 
 
-# Engines, name of the group, deadline in seconds, folder for files.
-SenderFactory = Callable[[int, str, float, Path], Sender]
+# Engines, name of the group, deadline in seconds; of the options, where engines meet and the folder for files.
+SenderFactory = Callable[[int, str, float, SyncOptions], Sender]
 
 SENDERS: dict[Backend, SenderFactory] = {
-    "gloo": lambda engines, name, timeout_s, _: GlooSender(engines, name, timeout_s),
+    "gloo": lambda engines, name, timeout_s, options: GlooSender(engines, name, timeout_s, options.host),
     "ipc": lambda engines, name, timeout_s, _: SharedMemorySender(engines, name, timeout_s),
-    "nccl": lambda engines, name, timeout_s, _: NcclSender(engines, name, timeout_s),
-    "disk": lambda engines, name, timeout_s, folder: DiskSender(folder / name),
+    "nccl": lambda engines, name, timeout_s, options: NcclSender(engines, name, timeout_s, options.host),
+    "disk": lambda engines, name, timeout_s, options: DiskSender(options.folder / name),
 }

@@ -28,7 +28,7 @@ HOME_OF = {
         "transfer_queue/torch_dataset.py",  # an IterableDataset, for those who read a queue without our trainer
     },
     "megatron": {"trainer"},
-    "ray": set(),
+    "ray": {"launcher/on_ray.py"},
     "vllm": {"rollout_server/in_vllm"},
     "sglang": set(),
 }
@@ -59,6 +59,10 @@ def test_imports_point_one_way(path: Path) -> None:
             where = path.relative_to(ROOT).as_posix()
             at_home = any(where == home or where.startswith(home + "/") for home in HOME_OF[parts[0]])
             assert at_home, f"{path}: {module}"
+
+
+def test_only_one_file_imports_ray() -> None:
+    assert [path.name for path in FILES if any(m.split(".")[0] == "ray" for m in imports(path))] == ["on_ray.py"]
 
 
 def test_the_command_line_does_not_import_torch() -> None:

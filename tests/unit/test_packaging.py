@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = sorted(path.name for path in ROOT.iterdir() if (path / "__init__.py").is_file())
-NEED_MORE = {  # vLLM, or Megatron-Core, which the base installation does without
+NEED_MORE = {  # vLLM, Megatron-Core or Ray, which the base installation does without
+    "rl_async.launcher.on_ray",
     "rl_async.rollout_server.in_vllm.transfer",
     "rl_async.trainer.megatron",
     *(f"rl_async.trainer.megatron_{part}" for part in ("model", "optimizer", "outputs", "parallel", "weights")),

@@ -5,6 +5,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from rl_async.launcher.executor import ThisMachine
 from rl_async.launcher.local import Interrupted, Supervisor
 from rl_async.launcher.ports import assign_ports
 
@@ -16,7 +17,7 @@ async def main(folder: Path) -> int:
     sys.modules["fake_plan"] = module
     spec.loader.exec_module(module)
     plan = module.fake_plan(folder)
-    with Supervisor(plan, assign_ports(plan.ports), folder) as supervisor:
+    with Supervisor(plan, ThisMachine(assign_ports(plan.ports), folder), folder) as supervisor:
         try:
             await supervisor.run()
         except Interrupted as interrupted:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rl_async.errors import UserError
+from rl_async.launcher.executor import ThisMachine
 from rl_async.launcher.local import RoleFailed, Supervisor
 from rl_async.launcher.ports import assign_ports
 from rl_async.launcher.roster import read_roster
@@ -29,7 +30,7 @@ async def supervise(
 ) -> Supervisor:
     """Run a plan to its end while ``meddle`` does harm. Whatever happens, nothing may be left running."""
     ports = assign_ports(plan.ports)
-    with Supervisor(plan, ports, rig.folder, on_trouble=on_trouble) as supervisor:
+    with Supervisor(plan, ThisMachine(ports, rig.folder), rig.folder, on_trouble=on_trouble) as supervisor:
         meddling = asyncio.create_task(meddle(supervisor)) if meddle else None
         try:
             await supervisor.run()
@@ -274,7 +275,7 @@ async def test_a_preparation_passes_its_lines_on(rig: Any, make_plan: Any) -> No
     plan = make_plan(rig.folder)
     rig.do("prepare", "exit 0", "exit 2", "exit 1")
     lines: list[str] = []
-    with Supervisor(plan, {}, rig.folder) as supervisor:
+    with Supervisor(plan, ThisMachine({}, rig.folder), rig.folder) as supervisor:
         await supervisor.run_once(plan.prepare, lines.append)
         assert lines == ["prepare has started", "something broke"]
         with pytest.raises(UserError, match="the data is wrong"):

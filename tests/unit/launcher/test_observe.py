@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rl_async.configs.load import dump, load_config
@@ -78,6 +79,15 @@ def test_another_process_with_the_number_of_a_dead_one_is_not_it(run: Path, role
     other = ProcessRecord(name="worker-0", role="worker", pid=role.pid, started=1, state="running")
     (seen,) = look_at(run, [other])
     assert seen.state == "gone" and role.poll() is None
+
+
+def test_a_process_on_another_machine_is_not_looked_for_here(run: Path, role: "subprocess.Popen[str]") -> None:
+    stacks = run / "stacks" / "worker-0.txt"
+    afar = msgspec.structs.replace(record(role.pid), host="10.0.0.2")
+    (seen,) = look_at(run, [afar])
+    assert (seen.state, seen.ended, stacks.read_text()) == ("afar", False, ""), "the number is another's here"
+    (ended,) = look_at(run, [msgspec.structs.replace(afar, exit=1)])
+    assert ended.ended
 
 
 def test_the_launcher_is_who_holds_the_lock(run: Path) -> None:

@@ -37,9 +37,9 @@ def test_the_command_lines_of_the_roles() -> None:
     commands = {spec.role: " ".join(spec.command(PORTS)[1:]) for spec in planned.processes}
     assert commands["queue"] == "-m rl_async.transfer_queue --run runs/x --address tcp://127.0.0.1:1001 --relaunched"
     assert "--relaunched" not in planned.queue.command(PORTS, restarted=True), "then the others live on"
-    assert commands["engine"] == "-m rl_async.rollout_server --run runs/x --index 0 --port 1002"
+    assert commands["engine"] == "-m rl_async.rollout_server --run runs/x --index 0 --host 127.0.0.1 --port 1002"
     assert commands["worker"] == "-m rl_async.agent_loop --run runs/x --index 0 --queue tcp://127.0.0.1:1001"
-    assert commands["trainer"] == "-m rl_async.trainer --run runs/x --queue tcp://127.0.0.1:1001"
+    assert commands["trainer"] == "-m rl_async.trainer --run runs/x --queue tcp://127.0.0.1:1001 --host 127.0.0.1"
 
 
 @pytest.mark.parametrize(("host", "found"), [("0.0.0.0", "127.0.0.1"), ("10.1.2.3", "10.1.2.3")])
@@ -48,7 +48,7 @@ def test_a_queue_that_listens_elsewhere_is_found_there_and_no_command_line_holds
     planned = plan(config, RUN)
     commands = {spec.role: " ".join(spec.command(PORTS)[1:]) for spec in planned.processes}
     assert f"--address tcp://{host}:1001" in commands["queue"]
-    assert all(commands[role].endswith(f"--queue tcp://{found}:1001") for role in ("worker", "trainer"))
+    assert all(f"--queue tcp://{found}:1001" in commands[role] for role in ("worker", "trainer"))
     assert planned.queue_host == found and endpoints(config, PORTS).queue == f"tcp://{found}:1001"
     assert not [command for command in commands.values() if "key" in command]
 
@@ -77,6 +77,19 @@ def test_trainer_ranks_meet_at_one_port() -> None:
     assert {(env["WORLD_SIZE"], env["MASTER_ADDR"], env["MASTER_PORT"]) for env in environments} == {
         ("2", "127.0.0.1", "1004")
     }
+
+
+def test_on_several_hosts_the_command_lines_name_the_hosts() -> None:
+    planned = plan(load_config("calculator", [*REWARD_MODEL, "queue.host=10.0.0.1", "queue.shards=1"]), RUN)
+    ports = PORTS | {"reward-model": 1005, "shard-0": 1006}
+    hosts = {"engine-0": "10.0.0.2", "trainer-0": "10.0.0.3", "reward-model": "10.0.0.4", "shard-0": "10.0.0.5"}
+    commands = {spec.role: " ".join(spec.command(ports, hosts)) for spec in planned.processes}
+    assert "--host 10.0.0.2 --port 1002" in commands["engine"]
+    assert commands["trainer"].endswith("--queue tcp://10.0.0.1:1001 --host 10.0.0.3")
+    assert planned.trainers[0].environment(ports, hosts)["MASTER_ADDR"] == "10.0.0.3"
+    assert commands["worker"].endswith("--reward-model http://10.0.0.4:1005")
+    assert "--address tcp://10.0.0.5:1006" in commands["shard"]
+    assert planned.workers[0].mentions("reward-model") and not planned.engines[0].mentions("reward-model")
 
 
 def test_only_a_trainer_that_starts_again_resumes() -> None:
@@ -167,7 +180,8 @@ def test_a_reward_model_without_url_is_a_process_that_workers_are_told_of() -> N
     ports = PORTS | {"reward-model": 1005}
     assert planned.reward_model is not None and planned.reward_model in planned.processes
     assert " ".join(planned.reward_model.command(ports)[1:]) == (
-        "-m rl_async.reward_loop.server --model rm --port 1005 --dtype float32 --device auto --batch-size 8 --threads 1"
+        "-m rl_async.reward_loop.server --model rm --host 127.0.0.1 --port 1005 --dtype float32 --device auto "
+        "--batch-size 8 --threads 1"
     )
     assert planned.workers[0].command(ports)[-2:] == ["--reward-model", "http://127.0.0.1:1005"]
     assert planned.reward_model.max_restarts == 3

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Detected call of `lr_scheduler.step",  # after a resume
     "ignore:`is_gradient_checkpointing`:FutureWarning",  # of PEFT's own use of Transformers
 )
-CONFIG = LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
+CONFIG = LoraConfig(rank=4, alpha=8, targets=("q_proj", "down_proj"))
 TRAINING = TrainerConfig(learning_rate=1e-2, minibatches=1, lora=CONFIG)
 
 
@@ -137,7 +137,7 @@ def test_adapters_go_on_with_their_base_alone(folder: Path, tmp_path: Path) -> N
     with pytest.raises(UserError, match=r"set model\.path to what it was"):
         make(whole / "model").load(adapters)
     with pytest.raises(UserError, match="another r, lora_alpha; set trainer"):
-        make(folder, TrainerConfig(lora=LoraConfig(rank=8, alpha=16.0, targets=CONFIG.targets))).load(adapters)
+        make(folder, TrainerConfig(lora=LoraConfig(rank=8, alpha=16, targets=CONFIG.targets))).load(adapters)
     make_model("qwen3", other)
     make(other).save(adapters)
     weights = other / "model.safetensors"

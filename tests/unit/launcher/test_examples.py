@@ -1,0 +1,96 @@
+"""The Slurm and Kubernetes examples, held to what can be had without a cluster: they parse, and each role's argument
+parser takes the command line that they give it. (tests/e2e/test_slurm_script.py runs the former.)"""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rl_async.configs.load import load_config
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+VARIABLES = {"$(INDEX)": "0", "$(POD_IP)": "10.0.0.7"}
+ROLES = {"rl_async.transfer_queue", "rl_async.rollout_server", "rl_async.agent_loop", "rl_async.trainer"}
+# Runs a role up to the end of its argument parser.
+PARSE = """
+import argparse, os, runpy, sys
+parse = argparse.ArgumentParser.parse_args
+def parse_only(*given):
+    parse(*given)
+    os._exit(0)
+argparse.ArgumentParser.parse_args = parse_only
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+
+def documents() -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((EXAMPLES / "kubernetes" / "rl_async.yaml").read_text()))
+
+
+def pods() -> Iterator[tuple[str, dict[str, Any]]]:
+    for document in documents():
+        if "template" in document["spec"]:
+            yield document["metadata"]["name"], document["spec"]["template"]["spec"]
+
+
+def commands() -> list[tuple[str, ...]]:
+    """Module and arguments of every role of the manifest, with Kubernetes' variables filled in."""
+    found = []
+    for _, pod in pods():
+        for container in pod["containers"]:
+            words = [*container["command"], *container["args"]]
+            if words[:2] == ["python", "-m"]:
+                found.append(tuple(VARIABLES.get(word, word) for word in words[2:]))
+    return found
+
+
+def test_the_manifest_has_every_role() -> None:
+    assert {command[0] for command in commands()} == ROLES
+    assert all(isinstance(word, str) for command in commands() for word in command)
+
+
+@pytest.mark.parametrize("command", commands(), ids=lambda command: command[0])
+def test_each_role_takes_its_arguments(command: tuple[str, ...]) -> None:
+    def parse(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run([sys.executable, "-c", PARSE, *arguments], capture_output=True, text=True, timeout=120)
+
+    assert (done := parse(*command)).returncode == 0, done.stderr
+    assert parse(command[0], "--nonsense").returncode == 2, "else this test could not fail"
+
+
+def test_what_a_pod_names_is_there() -> None:
+    names = {(document["kind"], document["metadata"]["name"]) for document in documents()}
+    assert len(names) == len(documents())
+    assert ("Service", "rl-queue") in names
+    for name, pod in pods():
+        (volume,) = pod["volumes"]
+        assert ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]) in names
+        for container in [*pod["containers"], *pod.get("initContainers", ())]:
+            assert container["volumeMounts"] == [{"name": volume["name"], "mountPath": "/work"}], name
+            used = {v for word in container.get("args", ()) for v in VARIABLES if v in word}
+            assert used <= {f"$({variable['name']})" for variable in container.get("env", ())}, name
+
+
+def test_services_select_pods_that_there_are() -> None:
+    labels = [d["spec"]["template"]["metadata"]["labels"] for d in documents() if d["kind"] == "StatefulSet"]
+    services = [document for document in documents() if document["kind"] == "Service"]
+    assert services and all(service["spec"]["selector"] in labels for service in services)
+
+
+def test_the_overrides_of_the_examples_are_keys() -> None:
+    prepare = next(pod for name, pod in pods() if name == "rl-prepare")
+    (line,) = [line for line in prepare["containers"][0]["args"][0].splitlines() if line.startswith("set=(")]
+    config = load_config("calculator", line.removeprefix("set=(").removesuffix(")").split(), mode="disaggregated")
+    engines = next(document for document in documents() if document["metadata"]["name"] == "rl-engine")
+    assert config.rollout.engines == engines["spec"]["replicas"]
+
+
+def test_the_slurm_script_is_one() -> None:
+    script = EXAMPLES / "slurm" / "rl_async.sbatch"
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=20)
+    text = script.read_text()
+    assert text.startswith("#!/bin/bash\n") and all(f"{role} --run" in text for role in ROLES)
