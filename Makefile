@@ -15,7 +15,7 @@ test: setup-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" tests/contracts tests/e2e tests/gpu
 
 test-slow: setup-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/contracts tests/e2e
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow tests/contracts tests/e2e
 
 check: setup-test
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
