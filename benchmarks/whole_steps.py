@@ -36,7 +36,7 @@ from rl_async.processes import read_stat
 
 RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
 SAME = f"torch=={torch.__version__} transformers=={transformers.__version__}"  # as here
-INSTALL = f"python -m venv /tmp/trlvenv && /tmp/trlvenv/bin/pip install trl==1.16.0 {SAME}"
+INSTALL = f"python -m venv .venv-trl && .venv-trl/bin/pip install trl==1.16.0 {SAME}"
 GROUPS, GROUP_SIZE, TOKENS, THREADS = 32, 8, 32, 2
 STEPS, SKIPPED, ROUNDS = 20, 5, 2  # a run's first steps are a warm-up
 DEADLINE_S = 300

@@ -166,8 +166,12 @@ class Fsdp2Backend:
         else:  # whole tensors, as format 1 has them
             read_shards({n.removeprefix(WEIGHTS): t for n, t in self._language_model().items()}, folder / MODEL_FOLDER)
             read_shards(self._value_head() | self._moments() | steps, folder)
-        self.schedule.last_epoch = int(steps[STEPS]) - 1
-        self.schedule.step()
+        done = self.schedule.last_epoch = int(steps[STEPS])
+        # Not schedule.step(): before the optimizer's first step it warns.
+        for group, rate, factor in zip(
+            self.optimizer.param_groups, self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True
+        ):
+            group["lr"] = rate * factor(done)
 
     def _trained(self) -> list[tuple[str, Tensor]]:
         """Parameters that the optimizer has."""
