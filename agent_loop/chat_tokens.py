@@ -5,6 +5,7 @@ rendering of all before it ends, and goes up to the token that ends it. What sta
 as an engine would get it, so the tokens that are learned are those that the model is to sample.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -81,7 +82,7 @@ class ChatEncoder:
                 )
             if message["role"] != "assistant":
                 continue
-            if self._end in str(message["content"]):
+            if self._end in json.dumps(message, ensure_ascii=False):
                 raise DataError(f"{place}: contains {self._end}, which ends a turn; take it out")
             before = self._render(chat, number)
             if not whole.startswith(before) or len(before) < done:

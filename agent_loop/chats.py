@@ -73,7 +73,14 @@ def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, row in enumerate(ParquetRows(file)):
-        yield f"{file}, row {number}", row
+        yield f"{file}, row {number}", _without_nulls(row)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Arrow gives every struct all keys that any struct of its column has."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _message(value: Any, place: str) -> Message:

@@ -9,7 +9,6 @@ import hashlib
 import json
 import shutil
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -24,7 +23,7 @@ from rl_async.configs.schema import RunConfig
 from rl_async.errors import DataError, UserError
 from rl_async.launcher.artifacts import check_model_folder
 from rl_async.launcher.finetune_view import FinetuneView, summary
-from rl_async.launcher.launch import EXIT_SIGNAL, log_into
+from rl_async.launcher.launch import EXIT_SIGNAL, log_into, shown
 from rl_async.launcher.local import Interrupted
 from rl_async.launcher.machine import check_megatron, count_gpus
 from rl_async.launcher.plan import finetune_ranks
@@ -89,21 +88,18 @@ async def _train(config: RunConfig, folder: Path, console: Console) -> int:
     assert config.finetune is not None
     steps = total_steps(len(rows), config.finetune)
     view = FinetuneView(folder, steps, (checkpoints(folder) or [0])[-1], console)
-    watching = asyncio.create_task(view.run())
     try:
-        await keep_ranks(finetune_ranks(config, folder, count_gpus()), folder, config.launcher.stop_timeout_s)
+        async with shown(view.run()):
+            await keep_ranks(finetune_ranks(config, folder, count_gpus()), folder, config.launcher.stop_timeout_s)
     except Interrupted as interrupted:
+        view.show_new()
         done = (checkpoints(folder) or [0])[-1]
         print(
             f"interrupted ({interrupted}) with {done} of {steps} steps saved; the same command goes on from there",
             file=sys.stderr,
         )
         return EXIT_SIGNAL + interrupted.number
-    finally:
-        watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await watching
-        view.show_new()
+    view.show_new()
     return 0
 
 

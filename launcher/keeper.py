@@ -119,6 +119,11 @@ class Keeper:
         """Write files of the run folder here, for this user's eyes only; they are removed again at the end."""
         for name, content in files.items():
             path = self._run / name
+            if path.exists() and path.read_bytes() != content:
+                raise UserError(
+                    f"launcher.run_dir: {self._host} has a {path} of another run; choose another --name, or move it "
+                    "away"
+                )
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             temporary = path.with_name(f".{path.name}.{os.getpid()}")
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -4,10 +4,11 @@ import asyncio
 import logging
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -130,7 +131,7 @@ async def _run(config: RunConfig, folder: Path, planned: Plan, executor: Executo
             console.print(f"run folder: {folder}", markup=False, highlight=False, soft_wrap=True)
             announce(config, folder, executor, console)
             view = View(config, folder, supervisor.states, supervisor.status, console)
-            async with _shown(view):
+            async with shown(view.run()):
                 await supervisor.run()
     except Interrupted as interruption:
         _print_summary(console, view)
@@ -159,9 +160,9 @@ async def _look(folder: Path, why: str, console: Console) -> None:
 
 
 @asynccontextmanager
-async def _shown(view: View) -> AsyncIterator[None]:
-    """Run the view beside the block. A view that fails is reported and does not end the run."""
-    task = asyncio.create_task(view.run())
+async def shown(view: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run a view beside the block. A view that fails is reported and does not end the run."""
+    task = asyncio.create_task(view)
     task.add_done_callback(_report_failure)
     try:
         yield

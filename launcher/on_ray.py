@@ -28,7 +28,7 @@ from rl_async.configs.schema import RunConfig
 from rl_async.errors import RlAsyncError, UserError
 from rl_async.launcher.executor import ThisMachine
 from rl_async.launcher.keeper import Keeper, Order, Settled, Started, own_addresses, sees
-from rl_async.launcher.placement import Bundle, Group, Seat, check_sharing, folders_of, groups, stays_home
+from rl_async.launcher.placement import KEY_HOLDERS, Bundle, Group, Seat, check_sharing, folders_of, groups, stays_home
 from rl_async.launcher.plan import RENDEZVOUS, Plan
 from rl_async.launcher.process import Process
 from rl_async.launcher.remote import ANSWER_S, RETRY_S, KeeperGone, KeeperSilent, RemoteChild
@@ -37,6 +37,7 @@ from rl_async.launcher.spec import ProcessSpec
 NODE = "ray.io/node-id"  # a label that Ray gives every node
 LOOK_S = 60.0  # for a node's first answer; Ray may have to start a worker process there
 CLOSE_S = 10.0
+CLEAN_UP_S = 2.0  # one keeper alone, while the others wait
 START_ATTEMPTS = 5
 
 log = logging.getLogger("rl_async.launcher")
@@ -117,6 +118,11 @@ class ActorLine:
         """Let it clean up; a reference to the end of that."""
         return self._actor.close.remote()
 
+    def end(self) -> None:
+        """Let it clean up, if it can, and end it."""
+        ray.wait([self.drop()], timeout=CLEAN_UP_S)
+        self.kill()
+
     def kill(self) -> None:
         """End the keeper, and with it its process."""
         ray.kill(self._actor)
@@ -140,6 +146,7 @@ class Nodes:
         self._seats: dict[str, tuple[PlacementGroup, int, Seat]] = {}
         self._groups: list[PlacementGroup] = []
         self._posts: dict[str, Post] = {}
+        self._lines: list[ActorLine] = []  # to all keepers that were ever made
         self._children: dict[str, RemoteChild] = {}
         self._ports: dict[str, int] = {}
         self._hosts: dict[str, str] = {}
@@ -153,11 +160,11 @@ class Nodes:
         """End all keepers and give their places back."""
         for child in self._children.values():
             child.forget()
-        endings = [post.line.drop() for post in self._posts.values()]
+        endings = [line.drop() for line in self._lines]
         if endings:
             ray.wait(endings, num_returns=len(endings), timeout=CLOSE_S)
-        for post in self._posts.values():
-            post.line.kill()
+        for line in self._lines:
+            line.kill()
         for group in self._groups:
             remove_placement_group(group)
         (self._folder / self._token).unlink(missing_ok=True)
@@ -171,7 +178,13 @@ class Nodes:
         log.info("the run folder is %s", "on all nodes" if shared else f"not on {', '.join(blind)}")
         for group in groups(self._plan, self._config.launcher.threads, shared=shared):
             await self._reserve(group)
-        await asyncio.gather(*(self._post(spec) for spec in self._plan.processes))
+        posting = [asyncio.ensure_future(self._post(spec)) for spec in self._plan.processes]
+        try:
+            await asyncio.gather(*posting)
+        finally:
+            for task in posting:
+                task.cancel()
+            await asyncio.wait(posting)
 
     async def start(self, spec: ProcessSpec, *, restarts: int) -> Process:
         """Start a process where it is at home, or somewhere else if its node was lost. Raises UserError, NoRoom."""
@@ -199,7 +212,7 @@ class Nodes:
 
     def _drop(self, name: str) -> None:
         if (post := self._posts.pop(name, None)) is not None:
-            post.line.kill()
+            post.line.end()
 
     def places(self) -> tuple[Mapping[str, int], Mapping[str, str]]:
         """As they are now."""
@@ -257,12 +270,13 @@ class Nodes:
         options = {"num_cpus": seat.cpus, "num_gpus": seat.gpus, "scheduling_strategy": strategy}
         while True:
             line = ActorLine(Actor.options(**options).remote(ray.util.get_node_ip_address))
+            self._lines.append(line)
             left = deadline - time.monotonic()
             try:
                 settled: Settled = await line.ask("settle", self._order(spec), timeout_s=max(0.0, left))
                 break
             except (KeeperGone, KeeperSilent) as error:
-                line.kill()
+                line.end()
                 if left <= 0 or _is_broken(error):
                     raise NoRoom(
                         f"{spec.name}: no node took it within rollout.start_timeout_s={self._plan.start_timeout_s:g} "
@@ -270,6 +284,11 @@ class Nodes:
                         "with --resume"
                     ) from error
                 await asyncio.sleep(RETRY_S)
+        if not settled.shared and spec.role == "trainer" and settled.host != self._cluster.address:
+            raise UserError(
+                f"launcher.run_dir: {settled.host}, where {spec.name} is to go on, does not see {self._folder}; mount "
+                "it there, or take the node out of the cluster, and continue with --resume"
+            )
         moved = self._hosts.get(spec.name) is not None
         self._ports.update(settled.ports)
         self._hosts[spec.name] = settled.host
@@ -305,7 +324,7 @@ class Nodes:
 def _run_files(config: RunConfig, folder: Path, spec: ProcessSpec) -> dict[str, bytes]:
     """What a process reads of the run folder: the config, and its keys if the queue is closed."""
     paths = [folder / "config.yaml"]
-    if is_closed(config.queue) and not config.queue.keys and spec.role in ("shard", "worker", "trainer"):
+    if is_closed(config.queue) and not config.queue.keys and spec.role in KEY_HOLDERS:
         keys = folder / "keys"
         paths += [keys / "server.pub", keys / "run.key"]
         if spec.role == "shard":

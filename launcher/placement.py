@@ -10,9 +10,10 @@ from rl_async.errors import UserError
 from rl_async.launcher.plan import GATEWAY, Plan
 from rl_async.launcher.spec import ProcessSpec
 
+KEY_HOLDERS = ("queue", "shard", "worker", "trainer")
 COMPUTES = ("engine", "trainer", "reward-model")
 SMALL_CPUS = 0.25  # of a process that mostly waits
-Strategy = Literal["PACK", "SPREAD"]
+Strategy = Literal["PACK", "STRICT_PACK", "SPREAD"]
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,15 @@ def groups(plan: Plan, threads: int, *, shared: bool) -> tuple[Group, ...]:
     The queue stays on the launcher's node, beside its journal and at an address that does not change; so does a
     gateway, whose address others know. Trainer ranks are close together, and stay there too unless the run folder,
     which they write, is ``shared`` by all nodes. Engines and workers are spread, so that a node's death spares some.
+    Engines whose weights cross in the memory of one machine are on that of the trainers.
     """
     bundles = _bundles(plan, threads, shared)
-    trains = {spec.name for spec in plan.trainers}
-    with_trainer = [bundle for bundle in bundles if any(seat.name in trains for seat in bundle.seats)]
+    together = {spec.name for spec in plan.processes if _trains(plan, spec)}
+    with_trainer = [bundle for bundle in bundles if any(seat.name in together for seat in bundle.seats)]
+    packed: Strategy = "STRICT_PACK" if plan.transport == "ipc" else "PACK"
     kinds: tuple[tuple[str, Strategy, list[Bundle]], ...] = (
         ("home", "PACK", [bundle for bundle in bundles if bundle.home]),
-        ("trainers", "PACK", [bundle for bundle in with_trainer if not bundle.home]),
+        ("trainers", packed, [bundle for bundle in with_trainer if not bundle.home]),
         ("others", "SPREAD", [bundle for bundle in bundles if not bundle.home and bundle not in with_trainer]),
     )
     return tuple(Group(name, strategy, tuple(members)) for name, strategy, members in kinds if members)
@@ -74,18 +77,16 @@ def groups(plan: Plan, threads: int, *, shared: bool) -> tuple[Group, ...]:
 def _bundles(plan: Plan, threads: int, shared: bool) -> list[Bundle]:
     together: dict[str, list[ProcessSpec]] = {}
     for spec in plan.processes:
-        together.setdefault(_company(plan, spec), []).append(spec)
-    return [_bundle(specs, threads, shared) for specs in together.values()]
+        together.setdefault(spec.name if spec.device == "cpu" else spec.device, []).append(spec)
+    return [_bundle(plan, specs, threads, shared) for specs in together.values()]
 
 
-def _company(plan: Plan, spec: ProcessSpec) -> str:
-    """A name that processes have in common which must be on one node."""
-    if plan.transport == "ipc" and spec.role in ("engine", "trainer"):
-        return "ipc"  # weights cross in the memory of one machine
-    return spec.name if spec.device == "cpu" else spec.device
+def _trains(plan: Plan, spec: ProcessSpec) -> bool:
+    """Whether a process goes where the trainers do."""
+    return spec.role == "trainer" or (plan.transport == "ipc" and spec.role == "engine")
 
 
-def _bundle(specs: Sequence[ProcessSpec], threads: int, shared: bool) -> Bundle:
+def _bundle(plan: Plan, specs: Sequence[ProcessSpec], threads: int, shared: bool) -> Bundle:
     sharers: dict[str, int] = {}
     for spec in specs:
         sharers[spec.device] = sharers.get(spec.device, 0) + 1
@@ -94,11 +95,7 @@ def _bundle(specs: Sequence[ProcessSpec], threads: int, shared: bool) -> Bundle:
         for spec in specs
     )
     memory = sum(spec.memory_bytes or 0 for spec in specs)
-    return Bundle(seats, memory, any(_at_home(spec, shared) for spec in specs))
-
-
-def _at_home(spec: ProcessSpec, shared: bool) -> bool:
-    return stays_home(spec) or (spec.role == "trainer" and not shared)
+    return Bundle(seats, memory, any(stays_home(spec) or (_trains(plan, spec) and not shared) for spec in specs))
 
 
 def stays_home(spec: ProcessSpec) -> bool:
@@ -137,7 +134,11 @@ def folders_of(config: RunConfig, plan: Plan, spec: ProcessSpec) -> list[tuple[s
         needed = [("model.path", config.model.path)]
     if plan.transport == "disk" and config.weight_sync.folder and spec.role in ("engine", "trainer"):
         needed.append(("weight_sync.folder", config.weight_sync.folder))
-    if config.queue.keys:
+    if spec.role == "trainer":
+        reference, critic = config.algorithm.kl.reference_path, config.critic.path if config.critic else None
+        paths = {"algorithm.kl.reference_path": reference, "critic.path": critic}
+        needed += [(key, path) for key, path in paths.items() if path]
+    if config.queue.keys and spec.role in KEY_HOLDERS:
         needed.append(("queue.keys", config.queue.keys))
     return needed
 

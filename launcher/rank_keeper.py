@@ -56,7 +56,9 @@ async def _until_done(
     (folder / "stacks").mkdir(exist_ok=True)
     while True:
         ports = assign_ports([PortWish(RENDEZVOUS)])
-        children[:] = [await _start(spec, ports, folder, lifeline) for spec in specs]
+        children.clear()
+        for spec in specs:
+            children.append(await _start(spec, ports, folder, lifeline))
         failed = await _first_failure(children, caught)
         if failed is None:
             return

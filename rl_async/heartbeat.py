@@ -1,13 +1,14 @@
 """Where a trainer rank stands, for ``rl-async doctor`` and for the ranks that wait for it: ``RUN/ranks/RANK.json``."""
 
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Literal, get_args
 
 import msgspec
 
-from rl_async.processes import ENDED, GONE, HALTED, describe, state_of
+from rl_async.processes import AFAR, ENDED, GONE, HALTED, describe, state_of
 
 Phase = Literal[
     "starting", "waiting for a batch", "training", "meeting the ranks", "publishing", "checkpointing", "reporting"
@@ -23,6 +24,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     phase: str
     since: float
+    host: str = ""  # the machine's name
 
     @property
     def place(self) -> tuple[int, int]:
@@ -34,7 +36,7 @@ def beat(run: Path, rank: int, step: int, phase: Phase) -> None:
     """Say where this rank is from now on. A few hundred bytes, replaced in one step."""
     folder = run / "ranks"
     folder.mkdir(exist_ok=True)
-    said = Beat(rank=rank, pid=os.getpid(), step=step, phase=phase, since=time.time())
+    said = Beat(rank=rank, pid=os.getpid(), step=step, phase=phase, since=time.time(), host=socket.gethostname())
     temporary = folder / f".{rank}.tmp"
     temporary.write_bytes(msgspec.json.encode(said) + b"\n")
     temporary.replace(folder / f"{rank}.json")
@@ -62,7 +64,7 @@ def missing_ranks(beats: list[Beat], mine: int, states: dict[int, str]) -> list[
 def who_is_missing(run: Path, mine: int, world: int) -> str:
     """For the error of a rank whose collective failed: which of the ``world`` ranks did not arrive, and why."""
     beats = [said for said in read_beats(run) if said.rank < world]  # a run may go on with fewer
-    states = {said.rank: state_of(said.pid) for said in beats}
+    states = {said.rank: state_of(said.pid) if said.host == socket.gethostname() else AFAR for said in beats}
     return "; ".join(
         f"rank {said.rank} (pid {said.pid}) did not arrive: it {describe(states[said.rank])}, "
         f"{said.phase} of step {said.step} for {time.time() - said.since:.0f} s"

@@ -94,13 +94,13 @@ def _run(folder: Path, stop: StopRequest) -> None:
             lineage=lineage,
             tracking=Tracking(config, folder) if dist.get_rank() == 0 else None,
         )
-        out = Path(config.finetune.out)
-        if finetune(run) and dist.get_rank() == 0 and not out.exists():
-            out.parent.mkdir(parents=True, exist_ok=True)
-            export(folder, out)
-        dist.barrier()
+        ended, writes = finetune(run), dist.get_rank() == 0
     finally:
         dist.destroy_process_group()
+    out = Path(config.finetune.out)
+    if ended and writes and not out.exists():  # without the others, whose patience has an end
+        out.parent.mkdir(parents=True, exist_ok=True)
+        export(folder, out)
 
 
 def _chosen(folder: Path) -> tuple[int, int]:

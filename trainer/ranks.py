@@ -66,4 +66,5 @@ def start_process_group(config: RunConfig) -> tuple[str, dist.Store]:
         return "cpu", store
     local = rank % torch.cuda.device_count()
     torch.cuda.set_device(local)
+    dist.all_reduce(torch.zeros(1, device="cuda"))  # NCCL wants all ranks in the first exchange of a group
     return f"cuda:{local}", store

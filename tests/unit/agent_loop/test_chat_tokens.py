@@ -124,6 +124,13 @@ def test_reasoning_that_the_template_leaves_out_later_is_an_error_naming_line_an
     assert len(learned(QWEN3, chat(messages[:5]))) == 2, "without what follows it is fine"
 
 
+def test_the_end_of_a_turn_within_a_call_is_refused_too() -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": "<|im_end|>"}}}
+    messages = [*MESSAGES[:2], {"role": "assistant", "content": "", "tool_calls": [call]}, *MESSAGES[3:]]
+    with pytest.raises(DataError, match=r"message 2: contains <\|im_end\|>"):
+        ChatEncoder(tokenizer(QWEN)).encode(chat(messages, TOOLS))
+
+
 def test_a_template_that_marks_what_is_generated_is_believed() -> None:
     assert learned(MARKED, chat([MESSAGES[1], *MESSAGES[4:]])) == ["it is 3<|im_end|>", "ok<|im_end|>"]
 

@@ -54,6 +54,14 @@ def test_parquet_with_columns_that_are_null_reads_as_jsonl_does(tmp_path: Path) 
     assert chat.messages == messages and chat.tools == []
 
 
+def test_parquet_calls_have_their_own_arguments_alone(tmp_path: Path) -> None:
+    calls = [{"name": "add", "arguments": {"a": 1}}, {"name": "look", "arguments": {"query": "x"}}]
+    rows = [[USER, {**ANSWER, "tool_calls": [call]}] for call in calls]
+    pq.write_table(pa.table({"messages": rows}), tmp_path / "c.parquet")
+    read = [chat.messages[1]["tool_calls"][0]["function"] for chat in read_chats(str(tmp_path / "c.parquet"))]
+    assert read == calls
+
+
 @pytest.mark.parametrize(
     ("name", "message"), [("none.jsonl", "no file"), ("c.txt", "unknown kind"), ("e.jsonl", "no conversations")]
 )

@@ -138,6 +138,16 @@ async def test_a_node_without_the_run_folder_is_lent_its_files(keeper: Keeper, t
     assert not key.exists() and not (tmp_path / "runs" / "x" / "config.yaml").exists()
 
 
+async def test_files_of_another_run_are_neither_replaced_nor_removed(keeper: Keeper, tmp_path: Path) -> None:
+    other = tmp_path / "runs" / "x" / "config.yaml"
+    other.parent.mkdir(parents=True)
+    other.write_text("seed: 2\n")
+    with pytest.raises(UserError, match=r"127\.0\.0\.1 has a .*config\.yaml of another run"):
+        await keeper.settle(order(tmp_path))
+    await keeper.close()
+    assert other.read_text() == "seed: 2\n"
+
+
 async def test_a_node_with_the_run_folder_keeps_it(keeper: Keeper, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "x"
     run.mkdir(parents=True)

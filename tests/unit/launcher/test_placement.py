@@ -65,9 +65,13 @@ def test_every_gpu_is_a_bundle_and_those_who_share_it_divide_it() -> None:
 
 def test_engines_that_take_weights_from_shared_memory_are_with_their_trainer() -> None:
     found = groups(planned(*TWO, mode="colocated", gpus=2), 1, shared=True)
-    (bundle,) = next(group for group in found if group.name == "trainers").bundles
-    assert {seat.name for seat in bundle.seats} == {"engine-0", "engine-1", "trainer-0", "trainer-1"}
-    assert bundle.resources["GPU"] == 2 and {seat.gpus for seat in bundle.seats} == {0.5}
+    (group,) = [group for group in found if group.name == "trainers"]
+    assert group.strategy == "STRICT_PACK"
+    pairs = [{seat.name for seat in bundle.seats} for bundle in group.bundles]
+    assert pairs == [{"engine-0", "trainer-0"}, {"engine-1", "trainer-1"}]  # they take turns on one GPU
+    assert {seat.gpus for bundle in group.bundles for seat in bundle.seats} == {0.5}
+    apart = groups(planned(*TWO, mode="colocated", gpus=2), 1, shared=False)
+    assert all(bundle.home for bundle in apart[0].bundles) and len(apart[0].bundles) == 3
 
 
 def test_weights_through_files_need_a_folder_that_all_see() -> None:

@@ -38,9 +38,10 @@ def test_one_rank_fills_its_buckets_with_what_it_holds_now() -> None:
 
 
 def test_another_layout_gets_another_plan() -> None:
-    gather = gathering()
-    first = gather.buckets(parts(fsdp2(SPECS, 1), 1.0))
-    assert same(gather.buckets(parts(fsdp2(SPECS, 1), 1.0)), first)
+    gather, other = gathering(), fsdp2({"a": TensorSpec((2, 3))}, 1)
+    gather.buckets(parts(fsdp2(SPECS, 1), 1.0))
+    ((key, tensor),) = held = [(("a", box), torch.randn(2, 3)) for _, box in other.held(0)]
+    assert same(gather.buckets(Parts(other, dict(held))), make_buckets([(key[0], tensor.bfloat16())], 64))
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
