@@ -12,11 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.e2e.command import HARDLY_WARM, RL_ASYNC
+
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
-RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
 SMALL = [
     *("data.train_batch_groups=4", "rollout.group_size=4", "trainer.steps=1000", "trainer.min_train_s=0.3"),
-    *("eval.tasks=4", "sft.min_steps=1", "sft.max_steps=2", "sft.check_every=1", "sft.gate=0"),
+    *HARDLY_WARM,
+    "eval.tasks=4",
     *("weight_sync.timeout_s=5", "launcher.stop_timeout_s=5"),
 ]
 Start = Callable[..., "subprocess.Popen[str]"]

@@ -4,19 +4,20 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.command import HARDLY_WARM, RL_ASYNC
+
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
-RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
 SMALL = [
     *("data.train_batch_groups=2", "rollout.group_size=2", "trainer.steps=12", "trainer.checkpoint_every=2"),
     *("trainer.ranks=2", "trainer.collective_timeout_s=20", "trainer.min_train_s=0.5", "eval.every=0", "eval.tasks=2"),
-    *("sft.min_steps=1", "sft.max_steps=2", "sft.check_every=1", "sft.gate=0", "launcher.stop_timeout_s=5"),
+    *HARDLY_WARM,
+    "launcher.stop_timeout_s=5",
 ]
 
 

@@ -13,10 +13,11 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.e2e.command import HARDLY_WARM, RL_ASYNC
+
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 pytest.importorskip("openai", reason="install the openai client: pip install openai")
 ROOT = Path(__file__).parents[2]
-RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
 SMALL = [
     "data.train_batch_groups=4",
     "rollout.group_size=4",
@@ -25,10 +26,7 @@ SMALL = [
     "eval.every=4",
     "eval.tasks=4",
     "queue.lease_s=5",
-    "sft.min_steps=1",
-    "sft.max_steps=2",
-    "sft.check_every=1",
-    "sft.gate=0",
+    *HARDLY_WARM,
     "launcher.stop_timeout_s=5",
     "agent.gateway={}",
 ]

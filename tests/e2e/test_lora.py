@@ -2,12 +2,12 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+
+from tests.e2e.command import HARDLY_WARM, succeed
 
 pytestmark = [
     pytest.mark.e2e,
@@ -18,7 +18,6 @@ pytestmark = [
         reason="PEFT is not here; install it with pip install 'rl-async[lora]'",
     ),
 ]
-RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
 SMALL = [
     "data.train_batch_groups=4",
     "rollout.group_size=4",
@@ -31,29 +30,20 @@ SMALL = [
     "algorithm.entropy_coef=0.01",  # so that there is a gradient, whatever the rewards
     "eval.every=0",
     "eval.tasks=4",
-    "sft.min_steps=1",
-    "sft.max_steps=2",
-    "sft.check_every=1",
-    "sft.gate=0",
+    *HARDLY_WARM,
 ]
-
-
-def call(cwd: Path, *arguments: str) -> str:
-    done = subprocess.run([RL_ASYNC, *arguments], cwd=cwd, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    return done.stdout
 
 
 def test_a_run_of_adapters_goes_on_and_is_exported_whole(tmp_path: Path) -> None:
     launch = ["launch", "--mode", "colocated", "--config", "calculator", "--name", "run", *SMALL]
-    call(tmp_path, *launch, "trainer.steps=2")
-    call(tmp_path, *launch, "trainer.steps=3", "--resume")
+    succeed(tmp_path, *launch, "trainer.steps=2")
+    succeed(tmp_path, *launch, "trainer.steps=3", "--resume")
     run = tmp_path / "runs" / "run"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["loss/grad_norm"] > 0 for row in rows)
     assert max(row["mismatch/max"] for row in rows if "mismatch/max" in row) < 1e-4, "engines got other weights"
-    call(tmp_path, "export", "runs/run", "out")
+    succeed(tmp_path, "export", "runs/run", "out")
     path = json.loads((run / "checkpoints" / "step-000003" / "adapter" / "base.json").read_text())["path"]
     base, merged = load_file(Path(path) / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     changed = {name.rpartition(".layers.")[2].split(".", 1)[-1] for name in base if not base[name].equal(merged[name])}

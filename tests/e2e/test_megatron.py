@@ -2,11 +2,11 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.e2e.command import HARDLY_WARM, succeed
 
 pytestmark = [
     pytest.mark.e2e,
@@ -17,7 +17,6 @@ pytestmark = [
         reason="Megatron-Core is not here; install it with pip install 'rl-async[megatron]'",
     ),
 ]
-RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
 STEPS = 3
 SMALL = [
     "data.train_batch_groups=4",
@@ -28,17 +27,8 @@ SMALL = [
     "algorithm.entropy_coef=0.01",  # so that there is a gradient, whatever the rewards
     "eval.every=0",
     "eval.tasks=4",
-    "sft.min_steps=1",
-    "sft.max_steps=2",
-    "sft.check_every=1",
-    "sft.gate=0",
+    *HARDLY_WARM,
 ]
-
-
-def call(cwd: Path, *arguments: str) -> str:
-    done = subprocess.run([RL_ASYNC, *arguments], cwd=cwd, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    return done.stdout
 
 
 @pytest.mark.parametrize(
@@ -50,7 +40,7 @@ def call(cwd: Path, *arguments: str) -> str:
     ],
 )
 def test_a_run_trains_every_row_once(tmp_path: Path, mode: str, sizes: list[str]) -> None:
-    call(tmp_path, "launch", "--mode", mode, "--config", "calculator", "--name", "run", *SMALL, *sizes)
+    succeed(tmp_path, "launch", "--mode", mode, "--config", "calculator", "--name", "run", *SMALL, *sizes)
     run = tmp_path / "runs" / "run"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(STEPS))
@@ -58,4 +48,4 @@ def test_a_run_trains_every_row_once(tmp_path: Path, mode: str, sizes: list[str]
     assert max(row["mismatch/max"] for row in rows if "mismatch/max" in row) < 1e-4, "engines got other weights"
     trained = (run / "trained.jsonl").read_text().splitlines()
     assert len(trained) == len(set(trained)) == STEPS * 4 * 4
-    assert "ok: every admitted group" in call(tmp_path, "audit", "runs/run")
+    assert "ok: every admitted group" in succeed(tmp_path, "audit", "runs/run")

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -12,6 +11,8 @@ from typing import Any
 
 import psutil
 import pytest
+
+from tests.e2e.command import HARDLY_WARM, RL_ASYNC
 
 pytestmark = [
     pytest.mark.e2e,
@@ -22,7 +23,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
 STEPS = 8
 NODE = {"num_cpus": 4, "object_store_memory": 80 * 2**20}
 SMALL = [
@@ -35,10 +35,7 @@ SMALL = [
     "trainer.min_train_s=1",
     "eval.tasks=4",
     "queue.lease_s=3",
-    "sft.min_steps=1",
-    "sft.max_steps=2",
-    "sft.check_every=1",
-    "sft.gate=0",
+    *HARDLY_WARM,
 ]
 
 

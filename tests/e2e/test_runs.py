@@ -6,7 +6,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +15,9 @@ import psutil
 import pytest
 
 from tests.conftest import vllm_python
+from tests.e2e.command import HARDLY_WARM, RL_ASYNC
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
-RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
 STEPS = 8
 SMALL = [
     "data.train_batch_groups=4",
@@ -28,10 +27,7 @@ SMALL = [
     "eval.every=4",
     "eval.tasks=4",
     "queue.lease_s=3",
-    "sft.min_steps=1",
-    "sft.max_steps=2",
-    "sft.check_every=1",
-    "sft.gate=0",
+    *HARDLY_WARM,
     "launcher.stop_timeout_s=5",
 ]
 REQUIRED = (

@@ -5,7 +5,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.configs.load import dump, load_resolved
+from tests.e2e.command import RL_ASYNC
 from tests.unit.agent_loop.conftest import demos
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
-RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
 STEPS = 16
 SETTINGS = [
     *("--model", "base", "--data", "chats.jsonl", "--epochs", "2", "--batch-size", "8", "--learning-rate", "1e-3"),

@@ -18,10 +18,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.e2e.command import HARDLY_WARM, RL_ASYNC
+
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "slurm" / "rl_async.sbatch"
-RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
 SCONTROL = '#!/bin/bash\nfor name in ${3//,/ }; do echo "$name"; done\n'
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do
@@ -34,10 +35,7 @@ SMALL = [
     "data.train_batch_groups=4",
     "rollout.group_size=4",
     "eval.tasks=4",
-    "sft.min_steps=1",
-    "sft.max_steps=2",
-    "sft.check_every=1",
-    "sft.gate=0",
+    *HARDLY_WARM,
 ]
 
 
