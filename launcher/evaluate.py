@@ -13,8 +13,8 @@ from rl_async.configs.schema import RunConfig, TrainerConfig
 from rl_async.errors import ConfigError, RlAsyncError
 from rl_async.launcher.executor import ThisMachine
 from rl_async.launcher.launch import EXIT_SIGNAL, announce, log_into, make_ready, prepare
-from rl_async.launcher.local import Interrupted, Supervisor
 from rl_async.launcher.runs import hold, next_folder
+from rl_async.launcher.supervisor import Interrupted, Supervisor
 from rl_async.messages import EngineRecord, Reserved, Version
 from rl_async.rollout_server.connect import connect
 from rl_async.trainer.records import write_trajectories

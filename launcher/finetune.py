@@ -24,12 +24,12 @@ from rl_async.errors import DataError, UserError
 from rl_async.launcher.artifacts import check_model_folder
 from rl_async.launcher.finetune_view import FinetuneView, summary
 from rl_async.launcher.launch import EXIT_SIGNAL, log_into, shown
-from rl_async.launcher.local import Interrupted
 from rl_async.launcher.machine import check_megatron, count_gpus
 from rl_async.launcher.plan import finetune_ranks
 from rl_async.launcher.process import RoleFailed
 from rl_async.launcher.rank_keeper import keep_ranks
 from rl_async.launcher.runs import checkpoints, create, hold
+from rl_async.launcher.supervisor import Interrupted
 from rl_async.reward_loop.render import load_tokenizer
 from rl_async.trainer.chat_rows import HELD_OUT, ROWS, ChatRows, total_steps
 

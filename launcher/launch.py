@@ -19,11 +19,11 @@ from rl_async.launcher.artifacts import needs_preparation
 from rl_async.launcher.doctor import FILE as DIAGNOSIS
 from rl_async.launcher.doctor import diagnose
 from rl_async.launcher.executor import Executor, ThisMachine
-from rl_async.launcher.local import Interrupted, Supervisor
 from rl_async.launcher.machine import check_sglang, plan_here
 from rl_async.launcher.plan import Plan, endpoints
 from rl_async.launcher.ports import assign_ports
 from rl_async.launcher.runs import checkpoints, create, hold
+from rl_async.launcher.supervisor import Interrupted, Supervisor
 from rl_async.launcher.view import View
 from rl_async.transfer_queue.keys import client_keys, provide_keys
 

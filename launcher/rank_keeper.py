@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl_async.errors import EXIT_FAILED, EXIT_USER
-from rl_async.launcher.local import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, Interrupted
 from rl_async.launcher.plan import RENDEZVOUS
 from rl_async.launcher.ports import PortWish, assign_ports
 from rl_async.launcher.process import Child, Lifeline, describe_exit, failure
 from rl_async.launcher.spec import ProcessSpec
+from rl_async.launcher.supervisor import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, Interrupted
 
 log = logging.getLogger("rl_async.launcher")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from rl_async.launcher.executor import ThisMachine
-from rl_async.launcher.local import Interrupted, Supervisor
 from rl_async.launcher.ports import assign_ports
+from rl_async.launcher.supervisor import Interrupted, Supervisor
 
 
 async def main(folder: Path) -> int:

@@ -12,8 +12,8 @@ from rl_async.configs.schema import RunConfig
 from rl_async.endpoints import read_endpoints
 from rl_async.launcher import launch as module
 from rl_async.launcher.launch import launch, log_into, make_ready
-from rl_async.launcher.local import RoleFailed
 from rl_async.launcher.ports import assign_ports
+from rl_async.launcher.supervisor import RoleFailed
 from rl_async.launcher.view import View
 
 

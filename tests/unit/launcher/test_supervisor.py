@@ -15,9 +15,9 @@ import pytest
 
 from rl_async.errors import UserError
 from rl_async.launcher.executor import ThisMachine
-from rl_async.launcher.local import RoleFailed, Supervisor
 from rl_async.launcher.ports import assign_ports
 from rl_async.launcher.roster import read_roster
+from rl_async.launcher.supervisor import RoleFailed, Supervisor
 
 DRIVER = Path(__file__).with_name("supervise.py")
 
