@@ -10,26 +10,32 @@ from rl_async.rollout_server.vllm import VllmEngine
 
 EngineClient = VllmEngine | SglangEngine
 
-CLIENTS: dict[str, type[VllmEngine] | type[SglangEngine]] = {
-    "embedded": VllmEngine,
-    "vllm": VllmEngine,
-    "sglang": SglangEngine,
-}
+KINDS = ("embedded", "vllm", "sglang")
 
 
 def connect(
-    kind: str, url: str, timeout_s: float | None = 600.0, read_version: ReadVersion = Version.parse
+    kind: str,
+    url: str,
+    timeout_s: float | None = 600.0,
+    read_version: ReadVersion = Version.parse,
+    together: int = 1,
 ) -> EngineClient:
-    """A client of the engine at ``url``; nothing is sent yet. Raises ProtocolError for a kind that is not known."""
-    if kind not in CLIENTS:
-        raise ProtocolError(f"the engine at {url} is of kind {kind!r}; known: {', '.join(CLIENTS)}")
-    return CLIENTS[kind](url, timeout_s, read_version)
+    """A client of the engine at ``url``; nothing is sent yet. Raises ProtocolError for a kind that is not known.
+
+    Up to ``together`` requests for one prompt are sent as one, where the client can.
+    """
+    if kind not in KINDS:
+        raise ProtocolError(f"the engine at {url} is of kind {kind!r}; known: {', '.join(KINDS)}")
+    if kind == "sglang":
+        return SglangEngine(url, timeout_s, read_version)
+    return VllmEngine(url, timeout_s, read_version, together)
 
 
 def engine_pool(config: RolloutConfig) -> EnginePool:
     """A pool without engines yet: ``watch`` finds them."""
 
     def client(record: EngineRecord) -> EngineClient:
-        return connect(record.kind, record.url, timeout_s=None)  # the pool knows which time counts
+        # The pool knows which time counts.
+        return connect(record.kind, record.url, timeout_s=None, together=config.max_batch_size)
 
     return EnginePool(client, config.request_timeout_s, config.max_batch_size)

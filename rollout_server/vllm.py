@@ -5,7 +5,7 @@ Routes under /inference need vLLM's ``--enable-scale-out``, the control routes i
 """
 
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 
 import msgspec
 
@@ -15,6 +15,7 @@ from rl_async.rollout_server.answers import IncomingAnswer, ReadVersion, parse
 from rl_async.rollout_server.api import EngineLoad, FinishReason, GenerateRequest, GenerateResult, PauseMode
 from rl_async.rollout_server.http import EngineHttp
 from rl_async.rollout_server.parts import NOTHING, join
+from rl_async.rollout_server.together import Asked, Together
 from rl_async.weight_sync.protocol import FinishBody, InitBody, InitInfo, UpdateBody, UpdateInfo
 
 MIN_VERSION_HEADER = "X-Min-Weight-Version"
@@ -42,6 +43,7 @@ class _SamplingBody(msgspec.Struct):
     top_k: int
     min_p: float
     seed: int | None
+    n: int
     ignore_eos: bool = True  # whoever asks says where to stop, by stop_token_ids
     stream_interval: int = STREAM_INTERVAL
 
@@ -67,7 +69,8 @@ class _Span(msgspec.Struct):
     end: int
 
 
-class _Choice(msgspec.Struct):
+class _Choice(msgspec.Struct, kw_only=True):
+    index: int = 0
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     logprobs: _Logprobs | None = None
@@ -96,12 +99,20 @@ class VllmEngine:
     """One engine at ``url``. Methods raise EngineRejected for 4xx answers, EngineLost for everything that fails.
 
     ``timeout_s`` bounds every call; a caller with a shorter deadline cancels it. ``read_version`` reads the names of
-    weights that the engine answers.
+    weights that the engine answers. Up to ``together`` requests for one prompt, made at the same moment, are sent as
+    one; vLLM takes no more than it decodes at once.
     """
 
-    def __init__(self, url: str, timeout_s: float | None = 600.0, read_version: ReadVersion = Version.parse) -> None:
+    def __init__(
+        self,
+        url: str,
+        timeout_s: float | None = 600.0,
+        read_version: ReadVersion = Version.parse,
+        together: int = 1,
+    ) -> None:
         self._http, self._read_version = EngineHttp(url, timeout_s), read_version
         self.url = self._http.url
+        self._together = Together(self._sample, together)
 
     async def generate(self, request: GenerateRequest, *, session: str = "") -> GenerateResult:
         """Sample once; the parts of ``stream`` as one."""
@@ -115,30 +126,39 @@ class VllmEngine:
 
         Raises EngineLost also when the engine is older than ``request.min_version`` (409).
         """
-        answer, ended = IncomingAnswer(self.url, request, self._read_version), False
+        async with aclosing(self._together.ask(request)) as parts:
+            async for part in parts:
+                yield part
+
+    async def _sample(self, group: Sequence[Asked]) -> None:
+        """The answer to requests that differ in their ids alone: choice ``i`` of it is for the ``i``-th."""
+        request = group[0].request
+        answers = [IncomingAnswer(self.url, request, self._read_version) for _ in group]
         headers = {MIN_VERSION_HEADER: str(request.min_version)}
         rest = b""
-        async for data in self._http.sample(GENERATE, _body(request), headers):
+        async for data in self._http.sample(GENERATE, _body(request, len(group)), headers):
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 if not line.startswith(b"data: {"):  # an empty line, or the end
                     continue
-                choice = self._choice(line.removeprefix(b"data: "))
-                logprobs = [item.logprob for item in choice.logprobs.content] if choice.logprobs else []
-                answer.add(choice.token_ids, logprobs)
-                ended = choice.finish_reason is not None
-                if ended or choice.weight_versions is not None:
-                    yield answer.part(choice.weight_versions or [], choice.finish_reason or "abort")
-        if not ended:
-            raise EngineLost(f"{self.url}{GENERATE}: the answer broke off")
+                for choice in self._choices(line.removeprefix(b"data: "), len(group)):
+                    asked, answer = group[choice.index], answers[choice.index]
+                    logprobs = [item.logprob for item in choice.logprobs.content] if choice.logprobs else []
+                    answer.add(choice.token_ids, logprobs)
+                    ended = choice.finish_reason is not None
+                    if ended or choice.weight_versions is not None:
+                        asked.add(answer.part(choice.weight_versions or [], choice.finish_reason or "abort"))
+                    if ended:
+                        asked.end()
 
-    def _choice(self, raw: bytes) -> _Choice:
+    def _choices(self, raw: bytes, wanted: int) -> list[_Choice]:
         chunk: _Chunk = self._http.decode(raw, _Chunk)
         if chunk.error is not None:
             raise self._http.failure(GENERATE, chunk.error.code, chunk.error.message)
-        if len(chunk.choices) != 1:
-            raise EngineRejected(f"{self.url} answered with {len(chunk.choices)} choices, not one")
-        return chunk.choices[0]
+        if not chunk.choices or any(not 0 <= choice.index < wanted for choice in chunk.choices):
+            numbers = ", ".join(str(choice.index) for choice in chunk.choices) or "none"
+            raise EngineRejected(f"{self.url} answered with choices {numbers}; {wanted} were asked for")
+        return chunk.choices
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all."""
@@ -235,7 +255,7 @@ class VllmEngine:
         await self._http.close()
 
 
-def _body(request: GenerateRequest) -> _GenerateBody:
+def _body(request: GenerateRequest, samples: int) -> _GenerateBody:
     sampling = request.sampling
     return _GenerateBody(
         request_id=request.request_id,
@@ -249,5 +269,6 @@ def _body(request: GenerateRequest) -> _GenerateBody:
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             seed=request.seed,
+            n=samples,
         ),
     )

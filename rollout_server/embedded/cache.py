@@ -43,14 +43,15 @@ class _SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         owner = self._owner
         if owner.positions is None:
-            rows, width = key_states.shape[0], key_states.shape[2]
-            self.keys[owner.first : owner.first + rows, :, :width] = key_states
-            self.values[owner.first : owner.first + rows, :, :width] = value_states
+            slots, width = slice(owner.first, owner.first + len(owner.rows)), key_states.shape[2]
+            self.keys[slots, :, :width] = key_states[owner.rows]
+            self.values[slots, :, :width] = value_states[owner.rows]
             return key_states, value_states
-        slots = owner.slot_numbers[: key_states.shape[0]]
-        self.keys[slots, :, owner.positions] = key_states[:, :, 0]
-        self.values[slots, :, owner.positions] = value_states[:, :, 0]
-        return self.keys[: len(slots), :, : owner.view], self.values[: len(slots), :, : owner.view]
+        count = key_states.shape[0]
+        each = owner.slot_numbers[:count]
+        self.keys[each, :, owner.positions] = key_states[:, :, 0]
+        self.values[each, :, owner.positions] = value_states[:, :, 0]
+        return self.keys[:count, :, : owner.view], self.values[:count, :, : owner.view]
 
     def move(self, source: Tensor, target: Tensor, width: int) -> None:
         """Copy slots ``source`` onto ``target``, positions below ``width``."""
@@ -76,6 +77,7 @@ class SlotCache(Cache):
         self.slots, self.length = min(16, max_slots), min(64, max_length)
         self.slot_numbers = torch.arange(max_slots, device=device)
         self.first = self.view = 0
+        self.rows = self.slot_numbers[:0]
         self.positions: Tensor | None = None
         self._slot_layers = [_SlotLayer(self) for _ in range(layers)]
         super().__init__(layers=list(self._slot_layers))
@@ -91,9 +93,10 @@ class SlotCache(Cache):
         for layer in self._slot_layers:
             layer.grow()
 
-    def prefill_at(self, first: int) -> None:
-        """The next pass fills slots from ``first`` on, from position 0."""
-        self.first, self.positions = first, None
+    def prefill_at(self, first: int, rows: Tensor) -> None:
+        """The next pass fills slots from ``first`` on, from position 0, slot ``first + i`` with what its row
+        ``rows[i]`` brings."""
+        self.first, self.rows, self.positions = first, rows, None
 
     def decode_at(self, positions: Tensor, view: int) -> None:
         """The next pass writes slot i at ``positions[i]`` and reads positions below ``view``."""

@@ -1,6 +1,7 @@
 """Continuous batching around a Transformers causal LM, one iteration at a time. No threads and no sockets.
 
-An iteration admits waiting sequences and prefills them in one padded pass, then decodes all running ones in another.
+An iteration admits waiting sequences and prefills them in one padded pass, a prompt that several have only once, then
+decodes all running ones in another.
 Log-probabilities are those of a plain forward pass; what shares a batch does not matter.
 """
 
@@ -143,31 +144,35 @@ class EngineCore:
 
     def _admit(self) -> list[Sequence]:
         batch: list[Sequence] = []
+        prompts: set[tuple[int, ...]] = set()
         longest = 0
         while self.waiting and len(self.running) + len(batch) < self.max_batch:
+            prompts.add(tuple(self.waiting[0].tokens))
             longest = max(longest, len(self.waiting[0].tokens))
-            if batch and longest * (len(batch) + 1) > PREFILL_TOKENS:
+            if batch and longest * len(prompts) > PREFILL_TOKENS:
                 break
             batch.append(self.waiting.popleft())
         return batch
 
     def _prefill(self, batch: list[Sequence]) -> list[Sequence]:
-        lengths = torch.tensor([len(s.tokens) for s in batch], device=self.device)
-        width = int(lengths.max())
-        padded = torch.tensor([s.tokens + [0] * (width - len(s.tokens)) for s in batch], device=self.device)
+        rows: dict[tuple[int, ...], int] = {}  # of each prompt, in the pass
+        row = torch.tensor([rows.setdefault(tuple(s.tokens), len(rows)) for s in batch], device=self.device)
+        width = max(map(len, rows))
+        lengths = torch.tensor([len(prompt) for prompt in rows], device=self.device)
+        padded = torch.tensor([prompt + (0,) * (width - len(prompt)) for prompt in rows], device=self.device)
         first = len(self.running)
         self._cache.reserve(first + len(batch), min(width + 1, self.max_length))
-        self._cache.prefill_at(first)
+        self._cache.prefill_at(first, row)
         hidden = self.model.model(
             input_ids=padded,
             position_ids=torch.arange(width, device=self.device)[None],
             past_key_values=self._cache,
             use_cache=True,
         ).last_hidden_state
-        last = hidden[torch.arange(len(batch), device=self.device), lengths - 1]
+        last = hidden[torch.arange(len(rows), device=self.device), lengths - 1]
         self.running += batch
         sampler = self._make_sampler(batch)
-        tokens, logprobs = sampler.sample(self.model.lm_head(last))
+        tokens, logprobs = sampler.sample(self.model.lm_head(last)[row])
         self._last = torch.cat([self._last[:first].to(self.device), tokens])
         self._sampler = None
         return self._take(batch, tokens, logprobs)

@@ -23,7 +23,7 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     logprobs: Literal[0] | None = 0  # the sampled token's
-    n: Literal[1] = 1
+    n: Annotated[int, Meta(ge=1)] = 1  # samples of the prompt
     stream_interval: Annotated[int, Meta(ge=1)] = 1  # tokens per part of a stream
 
 
@@ -61,7 +61,7 @@ def delta(sequence: Sequence, start: int, end: int) -> dict[str, object]:
     """
     tokens, logprobs = sequence.sampled[start:end], sequence.logprobs[start:end]
     return {
-        "index": 0,
+        "index": sequence.index,
         "finish_reason": None,
         "token_ids": tokens,
         "logprobs": {"content": [{"token_id": t, "logprob": p} for t, p in zip(tokens, logprobs, strict=True)]},
@@ -77,8 +77,9 @@ def choice(sequence: Sequence, start: int = 0) -> dict[str, object]:
     }
 
 
-def answer(sequence: Sequence, model: str) -> dict[str, object]:
+def answer(sequences: list[Sequence], model: str) -> dict[str, object]:
     """The whole answer of a generate request."""
-    prompt, sampled = sequence.prompt_length, len(sequence.logprobs)
+    prompt, sampled = sequences[0].prompt_length, sum(len(sequence.logprobs) for sequence in sequences)
     usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
-    return {"request_id": sequence.request_id, "model": model, "usage": usage, "choices": [choice(sequence)]}
+    choices = [choice(sequence) for sequence in sequences]
+    return {"request_id": sequences[0].request_id, "model": model, "usage": usage, "choices": choices}

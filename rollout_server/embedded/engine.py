@@ -50,9 +50,14 @@ class Engine:
         """Whether the memory of the cache or of the weights is given up."""
         return self._cache_asleep or bool(self._shapes)
 
-    def submit(self, sequence: Sequence) -> None:
-        """Queue a sequence that ``core.refusal`` did not refuse."""
-        self._enqueue(lambda: self.core.add(sequence))
+    def submit(self, *sequences: Sequence) -> None:
+        """Queue sequences that ``core.refusal`` did not refuse; they are taken together."""
+
+        def command() -> None:
+            for sequence in sequences:
+                self.core.add(sequence)
+
+        self._enqueue(command)
 
     def call(self, action: Callable[[], T]) -> "concurrent.futures.Future[T]":
         """Run ``action`` in the engine's thread between two iterations."""

@@ -45,19 +45,22 @@ class Sampler:
         if self._all_greedy:
             tokens = logprobs.argmax(-1)
         else:
-            # argmax(p / e) with e ~ Exp(1) is a draw from p (the exponential race)
-            tokens = (logprobs.exp() / self._noise(logprobs)).argmax(-1)
+            tokens = self._draw(logprobs)
             if self._greedy is not None:
                 tokens = torch.where(self._greedy, logprobs.argmax(-1), tokens)
         return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
 
-    def _noise(self, like: Tensor) -> Tensor:
-        noise = torch.empty_like(like).exponential_()
-        if self._generators is not None:
-            for row, generator in enumerate(self._generators):
-                if generator is not None:
-                    noise[row].exponential_(generator=generator)
-        return noise
+    def _draw(self, logprobs: Tensor) -> Tensor:
+        """A token of each row, by inverting its distribution function. One number is drawn per row, not per token of
+        the vocabulary; in float64, where the sum over a large vocabulary has no error that a sample could show."""
+        cumulated = logprobs.exp().cumsum(-1, dtype=torch.float64)
+        total = cumulated[:, -1:]
+        drawn = torch.rand_like(total)
+        for row, generator in enumerate(self._generators or ()):
+            if generator is not None:
+                drawn[row].uniform_(generator=generator)
+        below = torch.minimum(drawn * total, torch.nextafter(total, torch.zeros_like(total)))  # a product may round up
+        return torch.searchsorted(cumulated, below, right=True).squeeze(1)  # never a token of probability zero
 
     def _truncate(self, logits: Tensor) -> Tensor:
         """Minus infinity for tokens outside top-k, top-p and min-p; the most likely token always stays."""

@@ -11,7 +11,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(eq=False)
 class Sequence:
-    """A prompt with what was sampled for it so far.
+    """A prompt with what was sampled for it so far; ``index`` numbers the samples of one request.
 
     ``tokens`` holds prompt and samples; ``logprobs`` and ``runs`` count samples only. ``deliver`` is called in the
     engine's thread, once, when the sequence is finished; ``progress``, if set, after every ``stream_interval`` tokens.
@@ -26,6 +26,7 @@ class Sequence:
     deliver: Callable[["Sequence"], None]
     progress: Callable[["Sequence"], None] | None = None
     stream_interval: int = 1
+    index: int = 0
     logprobs: list[float] = field(default_factory=list)
     runs: list[tuple[str, int]] = field(default_factory=list)  # (version, number of its first sample)
     finish_reason: FinishReason | None = None

@@ -86,6 +86,8 @@ class Server:
         core = self.engine.core
         if (refusal := core.refusal(body.token_ids, body.sampling_params.max_tokens)) is not None:
             return _error(400, refusal)
+        if body.sampling_params.n > core.max_batch:
+            return _error(400, f"n must be at most {core.max_batch}, the sequences that are decoded at once")
         if (wanted := request.headers.get(MIN_VERSION_HEADER)) is not None and not self._serves(wanted):
             return _error(409, f"the weights are {core.version}, older than {wanted}")
         loop = asyncio.get_running_loop()
@@ -94,36 +96,46 @@ class Server:
         def post(sequence: Sequence) -> None:
             loop.call_soon_threadsafe(events.put_nowait, sequence)
 
-        params = body.sampling_params
-        sequence = Sequence(
-            request_id=dialect.REQUEST_PREFIX + (body.request_id or f"unnamed-{next(self._numbers)}"),
-            tokens=list(body.token_ids),
-            sampling=body.sampling(),
-            max_tokens=params.max_tokens,
-            stop_token_ids=frozenset(params.stop_token_ids),
-            seed=params.seed,
-            deliver=post,
-            progress=post if body.stream else None,
-            stream_interval=params.stream_interval,
-        )
-        self.engine.submit(sequence)
+        sequences = self._sequences(body, post)
+        self.engine.submit(*sequences)
         if body.stream:
-            return SequenceStream(sequence, events, self.engine.abort)
-        if not await self._until_finished(request, sequence, events):
+            return SequenceStream(sequences, events, self.engine.abort)
+        if not await self._until_finished(request, sequences, events):
             return _error(400, "the client has gone")
-        return _json(dialect.answer(sequence, self.model_name))
+        return _json(dialect.answer(sequences, self.model_name))
 
-    async def _until_finished(self, request: Request, sequence: Sequence, events: News) -> bool:
-        """Wait for the sequence; abort it when the client hangs up. Returns whether the client is still there."""
-        finished = asyncio.ensure_future(events.get())
+    def _sequences(self, body: dialect.GenerateBody, post: Callable[[Sequence], None]) -> list[Sequence]:
+        """One per sample asked for. A seed is counted up from one to the next, as vLLM does."""
+        params = body.sampling_params
+        name = dialect.REQUEST_PREFIX + (body.request_id or f"unnamed-{next(self._numbers)}")
+        return [
+            Sequence(
+                request_id=name,
+                index=index,
+                tokens=list(body.token_ids),
+                sampling=body.sampling(),
+                max_tokens=params.max_tokens,
+                stop_token_ids=frozenset(params.stop_token_ids),
+                seed=None if params.seed is None else params.seed + index,
+                deliver=post,
+                progress=post if body.stream else None,
+                stream_interval=params.stream_interval,
+            )
+            for index in range(params.n)
+        ]
+
+    async def _until_finished(self, request: Request, sequences: list[Sequence], events: News) -> bool:
+        """Wait for the sequences; abort them when the client hangs up. Returns whether the client is still there."""
         gone = asyncio.ensure_future(request.receive())  # after the body, the only message is the disconnect
-        await asyncio.wait((finished, gone), return_when=asyncio.FIRST_COMPLETED)
-        if finished.done():
+        gone.add_done_callback(lambda _: events.put_nowait(None))
+        try:
+            for _ in sequences:
+                if await events.get() is None:
+                    await asyncio.gather(*(asyncio.wrap_future(self.engine.abort(s)) for s in sequences))
+                    return False
+        finally:
             gone.cancel()
-            return True
-        finished.cancel()
-        await asyncio.wrap_future(self.engine.abort(sequence))
-        return False
+        return True
 
     def _serves(self, wanted: str) -> bool:
         current = self.engine.core.version

@@ -1,4 +1,4 @@
-"""A sequence's samples as server-sent events, part by part while it runs.
+"""A request's samples as server-sent events, part by part while they run.
 
 Starlette's StreamingResponse opens a task group for each answer, which takes longer than anything else that the server
 does for a short one.
@@ -25,33 +25,45 @@ News: TypeAlias = "asyncio.Queue[Sequence | None]"  # an item: there may be more
 
 
 class SequenceStream:
-    """An ASGI answer. ``abort`` is called with the sequence when the client hangs up before its end."""
+    """An ASGI answer. ``abort`` is called with each sequence that has not ended when the client hangs up."""
 
-    def __init__(self, sequence: Sequence, news: News, abort: Callable[[Sequence], object]) -> None:
-        self._sequence, self._news, self._abort = sequence, news, abort
+    def __init__(self, sequences: list[Sequence], news: News, abort: Callable[[Sequence], object]) -> None:
+        self._news, self._abort = news, abort
+        self._sent = dict.fromkeys(sequences, 0)  # tokens of each whose end was not sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the sequence is finished or the client is gone."""
+        """Send until the sequences are finished or the client is gone."""
         gone = asyncio.ensure_future(receive())  # after the request's body, the only message is the disconnect
         gone.add_done_callback(lambda _: self._news.put_nowait(None))
-        sent = 0
         try:
             await send(HEAD)
-            while await self._news.get() is not None:
-                finished = self._sequence.finish_reason is not None
-                count = len(self._sequence.logprobs)  # the engine's thread adds the log-probability after its token
-                if count > sent or finished:
-                    await send(self._message(sent, count, finished))
-                    sent = count
-                if finished:
+            while self._sent:
+                changed = {await self._news.get(): None}  # in this order, each once
+                while not self._news.empty():
+                    changed[self._news.get_nowait()] = None
+                if None in changed:
                     return
+                if parts := [part for sequence in changed if sequence and (part := self._part(sequence))]:
+                    await send(self._message(parts))
         finally:
             gone.cancel()
-            if self._sequence.finish_reason is None:
-                self._abort(self._sequence)
+            for sequence in self._sent:
+                if sequence.finish_reason is None:
+                    self._abort(sequence)
 
-    def _message(self, start: int, end: int, finished: bool) -> dict[str, object]:
-        sequence = self._sequence
-        part = dialect.choice(sequence, start) if finished else dialect.delta(sequence, start, end)
-        body = b"data: " + msgspec.json.encode({"choices": [part]}) + b"\n\n"
-        return {"type": "http.response.body", "body": body + END if finished else body, "more_body": not finished}
+    def _part(self, sequence: Sequence) -> dict[str, object] | None:
+        """What is new of it; None if nothing is."""
+        start = self._sent.get(sequence)
+        if start is None:
+            return None
+        finished = sequence.finish_reason is not None
+        count = len(sequence.logprobs)  # the engine's thread adds the log-probability after its token
+        if finished:
+            del self._sent[sequence]
+            return dialect.choice(sequence, start)
+        self._sent[sequence] = count
+        return dialect.delta(sequence, start, count) if count > start else None
+
+    def _message(self, parts: list[dict[str, object]]) -> dict[str, object]:
+        body = b"data: " + msgspec.json.encode({"choices": parts}) + b"\n\n"
+        return {"type": "http.response.body", "body": body if self._sent else body + END, "more_body": bool(self._sent)}

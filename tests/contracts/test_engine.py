@@ -106,6 +106,29 @@ async def test_logprobs_agree_with_a_plain_forward_pass(engine: VllmEngine, mode
         assert difference(model_folder, request, got).max() < 1e-5
 
 
+async def test_samples_of_one_prompt_are_asked_for_together(engine: VllmEngine, model_folder: Path) -> None:
+    client = VllmEngine(engine.url, together=8)
+    requests = [ask(max_tokens=40) for _ in range(6)]
+    answers = await asyncio.gather(*(client.generate(r) for r in requests))
+    for request, got in zip(requests, answers, strict=True):
+        assert len(got.token_ids) == 40 and got.versions == [VersionRun(V0, 0, 40)]
+        assert difference(model_folder, request, got).max() < 1e-5
+    assert len({tuple(got.token_ids) for got in answers}) == 6, "each is a sample of its own"
+    async with sampling(client, *(ask(max_tokens=LONG) for _ in range(3))) as tasks:
+        tasks[0].cancel()
+        assert [len((await task).token_ids) for task in tasks[1:]] == [LONG, LONG]
+    async with sampling(client, *(ask(max_tokens=LONG) for _ in range(3))) as tasks:
+        for task in tasks:
+            task.cancel()
+    for _ in range(200):
+        if (await engine.load()).requests == 0:
+            break
+        await asyncio.sleep(0.05)
+    else:
+        pytest.fail("the engine goes on for those who left")
+    await client.close()
+
+
 async def test_it_is_verified_against_its_own_weights_and_no_others(engine: VllmEngine, model_folder: Path) -> None:
     found = await asyncio.to_thread(verify, engine.url, model_folder, 12, 1e-5)
     assert found.ok and found.tokens == 12 * 32 and "samples from this model" in found.text()

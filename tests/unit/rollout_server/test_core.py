@@ -81,6 +81,25 @@ def test_logprobs_agree_with_a_plain_forward_pass(model: Qwen3ForCausalLM) -> No
         assert len(s.tokens) <= 64
 
 
+def test_a_prompt_that_several_have_is_computed_once(model: Qwen3ForCausalLM) -> None:
+    core = EngineCore(model, max_batch=12, max_length=64)
+    todo = sequences(9, seed=4)
+    for i, sequence in enumerate(todo):
+        sequence.tokens = list(todo[i % 3].tokens)  # three prompts, not side by side
+        sequence.prompt_length = len(sequence.tokens)
+        core.add(sequence)
+    widths = []
+    with model.model.register_forward_pre_hook(
+        lambda _, positional, named: widths.append(len(named["input_ids"])), with_kwargs=True
+    ):
+        core.step()
+    assert widths[0] == 3
+    while core.running:
+        core.step()
+    assert max(largest_difference(model, s) for s in todo) < 1e-5
+    assert len({tuple(s.sampled) for s in todo if s.sampling.temperature}) > 3, "each is a sample of its own"
+
+
 def test_versions_are_recorded_per_token(model: Qwen3ForCausalLM) -> None:
     core = EngineCore(model, max_batch=4, max_length=64)
     (sequence,) = sequences(1, seed=2)

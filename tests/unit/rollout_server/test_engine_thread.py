@@ -200,7 +200,7 @@ def test_a_missing_or_broken_model_is_one_line(tmp_path: Path, monkeypatch: pyte
         {"top_p": 0.0},
         {"min_p": 1.5},
         {"temperature": -1.0},
-        {"n": 2},
+        {"n": 0},
         {"logprobs": 5},
         {"topp": 0.5},
     ],

@@ -128,8 +128,30 @@ async def test_nothing_is_left_to_the_servers_defaults() -> None:
         await client.generate(REQUEST)
     assert sent == [
         {"max_tokens": 2, "temperature": 1.0, "logprobs": 0, "stop_token_ids": [9], "top_p": 1.0, "top_k": 0}
-        | {"min_p": 0.0, "seed": None, "ignore_eos": True, "stream_interval": STREAM_INTERVAL}
+        | {"min_p": 0.0, "seed": None, "n": 1, "ignore_eos": True, "stream_interval": STREAM_INTERVAL}
     ]
+
+
+async def test_samples_of_one_prompt_share_a_request_and_are_told_apart_by_their_index() -> None:
+    asked: list[int] = []
+
+    def serve(path: str, body: Any) -> tuple[int, Any]:
+        asked.append(body["sampling_params"]["n"])
+        first, second = part([7], [("0.1", 0, 1)], "length"), part([8], [("0.1", 0, 1)], "stop")
+        return 200, stream({"choices": [second["choices"][0] | {"index": 1}]}, first)
+
+    async with answering(serve) as alone:
+        client = VllmEngine(alone.url, together=2)
+        answers = await asyncio.gather(client.generate(REQUEST), client.generate(REQUEST))
+        await client.close()
+    assert asked == [2] and [got.token_ids for got in answers] == [[7], [8]]
+
+
+async def test_an_answer_that_nobody_asked_for_is_refused() -> None:
+    body = stream({"choices": [ANSWER | {"index": 1}]})
+    async with answering(lambda path, _: (200, body)) as client:
+        with pytest.raises(EngineRejected, match="answered with choices 1; 1 were asked for"):
+            await client.generate(REQUEST)
 
 
 @pytest.mark.parametrize(
