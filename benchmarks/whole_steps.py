@@ -8,7 +8,8 @@ takes its turn (TRL, colocated), or an engine and a trainer of one thread run si
 off-policy). One optimizer step on the whole batch, the clipped loss, no reference model; log-probabilities are not
 computed again before it, neither by TRL nor by ours (``bypass_ppo_clip``).
 
-The model's turns end with a token that it never says, so every rollout has all of its tokens.
+The model's turns end with a token that it hardly ever says (a chance of about 1e-5 where it could), so practically
+every rollout has all of its tokens; ``MISSING`` bounds how many may be missing of one.
 """
 
 import gzip
@@ -38,6 +39,7 @@ RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
 SAME = f"torch=={torch.__version__} transformers=={transformers.__version__}"  # as here
 INSTALL = f"python -m venv .venv-trl && .venv-trl/bin/pip install trl==1.16.0 {SAME}"
 GROUPS, GROUP_SIZE, TOKENS, THREADS = 32, 8, 32, 2
+MISSING = 0.5  # of a rollout's tokens, on the average of a step's rollouts
 STEPS, SKIPPED, ROUNDS = 20, 5, 2  # a run's first steps are a warm-up
 DEADLINE_S = 300
 POLL_S = 0.1
@@ -143,8 +145,8 @@ def ours(folder: Path, mode: str, name: str) -> tuple[list[float], dict[str, flo
     command = [RL_ASYNC, "launch", "--mode", mode, "--config", "calculator", "--name", name, *overrides]
     used = watched(command, folder / name)
     metrics = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    if any(m["rollout/response_tokens_mean"] != TOKENS for m in metrics):
-        sys.exit(f"{mode}: not every rollout has {TOKENS} tokens")
+    if any(m["rollout/response_tokens_mean"] < TOKENS - MISSING for m in metrics):
+        sys.exit(f"{mode}: too many rollouts have less than {TOKENS} tokens")
     ends, counted = [m["time"] for m in metrics[SKIPPED - 1 :]], metrics[SKIPPED:]
     parts = {part: statistics.median(m[f"time/{key}_s"] for m in counted) for part, key in PHASES.items()}
     parts["a rollout, from request to answer"] = statistics.median(generation(folder / name))
@@ -202,7 +204,7 @@ def theirs(folder: Path, trl: Path) -> tuple[list[float], dict[str, float]]:
     if done.returncode != 0:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}")
     told = json.loads(done.stdout.splitlines()[-1])
-    if told["tokens"] != TOKENS:
-        sys.exit(f"TRL: not every rollout has {TOKENS} tokens")
+    if told["tokens"] < TOKENS - MISSING:
+        sys.exit(f"TRL: too many rollouts have less than {TOKENS} tokens")
     parts = {"processor": statistics.median(told["processor"][SKIPPED:])}
     return told["seconds"][SKIPPED - 1 :], parts

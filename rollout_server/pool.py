@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from rl_async.errors import EngineLost, EngineRejected, QueueLost
-from rl_async.messages import EngineList, EngineRecord
+from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult
 from rl_async.rollout_server.parts import NOTHING, continuation, join
 from rl_async.rollout_server.routing import Member, Router
@@ -99,6 +99,14 @@ class _Progress:
         return time.monotonic() >= self._deadline
 
 
+class _Place:
+    """Of a request in the line, from where it is called when an engine has room and is new enough."""
+
+    def __init__(self, version: Version) -> None:
+        self.version = version
+        self.called = asyncio.Event()
+
+
 class EnginePool:
     """See the module. ``connect`` makes the client of a newly registered engine, which decodes ``most`` at once;
     ``timeout_s`` is how long a request may go without a new token while its engine is awake."""
@@ -107,7 +115,7 @@ class EnginePool:
         self._connect, self._timeout_s, self._most = connect, timeout_s, most
         self._members: dict[str, Member[Engine]] = {}
         self._router: Router[Engine] = Router()
-        self._changed = asyncio.Event()
+        self._line: dict[_Place, None] = {}  # of requests that wait for an engine, in their order
         self._closing: set[asyncio.Task[None]] = set()
         self.replayed = 0
 
@@ -173,9 +181,20 @@ class EnginePool:
         await asyncio.gather(*self._closing)
 
     def _announce(self) -> None:
-        """Wake all who wait for an engine."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        """Wake those at the head of the line for whom there is room now, and no others: waking everybody for every
+        request that ends would cost its square."""
+        now = time.monotonic()
+        room = {member: member.room for member in self._members.values() if member.room}
+        for place in self._line:
+            if not room:
+                break
+            member = next((member for member in room if member.serves(place.version, now)), None)
+            if member is None:
+                continue
+            place.called.set()
+            room[member] -= 1
+            if not room[member]:
+                del room[member]
 
     async def _follow(self, directory: Directory) -> None:
         """The registry's half of ``watch``."""
@@ -235,13 +254,20 @@ class EnginePool:
             answer.cancel()
 
     async def _route(self, progress: _Progress) -> Member[Engine]:
+        place = _Place(progress.request.min_version)
+        try:
+            return await self._wait_in(place, progress)
+        finally:
+            self._line.pop(place, None)
+
+    async def _wait_in(self, place: _Place, progress: _Progress) -> Member[Engine]:
+        version = place.version
         while True:
             members, now = self._members.values(), time.monotonic()
-            changed = self._changed
             member = self._router.choose(members, progress.rest, progress.session, now)
             if member is not None:
                 return member
-            version = progress.request.min_version
+            self._line[place] = None
             if any(other.serves(version, now) for other in members):
                 progress.move_on()  # it only waits for its turn
             elif progress.late:
@@ -252,9 +278,10 @@ class EnginePool:
                 )
             try:
                 async with asyncio.timeout(min(progress.left_s, SET_ASIDE_S)):
-                    await changed.wait()
+                    await place.called.wait()
             except TimeoutError:
                 continue  # an engine that was set aside may be back
+            place.called.clear()
 
 
 async def _read(engine: Engine, progress: _Progress) -> None:

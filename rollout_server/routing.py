@@ -54,9 +54,9 @@ class Member(Generic[C]):
         return confirmed is not None and confirmed >= version and now >= self.set_aside_until and not self.gone.is_set()
 
     @property
-    def has_room(self) -> bool:
-        """Whether it may get one more request."""
-        return self.requests < self.limit
+    def room(self) -> int:
+        """How many more requests it may get."""
+        return max(0, math.ceil(self.limit - self.requests))
 
     def lose(self) -> None:
         """It is gone: nobody waits for its answers any more."""
@@ -106,7 +106,7 @@ class Router(Generic[C]):
         self, members: Iterable[Member[C]], request: GenerateRequest, session: str, now: float
     ) -> Member[C] | None:
         """The cheapest engine that serves the request's version and has room; None if there is none."""
-        fit = [member for member in members if member.has_room and member.serves(request.min_version, now)]
+        fit = [member for member in members if member.room and member.serves(request.min_version, now)]
         if not fit:
             return None
         home = self._homes.get(session)

@@ -99,6 +99,39 @@ async def test_engines_without_the_version_get_no_traffic() -> None:
     assert not engines["none"].seen
 
 
+async def test_whoever_waits_is_called_once_and_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, engines = make_pool(a=lambda r: result(1, V1))
+    pool.update(registry(a=V1))
+    engines["a"].hold.clear()
+    tried = []
+    choose = pool._router.choose
+    monkeypatch.setattr(pool._router, "choose", lambda *given: tried.append(given[2]) or choose(*given))
+    tasks = [asyncio.create_task(pool.generate(request(), session=str(i))) for i in range(60)]
+    await asyncio.sleep(0.1)
+    assert len(tried) == 60
+    engines["a"].hold.set()
+    await asyncio.gather(*tasks)
+    assert tried[60:] == [str(i) for i in range(10, 60)], "ten had found room at once"
+
+
+async def test_room_at_an_engine_that_is_too_old_goes_to_those_who_take_it() -> None:
+    pool, engines = make_pool(old=lambda r: result(1, Version(0, 0)), new=lambda r: result(1, V1))
+    pool.update(registry(old=Version(0, 0), new=V1))
+    for engine in engines.values():
+        engine.hold.clear()
+    full = [asyncio.create_task(pool.generate(request(Version()), session=f"o{i}")) for i in range(20)]
+    await asyncio.sleep(0.01)
+    first = asyncio.create_task(pool.generate(request(V1), session="first in line"))
+    second = asyncio.create_task(pool.generate(request(Version()), session="second in line"))
+    await asyncio.sleep(0.01)
+    engines["old"].hold.set()
+    async with asyncio.timeout(0.5):
+        await second
+    assert not first.done() and not engines["new"].hold.is_set()
+    engines["new"].hold.set()
+    await asyncio.gather(first, *full)
+
+
 async def test_a_lost_request_is_replayed_elsewhere() -> None:
     pool, engines = make_pool(a=lose, b=lambda r: result(2, Version(0, 1)))
     pool.update(registry(a=Version(0, 1), b=Version(0, 1)))
