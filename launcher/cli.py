@@ -361,7 +361,11 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.run is None:
         from rl_async.launcher.surroundings import check_machine
 
+        if arguments.json:
+            raise UserError("doctor: --json is of a run; give its folder, or leave --json out")
         return check_machine(arguments.config)
+    if arguments.config is not None:
+        raise UserError("doctor: a run has its own config; leave --config out, or RUN to check this machine for it")
     from rl_async.launcher.doctor import doctor
 
     return doctor(arguments.run, as_json=arguments.json)

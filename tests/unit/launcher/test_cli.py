@@ -194,3 +194,8 @@ def test_a_data_set_is_inspected_and_a_bad_row_named(tmp_path: Path, capsys: pyt
     bad = row | {"reward_model": {"style": "rule"}}
     pq.write_table(pa.Table.from_pylist([bad]), tmp_path / "bad.parquet")
     assert "row 0" in only_error(capsys, "data", "inspect", "bad.parquet")
+
+
+def test_doctor_takes_a_run_or_a_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "a run has its own config" in only_error(capsys, "doctor", "runs/mine", "--config", "calculator")
+    assert "--json is of a run" in only_error(capsys, "doctor", "--json")
