@@ -1,5 +1,6 @@
 """One process of a run: what is executed, where, and how often it may be started again."""
 
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -60,6 +61,12 @@ def module(name: str, *arguments: str) -> tuple[str, ...]:
 
 
 def environment(config: RunConfig) -> dict[str, str]:
-    """Thread pools of a size that leaves room for the other processes."""
+    """Thread pools of a size that leaves room for the other processes, and which sleep while they wait: OpenMP's
+    threads spin at every barrier, on cores that the thread they wait for, or another process, needs."""
     threads = str(config.launcher.threads)
-    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
