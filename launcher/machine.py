@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 from rl_async.configs.engines import engine_kinds
 from rl_async.configs.schema import RunConfig
@@ -14,6 +15,7 @@ from rl_async.launcher.artifacts import needs_preparation
 from rl_async.launcher.memory import model_size, tiny_shape
 from rl_async.launcher.plan import Plan, plan
 from rl_async.reward_loop.judge import api_key
+from rl_async.trainer.families import why_not_shared
 
 EXPERT_MODELS = ("qwen2_moe", "qwen3_moe")
 
@@ -22,7 +24,7 @@ def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: in
     """The plan for this machine, or for a cluster with ``gpus`` GPUs, whose nodes are asked later for their engines.
 
     Raises UserError for what is missing here: files, vLLM, Megatron-Core, PEFT, Liger, FlashAttention, a GPU asked
-    for, the judge's key; for experts that an engine does not know, and heads that ranks cannot share out.
+    for, the judge's key; for experts that an engine does not know, and rows that ranks cannot share.
     """
     elsewhere = gpus is not None
     gpus = count_gpus() if gpus is None else gpus
@@ -40,7 +42,7 @@ def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: in
         api_key(config.reward.judge)
     size = model_size(config)
     check_expert_names(config)
-    check_heads(config)
+    check_sharing(config)
     return plan(config, folder, size=size, gpus=gpus, resume=resume)
 
 
@@ -95,18 +97,18 @@ def check_kernels(config: RunConfig, gpus: int) -> None:
             raise UserError(f"{key}: {sys.executable} has no {module}; install it with `pip install {extra}`")
 
 
-def check_heads(config: RunConfig) -> None:
-    """Raise UserError if the ranks that share a row cannot share out the policy's attention heads evenly."""
+def check_sharing(config: RunConfig) -> None:
+    """Raise UserError if trainer ranks cannot share rows of the policy, as far as its ``config.json`` tells."""
     file, ranks = Path(config.model.path) / "config.json", config.trainer.sequence_parallel
-    shape = tiny_shape(config.sft) if config.sft else {}
+    if ranks == 1:
+        return
+    shape = tiny_shape(config.sft) | {"model_type": "qwen3"} if config.sft else {}
     if file.is_file():
         shape = json.loads(file.read_text())
-    heads = shape.get("num_attention_heads", ranks)  # of an unknown model the ranks find out
-    if heads % ranks:
-        raise UserError(
-            f"trainer.sequence_parallel={ranks} does not divide the {heads} attention heads of model.path="
-            f"{config.model.path}; use a number that does"
-        )
+    if {"model_type", "num_attention_heads"} <= shape.keys() and (
+        reason := why_not_shared(SimpleNamespace(**shape), ranks)
+    ):
+        raise UserError(f"trainer.sequence_parallel={ranks} does not go with model.path={config.model.path}: {reason}")
 
 
 def check_sglang(config: RunConfig) -> None:

@@ -13,12 +13,12 @@ from rl_async.configs.schema import TrainerConfig
 from rl_async.errors import UserError
 from rl_async.trainer.backend import Outputs, Want, policy_outputs
 from rl_async.trainer.batching import Tensors
-from rl_async.trainer.families import logit_form, why_padded
+from rl_async.trainer.families import logit_form, why_not_shared, why_padded
 from rl_async.trainer.kernels import apply_liger, attention
 from rl_async.trainer.packing import Packed, pack
 from rl_async.trainer.token_logprobs import Head as LogitHead
 from rl_async.trainer.token_logprobs import head_logits, token_stats
-from rl_async.trainer.ulysses import Sharing, gathered, why_not_shared
+from rl_async.trainer.ulysses import Sharing, gathered
 
 log = logging.getLogger("rl_async.trainer")
 

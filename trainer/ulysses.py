@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.trainer.cell import Cell, lone_ranks
-from rl_async.trainer.families import why_padded
 
 
 @dataclass(frozen=True)
@@ -54,15 +53,6 @@ def join_groups(size: int, timeout_s: float) -> tuple[Cell, Sharing | None]:
     place = rank % size
     cell = Cell(rank // size, world // size, is_recorder=place == 0, group=across)
     return cell, Sharing(place, size, inside)
-
-
-def why_not_shared(config: Any, size: int) -> str | None:
-    """Why rows of a model with this Hugging Face config cannot be shared by so many ranks; None if they can."""
-    if reason := why_padded(config):
-        return f"its rows cannot be packed, for {reason}"
-    if config.num_attention_heads % size:
-        return f"that many ranks do not divide its {config.num_attention_heads} attention heads"
-    return None
 
 
 def to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -31,6 +31,7 @@ IMPLEMENTATIONS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "fsdp2 x1 compiled and checkpointed": (1, {"compile": True, "activation_checkpointing": True}, ("qwen3",)),
     "fsdp2 x2 offloaded": (2, {"cpu_offload": True}, ("qwen3",)),
     "fsdp2 x2 that share rows": (2, {"sequence_parallel": 2}, ("qwen3", "qwen2-tied")),
+    "fsdp2 x2 compiled, that share rows": (2, {"sequence_parallel": 2, "compile": True}, ("qwen3",)),
     "fsdp2 x4, twos that share rows": (4, {"sequence_parallel": 2, "activation_checkpointing": True}, ("qwen3",)),
     "fsdp2 x4 of 2 replicas": (4, {"replicas": 2}, ("qwen3",)),
     "megatron x1": (1, MEGATRON, (*DENSE, "qwen3-moe")),
