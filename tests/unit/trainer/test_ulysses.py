@@ -36,9 +36,8 @@ def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str,
     for name, (kind, options) in MODELS.items():
         saved(kind, folder / name, **options)
     out = folder / "differences.json"
-    run_ranks(
-        [sys.executable, "-m", "tests.unit.trainer.ulysses_worker", str(folder), str(out), *MODELS], 2, timeout_s=500
-    )
+    worker = [sys.executable, "-m", "tests.unit.trainer.ulysses_worker", "cpu", str(folder), str(out)]
+    run_ranks([*worker, *MODELS], 2, timeout_s=500)
     found: dict[str, dict[str, float]] = json.loads(out.read_text())
     return found
 
