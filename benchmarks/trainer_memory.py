@@ -2,18 +2,19 @@
 
     python benchmarks/trainer_memory.py [--config calculator ...] [--rows N] [--set KEY=VALUE ...]
 
-For each config a process of its own makes the model of its warm start, with random weights, and takes two steps of
-``trainer/update.py`` on random rows of ``rollout.max_model_len`` tokens: as many as a batch of the config has, or N.
+For each config processes of their own, trainer.ranks of them, make the model of its warm start, with random weights,
+and take two steps of ``trainer/update.py`` on random rows of ``rollout.max_model_len`` tokens: as many as a batch of
+the config has, or N. Of several ranks the largest peak counts.
 """
 
 import argparse
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from trainer_arms import resident, rows_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -39,14 +40,14 @@ def measure(name: str, folder: str, count: int, overrides: list[str]) -> None:
     assert trainer_process
     config = load_config(name, [f"model.path={folder}", *overrides])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo")
     models = build_models(config, "cpu")
     rows = rows_of(
         [config.rollout.max_model_len] * (count or config.data.train_batch_groups * config.rollout.group_size)
     )
     headers = [row.header() for row in rows]
     for step in range(2):
-        plan = plan_batch(headers, step, config, 1, models.work)
+        plan = plan_batch(headers, step, config, models.cell.dp_size, models.work)
         update(
             models, Batch(step, headers, plan, dict(zip(row_keys(headers), rows, strict=True))), build(config), config
         )
@@ -68,8 +69,9 @@ def main() -> None:
             save_model(load_config(name, arguments.set), Path(folder))
             command = [sys.executable, __file__, "--worker", name, folder, "--rows", str(arguments.rows)]
             command += ["--set", *arguments.set]
-            told = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True).stdout
-        estimate, peak = (int(number) for number in told.split()[-2:])
+            ranks = load_config(name, arguments.set).trainer.ranks
+            told = [printed.split()[-2:] for printed in run_ranks(command, ranks, timeout_s=DEADLINE_S)]
+        estimate, peak = int(told[0][0]), max(int(peak) for _, peak in told)
         print(f"{name}: estimated {estimate / 2**20:,.0f} MiB, measured {peak / 2**20:,.0f} MiB, {estimate / peak:.2f}")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rl_async.configs.check_algorithm import ALGORITHM_RULES, Rule
 from rl_async.configs.check_engine import engine_args
 from rl_async.configs.check_finetune import finetune
-from rl_async.configs.check_fsdp2 import fsdp2
+from rl_async.configs.check_fsdp2 import fsdp2, kernels
 from rl_async.configs.check_gateway import gateway_rule
 from rl_async.configs.check_megatron import data_parallel, megatron, sharing
 from rl_async.configs.closed import is_closed
@@ -223,6 +223,7 @@ RULES: tuple[Rule, ...] = (
     sharing,
     megatron,
     fsdp2,
+    kernels,
     _journal,
     _queue_host,
     _shards,

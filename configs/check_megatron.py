@@ -6,8 +6,10 @@ SHARING = ("tensor_parallel", "pipeline_parallel", "virtual_pipeline", "expert_p
 
 
 def data_parallel(c: RunConfig) -> int:
-    """How many copies of the model the ranks hold between them."""
-    return max(c.trainer.ranks // (c.trainer.tensor_parallel * c.trainer.pipeline_parallel), 1)
+    """How many parts a mini-batch's rows are dealt out to: Megatron's copies of the model, or FSDP's ranks, of which
+    those that share rows count once."""
+    t = c.trainer
+    return max(t.ranks // (t.tensor_parallel * t.pipeline_parallel * t.sequence_parallel), 1)
 
 
 def sharing(c: RunConfig) -> str | None:

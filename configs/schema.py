@@ -252,6 +252,16 @@ class TrainerConfig(Config, frozen=True):
     replicas: Annotated[
         Positive, doc("fsdp2: copies of the model among the ranks, each sharded over trainer.ranks / replicas (HSDP).")
     ] = 1
+    sequence_parallel: Annotated[
+        Positive, doc("fsdp2: ranks that share each packed row and swap tokens for heads around attention (Ulysses).")
+    ] = 1
+    attention: Annotated[
+        Literal["auto", "packed", "flash"],
+        doc("fsdp2: PyTorch's, sequence by sequence, or FlashAttention 2 (GPUs, bfloat16); auto: flash if it is here."),
+    ] = "auto"
+    kernels: Annotated[
+        Literal["torch", "liger"], doc("fsdp2 on GPUs: liger's norms, rotary embedding and gated MLPs.")
+    ] = "torch"
     compile: Annotated[
         bool,
         doc("fsdp2: torch.compile of every layer. The first step takes minutes; on a CPU it needs a C++ compiler."),

@@ -6,14 +6,16 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 from rl_async.configs.engines import engine_kinds
 from rl_async.configs.schema import RunConfig
 from rl_async.errors import UserError
 from rl_async.launcher.artifacts import needs_preparation
-from rl_async.launcher.memory import model_size
+from rl_async.launcher.memory import model_size, tiny_shape
 from rl_async.launcher.plan import Plan, plan
 from rl_async.reward_loop.judge import api_key
+from rl_async.trainer.families import why_not_shared
 
 EXPERT_MODELS = ("qwen2_moe", "qwen3_moe")
 
@@ -21,8 +23,8 @@ EXPERT_MODELS = ("qwen2_moe", "qwen3_moe")
 def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: int | None = None) -> Plan:
     """The plan for this machine, or for a cluster with ``gpus`` GPUs, whose nodes are asked later for their engines.
 
-    Raises UserError for what is missing here: files, vLLM, Megatron-Core, PEFT, a GPU asked for, the judge's key; and
-    for experts that an engine does not know.
+    Raises UserError for what is missing here: files, vLLM, Megatron-Core, PEFT, Liger, FlashAttention, a GPU asked
+    for, the judge's key; for experts that an engine does not know, and rows that ranks cannot share.
     """
     elsewhere = gpus is not None
     gpus = count_gpus() if gpus is None else gpus
@@ -35,10 +37,12 @@ def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: in
         check_megatron()
     if config.trainer.lora is not None:
         check_peft()
+    check_kernels(config, gpus)
     if config.reward.judge is not None and any(term.name == "judge" for term in config.reward.functions):
         api_key(config.reward.judge)
     size = model_size(config)
     check_expert_names(config)
+    check_sharing(config)
     return plan(config, folder, size=size, gpus=gpus, resume=resume)
 
 
@@ -77,6 +81,34 @@ def check_peft() -> None:
     """Raise UserError unless trainers can import PEFT."""
     if find_spec("peft") is None:
         raise UserError(f"trainer.lora: {sys.executable} has no PEFT; install it with `pip install 'rl-async[lora]'`")
+
+
+def check_kernels(config: RunConfig, gpus: int) -> None:
+    """Raise UserError unless trainers can compute with the kernels that they are told to."""
+    wanted = {
+        "trainer.attention=flash": ("flash_attn", config.trainer.attention == "flash"),
+        "trainer.kernels=liger": ("liger_kernel", config.trainer.kernels == "liger"),
+    }
+    for key, (module, is_wanted) in wanted.items():
+        if is_wanted and gpus == 0:
+            raise UserError(f"{key} needs a GPU, and none is visible; leave it out")
+        if is_wanted and find_spec(module) is None:
+            extra = "--no-build-isolation 'rl-async[flash-attn]'" if module == "flash_attn" else "'rl-async[liger]'"
+            raise UserError(f"{key}: {sys.executable} has no {module}; install it with `pip install {extra}`")
+
+
+def check_sharing(config: RunConfig) -> None:
+    """Raise UserError if trainer ranks cannot share rows of the policy, as far as its ``config.json`` tells."""
+    file, ranks = Path(config.model.path) / "config.json", config.trainer.sequence_parallel
+    if ranks == 1:
+        return
+    shape = tiny_shape(config.sft) | {"model_type": "qwen3"} if config.sft else {}
+    if file.is_file():
+        shape = json.loads(file.read_text())
+    if {"model_type", "num_attention_heads"} <= shape.keys() and (
+        reason := why_not_shared(SimpleNamespace(**shape), ranks)
+    ):
+        raise UserError(f"trainer.sequence_parallel={ranks} does not go with model.path={config.model.path}: {reason}")
 
 
 def check_sglang(config: RunConfig) -> None:

@@ -129,13 +129,16 @@ def forward_bytes(config: RunConfig, size: ModelSize) -> int:
     """A layer keeps its residual stream, normalised and not (6 hidden sizes), its queries before and after their norm
     and rotation and what they find (5), keys (3) and values (1), and the four parts of a gated MLP; the gradients of
     one layer take as much again. With activation checkpointing layers keep their input alone, and one at a time all of
-    that. Logits exist for one chunk of tokens (``trainer/token_logprobs.py``), twice.
+    that. Logits exist for one chunk of tokens (``trainer/token_logprobs.py``), twice. Ranks that share rows have an
+    equal part of their tokens each: what they have of whole rows, around attention, is of a part of the heads.
 
-    More than one expert per token is not counted.
+    More than one expert per token is not counted, nor are the copies of heads of keys where more ranks share a row.
     """
     rows = -(-config.data.train_batch_groups * config.rollout.group_size // config.trainer.minibatches)
-    longest = -(-rows // config.trainer.ranks) * config.rollout.max_model_len
-    tokens = min(longest, max(config.trainer.max_tokens_per_microbatch, config.rollout.max_model_len))
+    sharing = config.trainer.sequence_parallel
+    longest = -(-rows * sharing // config.trainer.ranks) * config.rollout.max_model_len
+    row = min(longest, max(config.trainer.max_tokens_per_microbatch, config.rollout.max_model_len))
+    tokens = -(-row // sharing)
     logits = min(tokens * size.vocab, LOGITS_CHUNK) * 4 * 2
     kept = size.checkpointed if config.trainer.activation_checkpointing else size.activations
     return tokens * kept * DTYPE_BYTES[config.model.dtype] + logits

@@ -62,6 +62,15 @@ def why_padded(config: Any) -> str | None:
     return None
 
 
+def why_not_shared(config: Any, size: int) -> str | None:
+    """Why rows of a model with this Hugging Face config cannot be shared by so many ranks; None if they can."""
+    if reason := why_padded(config):
+        return f"its rows cannot be packed: {reason}"
+    if config.num_attention_heads % size:
+        return f"that many ranks do not divide its {config.num_attention_heads} attention heads"
+    return None
+
+
 def logit_form(config: Any) -> LogitForm:
     """How a model that can be packed makes its logits."""
     return FAMILIES[config.model_type](config)

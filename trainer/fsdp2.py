@@ -16,7 +16,6 @@ from rl_async.configs.schema import TrainerConfig
 from rl_async.errors import TrainingDiverged
 from rl_async.trainer.backend import LossFn, Outputs, Want
 from rl_async.trainer.batching import Tensors
-from rl_async.trainer.cell import lone_ranks
 from rl_async.trainer.heads import MODEL_FOLDER, VALUE_HEAD_FILE, Head, load_headed
 from rl_async.trainer.hf_export import MOMENT, SHARDS, WEIGHTS, write_model
 from rl_async.trainer.lora import attach, merged, without_adapters
@@ -24,6 +23,7 @@ from rl_async.trainer.lora_files import base_of, require_adapters, require_whole
 from rl_async.trainer.schedule import learning_rate_factor
 from rl_async.trainer.sharding import mesh_of, prepare, shard
 from rl_async.trainer.shards import host_copy, read_shards, stored, write_shards
+from rl_async.trainer.ulysses import join_groups
 from rl_async.trainer.work import work_of
 from rl_async.weight_sync.buckets import dtype_name
 from rl_async.weight_sync.gather import Parts
@@ -52,8 +52,9 @@ class Fsdp2Backend:
         options = config or TrainerConfig()
         config = config if trains else None
         self.device, self.path, self.config = device, path, config
-        self.dtype, self.cell = getattr(torch, dtype), lone_ranks()
-        model = load_headed(path, head, device, self.dtype)
+        self.dtype = getattr(torch, dtype)
+        self.cell, sharing = join_groups(options.sequence_parallel, options.collective_timeout_s)
+        model = load_headed(path, head, device, self.dtype, options, sharing)
         self._lora = config.lora if config else None
         if self._lora is not None:
             self._base = base_of(path)
@@ -92,7 +93,9 @@ class Fsdp2Backend:
             self.model.set_requires_gradient_sync(number == len(batches) - 1)
             loss = loss_fn(number, self.model.outputs(batch, wants))
             total += loss.item()
-            (loss * world).backward()  # FSDP averages over ranks; the loss is already divided by the global count
+            # FSDP averages over ranks. The loss is already divided by the global count, and of ranks that share rows
+            # each has its own part of the gradient (ulysses.py).
+            (loss * world).backward()
         norm = _full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)).item()
         finite = torch.tensor([float(total == total and abs(total) != float("inf"))])
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)

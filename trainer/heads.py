@@ -8,16 +8,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-from transformers.utils import is_flash_attn_2_available
 
+from rl_async.configs.schema import TrainerConfig
 from rl_async.errors import UserError
-from rl_async.trainer import packed_attention
 from rl_async.trainer.backend import Outputs, Want, policy_outputs
 from rl_async.trainer.batching import Tensors
-from rl_async.trainer.families import logit_form, why_padded
+from rl_async.trainer.families import logit_form, why_not_shared, why_padded
+from rl_async.trainer.kernels import apply_liger, attention
 from rl_async.trainer.packing import Packed, pack
 from rl_async.trainer.token_logprobs import Head as LogitHead
 from rl_async.trainer.token_logprobs import head_logits, token_stats
+from rl_async.trainer.ulysses import Sharing, gathered
 
 log = logging.getLogger("rl_async.trainer")
 
@@ -44,21 +45,28 @@ class ValueHead(torch.nn.Linear):
 
 
 class Headed(torch.nn.Module):
-    """``lm`` is a Hugging Face causal LM, or with head "value" the decoder without its logits."""
+    """``lm`` is a Hugging Face causal LM, or with head "value" the decoder without its logits. Ranks that share rows
+    pass the same ones, and each gets the outputs of all of their tokens."""
 
-    def __init__(self, lm: Any, head: Head) -> None:
+    def __init__(self, lm: Any, head: Head, sharing: Sharing | None = None) -> None:
         super().__init__()
         self.lm = lm
         self.value_head = None if head == "policy" else ValueHead(lm.config.hidden_size)
         self.has_logits = head != "value"
         self.packs = why_padded(lm.config) is None
+        self.sharing = sharing
 
     def outputs(self, batch: Tensors, wants: frozenset[Want]) -> Outputs:
         """One pass over a micro-batch: packed if the model can be, else padded."""
         if not self.packs:
             return Outputs(**self(batch, wants))
         packed = pack(batch)
-        flat: dict[str, Tensor | None] = self(packed, wants)
+        flat: dict[str, Tensor | None]
+        if self.sharing is None:
+            flat = self(packed, wants)
+        else:
+            own, group = packed.share(self.sharing.rank, self.sharing.size), self.sharing.group
+            flat = {name: None if part is None else gathered(part, group) for name, part in self(own, wants).items()}
         return Outputs(**{name: None if part is None else packed.unpack(part) for name, part in flat.items()})
 
     def forward(self, batch: Packed | Tensors, wants: frozenset[Want]) -> dict[str, Tensor | None]:
@@ -69,7 +77,10 @@ class Headed(torch.nn.Module):
         return self._packed(batch, wants) if isinstance(batch, Packed) else self._padded(batch, wants)
 
     def _packed(self, packed: Packed, wants: frozenset[Want]) -> dict[str, Tensor | None]:
-        hidden = self.lm.base_model(**packed.backbone_inputs()).last_hidden_state[0]
+        inputs = packed.backbone_inputs()
+        if self.sharing is not None:
+            inputs["sharing_ranks"] = self.sharing.group
+        hidden = self.lm.base_model(**inputs).last_hidden_state[0]
         outputs: dict[str, Tensor | None] = {}
         if self.has_logits:
             head = LogitHead(self.lm.lm_head.weight, self.lm.lm_head.bias, logit_form(self.lm.config))
@@ -96,33 +107,35 @@ class Headed(torch.nn.Module):
         return self.value_head(hidden).float()
 
 
-def attention(config: Any, device: str, dtype: torch.dtype) -> str:
-    """The attention implementation of Transformers to load a model with."""
-    if why_padded(config) is not None:
-        return "sdpa"
-    if device.startswith("cuda") and dtype == torch.bfloat16 and is_flash_attn_2_available():
-        return "flash_attention_2"
-    return packed_attention.NAME
-
-
-def load_headed(path: str, head: Head, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Headed:
+def load_headed(
+    path: str,
+    head: Head,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    options: TrainerConfig | None = None,
+    sharing: Sharing | None = None,
+) -> Headed:
     """Read float32 weights from a Hugging Face folder, or from the ``critic`` folder of a checkpoint with its head.
 
     The device and the dtype are those that the model will compute on and in. Raises UserError if there is no model
-    of the kind.
+    of the kind, or if it cannot compute as ``options`` say.
     """
+    options = options or TrainerConfig()
     saved = Path(path) / MODEL_FOLDER
     folder = str(saved) if saved.is_dir() else path
     kind: Any = AutoModel if head == "value" else AutoModelForCausalLM
     key, what = ("critic.path", "decoder") if head == "value" else ("model.path", "causal LM")
     try:
         config = AutoConfig.from_pretrained(folder)
-        lm = kind.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=attention(config, device, dtype), config=config
-        )
+        if sharing is not None and (reason := why_not_shared(config, sharing.size)):
+            raise UserError(f"trainer.sequence_parallel={sharing.size} does not go with {key}={path}: {reason}")
+        how = attention(config, device, dtype, options)
+        lm = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation=how, config=config)
     except (OSError, ValueError) as error:
         raise UserError(f"{key}: cannot load a {what} from {path}: {error}") from error
-    model = Headed(lm, head)
+    if options.kernels == "liger":
+        apply_liger(lm, device)
+    model = Headed(lm, head, sharing)
     if reason := why_padded(lm.config):
         log.warning("%s: rows of %s are padded, not packed, which is slower: %s", key, path, reason)
     weights = Path(path) / VALUE_HEAD_FILE

@@ -7,9 +7,12 @@ packed row, and one call of PyTorch's fused attention serves it: no padding, no 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+
+from rl_async.trainer.ulysses import to_heads, to_sequence
 
 NAME = "rl_async_packed"
 Groups = tuple[tuple[int, int], ...]  # (length, sequences)
@@ -24,6 +27,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     packed_groups: Groups | None = None,
+    sharing_ranks: dist.ProcessGroup | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -32,8 +36,9 @@ def packed_attention(
     """One layer's attention of [1, heads, N, D], the result [1, N, heads, D], as ``AttentionInterface`` wants it.
 
     A token sees those of its own sequence up to itself, or the last ``sliding_window`` of them. With ``softcap`` c
-    scores are c * tanh(score / c) (Gemma 2, arXiv:2408.00118, section 2). Raises ValueError when the model asks for
-    anything else, so that none is computed wrongly.
+    scores are c * tanh(score / c) (Gemma 2, arXiv:2408.00118, section 2). With ``sharing_ranks`` N are this rank's
+    tokens of the row, and ``packed_groups`` are of all of it. Raises ValueError when the model asks for anything else,
+    so that none is computed wrongly.
     """
     asked = [name for name in UNKNOWN if options.get(name) is not None]
     if packed_groups is None or attention_mask is not None or not getattr(module, "is_causal", False) or asked:
@@ -41,6 +46,8 @@ def packed_attention(
             f"packed attention of {type(module).__name__} needs packed_groups and causal attention without a mask, "
             f"and has none of {asked or UNKNOWN}; leave the model's kind out of trainer/families.py"
         )
+    if sharing_ranks is not None:
+        query, key, value = (to_heads(x, sharing_ranks) for x in (query, key, value))
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
     sizes = [length * sequences for length, sequences in packed_groups]
     outputs = []
@@ -54,7 +61,8 @@ def packed_attention(
         else:
             out = _capped(q, k, v, band, scaling, softcap)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs)[None], None
+    attended = torch.cat(outputs)[None]
+    return attended if sharing_ranks is None else to_sequence(attended, sharing_ranks), None
 
 
 def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:

@@ -1,10 +1,11 @@
 """Rows of a micro-batch as one row without padding, and what was computed for it back in its place."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rl_async.trainer.batching import Tensors
 
@@ -39,6 +40,21 @@ class Packed:
             "max_length_q": lengths[0],
             "max_length_k": lengths[0],
         }
+
+    def share(self, rank: int, ranks: int) -> "Packed":
+        """One rank's N / ranks tokens of the row, which is filled up to a multiple by a sequence that nobody asks
+        about. ``groups``, and where tokens belong, stay those of the whole row: attention is over all of it."""
+        missing = -self.tokens.shape[1] % ranks
+        size = (self.tokens.shape[1] + missing) // ranks
+        mine = slice(rank * size, (rank + 1) * size)
+        return replace(
+            self,
+            tokens=pad(self.tokens, (0, missing))[:, mine],
+            positions=pad(self.positions, (0, missing))[:, mine],
+            groups=(*self.groups, (missing, 1)) if missing else self.groups,
+            targets=pad(self.targets, (0, missing))[mine],
+            temperature=pad(self.temperature, (0, missing), value=1.0)[mine],
+        )
 
     def unpack(self, flat: Tensor) -> Tensor:
         """[N, ...] to [B, T-1, ...], 0 where no token is predicted."""

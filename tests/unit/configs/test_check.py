@@ -84,6 +84,24 @@ MEGATRON = ("trainer.backend=megatron",)
         ([*MEGATRON, "trainer.activation_checkpointing=true"], ["trainer.activation_checkpointing", "megatron"]),
         (["trainer.cpu_offload=true"], ["trainer.cpu_offload would do nothing on a CPU", "model.device=auto"]),
         (["trainer.cpu_offload=true", "model.device=cpu"], ["trainer.cpu_offload would do nothing", "device=cpu"]),
+        (["trainer.ranks=3", "trainer.sequence_parallel=2"], ["trainer.sequence_parallel=2", "trainer.ranks=3"]),
+        (["trainer.sequence_parallel=2"], ["trainer.sequence_parallel=2", "trainer.ranks=1"]),
+        (
+            [*MEGATRON, "trainer.ranks=2", "trainer.sequence_parallel=2"],
+            ["trainer.sequence_parallel", "trainer.backend=fsdp2"],
+        ),
+        (["trainer.attention=flash"], ["trainer.attention=flash", "model.dtype=float32"]),
+        (
+            ["trainer.attention=flash", "model.dtype=bfloat16", "model.device=cpu"],
+            ["trainer.attention=flash", "model.device=cpu"],
+        ),
+        (
+            ["trainer.attention=flash", "model.dtype=bfloat16", "trainer.ranks=2", "trainer.sequence_parallel=2"],
+            ["trainer.attention=flash", "trainer.sequence_parallel=2"],
+        ),
+        (["trainer.kernels=liger", "model.device=cpu"], ["trainer.kernels=liger", "model.device=cpu"]),
+        (["trainer.kernels=liger", "trainer.compile=true"], ["trainer.kernels=liger", "trainer.compile"]),
+        ([*MEGATRON, "trainer.kernels=liger"], ["trainer.kernels", "trainer.backend=fsdp2"]),
         ([*MEGATRON, "trainer.context_parallel=2"], ["trainer.context_parallel=2", "Transformer Engine"]),
         ([*MEGATRON, "model.dtype=bfloat16"], ["trainer.backend=megatron", "model.dtype=bfloat16"]),
         ([*MEGATRON, "algorithm.advantage=gae", "critic={}"], ["trainer.backend=megatron", "critic"]),
@@ -164,6 +182,11 @@ def test_what_takes_a_row_for_an_episode_does_not_go_with_a_gateway(overrides: l
     without = load_config("calculator", overrides)
     assert without.agent.gateway is None and named in str(gateway_problem(without))
     assert gateway_problem(load_config("calculator", [GATEWAY])) is None
+
+
+def test_ranks_that_share_rows_get_as_many_rows_as_one() -> None:
+    few = ["data.train_batch_groups=1", "rollout.group_size=2", "trainer.ranks=2"]
+    assert load_config("calculator", [*few, "trainer.sequence_parallel=2"]).trainer.sequence_parallel == 2
 
 
 def test_users_own_functions_are_looked_for_only_where_torch_is() -> None:

@@ -9,7 +9,7 @@ import pytest
 from rl_async.configs.load import load_config
 from rl_async.errors import UserError
 from rl_async.launcher import machine
-from rl_async.launcher.machine import check_expert_names, check_sglang, count_gpus, plan_here
+from rl_async.launcher.machine import check_expert_names, check_sglang, check_sharing, count_gpus, plan_here
 
 
 @pytest.mark.parametrize(("visible", "count"), [("", 0), ("-1", 0), ("0", 1), ("0,2", 2), ("GPU-ab,GPU-cd", 2)])
@@ -103,6 +103,34 @@ def test_peft_must_be_installed_before_anything_starts(tmp_path: Path, monkeypat
     with pytest.raises(UserError, match=r"trainer\.lora.*pip install 'rl-async\[lora\]'"):
         plan_here(load_config("calculator", ["trainer.lora={}"]), tmp_path / "run")
     plan_here(load_config("calculator", []), tmp_path / "run")
+
+
+@pytest.mark.parametrize("key", ["trainer.attention=flash", "trainer.kernels=liger"])
+def test_kernels_must_be_installed_where_there_is_a_gpu(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    config = load_config("calculator", [key, "model.dtype=bfloat16"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(UserError, match=f"{key} needs a GPU, and none is visible"):
+        plan_here(config, tmp_path / "run")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(UserError, match=f"{key}: .* has no .*install it with `pip install .*rl-async"):
+        plan_here(config, tmp_path / "run")
+
+
+def test_rows_that_ranks_cannot_share_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    warm = ["model.path=none", "trainer.ranks=3", "trainer.sequence_parallel=3"]
+    with pytest.raises(UserError, match=r"sequence_parallel=3 .*model\.path=none: .*its 4 attention heads"):
+        check_sharing(load_config("calculator", warm))
+    config = load_config("calculator", [f"model.path={tmp_path}", "trainer.ranks=2", "trainer.sequence_parallel=2"])
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "stablelm", "num_attention_heads": 4}))
+    with pytest.raises(UserError, match="cannot be packed: models of type stablelm"):
+        check_sharing(config)
+    file.write_text(json.dumps({"model_type": "qwen3", "num_attention_heads": 4}))
+    check_sharing(config)
 
 
 def test_sglang_must_be_installed_where_it_is_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,5 +130,18 @@ def test_one_forward_pass_counts_up_to_its_budget_of_tokens() -> None:
     assert trainer_bytes(load_config("calculator"), wide) == TORCH_BYTES + LOGITS_CHUNK * 4 * 2
 
 
+def test_ranks_that_share_rows_have_a_part_of_their_tokens_each() -> None:
+    size = ModelSize(parameters=0, kv_per_token=0, activations=1000, vocab=100)
+    alone, shared = (
+        trainer_bytes(load_config("calculator", ["trainer.max_tokens_per_microbatch=1001", *more]), size)
+        for more in ([], ["trainer.ranks=2", "trainer.sequence_parallel=2"])
+    )
+    per_token = 1000 * 4 + 100 * 4 * 2
+    assert (alone, shared) == (TORCH_BYTES + 1001 * per_token, TORCH_BYTES + 501 * per_token)
+    whole = ["trainer.max_tokens_per_microbatch=1000000", "trainer.ranks=2", "trainer.sequence_parallel=2"]
+    rows = 24 * 16 // 2
+    assert trainer_bytes(load_config("calculator", whole), size) == TORCH_BYTES + rows * 160 // 2 * per_token
+
+
 def test_the_chunk_of_logits_is_the_trainers() -> None:
     assert CHUNK_LOGITS["cpu"] == LOGITS_CHUNK

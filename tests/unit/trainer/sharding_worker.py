@@ -20,8 +20,8 @@ from tests.contracts.backend_models import cell_rows, loss_of, micro_batches
 
 def gradients(backend: Fsdp2Backend) -> dict[str, Tensor]:
     """Of the test batch, summed over all ranks, by the names of the parameters."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    batches = micro_batches(cell_rows(rank, world))
+    world = dist.get_world_size()
+    batches = micro_batches(cell_rows(backend.cell.dp_rank, backend.cell.dp_size))
     loss_fn = loss_of(batches)
     for number, batch in enumerate(batches):
         backend.model.set_requires_gradient_sync(number == len(batches) - 1)

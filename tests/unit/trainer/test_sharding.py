@@ -25,14 +25,19 @@ OPTIONS: dict[int, dict[str, dict[str, Any]]] = {
         "checkpointed": {"activation_checkpointing": True},
         "offloaded": {"cpu_offload": True},
         "adapters": LORA,
+        "sharing rows": {"sequence_parallel": 2},
+        "sharing rows, checkpointed": {"sequence_parallel": 2, "activation_checkpointing": True},
+        "adapters, sharing rows": LORA | {"sequence_parallel": 2, "activation_checkpointing": True},
     },
     4: {
         "2 replicas": {"replicas": 2},
+        "sharing rows": {"sequence_parallel": 2, "replicas": 2},
+        "sharing rows, heads of keys twice": {"sequence_parallel": 4},
         "adapters": LORA | {"replicas": 2, "activation_checkpointing": True},
         "all": {"replicas": 2, "activation_checkpointing": True, "cpu_offload": True},
     },
 }
-CASES = [(ranks, case) for ranks, options in OPTIONS.items() for case in options if case != "adapters"]
+CASES = [(ranks, case) for ranks, options in OPTIONS.items() for case in options if "adapters" not in case]
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +104,8 @@ def test_adapters_have_the_same_gradients_on_any_ranks(found: dict[int, dict[str
     one = of_case(found[1], "adapters")
     assert len(one) == 4 * 2 * 2, "A and B of two layers in each of four"
     assert max(gradient.abs().max().item() for gradient in one.values()) > 1e-2
-    for ranks in (2, 4):
-        gradients = of_case(found[ranks], "adapters")
+    for ranks, case in ((2, "adapters"), (2, "adapters, sharing rows"), (4, "adapters")):
+        gradients = of_case(found[ranks], case)
         assert gradients.keys() == one.keys()
         for name, gradient in one.items():
             assert (gradients[name] - gradient).abs().max() < 1e-6, name

@@ -1,0 +1,68 @@
+"""Liger's kernels, FlashAttention and shared rows compute on GPUs what PyTorch does there, up to rounding."""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers.utils import is_flash_attn_2_available
+
+from benchmarks.ranks import run_ranks
+from rl_async.configs.schema import TrainerConfig
+from rl_async.trainer.batching import collate
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from tests.conftest import make_rows
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """Collectives among this process alone."""
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def logprobs(folder: Path, dtype: str, config: TrainerConfig) -> tuple[Tensor, float]:
+    """Of the sampled tokens, before a step that makes them likelier, and the norm of its gradient."""
+    batch = collate(make_rows(0)[:8], step=0, max_staleness=None, device="cuda:0")
+    backend = Fsdp2Backend(str(folder), dtype, "cuda:0", config)
+    found = backend.forward(batch).logprobs
+    assert found is not None
+    _, norm = backend.step([batch], lambda _, outputs: -torch.where(batch.mask, outputs.logprobs, 0.0).mean())
+    return found[batch.mask].float(), norm
+
+
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="Liger is not here")
+def test_ligers_kernels_compute_the_same(model_folder: Path, one_rank: None) -> None:
+    expected, norm = logprobs(model_folder, "float32", TrainerConfig())  # first: Liger stays for the whole process
+    found, other = logprobs(model_folder, "float32", TrainerConfig(kernels="liger"))
+    assert (found - expected).abs().max() < 1e-3
+    assert other == pytest.approx(norm, rel=1e-2)
+
+
+@pytest.mark.skipif(not is_flash_attn_2_available(), reason="FlashAttention 2 is not here")
+def test_flash_attention_computes_the_same(model_folder: Path, one_rank: None) -> None:
+    expected, norm = logprobs(model_folder, "bfloat16", TrainerConfig(attention="packed"))
+    found, other = logprobs(model_folder, "bfloat16", TrainerConfig(attention="flash"))
+    assert (found - expected).abs().mean() < 2e-2
+    assert other == pytest.approx(norm, rel=0.1)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs two GPUs")
+def test_shared_rows_are_computed_as_own_ones(model_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "differences.json"
+    worker = [sys.executable, "-m", "tests.unit.trainer.ulysses_worker", "cuda", str(model_folder.parent), str(out)]
+    run_ranks([*worker, model_folder.name], 2, timeout_s=300)
+    (found,) = json.loads(out.read_text()).values()
+    assert found["outputs"] < 1e-3
+    assert found["gradients"] < 1e-3 * max(1.0, found["size"])
