@@ -24,7 +24,7 @@ from rl_async.errors import DataError, UserError
 from rl_async.launcher.artifacts import check_model_folder
 from rl_async.launcher.finetune_view import FinetuneView, summary
 from rl_async.launcher.launch import EXIT_SIGNAL, log_into, shown
-from rl_async.launcher.machine import check_megatron, count_gpus
+from rl_async.launcher.machine import check_trainer, count_gpus
 from rl_async.launcher.plan import finetune_ranks
 from rl_async.launcher.process import RoleFailed
 from rl_async.launcher.rank_keeper import keep_ranks
@@ -106,10 +106,10 @@ async def _train(config: RunConfig, folder: Path, console: Console) -> int:
 def _check(config: RunConfig) -> None:
     """What can be told before anything is read. Raises UserError."""
     check_model_folder(Path(config.model.path), "model.path")
-    if config.model.device == "cuda" and count_gpus() == 0:
+    gpus = count_gpus()
+    if config.model.device == "cuda" and gpus == 0:
         raise UserError("model.device=cuda, but no GPU is visible; use auto or cpu")
-    if config.trainer.backend == "megatron":
-        check_megatron()
+    check_trainer(config, gpus)
 
 
 def _resumes(config: RunConfig, folder: Path) -> bool:

@@ -33,16 +33,11 @@ def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: in
     needs_preparation(config)
     if "vllm" in engine_kinds(config) and not elsewhere:
         check_vllm_python(config.rollout.python or sys.executable)
-    if config.trainer.backend == "megatron":
-        check_megatron()
-    if config.trainer.lora is not None:
-        check_peft()
-    check_kernels(config, gpus)
+    check_trainer(config, gpus)
     if config.reward.judge is not None and any(term.name == "judge" for term in config.reward.functions):
         api_key(config.reward.judge)
     size = model_size(config)
     check_expert_names(config)
-    check_sharing(config)
     return plan(config, folder, size=size, gpus=gpus, resume=resume)
 
 
@@ -66,6 +61,16 @@ def check_expert_names(config: RunConfig) -> None:
 def has_megatron() -> bool:
     """Whether Megatron-Core is installed here. Imports nothing of it but its folder."""
     return find_spec("megatron") is not None and find_spec("megatron.core") is not None
+
+
+def check_trainer(config: RunConfig, gpus: int) -> None:
+    """Raise UserError unless ranks can train here as ``config.trainer`` says, as far as it can be told before."""
+    if config.trainer.backend == "megatron":
+        check_megatron()
+    if config.trainer.lora is not None:
+        check_peft()
+    check_kernels(config, gpus)
+    check_sharing(config)
 
 
 def check_megatron() -> None:

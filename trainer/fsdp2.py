@@ -64,7 +64,7 @@ class Fsdp2Backend:
         self._offloads = options.cpu_offload
         prepare(model.lm.base_model.layers, options)
         self._replicas = options.replicas
-        mesh = mesh_of(device, dist.get_world_size(), options.replicas)
+        mesh = mesh_of(device, dist.get_world_size(), options.replicas, options.collective_timeout_s)
         self.model = shard(model if self._offloads else model.to(device), mesh, self.dtype, self._offloads)
         self.optimizer: torch.optim.AdamW | None = None
         self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None

@@ -11,14 +11,18 @@ from transformers import AttentionInterface
 
 from rl_async.configs.schema import TrainerConfig
 from rl_async.trainer import packed_attention
+from rl_async.trainer.cell import neighbours
 
 
-def mesh_of(device: str, ranks: int, replicas: int) -> DeviceMesh:
-    """All ranks in a row that shares one copy of the model; or HSDP's rows of ranks, each with a copy of its own."""
+def mesh_of(device: str, ranks: int, replicas: int, timeout_s: float) -> DeviceMesh:
+    """All ranks in a row that shares one copy of the model; or HSDP's rows of ranks, each with a copy of its own, whose
+    collectives wait ``timeout_s`` at most. A collective."""
     kind = device.partition(":")[0]
     if replicas == 1:
-        return init_device_mesh(kind, (ranks,))
-    return init_device_mesh(kind, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(kind, (ranks,))  # the process group of all, with its deadline
+    sharing, same_shard = neighbours(ranks // replicas, timeout_s)
+    rows = torch.arange(ranks).view(replicas, -1)
+    return DeviceMesh.from_group([same_shard, sharing], kind, mesh=rows, mesh_dim_names=("replicate", "shard"))
 
 
 def prepare(layers: torch.nn.ModuleList, config: TrainerConfig) -> None:

@@ -19,14 +19,13 @@ transpose of a plain all-gather would add up S equal losses, each of which would
 
 import math
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_async.trainer.cell import Cell, lone_ranks
+from rl_async.trainer.cell import Cell, lone_ranks, neighbours
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,9 @@ def join_groups(size: int, timeout_s: float) -> tuple[Cell, Sharing | None]:
     """
     if size == 1:
         return lone_ranks(), None
-    world, rank = dist.get_world_size(), dist.get_rank()
-    cells = [list(range(first, first + size)) for first in range(0, world, size)]
-    timeout = timedelta(seconds=timeout_s)
-    inside, _ = dist.new_subgroups_by_enumeration(cells, timeout=timeout)
-    across, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in zip(*cells, strict=True)], timeout=timeout)
-    place = rank % size
-    cell = Cell(rank // size, world // size, is_recorder=place == 0, group=across)
+    inside, across = neighbours(size, timeout_s)
+    number, place = divmod(dist.get_rank(), size)
+    cell = Cell(number, dist.get_world_size() // size, is_recorder=place == 0, group=across)
     return cell, Sharing(place, size, inside)
 
 
