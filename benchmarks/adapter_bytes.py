@@ -4,7 +4,7 @@
 
 bfloat16 on the wire, AdamW at 1e-5, random tokens, random Qwen3s. First bytes, as shares of the weights, of 12 M
 parameters: what ``weight_sync.delta`` sends, in buckets of 1 and of 64 MiB, and what adapters are by themselves, in
-float32. Then, of 138 M parameters, what takes how long until an embedded engine in a process of its own serves the new
+float32. Then, of 39 M parameters, what takes how long until an embedded engine in a process of its own serves the new
 weights: each step is published in every way, each to its own engine, in turns. Medians.
 """
 
@@ -122,7 +122,7 @@ def main() -> None:
         folder = save_model(Path(name), width=256, layers=12)
         for arm, lora in ARMS.items():
             print(f"{arm:<30}", *(f"{share:.3f}" for share in shares(folder, lora)), flush=True)
-        save_model(folder, width=1024, layers=12)
+        save_model(folder, width=512, layers=12)
         for arm, lora in ARMS.items():
             for way, (nbytes, export, sync, pause) in publications(folder, lora, repeats).items() if lora else ():
                 times = f"export {export:.3f} s, publication {sync:.3f} s, pause {pause:.3f} s"
