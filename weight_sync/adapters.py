@@ -21,8 +21,8 @@ CACHED = 1 << 18  # elements of a sum that stay in a processor's cache
 def add(weight: Tensor, low: Tensor, high: Tensor, scale: float) -> Tensor:
     """W + scale * B A in float32, in W's dtype: [out, in], from A [rank, in] and B [out, rank], both float32.
 
-    The sum over the rank is taken in order, each product and each sum rounded by itself. So an element has the same
-    bits on any device, whichever rows and columns it is computed with; a matrix product promises neither.
+    The sum over the rank is taken in order, each product and each sum rounded by itself (IEEE 754). So an element has
+    the same bits on any device, whichever rows and columns it is computed with; a matrix product promises neither.
     """
     rows = max(1, CACHED // max(1, weight.shape[1]) if weight.device.type == "cpu" else weight.shape[0])
     result = torch.empty_like(weight)

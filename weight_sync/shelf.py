@@ -1,5 +1,5 @@
-"""An engine's own copy of the buckets that it received last: what a delta is applied to, adapters are
-added to, and what waits to be loaded.
+"""An engine's own copy of the buckets that it received last: what deltas are applied to and adapters added to, and what
+waits to be loaded.
 
 It costs as much host memory as the weights that travel. Only updates with ``hold`` keep one.
 """

@@ -61,8 +61,8 @@ def test_a_row_has_the_same_bits_alone_and_in_a_matrix_of_several_blocks() -> No
     weight = torch.randn(7, wide, generator=torch.Generator().manual_seed(5)).bfloat16()
     whole = add(weight, low, high, SCALE)
     for row in range(7):
-        (alone,) = add(weight[row : row + 1], low, high[row : row + 1], SCALE)
-        assert torch.equal(whole[row], alone)
+        (by_itself,) = add(weight[row : row + 1], low, high[row : row + 1], SCALE)
+        assert torch.equal(whole[row], by_itself)
 
 
 @settings(deadline=None, max_examples=30)
