@@ -4,8 +4,8 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -16,7 +16,7 @@ from rl_async.configs.load import dump
 from rl_async.configs.schema import RunConfig
 from rl_async.launcher.engines import engine_spec
 from rl_async.launcher.ports import PortWish, assign_ports
-from rl_async.messages import Version
+from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.rollout_server.vllm import VllmEngine
 from rl_async.weight_sync.buckets import make_buckets
 from rl_async.weight_sync.ipc import SharedMemorySender
@@ -70,3 +70,26 @@ async def _load(url: str, model_path: str, process: "subprocess.Popen[bytes]") -
         return True
     finally:
         await engine.close()
+
+
+class Directory:
+    """A registry of one engine."""
+
+    def __init__(self, url: str) -> None:
+        self.record = EngineRecord(engine_id="engine", url=url, kind="embedded")
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator["Directory"]:
+        yield self
+
+    async def engines(self, after: int = -1, wait_s: float = 0.0) -> EngineList:
+        await asyncio.sleep(wait_s)
+        return EngineList(revision=0, engines=[self.record], published=Version())
+
+    async def publish(self, version: Version, engines: list[str]) -> None:
+        self.record = msgspec.structs.replace(self.record, version=version)
+
+    async def confirm(self, engine_id: str, version: Version) -> None: ...
+
+    async def remove_engine(self, engine_id: str, reason: str) -> None:
+        raise RuntimeError(reason)

@@ -12,15 +12,13 @@ interleaved, and the table has medians, because others use the machine's cores t
     python benchmarks/weight_sync.py [--repeats 5] [--json FILE]
 """
 
-import asyncio
 import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
 
@@ -28,9 +26,10 @@ import msgspec
 import torch
 import uvicorn
 from command_line import parser, save
+from engine_process import Directory
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rl_async.messages import EngineList, EngineRecord, Version
+from rl_async.messages import Version
 from rl_async.rollout_server.__main__ import bind
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.engine import Engine
@@ -128,29 +127,6 @@ class Peer:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
-
-
-class Directory:
-    """A registry of one engine."""
-
-    def __init__(self, url: str) -> None:
-        self.record = EngineRecord(engine_id="engine", url=url, kind="embedded")
-
-    @asynccontextmanager
-    async def open(self) -> AsyncIterator["Directory"]:
-        yield self
-
-    async def engines(self, after: int = -1, wait_s: float = 0.0) -> EngineList:
-        await asyncio.sleep(wait_s)
-        return EngineList(revision=0, engines=[self.record], published=Version())
-
-    async def publish(self, version: Version, engines: list[str]) -> None:
-        self.record = msgspec.structs.replace(self.record, version=version)
-
-    async def confirm(self, engine_id: str, version: Version) -> None: ...
-
-    async def remove_engine(self, engine_id: str, reason: str) -> None:
-        raise RuntimeError(reason)
 
 
 class Timed:

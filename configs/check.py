@@ -40,7 +40,7 @@ def _sglang(c: RunConfig) -> str | None:
             f"rollout.engine=sglang does not go with weight_sync.transport={c.weight_sync.transport}: SGLang takes "
             "weights from a process group; use auto, gloo or nccl"
         )
-    for option in ("delta", "staged"):
+    for option in ("delta", "staged", "adapters"):
         if getattr(c.weight_sync, option):
             return f"rollout.engine=sglang does not go with weight_sync.{option}: SGLang keeps no copy of the weights"
     return None
@@ -133,6 +133,10 @@ def _weight_sync(c: RunConfig) -> str | None:
     sync = c.weight_sync
     if sync.folder and sync.transport != "disk":
         return "weight_sync.folder is where weight_sync.transport=disk puts its files; set that too, or leave it out"
+    if sync.adapters and c.trainer.lora is None:
+        return "weight_sync.adapters sends what trainer.lora trains; set that too, or leave it out"
+    if sync.adapters and sync.delta:
+        return "weight_sync.delta finds nothing to leave out of weight_sync.adapters, which all change; use one of them"
     if sync.staged and c.mode == "colocated":
         return "weight_sync.staged lets engines decode meanwhile, and with --mode colocated they sleep; leave it out"
     if sync.waves > c.rollout.engines:

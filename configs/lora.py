@@ -11,3 +11,8 @@ class LoraConfig(Config, frozen=True):
     targets: Annotated[
         tuple[str, ...], doc("Names of the linear layers that get one, such as q_proj; empty: all in the decoder.")
     ] = ()
+
+    @property
+    def scale(self) -> float:
+        """What an adapter's product counts."""
+        return self.alpha / self.rank

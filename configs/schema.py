@@ -315,6 +315,10 @@ class WeightSyncConfig(Config, frozen=True):
     staged: Annotated[
         bool, doc("Engines decode on while they receive and pause only to load. Costs engines one host copy.")
     ] = False
+    adapters: Annotated[
+        bool,
+        doc("With trainer.lora: send adapters alone; engines add them to the base, of which each keeps a host copy."),
+    ] = False
     waves: Annotated[Positive, doc("Update engines in this many groups, one after another, so that some decode.")] = 1
     bucket_mb: Annotated[float, Meta(gt=0, description="Size of a bucket in MiB.")] = 64.0
     timeout_s: Annotated[Seconds, doc("Deadline of one engine's update; beyond it the engine is cut off.")] = 60.0

@@ -145,11 +145,13 @@ def forward_bytes(config: RunConfig, size: ModelSize) -> int:
 
 
 def engine_bytes(config: RunConfig, size: ModelSize | None) -> int | None:
-    """Weights, and a KV cache in which every sequence has its full length."""
+    """Weights, their copy on the host if they are updated with one, and a KV cache in which every sequence has its full
+    length."""
     if size is None:
         return None
-    tokens = config.rollout.max_batch_size * config.rollout.max_model_len
-    return TORCH_BYTES + (size.parameters + tokens * size.kv_per_token) * DTYPE_BYTES[config.model.dtype]
+    sync, tokens = config.weight_sync, config.rollout.max_batch_size * config.rollout.max_model_len
+    copies = 2 if sync.delta or sync.staged or sync.adapters else 1
+    return TORCH_BYTES + (copies * size.parameters + tokens * size.kv_per_token) * DTYPE_BYTES[config.model.dtype]
 
 
 def queue_bytes(config: RunConfig) -> int:

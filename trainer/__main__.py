@@ -181,7 +181,8 @@ def _publisher(run: Run, publisher: WeightCoordinator | Bystander, wire: Wire) -
         run.config.mode, publisher, barrier=dist.barrier, onload=run.models.wake, offload=run.models.sleep
     )
     bucket_bytes = int(run.config.weight_sync.bucket_mb * 2**20)
-    return EnginePublisher(phase, Gathering(wire, run.rank, bucket_bytes, run.config.trainer.collective_timeout_s))
+    gathering = Gathering(wire, run.rank, bucket_bytes, run.config.trainer.collective_timeout_s)
+    return EnginePublisher(phase, gathering, run.config.trainer.lora if run.config.weight_sync.adapters else None)
 
 
 def _watched(run: Run, publisher: Publisher, queue: SyncQueueClient | None) -> Publisher:

@@ -14,6 +14,7 @@ from rl_async.trainer.work import Work
 from rl_async.weight_sync.gather import Parts
 
 Want = Literal["entropy", "sum_squares", "distribution", "values"]
+Published = Literal["merged", "base", "adapters"]
 
 
 class Outputs(msgspec.Struct, frozen=True):
@@ -74,10 +75,11 @@ class Backend(Protocol):
         """
         ...
 
-    def parts(self) -> Parts:
+    def parts(self, what: Published = "merged") -> Parts:
         """Who holds what of the weights that engines get, under Hugging Face names, to travel in the model's dtype;
         tied duplicates left out, and a value head, which no engine knows. Of what is published as it is held, no
-        copy is made."""
+        copy is made. Of a backend that trains adapters: merged with them, without them, or they alone as
+        ``weight_sync/adapters.py`` names them, in float32."""
         ...
 
     def stage(self, folder: Path, group: dist.ProcessGroup | None) -> Callable[[], None]:

@@ -1,7 +1,7 @@
 """The FSDP2 backend: a model with its heads under ``fully_shard``, on gloo or NCCL, on any number of ranks."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,11 +14,11 @@ from transformers import AutoTokenizer
 
 from rl_async.configs.schema import TrainerConfig
 from rl_async.errors import TrainingDiverged
-from rl_async.trainer.backend import LossFn, Outputs, Want
+from rl_async.trainer.backend import LossFn, Outputs, Published, Want
 from rl_async.trainer.batching import Tensors
 from rl_async.trainer.heads import MODEL_FOLDER, VALUE_HEAD_FILE, Head, load_headed
 from rl_async.trainer.hf_export import MOMENT, SHARDS, WEIGHTS, write_model
-from rl_async.trainer.lora import attach, merged, without_adapters
+from rl_async.trainer.lora import adapters, attach, merged, without_adapters
 from rl_async.trainer.lora_files import base_of, require_adapters, require_whole, write_adapter
 from rl_async.trainer.schedule import learning_rate_factor
 from rl_async.trainer.sharding import mesh_of, prepare, shard
@@ -107,12 +107,17 @@ class Fsdp2Backend:
         self.optimizer.zero_grad()
         return total, norm
 
-    def parts(self) -> Parts:
+    def parts(self, what: Published = "merged") -> Parts:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a pass without gradient leaves some of them whole
-        local = dict(merged(self.model.lm, self._lora, _shard, _full))
-        return Parts(self._layout, one_box_each(self._layout, dist.get_rank(), local))
+        if what == "merged":
+            layout, local = self._layout, dict(merged(self.model.lm, self._lora, _shard, _full))
+        else:
+            layout = self._layout if what == "base" else self._adapter_layout
+            named = without_adapters if what == "base" else adapters
+            local = {name: _shard(parameter) for name, parameter in named(self.model.lm)}
+        return Parts(layout, one_box_each(layout, dist.get_rank(), local))
 
     @functools.cached_property
     def _layout(self) -> Layout:
@@ -120,6 +125,13 @@ class Fsdp2Backend:
         tied, dtype = self.hf_config.tie_word_embeddings, dtype_name(self.dtype)
         shapes = {name: parameter.shape for name, parameter in without_adapters(self.model.lm)}
         specs = {n: TensorSpec(tuple(s), dtype) for n, s in shapes.items() if not (tied and n == "lm_head.weight")}
+        return self._sharded(specs)
+
+    @functools.cached_property
+    def _adapter_layout(self) -> Layout:
+        return self._sharded({n: TensorSpec(tuple(p.shape), "float32") for n, p in adapters(self.model.lm)})
+
+    def _sharded(self, specs: Mapping[str, TensorSpec]) -> Layout:
         return fsdp2(specs, dist.get_world_size() // self._replicas, self._replicas)
 
     def stage(self, folder: Path, group: dist.ProcessGroup | None) -> Callable[[], None]:

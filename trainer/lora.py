@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rl_async.configs.lora import LoraConfig
 from rl_async.errors import UserError
+from rl_async.weight_sync.adapters import add
 
 BASE_LAYER = ".base_layer"
 NAMES = (".lora_A.default.weight", ".lora_B.default.weight")
@@ -63,6 +64,13 @@ def without_adapters(lm: Any) -> Iterator[tuple[str, Tensor]]:
             yield name.replace(BASE_LAYER, ""), parameter
 
 
+def adapters(lm: Any) -> Iterator[tuple[str, Tensor]]:
+    """The adapters of ``lm`` under the names with which they travel."""
+    for name, parameter in lm.named_parameters():
+        if name.endswith(NAMES):
+            yield name.replace(".default.", "."), parameter
+
+
 def merged(
     lm: Any, config: LoraConfig | None, shard: Callable[[Tensor], Tensor], full: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
@@ -78,10 +86,5 @@ def merged(
         if config is not None and name.endswith(f"{BASE_LAYER}.weight"):
             layer = lm.get_submodule(name.removesuffix(f"{BASE_LAYER}.weight"))
             low, high = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-            rows = add(rows, full(low.detach()), shard(high), config)
+            rows = add(rows, full(low.detach()), shard(high), config.scale)
         yield name.replace(BASE_LAYER, ""), rows
-
-
-def add(weight: Tensor, low: Tensor, high: Tensor, config: LoraConfig) -> Tensor:
-    """W + alpha / rank * B A in float32, [out, in], from A [rank, in] and B [out, rank]; in W's dtype."""
-    return (weight.float() + config.alpha / config.rank * (high @ low)).to(weight.dtype)

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from rl_async.configs.lora import LoraConfig
 from rl_async.errors import CheckpointDamaged, UserError
-from rl_async.trainer.lora import NAMES, add
+from rl_async.trainer.lora import NAMES
 from rl_async.trainer.manifest import FileDigest, digest
 from rl_async.trainer.shards import write_tensors, write_whole
+from rl_async.weight_sync.adapters import add
 
 ADAPTER_FOLDER = "adapter"
 CONFIG, TENSORS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
@@ -96,7 +97,7 @@ def write_merged(adapter: Path, target: Path) -> None:
     if base_of(base.path).files != base.files:
         raise UserError(f"{base.path} has other weights now than those that the adapters in {adapter} were trained on")
     described = json.loads((adapter / CONFIG).read_text())
-    config = LoraConfig(rank=described["r"], alpha=described["lora_alpha"])
+    scale = LoraConfig(rank=described["r"], alpha=described["lora_alpha"]).scale
     parts = load_file(adapter / TENSORS)
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(Path(base.path) / name, framework="pt")) for name in base.files]
@@ -114,7 +115,7 @@ def write_merged(adapter: Path, target: Path) -> None:
                 key = PEFTS + name.removesuffix(WEIGHT)
                 weight = file.get_tensor(name)
                 low, high = (parts.get(key + ending) for ending in (".lora_A.weight", ".lora_B.weight"))
-                yield weight if low is None or high is None else add(weight, low, high, config)
+                yield weight if low is None or high is None else add(weight, low, high, scale)
 
         write_tensors(target, sizes, tensors())
 

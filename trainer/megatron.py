@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from rl_async.configs.schema import TrainerConfig
 from rl_async.errors import TrainingDiverged, UserError
-from rl_async.trainer.backend import LossFn, Outputs, Want
+from rl_async.trainer.backend import LossFn, Outputs, Published, Want
 from rl_async.trainer.batching import Tensors, empty_tensors
 from rl_async.trainer.heads import MODEL_FOLDER
 from rl_async.trainer.hf_export import MOMENT, WEIGHTS, WHOLE
@@ -155,7 +155,8 @@ class MegatronBackend:
                 with torch.no_grad():
                     ran.take(number, found)
 
-    def parts(self) -> Parts:
+    def parts(self, what: Published = "merged") -> Parts:
+        assert what == "merged"  # it trains no adapters
         return parts_of(self._spread, self._layout)
 
     @functools.cached_property

@@ -8,8 +8,11 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from rl_async.configs.lora import LoraConfig
 from rl_async.messages import Version
 from rl_async.trainer.backend import Backend
+from rl_async.weight_sync.adapters import as_adapters
+from rl_async.weight_sync.buckets import Bucket
 from rl_async.weight_sync.gather import Gathering
 from rl_async.weight_sync.phases import Phase
 
@@ -27,16 +30,20 @@ class Publisher(Protocol):
 
 
 class EnginePublisher:
-    """Publishes through a phase what the ranks hold, gathered in buckets on rank 0."""
+    """Publishes through a phase what the ranks hold, gathered in buckets on rank 0.
 
-    def __init__(self, phase: Phase, gathering: Gathering) -> None:
-        self._phase, self._gathering = phase, gathering
+    With ``lora`` these are its adapters, and their base, which is gathered once and kept for engines that have it not.
+    """
+
+    def __init__(self, phase: Phase, gathering: Gathering, lora: LoraConfig | None = None) -> None:
+        self._phase, self._gathering, self._lora = phase, gathering, lora
+        self._base: list[Bucket] | None = None
 
     def before_train(self) -> None:
         self._phase.before_train()
 
     def publish(self, version: Version, backend: Backend) -> dict[str, float]:
-        report = self._phase.after_train(version, self._gathering.buckets(backend.parts()))
+        report = self._phase.after_train(version, self._gathered(backend))
         dist.barrier()
         return {
             "sync/without_engines_s": report.waiting_seconds,
@@ -46,6 +53,13 @@ class EnginePublisher:
             "sync/engines": float(len(report.engines)),
             "sync/failures": float(len(report.failures)),
         }
+
+    def _gathered(self, backend: Backend) -> list[Bucket]:
+        if self._lora is None:
+            return self._gathering.buckets(backend.parts())
+        if self._base is None:
+            self._base = self._gathering.buckets(backend.parts("base"))
+        return self._base + as_adapters(self._gathering.buckets(backend.parts("adapters")), self._lora.scale)
 
 
 class NoEngines:

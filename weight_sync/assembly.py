@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from rl_async.errors import WeightSyncError
@@ -34,7 +33,7 @@ class Assembler:
     def _add(self, piece: Piece) -> Tensor | None:
         if piece.start == 0:
             self._name, self._filled = piece.name, 0
-            self._partial = torch.empty(math.prod(piece.shape), dtype=piece.data.dtype)
+            self._partial = piece.data.new_empty(math.prod(piece.shape))
         if self._partial is None or (piece.name, piece.start) != (self._name, self._filled):
             raise WeightSyncError(
                 f"{piece.name!r} from element {piece.start} on, after {self._filled} elements of {self._name!r}"

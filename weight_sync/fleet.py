@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from rl_async.errors import RlAsyncError, WeightSyncError
 from rl_async.messages import EngineRecord, Version
-from rl_async.weight_sync import disk, wave
+from rl_async.weight_sync import adapters, disk, wave
 from rl_async.weight_sync.buckets import Bucket
 from rl_async.weight_sync.delta import deltas
 from rl_async.weight_sync.groups import address, by_base, split
@@ -52,8 +52,8 @@ class Fleet:
         self._revision = -1
         self._version: Version | None = None  # the last one published, kept with its buckets for late engines
         self._buckets: Sequence[Bucket] = ()
-        self._base: Version | None = None  # during a publication: what its deltas start from
-        self._deltas: Sequence[Bucket] = ()
+        self._base: Version | None = None  # during a publication: who holds it needs the following alone
+        self._deltas: Sequence[Bucket] = ()  # or adapters
         self._sent = 0  # bytes, in the latest transfer that went well
         self._suspended = False
         self._groups: dict[tuple[str, ...], Sender] = {}  # by members in order; reused while they stay the same
@@ -115,13 +115,16 @@ class Fleet:
         self._members.clear()
 
     async def _take(self, version: Version, buckets: Sequence[Bucket]) -> None:
-        """Make these the weights to send, and deltas out of them where some engine may hold the last ones."""
+        """Make these the weights to send; where some engine may hold the last ones, adapters alone, or deltas."""
         addressed = address(buckets, version, self._options.hold)
         self._base, self._deltas = None, ()
-        if self._options.delta and self._version not in (None, version):
+        if self._version not in (None, version):
             base, old = self._version, self._buckets
-            self._deltas = await wave.in_thread(lambda: list(deltas(addressed, old, str(base))))
-            self._base = base
+            if added := adapters.alone(addressed):
+                self._base, self._deltas = base, added
+            elif self._options.delta:
+                self._deltas = await wave.in_thread(lambda: list(deltas(addressed, old, str(base))))
+                self._base = base
         self._version, self._buckets = version, addressed
 
     async def _bring_up_all(self, deadline: float) -> tuple[list[Member], list[EngineFailed], float]:
@@ -223,7 +226,7 @@ class Fleet:
         return outcome
 
     async def _through(self, sender: Sender, members: Sequence[Member], new: bool) -> Outcome:
-        """One transfer, of deltas if all members hold their base; a failure of such a one is held against nobody."""
+        """One transfer, of deltas or adapters if all members hold their base; its failure is held against nobody."""
         assert self._version is not None
         if new:
             met = await wave.connect(members, sender, self._timeout_s)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from rl_async.messages import Version
+from rl_async.weight_sync import adapters
 from rl_async.weight_sync.buckets import Bucket
 from rl_async.weight_sync.protocol import Hold
 from rl_async.weight_sync.wave import Member
@@ -25,13 +26,25 @@ def by_base(members: Sequence[Member], base: Version | None) -> list[list[Member
 
 
 def address(buckets: Sequence[Bucket], version: Version, hold: Hold) -> Sequence[Bucket]:
-    """Buckets that say which one of which version they are, for engines that keep them. The bytes are shared."""
-    if hold == "no":
-        return buckets
+    """Buckets that say which one of which version they are, for engines that keep them. The bytes are shared.
+
+    Of adapters and their base engines always keep a copy, and load when they have all.
+    """
+    added = adapters.alone(buckets)
+    if added:
+        base = [bucket for bucket in buckets if bucket.info.kind != "adapter"]
+        name = adapters.base_name(base)
+        return [*_numbered(base, name, "stage"), *_numbered(added, str(version), "stage", base=name)]
+    return buckets if hold == "no" else _numbered(buckets, str(version), hold)
+
+
+def _numbered(buckets: Sequence[Bucket], version: str, hold: Hold, base: str = "") -> list[Bucket]:
     return [
         Bucket(
             bucket.data,
-            msgspec.structs.replace(bucket.info, hold=hold, version=str(version), index=index, count=len(buckets)),
+            msgspec.structs.replace(
+                bucket.info, hold=hold, version=version, index=index, count=len(buckets), base=base
+            ),
         )
         for index, bucket in enumerate(buckets)
     ]

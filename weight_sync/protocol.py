@@ -36,7 +36,8 @@ class UpdateInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Manifest of one bucket: what its flat bytes hold, in this order. Coordinator -> engine.
 
     A ``delta`` travels as ``payload_bytes`` bytes and makes the bucket out of the one that the engine holds of version
-    ``base``; an engine that holds another version refuses it.
+    ``base``; an engine that holds another version refuses it. One of kind ``adapter`` holds what ``finish`` adds to the
+    weights ``base``; an engine that holds no copy of these refuses it.
     """
 
     names: list[str]
@@ -51,8 +52,9 @@ class UpdateInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     version: str = ""  # what follows is set unless hold is no: the version, the bucket's place, how many there are
     index: int = 0
     count: int = 0
-    kind: Literal["full", "delta"] = "full"
-    base: str = ""  # delta: the version that it changes
+    kind: Literal["full", "delta", "adapter"] = "full"
+    base: str = ""  # delta: the version that it changes; adapter: the weights to which it is added
+    scale: float = 0.0  # adapter: what the product of its matrices counts
     payload_bytes: int = 0  # delta
     next_bytes: int = 0  # that travel for the bucket after this one, which may arrive meanwhile; 0: none, or not known
 

@@ -3,9 +3,12 @@
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from rl_async.errors import WeightSyncError
+from rl_async.weight_sync.adapters import Addition
+from rl_async.weight_sync.assembly import Assembler
 from rl_async.weight_sync.buckets import Piece, unpack, verify
 from rl_async.weight_sync.disk import DiskReceiver
 from rl_async.weight_sync.gloo import GlooReceiver
@@ -37,20 +40,20 @@ class WeightReceiver:
     """Receives buckets, verifies them and hands their pieces to ``load``.
 
     ``load`` gets views that are valid during its call only, so it must copy. A bucket with ``hold: stage`` is not
-    loaded before ``finish``. All methods block and raise
+    loaded before ``finish``, which adds adapters to their base on ``device``. All methods block and raise
     WeightSyncError; call them in a thread, one at a time. An engine whose update failed holds mixed weights until the
     next complete update.
     """
 
-    def __init__(self, load: Callable[[list[Piece]], None]) -> None:
-        self._load = load
+    def __init__(self, load: Callable[[list[Piece]], None], device: str | torch.device = "cpu") -> None:
+        self._load, self._device = load, torch.device(device)
         self._source: _Source | None = None
-        self._shelf = Shelf()
-        self._staged = ""  # the version that ``finish`` loads
+        self._shelf, self._adapters = Shelf(), Shelf()
+        self._staged: UpdateInfo | None = None  # the last bucket of what ``finish`` loads
 
     def start(self) -> None:
         """A new update begins; what an unfinished one staged is not loaded any more."""
-        self._staged = ""
+        self._staged = None
 
     def init(self, info: InitInfo) -> None:
         """Join a transfer, leaving any earlier one; blocks until the group has met."""
@@ -66,17 +69,27 @@ class WeightReceiver:
             verify(data, info)
             self._load(unpack(data, info))
             return
-        held = self._shelf.put(data, info)
+        if info.kind == "adapter":
+            self._shelf.require(info.base, f"adapters for {info.base}")
+        held = (self._adapters if info.kind == "adapter" else self._shelf).put(data, info)
         if info.hold == "stage":
-            self._staged = info.version
+            self._staged = info
         else:
             self._load(unpack(held, info))
 
     def finish(self) -> None:
         """All buckets were received: load what was staged."""
-        staged, self._staged = self._staged, ""
-        if staged:
-            self._shelf.load(staged, self._load)
+        staged, self._staged = self._staged, None
+        if staged is None:
+            return
+        if staged.kind != "adapter":
+            self._shelf.load(staged.version, self._load)
+            return
+        named: dict[str, Tensor] = {}
+        self._adapters.load(staged.version, Assembler(named.update))
+        add = Addition(named, staged.scale, self._device)
+        self._shelf.load(staged.base, lambda pieces: self._load(add(pieces)))
+        add.require_all_met()
 
     def close(self) -> None:
         """Leave the transfer."""

@@ -1,4 +1,5 @@
-"""An engine's own copy of the buckets that it received last: what a delta is applied to, and what waits to be loaded.
+"""An engine's own copy of the buckets that it received last: what deltas are applied to and adapters added to, and what
+waits to be loaded.
 
 It costs as much host memory as the weights that travel. Only updates with ``hold`` keep one.
 """
@@ -56,10 +57,14 @@ class Shelf:
 
     def load(self, version: str, load: Callable[[list[Piece]], None]) -> None:
         """Hand all buckets to ``load``. Raises WeightSyncError unless all of ``version`` are here."""
-        if self.version != version:
-            raise WeightSyncError(f"asked to load {version}, but what is here complete is {self.version or 'nothing'}")
+        self.require(version, f"asked to load {version}")
         for held in self._held:
             load(unpack(held.data, held.info))
+
+    def require(self, version: str, what: str) -> None:
+        """Raise WeightSyncError, saying ``what`` it was for, unless all of ``version`` are here."""
+        if self.version != version:
+            raise WeightSyncError(f"{what}, but what is here complete is {self.version or 'nothing'}")
 
     def _patched(self, wire: Tensor, info: UpdateInfo) -> Tensor:
         if info.base != self._base or info.index >= len(self._held):

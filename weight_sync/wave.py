@@ -66,7 +66,7 @@ class Outcome:
     done: list[Member] = field(default_factory=list)
     failures: list[EngineFailed] = field(default_factory=list)
     sender_error: WeightSyncError | None = None
-    delta: bool = False  # whether deltas were sent
+    delta: bool = False  # whether deltas, or adapters without their base, were sent
 
     @property
     def clean(self) -> bool:

@@ -39,7 +39,7 @@ class Server:
 
     def __init__(self, engine: Engine, model_name: str) -> None:
         self.engine, self.model_name = engine, model_name
-        self._receiver = WeightReceiver(engine.load_weights)
+        self._receiver = WeightReceiver(engine.load_weights, engine.core.device)
         self._update_active = False
         self._mixed = False  # an update was started and none has been finished since
         self._transfer = asyncio.Lock()  # the receiver takes one call at a time

@@ -22,7 +22,7 @@ class WeightTransfer(WeightTransferEngine):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._receiver = WeightReceiver(Assembler(self._load))
+        self._receiver = WeightReceiver(Assembler(self._load), self.device)
         self._loading = False
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:

@@ -1,5 +1,6 @@
 """What the conformance suite's engines compute with: a model folder's weights, sent to them and applied here."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,22 @@ async def send(client: VllmEngine, weights: list[tuple[str, torch.Tensor]], vers
     buckets: list[Bucket] = list(make_buckets(weights, 1 << 12))  # what vLLM fuses comes in several of them
     assert any(bucket.info.starts for bucket in buckets), "no parameter was cut"
     await client.pause("keep")
+    await deliver(client, buckets, version)
+    await client.resume()
+
+
+async def deliver(client: VllmEngine, buckets: Sequence[Bucket], version: Version) -> None:
+    """Buckets over shared memory to a paused engine, as one update."""
     await client.init_transfer(InitInfo(backend="ipc"))
     await client.start_update()
     sender = SharedMemorySender(1, "", 10.0)
-    for bucket in buckets:
-        await client.update(sender.stage(bucket))
-    sender.close()
+    try:
+        for bucket in buckets:
+            await client.update(sender.stage(bucket))
+            sender.unstage()
+    finally:
+        sender.close()
     await client.finish_update(version)
-    await client.resume()
 
 
 def log_probabilities(model: Any, ids: list[int], temperature: float = 1.0) -> torch.Tensor:

@@ -19,13 +19,15 @@ from rl_async.messages import Sampling, Version, VersionRun
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.parts import NOTHING, join
 from rl_async.rollout_server.vllm import VllmEngine
+from rl_async.weight_sync.adapters import alone, as_adapters
 from rl_async.weight_sync.buckets import Bucket, make_buckets
 from rl_async.weight_sync.delta import deltas
 from rl_async.weight_sync.groups import address
 from rl_async.weight_sync.ipc import SharedMemorySender
 from rl_async.weight_sync.protocol import Hold, InitInfo
 from tests.contracts.engine_peers import MAX_LENGTH, Peer, running
-from tests.contracts.engine_weights import differences, log_probabilities, scaled, send, tensors
+from tests.contracts.engine_weights import deliver, differences, log_probabilities, scaled, send, tensors
+from tests.received import adapters, merged
 
 V0, V1 = Version(0, 0), Version(0, 1)
 LONG = 2000  # tokens: it takes long enough to sample them that something can happen meanwhile
@@ -207,6 +209,47 @@ async def test_deltas_and_staged_updates_end_in_the_same_weights(
         await engine.update(sender.stage(sent[0]))
     sender.close()
     await send(engine, weights, V0)
+
+
+async def test_adapters_alone_end_in_the_bits_of_merged_weights(engine: VllmEngine, model_folder: Path) -> None:
+    base, weights = make_buckets(tensors(model_folder), 1 << 12), tensors(model_folder)
+    for step in (1, 2):
+        named, version = adapters(weights, ("k_proj", "down_proj"), seed=step), Version(0, step)  # k_proj vLLM fuses
+        expected = merged(weights, named, 1.7)
+        await send(engine, expected, version)
+        sums = await engine.checksums()
+        await send(engine, tensors(model_folder, 1.5), V0)  # kept by no engine, and forgotten in its sleep
+        assert await engine.checksums() != sums
+        sent = address([*base, *as_adapters(make_buckets(named.items(), 1 << 12), 1.7)], version, "no")
+        await engine.pause("keep")
+        await engine.sleep(2)
+        await engine.wake(["weights"])
+        await deliver(engine, sent if step == 1 else alone(sent), version)
+        await engine.wake(["kv_cache"])
+        await engine.resume()
+        assert await engine.checksums() == sums
+        model, request = scaled(model_folder), ask(min_version=version)
+        model.load_state_dict(dict(expected), strict=False)
+        assert differences(model, request, await engine.generate(request)).max() < 1e-5
+
+
+async def test_adapters_for_another_base_are_refused_and_an_update_with_theirs_is_taken(
+    engine: VllmEngine, model_folder: Path
+) -> None:
+    named, sums = adapters(tensors(model_folder), ("q_proj",), seed=1), []
+    for scale in (1.0, 1.5):
+        base = make_buckets(tensors(model_folder, scale), 1 << 12)
+        sent = address([*base, *as_adapters(make_buckets(named.items(), 1 << 12), 2.0)], V1, "no")
+        await engine.pause("keep")
+        if scale == 1.5:
+            with pytest.raises(
+                EngineLost, match=rf"adapters for {sent[-1].info.base}, but what is here .* is base-\w+"
+            ):
+                await deliver(engine, alone(sent), V1)
+        await deliver(engine, sent, V1)
+        await engine.resume()
+        sums.append(await engine.checksums())
+    assert sums[0] != sums[1]
 
 
 async def test_the_version_gate(engine: VllmEngine) -> None:

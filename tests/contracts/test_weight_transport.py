@@ -19,6 +19,7 @@ import torch
 from rl_async.errors import EngineLost
 from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.rollout_server.vllm import VllmEngine
+from rl_async.weight_sync.adapters import as_adapters
 from rl_async.weight_sync.buckets import Bucket, make_buckets
 from rl_async.weight_sync.coordinator import WeightCoordinator
 from rl_async.weight_sync.disk import DiskSender
@@ -152,6 +153,24 @@ def test_two_engines_get_two_versions(transport: Backend, start: Start, tmp_path
             assert directory.published == Version(0, step)
     assert shared_memory() <= before
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_after_their_base_adapters_travel_alone(transport: Backend, start: Start, tmp_path: Path) -> None:
+    directory, records = Directory(), start(a="", b="")
+    directory.add(*records)
+    options = SyncOptions(folder=tmp_path / "weights", staged=transport == "gloo")
+    base = make_buckets([("layer.weight", torch.zeros(96, 16, dtype=torch.bfloat16))], 2048)
+    with WeightCoordinator(directory.open, connect, transport, timeout_s=30, options=options) as coordinator:
+        for step, nbytes in ((0, 3072 + 384 + 64), (1, 384 + 64), (2, 384 + 64)):
+            pair = [
+                ("layer.lora_A.weight", torch.ones(1, 16)),
+                ("layer.lora_B.weight", torch.full((96, 1), step + 1.0)),
+            ]
+            report = coordinator.publish(Version(0, step), [*base, *as_adapters(make_buckets(pair, 256), 0.5)])
+            assert (sorted(report.engines), report.failures, report.nbytes) == (["a", "b"], [], nbytes)
+            expected = serves(0, f"0.{step}") | {"sums": {"layer.weight": 96 * 16 * 0.5 * (step + 1)}}
+            assert states(records) == {"a": expected, "b": expected}
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

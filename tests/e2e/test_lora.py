@@ -1,4 +1,5 @@
-"""A whole run that trains adapters, stopped half way and gone on with: engines sample from the merged weights."""
+"""Whole runs that train adapters, stopped half way and gone on with: engines sample from the merged weights, whether
+these are sent, or the adapters alone."""
 
 import importlib.util
 import json
@@ -26,7 +27,6 @@ SMALL = [
     "trainer.activation_checkpointing=true",
     "trainer.lora={rank: 4, targets: [q_proj, down_proj]}",
     "trainer.checkpoint_hf=false",
-    "weight_sync.delta=true",
     "algorithm.entropy_coef=0.01",  # so that there is a gradient, whatever the rewards
     "eval.every=0",
     "eval.tasks=4",
@@ -34,8 +34,11 @@ SMALL = [
 ]
 
 
-def test_a_run_of_adapters_goes_on_and_is_exported_whole(tmp_path: Path) -> None:
-    launch = ["launch", "--mode", "colocated", "--config", "calculator", "--name", "run", *SMALL]
+@pytest.mark.parametrize(
+    ("mode", "sync"), [("colocated", "delta"), ("colocated", "adapters"), ("disaggregated", "adapters")]
+)
+def test_a_run_of_adapters_goes_on_and_is_exported_whole(tmp_path: Path, mode: str, sync: str) -> None:
+    launch = ["launch", "--mode", mode, "--config", "calculator", "--name", "run", *SMALL, f"weight_sync.{sync}=true"]
     succeed(tmp_path, *launch, "trainer.steps=2")
     succeed(tmp_path, *launch, "trainer.steps=3", "--resume")
     run = tmp_path / "runs" / "run"
@@ -44,6 +47,9 @@ def test_a_run_of_adapters_goes_on_and_is_exported_whole(tmp_path: Path) -> None
     assert all(row["loss/grad_norm"] > 0 for row in rows)
     assert max(row["mismatch/max"] for row in rows if "mismatch/max" in row) < 1e-4, "engines got other weights"
     succeed(tmp_path, "export", "runs/run", "out")
+    adapter = load_file(run / "checkpoints" / "step-000003" / "adapter" / "adapter_model.safetensors")
+    if sync == "adapters":
+        assert {row["sync/bytes"] for row in rows} == {sum(tensor.nbytes for tensor in adapter.values())}
     path = json.loads((run / "checkpoints" / "step-000003" / "adapter" / "base.json").read_text())["path"]
     base, merged = load_file(Path(path) / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     changed = {name.rpartition(".layers.")[2].split(".", 1)[-1] for name in base if not base[name].equal(merged[name])}

@@ -26,6 +26,15 @@ MEGATRON = ("trainer.backend=megatron",)
             ["rollout.engine=sglang", "weight_sync.transport=ipc"],
         ),
         (["rollout.engine=sglang", "weight_sync.delta=true"], ["rollout.engine=sglang", "weight_sync.delta"]),
+        (
+            ["rollout.engine=sglang", "weight_sync.adapters=true"],
+            ["rollout.engine=sglang", "weight_sync.adapters", "SGLang keeps no copy"],
+        ),
+        (["weight_sync.adapters=true"], ["weight_sync.adapters", "trainer.lora"]),
+        (
+            ["weight_sync.adapters=true", "weight_sync.delta=true", "trainer.lora={}"],
+            ["weight_sync.delta", "weight_sync.adapters"],
+        ),
         (["rollout.engine=sglang", "rollout.engine_args=[--context_length, '9']"], ["use rollout.max_model_len"]),
         (["rollout.engine=sglang", "rollout.engine_args=['--tp-size=2']"], ["--tp-size=2", "would break training"]),
         (

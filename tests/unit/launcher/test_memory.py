@@ -117,6 +117,13 @@ def test_an_engine_holds_weights_and_a_full_cache() -> None:
     assert engine_bytes(config, ModelSize(parameters=1000, kv_per_token=3)) == TORCH_BYTES + (1000 + 4800) * 4
 
 
+@pytest.mark.parametrize("option", ["staged", "delta", "adapters"])
+def test_an_engine_that_keeps_a_copy_holds_its_weights_twice(option: str) -> None:
+    size = ModelSize(parameters=1000, kv_per_token=0)
+    config = load_config("calculator", ["trainer.lora={}", f"weight_sync.{option}=true"])
+    assert engine_bytes(config, size) == TORCH_BYTES + 2 * 1000 * 4
+
+
 def test_one_forward_pass_counts_up_to_its_budget_of_tokens() -> None:
     size = ModelSize(parameters=0, kv_per_token=0, activations=1000, vocab=100)
     small, large = (

@@ -1,6 +1,7 @@
 """One rank that computes the gradients of a batch under several options; started by test_sharding.py.
 
-``python -m tests.unit.trainer.sharding_worker MODEL OUT OPTIONS``: OPTIONS are the trainer's, by name, as JSON.
+``python -m tests.unit.trainer.sharding_worker MODEL OUT OPTIONS``: OPTIONS are the trainer's, by name, as JSON. Of
+adapters also the weights that engines get after a step, as ``merged`` and as ``alone``.
 """
 
 import json
@@ -13,9 +14,18 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rl_async.configs.lora import LoraConfig
 from rl_async.configs.schema import TrainerConfig
+from rl_async.messages import Version
 from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.weight_sync.adapters import as_adapters
+from rl_async.weight_sync.gather import Gathering
+from rl_async.weight_sync.groups import address
+from rl_async.weight_sync.reshard_wire import PointToPoint
 from tests.contracts.backend_models import cell_rows, loss_of, micro_batches
+from tests.received import Received
+
+BUCKET = 1 << 14
 
 
 def gradients(backend: Fsdp2Backend) -> dict[str, Tensor]:
@@ -30,12 +40,27 @@ def gradients(backend: Fsdp2Backend) -> dict[str, Tensor]:
     return {name: parameter.grad.full_tensor() for name, parameter in named if parameter.grad is not None}
 
 
+def published(backend: Fsdp2Backend, lora: LoraConfig) -> dict[str, Tensor]:
+    """After a step on the gradients: merged weights, and what an engine makes of adapters alone. On rank 0."""
+    assert backend.optimizer is not None
+    backend.optimizer.step()
+    wire = PointToPoint(dist.HashStore(), device="cpu")
+    gathering = Gathering(wire, dist.get_rank(), BUCKET, 60.0)
+    merged, base, adapters = (gathering.buckets(backend.parts(what)) for what in ("merged", "base", "adapters"))
+    if dist.get_rank() > 0:
+        return {}
+    ways = {"merged": merged, "alone": address([*base, *as_adapters(adapters, lora.scale)], Version(), "no")}
+    return {f"{way}|{name}": t for way, sent in ways.items() for name, t in Received().take(sent).items()}
+
+
 def main() -> None:
     model, out, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
     found = {}
     for case, keys in options.items():
         backend = Fsdp2Backend(model, "float32", "cpu", msgspec.convert(keys, TrainerConfig))
         found |= {f"{case}|{name}": gradient for name, gradient in gradients(backend).items()}
+        if backend.config is not None and backend.config.lora is not None:
+            found |= published(backend, backend.config.lora)
     if dist.get_rank() == 0:
         save_file(found, out)
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from tests.contracts.backend_models import ROWS, loss_of, make_model, micro_batches, outputs_of
 from tests.unit.trainer.test_fsdp2 import free_port
 
-LORA: dict[str, Any] = {"lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}}
+LORA: dict[str, Any] = {"lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}, "learning_rate": 1e-2}
 HAS_PEFT = importlib.util.find_spec("peft") is not None
 OPTIONS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"adapters": LORA, "plain": {}, "checkpointed": {"activation_checkpointing": True}},
@@ -109,3 +109,19 @@ def test_adapters_have_the_same_gradients_on_any_ranks(found: dict[int, dict[str
         assert gradients.keys() == one.keys()
         for name, gradient in one.items():
             assert (gradients[name] - gradient).abs().max() < 1e-6, name
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not HAS_PEFT, reason="PEFT is not here; install it with pip install 'rl-async[lora]'")
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_adapters_alone_are_the_same_weights_as_merged_ones(
+    found: dict[int, dict[str, Tensor]], folder: Path, ranks: int
+) -> None:
+    base, merged, alone = (
+        load_file(folder / "model.safetensors"),
+        *(of_case(found[ranks], way) for way in ("merged", "alone")),
+    )
+    assert merged.keys() == alone.keys() == base.keys()
+    assert all(merged[name].equal(alone[name]) for name in base)
+    changed = {name for name in base if not merged[name].equal(base[name])}
+    assert changed == {name for name in base if name.endswith(("q_proj.weight", "down_proj.weight"))}

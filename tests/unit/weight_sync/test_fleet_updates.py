@@ -1,12 +1,15 @@
-"""Deltas, staged updates and waves: what each engine gets and when it is paused, with engines in this process."""
+"""Deltas, adapters, staged updates and waves: what each engine gets and when it pauses; engines in this process."""
 
 import asyncio
 
 import pytest
+import torch
 
 from rl_async.errors import EngineError, WeightSyncError
 from rl_async.messages import Version
+from rl_async.weight_sync.adapters import as_adapters
 from rl_async.weight_sync.assembly import Assembler
+from rl_async.weight_sync.buckets import Bucket, make_buckets
 from rl_async.weight_sync.options import SyncOptions
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from rl_async.weight_sync.receiver import WeightReceiver
@@ -54,6 +57,50 @@ async def test_an_engine_whose_delta_fails_gets_everything_before_it_is_blamed()
     report = await fleet.publish(V1, sparse(2))
     assert (report.engines, report.failures) == (["a"], [])
     assert engine.weights == {"a": 2.0, "b": 2.0}
+
+
+def adapted(value: float) -> list[Bucket]:
+    """A base [4, 4] of ones in two buckets, to each element of which 2 * value is added."""
+    pair = [("a.lora_A.weight", torch.ones(1, 4)), ("a.lora_B.weight", torch.full((4, 1), float(value)))]
+    return [*make_buckets([("a.weight", torch.ones(4, 4))], 32), *as_adapters(make_buckets(pair, 400), 2.0)]
+
+
+async def test_an_engine_that_holds_the_base_gets_adapters_alone_and_others_everything() -> None:
+    engine, forgetful, late = Engine(), Engine(), Engine()
+    directory = Directory(a=engine, b=forgetful)
+    fleet = make_fleet(directory)
+    assert (await fleet.publish(V0, adapted(1))).nbytes == 64 + 32
+    assert engine.kinds == ["full", "full", "adapter"]
+    assert engine.weights == forgetful.weights == {"a.weight": 16 * 3.0}
+    forgetful.receiver = WeightReceiver(Assembler(forgetful._load))  # it still says that it serves 0.0
+    await asyncio.to_thread(forgetful.receiver.init, InitInfo(backend="ipc"))
+    directory.add("late", late)
+    report = await fleet.publish(V1, adapted(2))
+    assert (sorted(report.engines), report.failures) == (["a", "b", "late"], [])
+    assert late.kinds == forgetful.kinds[-3:] == ["full", "full", "adapter"]
+    assert engine.weights == forgetful.weights == late.weights == {"a.weight": 16 * 5.0}
+    report = await fleet.publish(Version(0, 2), adapted(3))
+    assert (report.nbytes, engine.kinds[-1], late.kinds[3:]) == (32, "adapter", ["adapter"])
+    assert engine.weights == late.weights == {"a.weight": 16 * 7.0}
+
+
+async def test_the_same_version_again_begins_with_its_base() -> None:
+    engine = Engine()
+    fleet = make_fleet(Directory(a=engine))
+    for _ in range(2):
+        await fleet.publish(V0, adapted(1))
+    assert engine.kinds == ["full", "full", "adapter"] * 2
+
+
+async def test_an_engine_that_slept_adds_adapters_to_the_base_that_it_kept() -> None:
+    engine = Engine()
+    fleet = make_fleet(Directory(a=engine))
+    await fleet.publish(V0, adapted(1))
+    await fleet.suspend()
+    engine.weights.clear()
+    await fleet.publish(V1, adapted(2))
+    assert engine.kinds[3:] == ["adapter"]
+    assert engine.weights == {"a.weight": 16 * 5.0}
 
 
 @pytest.mark.parametrize("delta", [False, True])
