@@ -24,7 +24,11 @@ from pathlib import Path
 from benchmarks.ranks import free_ports
 
 ROOT = Path(__file__).parents[1]
-IMPORTED = ["transformers.models.qwen3.modeling_qwen3", "rl_async.trainer.models", "aiohttp.web", "tests.conftest"]
+IMPORTED = [
+    *("transformers.models.qwen3.modeling_qwen3", "aiohttp.web", "tests.conftest"),
+    *("rl_async.trainer.models", "rl_async.trainer.train", "rl_async.weight_sync.coordinator"),
+    *("rl_async.rollout_server.connect", "rl_async.transfer_queue.client"),
+]
 NUMBERS = itertools.count()
 TOLD = 3000  # characters of a failed rank's last words
 
