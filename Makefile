@@ -11,7 +11,7 @@ demo: setup
 	$(BIN)/rl-async launch --mode disaggregated --config calculator $(if $(RUN_NAME),--name $(RUN_NAME))
 
 test: setup-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/unit
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" tests/contracts tests/e2e tests/gpu
 
 test-slow: setup-test

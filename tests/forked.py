@@ -34,11 +34,13 @@ TOLD = 3000  # characters of a failed rank's last words
 
 
 class Forked:
-    """``python -m module arguments`` in the checkout's root, with what tests use of ``subprocess.Popen``."""
+    """``python -m module arguments`` in ``cwd``, with what tests use of ``subprocess.Popen``."""
 
-    def __init__(self, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, module: str, *arguments: str, environment: Mapping[str, str] | None = None, cwd: Path = ROOT
+    ) -> None:
         self._log = _folder() / str(next(NUMBERS))
-        target = (module, arguments, dict(environment or {}), self._log)
+        target = (module, arguments, dict(environment or {}), cwd, self._log)
         self._process = _context().Process(target=_become, args=target, daemon=True)
         self._process.start()
         assert self._process.pid is not None
@@ -131,12 +133,12 @@ def _files(log: Path) -> tuple[Path, Path]:
     return log.with_suffix(".out"), log.with_suffix(".err")
 
 
-def _become(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+def _become(module: str, arguments: Sequence[str], environment: Mapping[str, str], cwd: Path, log: Path) -> None:
     """In the new process: its output into files, and then the module."""
     for number, file in enumerate(_files(log), start=1):
         with file.open("w") as opened:
             os.dup2(opened.fileno(), number)
     os.environ.update(environment)
-    os.chdir(ROOT)
+    os.chdir(cwd)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
