@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUN_NAME ?=
+LONGEST_FIRST := --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-slow check setup setup-test clean
 
@@ -11,11 +12,11 @@ demo: setup
 	$(BIN)/rl-async launch --mode disaggregated --config calculator $(if $(RUN_NAME),--name $(RUN_NAME))
 
 test: setup-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/unit
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" tests/contracts tests/e2e tests/gpu
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(LONGEST_FIRST) -m "not slow" tests/e2e tests/contracts tests/gpu
 
 test-slow: setup-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow tests/contracts tests/e2e
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(LONGEST_FIRST) -m slow tests/e2e tests/contracts
 
 check: setup-test
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check

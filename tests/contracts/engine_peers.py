@@ -20,6 +20,7 @@ from tests.conftest import vllm_python
 
 START_S = {"embedded": 60.0, "vllm": 240.0}
 MAX_LENGTH = 2560
+EAGER = ("--enforce-eager",)
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,15 @@ class Peer:
 
 @contextmanager
 def running(
-    kind: EngineKind, model: Path, folder: Path, *, batch: int = 8, model_length: int = MAX_LENGTH
+    kind: EngineKind, model: Path, folder: Path, *, batch: int = 8, model_length: int = MAX_LENGTH, eager: bool = False
 ) -> Iterator[Peer]:
-    """An engine of this kind, started as the launcher does."""
+    """An engine of this kind, started as the launcher does; with ``eager`` vLLM compiles nothing, and starts sooner."""
     rollout = RolloutConfig(
         engine=kind,
         python=vllm_python() if kind == "vllm" else "",
         max_batch_size=batch,
         max_model_len=model_length,
+        engine_args=EAGER if eager and kind == "vllm" else (),
     )
     config = RunConfig(model=ModelConfig(path=str(model)), data=DataConfig(path="none"), rollout=rollout)
     (folder / "config.yaml").write_text(dump(config))

@@ -6,7 +6,6 @@ Each implementation runs once, over its models, and every test looks at what it 
 import importlib.util
 import json
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.ranks import run_ranks
 from tests.contracts.backend_models import FAMILIES, Expected, expect, make_model, whole_batch
+from tests.forked import run_ranks
 
 pytestmark = pytest.mark.timeout(600)  # the whole of an implementation is in the first test's setup
 TOLERANCE = 1e-5
@@ -84,8 +83,9 @@ def ran(
     if sizes.get("backend") == "megatron" and importlib.util.find_spec("megatron") is None:
         pytest.skip("Megatron-Core is not here; install it with pip install 'rl-async[megatron]'")
     out = tmp_path_factory.mktemp("ran")
-    worker = [sys.executable, "-m", "tests.contracts.backend_worker", json.dumps(sizes), str(out)]
-    run_ranks([*worker, *(str(expected[family][0]) for family in families)], ranks, timeout_s=500)
+    folders = [str(expected[family][0]) for family in families]
+    arguments = [json.dumps(sizes), str(out), *folders]
+    run_ranks("tests.contracts.backend_worker", *arguments, ranks=ranks, timeout_s=500)
     return [
         Told(
             load_file(out / f"{family}-{rank}.safetensors"),

@@ -1,11 +1,8 @@
 """The embedded engine as a process: how it starts, refuses to start, guards its weights and ends."""
 
 import asyncio
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +13,7 @@ from aiohttp import ClientSession
 
 from rl_async.configs.load import dump
 from rl_async.configs.schema import DataConfig, ModelConfig, RolloutConfig, RunConfig
+from tests.forked import Forked
 
 START_S = 60.0
 
@@ -32,10 +30,9 @@ def run_folder(folder: Path, model: Path) -> Path:
     return folder
 
 
-def start(run: Path, port: int) -> "subprocess.Popen[str]":
-    """The engine's process, its standard error captured."""
-    command = [sys.executable, "-m", "rl_async.rollout_server", "--run", str(run), "--index", "0", "--port", str(port)]
-    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
+def start(run: Path, port: int) -> Forked:
+    """The engine's process."""
+    return Forked("rl_async.rollout_server", "--run", str(run), "--index", "0", "--port", str(port))
 
 
 def free_port() -> int:
@@ -44,7 +41,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def refusal(process: "subprocess.Popen[str]") -> str:
+def refusal(process: Forked) -> str:
     """The one line with which a process refused to start."""
     _, errors = process.communicate(timeout=START_S)
     assert process.returncode == 2, errors
@@ -54,7 +51,7 @@ def refusal(process: "subprocess.Popen[str]") -> str:
     return line
 
 
-async def until_healthy(url: str, process: "subprocess.Popen[str]") -> None:
+async def until_healthy(url: str, process: Forked) -> None:
     deadline = time.monotonic() + START_S
     async with ClientSession() as session:
         while True:

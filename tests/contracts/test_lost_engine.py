@@ -46,14 +46,14 @@ def kinds(request: pytest.FixtureRequest) -> tuple[str, str]:
 @pytest.fixture(scope="module")
 def survivor(kinds: tuple[str, str], model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peer]:
     """The engine that lives through all tests."""
-    with running(kinds[1], model_folder, tmp_path_factory.mktemp("survivor"), batch=BATCH) as peer:
+    with running(kinds[1], model_folder, tmp_path_factory.mktemp("survivor"), batch=BATCH, eager=True) as peer:
         yield peer
 
 
 @pytest.fixture
 def victim(kinds: tuple[str, str], model_folder: Path, tmp_path: Path) -> Iterator[Peer]:
     """The engine that a test takes away."""
-    with running(kinds[0], model_folder, tmp_path, batch=BATCH) as peer:
+    with running(kinds[0], model_folder, tmp_path, batch=BATCH, eager=True) as peer:
         yield peer
 
 

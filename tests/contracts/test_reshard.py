@@ -1,50 +1,28 @@
 """Weights resharded between real processes: what an engine's ranks then hold is what gathering and slicing gives."""
 
 import json
-import os
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
+from benchmarks.ranks import free_ports
 from tests.contracts.reshard_rank import BUCKET, SCENARIOS, WORLD
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+from tests.forked import Forked, start_ranks
 
 
 @contextmanager
-def ranks(mode: str) -> Iterator[list["subprocess.Popen[str]"]]:
+def ranks(mode: str) -> Iterator[list[Forked]]:
     """The processes, killed at the end."""
-    port, store = free_ports(2)
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "STORE_PORT": str(store), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.contracts.reshard_rank", mode],
-            env=os.environ | shared | {"RANK": str(rank), "WORLD_SIZE": str(WORLD)},
-            cwd=Path(__file__).parents[2],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(WORLD)
-    ]
+    (store,) = free_ports(1)
+    processes = start_ranks("tests.contracts.reshard_rank", mode, ranks=WORLD, environment={"STORE_PORT": store})
     try:
         yield processes
     finally:
         for process in processes:
             process.kill()
-            process.communicate()
+            process.wait(10)
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,9 @@
 import asyncio
 import json
 import math
-import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -28,6 +25,7 @@ from rl_async.messages import Turn
 from rl_async.reward_loop.api import Conversation, ScorerFailed
 from rl_async.reward_loop.model import RewardModel
 from rl_async.reward_loop.server import classifier
+from tests.forked import Forked
 
 START_S = 90.0
 LONGEST = 96
@@ -68,10 +66,8 @@ def folder(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPath
     return path
 
 
-def start(path: Path, port: int) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "rl_async.reward_loop.server", "--model", str(path), "--port", str(port)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([*command, "--batch-size", "4"], env=environment, stderr=subprocess.PIPE, text=True)
+def start(path: Path, port: int) -> Forked:
+    return Forked("rl_async.reward_loop.server", "--model", str(path), "--port", str(port), "--batch-size", "4")
 
 
 def free_port() -> int:

@@ -1,12 +1,8 @@
 """Our coordinator and SGLang's own weight updater, on the CPU over gloo. SGLang on a GPU, and NCCL, are not run."""
 
 import asyncio
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,10 +18,10 @@ from rl_async.weight_sync.coordinator import WeightCoordinator
 from rl_async.weight_sync.protocol import UpdateInfo
 from tests.contracts.sglang_wheel import load, wheel_folder
 from tests.contracts.test_weight_transport import Directory
+from tests.forked import Forked
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 Start = Callable[..., list[EngineRecord]]
 
 
@@ -33,35 +29,30 @@ Start = Callable[..., list[EngineRecord]]
 def start() -> Iterator[Start]:
     """Start engines together, with the network settings of the launcher."""
     folder = str(wheel_folder())
-    command = [sys.executable, "-m", "tests.contracts.sglang_engine", folder]
-    processes: list[subprocess.Popen[str]] = []
+    processes: list[Forked] = []
 
     def run(*names: str) -> list[EngineRecord]:
-        env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        new = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT) for _ in names]
+        env = {"GLOO_SOCKET_IFNAME": "lo"}
+        new = [Forked("tests.contracts.sglang_engine", folder, environment=env) for _ in names]
         processes.extend(new)
-        ports = [process.stdout.readline().strip() for process in new if process.stdout is not None]
+        ports = [process.first_line() for process in new]
         return [EngineRecord(engine_id=n, url=f"http://127.0.0.1:{p}", kind="sglang") for n, p in zip(names, ports)]
 
     yield run
     for process in processes:
         process.kill()
         process.wait(10)
-        assert process.stdout is not None
-        process.stdout.close()
 
 
 @contextmanager
 def start_ours() -> Iterator[EngineRecord]:
     """An engine with our own receiver."""
-    command = [sys.executable, str(ROOT / "tests/contracts/weight_engine.py")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        port = process.stdout.readline().strip()
-        try:
-            yield EngineRecord(engine_id="ours", url=f"http://127.0.0.1:{port}", kind="embedded")
-        finally:
-            process.kill()
+    process = Forked("tests.contracts.weight_engine")
+    try:
+        yield EngineRecord(engine_id="ours", url=f"http://127.0.0.1:{process.first_line()}", kind="embedded")
+    finally:
+        process.kill()
+        process.wait(10)
 
 
 def weights(value: float) -> dict[str, torch.Tensor]:

@@ -1,10 +1,6 @@
 """Weights between real processes: all transports, engines that die, hang or come late."""
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -25,8 +21,8 @@ from rl_async.weight_sync.coordinator import WeightCoordinator
 from rl_async.weight_sync.disk import DiskSender
 from rl_async.weight_sync.options import SyncOptions
 from rl_async.weight_sync.protocol import Backend
+from tests.forked import Forked
 
-ENGINE = Path(__file__).with_name("weight_engine.py")
 Start = Callable[..., list[EngineRecord]]
 TRANSPORTS: list[Backend] = ["gloo", "ipc", "disk"]
 
@@ -78,33 +74,20 @@ class Directory:
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Start engine processes together; each argument is the command line of one."""
-    processes: list[subprocess.Popen[str]] = []
+    processes: list[Forked] = []
 
     def run(**engines: str) -> list[EngineRecord]:
-        new = [
-            subprocess.Popen(
-                [sys.executable, str(ENGINE), *arguments.split()],
-                stdout=subprocess.PIPE,
-                text=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
-            for arguments in engines.values()
-        ]
+        new = [Forked("tests.contracts.weight_engine", *arguments.split()) for arguments in engines.values()]
         processes.extend(new)
-        records = []
-        for name, process in zip(engines, new):
-            assert process.stdout is not None
-            records.append(
-                EngineRecord(engine_id=name, url=f"http://127.0.0.1:{process.stdout.readline().strip()}", kind="test")
-            )
-        return records
+        return [
+            EngineRecord(engine_id=name, url=f"http://127.0.0.1:{process.first_line()}", kind="test")
+            for name, process in zip(engines, new)
+        ]
 
     yield run
     for process in processes:
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.wait(10)
-        assert process.stdout is not None
-        process.stdout.close()
 
 
 def connect(record: EngineRecord) -> VllmEngine:

@@ -1,7 +1,7 @@
 """An engine process for the weight-transport tests: the weight routes over HTTP and a WeightReceiver, nothing else.
 
-``python weight_engine.py [--fault kill|stop --at N]`` prints its port. The fault strikes at the N-th bucket (from 1),
-before it is received.
+``python -m tests.contracts.weight_engine [--fault kill|stop --at N]`` prints its port. The fault strikes at the N-th
+bucket (from 1), before it is received.
 """
 
 import argparse

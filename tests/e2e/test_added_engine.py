@@ -25,13 +25,13 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts processes in ``tmp_path``; what is left of them is killed by pid."""
+def start(workplace: Path) -> Iterator[Start]:
+    """Starts processes in ``workplace``; what is left of them is killed by pid."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(*command: str) -> "subprocess.Popen[str]":
-        with (tmp_path / f"{len(started)}.out").open("w") as output:
-            started.append(subprocess.Popen(command, cwd=tmp_path, stdout=output, stderr=output, text=True))
+        with (workplace / f"{len(started)}.out").open("w") as output:
+            started.append(subprocess.Popen(command, cwd=workplace, stdout=output, stderr=output, text=True))
         return started[-1]
 
     yield begin
@@ -67,8 +67,8 @@ def answers(url: str) -> bool:
         return False
 
 
-def test_an_added_engine_gets_weights_then_requests_and_may_leave_or_die(tmp_path: Path, start: Start) -> None:
-    run = tmp_path / "runs" / "mine"
+def test_an_added_engine_gets_weights_then_requests_and_may_leave_or_die(workplace: Path, start: Start) -> None:
+    run = workplace / "runs" / "mine"
     launched = start(RL_ASYNC, "launch", "--mode", "disaggregated", "--config", "calculator", "--name", "mine", *SMALL)
     metrics = run / "metrics.jsonl"
     until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2, "no step was trained")
@@ -76,29 +76,29 @@ def test_an_added_engine_gets_weights_then_requests_and_may_leave_or_die(tmp_pat
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    assert "no embedded engine answers" in engine(tmp_path, "add", "runs/mine", url, "--engine", "embedded").stderr
+    assert "no embedded engine answers" in engine(workplace, "add", "runs/mine", url, "--engine", "embedded").stderr
     added = start(
         sys.executable, "-m", "rl_async.rollout_server", "--run", "runs/mine", "--index", "7", "--port", str(port)
     )
     until(lambda: answers(url), "the added engine did not start")
     assert sampled(url) == 0
 
-    done = engine(tmp_path, "add", "runs/mine", url, "--engine", "embedded")
+    done = engine(workplace, "add", "runs/mine", url, "--engine", "embedded")
     assert done.returncode == 0, done.stderr
     name, _, rest = done.stdout.partition(" ")
     assert name.startswith(f"added-{port}-") and rest.startswith("serves version 0.")
     until(lambda: sampled(url) > 0, "the added engine gets no requests")
-    assert name in engine(tmp_path, "list", "runs/mine").stdout
-    assert "has it already" in engine(tmp_path, "add", "runs/mine", url, "--engine", "embedded").stderr
+    assert name in engine(workplace, "list", "runs/mine").stdout
+    assert "has it already" in engine(workplace, "add", "runs/mine", url, "--engine", "embedded").stderr
 
-    assert "belongs to the launcher" in engine(tmp_path, "remove", "runs/mine", "engine-0").stderr
-    assert "no engine nobody" in engine(tmp_path, "remove", "runs/mine", "nobody").stderr
-    assert engine(tmp_path, "remove", "runs/mine", name).returncode == 0
-    assert f"added-{port}" not in engine(tmp_path, "list", "runs/mine").stdout
+    assert "belongs to the launcher" in engine(workplace, "remove", "runs/mine", "engine-0").stderr
+    assert "no engine nobody" in engine(workplace, "remove", "runs/mine", "nobody").stderr
+    assert engine(workplace, "remove", "runs/mine", name).returncode == 0
+    assert f"added-{port}" not in engine(workplace, "list", "runs/mine").stdout
 
-    assert engine(tmp_path, "add", "runs/mine", url, "--engine", "embedded").returncode == 0
+    assert engine(workplace, "add", "runs/mine", url, "--engine", "embedded").returncode == 0
     added.kill()
-    until(lambda: f"added-{port}" not in engine(tmp_path, "list", "runs/mine").stdout, "the dead engine was kept")
+    until(lambda: f"added-{port}" not in engine(workplace, "list", "runs/mine").stdout, "the dead engine was kept")
     before = len(metrics.read_text().splitlines())
     until(lambda: len(metrics.read_text().splitlines()) > before + 2, "the run does not go on")
 
@@ -107,5 +107,5 @@ def test_an_added_engine_gets_weights_then_requests_and_may_leave_or_die(tmp_pat
     launched.wait(30)
     *rows, _ = (json.loads(line) for line in metrics.read_text().splitlines())  # the step that ended the run may be the
     assert {row["sync/engines"] for row in rows} == {1.0, 2.0}  # last line: it is saved, and not published
-    gone = engine(tmp_path, "list", "runs/mine")
+    gone = engine(workplace, "list", "runs/mine")
     assert gone.returncode == 2 and "is not going on" in gone.stderr

@@ -22,9 +22,9 @@ SMALL = [
 
 
 @pytest.fixture
-def launched(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+def launched(workplace: Path) -> Iterator["subprocess.Popen[str]"]:
     command = [RL_ASYNC, "launch", "--config", "calculator", "--name", "stuck", *SMALL]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(command, cwd=workplace, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     yield process
     if process.poll() is None:
         process.kill()  # its children end with it
@@ -35,8 +35,8 @@ def pid_of(run: Path, name: str) -> int:
     return next(p["pid"] for p in json.loads((run / "processes.json").read_text()) if p["name"] == name)
 
 
-def test_a_stopped_rank_is_named_and_the_run_ends_well(tmp_path: Path, launched: "subprocess.Popen[str]") -> None:
-    run, deadline = tmp_path / "runs" / "stuck", time.monotonic() + 180
+def test_a_stopped_rank_is_named_and_the_run_ends_well(workplace: Path, launched: "subprocess.Popen[str]") -> None:
+    run, deadline = workplace / "runs" / "stuck", time.monotonic() + 180
     metrics = run / "metrics.jsonl"
     while not metrics.exists() or metrics.read_text().count("\n") < 3:
         assert launched.poll() is None and time.monotonic() < deadline

@@ -33,12 +33,12 @@ SMALL = [
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Any]:
-    """Starts a process in ``tmp_path``; what is left of it is killed by pid."""
+def start(workplace: Path) -> Iterator[Any]:
+    """Starts a process in ``workplace``; what is left of it is killed by pid."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(*command: str) -> "subprocess.Popen[str]":
-        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(command, cwd=workplace, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         started.append(process)
         return process
 
@@ -58,8 +58,8 @@ def wait_for(path: Path, process: "subprocess.Popen[str]") -> Path:
     return path
 
 
-def test_agent_programs_train_a_run_through_two_gateways(tmp_path: Path, start: Any) -> None:
-    run = tmp_path / "runs" / "open"
+def test_agent_programs_train_a_run_through_two_gateways(workplace: Path, start: Any) -> None:
+    run = workplace / "runs" / "open"
     launch = start(RL_ASYNC, "launch", "--mode", "disaggregated", "--config", "calculator", "--name", "open", *SMALL)
     url = json.loads(wait_for(run / "endpoints.json", launch).read_text())["gateway"]
     second = start(RL_ASYNC, "gateway", str(run))
@@ -78,7 +78,7 @@ def test_agent_programs_train_a_run_through_two_gateways(tmp_path: Path, start: 
     played = [process.communicate(timeout=60)[0] for process in programs]
     assert [process.returncode for process in programs] == [0, 0], played
     assert all(int(text.split()[-3]) > 0 for text in played), played
-    audit = subprocess.run([RL_ASYNC, "audit", str(run)], cwd=tmp_path, capture_output=True, text=True)
+    audit = subprocess.run([RL_ASYNC, "audit", str(run)], cwd=workplace, capture_output=True, text=True)
     assert audit.returncode == 0, audit.stdout + audit.stderr
     check_rows(run)
 

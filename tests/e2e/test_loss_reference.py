@@ -6,8 +6,6 @@ The reference knows nothing of the trainer: row by row, token by token, from the
 import json
 import math
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from rl_async.configs.schema import DataConfig, ModelConfig, RunConfig, TrainerC
 from rl_async.messages import Sampling, Trajectory
 from rl_async.trainer.records import write_trajectories
 from tests.conftest import make_rows
+from tests.forked import run_ranks
 
 pytestmark = pytest.mark.e2e
 TEMPERATURE = 0.8
@@ -48,9 +47,7 @@ def trained(folder: Path, model: Path, rows: list[Trajectory], algorithm: Algori
         ),
     )
     (folder / "config.yaml").write_text(dump(config))
-    command = [sys.executable, "-m", "rl_async.trainer", "--run", str(folder), "--replay", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks("rl_async.trainer", "--run", str(folder), "--replay", str(folder), ranks=1, timeout_s=120)
     metrics: dict[str, float] = json.loads((folder / "metrics.jsonl").read_text())
     return metrics
 

@@ -39,13 +39,13 @@ SMALL = [
         ("colocated", ["trainer.ranks=2", "algorithm.kl.coef=0.01"]),
     ],
 )
-def test_a_run_trains_every_row_once(tmp_path: Path, mode: str, sizes: list[str]) -> None:
-    succeed(tmp_path, "launch", "--mode", mode, "--config", "calculator", "--name", "run", *SMALL, *sizes)
-    run = tmp_path / "runs" / "run"
+def test_a_run_trains_every_row_once(workplace: Path, mode: str, sizes: list[str]) -> None:
+    succeed(workplace, "launch", "--mode", mode, "--config", "calculator", "--name", "run", *SMALL, *sizes)
+    run = workplace / "runs" / "run"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(STEPS))
     assert all(row["loss/grad_norm"] > 0 for row in rows)
     assert max(row["mismatch/max"] for row in rows if "mismatch/max" in row) < 1e-4, "engines got other weights"
     trained = (run / "trained.jsonl").read_text().splitlines()
     assert len(trained) == len(set(trained)) == STEPS * 4 * 4
-    assert "ok: every admitted group" in succeed(tmp_path, "audit", "runs/run")
+    assert "ok: every admitted group" in succeed(workplace, "audit", "runs/run")

@@ -73,14 +73,14 @@ def of_node(node: Any, run: str) -> list[int]:
     return [process.pid for process in psutil.Process(raylet).children(recursive=True) if run in process.cmdline()]
 
 
-def test_a_run_outlives_the_death_of_a_node(cluster: Any, tmp_path: Path) -> None:
+def test_a_run_outlives_the_death_of_a_node(cluster: Any, workplace: Path) -> None:
     command = [RL_ASYNC, "launch", "--launcher", "ray", "--address", cluster.address, "--mode", "disaggregated"]
     command += ["--config", "calculator", "--name", "x", *SMALL]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     launch: subprocess.Popen[str] = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=workplace, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    run = tmp_path / "runs" / "x"
+    run = workplace / "runs" / "x"
     try:
         wait_for_steps(run, 2, launch)
         lost = of_node(cluster.other, "runs/x")
@@ -95,7 +95,7 @@ def test_a_run_outlives_the_death_of_a_node(cluster: Any, tmp_path: Path) -> Non
     rows = metrics(run)
     assert sorted({int(row["step"]) for row in rows}) == list(range(STEPS))
     assert max(row["staleness/max"] for row in rows) <= 1
-    audit = subprocess.run([RL_ASYNC, "audit", "runs/x"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    audit = subprocess.run([RL_ASYNC, "audit", "runs/x"], cwd=workplace, capture_output=True, text=True, timeout=100)
     assert audit.returncode == 0 and "ok: every admitted group" in audit.stdout, audit.stdout + audit.stderr
     processes = {one["name"]: one for one in json.loads((run / "processes.json").read_text())}
     assert {"queue", "engine-0", "engine-1", "worker-0", "worker-1", "trainer-0"} <= set(processes)
@@ -106,14 +106,14 @@ def test_a_run_outlives_the_death_of_a_node(cluster: Any, tmp_path: Path) -> Non
     assert not list(run.glob(".nodes-*")), "nothing of the launcher's is left"
 
 
-def test_an_interrupted_run_leaves_nothing_behind(cluster: Any, tmp_path: Path) -> None:
+def test_an_interrupted_run_leaves_nothing_behind(cluster: Any, workplace: Path) -> None:
     command = [RL_ASYNC, "launch", "--launcher", "ray", "--address", cluster.address, "--config", "calculator"]
     command += ["--mode", "disaggregated", "--name", "y", *SMALL]
     launch: subprocess.Popen[str] = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=workplace, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:
-        wait_for_steps(tmp_path / "runs" / "y", 1, launch)
+        wait_for_steps(workplace / "runs" / "y", 1, launch)
         roles = of_node(cluster.other, "runs/y") + of_node(cluster.head_node, "runs/y")
         launch.terminate()
         output, _ = launch.communicate(timeout=100)

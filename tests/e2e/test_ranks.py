@@ -1,11 +1,7 @@
 """Two trainer ranks: a lost one ends the other with a clear message; asked to stop, both save and end well."""
 
 import json
-import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,12 +12,13 @@ from rl_async.configs.schema import DataConfig, ModelConfig, RunConfig, TrainerC
 from rl_async.trainer.checkpoint import damage_of, list_checkpoints, read_state
 from rl_async.trainer.records import write_trajectories
 from tests.conftest import make_rows
+from tests.forked import Forked, start_ranks
 
 pytestmark = pytest.mark.e2e
 STEPS = 40
 
 
-def start(folder: Path, model: Path, *more: str) -> list["subprocess.Popen[str]"]:
+def start(folder: Path, model: Path, *more: str) -> list[Forked]:
     """Both ranks, training on recorded rows for longer than the test lasts."""
     for step in range(STEPS):
         write_trajectories(folder / "trajectories" / f"step-{step:06d}-lineage0-rank0.jsonl.gz", make_rows(step))
@@ -31,18 +28,10 @@ def start(folder: Path, model: Path, *more: str) -> list["subprocess.Popen[str]"
         trainer=TrainerConfig(ranks=2, steps=STEPS, min_train_s=0.5, collective_timeout_s=15),
     )
     (folder / "config.yaml").write_text(dump(config))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "rl_async.trainer", "--run", str(folder), "--replay", str(folder), *more]
-    return [
-        subprocess.Popen(command, env=shared | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
+    return start_ranks("rl_async.trainer", "--run", str(folder), "--replay", str(folder), *more, ranks=2)
 
 
-def wait_for_step(folder: Path, ranks: list["subprocess.Popen[str]"], lines: int) -> None:
+def wait_for_step(folder: Path, ranks: list[Forked], lines: int) -> None:
     """Until so many steps are in the metrics."""
     metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
     while not metrics.exists() or metrics.read_text().count("\n") < lines:

@@ -2,8 +2,7 @@
 
 import hashlib
 import json
-import subprocess
-import sys
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from rl_async.configs.schema import DataConfig, ModelConfig, RunConfig, TrainerC
 from rl_async.trainer.checkpoint import list_checkpoints
 from rl_async.trainer.records import write_trajectories
 from tests.conftest import make_rows
+from tests.forked import Forked
 
 pytestmark = pytest.mark.e2e
 STEPS = 6
@@ -40,7 +40,7 @@ def start(
     *more: str,
     critic: CriticConfig | None = None,
     **options: Any,
-) -> subprocess.Popen[str]:
+) -> Forked:
     config = RunConfig(
         model=ModelConfig(path=str(model)),
         data=DataConfig(path="none"),
@@ -50,13 +50,20 @@ def start(
     )
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(dump(config))
-    command = [sys.executable, "-m", "rl_async.trainer", "--run", str(folder), "--replay", str(recorded), *more]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    return Forked("rl_async.trainer", "--run", str(folder), "--replay", str(recorded), *more)
 
 
-def finish(trainer: subprocess.Popen[str]) -> None:
+def finish(trainer: Forked) -> None:
     _, errors = trainer.communicate(timeout=120)
     assert trainer.returncode == 0, errors[-3000:]
+
+
+@pytest.fixture(scope="module")
+def plain(recorded: Path, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without a critic that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("plain")
+    finish(start(folder, recorded, model_folder))
+    return folder
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -89,11 +96,14 @@ CRITICS = {
     "kind", [pytest.param(kind, marks=[] if kind == "none" else pytest.mark.slow) for kind in CRITICS]
 )
 def test_kill_and_resume_ends_with_identical_weights(
-    recorded: Path, model_folder: Path, tmp_path: Path, kind: str
+    recorded: Path, model_folder: Path, tmp_path: Path, plain: Path, kind: str
 ) -> None:
     critic, files = CRITICS[kind]
     undisturbed, interrupted = tmp_path / "a", tmp_path / "b"
-    first = start(undisturbed, recorded, model_folder, critic=critic)
+    if critic is None:
+        undisturbed = plain
+    else:
+        finish(start(undisturbed, recorded, model_folder, critic=critic))
 
     victim = start(interrupted, recorded, model_folder, critic=critic, min_train_s=0.3)
     deadline = time.monotonic() + 120
@@ -104,7 +114,6 @@ def test_kill_and_resume_ends_with_identical_weights(
         time.sleep(0.02)
     victim.kill()  # three steps are done, the checkpoint is of two
     victim.communicate()
-    finish(first)
     finish(start(interrupted, recorded, model_folder, "--resume", critic=critic))
 
     assert digests(interrupted) == digests(undisturbed)
@@ -113,8 +122,10 @@ def test_kill_and_resume_ends_with_identical_weights(
     assert steps[-4:] == [(1, 2), (1, 3), (1, 4), (1, 5)]
 
 
-def test_killed_while_a_checkpoint_is_being_written(recorded: Path, model_folder: Path, tmp_path: Path) -> None:
-    undisturbed, interrupted = tmp_path / "a", tmp_path / "b"
+def test_killed_while_a_checkpoint_is_being_written(
+    recorded: Path, model_folder: Path, tmp_path: Path, plain: Path
+) -> None:
+    interrupted = tmp_path / "b"
     checkpoints = interrupted / "checkpoints"
     victim = start(interrupted, recorded, model_folder, min_train_s=1.0)
     deadline = time.monotonic() + 120
@@ -124,16 +135,15 @@ def test_killed_while_a_checkpoint_is_being_written(recorded: Path, model_folder
     victim.kill()
     victim.communicate()
     assert [path.name for path in list_checkpoints(checkpoints)] == ["step-000002"]
-    finish(start(undisturbed, recorded, model_folder))
     finish(start(interrupted, recorded, model_folder, "--resume"))
-    assert digests(interrupted) == digests(undisturbed)
+    assert digests(interrupted) == digests(plain)
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000004", "step-000006"]
 
 
 def test_a_step_that_waits_for_its_files_has_them_when_it_is_reported(
-    recorded: Path, model_folder: Path, tmp_path: Path
+    recorded: Path, model_folder: Path, tmp_path: Path, plain: Path
 ) -> None:
-    undisturbed, interrupted = tmp_path / "a", tmp_path / "b"
+    interrupted = tmp_path / "b"
     victim = start(interrupted, recorded, model_folder, min_train_s=0.5, checkpoint_async=False)
     deadline, metrics = time.monotonic() + 120, interrupted / "metrics.jsonl"
     while not metrics.exists() or metrics.read_text().count("\n") < 2:
@@ -142,16 +152,15 @@ def test_a_step_that_waits_for_its_files_has_them_when_it_is_reported(
     victim.kill()
     victim.communicate()
     assert [path.name for path in list_checkpoints(interrupted / "checkpoints")] == ["step-000002"]
-    finish(start(undisturbed, recorded, model_folder))
     finish(start(interrupted, recorded, model_folder, "--resume", checkpoint_async=False))
-    assert digests(interrupted) == digests(undisturbed)
+    assert digests(interrupted) == digests(plain)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
-    recorded: Path, model_folder: Path, tmp_path: Path
+    recorded: Path, model_folder: Path, tmp_path: Path, plain: Path
 ) -> None:
-    finish(start(tmp_path, recorded, model_folder))
-    expected = digests(tmp_path)
+    expected = digests(plain)
+    shutil.copytree(plain, tmp_path, dirs_exist_ok=True)
     damaged = tmp_path / "checkpoints" / "step-000006" / SHARD
     damaged.write_bytes(damaged.read_bytes()[:-1])
     again = start(tmp_path, recorded, model_folder, "--resume")

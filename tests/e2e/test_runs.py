@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -40,11 +41,10 @@ REQUIRED = (
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working directory with data and a model that was hardly trained."""
     folder = tmp_path_factory.mktemp("home")
-    done = call(folder, "sft", "--config", "calculator", *SMALL)
-    assert done.returncode == 0, done.stderr
+    shutil.copytree(artifacts, folder / "artifacts")
     return folder
 
 
@@ -142,10 +142,12 @@ def test_colocated(home: Path, start: Callable[..., Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize(
-    ("mode", "config", "bound"), [("disaggregated", "calculator", 1), ("colocated", "calculator-sync", 0)]
+    ("mode", "config", "bound", "flags"),
+    [("disaggregated", "calculator", 1, "[]"), ("colocated", "calculator-sync", 0, "[--enforce-eager]")],
 )
-def test_vllm(home: Path, start: Callable[..., Any], mode: str, config: str, bound: int) -> None:
-    overrides = ["rollout.engine=vllm", f"rollout.python={vllm_python()}"]
+def test_vllm(home: Path, start: Callable[..., Any], mode: str, config: str, bound: int, flags: str) -> None:
+    """Compiled, and not, which starts sooner."""
+    overrides = ["rollout.engine=vllm", f"rollout.python={vllm_python()}", f"rollout.engine_args={flags}"]
     finish(start(f"vllm-{mode}", *overrides, mode=mode, config=config), timeout_s=400)
     rows = assert_complete(home, f"vllm-{mode}", bound)
     on_policy = [m["correction/logprob_diff_max"] for m in rows if m["staleness/max"] == 0]

@@ -24,9 +24,9 @@ SMALL = [
 
 
 @pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
-def test_a_run_trains_every_row_once(tmp_path: Path, mode: str) -> None:
-    succeed(tmp_path, "launch", "--mode", mode, "--config", "calculator", "--name", "run", *SMALL)
-    run = tmp_path / "runs" / "run"
+def test_a_run_trains_every_row_once(workplace: Path, mode: str) -> None:
+    succeed(workplace, "launch", "--mode", mode, "--config", "calculator", "--name", "run", *SMALL)
+    run = workplace / "runs" / "run"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(STEPS))
     assert all(row["loss/grad_norm"] > 0 for row in rows)
@@ -36,4 +36,4 @@ def test_a_run_trains_every_row_once(tmp_path: Path, mode: str) -> None:
     assert len(trained) == len(set(trained)) == STEPS * 4 * 4
     recorded = [path.name for path in (run / "trajectories").glob("step-*.jsonl.gz")]
     assert sorted(recorded) == [f"step-{step:06d}-lineage0-rank0.jsonl.gz" for step in range(STEPS)]
-    assert "ok: every admitted group" in succeed(tmp_path, "audit", "runs/run")
+    assert "ok: every admitted group" in succeed(workplace, "audit", "runs/run")

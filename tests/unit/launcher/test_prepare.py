@@ -1,25 +1,26 @@
 """The preparation as a process: data, tokenizer, model, gate. One optimizer step is enough here."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 from rl_async.configs.load import dump, load_config
 from rl_async.launcher.artifacts import SFT_FILE, needs_preparation
+from tests.forked import Forked
 
 QUICK = ["sft.min_steps=0", "sft.check_every=1", "sft.batch_size=2", "sft.gate_tasks=2", "sft.hidden_size=32"]
 
 
-def prepare(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+def prepare(folder: Path, *overrides: str) -> tuple[int | None, str]:
+    """Its exit code, and what it said on standard error."""
     (folder / "config.yaml").write_text(dump(load_config("calculator", [*QUICK, *overrides])))
-    command = [sys.executable, "-m", "rl_async.launcher.prepare", "--config", "config.yaml"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150)
+    process = Forked("rl_async.launcher.prepare", "--config", "config.yaml", cwd=folder)
+    _, errors = process.communicate(timeout=150)
+    return process.returncode, errors
 
 
 def test_data_and_model_are_made_once_and_whole(tmp_path: Path) -> None:
-    done = prepare(tmp_path, "sft.gate=0")
-    assert done.returncode == 0, done.stderr
+    code, errors = prepare(tmp_path, "sft.gate=0")
+    assert code == 0, errors
     model = tmp_path / "artifacts" / "calculator" / "model"
     names = {file.name for file in model.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", SFT_FILE} <= names
@@ -35,10 +36,10 @@ def test_data_and_model_are_made_once_and_whole(tmp_path: Path) -> None:
 
 
 def test_a_gate_that_is_never_reached_leaves_no_model(tmp_path: Path) -> None:
-    done = prepare(tmp_path, "sft.gate=1.0", "sft.max_steps=2")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("error: the warm start reached a greedy reward of 0.00")
-    assert "Traceback" not in done.stderr
+    code, errors = prepare(tmp_path, "sft.gate=1.0", "sft.max_steps=2")
+    assert code == 2
+    assert errors.splitlines()[-1].startswith("error: the warm start reached a greedy reward of 0.00")
+    assert "Traceback" not in errors
     assert {path.name for path in (tmp_path / "artifacts" / "calculator").iterdir()} == {
         "train.parquet",
         "test.parquet",

@@ -1,36 +1,20 @@
 """A critic on real gloo ranks: what is learned depends on neither ranks nor micro-batches, and survives a save."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.unit.trainer.test_fsdp2 import free_port
+from tests.forked import run_ranks
 
 CRITIC_KEYS = {f"critic/{name}" for name in ("loss", "explained_variance", "values_mean", "returns_mean", "grad_norm")}
 
 
 def train(model: Path, out: Path, ranks: int, *arguments: str) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
     """Run ``critic_worker`` on ``ranks`` processes."""
-    port = str(free_port())
-    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.trainer.critic_worker", str(model), str(out), *arguments],
-            env=os.environ | group | {"RANK": str(rank)},
-            cwd=Path(__file__).parents[3],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    outputs = [worker.communicate(timeout=120) for worker in workers]
-    assert all(worker.returncode == 0 for worker in workers), "\n".join(errors[-3000:] for _, errors in outputs)
+    run_ranks("tests.unit.trainer.critic_worker", str(model), str(out), *arguments, ranks=ranks, timeout_s=120)
     return load_file(out / "tensors.safetensors"), json.loads((out / "metrics.json").read_text())
 
 

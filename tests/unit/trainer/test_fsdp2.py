@@ -1,47 +1,19 @@
 """The FSDP2 backend on real gloo ranks: what is learned does not depend on ranks or micro-batches."""
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from tests.forked import run_ranks
 
 
 def train(model: Path, out: Path, ranks: int, tokens: int, correction: str, sizes: str = "{}") -> str:
     """Run ``update_worker`` on ``ranks`` processes; returns the metrics, which all of them must agree on."""
-    port, arguments = free_port(), [str(model), str(out), str(tokens), correction, sizes]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.trainer.update_worker", *arguments],
-            env=os.environ
-            | {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-            },
-            cwd=Path(__file__).parents[3],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    outputs = [worker.communicate(timeout=120) for worker in workers]
-    for worker, (_, errors) in zip(workers, outputs, strict=True):
-        assert worker.returncode == 0, errors[-3000:]
-    assert len({told for told, _ in outputs}) == 1, "ranks disagree about the metrics"
-    return outputs[0][0]
+    arguments = [str(model), str(out), str(tokens), correction, sizes]
+    told = run_ranks("tests.unit.trainer.update_worker", *arguments, ranks=ranks, timeout_s=120)
+    assert len(set(told)) == 1, "ranks disagree about the metrics"
+    return told[0]
 
 
 @pytest.mark.parametrize("correction", ["decoupled_seq_is", "bypass_ppo_clip", "bypass_pg_is"])

@@ -1,12 +1,8 @@
 """The whole objective under every loss: no split into micro-batches and ranks changes gradients; what the KL adds."""
 
 import math
-import os
-import subprocess
-import sys
 from collections import defaultdict
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,25 +15,11 @@ from rl_async.trainer.algorithm import build
 from rl_async.trainer.losses import LOSSES
 from rl_async.trainer.objective import Looked
 from rl_async.trainer.update import penalised
+from tests.forked import run_ranks
 from tests.unit.trainer.objective_worker import KL_COEF, LEARNING_RATE, SPLITS, Table, recorded, run_config, variants
-from tests.unit.trainer.test_fsdp2 import free_port
 
 VARIANTS = [name for name, _ in variants()]
 Found = dict[str, dict[str, dict[str, Tensor]]]  # variant -> split -> what
-
-
-def start(out: Path, ranks: int) -> list[subprocess.Popen[str]]:
-    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.trainer.objective_worker", str(out)],
-            env=os.environ | group | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            cwd=Path(__file__).parents[3],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +28,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     folder = tmp_path_factory.mktemp("objective")
     result: Found = defaultdict(lambda: defaultdict(dict))
     for ranks in SPLITS:
-        workers = start(folder / f"{ranks}.safetensors", ranks)
-        errors = [worker.communicate(timeout=180)[1] for worker in workers]
-        assert all(worker.returncode == 0 for worker in workers), "\n".join(each[-3000:] for each in errors)
-        for key, tensor in load_file(folder / f"{ranks}.safetensors").items():
+        out = folder / f"{ranks}.safetensors"
+        run_ranks("tests.unit.trainer.objective_worker", str(out), ranks=ranks, timeout_s=180)
+        for key, tensor in load_file(out).items():
             variant, split, what = key.split("|")
             result[variant][split][what] = tensor
     return result

@@ -2,9 +2,6 @@
 number is the same."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +13,13 @@ from transformers import AutoModelForCausalLM
 from rl_async.errors import UserError
 from rl_async.trainer.checkpoint import newest_whole
 from rl_async.trainer.hf_export import export
-from tests.unit.trainer.test_fsdp2 import free_port
+from tests.forked import run_ranks
 
 
 def go_on(model: Path, root: Path, ranks: int, before: int, after: int, **options: Any) -> None:
     """Run ``reshard_worker`` on ``ranks`` processes."""
-    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     arguments = [str(model), str(root), str(before), str(after), json.dumps(options)]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.trainer.reshard_worker", *arguments],
-            env=os.environ | group | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            cwd=Path(__file__).parents[3],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    outputs = [worker.communicate(timeout=280) for worker in workers]
-    assert all(worker.returncode == 0 for worker in workers), "\n".join(errors[-3000:] for _, errors in outputs)
+    run_ranks("tests.unit.trainer.reshard_worker", *arguments, ranks=ranks)
 
 
 def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:

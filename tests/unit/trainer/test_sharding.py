@@ -2,9 +2,6 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.contracts.backend_models import ROWS, loss_of, make_model, micro_batches, outputs_of
-from tests.unit.trainer.test_fsdp2 import free_port
+from tests.forked import run_ranks
 
 LORA: dict[str, Any] = {"lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}, "learning_rate": 1e-2}
 HAS_PEFT = importlib.util.find_spec("peft") is not None
@@ -64,20 +61,9 @@ def found(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, d
     result = {}
     for ranks, every in OPTIONS.items():
         options = {case: keys for case, keys in every.items() if HAS_PEFT or "lora" not in keys}
-        group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         file = out / f"{ranks}.safetensors"
-        workers = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.unit.trainer.sharding_worker", folder, file, json.dumps(options)],
-                env=os.environ | group | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
-                cwd=Path(__file__).parents[3],
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(ranks)
-        ]
-        errors = [worker.communicate(timeout=280)[1] for worker in workers]
-        assert all(worker.returncode == 0 for worker in workers), "\n".join(error[-3000:] for error in errors)
+        arguments = [str(folder), str(file), json.dumps(options)]
+        run_ranks("tests.unit.trainer.sharding_worker", *arguments, ranks=ranks)
         result[ranks] = load_file(file)
     return result
 
