@@ -3,9 +3,9 @@
     python benchmarks/trainer.py --trl PYTHON --only step_vs_trl step_vs_trl_colocated
 
 Ours are runs of ``rl-async launch``, from the end of one step to the end of the next; TRL's, in one process
-(``trl_step.py``), likewise. They take turns. Same weights, prompts, reward and threads: one process of two threads each
-takes its turn (TRL, colocated), or an engine and a trainer of one thread run side by side (disaggregated, one step
-off-policy). One optimizer step on the whole batch, the clipped loss, no reference model; log-probabilities are not
+(``trl_step.py``), likewise. They take turns. Same weights, prompts, reward and cores. TRL's process has two threads;
+ours have one each: an engine and a trainer rank side by side (disaggregated, one step off-policy), or two engines and
+two ranks in turns (colocated). One optimizer step on the whole batch, the clipped loss, no reference model; log-probabilities are not
 computed again before it, neither by TRL nor by ours (``bypass_ppo_clip``).
 
 The model's turns end with a token that it hardly ever says (a chance of about 1e-5 where it could), so practically
@@ -38,13 +38,16 @@ from rl_async.processes import read_stat
 RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
 SAME = f"torch=={torch.__version__} transformers=={transformers.__version__}"  # as here
 INSTALL = f"python -m venv .venv-trl && .venv-trl/bin/pip install trl==1.16.0 {SAME}"
-GROUPS, GROUP_SIZE, TOKENS, THREADS = 32, 8, 32, 2
+GROUPS, GROUP_SIZE, TOKENS, TRL_THREADS = 32, 8, 32, 2
 MISSING = 0.5  # of a rollout's tokens, on the average of a step's rollouts
 STEPS, SKIPPED, ROUNDS = 20, 5, 2  # a run's first steps are a warm-up
 DEADLINE_S = 300
 POLL_S = 0.1
 TICKS = os.sysconf("SC_CLK_TCK")
-MODES = {"disaggregated": (1, THREADS // 2), "colocated": (0, THREADS)}  # staleness, threads per process
+MODES = {
+    "disaggregated": ["queue.max_staleness=1"],
+    "colocated": ["queue.max_staleness=0", "rollout.engines=2", "trainer.ranks=2"],
+}
 TRL = "TRL"
 PHASES = {  # of the trainer: "train" is "update", what comes before it (engines to sleep) and after (records, commit)
     "waiting for the batch": "wait_batch",
@@ -118,7 +121,6 @@ def make_inputs(folder: Path) -> None:
 
 def ours(folder: Path, mode: str, name: str) -> tuple[list[float], dict[str, float]]:
     """Seconds of the steps of one run, and the parts of a step."""
-    staleness, threads = MODES[mode]
     reward = f"{Path(__file__).with_name('step_reward.py')}:scored"
     overrides = [
         f"model.path={folder / 'model'}",
@@ -132,14 +134,14 @@ def ours(folder: Path, mode: str, name: str) -> tuple[list[float], dict[str, flo
         f"rollout.group_size={GROUP_SIZE}",
         f"rollout.max_tokens={TOKENS}",
         f'reward.functions=[{{name: "{reward}"}}]',
-        f"queue.max_staleness={staleness}",
+        *MODES[mode],
         "algorithm.correction=bypass_ppo_clip",
         "trainer.minibatches=1",
         "trainer.learning_rate=1e-6",
         "trainer.checkpoint_every=0",
         f"trainer.steps={STEPS}",
         "eval.every=0",
-        f"launcher.threads={threads}",
+        "launcher.threads=1",
         f"launcher.run_dir={folder}",
     ]
     command = [RL_ASYNC, "launch", "--mode", mode, "--config", "calculator", "--name", name, *overrides]
@@ -191,11 +193,11 @@ def generation(run: Path) -> list[float]:
 
 def theirs(folder: Path, trl: Path) -> tuple[list[float], dict[str, float]]:
     """Seconds of TRL's steps, and its processor time per step."""
-    flags = {"steps": STEPS, "threads": THREADS, "groups": GROUPS, "group-size": GROUP_SIZE, "tokens": TOKENS}
+    flags = {"steps": STEPS, "threads": TRL_THREADS, "groups": GROUPS, "group-size": GROUP_SIZE, "tokens": TOKENS}
     peer = str(Path(__file__).with_name("trl_step.py"))
     command = [str(trl), peer, str(folder / "model"), str(folder / "prompts.jsonl")]
     command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    count = str(THREADS)
+    count = str(TRL_THREADS)
     settings = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "TOKENIZERS_PARALLELISM": "false"}
     quiet = {"PYTHONWARNINGS": "ignore::FutureWarning"}
     done = subprocess.run(
