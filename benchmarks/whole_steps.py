@@ -5,8 +5,8 @@
 Ours are runs of ``rl-async launch``, from the end of one step to the end of the next; TRL's, in one process
 (``trl_step.py``), likewise. They take turns. Same weights, prompts, reward and cores. TRL's process has two threads;
 ours have one each: an engine and a trainer rank side by side (disaggregated, one step off-policy), or two engines and
-two ranks in turns (colocated). One optimizer step on the whole batch, the clipped loss, no reference model; log-probabilities are not
-computed again before it, neither by TRL nor by ours (``bypass_ppo_clip``).
+two ranks in turns (colocated). One optimizer step on the whole batch, the clipped loss, no reference model;
+log-probabilities are not computed again before it, neither by TRL nor by ours (``bypass_ppo_clip``).
 
 The model's turns end with a token that it hardly ever says (a chance of about 1e-5 where it could), so practically
 every rollout has all of its tokens; ``MISSING`` bounds how many may be missing of one.
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -157,7 +157,7 @@ def ours(folder: Path, mode: str, name: str) -> tuple[list[float], dict[str, flo
 
 def watched(command: Sequence[str], run: Path) -> dict[str, float]:
     """Run it to its end; processor seconds of each of the run's processes per step."""
-    ticks: dict[int, dict[str, int]] = {}
+    ticks: dict[int, Counter[str]] = {}
     log = run.with_suffix(".log")
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
@@ -167,7 +167,9 @@ def watched(command: Sequence[str], run: Path) -> dict[str, float]:
             done = lines(run / "metrics.jsonl")
             if SKIPPED <= done < STEPS and done not in ticks:
                 listed = json.loads((run / "processes.json").read_text())
-                ticks[done] = {entry["role"]: read_stat(entry["pid"]).cpu_ticks for entry in listed}
+                ticks[done] = Counter()  # several engines or ranks count as one
+                for entry in listed:
+                    ticks[done][entry["role"]] += read_stat(entry["pid"]).cpu_ticks
             time.sleep(POLL_S)
     finally:
         process.terminate()
