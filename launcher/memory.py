@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rl_async.configs.check_megatron import data_parallel
 from rl_async.configs.reward import RewardModelConfig
 from rl_async.configs.schema import RunConfig, SftConfig
 from rl_async.errors import UserError
@@ -132,13 +133,13 @@ def forward_bytes(config: RunConfig, size: ModelSize) -> int:
     that. Logits exist for one chunk of tokens (``trainer/token_logprobs.py``), twice. Ranks that share rows have an
     equal part of their tokens each: what they have of whole rows, around attention, is of a part of the heads.
 
-    More than one expert per token is not counted, nor are the copies of heads of keys where more ranks share a row.
+    Rows are dealt out to copies of the model; what Megatron's other ranks divide of a row's layers is not taken off. More
+    than one expert per token is not counted, nor are the copies of heads of keys where more ranks share a row.
     """
     rows = -(-config.data.train_batch_groups * config.rollout.group_size // config.trainer.minibatches)
-    sharing = config.trainer.sequence_parallel
-    longest = -(-rows * sharing // config.trainer.ranks) * config.rollout.max_model_len
+    longest = -(-rows // data_parallel(config)) * config.rollout.max_model_len
     row = min(longest, max(config.trainer.max_tokens_per_microbatch, config.rollout.max_model_len))
-    tokens = -(-row // sharing)
+    tokens = -(-row // config.trainer.sequence_parallel)
     logits = min(tokens * size.vocab, LOGITS_CHUNK) * 4 * 2
     kept = size.checkpointed if config.trainer.activation_checkpointing else size.activations
     return tokens * kept * DTYPE_BYTES[config.model.dtype] + logits

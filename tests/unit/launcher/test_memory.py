@@ -150,5 +150,18 @@ def test_ranks_that_share_rows_have_a_part_of_their_tokens_each() -> None:
     assert trainer_bytes(load_config("calculator", whole), size) == TORCH_BYTES + rows * 160 // 2 * per_token
 
 
+def test_ranks_of_one_copy_of_the_model_have_its_rows_each() -> None:
+    size = ModelSize(parameters=0, kv_per_token=0, activations=1000, vocab=100)
+    one, tensor, data = (
+        trainer_bytes(load_config("calculator", ["trainer.max_tokens_per_microbatch=1000000", *more]), size)
+        for more in (
+            [],
+            ["trainer.backend=megatron", "trainer.ranks=2", "trainer.tensor_parallel=2"],
+            ["trainer.backend=megatron", "trainer.ranks=2"],
+        )
+    )
+    assert tensor == one and data - TORCH_BYTES == (one - TORCH_BYTES) // 2
+
+
 def test_the_chunk_of_logits_is_the_trainers() -> None:
     assert CHUNK_LOGITS["cpu"] == LOGITS_CHUNK
