@@ -133,8 +133,8 @@ def forward_bytes(config: RunConfig, size: ModelSize) -> int:
     that. Logits exist for one chunk of tokens (``trainer/token_logprobs.py``), twice. Ranks that share rows have an
     equal part of their tokens each: what they have of whole rows, around attention, is of a part of the heads.
 
-    Rows are dealt out to copies of the model; what Megatron's other ranks divide of a row's layers is not taken off. More
-    than one expert per token is not counted, nor are the copies of heads of keys where more ranks share a row.
+    Rows are dealt out to copies of the model; what Megatron's other ranks divide of a row's layers is not taken off.
+    More than one expert per token is not counted, nor are copies of heads of keys where more ranks share a row.
     """
     rows = -(-config.data.train_batch_groups * config.rollout.group_size // config.trainer.minibatches)
     longest = -(-rows // data_parallel(config)) * config.rollout.max_model_len
