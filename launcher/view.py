@@ -136,8 +136,9 @@ class View:
             table.add_row("step", f"0/{steps}, the first batch is being sampled")
         else:
             self._add_step(table, record)
-        table.add_row("queue", _queue_text(report))
-        table.add_row("processes", _processes_text(self._states()))
+        states = self._states()
+        table.add_row("queue", _queue_text(report, states))
+        table.add_row("processes", _processes_text(states))
         return table
 
     def _add_step(self, table: Table, record: Record) -> None:
@@ -158,9 +159,10 @@ class View:
         table.add_row("tokens", f"{record.get('tokens/per_s', 0.0):,.0f} per second")
 
 
-def _queue_text(report: StatusReport | None) -> str:
+def _queue_text(report: StatusReport | None, states: Sequence[ProcessState]) -> str:
     if report is None:
-        return "no answer"
+        trained = any(state.name.startswith("trainer") and state.state == "ended" for state in states)
+        return "closed, as training has ended" if trained else "no answer"
     text = f"{report.ready} groups ready, {report.leased} leased, {report.slots_used} of {report.slots} slots used"
     troubles = {name: count for name, count in report.counters.items() if count}
     return text + "".join(f", {name} {count}" for name, count in troubles.items())

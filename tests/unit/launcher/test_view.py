@@ -120,7 +120,7 @@ def test_the_summary_tells_first_and_last_rewards_and_staleness(tmp_path: Path) 
     assert "no step" in summary_lines(History(), tmp_path, 1.0, 1)[0]
 
 
-async def show(folder: Path, *, terminal: bool, lost: bool = False) -> str:
+async def show(folder: Path, *, terminal: bool, lost: bool = False, trainer: str = "running") -> str:
     """What the view prints while one step is trained."""
     output = io.StringIO()
     console = Console(file=output, force_terminal=terminal, width=140, height=50)
@@ -130,7 +130,11 @@ async def show(folder: Path, *, terminal: bool, lost: bool = False) -> str:
             raise QueueLost("no answer")
         return STATUS
 
-    states = [ProcessState("queue", "running"), ProcessState("engine-0", "running", 1)]
+    states = [
+        ProcessState("queue", "running"),
+        ProcessState("engine-0", "running", 1),
+        ProcessState("trainer-0", trainer),
+    ]
     append(folder, record(0, 0.111))
     view = View(load_config("calculator", ["trainer.steps=40"], name="mine"), folder, lambda: states, status, console)
     running = asyncio.create_task(view.run())
@@ -162,6 +166,11 @@ async def test_on_a_terminal_everything_is_shown(tmp_path: Path) -> None:
 
 async def test_a_queue_that_does_not_answer_is_shown_as_such(tmp_path: Path) -> None:
     assert "no answer" in await show(tmp_path, terminal=True, lost=True)
+
+
+async def test_a_queue_that_has_ended_with_the_run_lacks_nothing(tmp_path: Path) -> None:
+    text = await show(tmp_path, terminal=True, lost=True, trainer="ended")
+    assert "closed, as training has ended" in text and "no answer" not in text
 
 
 @pytest.mark.parametrize(
