@@ -259,6 +259,8 @@ class EnginePool:
             return await self._wait_in(place, progress)
         finally:
             self._line.pop(place, None)
+            if place.called.is_set():
+                self._announce()  # it leaves, or found room elsewhere: the next one has it
 
     async def _wait_in(self, place: _Place, progress: _Progress) -> Member[Engine]:
         version = place.version

@@ -9,8 +9,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Sequence
 from typing import TypeAlias
 
-from rl_async.errors import EngineLost
+from rl_async.errors import EngineError, EngineLost, EngineRejected
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
+
+GREEDY_BELOW = 1e-5  # temperature: vLLM refuses several samples that are all the same
 
 
 class Asked:
@@ -18,28 +20,27 @@ class Asked:
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
+        self.begun = self.ended = False  # the first part is here; all are
         self.over = False  # all parts are here, or nobody waits for more
         self._parts: asyncio.Queue[GenerateResult | BaseException | None] = asyncio.Queue()
 
     def add(self, part: GenerateResult) -> None:
         """A part of the answer."""
+        self.begun = True
         self._parts.put_nowait(part)
 
     def end(self, error: BaseException | None = None) -> None:
         """All parts are here, or ``error`` is why there are no more. Ignored when it is over already."""
         if not self.over:
-            self.over = True
+            self.over = self.ended = True
             self._parts.put_nowait(error)
 
     async def parts(self) -> AsyncGenerator[GenerateResult, None]:
         """As they come. Raises what the request ended with."""
-        try:
-            while (part := await self._parts.get()) is not None:
-                if isinstance(part, BaseException):
-                    raise part
-                yield part
-        finally:
-            self.over = True
+        while (part := await self._parts.get()) is not None:
+            if isinstance(part, BaseException):
+                raise part
+            yield part
 
 
 Group: TypeAlias = list[Asked]
@@ -66,8 +67,8 @@ class Together:
                 yield part
         finally:
             asked.over = True
-            if all(other.over for other in group):
-                task.cancel()
+            if all(other.over for other in group) and not all(other.ended for other in group):
+                task.cancel()  # else it reads the answer to its end, so that the connection can be used again
 
     def _join(self, asked: Asked) -> tuple[Group, "asyncio.Task[None]"]:
         key = _prompt(asked.request)
@@ -83,12 +84,25 @@ class Together:
     async def _run(self, key: Hashable, group: Group) -> None:
         if self._open[key][0] is group:
             del self._open[key]
-        await self._sample(group)
+        try:
+            await self._sample(group)
+        except EngineRejected:
+            if len(group) == 1 or any(asked.begun for asked in group):
+                raise
+            waiting = [asked for asked in group if not asked.over]
+            await asyncio.gather(*map(self._alone, waiting))  # perhaps the engine does not take so many at once
+
+    async def _alone(self, asked: Asked) -> None:
+        try:
+            await self._sample([asked])
+        except EngineError as error:
+            asked.end(error)
 
 
 def _prompt(request: GenerateRequest) -> Hashable:
-    """The same for requests that differ in their ids alone. One with a seed of its own is like no other."""
-    alone = request.request_id if request.seed is not None else ""
+    """The same for requests that differ in their ids alone. One with a seed of its own is like no other, nor is one
+    that takes the likeliest token."""
+    alone = request.request_id if request.seed is not None or request.sampling.temperature < GREEDY_BELOW else ""
     tokens, stops = tuple(request.token_ids), tuple(request.stop_token_ids)
     return tokens, stops, request.sampling, request.max_tokens, request.min_version, alone
 

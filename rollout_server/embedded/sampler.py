@@ -60,7 +60,8 @@ class Sampler:
             if generator is not None:
                 drawn[row].uniform_(generator=generator)
         below = torch.minimum(drawn * total, torch.nextafter(total, torch.zeros_like(total)))  # a product may round up
-        return torch.searchsorted(cumulated, below, right=True).squeeze(1)  # never a token of probability zero
+        found = torch.searchsorted(cumulated, below, right=True).squeeze(1)  # never a token of probability zero
+        return found.clamp_(max=logprobs.shape[1] - 1)  # of NaNs there is none: their log-probability tells
 
     def _truncate(self, logits: Tensor) -> Tensor:
         """Minus infinity for tokens outside top-k, top-p and min-p; the most likely token always stays."""

@@ -116,6 +116,8 @@ async def test_samples_of_one_prompt_are_asked_for_together(engine: VllmEngine, 
         assert len(got.token_ids) == 40 and got.versions == [VersionRun(V0, 0, 40)]
         assert difference(model_folder, request, got).max() < 1e-5
     assert len({tuple(got.token_ids) for got in answers}) == 6, "each is a sample of its own"
+    likeliest = [ask(sampling=Sampling(temperature=0.0)) for _ in range(2)]
+    assert len({tuple(got.token_ids) for got in await asyncio.gather(*map(client.generate, likeliest))}) == 1
     async with sampling(client, *(ask(max_tokens=LONG) for _ in range(3))) as tasks:
         tasks[0].cancel()
         assert [len((await task).token_ids) for task in tasks[1:]] == [LONG, LONG]

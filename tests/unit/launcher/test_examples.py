@@ -23,7 +23,7 @@ parse = argparse.ArgumentParser.parse_args
 def parse_only(self, *given):
     parse(self, *given)
     try:
-        parse(self, ["--nonsense"])
+        parse(self, [*sys.argv[1:], "--nonsense"])
     except SystemExit as refused:
         os._exit(0 if refused.code == 2 else {NOT_REFUSED})
     os._exit({NOT_REFUSED})

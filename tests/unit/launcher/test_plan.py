@@ -32,6 +32,15 @@ def test_one_process_per_engine_worker_and_rank() -> None:
     ]  # fmt: skip
 
 
+def test_waiting_threads_sleep_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    config = load_config("calculator", ["launcher.threads=3"])
+    assert {spec.env["OMP_WAIT_POLICY"] for spec in plan(config, RUN).processes} == {"passive"}
+    assert {spec.env["OMP_NUM_THREADS"] for spec in plan(config, RUN).processes} == {"3"}
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert {spec.env["OMP_WAIT_POLICY"] for spec in plan(config, RUN).processes} == {"active"}
+
+
 def test_the_command_lines_of_the_roles() -> None:
     planned = plan(load_config("calculator"), RUN)
     commands = {spec.role: " ".join(spec.command(PORTS)[1:]) for spec in planned.processes}

@@ -61,6 +61,14 @@ def test_rows_of_different_settings_do_not_disturb_one_another() -> None:
     assert tokens[-1] == logits[-1].argmax()
 
 
+def test_a_row_without_numbers_disturbs_no_other() -> None:
+    logits = torch.zeros(2, 5)
+    logits[1] = torch.nan
+    tokens, logprobs = Sampler([Sampling()] * 2, [None] * 2, CPU).sample(logits)
+    assert ((tokens >= 0) & (tokens < 5)).all()
+    assert logprobs[0].item() == pytest.approx(-1.609438) and logprobs[1].isnan()
+
+
 def test_a_seed_reproduces_whatever_shares_the_batch() -> None:
     torch.manual_seed(2)
     logits = torch.randn(1, 50).expand(4, -1)

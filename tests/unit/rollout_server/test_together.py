@@ -61,6 +61,7 @@ async def test_one_prompt_is_asked_for_once_and_each_gets_its_own_answer() -> No
     [
         {"token_ids": [1]},
         {"sampling": Sampling(temperature=0.5)},
+        {"sampling": Sampling(temperature=0.0)},
         {"max_tokens": 5},
         {"stop_token_ids": []},
         {"min_version": Version(0, 1)},
@@ -74,11 +75,44 @@ async def test_what_differs_in_more_than_its_id_is_asked_for_alone(change: dict[
     assert engine.calls == [["a"], ["b"]]
 
 
-async def test_a_seed_is_for_one_sample() -> None:
+@pytest.mark.parametrize("change", [{"seed": 1}, {"sampling": Sampling(temperature=0.0)}], ids=str)
+async def test_what_has_no_other_sample_is_asked_for_alone(change: dict[str, object]) -> None:
     engine = Engine()
     together = Together(engine.sample, most=8)
-    await asyncio.gather(*(answer(together, request(name, seed=1)) for name in "ab"))
+    await asyncio.gather(*(answer(together, request(name, **change)) for name in "ab"))
     assert engine.calls == [["a"], ["b"]]
+
+
+async def test_what_is_refused_together_is_asked_for_one_by_one() -> None:
+    calls = []
+
+    async def sample(group: Sequence[Asked]) -> None:
+        calls.append([asked.request.request_id for asked in group])
+        if len(group) > 1:
+            raise EngineRejected("n must be at most 1")
+        if calls[-1] == ["b"]:
+            raise EngineRejected("b alone is refused too")
+        group[0].add(tokens(len(calls)))
+        group[0].end()
+
+    together = Together(sample, most=8)
+    first, second = await asyncio.gather(*(answer(together, request(name)) for name in "ab"), return_exceptions=True)
+    assert calls == [["a", "b"], ["a"], ["b"]]
+    assert first == [[2]] and str(second) == "b alone is refused too"
+
+
+async def test_the_rest_of_an_answer_is_read_when_all_have_theirs() -> None:
+    read = asyncio.Event()
+
+    async def sample(group: Sequence[Asked]) -> None:
+        group[0].add(tokens(5))
+        group[0].end()
+        await asyncio.sleep(0.01)
+        read.set()
+
+    assert await answer(Together(sample, most=8), request("a")) == [[5]]
+    async with asyncio.timeout(5):
+        await read.wait()
 
 
 async def test_no_more_than_the_engine_takes() -> None:

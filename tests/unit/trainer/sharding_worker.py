@@ -60,7 +60,8 @@ def main() -> None:
         backend = Fsdp2Backend(model, "float32", "cpu", msgspec.convert(keys, TrainerConfig))
         found |= {f"{case}|{name}": gradient for name, gradient in gradients(backend).items()}
         if backend.config is not None and backend.config.lora is not None:
-            found |= published(backend, backend.config.lora)
+            sent = published(backend, backend.config.lora)
+            found |= {f"{case}, {name}": tensor for name, tensor in sent.items()}
     if dist.get_rank() == 0:
         save_file(found, out)
 

@@ -99,13 +99,15 @@ def test_adapters_have_the_same_gradients_on_any_ranks(found: dict[int, dict[str
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not HAS_PEFT, reason="PEFT is not here; install it with pip install 'rl-async[lora]'")
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("ranks", "case"), [(1, "adapters"), (2, "adapters"), (2, "adapters, sharing rows"), (4, "adapters")]
+)
 def test_adapters_alone_are_the_same_weights_as_merged_ones(
-    found: dict[int, dict[str, Tensor]], folder: Path, ranks: int
+    found: dict[int, dict[str, Tensor]], folder: Path, ranks: int, case: str
 ) -> None:
     base, merged, alone = (
         load_file(folder / "model.safetensors"),
-        *(of_case(found[ranks], way) for way in ("merged", "alone")),
+        *(of_case(found[ranks], f"{case}, {way}") for way in ("merged", "alone")),
     )
     assert merged.keys() == alone.keys() == base.keys()
     assert all(merged[name].equal(alone[name]) for name in base)

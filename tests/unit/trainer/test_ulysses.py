@@ -2,7 +2,6 @@
 
 import ast
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from benchmarks.ranks import run_ranks
 from rl_async.trainer.families import FAMILIES, why_not_shared
 from rl_async.trainer.packing import pack
+from tests.forked import run_ranks
 from tests.unit.trainer.test_families import COMMON, saved
 from tests.unit.trainer.test_fsdp2 import train
 from tests.unit.trainer.test_packing import padded
@@ -36,8 +35,7 @@ def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str,
     for name, (kind, options) in MODELS.items():
         saved(kind, folder / name, **options)
     out = folder / "differences.json"
-    worker = [sys.executable, "-m", "tests.unit.trainer.ulysses_worker", "cpu", str(folder), str(out)]
-    run_ranks([*worker, *MODELS], 2, timeout_s=500)
+    run_ranks("tests.unit.trainer.ulysses_worker", "cpu", str(folder), str(out), *MODELS, ranks=2, timeout_s=500)
     found: dict[str, dict[str, float]] = json.loads(out.read_text())
     return found
 
