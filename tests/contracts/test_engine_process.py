@@ -113,7 +113,7 @@ def test_sigterm_ends_it_with_requests_in_flight(model_folder: Path, tmp_path: P
 
 async def test_values_that_would_fail_in_the_sampler_are_refused_and_it_lives(url: str) -> None:
     async with ClientSession(url) as session:
-        for bad in ({"top_k": 2**70}, {"seed": 2**70}, {"n": 2}, {"bogus": 1}):
+        for bad in ({"top_k": 2**70}, {"seed": 2**70}, {"n": 0}, {"n": 2**30}, {"bogus": 1}):
             body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2, **bad}}
             async with session.post("/inference/v1/generate", json=body) as response:
                 assert response.status == 400

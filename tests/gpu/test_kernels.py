@@ -18,10 +18,8 @@ from rl_async.trainer.batching import collate
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from tests.conftest import make_rows
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
-]
+NO_GPU = None if torch.cuda.is_available() else "no CUDA device on this machine"
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_GPU is not None, reason=str(NO_GPU))]
 
 
 @pytest.fixture
@@ -42,7 +40,10 @@ def logprobs(folder: Path, dtype: str, config: TrainerConfig) -> tuple[Tensor, f
     return found[batch.mask].float(), norm
 
 
-@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="Liger is not here")
+@pytest.mark.skipif(
+    importlib.util.find_spec("liger_kernel") is None,
+    reason=NO_GPU or "Liger is not here; pip install 'rl-async[liger]'",
+)
 def test_ligers_kernels_compute_the_same(model_folder: Path, one_rank: None) -> None:
     expected, norm = logprobs(model_folder, "float32", TrainerConfig())  # first: Liger stays for the whole process
     found, other = logprobs(model_folder, "float32", TrainerConfig(kernels="liger"))
@@ -50,7 +51,10 @@ def test_ligers_kernels_compute_the_same(model_folder: Path, one_rank: None) -> 
     assert other == pytest.approx(norm, rel=1e-2)
 
 
-@pytest.mark.skipif(not is_flash_attn_2_available(), reason="FlashAttention 2 is not here")
+@pytest.mark.skipif(
+    not is_flash_attn_2_available(),
+    reason=NO_GPU or "FlashAttention 2 is not here; pip install --no-build-isolation 'rl-async[flash-attn]'",
+)
 def test_flash_attention_computes_the_same(model_folder: Path, one_rank: None) -> None:
     expected, norm = logprobs(model_folder, "bfloat16", TrainerConfig(attention="packed"))
     found, other = logprobs(model_folder, "bfloat16", TrainerConfig(attention="flash"))
