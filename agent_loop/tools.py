@@ -5,6 +5,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self, get_type_hints
@@ -14,6 +15,8 @@ import msgspec
 from rl_async.agent_loop.arithmetic import evaluate
 from rl_async.errors import ConfigError
 from rl_async.userload import is_user_reference, load_user_object
+
+log = logging.getLogger("rl_async.agent_loop")
 
 
 class ToolResult(NamedTuple):
@@ -34,6 +37,7 @@ class Tool:
         self.name = name or function.__name__
         self.function = function
         self.quick = quick
+        self._said: set[str] = set()  # places whose errors were logged
         self.arguments = _arguments_struct(self.name, function)
         self.schema = _schema(self.name, function, self.arguments)
 
@@ -50,7 +54,19 @@ class Tool:
             return _failed("timeout")
         # A tool is the user's code and may raise anything; what it raises belongs to the model, not to the run.
         except Exception as error:
+            self._log_once(error)
             return _failed(str(error) or type(error).__name__)
+
+    def _log_once(self, error: Exception) -> None:
+        """Each place that raises, once: a model calls a tool wrongly thousands of times."""
+        at = error.__traceback__
+        while at is not None and at.tb_next is not None:
+            at = at.tb_next
+        place = f"{at.tb_frame.f_code.co_filename}:{at.tb_lineno}" if at is not None else "?"
+        if place not in self._said:
+            self._said.add(place)
+            kind = type(error).__name__
+            log.warning("tool %s raised %s in %s (not said again): %s", self.name, kind, place, error)
 
     async def _run(self, named: dict[str, Any], timeout_s: float) -> Any:
         if self.quick:

@@ -29,7 +29,8 @@ class Roster:
         """Replace the file in one step."""
         records = []
         for name, (spec, child) in self._started.items():
-            known = states.get(name, ProcessState(name, "running"))
+            alone = "running" if child.returncode is None else "ended"  # of one that nobody keeps: the preparation
+            known = states.get(name, ProcessState(name, alone))
             records.append(
                 ProcessRecord(
                     name=name,

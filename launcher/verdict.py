@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from rl_async.errors import EXIT_FAILED, EXIT_USER
 from rl_async.launcher.observation import Observation, RankSeen, Seen
 from rl_async.launcher.process import describe_exit
 from rl_async.processes import HALTED, describe
@@ -242,6 +243,8 @@ def _effect(seen: Observation, process: Seen) -> str:
     """Who waits for a process that does nothing."""
     role = process.record.role
     if role == "trainer":
+        if process.ended and process.record.exit in (EXIT_USER, EXIT_FAILED):
+            return "the run ends, as it would fail again"
         if process.ended:
             return "all ranks start again from the last checkpoint"
         others = [other for other in seen.of_role("trainer") if other is not process and not other.halted]

@@ -25,6 +25,7 @@ from rl_async.launcher.view_model import (
     bar,
     mean,
     newest_conversation,
+    no_tool_works,
     sparkline,
     step_line,
     summary_lines,
@@ -157,6 +158,8 @@ class View:
             f"(bound {self._config.queue.max_staleness})",
         )
         table.add_row("tokens", f"{record.get('tokens/per_s', 0.0):,.0f} per second")
+        if no_tool_works(record):
+            table.add_row("tools", "every call failed; `rl-async show` has the errors, logs/worker-*.log where")
 
 
 def _queue_text(report: StatusReport | None, states: Sequence[ProcessState]) -> str:

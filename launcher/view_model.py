@@ -117,7 +117,15 @@ def step_line(record: Record, steps: int) -> str:
     ]
     if "eval/reward" in record:
         parts.append(f"eval {record['eval/reward']:.3f}")
+    if no_tool_works(record):
+        parts.append("every tool call failed")
     return "  ".join(parts)
+
+
+def no_tool_works(record: Record) -> bool:
+    """Whether tools were called in this step, and all calls ended in an error."""
+    calls = record.get("rollout/tool_calls_mean", 0.0)
+    return bool(calls) and record.get("rollout/tool_errors_mean", 0.0) >= calls
 
 
 def summary_lines(history: History, folder: Path, seconds: float, bound: int) -> list[str]:
@@ -125,9 +133,10 @@ def summary_lines(history: History, folder: Path, seconds: float, bound: int) ->
     if not len(history):
         return [f"no step was trained; logs are in {folder / 'logs'}"]
     rewards = history.values("reward/mean")
+    some = max(1, min(5, len(rewards) // 2))
     lines = [
-        f"reward: {mean(rewards[:5]):.3f} (mean of the first {len(rewards[:5])} steps) -> {mean(rewards[-5:]):.3f} "
-        f"(mean of the last {len(rewards[-5:])}), {len(rewards)} steps",
+        f"reward: {mean(rewards[:some]):.3f} (mean of the first {some} steps) -> {mean(rewards[-some:]):.3f} "
+        f"(mean of the last {some}), {len(rewards)} steps",
         f"staleness: at most {max(history.values('staleness/max'), default=0.0):.0f} (bound {bound})",
         f"wall time: {seconds:.0f} s",
         f"run folder: {folder}",

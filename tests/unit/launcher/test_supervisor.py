@@ -278,6 +278,11 @@ async def test_a_preparation_passes_its_lines_on(rig: Any, make_plan: Any) -> No
     with Supervisor(plan, ThisMachine({}, rig.folder), rig.folder) as supervisor:
         await supervisor.run_once(plan.prepare, lines.append)
         assert lines == ["prepare has started", "something broke"]
+        await supervisor.settle()
+        supervisor._roster.write({})
+        assert [(record.name, record.state, record.exit) for record in read_roster(rig.folder)] == [
+            ("prepare", "ended", 0)
+        ]
         with pytest.raises(UserError, match="the data is wrong"):
             await supervisor.run_once(plan.prepare, lines.append)
         with pytest.raises(RoleFailed, match="something broke"):

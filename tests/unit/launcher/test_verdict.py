@@ -98,6 +98,12 @@ def test_the_stopped_rank_comes_before_the_one_that_gave_up_waiting() -> None:
     assert "rank 0 lost the other ranks" in findings[1]
 
 
+@pytest.mark.parametrize(("code", "what"), [(1, "all ranks start again"), (3, "the run ends"), (2, "the run ends")])
+def test_what_becomes_of_the_run_is_told_by_how_a_rank_ended(code: int, what: str) -> None:
+    (found,) = judge(run(process("trainer-0", state="gone", exit=code))).findings
+    assert what in found
+
+
 def test_a_killed_rank_comes_before_the_one_that_lost_it() -> None:
     found = judge(run(process("trainer-0", state="gone", exit=1), process("trainer-1", state="gone", exit=-9))).findings
     assert found[0].startswith("trainer rank 1 (pid 11) ended (killed by SIGKILL)")

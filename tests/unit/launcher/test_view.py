@@ -21,6 +21,7 @@ from rl_async.launcher.view_model import (
     bar,
     newest_conversation,
     sparkline,
+    step_line,
     summary_lines,
 )
 from rl_async.messages import StatusReport, ToolCall, Turn, Version
@@ -118,6 +119,20 @@ def test_the_summary_tells_first_and_last_rewards_and_staleness(tmp_path: Path) 
     for part in ("0.200", "0.900", "0.950 after step 10", "at most 1 (bound 1)", "61 s", str(tmp_path)):
         assert part in text
     assert "no step" in summary_lines(History(), tmp_path, 1.0, 1)[0]
+
+
+def test_short_runs_are_not_compared_with_themselves(tmp_path: Path) -> None:
+    history = History()
+    for step, reward in enumerate((0.2, 0.5, 0.8)):
+        history.add(record(step, reward))
+    assert "0.200 (mean of the first 1 steps) -> 0.800" in summary_lines(history, tmp_path, 1.0, bound=1)[0]
+
+
+def test_a_step_in_which_no_tool_worked_says_so() -> None:
+    calls = {"rollout/tool_calls_mean": 0.75, "rollout/tool_errors_mean": 0.75}
+    assert "every tool call failed" in step_line(record(0, 0.1, **calls), 4)
+    assert "failed" not in step_line(record(0, 0.1, **calls | {"rollout/tool_errors_mean": 0.5}), 4)
+    assert "failed" not in step_line(record(0, 0.1), 4)
 
 
 async def show(folder: Path, *, terminal: bool, lost: bool = False, trainer: str = "running") -> str:
