@@ -159,7 +159,7 @@ class View:
         )
         table.add_row("tokens", f"{record.get('tokens/per_s', 0.0):,.0f} per second")
         if no_tool_works(record):
-            table.add_row("tools", "every call failed; `rl-async show` has the errors, logs/worker-*.log where")
+            table.add_row("tools", "every call failed; `rl-async show` has the errors, logs/worker-*.log their places")
 
 
 def _queue_text(report: StatusReport | None, states: Sequence[ProcessState]) -> str:

@@ -134,8 +134,9 @@ def summary_lines(history: History, folder: Path, seconds: float, bound: int) ->
         return [f"no step was trained; logs are in {folder / 'logs'}"]
     rewards = history.values("reward/mean")
     some = max(1, min(5, len(rewards) // 2))
+    steps = "step" if some == 1 else f"{some} steps"
     lines = [
-        f"reward: {mean(rewards[:some]):.3f} (mean of the first {some} steps) -> {mean(rewards[-some:]):.3f} "
+        f"reward: {mean(rewards[:some]):.3f} (mean of the first {steps}) -> {mean(rewards[-some:]):.3f} "
         f"(mean of the last {some}), {len(rewards)} steps",
         f"staleness: at most {max(history.values('staleness/max'), default=0.0):.0f} (bound {bound})",
         f"wall time: {seconds:.0f} s",

@@ -12,8 +12,6 @@ from typing import TypeAlias
 from rl_async.errors import EngineError, EngineLost, EngineRejected
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 
-GREEDY_BELOW = 1e-5  # temperature: vLLM refuses several samples that are all the same
-
 
 class Asked:
     """One of the requests, and the parts of its answer until they are fetched."""
@@ -100,9 +98,9 @@ class Together:
 
 
 def _prompt(request: GenerateRequest) -> Hashable:
-    """The same for requests that differ in their ids alone. One with a seed of its own is like no other, nor is one
-    that takes the likeliest token."""
-    alone = request.request_id if request.seed is not None or request.sampling.temperature < GREEDY_BELOW else ""
+    """The same for requests that differ in their ids alone. One with a seed of its own is like no other, nor is a
+    greedy one, of which vLLM refuses to take several samples."""
+    alone = request.request_id if request.seed is not None or request.sampling.greedy else ""
     tokens, stops = tuple(request.token_ids), tuple(request.stop_token_ids)
     return tokens, stops, request.sampling, request.max_tokens, request.min_version, alone
 

@@ -66,6 +66,11 @@ class Sampling(msgspec.Struct, frozen=True):
     min_p: float = 0.0
 
     @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken; the bound is vLLM's."""
+        return self.temperature < 1e-5
+
+    @property
     def truncating(self) -> bool:
         """Whether some tokens had no chance at all, so that their true log-probability is minus infinity."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0

@@ -155,24 +155,24 @@ class EngineCore:
         return batch
 
     def _prefill(self, batch: list[Sequence]) -> list[Sequence]:
-        rows: dict[tuple[int, ...], int] = {}  # of each prompt, in the pass
-        row = torch.tensor([rows.setdefault(tuple(s.tokens), len(rows)) for s in batch], device=self.device)
-        width = max(map(len, rows))
-        lengths = torch.tensor([len(prompt) for prompt in rows], device=self.device)
-        padded = torch.tensor([prompt + (0,) * (width - len(prompt)) for prompt in rows], device=self.device)
+        prompts: dict[tuple[int, ...], int] = {}  # each with its row in the pass
+        rows = torch.tensor([prompts.setdefault(tuple(s.tokens), len(prompts)) for s in batch], device=self.device)
+        width = max(map(len, prompts))
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        padded = torch.tensor([prompt + (0,) * (width - len(prompt)) for prompt in prompts], device=self.device)
         first = len(self.running)
         self._cache.reserve(first + len(batch), min(width + 1, self.max_length))
-        self._cache.prefill_at(first, row)
+        self._cache.prefill_at(first, rows)
         hidden = self.model.model(
             input_ids=padded,
             position_ids=torch.arange(width, device=self.device)[None],
             past_key_values=self._cache,
             use_cache=True,
         ).last_hidden_state
-        last = hidden[torch.arange(len(rows), device=self.device), lengths - 1]
+        last = hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
         self.running += batch
         sampler = self._make_sampler(batch)
-        tokens, logprobs = sampler.sample(self.model.lm_head(last)[row])
+        tokens, logprobs = sampler.sample(self.model.lm_head(last)[rows])
         self._last = torch.cat([self._last[:first].to(self.device), tokens])
         self._sampler = None
         return self._take(batch, tokens, logprobs)

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from rl_async.messages import Sampling
 
-GREEDY_BELOW = 1e-5
-
 
 class Sampler:
     """Sampling parameters of the running rows, prepared once per change of the batch, not once per token."""
@@ -18,7 +16,7 @@ class Sampler:
             return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
 
         self._generators = generators if any(g is not None for g in generators) else None
-        greedy = [row.temperature < GREEDY_BELOW for row in rows]
+        greedy = [row.greedy for row in rows]
         self._greedy = torch.tensor(greedy, device=device) if any(greedy) else None
         self._all_greedy = all(greedy)
         self._temperature = None

@@ -7,14 +7,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import aiohttp
 
 from rl_async.configs.load import dump
 from rl_async.configs.schema import DataConfig, EngineKind, ModelConfig, RolloutConfig, RunConfig
 from rl_async.launcher.engines import engine_spec
+from rl_async.rollout_server.api import GenerateRequest, GenerateResult
+from rl_async.rollout_server.parts import NOTHING, join
 from rl_async.rollout_server.vllm import VllmEngine
 from tests.conftest import vllm_python
 
@@ -86,3 +90,34 @@ async def _healthy(url: str, process: "subprocess.Popen[bytes]", start_s: float)
         return False
     finally:
         await client.close()
+
+
+@asynccontextmanager
+async def sampling(engine: VllmEngine, *requests: GenerateRequest) -> AsyncIterator[list[asyncio.Task[GenerateResult]]]:
+    """The requests' tasks, when each has got its first tokens and none its last."""
+    begun = [asyncio.Event() for _ in requests]
+
+    async def generate(request: GenerateRequest, first: asyncio.Event) -> GenerateResult:
+        done = NOTHING
+        async for part in engine.stream(request):
+            done = join(done, part)
+            first.set()
+        return done
+
+    tasks = [asyncio.create_task(generate(*pair)) for pair in zip(requests, begun, strict=True)]
+    try:
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(first.wait() for first in begun))
+        assert [task.result() for task in tasks if task.done()] == []
+        yield tasks
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        raise
+
+
+async def metric(engine: VllmEngine, name: str) -> float:
+    """From the engine's Prometheus text."""
+    async with aiohttp.ClientSession() as session, session.get(f"{engine.url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split(" ")[0] == name)

@@ -3,7 +3,6 @@
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from rl_async.errors import EngineLost, EngineRejected
 from rl_async.launcher.verify import verify
 from rl_async.messages import Sampling, Version, VersionRun
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
-from rl_async.rollout_server.parts import NOTHING, join
 from rl_async.rollout_server.vllm import VllmEngine
 from rl_async.weight_sync.adapters import alone, as_adapters
 from rl_async.weight_sync.buckets import Bucket, make_buckets
@@ -25,7 +23,7 @@ from rl_async.weight_sync.delta import deltas
 from rl_async.weight_sync.groups import address
 from rl_async.weight_sync.ipc import SharedMemorySender
 from rl_async.weight_sync.protocol import Hold, InitInfo
-from tests.contracts.engine_peers import MAX_LENGTH, Peer, running
+from tests.contracts.engine_peers import MAX_LENGTH, Peer, metric, running, sampling
 from tests.contracts.engine_weights import deliver, differences, log_probabilities, scaled, send, tensors
 from tests.received import adapters, merged
 
@@ -49,37 +47,6 @@ async def engine(peer: Peer, model_folder: Path) -> AsyncIterator[VllmEngine]:
     await send(client, tensors(model_folder), V0)
     yield client
     await client.close()
-
-
-@asynccontextmanager
-async def sampling(engine: VllmEngine, *requests: GenerateRequest) -> AsyncIterator[list[asyncio.Task[GenerateResult]]]:
-    """The requests' tasks, when each has got its first tokens and none its last."""
-    begun = [asyncio.Event() for _ in requests]
-
-    async def generate(request: GenerateRequest, first: asyncio.Event) -> GenerateResult:
-        done = NOTHING
-        async for part in engine.stream(request):
-            done = join(done, part)
-            first.set()
-        return done
-
-    tasks = [asyncio.create_task(generate(*pair)) for pair in zip(requests, begun, strict=True)]
-    try:
-        async with asyncio.timeout(60):
-            await asyncio.gather(*(first.wait() for first in begun))
-        assert [task.result() for task in tasks if task.done()] == []
-        yield tasks
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        raise
-
-
-async def metric(engine: VllmEngine, name: str) -> float:
-    """From the engine's Prometheus text."""
-    async with aiohttp.ClientSession() as session, session.get(f"{engine.url}/metrics") as response:
-        lines = (await response.text()).splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
 
 
 def ask(tokens: int = 8, max_tokens: int = 16, **more: Any) -> GenerateRequest:

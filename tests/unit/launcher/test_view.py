@@ -125,7 +125,7 @@ def test_short_runs_are_not_compared_with_themselves(tmp_path: Path) -> None:
     history = History()
     for step, reward in enumerate((0.2, 0.5, 0.8)):
         history.add(record(step, reward))
-    assert "0.200 (mean of the first 1 steps) -> 0.800" in summary_lines(history, tmp_path, 1.0, bound=1)[0]
+    assert "0.200 (mean of the first step) -> 0.800" in summary_lines(history, tmp_path, 1.0, bound=1)[0]
 
 
 def test_a_step_in_which_no_tool_worked_says_so() -> None:
