@@ -10,20 +10,20 @@ from pathlib import Path
 
 import uvloop
 
-from rl_async.agent_loop.loops import EpisodeRunner
-from rl_async.agent_loop.render import load_renderer
+from rl_async.agent_loop.chat_formats.render import load_renderer
+from rl_async.agent_loop.episodes.loops import EpisodeRunner
 from rl_async.agent_loop.worker import AgentWorker
-from rl_async.configs.load import load_resolved
-from rl_async.configs.samples import samples_per_group
-from rl_async.configs.schema import RunConfig
+from rl_async.configs.derived.samples import samples_per_group
+from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RlAsyncError, UserError
-from rl_async.lifeline import watch_lifeline
-from rl_async.log import setup_logging
+from rl_async.process.lifeline import watch_lifeline
+from rl_async.process.log import setup_logging
+from rl_async.process.stacks import answer_with_stacks
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.connect import engine_pool
-from rl_async.stacks import answer_with_stacks
-from rl_async.transfer_queue.client import QueueClient
-from rl_async.transfer_queue.keys import client_keys
+from rl_async.transfer_queue.auth.keys import client_keys
+from rl_async.transfer_queue.client.async_client import QueueClient
 
 log = logging.getLogger("rl_async.agent_loop")
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Protocol, Self, cast
 
-from rl_async.agent_loop.tasks import NO_SUCH_ITEM
-from rl_async.agent_loop.tools import BUILT_IN, Tool
+from rl_async.agent_loop.data.tasks import NO_SUCH_ITEM
+from rl_async.agent_loop.tools.tool import BUILT_IN, Tool
 from rl_async.errors import ConfigError, DataError
 from rl_async.messages import Task
 from rl_async.userload import is_user_reference, load_user_object

@@ -1,6 +1,6 @@
 """What a publication costs after a step: whole weights trained, adapters merged into them, and adapters alone.
 
-    python benchmarks/adapter_bytes.py [--repeats 3]
+    python -m benchmarks.adapter_bytes [--repeats 3]
 
 bfloat16 on the wire, AdamW at 1e-5, random tokens, random Qwen3s. First bytes, as shares of the weights, of 12 M
 parameters: what ``weight_sync.delta`` sends, in buckets of 1 and of 64 MiB, and what adapters are by themselves, in
@@ -17,27 +17,27 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from command_line import parser
-from engine_process import Directory, serving
-from trainer_arms import VOCAB, rows_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rl_async.configs.load import load_config
-from rl_async.configs.lora import LoraConfig
-from rl_async.configs.schema import TrainerConfig
+from benchmarks.processes.command_line import parser
+from benchmarks.processes.engine_process import Directory, serving
+from benchmarks.processes.trainer_arms import VOCAB, rows_of
+from rl_async.configs.load.loader import load_config
+from rl_async.configs.schema.lora import LoraConfig
+from rl_async.configs.schema.run import TrainerConfig
 from rl_async.messages import Version
-from rl_async.rollout_server.vllm import VllmEngine
-from rl_async.trainer.backend import Outputs
-from rl_async.trainer.batching import collate
-from rl_async.trainer.fsdp2 import Fsdp2Backend
-from rl_async.trainer.publisher import EnginePublisher
-from rl_async.weight_sync.buckets import make_buckets
+from rl_async.rollout_server.vllm.client import VllmEngine
+from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
+from rl_async.trainer.backends.interface import Outputs
+from rl_async.trainer.batches.batching import collate
+from rl_async.trainer.publishing.publisher import EnginePublisher
+from rl_async.weight_sync.buckets.buckets import make_buckets
+from rl_async.weight_sync.buckets.delta import deltas
 from rl_async.weight_sync.coordinator import WeightCoordinator
-from rl_async.weight_sync.delta import deltas
-from rl_async.weight_sync.gather import Gathering
 from rl_async.weight_sync.options import PLAIN, SyncOptions
 from rl_async.weight_sync.phases import Overlapped
-from rl_async.weight_sync.reshard_wire import PointToPoint
+from rl_async.weight_sync.reshard.gather import Gathering
+from rl_async.weight_sync.reshard.wire import PointToPoint
 
 ARMS = {
     "whole weights": None,

@@ -4,7 +4,7 @@ One pass is the time of reading each input tensor of the function once (a sum ov
 A loss is timed forward and backward; a correction has no gradient. Memory is the rise of the process's peak resident
 set while it runs, over one float32 tensor of the batch's shape.
 
-    python benchmarks/algorithms.py [--rows 64] [--tokens 8192] [--json FILE]
+    python -m benchmarks.algorithms [--rows 64] [--tokens 8192] [--json FILE]
 """
 
 import argparse
@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rl_async.configs.algorithm import AlgorithmConfig
-from rl_async.configs.correction import PRESETS
-from rl_async.trainer.correction import correct
-from rl_async.trainer.loss_inputs import LossInputs, PolicyLoss, SelectInputs
-from rl_async.trainer.losses import LOSSES
+from rl_async.configs.schema.algorithm import AlgorithmConfig
+from rl_async.configs.schema.correction import PRESETS
+from rl_async.trainer.algorithms.correction import correct
+from rl_async.trainer.algorithms.loss_inputs import LossInputs, PolicyLoss, SelectInputs
+from rl_async.trainer.algorithms.losses import LOSSES
 
 REPEATS = 7
 MIB = 2**20

@@ -6,7 +6,7 @@
     embedded_vs_vllm_tokens_per_s            over HTTP, bare client; the least of 8, 64 and 256 requests at once
     embedded_vs_static_batch_tokens_per_s    engine in this process / one batch of 256 by Transformers' `generate`
 
-    python benchmarks/engines.py [--vllm PYTHON] [--json FILE]
+    python -m benchmarks.engines [--vllm PYTHON] [--json FILE]
 
 The model is made by `rl-async sft --config calculator` if it is not there. Arms that are compared take turns.
 """
@@ -28,22 +28,22 @@ import aiohttp
 import msgspec
 import torch
 import uvloop
-from engine_process import serving
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from rl_async.agent_loop.loops import EpisodeRunner
-from rl_async.agent_loop.prompts import make_sources
-from rl_async.agent_loop.render import ChatRenderer
-from rl_async.configs.load import load_config
-from rl_async.configs.schema import RunConfig
+from benchmarks.processes.engine_process import serving
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.data.prompts import make_sources
+from rl_async.agent_loop.episodes.loops import EpisodeRunner
+from rl_async.configs.load.loader import load_config
+from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EngineLost
-from rl_async.launcher.artifacts import needs_preparation
-from rl_async.launcher.prepare import prepare
+from rl_async.launcher.plan.artifacts import needs_preparation
+from rl_async.launcher.runs.prepare import prepare
 from rl_async.messages import EngineList, EngineRecord, LeasedGroup, Sampling, Task, Version
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Generator
 from rl_async.rollout_server.embedded.local import LocalEngine
 from rl_async.rollout_server.pool import EnginePool
-from rl_async.rollout_server.vllm import VllmEngine
+from rl_async.rollout_server.vllm.client import VllmEngine
 
 PROMPT, NEW = 25, 32  # tokens of the requests that are all alike
 AT_ONCE = (8, 64, 256)

@@ -1,14 +1,15 @@
 """What one accelerator does with the largest model that its memory takes: a step, sleep and wake, resharding.
 
-    python benchmarks/gpu.py [--device cuda] [--layers N] [--json FILE]
+    python -m benchmarks.gpu [--device cuda] [--layers N] [--json FILE]
 
 Random weights in the shape of Qwen3-8B's layers, as many of them as fit (bfloat16 for compute, float32 weights,
 gradients and AdamW's moments). With ``--device cpu`` a tiny one, so that this file runs anywhere; its numbers mean
 nothing then.
 
 step_tokens_per_s        tokens of the rows over the seconds of a whole optimizer step, the median of some
-mfu                      3 x the operations of a forward pass (trainer/work.py) over seconds and the data sheet's dense
-                         bfloat16 peak (Chowdhery et al., arXiv:2204.02311, appendix B); null for an unknown device
+mfu                      3 x the operations of a forward pass (trainer/batches/work.py) over seconds and the data
+                         sheet's dense bfloat16 peak (Chowdhery et al., arXiv:2204.02311, appendix B); null for an
+                         unknown device
 step_vs_matmul           the same over what one large matmul in bfloat16 reaches here
 sleep_gives_back         device memory that the trainer's sleep gives back, over what it holds awake
 engine_sleep_gives_back  the same of the embedded engine's sleep at level 2
@@ -28,21 +29,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from trainer_arms import rows_of
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rl_async.configs.schema import TrainerConfig
-from rl_async.launcher.memory import LOGITS_CHUNK, size_of
+from benchmarks.processes.trainer_arms import rows_of
+from rl_async.configs.schema.run import TrainerConfig
+from rl_async.launcher.plan.memory import LOGITS_CHUNK, size_of
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.engine import Engine
-from rl_async.trainer.backend import Outputs
-from rl_async.trainer.batching import collate
-from rl_async.trainer.fsdp2 import Fsdp2Backend
-from rl_async.trainer.work import work_of
+from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
+from rl_async.trainer.backends.interface import Outputs
+from rl_async.trainer.batches.batching import collate
+from rl_async.trainer.batches.work import work_of
 from rl_async.weight_sync.layout import TensorSpec, fsdp2, whole
-from rl_async.weight_sync.reshard import plan
-from rl_async.weight_sync.reshard_run import reshard
-from rl_async.weight_sync.reshard_wire import PointToPoint
+from rl_async.weight_sync.reshard.plan import plan
+from rl_async.weight_sync.reshard.run import reshard
+from rl_async.weight_sync.reshard.wire import PointToPoint
 
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}  # NVIDIA's data sheets, SXM, dense bfloat16, FLOP/s
 SHAPES: dict[str, dict[str, int]] = {

@@ -8,7 +8,7 @@ of each batch many responses use up their tokens.
     disaggregated_vs_ideal   one-step-off: seconds per step / max(generation, training)     limit 1.0
     colocated_vs_sum         on-policy, taking turns: seconds per step / (generation + training)   limit 1.0
 
-    python benchmarks/overlap.py [--json FILE]
+    python -m benchmarks.overlap [--json FILE]
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from rl_async.configs.load import load_config
+from rl_async.configs.load.loader import load_config
 
 RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
 ITERATIONS = 40  # of decoding per response

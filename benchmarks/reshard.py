@@ -7,7 +7,7 @@ sent (resharded) or received (gathered). Planned only: larger models, which take
 
     reshard_bytes_vs_minimal    bytes that travelled / bytes that some rank wants and does not hold    goal <= 1.05
 
-    python benchmarks/reshard.py [--repeats 5] [--json FILE]
+    python -m benchmarks.reshard [--repeats 5] [--json FILE]
 """
 
 import json
@@ -20,15 +20,15 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from command_line import parser, save
-from ranks import free_ports, run_ranks
 from torch import Tensor
 
+from benchmarks.processes.command_line import parser, save
+from benchmarks.processes.ranks import free_ports, run_ranks
 from rl_async.weight_sync.layout import Box, Layout, TensorSpec, fsdp2, joined, slices, volume, whole
-from rl_async.weight_sync.model_layouts import engine, megatron
-from rl_async.weight_sync.reshard import Plan, plan
-from rl_async.weight_sync.reshard_run import reshard
-from rl_async.weight_sync.reshard_wire import PointToPoint, SharedMemoryWire, Wire
+from rl_async.weight_sync.reshard.model_layouts import engine, megatron
+from rl_async.weight_sync.reshard.plan import Plan, plan
+from rl_async.weight_sync.reshard.run import reshard
+from rl_async.weight_sync.reshard.wire import PointToPoint, SharedMemoryWire, Wire
 
 MB = 1 << 20
 BUCKET = 64 * MB
@@ -179,7 +179,7 @@ def rank_process(repeats: int) -> None:
 def measure(repeats: int) -> list[dict[str, dict[str, float]]]:
     """What each of the four processes told."""
     (store,) = free_ports(1)
-    command = [sys.executable, __file__, "--rank", "--repeats", str(repeats)]
+    command = [sys.executable, "-m", "benchmarks.reshard", "--rank", "--repeats", str(repeats)]
     outputs = run_ranks(command, SOURCES + TARGETS, timeout_s=DEADLINE_S, environment={"STORE_PORT": store})
     return [json.loads(out) for out in outputs]
 

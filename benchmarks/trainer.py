@@ -2,7 +2,7 @@
 
 One thread per process and random weights, but for the whole runs.
 
-    python benchmarks/trainer.py [--trl PYTHON] [--json FILE] [--only NAME ...]
+    python -m benchmarks.trainer [--trl PYTHON] [--json FILE] [--only NAME ...]
 
 packed_vs_padded       tokens per second of a training step on rows of long-tailed lengths, over those of the same model
                        on the same rows padded in the order in which they come; by the processor time of this process
@@ -26,26 +26,33 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import reshard
 import torch
 import torch.distributed as dist
-import whole_steps
-from backend_ranks import megatron_max_diff
-from command_line import save
-from ranks import run_ranks
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from trainer_arms import BUDGET, in_arrival_order, long_tailed, micro_batches, resident, rows_of, save_model
 
-from rl_async.configs.schema import TrainerConfig
+from benchmarks import reshard, whole_steps
+from benchmarks.processes.backend_ranks import megatron_max_diff
+from benchmarks.processes.command_line import save
+from benchmarks.processes.ranks import run_ranks
+from benchmarks.processes.trainer_arms import (
+    BUDGET,
+    in_arrival_order,
+    long_tailed,
+    micro_batches,
+    resident,
+    rows_of,
+    save_model,
+)
+from rl_async.configs.schema.run import TrainerConfig
 from rl_async.messages import TrajectoryHeader
-from rl_async.trainer.backend import Outputs
-from rl_async.trainer.batching import Tensors, layout
-from rl_async.trainer.families import LogitForm
-from rl_async.trainer.fsdp2 import Fsdp2Backend
-from rl_async.trainer.packed_attention import NAME as PACKED_ATTENTION
-from rl_async.trainer.token_logprobs import Head, token_stats
-from rl_async.trainer.work import Work
+from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
+from rl_async.trainer.backends.interface import Outputs
+from rl_async.trainer.batches.batching import Tensors, layout
+from rl_async.trainer.batches.work import Work
+from rl_async.trainer.model.attention import NAME as PACKED_ATTENTION
+from rl_async.trainer.model.families import LogitForm
+from rl_async.trainer.model.logprobs import Head, token_stats
 
 REPEATS = 2
 PASS_ROWS, PASS_VOCAB, PASS_HIDDEN, NAIVE_SHARE = 16 * 4096, 32_000, 64, 16
@@ -149,7 +156,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def worker(name: str, argument: str) -> list[str]:
     """The command of this file as one of the workers."""
-    return [sys.executable, __file__, "--worker", name, argument]
+    return [sys.executable, "-m", "benchmarks.trainer", "--worker", name, argument]
 
 
 def run_alone(name: str, argument: str) -> str:

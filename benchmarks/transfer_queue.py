@@ -15,7 +15,7 @@ interleaved and the table has medians, because others may use the machine's core
     ranks_2_vs_1_bytes_...    two ranks that read their own rows of a batch / one that reads all        goal >= 1.6
     ranks_2_bytes_untouched   share of the batch's bytes that a rank of two never reads or hands on     goal 0.5
 
-    python benchmarks/transfer_queue.py [--repeats 3] [--groups 1000000] [--transferqueue PYTHON] [--json FILE]
+    python -m benchmarks.transfer_queue [--repeats 3] [--groups 1000000] [--transferqueue PYTHON] [--json FILE]
 
 ``--transferqueue`` is the Python of an environment with TransferQueue 0.1.11, which brings Ray.
 """
@@ -33,9 +33,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
-from queue_arms import BATCH, ROWS
-from queue_costs import admission_ms, cost_of_groups, cost_of_producers, memory_of_payload
-from queue_ranks import ranks_figures
+
+from benchmarks.queue.arms import BATCH, ROWS
+from benchmarks.queue.costs import admission_ms, cost_of_groups, cost_of_producers, memory_of_payload
+from benchmarks.queue.ranks import ranks_figures
 
 HERE = Path(__file__).parent
 HELD = "2048"  # groups, for the memory
@@ -49,13 +50,13 @@ def address() -> str:
 
 
 def role(name: str, *arguments: str) -> AbstractContextManager["subprocess.Popen[str]"]:
-    """One process of ``queue_arms.py``; killed in the end."""
-    return program("queue_arms.py", name, *arguments)
+    """One process of ``queue/arms.py``; killed in the end."""
+    return program("arms", name, *arguments)
 
 
 def reader(*arguments: str) -> AbstractContextManager["subprocess.Popen[str]"]:
     """One trainer rank; killed in the end."""
-    return program("queue_ranks.py", *arguments)
+    return program("ranks", *arguments)
 
 
 @contextmanager
@@ -66,9 +67,9 @@ def ranks_server(at: str, batch: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 @contextmanager
-def program(file: str, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+def program(module: str, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
     """One process; killed in the end."""
-    command = [sys.executable, str(HERE / file), *arguments]
+    command = [sys.executable, "-m", f"benchmarks.queue.{module}", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         yield process
@@ -138,7 +139,7 @@ def transferqueue(python: str) -> Callable[[int], Rate]:
 
     def run(groups: int) -> Rate:
         with tempfile.TemporaryDirectory() as folder:
-            command = [python, "-P", str(HERE / "queue_peer.py"), str(groups // 10)]
+            command = [python, "-P", str(HERE / "queue" / "peer.py"), str(groups // 10)]
             done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, timeout=900, check=True)
         found = json.loads(done.stdout.splitlines()[-1])
         return found["groups"] * ROWS / found["seconds"], found["bytes"] / found["seconds"] / 1e6

@@ -9,7 +9,7 @@ interleaved, and the table has medians, because others use the machine's cores t
     staged_pause_vs_load         the same when staged / load in place                                       goal <= 1.2
     delta_bytes_fraction         bytes of a delta / bytes of the weights, bfloat16, AdamW at 1e-6           goal <  0.2
 
-    python benchmarks/weight_sync.py [--repeats 5] [--json FILE]
+    python -m benchmarks.weight_sync [--repeats 5] [--json FILE]
 """
 
 import statistics
@@ -25,22 +25,22 @@ from typing import Any
 import msgspec
 import torch
 import uvicorn
-from command_line import parser, save
-from engine_process import Directory
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.processes.command_line import parser, save
+from benchmarks.processes.engine_process import Directory
 from rl_async.messages import Version
 from rl_async.rollout_server.__main__ import bind
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.engine import Engine
 from rl_async.rollout_server.embedded.server import Server
-from rl_async.rollout_server.vllm import VllmEngine
-from rl_async.weight_sync.buckets import Bucket, checksum, make_buckets, unpack
+from rl_async.rollout_server.vllm.client import VllmEngine
+from rl_async.weight_sync.buckets.buckets import Bucket, checksum, make_buckets, unpack
+from rl_async.weight_sync.buckets.delta import deltas
 from rl_async.weight_sync.coordinator import WeightCoordinator
-from rl_async.weight_sync.delta import deltas
-from rl_async.weight_sync.gloo import GlooReceiver, GlooSender, broadcast
 from rl_async.weight_sync.options import SyncOptions
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
+from rl_async.weight_sync.transports.gloo import GlooReceiver, GlooSender, broadcast
 
 MB = 1 << 20
 TIMEOUT_S = 120.0
@@ -108,7 +108,7 @@ class Peer:
     """The engine process, seen from here."""
 
     def __init__(self) -> None:
-        command = [sys.executable, __file__, "--engine"]
+        command = [sys.executable, "-m", "benchmarks.weight_sync", "--engine"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.url = f"http://127.0.0.1:{int(self.answer())}"
 

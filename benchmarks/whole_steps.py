@@ -1,6 +1,6 @@
 """Whole steps of ours and of TRL's GRPO, generation included: 256 rollouts of 32 tokens in one turn, the demo's model.
 
-    python benchmarks/trainer.py --trl PYTHON --only step_vs_trl step_vs_trl_colocated
+    python -m benchmarks.trainer --trl PYTHON --only step_vs_trl step_vs_trl_colocated
 
 Ours are runs of ``rl-async launch``, from the end of one step to the end of the next; TRL's, in one process
 (``trl_step.py``), likewise. They take turns. Same weights, prompts, reward and cores. TRL's process has two threads;
@@ -32,8 +32,8 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from rl_async.configs.load import load_config
-from rl_async.processes import read_stat
+from rl_async.configs.load.loader import load_config
+from rl_async.process.kernel import read_stat
 
 RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
 SAME = f"torch=={torch.__version__} transformers=={transformers.__version__}"  # as here
@@ -121,7 +121,7 @@ def make_inputs(folder: Path) -> None:
 
 def ours(folder: Path, mode: str, name: str) -> tuple[list[float], dict[str, float]]:
     """Seconds of the steps of one run, and the parts of a step."""
-    reward = f"{Path(__file__).with_name('step_reward.py')}:scored"
+    reward = f"{Path(__file__).parent / 'processes' / 'step_reward.py'}:scored"
     overrides = [
         f"model.path={folder / 'model'}",
         "sft=null",
@@ -196,7 +196,7 @@ def generation(run: Path) -> list[float]:
 def theirs(folder: Path, trl: Path) -> tuple[list[float], dict[str, float]]:
     """Seconds of TRL's steps, and its processor time per step."""
     flags = {"steps": STEPS, "threads": TRL_THREADS, "groups": GROUPS, "group-size": GROUP_SIZE, "tokens": TOKENS}
-    peer = str(Path(__file__).with_name("trl_step.py"))
+    peer = str(Path(__file__).parent / "processes" / "trl_step.py")
     command = [str(trl), peer, str(folder / "model"), str(folder / "prompts.jsonl")]
     command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     count = str(TRL_THREADS)

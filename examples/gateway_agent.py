@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 
-from rl_async.agent_loop.arithmetic import evaluate
 from rl_async.agent_loop.gateway.client import Episode, Gateway
+from rl_async.agent_loop.tools.arithmetic import evaluate
 
 CLIENT = openai.OpenAI(base_url="none", api_key="none")  # its connections are shared; making one takes long
 

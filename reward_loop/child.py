@@ -13,7 +13,7 @@ from typing import BinaryIO
 import msgspec
 
 from rl_async.reward_loop.api import Conversation, to_score
-from rl_async.reward_loop.scorers import describe, get_scorer
+from rl_async.reward_loop.scorers.registry import describe, get_scorer
 
 LENGTH = struct.Struct(">I")
 GRACE_S = 5.0  # past the deadline, when nobody came to kill this process

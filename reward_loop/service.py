@@ -6,15 +6,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rl_async.configs.schema import RewardConfig
+from rl_async.configs.schema.run import RewardConfig
 from rl_async.messages import Task, Trajectory
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed, to_score
-from rl_async.reward_loop.judge import Judge
 from rl_async.reward_loop.limits import MINUTE_S, RateLimit
-from rl_async.reward_loop.model import RewardModel
 from rl_async.reward_loop.pool import ProcessPool
-from rl_async.reward_loop.scorers import ScorerSpec, describe, get_scorer
-from rl_async.reward_loop.verdicts import Verdicts
+from rl_async.reward_loop.scorers.judge import Judge
+from rl_async.reward_loop.scorers.model import RewardModel
+from rl_async.reward_loop.scorers.registry import ScorerSpec, describe, get_scorer
+from rl_async.reward_loop.scorers.verdicts import Verdicts
 
 VERDICTS_FILE = "verdicts.sqlite"  # in the run folder
 

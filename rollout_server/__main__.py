@@ -12,15 +12,15 @@ import torch
 import uvicorn
 from transformers import AutoModelForCausalLM
 
-from rl_async.configs.load import load_resolved
-from rl_async.configs.schema import RunConfig
+from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
-from rl_async.lifeline import watch_lifeline
-from rl_async.log import setup_logging
+from rl_async.process.lifeline import watch_lifeline
+from rl_async.process.log import setup_logging
+from rl_async.process.stacks import answer_with_stacks
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.engine import Engine
 from rl_async.rollout_server.embedded.server import Server
-from rl_async.stacks import answer_with_stacks
 
 
 def load_model(config: RunConfig) -> torch.nn.Module:

@@ -1,12 +1,12 @@
 """The client of an engine, by its kind, and the pool of all of a run's engines."""
 
-from rl_async.configs.schema import RolloutConfig
+from rl_async.configs.schema.run import RolloutConfig
 from rl_async.errors import ProtocolError
 from rl_async.messages import EngineRecord, Version
 from rl_async.rollout_server.answers import ReadVersion
 from rl_async.rollout_server.pool import EnginePool
-from rl_async.rollout_server.sglang import SglangEngine
-from rl_async.rollout_server.vllm import VllmEngine
+from rl_async.rollout_server.sglang.client import SglangEngine
+from rl_async.rollout_server.vllm.client import VllmEngine
 
 EngineClient = VllmEngine | SglangEngine
 

@@ -9,4 +9,4 @@ trap 'rm -rf "$site"' EXIT
 python3 -m pip install --quiet --no-deps --no-build-isolation --target "$site" .
 PYTHONPATH="$site" python3 -m pytest -p no:cacheprovider -o addopts="--import-mode=importlib -q" -o filterwarnings=default \
   -o asyncio_mode=auto tests/gpu "$@"
-PYTHONPATH="$site" python3 benchmarks/gpu.py
+PYTHONPATH="$site" python3 -m benchmarks.gpu

@@ -18,18 +18,18 @@ import numpy as np
 import psutil
 import zmq
 
-from rl_async import codec
 from rl_async import messages as m
 from rl_async.errors import ProtocolError
+from rl_async.messages import codec
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.client import SyncQueueClient
-from rl_async.transfer_queue.journal import MemoryJournal
-from rl_async.transfer_queue.loop import bind, serve
-from rl_async.transfer_queue.policy import QueueSettings
-from rl_async.transfer_queue.server import QueueServer
-from rl_async.transfer_queue.source import Counted, numbered
-from rl_async.transfer_queue.store import Store
-from rl_async.transfer_queue.transitions import Feed
+from rl_async.transfer_queue.client.async_client import SyncQueueClient
+from rl_async.transfer_queue.journal.interface import MemoryJournal
+from rl_async.transfer_queue.policy.admission import QueueSettings
+from rl_async.transfer_queue.server.handlers import QueueServer
+from rl_async.transfer_queue.server.loop import bind, serve
+from rl_async.transfer_queue.state.source import Counted, numbered
+from rl_async.transfer_queue.state.store import Store
+from rl_async.transfer_queue.state.transitions import Feed
 
 SETTINGS = QueueSettings(steps=1000, batch_groups=2, group_size=2, lease_s=0.2, max_attempts=1000)
 GROWTH_BYTES = 64 << 20  # more than the tables of remembered peers and requests take

@@ -14,40 +14,40 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
-from rl_async.configs.load import load_resolved
-from rl_async.configs.schema import RunConfig
-from rl_async.configs.transport import resolve_transport
-from rl_async.heartbeat import beat
-from rl_async.lifeline import watch_lifeline
-from rl_async.lines import drop_torn_line
-from rl_async.log import setup_logging
+from rl_async.configs.derived.transport import resolve_transport
+from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.schema.run import RunConfig
+from rl_async.files import drop_torn_line
+from rl_async.process.heartbeat import beat
+from rl_async.process.lifeline import watch_lifeline
+from rl_async.process.log import setup_logging
+from rl_async.process.stacks import answer_with_stacks
 from rl_async.rollout_server.connect import connect
-from rl_async.stacks import answer_with_stacks
-from rl_async.trainer import sources
-from rl_async.trainer.algorithm import build
-from rl_async.trainer.canaries import PROMPT_TOKENS, Canaries
-from rl_async.trainer.checkpoint import drop_unfinished, folder_of, load_checkpoint, newest_whole, read_state
-from rl_async.trainer.depth import QueueDepth
-from rl_async.trainer.evaluation import Evaluations
-from rl_async.trainer.guard import Guard
-from rl_async.trainer.kl import KlController
-from rl_async.trainer.mismatch import WatchedPublisher
+from rl_async.trainer.algorithms.algorithm import build
+from rl_async.trainer.algorithms.kl import KlController
+from rl_async.trainer.batches import sources
+from rl_async.trainer.checkpoints.folder import drop_unfinished, folder_of, load_checkpoint, newest_whole, read_state
+from rl_async.trainer.checkpoints.saver import Saver
 from rl_async.trainer.models import build_models
-from rl_async.trainer.publisher import EnginePublisher, NoEngines, Publisher
-from rl_async.trainer.ranks import end_well_or_say_why, start_process_group
-from rl_async.trainer.records import next_lineage
-from rl_async.trainer.saving import Saver
-from rl_async.trainer.stopping import StopRequest
-from rl_async.trainer.trackers import Tracking
+from rl_async.trainer.monitoring.depth import QueueDepth
+from rl_async.trainer.monitoring.evaluation import Evaluations
+from rl_async.trainer.monitoring.guard import Guard
+from rl_async.trainer.monitoring.ranks import end_well_or_say_why, start_process_group
+from rl_async.trainer.monitoring.records import next_lineage
+from rl_async.trainer.monitoring.stopping import StopRequest
+from rl_async.trainer.monitoring.trackers import Tracking
+from rl_async.trainer.publishing.canaries import PROMPT_TOKENS, Canaries
+from rl_async.trainer.publishing.mismatch import WatchedPublisher
+from rl_async.trainer.publishing.publisher import EnginePublisher, NoEngines, Publisher
+from rl_async.trainer.step.update import Models
 from rl_async.trainer.train import Run, record_evaluation, train
-from rl_async.trainer.update import Models
-from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
-from rl_async.transfer_queue.keys import client_keys
+from rl_async.transfer_queue.auth.keys import client_keys
+from rl_async.transfer_queue.client.async_client import QueueClient, SyncQueueClient
 from rl_async.weight_sync.coordinator import WeightCoordinator
-from rl_async.weight_sync.gather import Gathering
 from rl_async.weight_sync.options import SyncOptions
 from rl_async.weight_sync.phases import Bystander, build_phase
-from rl_async.weight_sync.reshard_wire import PointToPoint, Wire
+from rl_async.weight_sync.reshard.gather import Gathering
+from rl_async.weight_sync.reshard.wire import PointToPoint, Wire
 
 log = logging.getLogger("rl_async.trainer")
 

@@ -3,10 +3,10 @@
 import logging
 import warnings
 
-from rl_async.configs.schema import RunConfig
-from rl_async.trainer.critic import critic_training, policy_training
-from rl_async.trainer.fsdp2 import Fsdp2Backend
-from rl_async.trainer.update import Models
+from rl_async.configs.schema.run import RunConfig
+from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
+from rl_async.trainer.step.critic import critic_training, policy_training
+from rl_async.trainer.step.update import Models
 
 
 def build_models(config: RunConfig, device: str) -> Models:
@@ -34,7 +34,7 @@ def _fsdp2(config: RunConfig, device: str) -> Models:
 def _megatron(config: RunConfig, device: str) -> Models:
     with warnings.catch_warnings():  # at every import: it could use them, and does without
         warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)")
-        from rl_async.trainer.megatron import MegatronBackend  # an optional installation
+        from rl_async.trainer.backends.megatron.backend import MegatronBackend  # an optional installation
     logging.getLogger("megatron").setLevel(logging.WARNING)
 
     model, kl = config.model, config.algorithm.kl

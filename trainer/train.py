@@ -21,27 +21,27 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rl_async.configs.schema import RunConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RowsLost
-from rl_async.heartbeat import Phase, beat
 from rl_async.messages import Trajectory, TrajectoryHeader, Version
-from rl_async.trainer.algorithm import Algorithm
-from rl_async.trainer.cell import Cell
-from rl_async.trainer.checkpoint import FORMAT, CheckpointSchedule, CheckpointState
-from rl_async.trainer.correction import Corrected
-from rl_async.trainer.depth import QueueDepth
-from rl_async.trainer.evaluation import EvalResult, Evaluations
-from rl_async.trainer.explanation import explain
-from rl_async.trainer.guard import Guard
-from rl_async.trainer.kl import KlController
-from rl_async.trainer.publisher import Publisher
-from rl_async.trainer.records import append_evaluation, append_trained, write_trajectories
-from rl_async.trainer.saving import Saver
-from rl_async.trainer.sources import BatchSource
-from rl_async.trainer.step_metrics import batch_metrics, conversation_metrics, conversation_sums
-from rl_async.trainer.stopping import StopRequest
-from rl_async.trainer.trackers import Tracking
-from rl_async.trainer.update import Batch, Models, mask_bound, plan_batch, row_keys, update
+from rl_async.process.heartbeat import Phase, beat
+from rl_async.trainer.algorithms.algorithm import Algorithm
+from rl_async.trainer.algorithms.correction import Corrected
+from rl_async.trainer.algorithms.kl import KlController
+from rl_async.trainer.batches.cell import Cell
+from rl_async.trainer.batches.sources import BatchSource
+from rl_async.trainer.checkpoints.folder import FORMAT, CheckpointSchedule, CheckpointState
+from rl_async.trainer.checkpoints.saver import Saver
+from rl_async.trainer.monitoring.depth import QueueDepth
+from rl_async.trainer.monitoring.evaluation import EvalResult, Evaluations
+from rl_async.trainer.monitoring.guard import Guard
+from rl_async.trainer.monitoring.records import append_evaluation, append_trained, write_trajectories
+from rl_async.trainer.monitoring.stopping import StopRequest
+from rl_async.trainer.monitoring.trackers import Tracking
+from rl_async.trainer.publishing.publisher import Publisher
+from rl_async.trainer.step.explanation import explain
+from rl_async.trainer.step.metrics import batch_metrics, conversation_metrics, conversation_sums
+from rl_async.trainer.step.update import Batch, Models, mask_bound, plan_batch, row_keys, update
 
 log = logging.getLogger("rl_async.trainer")
 

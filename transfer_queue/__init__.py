@@ -9,11 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_async.transfer_queue.alone import serve
-    from rl_async.transfer_queue.client import QueueClient
-    from rl_async.transfer_queue.consume import Batch, TrainedGroup, read_batches, read_groups
-    from rl_async.transfer_queue.sync_client import SyncQueueClient
-    from rl_async.transfer_queue.torch_dataset import QueueDataset
+    from rl_async.transfer_queue.client.async_client import QueueClient
+    from rl_async.transfer_queue.client.readers import Batch, TrainedGroup, read_batches, read_groups
+    from rl_async.transfer_queue.client.sync_client import SyncQueueClient
+    from rl_async.transfer_queue.client.torch_dataset import QueueDataset
+    from rl_async.transfer_queue.standalone import serve
 
 __all__ = [
     "Batch",
@@ -27,14 +27,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Batch": "consume",
-    "QueueClient": "client",
-    "QueueDataset": "torch_dataset",
-    "SyncQueueClient": "sync_client",
-    "TrainedGroup": "consume",
-    "read_batches": "consume",
-    "read_groups": "consume",
-    "serve": "alone",
+    "Batch": "client.readers",
+    "QueueClient": "client.async_client",
+    "QueueDataset": "client.torch_dataset",
+    "SyncQueueClient": "client.sync_client",
+    "TrainedGroup": "client.readers",
+    "read_batches": "client.readers",
+    "read_groups": "client.readers",
+    "serve": "standalone",
 }
 
 

@@ -12,24 +12,24 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from rl_async.agent_loop.prompts import make_sources
-from rl_async.configs.closed import is_loopback
-from rl_async.configs.load import load_resolved
+from rl_async.agent_loop.data.prompts import make_sources
+from rl_async.configs.derived.closed import is_loopback
+from rl_async.configs.load.loader import load_resolved
 from rl_async.errors import EXIT_USER, UserError
-from rl_async.lifeline import watch_lifeline
-from rl_async.log import setup_logging
-from rl_async.stacks import answer_with_stacks
-from rl_async.transfer_queue.journal import open_journal
-from rl_async.transfer_queue.keys import client_keys, server_keys
-from rl_async.transfer_queue.ledger import Ledger
-from rl_async.transfer_queue.loop import bind, serve
-from rl_async.transfer_queue.metrics import serve_metrics
-from rl_async.transfer_queue.policy import QueueSettings
-from rl_async.transfer_queue.recovery import Recorder, recover
-from rl_async.transfer_queue.server import QueueServer
-from rl_async.transfer_queue.store import Store
-from rl_async.transfer_queue.transitions import Feed
-from rl_async.transfer_queue.zap import Door
+from rl_async.process.lifeline import watch_lifeline
+from rl_async.process.log import setup_logging
+from rl_async.process.stacks import answer_with_stacks
+from rl_async.transfer_queue.auth.authenticator import Door
+from rl_async.transfer_queue.auth.keys import client_keys, server_keys
+from rl_async.transfer_queue.journal.interface import open_journal
+from rl_async.transfer_queue.journal.recovery import Recorder, recover
+from rl_async.transfer_queue.policy.admission import QueueSettings
+from rl_async.transfer_queue.reports.ledger import Ledger
+from rl_async.transfer_queue.reports.metrics import serve_metrics
+from rl_async.transfer_queue.server.handlers import QueueServer
+from rl_async.transfer_queue.server.loop import bind, serve
+from rl_async.transfer_queue.state.store import Store
+from rl_async.transfer_queue.state.transitions import Feed
 
 log = logging.getLogger("rl_async.queue")
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rl_async.codec import Frame
 from rl_async.errors import ProtocolError
 from rl_async.messages import Malformed, Reply, ReplyType, Request, RequestType
+from rl_async.messages.codec import Frame
 
 ID_BYTES = 8
 LINGER_MS = 1000  # for replies that are on their way when a socket closes

@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 
 from rl_async.errors import WeightSyncError
 from rl_async.messages import EngineRecord, Version
-from rl_async.weight_sync.buckets import Bucket
+from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.fleet import Fleet
 from rl_async.weight_sync.options import PLAIN, SyncOptions
 from rl_async.weight_sync.protocol import Backend, EngineControl, EngineDirectory, SyncReport

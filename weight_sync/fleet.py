@@ -11,13 +11,15 @@ from collections.abc import Callable, Sequence
 
 from rl_async.errors import RlAsyncError, WeightSyncError
 from rl_async.messages import EngineRecord, Version
-from rl_async.weight_sync import adapters, disk, wave
-from rl_async.weight_sync.buckets import Bucket
-from rl_async.weight_sync.delta import deltas
+from rl_async.weight_sync import wave
+from rl_async.weight_sync.buckets import adapters
+from rl_async.weight_sync.buckets.buckets import Bucket
+from rl_async.weight_sync.buckets.delta import deltas
 from rl_async.weight_sync.groups import address, by_base, split
 from rl_async.weight_sync.options import PLAIN, SyncOptions
 from rl_async.weight_sync.protocol import Backend, EngineControl, EngineDirectory, SyncReport
-from rl_async.weight_sync.transport import SENDERS, Sender
+from rl_async.weight_sync.transports import disk
+from rl_async.weight_sync.transports.interface import SENDERS, Sender
 from rl_async.weight_sync.wave import EngineFailed, Member, Outcome
 
 log = logging.getLogger("rl_async.weight_sync")

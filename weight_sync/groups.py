@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import msgspec
 
 from rl_async.messages import Version
-from rl_async.weight_sync import adapters
-from rl_async.weight_sync.buckets import Bucket
+from rl_async.weight_sync.buckets import adapters
+from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.protocol import Hold
 from rl_async.weight_sync.wave import Member
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from rl_async.messages import Version
-from rl_async.weight_sync.buckets import Bucket
+from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.protocol import SyncReport
 
 

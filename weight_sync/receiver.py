@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from rl_async.errors import WeightSyncError
-from rl_async.weight_sync.adapters import Addition
-from rl_async.weight_sync.assembly import Assembler
-from rl_async.weight_sync.buckets import Piece, unpack, verify
-from rl_async.weight_sync.disk import DiskReceiver
-from rl_async.weight_sync.gloo import GlooReceiver
-from rl_async.weight_sync.ipc import SharedMemoryReceiver
-from rl_async.weight_sync.nccl import NcclReceiver
+from rl_async.weight_sync.buckets.adapters import Addition
+from rl_async.weight_sync.buckets.assembly import Assembler
+from rl_async.weight_sync.buckets.buckets import Piece, unpack, verify
+from rl_async.weight_sync.buckets.shelf import Shelf
 from rl_async.weight_sync.protocol import Backend, InitInfo, UpdateInfo
-from rl_async.weight_sync.shelf import Shelf
+from rl_async.weight_sync.transports.disk import DiskReceiver
+from rl_async.weight_sync.transports.gloo import GlooReceiver
+from rl_async.weight_sync.transports.ipc import SharedMemoryReceiver
+from rl_async.weight_sync.transports.nccl import NcclReceiver
 
 
 class _Source(Protocol):

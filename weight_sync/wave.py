@@ -24,9 +24,9 @@ import msgspec
 
 from rl_async.errors import RlAsyncError, WeightSyncError
 from rl_async.messages import EngineRecord, Version
-from rl_async.weight_sync.buckets import Bucket
+from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.protocol import EngineControl, UpdateInfo
-from rl_async.weight_sync.transport import Sender
+from rl_async.weight_sync.transports.interface import Sender
 
 T = TypeVar("T")
 

@@ -12,22 +12,22 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
+from rl_async.agent_loop.chat_formats.render import load_renderer
 from rl_async.agent_loop.gateway.episodes import Episodes
 from rl_async.agent_loop.gateway.server import Server
-from rl_async.agent_loop.render import load_renderer
-from rl_async.configs.check_gateway import gateway_problem
-from rl_async.configs.gateway import GatewayConfig
-from rl_async.configs.load import load_resolved
-from rl_async.configs.schema import RunConfig
-from rl_async.endpoints import read_endpoints
+from rl_async.configs.checks.gateway import gateway_problem
+from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.schema.gateway import GatewayConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_USER, ConfigError, QueueLost, RlAsyncError, UserError
-from rl_async.lifeline import watch_lifeline
-from rl_async.log import setup_logging
+from rl_async.process.endpoints import read_endpoints
+from rl_async.process.lifeline import watch_lifeline
+from rl_async.process.log import setup_logging
+from rl_async.process.stacks import answer_with_stacks
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.connect import engine_pool
-from rl_async.stacks import answer_with_stacks
-from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
-from rl_async.transfer_queue.keys import client_keys
+from rl_async.transfer_queue.auth.keys import client_keys
+from rl_async.transfer_queue.client.async_client import QueueClient, SyncQueueClient
 
 log = logging.getLogger("rl_async.gateway")
 

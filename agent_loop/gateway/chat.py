@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rl_async.agent_loop.parsers import CALL_END, CALL_START, parse_hermes
+from rl_async.agent_loop.chat_formats.hermes import CALL_END, CALL_START, parse_hermes
 
 ASSISTANT = "assistant"
 

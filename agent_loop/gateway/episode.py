@@ -9,12 +9,12 @@ from typing import Any
 
 import jinja2
 
-from rl_async.agent_loop.episode import policy_sampling
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.episodes.episode import policy_sampling
 from rl_async.agent_loop.gateway.chat import ASSISTANT, ChatRequest, Completion, read_answer
 from rl_async.agent_loop.gateway.openai import unsupported
 from rl_async.agent_loop.gateway.recorder import Prompt, Recorder, cut_at_stop
-from rl_async.agent_loop.render import ChatRenderer
-from rl_async.configs.schema import RunConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RequestRefused
 from rl_async.messages import LeasedGroup, Trajectory
 from rl_async.rollout_server.api import GenerateRequest, Generator

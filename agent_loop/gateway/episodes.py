@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.gateway.episode import GatewayEpisode, give_reward, share_reward
-from rl_async.agent_loop.render import ChatRenderer
-from rl_async.configs.gateway import GatewayConfig
-from rl_async.configs.schema import RunConfig
+from rl_async.configs.schema.gateway import GatewayConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RequestRefused
 from rl_async.messages import Done, Leased, LeasedGroup, Refused, Task, Trajectory
 from rl_async.rollout_server.api import Generator

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rl_async.agent_loop.chat_formats.render import ChatRenderer, Message
+from rl_async.agent_loop.episodes.row_tokens import RowTokens
 from rl_async.agent_loop.gateway.chat import ASSISTANT, ChatMessage, answer_text, history_keys
-from rl_async.agent_loop.render import ChatRenderer, Message
-from rl_async.agent_loop.row_tokens import RowTokens
 from rl_async.messages import ToolCall, Turn, VersionRun
 from rl_async.rollout_server.api import GenerateResult
 

@@ -14,8 +14,8 @@ from rl_async.agent_loop.gateway import anthropic, openai
 from rl_async.agent_loop.gateway.chat import ChatRequest, Completion
 from rl_async.agent_loop.gateway.episode import task_view
 from rl_async.agent_loop.gateway.episodes import Ending, Episodes
-from rl_async.agent_loop.tools import get_tool
-from rl_async.configs.schema import RunConfig
+from rl_async.agent_loop.tools.tool import get_tool
+from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EngineLost, EngineRejected, QueueLost, RequestRefused
 
 T = TypeVar("T")

@@ -10,13 +10,13 @@ import torch
 import uvicorn
 
 from rl_async.errors import UserError
-from rl_async.lifeline import watch_lifeline
-from rl_async.log import setup_logging
+from rl_async.process.lifeline import watch_lifeline
+from rl_async.process.log import setup_logging
+from rl_async.process.stacks import answer_with_stacks
 from rl_async.reward_loop.render import load_tokenizer
 from rl_async.reward_loop.server.app import Application
 from rl_async.reward_loop.server.batcher import Batcher
 from rl_async.reward_loop.server.classifier import load_classifier, longest, score
-from rl_async.stacks import answer_with_stacks
 
 
 def _arguments() -> argparse.Namespace:

@@ -237,7 +237,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
 class RuleRun(msgspec.Struct, frozen=True, array_like=True):
     """Sampled tokens number ``start`` to ``end`` (exclusive) were masked, or given weight 0, by ``rule``."""
 
-    rule: str  # of configs/correction.py's RULES
+    rule: str  # of configs/schema/correction.py's RULES
     start: int
     end: int
 

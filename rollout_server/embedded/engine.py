@@ -19,7 +19,7 @@ from torch import nn
 from rl_async.errors import EngineLost, WeightSyncError
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.sequence import Sequence
-from rl_async.weight_sync.buckets import Piece
+from rl_async.weight_sync.buckets.buckets import Piece
 
 T = TypeVar("T")
 log = logging.getLogger("rl_async.engine")

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from rl_async.launcher import machine
-from rl_async.launcher.cli import main as rl_async
-from rl_async.launcher.spec import ProcessSpec
+from rl_async.launcher.cli.__main__ import main as rl_async
+from rl_async.launcher.plan import machine
+from rl_async.launcher.plan.spec import ProcessSpec
 from tests.chaos.faults import FOLDER, SIGNALS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rl_async.configs.load import dump
-from rl_async.configs.schema import DataConfig, ModelConfig, QueueConfig, RolloutConfig, RunConfig, TrainerConfig
+from rl_async.configs.load.loader import dump
+from rl_async.configs.schema.run import DataConfig, ModelConfig, QueueConfig, RolloutConfig, RunConfig, TrainerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH, GROUP, STALENESS, STEPS = 2, 2, 1, 1_000_000

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from rl_async.configs.load import dump
-from rl_async.configs.schema import DataConfig, ModelConfig, RunConfig, TrainerConfig
-from rl_async.trainer.records import write_trajectories
+from rl_async.configs.load.loader import dump
+from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.trainer.monitoring.records import write_trajectories
 from tests.conftest import make_model, make_rows
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from rl_async.transfer_queue.client import SyncQueueClient
-from tests.contracts.queue_peers import SETTINGS, RunningQueue
+from rl_async.transfer_queue.client.async_client import SyncQueueClient
+from tests.contracts.queue.peers import SETTINGS, RunningQueue
 
 
 @pytest.fixture

@@ -11,14 +11,14 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rl_async.configs.algorithm import AlgorithmConfig
-from rl_async.configs.critic import CriticConfig
-from rl_async.configs.load import dump
-from rl_async.configs.schema import DataConfig, ModelConfig, RunConfig, TrainerConfig
-from rl_async.trainer.checkpoint import list_checkpoints
-from rl_async.trainer.records import write_trajectories
+from rl_async.configs.load.loader import dump
+from rl_async.configs.schema.algorithm import AlgorithmConfig
+from rl_async.configs.schema.critic import CriticConfig
+from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.trainer.checkpoints.folder import list_checkpoints
+from rl_async.trainer.monitoring.records import write_trajectories
 from tests.conftest import make_rows
-from tests.forked import Forked
+from tests.support.forked import Forked
 
 pytestmark = pytest.mark.e2e
 STEPS = 6

@@ -239,7 +239,7 @@ def test_interrupt_and_resume_everything(home: Path, start: Callable[..., Any]) 
 
 
 BROKEN_TOOL = """
-from rl_async.agent_loop.parsers import parse_hermes
+from rl_async.agent_loop.chat_formats.hermes import parse_hermes
 
 def broken(x: int) -> int:
     '''Fails.'''

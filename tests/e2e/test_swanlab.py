@@ -9,8 +9,8 @@ import pytest
 CODE = """
 import sys
 from pathlib import Path
-from rl_async.configs.schema import DataConfig, ModelConfig, RunConfig, TrackingConfig
-from rl_async.trainer.trackers import Tracking
+from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrackingConfig
+from rl_async.trainer.monitoring.trackers import Tracking
 config = RunConfig(model=ModelConfig(path="m"), data=DataConfig(path="d"),
                    tracking=TrackingConfig(backends=("swanlab",)), name="test")
 tracking = Tracking(config, Path(sys.argv[1]))

@@ -6,19 +6,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_async.configs.algorithm import AlgorithmConfig
-from rl_async.configs.critic import CriticConfig
-from rl_async.configs.schema import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.configs.schema.algorithm import AlgorithmConfig
+from rl_async.configs.schema.critic import CriticConfig
+from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
 from rl_async.messages import Sampling
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.sequence import Sequence
-from rl_async.trainer.algorithm import build
+from rl_async.trainer.algorithms.algorithm import build
+from rl_async.trainer.batches.work import Work
 from rl_async.trainer.models import build_models
-from rl_async.trainer.update import Batch, plan_batch, row_keys, update
-from rl_async.trainer.work import Work
-from rl_async.weight_sync.buckets import make_buckets, unpack
+from rl_async.trainer.step.update import Batch, plan_batch, row_keys, update
+from rl_async.weight_sync.buckets.buckets import make_buckets, unpack
 from tests.conftest import make_rows
-from tests.whole_weights import whole_weights
+from tests.support.whole_weights import whole_weights
 
 pytestmark = [
     pytest.mark.gpu,

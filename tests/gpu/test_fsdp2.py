@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_async.configs.schema import TrainerConfig
-from rl_async.trainer.backend import Outputs
-from rl_async.trainer.batching import Tensors, collate
-from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.configs.schema.run import TrainerConfig
+from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
+from rl_async.trainer.backends.interface import Outputs
+from rl_async.trainer.batches.batching import Tensors, collate
 from tests.conftest import make_rows
-from tests.whole_weights import whole_weights
+from tests.support.whole_weights import whole_weights
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.utils import is_flash_attn_2_available
 
-from benchmarks.ranks import run_ranks
-from rl_async.configs.schema import TrainerConfig
-from rl_async.trainer.batching import collate
-from rl_async.trainer.fsdp2 import Fsdp2Backend
+from benchmarks.processes.ranks import run_ranks
+from rl_async.configs.schema.run import TrainerConfig
+from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
+from rl_async.trainer.batches.batching import collate
 from tests.conftest import make_rows
 
 NO_GPU = None if torch.cuda.is_available() else "no CUDA device on this machine"
@@ -65,7 +65,7 @@ def test_flash_attention_computes_the_same(model_folder: Path, one_rank: None) -
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs two GPUs")
 def test_shared_rows_are_computed_as_own_ones(model_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "differences.json"
-    worker = [sys.executable, "-m", "tests.unit.trainer.ulysses_worker", "cuda", str(model_folder.parent), str(out)]
+    worker = [sys.executable, "-m", "tests.unit.trainer.workers.ulysses", "cuda", str(model_folder.parent), str(out)]
     run_ranks([*worker, model_folder.name], 2, timeout_s=300)
     (found,) = json.loads(out.read_text()).values()
     assert found["outputs"] < 1e-3

@@ -7,7 +7,7 @@ import zmq
 
 from rl_async import messages as m
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.session import wait_of, wants_hello
+from rl_async.transfer_queue.client.session import wait_of, wants_hello
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

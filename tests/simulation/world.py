@@ -10,20 +10,20 @@ from random import Random
 from typing import Any
 
 from rl_async.messages import Request, Version
-from rl_async.transfer_queue.ledger import Ledger
-from rl_async.transfer_queue.loop import serve
-from rl_async.transfer_queue.policy import QueueSettings
-from rl_async.transfer_queue.recovery import Recorder, recover
-from rl_async.transfer_queue.server import QueueServer
-from rl_async.transfer_queue.source import Counted
-from rl_async.transfer_queue.store import Store
-from rl_async.transfer_queue.transitions import Feed
+from rl_async.transfer_queue.journal.recovery import Recorder, recover
+from rl_async.transfer_queue.policy.admission import QueueSettings
+from rl_async.transfer_queue.reports.ledger import Ledger
+from rl_async.transfer_queue.server.handlers import QueueServer
+from rl_async.transfer_queue.server.loop import serve
+from rl_async.transfer_queue.state.source import Counted
+from rl_async.transfer_queue.state.store import Store
+from rl_async.transfer_queue.state.transitions import Feed
 from tests.simulation.actors import Trainer, Worker
 from tests.simulation.disk import Crash, Disk, Fuse, SimJournal
 from tests.simulation.network import Network, RouterSocket
 from tests.simulation.reader import Reader
 from tests.simulation.rules import Rules
-from tests.tasks import easy_or_hard
+from tests.support.tasks import easy_or_hard
 
 TICK_S = 0.1
 FAULTS_S = 6.0  # at most; then everything is driven to the end

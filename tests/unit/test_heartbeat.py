@@ -6,13 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rl_async.heartbeat import Beat, beat, missing_ranks, read_beats, who_is_missing
-from rl_async.processes import catches, read_stat, state_of
-from rl_async.stacks import ASK, STACKS, main_thread
+from rl_async.process.heartbeat import Beat, beat, missing_ranks, read_beats, who_is_missing
+from rl_async.process.kernel import catches, read_stat, state_of
+from rl_async.process.stacks import ASK, STACKS, main_thread
 
 SLEEPER = """
 import sys, threading, time
-from rl_async.stacks import answer_with_stacks
+from rl_async.process.stacks import answer_with_stacks
 answer_with_stacks()
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 def deep():

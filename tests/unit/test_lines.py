@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.lines import append_lines, drop_torn_line
+from rl_async.files import append_lines, drop_torn_line
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"st', b"x" * 200_000])

@@ -5,9 +5,9 @@ import random
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from rl_async.agent_loop.render import ChatRenderer
-from rl_async.agent_loop.tasks import GENERATORS
-from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.data.tasks import GENERATORS
+from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
 
 
 def demos(name: str, count: int) -> list[list[dict[str, str]]]:

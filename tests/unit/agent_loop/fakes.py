@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rl_async.agent_loop.render import ChatRenderer
-from rl_async.configs.schema import AgentConfig, DataConfig, ModelConfig, RolloutConfig, RunConfig
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.configs.schema.run import AgentConfig, DataConfig, ModelConfig, RolloutConfig, RunConfig
 from rl_async.messages import LeasedGroup, Task, Version, VersionRun
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 

@@ -6,16 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.agent_loop.loops import EpisodeRunner
-from rl_async.agent_loop.render import ChatRenderer
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.episodes.loops import EpisodeRunner
 from rl_async.agent_loop.worker import AgentWorker
-from rl_async.configs.schema import RewardConfig
+from rl_async.configs.schema.run import RewardConfig
 from rl_async.errors import EngineLost, QueueLost
 from rl_async.messages import Done, Leased, LeasedGroup, Refused, Trajectory, Version, VersionRun
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
-
-from .fakes import leased, run_config
+from tests.unit.agent_loop.fakes import leased, run_config
 
 
 class FakeQueue:

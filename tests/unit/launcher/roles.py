@@ -13,8 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from rl_async.lifeline import watch_lifeline
 from rl_async.messages import Task
+from rl_async.process.lifeline import watch_lifeline
 
 ADDRESS = "tcp://127.0.0.1:{}"
 
@@ -47,12 +47,12 @@ class Healthy(http.server.BaseHTTPRequestHandler):
 def queue(folder: Path, port: int) -> None:
     import zmq
 
-    from rl_async.transfer_queue.loop import bind, serve
-    from rl_async.transfer_queue.policy import QueueSettings
-    from rl_async.transfer_queue.server import QueueServer
-    from rl_async.transfer_queue.sqlite_journal import SqliteJournal
-    from rl_async.transfer_queue.store import Store
-    from rl_async.transfer_queue.transitions import Feed
+    from rl_async.transfer_queue.journal.sqlite import SqliteJournal
+    from rl_async.transfer_queue.policy.admission import QueueSettings
+    from rl_async.transfer_queue.server.handlers import QueueServer
+    from rl_async.transfer_queue.server.loop import bind, serve
+    from rl_async.transfer_queue.state.store import Store
+    from rl_async.transfer_queue.state.transitions import Feed
 
     journal = SqliteJournal(folder, "fake")
     feed = Feed(journal.append)
@@ -65,7 +65,7 @@ def queue(folder: Path, port: int) -> None:
 
 def trainer(folder: Path, port: int, resumed: bool) -> None:
     """Trains until ``FOLDER/go`` exists."""
-    from rl_async.transfer_queue.client import SyncQueueClient
+    from rl_async.transfer_queue.client.async_client import SyncQueueClient
 
     with (folder / "trainer.resumed").open("a") as file:
         file.write(f"{resumed}\n")

@@ -5,9 +5,9 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from rl_async.launcher.executor import ThisMachine
-from rl_async.launcher.ports import assign_ports
-from rl_async.launcher.supervisor import Interrupted, Supervisor
+from rl_async.launcher.plan.ports import assign_ports
+from rl_async.launcher.supervise.executor import ThisMachine
+from rl_async.launcher.supervise.supervisor import Interrupted, Supervisor
 
 
 async def main(folder: Path) -> int:

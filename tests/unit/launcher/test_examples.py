@@ -1,5 +1,5 @@
 """The Slurm and Kubernetes examples, held to what can be had without a cluster: they parse, and each role's argument
-parser takes the command line that they give it. (tests/e2e/test_slurm_script.py runs the former.)"""
+parser takes the command line that they give it. (tests/e2e/clusters/test_slurm_script.py runs the former.)"""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rl_async.configs.load import load_config
+from rl_async.configs.load.loader import load_config
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 VARIABLES = {"$(INDEX)": "0", "$(POD_IP)": "10.0.0.7"}

@@ -7,18 +7,17 @@ from typing import Any
 
 import pytest
 
-from rl_async.configs.reward import JudgeConfig
-from rl_async.configs.schema import RewardConfig, RewardTerm
+from rl_async.configs.schema.reward import JudgeConfig
+from rl_async.configs.schema.run import RewardConfig, RewardTerm
 from rl_async.errors import ConfigError, UserError
 from rl_async.messages import Turn
 from rl_async.reward_loop.api import Conversation, ScorerFailed
-from rl_async.reward_loop.judge import Judge, fill
 from rl_async.reward_loop.limits import RateLimit
+from rl_async.reward_loop.scorers.judge import Judge, fill
+from rl_async.reward_loop.scorers.verdicts import Verdicts
 from rl_async.reward_loop.service import VERDICTS_FILE, RewardService
-from rl_async.reward_loop.verdicts import Verdicts
-
-from .outside import Answer, Outside, says, verdict
-from .rows import score
+from tests.unit.reward_loop.outside import Answer, Outside, says, verdict
+from tests.unit.reward_loop.rows import score
 
 KEY = "sk-very-secret-1234"
 

@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 
-from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
-from rl_async.configs.reward import RewardModelConfig
-from rl_async.configs.schema import RewardConfig, RewardTerm
+from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
+from rl_async.configs.schema.reward import RewardModelConfig
+from rl_async.configs.schema.run import RewardConfig, RewardTerm
 from rl_async.reward_loop.render import conversation_ids, load_tokenizer
 from rl_async.reward_loop.service import RewardService
-
-from .outside import Answer, Outside
-from .rows import score
+from tests.unit.reward_loop.outside import Answer, Outside
+from tests.unit.reward_loop.rows import score
 
 TERMS = (RewardTerm(name="reward_model", weight=2.0),)
 

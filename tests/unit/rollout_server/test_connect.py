@@ -2,8 +2,8 @@ import pytest
 
 from rl_async.errors import ProtocolError
 from rl_async.rollout_server.connect import connect
-from rl_async.rollout_server.sglang import SglangEngine
-from rl_async.rollout_server.vllm import VllmEngine
+from rl_async.rollout_server.sglang.client import SglangEngine
+from rl_async.rollout_server.vllm.client import VllmEngine
 
 
 @pytest.mark.parametrize(("kind", "client"), [("embedded", VllmEngine), ("vllm", VllmEngine), ("sglang", SglangEngine)])

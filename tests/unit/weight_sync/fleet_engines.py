@@ -10,8 +10,8 @@ import torch
 
 from rl_async.errors import EngineError, EngineLost, QueueLost, WeightSyncError
 from rl_async.messages import EngineList, EngineRecord, Version
-from rl_async.weight_sync.assembly import Assembler
-from rl_async.weight_sync.buckets import Bucket, make_buckets
+from rl_async.weight_sync.buckets.assembly import Assembler
+from rl_async.weight_sync.buckets.buckets import Bucket, make_buckets
 from rl_async.weight_sync.fleet import Fleet
 from rl_async.weight_sync.options import PLAIN, SyncOptions
 from rl_async.weight_sync.protocol import Backend, InitInfo, UpdateInfo

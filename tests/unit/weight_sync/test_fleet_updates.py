@@ -7,9 +7,9 @@ import torch
 
 from rl_async.errors import EngineError, WeightSyncError
 from rl_async.messages import Version
-from rl_async.weight_sync.adapters import as_adapters
-from rl_async.weight_sync.assembly import Assembler
-from rl_async.weight_sync.buckets import Bucket, make_buckets
+from rl_async.weight_sync.buckets.adapters import as_adapters
+from rl_async.weight_sync.buckets.assembly import Assembler
+from rl_async.weight_sync.buckets.buckets import Bucket, make_buckets
 from rl_async.weight_sync.options import SyncOptions
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from rl_async.weight_sync.receiver import WeightReceiver

@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 
 from rl_async.messages import Version
-from rl_async.weight_sync.buckets import Bucket
+from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.phases import Bystander, build_phase
 from rl_async.weight_sync.protocol import SyncReport
 

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from rl_async.errors import WeightSyncError
-from rl_async.weight_sync.buckets import Piece, make_buckets
-from rl_async.weight_sync.disk import DiskSender
-from rl_async.weight_sync.gloo import GlooReceiver, GlooSender
-from rl_async.weight_sync.ipc import SharedMemorySender, new_segment
-from rl_async.weight_sync.nccl import NcclSender
+from rl_async.weight_sync.buckets.buckets import Piece, make_buckets
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from rl_async.weight_sync.receiver import WeightReceiver
+from rl_async.weight_sync.transports.disk import DiskSender
+from rl_async.weight_sync.transports.gloo import GlooReceiver, GlooSender
+from rl_async.weight_sync.transports.ipc import SharedMemorySender, new_segment
+from rl_async.weight_sync.transports.nccl import NcclSender
 
 NAMED = [("a", torch.arange(4.0)), ("b", torch.ones(2, 3, dtype=torch.bfloat16))]
 

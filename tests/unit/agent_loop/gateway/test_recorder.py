@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.gateway.chat import Call, ChatMessage, answer_text, history_keys, read_answer
 from rl_async.agent_loop.gateway.recorder import Prompt, Recorder, cut_at_stop
-from rl_async.agent_loop.render import ChatRenderer
 from rl_async.messages import Version, VersionRun
 from rl_async.rollout_server.api import GenerateResult
 

@@ -1,0 +1,134 @@
+"""Conversations to learn from, out of JSONL or Parquet. Every error names the file, the line and the way out."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rl_async.agent_loop.data.dataset import ParquetRows
+from rl_async.errors import DataError
+
+Message = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SUFFIXES = (".jsonl", ".parquet")
+
+
+class Chat(NamedTuple):
+    """One conversation. ``tools`` are JSON schemas; ``place`` says where it stands, for errors."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+    place: str
+
+
+def read_chats(path: str) -> Iterator[Chat]:
+    """All conversations of a file with the columns ``messages`` and, if it likes, ``tools``.
+
+    Raises DataError for the first that cannot be learned from, and for a file that is missing or empty.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise DataError(f"data.path: no file {path}; paths are relative to the working directory")
+    if file.suffix not in SUFFIXES:
+        raise DataError(f"{path}: unknown kind of file; give {' or '.join(SUFFIXES)}, with a column `messages`")
+    rows = _lines(file) if file.suffix == ".jsonl" else _parquet(file)
+    empty = True
+    for place, row in rows:
+        empty = False
+        yield to_chat(row, place)
+    if empty:
+        raise DataError(f"{path}: no conversations in it; write one JSON object with `messages` on each line")
+
+
+def to_chat(row: dict[str, Any], place: str) -> Chat:
+    """A row as a Chat: tool calls' arguments as mappings, as most chat templates want them, and no missing content."""
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{place}: needs `messages`, a list of {{role, content}}, got {messages!r:.80}")
+    chat = [_message(message, f"{place}, message {number}") for number, message in enumerate(messages)]
+    spoken = [number for number, message in enumerate(chat) if message["role"] == "assistant"]
+    if not spoken:
+        raise DataError(f"{place}: no assistant turn, so there is nothing to learn; leave the line out")
+    if spoken[0] == 0:
+        raise DataError(f"{place}: begins with the assistant; put a user message before it")
+    return Chat(chat, _tools(row.get("tools"), place), place)
+
+
+def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Objects of a JSONL file with their line, counted from 1. Blank lines hold none."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            place = f"{file}, line {number}"
+            try:
+                yield place, msgspec.json.decode(line, type=dict[str, Any])
+            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                raise DataError(
+                    f"{place}: not a JSON object ({error}); write one conversation per line, as json.dumps does"
+                ) from error
+
+
+def _parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, row in enumerate(ParquetRows(file)):
+        yield f"{file}, row {number}", _without_nulls(row)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Arrow gives every struct all keys that any struct of its column has."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
+def _message(value: Any, place: str) -> Message:
+    if not isinstance(value, dict):
+        raise DataError(f"{place}: needs {{role, content}}, got {value!r:.80}")
+    message = {key: part for key, part in value.items() if part is not None}
+    role = message.get("role")
+    if role not in ROLES:
+        raise DataError(f"{place}: unknown role {role!r:.40}; known: {', '.join(ROLES)}")
+    calls = message.pop("tool_calls", None) or []
+    content = message.setdefault("content", "")
+    if not isinstance(content, str):
+        raise DataError(f"{place}: needs its content as text, got {content!r:.80}")
+    if role == "assistant" and not content.strip() and not calls:
+        raise DataError(f"{place}: an assistant turn without content or tool_calls; fill it, or leave the line out")
+    if calls:
+        if role != "assistant" or not isinstance(calls, list):
+            raise DataError(f"{place}: tool_calls are a list, in an assistant's message; got {calls!r:.80}")
+        message["tool_calls"] = [_call(call, place) for call in calls]
+    return message
+
+
+def _call(call: Any, place: str) -> dict[str, Any]:
+    """OpenAI's form of a call, ``{"type": "function", "function": {"name", "arguments"}}``, or only its inside."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(f"{place}: a tool call needs function.name and function.arguments, got {call!r:.80}")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments)
+        except msgspec.DecodeError as error:
+            raise DataError(f"{place}: arguments of {function['name']} are not JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise DataError(f"{place}: arguments of {function['name']} must be a JSON object, got {arguments!r:.80}")
+    inside = {"name": function["name"], "arguments": arguments}
+    outside = {key: part for key, part in call.items() if key == "id" and part is not None}
+    return {**outside, "type": "function", "function": inside}
+
+
+def _tools(value: Any, place: str) -> list[dict[str, Any]]:
+    if isinstance(value, str):  # as Parquet files tend to have it
+        try:
+            value = msgspec.json.decode(value)
+        except msgspec.DecodeError as error:
+            raise DataError(f"{place}: tools are not JSON: {error}") from error
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise DataError(f"{place}: tools are a list of JSON schemas, got {value!r:.80}")
+    return value

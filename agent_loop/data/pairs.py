@@ -1,0 +1,57 @@
+"""Preference pairs out of Parquet or JSONL. Every error names the file, the row and the column."""
+
+import math
+from typing import Any, NamedTuple
+
+from rl_async.agent_loop.data.dataset import as_messages, open_rows
+from rl_async.errors import DataError
+
+Message = dict[str, Any]
+
+
+class Pair(NamedTuple):
+    """Two conversations of which the first is better. ``margin`` None: the row has none. ``place``: file and row."""
+
+    chosen: list[Message]
+    rejected: list[Message]
+    margin: float | None
+    place: str
+
+    @property
+    def prompt(self) -> str:
+        """What stands before the first answer, for keeping pairs of one prompt together."""
+        spoken = (i for i, message in enumerate(self.chosen) if message["role"] == "assistant")
+        return repr(self.chosen[: next(spoken, None)])
+
+
+def read_pairs(path: str) -> list[Pair]:
+    """All pairs of a file. Raises DataError for the first row that is none."""
+    rows = open_rows(path)
+    if rows.generated:
+        raise DataError(f"{path}: preference pairs come from a Parquet or JSONL file")
+    return [to_pair(row, f"{rows.name}, row {number}") for number, row in enumerate(rows)]
+
+
+def to_pair(row: dict[str, Any], place: str) -> Pair:
+    """A row as a Pair.
+
+    Columns: chosen and rejected, as messages or as what the assistant said; prompt, put before both, which whole
+    conversations do without; margin, a number.
+    """
+    given = row.get("prompt")
+    prompt = [] if given is None else as_messages(given, place, "prompt")
+    chosen, rejected = (_conversation(row.get(column), prompt, place, column) for column in ("chosen", "rejected"))
+    if chosen == rejected:
+        raise DataError(f"{place}, column rejected: the same as chosen; leave the row out")
+    margin = row.get("margin")
+    if margin is None:
+        return Pair(chosen, rejected, None, place)
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise DataError(f"{place}, column margin: needs a finite number, got {margin!r:.80}")
+    return Pair(chosen, rejected, float(margin), place)
+
+
+def _conversation(value: Any, prompt: list[Message], place: str, column: str) -> list[Message]:
+    if isinstance(value, str) and not prompt:
+        raise DataError(f"{place}, column {column}: a text needs a column prompt; or give whole conversations")
+    return [*prompt, *as_messages(value, place, column, role="assistant")]

@@ -1,0 +1,168 @@
+"""The endless stream of tasks, with a cursor that finds its place again."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from rl_async.agent_loop.data.dataset import Rows, open_rows, to_task
+from rl_async.configs.derived.sources import Points, label_of, labels, parts, points_of, shares_at
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import DataError
+from rl_async.messages import Task
+
+PromptLength = Callable[[Task], int]
+
+
+class _Cursor(msgspec.Struct, array_like=True):
+    drawn: list[int]  # tasks taken from each source
+    rows: list[int]  # rows of each source, to notice that the data has changed
+    owed: list[float] = []  # tasks by which each source is behind its share; empty: none is
+
+
+class _Source:
+    """One data set, gone through in an order of its own in each epoch."""
+
+    def __init__(self, rows: Rows, label: str, weights: Points, seed: int | None) -> None:
+        self.rows, self.label, self.weights = rows, label, weights
+        self._seed = seed  # None: in the file's order
+        self._epoch, self._order = -1, list[int]()
+
+    def task(self, drawn: int) -> Task:
+        """The task number ``drawn``, counted from the beginning of the first epoch."""
+        epoch, position = divmod(drawn, len(self.rows))
+        number = position
+        if self._seed is not None and not self.rows.generated:  # generated rows are random already
+            if epoch != self._epoch:
+                self._epoch, self._order = epoch, list(range(len(self.rows)))
+                random.Random(f"{self._seed} {self.label} {epoch}").shuffle(self._order)
+            number = self._order[position]
+        return self.at(number)
+
+    def at(self, number: int) -> Task:
+        """The task of one row."""
+        task = to_task(self.rows[number], f"{self.rows.name}, row {number}", f"{self.label}:{number}")
+        return msgspec.structs.replace(task, source=self.label)
+
+    def check(self, length: PromptLength, longest: int) -> None:
+        """Raise DataError for the first row that is no task, or whose prompt has more than ``longest`` tokens."""
+        if self.rows.generated:
+            return
+        for number, row in enumerate(self.rows):
+            place = f"{self.rows.name}, row {number}"
+            task = to_task(row, place, "")
+            if (tokens := length(task)) > longest:
+                raise DataError(f"{place}, column prompt: {tokens} tokens, data.max_prompt_tokens is {longest}")
+
+
+class TaskSource:
+    """Tasks without end, from several data sets in proportion to their weights. Implements the queue's Protocol.
+
+    The order depends only on the data, the weights, the seed and the steps that were asked for, so a cursor is how much
+    was taken of each, and by how much each is behind: weights may change from step to step.
+    """
+
+    def __init__(self, sources: Sequence[_Source]) -> None:
+        self._sources = sources
+        self._drawn = [0] * len(sources)
+        self._owed = [0.0] * len(sources)
+
+    def next(self, step: int = 0) -> Task:
+        """The next task, to be trained at about ``step``: of the data set that is furthest behind its share.
+
+        One whose share is 0 gives none.
+        """
+        shares = shares_at([source.weights for source in self._sources], step)
+        self._owed = [owed + share for owed, share in zip(self._owed, shares)]
+        chosen = max((n for n, share in enumerate(shares) if share), key=self._owed.__getitem__)
+        task = self._sources[chosen].task(self._drawn[chosen])
+        self._drawn[chosen] += 1
+        self._owed[chosen] -= 1.0
+        return task
+
+    def cursor(self) -> bytes:
+        """Where the source stands; opaque."""
+        return msgspec.msgpack.encode(_Cursor(self._drawn, [len(s.rows) for s in self._sources], self._owed))
+
+    def seek(self, cursor: bytes) -> None:
+        """Go on from a cursor. Raises DataError when the data sets are not those it was taken from."""
+        try:
+            found = msgspec.msgpack.decode(cursor, type=_Cursor)
+        except msgspec.DecodeError as error:
+            raise DataError(f"not a cursor of a task source: {error}") from error
+        rows = [len(source.rows) for source in self._sources]
+        if found.rows != rows or len(found.drawn) != len(rows):
+            raise DataError(f"data.path has changed: the cursor is for data sets of {found.rows} rows, here are {rows}")
+        self._drawn, self._owed = list(found.drawn), list(found.owed) or [0.0] * len(rows)
+
+
+def make_sources(config: RunConfig) -> tuple[TaskSource, list[Task]]:
+    """The training tasks, and the held-out tasks of one evaluation.
+
+    All rows are read once, so that a bad one stops the run before it starts. Raises DataError naming it.
+    """
+    data = config.data
+    length = prompt_length(config.model.path, data.max_prompt_tokens)
+    sources = []
+    for part, label in zip(parts(data), labels(data), strict=True):
+        rows = open_rows(part.path, seed=config.seed)
+        sources.append(_Source(rows, label, points_of(part), config.seed if data.shuffle else None))
+    held_out: list[Task] = []
+    if data.eval_path is not None:
+        # Another seed than training's, or a generated set would hold out what is trained on.
+        rows = open_rows(data.eval_path, seed=config.seed + 1_000_003)
+        source = _Source(rows, label_of(data.eval_path), ((0, 1.0),), None)
+        source.check(length, data.max_prompt_tokens)
+        held_out = [source.at(number) for number in range(min(config.eval.tasks, len(rows)))]
+    for source in sources:
+        source.check(length, data.max_prompt_tokens)
+    return TaskSource(sources), held_out
+
+
+def prompt_length(model_path: str, longest: int) -> PromptLength:
+    """An upper bound of a prompt's tokens, exact where it may pass ``longest``; only then the tokenizer is loaded."""
+    exact: list[PromptLength] = []
+
+    def length(task: Task) -> int:
+        bound = sum(len(message["content"].encode()) + 32 for message in task.prompt)
+        if bound <= longest:  # a token is at least one byte
+            return bound
+        if not exact:
+            exact.append(_exact_length(model_path))
+        return exact[0](task)
+
+    return length
+
+
+def _exact_length(model_path: str) -> PromptLength:
+    from transformers import PreTrainedTokenizerFast
+
+    from rl_async.agent_loop.chat_formats.render import ChatRenderer
+
+    renderer = ChatRenderer(PreTrainedTokenizerFast.from_pretrained(model_path), cache_size=0)
+    return lambda task: len(renderer.prompt(task.prompt))
+
+
+def inspect(path: str, *, show: int = 2) -> str:
+    """What a data set holds, for a person to read. Raises DataError for the first bad row."""
+    rows = open_rows(path)
+    total = min(len(rows), 1000) if rows.generated else len(rows)
+    tasks = [to_task(rows[n], f"{path}, row {n}", f"{label_of(path)}:{n}") for n in range(total)]
+    lengths = sorted(sum(len(message["content"]) for message in task.prompt) for task in tasks)
+    different = len({msgspec.json.encode(task.prompt) for task in tasks})
+    lines = [
+        f"{path}: {'generated; the first ' if rows.generated else ''}{total} rows, {different} different prompts",
+        f"prompt characters: shortest {lengths[0]}, median {lengths[total // 2]}, longest {lengths[-1]}",
+        f"data_source: {_counts(task.data_source for task in tasks)}",
+        f"agent_name: {_counts(task.agent or '(the config decides)' for task in tasks)}",
+    ]
+    for task in tasks[:show]:
+        lines.append(f"--- {task.task_id}")
+        lines += [f"{message['role']}: {message['content']}" for message in task.prompt]
+        lines.append(f"ground_truth: {task.ground_truth}")
+    return "\n".join(lines)
+
+
+def _counts(values: Iterable[str]) -> str:
+    return ", ".join(f"{value} {count}" for value, count in Counter(values).most_common(10))

@@ -1,0 +1,268 @@
+"""Tiny verifiable tasks: ``make_data`` writes training tasks, held-out tasks and imperfect demonstrations.
+``make_pairs`` writes preference pairs for a reward model.
+
+calculator  one tool call, then the answer
+shop        look up a hidden price, compute with it, then the answer
+sort        sort digits, no tools
+
+The demonstrations teach the format of tool calls but are often wrong, so that a warm-started model knows how to act
+and reinforcement learning has something to improve.
+"""
+
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rl_async.agent_loop.chat_formats.hermes import BAD_CALL, CALL_END, CALL_START
+from rl_async.agent_loop.tools.arithmetic import evaluate
+from rl_async.errors import ConfigError
+
+Message = dict[str, str]
+ITEMS = ("apple", "plum", "kiwi", "fig", "lime", "pear")
+NO_SUCH_ITEM = "no such item"
+
+
+class Sample(NamedTuple):
+    """One generated task. ``state`` goes into ``extra_info``, where an environment finds it."""
+
+    prompt: str
+    answer: str
+    state: dict[str, Any]
+
+
+class Generator(NamedTuple):
+    """How to draw a task and a demonstration of it. ``agent`` is the loop that runs it."""
+
+    agent: str
+    ability: str
+    sample: Callable[[random.Random], Sample]
+    demonstrate: Callable[[Sample, random.Random], list[Message]]
+
+
+def make_data(
+    name: str, folder: str | Path, *, train: int = 4096, held_out: int = 256, demos: int = 16384, seed: int = 0
+) -> None:
+    """Write ``train.parquet``, ``test.parquet`` and ``demos.parquet`` into ``folder``.
+
+    No held-out prompt occurs among the training tasks or the demonstrations. The same arguments write the same data.
+    Raises ConfigError for an unknown ``name``.
+    """
+    if name not in GENERATORS:
+        raise ConfigError(f"no generator {name!r}; known: {', '.join(GENERATORS)}")
+    generator = GENERATORS[name]
+    random_source = random.Random(f"{name} {seed}")
+    test_samples = _held_out(generator, random_source, held_out)
+
+    def draw() -> Sample:
+        while True:
+            sample = generator.sample(random_source)
+            if sample.prompt not in test_samples:
+                return sample
+
+    train_samples = [draw() for _ in range(train)]
+    conversations = []
+    for _ in range(demos):
+        sample = draw()
+        prompt = {"role": "user", "content": sample.prompt}
+        conversations.append([prompt, *generator.demonstrate(sample, random_source)])
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    _write(target / "train.parquet", [_row(name, "train", i, s) for i, s in enumerate(train_samples)])
+    _write(target / "test.parquet", [_row(name, "test", i, s) for i, s in enumerate(test_samples.values())])
+    _write(target / "demos.parquet", [{"messages": conversation} for conversation in conversations])
+
+
+def make_pairs(name: str, folder: str | Path, *, pairs: int = 16384, held_out: int = 256, seed: int = 0) -> None:
+    """Write ``pairs.parquet`` into ``folder``: for each prompt a flawless conversation and one with a single flaw.
+
+    Columns prompt, chosen, rejected, of chat messages. No prompt is among those that ``make_data`` holds out with the
+    same ``held_out`` and ``seed``. Raises ConfigError for an unknown ``name``.
+    """
+    if name not in PAIRS:
+        raise ConfigError(f"no generator {name!r}; known: {', '.join([*GENERATORS, *PAIRS])}")
+    task, make_pair = PAIRS[name]
+    generator = GENERATORS[task]
+    test_samples = _held_out(generator, random.Random(f"{task} {seed}"), held_out)
+    random_source = random.Random(f"{name} {seed}")
+    rows: list[dict[str, Any]] = []
+    while len(rows) < pairs:
+        sample = generator.sample(random_source)
+        if sample.prompt in test_samples:
+            continue
+        chosen, rejected = make_pair(sample, random_source)
+        prompt = [{"role": "user", "content": sample.prompt}]
+        rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    _write(target / "pairs.parquet", rows)
+
+
+def _held_out(generator: Generator, random_source: random.Random, count: int) -> dict[str, Sample]:
+    """``count`` samples by their prompts."""
+    samples: dict[str, Sample] = {}
+    while len(samples) < count:
+        sample = generator.sample(random_source)
+        samples.setdefault(sample.prompt, sample)
+    return samples
+
+
+def _row(name: str, split: str, index: int, sample: Sample) -> dict[str, Any]:
+    generator = GENERATORS[name]
+    return {
+        "data_source": name,
+        "prompt": [{"role": "user", "content": sample.prompt}],
+        "ability": generator.ability,
+        "reward_model": {"style": "rule", "ground_truth": sample.answer},
+        "extra_info": {"split": split, "index": index, **sample.state},
+        "agent_name": generator.agent,
+    }
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write whole or not at all: another process may be waiting for the file to appear."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    pq.write_table(pa.Table.from_pylist(rows), partial)
+    os.replace(partial, path)
+
+
+# --- what the demonstrations are made of ----------------------------------------------------------------------------
+
+
+def _assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _tool(text: str) -> Message:
+    return {"role": "tool", "content": text}
+
+
+def _call(name: str, **arguments: str) -> str:
+    body = json.dumps({"name": name, "arguments": arguments}, separators=(",", ":"))
+    return f"{CALL_START}\n{body}\n{CALL_END}"
+
+
+def _broken(call: str) -> str:
+    """The call without its last brace, which no parser accepts."""
+    return call.replace('"}}', '"}')
+
+
+def _corrupt(text: str, random_source: random.Random) -> str:
+    """``text`` with one character replaced by another digit or operator."""
+    at = random_source.randrange(len(text))
+    new = str(random_source.randint(1, 9)) if text[at].isdigit() else random_source.choice("+-*")
+    return text[:at] + new + text[at + 1 :]
+
+
+def _other(text: str, random_source: random.Random) -> str:
+    """``_corrupt``, and really another text."""
+    while (other := _corrupt(text, random_source)) == text:
+        pass
+    return other
+
+
+def _guess(random_source: random.Random, highest: int) -> Message:
+    return _assistant(str(random_source.randint(0, highest)))
+
+
+# --- calculator -----------------------------------------------------------------------------------------------------
+
+
+def _sample_calculator(random_source: random.Random) -> Sample:
+    a, b, c = random_source.randint(2, 99), random_source.randint(2, 99), random_source.randint(2, 9)
+    expression = f"{a}{random_source.choice('+-*')}{b}{random_source.choice('+-')}{c}"
+    return Sample(f"what is {expression}?", str(evaluate(expression)), {"expression": expression})
+
+
+def _demonstrate_calculator(sample: Sample, random_source: random.Random) -> list[Message]:
+    chance = random_source.random
+    if chance() < 0.3:  # no tool
+        return [_guess(random_source, 999)]
+    expression = sample.state["expression"]
+    if chance() < 0.25:  # wrong argument
+        expression = _corrupt(expression, random_source)
+    call = _call("calculator", expression=expression)
+    if chance() < 0.2:  # malformed call
+        return [_assistant(_broken(call)), _tool(BAD_CALL), _guess(random_source, 999)]
+    value = str(evaluate(expression))
+    answer = _corrupt(value, random_source) if chance() < 0.25 else value  # wrong copy of the result
+    return [_assistant(call), _tool(value), _assistant(answer)]
+
+
+def _pair_calculator(sample: Sample, random_source: random.Random) -> tuple[list[Message], list[Message]]:
+    expression, value = sample.state["expression"], sample.answer
+    call = _call("calculator", expression=expression)
+    wrong = _other(expression, random_source)
+    result = str(evaluate(wrong))
+    rejected = [
+        [_assistant(_other(value, random_source))],  # no tool
+        [_assistant(_call("calculator", expression=wrong)), _tool(result), _assistant(result)],  # wrong argument
+        [_assistant(_broken(call)), _tool(BAD_CALL), _guess(random_source, 999)],  # malformed call
+        [_assistant(call), _tool(value), _assistant(_other(value, random_source))],  # wrong copy of the result
+    ]
+    return [_assistant(call), _tool(value), _assistant(value)], random_source.choice(rejected)
+
+
+# --- shop -----------------------------------------------------------------------------------------------------------
+
+
+def _sample_shop(random_source: random.Random) -> Sample:
+    count, item = random_source.randint(2, 99), random_source.choice(ITEMS)
+    price, rest = random_source.randint(2, 99), random_source.randint(2, 9)
+    word, sign = random_source.choice([("plus", "+"), ("minus", "-")])
+    answer = evaluate(f"{count}*{price}{sign}{rest}")
+    state = {"item": item, "price": price, "count": count, "sign": sign, "rest": rest}
+    return Sample(f"cost of {count} {item} {word} {rest}?", str(answer), state)
+
+
+def _demonstrate_shop(sample: Sample, random_source: random.Random) -> list[Message]:
+    chance, state = random_source.random, sample.state
+    if chance() < 0.25:  # no tool
+        return [_guess(random_source, 9999)]
+    turns: list[Message] = []
+    price = str(state["price"])
+    if chance() < 0.15:  # guesses the price instead of looking it up
+        price = str(random_source.randint(2, 99))
+    else:
+        item = random_source.choice(ITEMS) if chance() < 0.08 else state["item"]  # wrong argument
+        turns.append(_assistant(_call("lookup", item=item)))
+        if item != state["item"]:
+            return [*turns, _tool(f"error: {NO_SUCH_ITEM}"), _guess(random_source, 9999)]
+        turns.append(_tool(price))
+    expression = f"{state['count']}*{price}{state['sign']}{state['rest']}"
+    if chance() < 0.08:  # wrong argument
+        expression = _corrupt(expression, random_source)
+    call = _call("calculator", expression=expression)
+    if chance() < 0.12:  # malformed call
+        return [*turns, _assistant(_broken(call)), _tool(BAD_CALL), _guess(random_source, 9999)]
+    value = str(evaluate(expression))
+    answer = _corrupt(value, random_source) if chance() < 0.12 else value  # wrong copy of the result
+    return [*turns, _assistant(call), _tool(value), _assistant(answer)]
+
+
+# --- sort -----------------------------------------------------------------------------------------------------------
+
+
+def _sample_sort(random_source: random.Random) -> Sample:
+    digits = "".join(random_source.choices("0123456789", k=6))
+    return Sample(f"sort {digits}", "".join(sorted(digits)), {})
+
+
+def _demonstrate_sort(sample: Sample, random_source: random.Random) -> list[Message]:
+    answer = sample.answer
+    if random_source.random() < 0.25:  # one wrong digit
+        answer = _corrupt(answer, random_source)
+    return [_assistant(answer)]
+
+
+GENERATORS = {
+    "calculator": Generator("tool_agent", "math", _sample_calculator, _demonstrate_calculator),
+    "shop": Generator("tool_agent", "shopping", _sample_shop, _demonstrate_shop),
+    "sort": Generator("single_turn", "sorting", _sample_sort, _demonstrate_sort),
+}
+PAIRS = {"calculator-pairs": ("calculator", _pair_calculator)}  # the task whose prompts they have, and how to draw one

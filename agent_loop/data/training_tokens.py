@@ -1,0 +1,111 @@
+"""Conversations as token ids, and which of them the assistant said: those are learned, with the token that ends a turn.
+
+A template that marks what is generated (``{% generation %}``) says so itself. With any other, a turn begins where the
+rendering of all before it ends, and goes up to the token that ends it. What stands before a turn is encoded on its own,
+as an engine would get it, so the tokens that are learned are those that the model is to sample.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jinja2
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.data.chats import Chat
+from rl_async.errors import ConfigError, DataError
+
+_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class ChatTokens(NamedTuple):
+    """Both [T]."""
+
+    ids: np.ndarray  # int32
+    learned: np.ndarray  # bool
+
+
+class ChatEncoder:
+    """Encodes with one tokenizer. Raises ConfigError if its chat template ends no turn with a special token."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer = tokenizer
+        self._encode: Callable[[Chat], ChatTokens] = self._marked
+        if _MARKER.search(str(tokenizer.get_chat_template())):
+            return
+        self._encode = self._by_prefixes
+        try:
+            self._renderer = ChatRenderer(tokenizer)
+        except (ValueError, jinja2.TemplateError) as error:
+            raise ConfigError(
+                f"model.path: where an assistant's turn ends cannot be told: {error}; put {{% generation %}} and "
+                "{% endgeneration %} around what the assistant says in the chat template"
+            ) from error
+        self._end = self._renderer.decode([self._renderer.end_of_turn])
+
+    def encode(self, chat: Chat) -> ChatTokens:
+        """Raises DataError, naming the conversation, if what is to be learned cannot be told."""
+        try:
+            tokens = self._encode(chat)
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise DataError(f"{chat.place}: the model's chat template refuses it: {error}") from error
+        if not tokens.learned.any():
+            raise DataError(f"{chat.place}: the chat template marks nothing of it as the assistant's")
+        return tokens
+
+    def _marked(self, chat: Chat) -> ChatTokens:
+        encoded: Any = self._tokenizer.apply_chat_template(
+            chat.messages, tools=[*chat.tools] or None, return_dict=True, return_assistant_tokens_mask=True
+        )
+        return ChatTokens(np.array(encoded["input_ids"], np.int32), np.array(encoded["assistant_masks"], bool))
+
+    def _by_prefixes(self, chat: Chat) -> ChatTokens:
+        ids: list[int] = []
+        learned: list[bool] = []
+        for text, spoken in self._pieces(chat):
+            piece = self._renderer.encode(text)
+            ids += piece
+            learned += [spoken] * len(piece)
+        return ChatTokens(np.array(ids, np.int32), np.array(learned, bool))
+
+    def _pieces(self, chat: Chat) -> Iterator[tuple[str, bool]]:
+        """The conversation's text up to the end of its last assistant turn, cut at the borders of such turns."""
+        whole, done = self._render(chat, len(chat.messages)), 0
+        for number, message in enumerate(chat.messages):
+            place = f"{chat.place}, message {number}"
+            if message["role"] in ("system", "developer") and str(message["content"]).strip() not in whole:
+                raise DataError(
+                    f"{place}: the chat template does not print a {message['role']} message; change its role"
+                )
+            if message["role"] != "assistant":
+                continue
+            if self._end in json.dumps(message, ensure_ascii=False):
+                raise DataError(f"{place}: contains {self._end}, which ends a turn; take it out")
+            before = self._render(chat, number)
+            if not whole.startswith(before) or len(before) < done:
+                raise DataError(
+                    f"{place}: the chat template prints what comes before this turn differently once the conversation "
+                    "goes on (reasoning of earlier turns left out, say), so the model would learn what it never sees; "
+                    "make a line of each assistant turn, with what comes before it, or mark the template with "
+                    "{% generation %}"
+                )
+            end = whole.find(self._end, len(before))
+            if end < 0:
+                raise DataError(f"{place}: the chat template does not end this turn with {self._end}")
+            yield whole[done : len(before)], False
+            done = end + len(self._end)
+            yield whole[len(before) : done], True
+
+    def _render(self, chat: Chat, count: int) -> str:
+        """The first ``count`` messages; unless these are all, with the opening of an assistant's turn."""
+        return str(
+            self._tokenizer.apply_chat_template(
+                chat.messages[:count],
+                tools=[*chat.tools] or None,
+                tokenize=False,
+                add_generation_prompt=count < len(chat.messages),
+            )
+        )

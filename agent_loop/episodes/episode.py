@@ -1,0 +1,155 @@
+"""One conversation in progress: what was said, and the tokens exactly as they were sampled."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from rl_async.agent_loop.chat_formats.hermes import BAD_CALL, ParsedCall
+from rl_async.agent_loop.chat_formats.render import ChatRenderer, Message
+from rl_async.agent_loop.episodes.row_tokens import RowTokens
+from rl_async.agent_loop.tools.tool import Tool, ToolResult
+from rl_async.configs.derived.samples import is_baseline
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import DataError
+from rl_async.messages import LeasedGroup, Sampling, ToolCall, Trajectory, Turn
+from rl_async.rollout_server.api import GenerateRequest, Generator
+
+
+class Episode:
+    """What a loop works with: ``generate`` lets the model speak, ``call`` runs tools, ``add`` says something to it.
+
+    Sampled tokens are only ever appended to, never made from text again.
+    """
+
+    def __init__(
+        self,
+        group: LeasedGroup,
+        sample: int,
+        *,
+        config: RunConfig,
+        renderer: ChatRenderer,
+        generator: Generator,
+        tools: Sequence[Tool],
+    ) -> None:
+        self.task = group.task
+        self.config = config
+        self.messages: list[Message] = list(group.task.prompt)
+        self.tools = {tool.name: tool for tool in tools}
+        self.schemas = [tool.schema for tool in tools]
+        self.turns: list[Turn] = []
+        self._group, self._sample = group, sample
+        self._renderer, self._generator = renderer, generator
+        self._id = f"{group.group_id}.{sample}.{group.attempt}"
+        self._baseline = is_baseline(config, group.partition, sample)
+        self._sampling = Sampling(temperature=0.0) if self._baseline else policy_sampling(config, group.partition)
+        self._limit = min(config.agent.max_tokens, config.rollout.max_model_len)
+        self._seconds = {"generate": 0.0, "tools": 0.0}
+        self._began = time.monotonic()
+        self._row = RowTokens(renderer.prompt(self.messages, self.schemas))
+        if len(self._row) >= self._limit:
+            raise DataError(
+                f"task {self.task.task_id}: its prompt has {len(self._row)} tokens and leaves no room within "
+                f"{self._limit} (agent.max_tokens, rollout.max_model_len)"
+            )
+        for message in self.messages:
+            self.turns.append(Turn(role=message["role"], text=message["content"], end=len(self._row)))
+
+    @property
+    def text(self) -> str:
+        """What the last turn says."""
+        return self.turns[-1].text
+
+    async def generate(self) -> str:
+        """Let the model take a turn. Why it ended: ``stop``, ``length`` or ``abort``."""
+        room = min(self.config.rollout.max_tokens, self._limit - len(self._row))
+        if room <= 0:
+            return "length"
+        request = GenerateRequest(
+            request_id=f"{self._id}.{len(self.turns)}",
+            token_ids=self._row.token_ids.copy(),
+            sampling=self._sampling,
+            max_tokens=room,
+            stop_token_ids=self._renderer.stop_token_ids,
+            min_version=self._group.min_version,
+        )
+        began = time.monotonic()
+        result = await self._generator.generate(request, session=self._id)
+        seconds = time.monotonic() - began
+        self._seconds["generate"] += seconds
+        start = len(self._row)
+        self._row.add_sampled(result)
+        text = self._renderer.turn_text(result.token_ids)
+        self.messages.append({"role": "assistant", "content": text})
+        self.turns.append(Turn(role="assistant", text=text, start=start, end=len(self._row), seconds=seconds))
+        return result.finish_reason
+
+    def add(self, messages: Sequence[Message]) -> bool:
+        """Append messages of others and open the next assistant turn. False, and nothing added, if there is no room."""
+        delta = self._renderer.delta(messages)
+        start = len(self._row)
+        if start + len(delta) >= self._limit:
+            return False
+        self._row.add(delta)
+        self.messages += messages
+        for message in messages:
+            self.turns.append(Turn(role=message["role"], text=message["content"], start=start, end=len(self._row)))
+        return True
+
+    async def call(self, calls: Sequence[ParsedCall]) -> list[Message]:
+        """Run the calls side by side; a message for each, in order. Calls and results are noted in the last turn."""
+        began = time.monotonic()
+        agent = self.config.agent
+        done = await asyncio.gather(*(self._call_one(call, i) for i, call in enumerate(calls)))
+        self._seconds["tools"] += time.monotonic() - began
+        messages = []
+        for call, (result, seconds) in zip(calls, done):
+            text = self._renderer.clean(result.text, agent.tool_response_tokens)
+            self.turns[-1].tool_calls.append(
+                ToolCall(name=call.name, arguments=call.raw, result=text, error=result.error, seconds=seconds)
+            )
+            messages.append({"role": "tool", "content": text})
+        return messages
+
+    async def _call_one(self, call: ParsedCall, position: int) -> tuple[ToolResult, float]:
+        if call.arguments is None:
+            return ToolResult(BAD_CALL, "bad call"), 0.0
+        if position >= self.config.agent.max_parallel_calls:
+            return ToolResult("error: too many calls", "too many calls"), 0.0
+        tool = self.tools.get(call.name)
+        if tool is None:
+            return ToolResult("error: unknown tool", "unknown tool"), 0.0
+        began = time.monotonic()
+        result = await tool.call(call.arguments, timeout_s=self.config.agent.tool_timeout_s)
+        return result, time.monotonic() - began
+
+    def drift(self) -> int | None:
+        """Position of the first token that the full chat template would have otherwise; None: all agree."""
+        return self._renderer.check(self.messages, self._row.token_ids, self.schemas)
+
+    def trajectory(self, finish_reason: str) -> Trajectory:
+        """The row to train on, not scored yet."""
+        group = self._group
+        return Trajectory(
+            task_id=self.task.task_id,
+            group_id=group.group_id,
+            sample=self._sample,
+            attempt=group.attempt,
+            episode_id=self._id,
+            partition=group.partition,
+            **self._row.arrays(),
+            sampling=self._sampling,
+            reward=0.0,
+            baseline=self._baseline,
+            finish_reason=finish_reason,
+            turns=self.turns,
+            timings={**self._seconds, "total": time.monotonic() - self._began},
+            ground_truth=self.task.ground_truth,
+        )
+
+
+def policy_sampling(config: RunConfig, partition: str) -> Sampling:
+    """The distribution that a partition's tokens are drawn from."""
+    if partition == "eval":
+        return Sampling(temperature=config.eval.temperature)
+    rollout = config.rollout
+    return Sampling(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)

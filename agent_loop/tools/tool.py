@@ -1,0 +1,165 @@
+"""Typed functions as tools: their schema for the model, their call with a deadline."""
+
+import asyncio
+import contextlib
+import copy
+import functools
+import inspect
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self, get_type_hints
+
+import msgspec
+
+from rl_async.agent_loop.tools.arithmetic import evaluate
+from rl_async.errors import ConfigError
+from rl_async.userload import is_user_reference, load_user_object
+
+log = logging.getLogger("rl_async.agent_loop")
+
+
+class ToolResult(NamedTuple):
+    """What a call gave: ``text`` for the model, and ``error``, empty when the call succeeded."""
+
+    text: str
+    error: str = ""
+
+
+class Tool:
+    """A function that the model may call. Its parameters' types decide which arguments are accepted.
+
+    ``quick`` functions are so short that they run on the event loop; other plain functions run in a thread, coroutine
+    functions are awaited. Raises ConfigError for parameters without types.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, name: str = "", quick: bool = False) -> None:
+        self.name = name or function.__name__
+        self.function = function
+        self.quick = quick
+        self._said: set[str] = set()  # places whose errors were logged
+        self.arguments = _arguments_struct(self.name, function)
+        self.schema = _schema(self.name, function, self.arguments)
+
+    async def call(self, arguments: dict[str, Any], *, timeout_s: float) -> ToolResult:
+        """Run it. Whatever goes wrong becomes a result with an error, as a message to the model."""
+        try:
+            accepted = msgspec.convert(arguments, self.arguments)
+        except msgspec.ValidationError:
+            return _failed("bad arguments")
+        named = {field: getattr(accepted, field) for field in self.arguments.__struct_fields__}
+        try:
+            return ToolResult(_text(await self._run(named, timeout_s)))
+        except TimeoutError:
+            return _failed("timeout")
+        # A tool is the user's code and may raise anything; what it raises belongs to the model, not to the run.
+        except Exception as error:
+            self._log_once(error)
+            return _failed(str(error) or type(error).__name__)
+
+    def _log_once(self, error: Exception) -> None:
+        """Each place that raises, once: a model calls a tool wrongly thousands of times."""
+        at = error.__traceback__
+        while at is not None and at.tb_next is not None:
+            at = at.tb_next
+        place = f"{at.tb_frame.f_code.co_filename}:{at.tb_lineno}" if at is not None else "?"
+        if place not in self._said:
+            self._said.add(place)
+            kind = type(error).__name__
+            log.warning("tool %s raised %s in %s (not said again): %s", self.name, kind, place, error)
+
+    async def _run(self, named: dict[str, Any], timeout_s: float) -> Any:
+        if self.quick:
+            return self.function(**named)
+        async with asyncio.timeout(timeout_s):
+            if inspect.iscoroutinefunction(self.function):
+                return await self.function(**named)
+            return await _in_thread(functools.partial(self.function, **named))
+
+    def bound(self, function: Callable[..., Any]) -> Self:
+        """The same tool with another function behind it, such as an environment's method."""
+        other = copy.copy(self)
+        other.function = function
+        return other
+
+
+async def _in_thread(function: Callable[[], Any]) -> Any:
+    """Run a function in a thread of its own: a call that never returns takes no place from others, nor at exit."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(value: Any, error: Exception | None) -> None:
+        if future.done():  # the deadline came first
+            return
+        if error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        value, failure = None, None
+        try:
+            value = function()
+        except Exception as error:  # the user's code; raised again where it is awaited
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, value, failure)
+
+    threading.Thread(target=run, name="tool", daemon=True).start()
+    return await future
+
+
+def _failed(reason: str) -> ToolResult:
+    return ToolResult(f"error: {reason}", reason)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _arguments_struct(name: str, function: Callable[..., Any]) -> type[msgspec.Struct]:
+    """A struct with the function's parameters; unknown arguments are refused. Raises ConfigError for untyped ones."""
+    hints = get_type_hints(function)
+    fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name == "self":  # a method, to be bound for each episode
+            continue
+        if parameter.name not in hints or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise ConfigError(f"agent.tools: {name}: parameter {parameter.name!r} needs a type annotation")
+        if parameter.default is inspect.Parameter.empty:
+            fields.append((parameter.name, hints[parameter.name]))
+        else:
+            fields.append((parameter.name, hints[parameter.name], parameter.default))
+    return msgspec.defstruct(f"{name}_arguments", fields, kw_only=True, forbid_unknown_fields=True)
+
+
+def _schema(name: str, function: Callable[..., Any], arguments: type[msgspec.Struct]) -> dict[str, Any]:
+    """The tool in the form that chat templates take."""
+    (reference,), components = msgspec.json.schema_components([arguments])
+    parameters = components[reference["$ref"].rpartition("/")[2]]
+    parameters = {key: parameters[key] for key in ("type", "properties", "required")}
+    description = inspect.getdoc(function) or ""
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def calculator(expression: str) -> str:
+    """Evaluate whole-number arithmetic with + - * and parentheses."""
+    return str(evaluate(expression))
+
+
+BUILT_IN = {"calculator": Tool(calculator, quick=True)}
+
+
+@functools.cache
+def get_tool(name: str) -> Tool:
+    """A built-in tool, or the user's function ``path.py:name``. Raises ConfigError when there is none."""
+    if is_user_reference(name):
+        function = load_user_object(name, "agent.tools")
+        if isinstance(function, Tool):
+            return function
+        if not callable(function):
+            raise ConfigError(f"agent.tools: {name} is not a function")
+        return Tool(function)
+    if name not in BUILT_IN:
+        raise ConfigError(f"agent.tools: no tool {name!r}; built in: {', '.join(BUILT_IN)}; or path.py:function")
+    return BUILT_IN[name]

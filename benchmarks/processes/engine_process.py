@@ -1,0 +1,95 @@
+"""An engine process with weights in it, as a run would start it."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import msgspec
+import torch
+from transformers import AutoModelForCausalLM
+
+from rl_async.configs.load.loader import dump
+from rl_async.configs.schema.run import RunConfig
+from rl_async.launcher.plan.engines import engine_spec
+from rl_async.launcher.plan.ports import PortWish, assign_ports
+from rl_async.messages import EngineList, EngineRecord, Version
+from rl_async.rollout_server.vllm.client import VllmEngine
+from rl_async.weight_sync.buckets.buckets import make_buckets
+from rl_async.weight_sync.protocol import InitInfo
+from rl_async.weight_sync.transports.ipc import SharedMemorySender
+
+START_S = 240.0
+
+
+@contextmanager
+def serving(kind: str, config: RunConfig, folder: Path, vllm_python: str) -> Iterator[str]:
+    """The URL of an engine of this kind, which serves the model's weights as version 0.0."""
+    rollout = msgspec.structs.replace(config.rollout, engine=kind, python=vllm_python if kind == "vllm" else "")
+    config = msgspec.structs.replace(config, rollout=rollout)
+    (folder / "config.yaml").write_text(dump(config))
+    spec = engine_spec(config, folder, 0, None, None)
+    ports = assign_ports((PortWish(spec.name),))
+    url = f"http://127.0.0.1:{ports[spec.name]}"
+    log = folder / "engine.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            spec.command(ports), env=os.environ | spec.environment(ports), stdout=output, stderr=output
+        )
+    try:
+        if not asyncio.run(_load(url, config.model.path, process)):
+            sys.exit(f"the {kind} engine did not start:\n{log.read_text()[-3000:]}")
+        yield url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+async def _load(url: str, model_path: str, process: "subprocess.Popen[bytes]") -> bool:
+    """Wait until it answers, and send it the weights; whether that went well."""
+    engine = VllmEngine(url)
+    try:
+        async with asyncio.timeout(START_S):
+            while not await engine.health():
+                if process.poll() is not None:
+                    return False
+                await asyncio.sleep(0.2)
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        sender = SharedMemorySender(1, "", 10.0)
+        await engine.pause("keep")
+        await engine.init_transfer(InitInfo(backend="ipc"))
+        await engine.start_update()
+        for bucket in make_buckets(model.named_parameters(), 1 << 20):
+            await engine.update(sender.stage(bucket))
+        sender.close()
+        await engine.finish_update(Version(0, 0))
+        await engine.resume()
+        return True
+    finally:
+        await engine.close()
+
+
+class Directory:
+    """A registry of one engine."""
+
+    def __init__(self, url: str) -> None:
+        self.record = EngineRecord(engine_id="engine", url=url, kind="embedded")
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator["Directory"]:
+        yield self
+
+    async def engines(self, after: int = -1, wait_s: float = 0.0) -> EngineList:
+        await asyncio.sleep(wait_s)
+        return EngineList(revision=0, engines=[self.record], published=Version())
+
+    async def publish(self, version: Version, engines: list[str]) -> None:
+        self.record = msgspec.structs.replace(self.record, version=version)
+
+    async def confirm(self, engine_id: str, version: Version) -> None: ...
+
+    async def remove_engine(self, engine_id: str, reason: str) -> None:
+        raise RuntimeError(reason)

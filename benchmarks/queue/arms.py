@@ -1,0 +1,259 @@
+"""The paths that ``transfer_queue.py`` compares, each in a process: ``python -m benchmarks.queue.arms ROLE ARGUMENTS``.
+
+Producers send the same groups: 8 rows of 1,024 to 2,048 tokens with ids (int32), log-probabilities (float32), mask
+(bool) and reward. A consumer prints one JSON line with the seconds from the first group's arrival to the last one's.
+"""
+
+import asyncio
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import uvloop
+import zmq
+
+from rl_async.configs.schema.limits import QueueLimits
+from rl_async.messages import LeasedGroup, Sampling, Task, Trajectory, Version, VersionRun, codec
+from rl_async.transfer_queue.client.async_client import QueueClient, SyncQueueClient
+from rl_async.transfer_queue.journal.interface import Journal, MemoryJournal
+from rl_async.transfer_queue.journal.recovery import Recorder, recover
+from rl_async.transfer_queue.journal.sqlite import SqliteJournal
+from rl_async.transfer_queue.policy.admission import QueueSettings
+from rl_async.transfer_queue.reports.ledger import Ledger
+from rl_async.transfer_queue.server.handlers import QueueServer
+from rl_async.transfer_queue.server.loop import bind, serve
+from rl_async.transfer_queue.shard.__main__ import run_shard
+from rl_async.transfer_queue.state.source import Counted
+from rl_async.transfer_queue.state.store import Store
+from rl_async.transfer_queue.state.transitions import Feed
+
+ROWS = 8  # of a group
+WINDOW = 64  # messages that a raw socket buffers at most
+BATCH = 32  # groups per step of the queue
+LEASED = 32  # groups that the queue's producer works on at once
+
+
+_IDS, _MASK, _LOGPROBS = np.full(2048, 7, np.int32), np.ones(2048, bool), np.full(2048, -1.0, np.float32)
+
+
+def lengths(groups: int) -> np.ndarray:
+    """Tokens of each row, int64[groups, ROWS]: the same numbers for every path."""
+    return np.random.default_rng(0).integers(1024, 2049, (groups, ROWS))
+
+
+def row(group: LeasedGroup, sample: int, tokens: int) -> Trajectory:
+    """What a worker hands over."""
+    return Trajectory(
+        task_id=group.task.task_id,
+        group_id=group.group_id,
+        sample=sample,
+        attempt=group.attempt,
+        episode_id=f"{group.group_id}.{sample}",
+        token_ids=_IDS[:tokens],
+        loss_mask=_MASK[:tokens],
+        logprobs=_LOGPROBS[:tokens],
+        versions=[VersionRun(group.min_version, 0, tokens)],
+        sampling=Sampling(),
+        reward=0.5,
+    )
+
+
+def encoded(count: int) -> list[list[bytes]]:
+    """Different groups as frames, one per row."""
+    task = Task(task_id="t", data_source="", prompt=[], ground_truth="")
+    groups = [
+        LeasedGroup(group_id=i, partition="train", attempt=0, samples=[], task=task, min_version=Version())
+        for i in range(count)
+    ]
+    sizes = lengths(count)
+    return [[codec.encode(row(g, s, int(n))) for s, n in enumerate(sizes[g.group_id])] for g in groups]
+
+
+def report(began: float, groups: int, nbytes: int) -> None:
+    print(json.dumps({"seconds": time.perf_counter() - began, "groups": groups, "bytes": nbytes}), flush=True)
+
+
+# --- raw sockets ----------------------------------------------------------------------------------------------------
+
+
+def raw_producer(address: str, groups: str) -> None:
+    frames = encoded(64)
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.set(zmq.SNDHWM, WINDOW)
+        socket.connect(address)
+        for number in range(int(groups)):
+            socket.send_multipart(frames[number % len(frames)], copy=False)
+        socket.close(linger=60_000)
+
+
+def raw_consumer(address: str, groups: str, how: str) -> None:
+    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
+        socket.set(zmq.RCVHWM, WINDOW)
+        socket.bind(address) if how == "bind" else socket.connect(address)
+        socket.recv_multipart(copy=False)
+        began, nbytes = time.perf_counter(), 0
+        for _ in range(int(groups) - 1):
+            nbytes += sum(len(frame) for frame in socket.recv_multipart(copy=False))
+        report(began, int(groups) - 1, nbytes)
+
+
+def raw_broker(producers: str, consumers: str) -> None:
+    with zmq.Context() as context, context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as push:
+        pull.set(zmq.RCVHWM, WINDOW)
+        push.set(zmq.SNDHWM, WINDOW)
+        pull.bind(producers)
+        push.bind(consumers)
+        zmq.proxy(pull, push)
+
+
+# --- Redis streams --------------------------------------------------------------------------------------------------
+
+
+def redis_producer(url: str, groups: str) -> None:
+    import redis
+
+    client, frames = redis.Redis.from_url(url), encoded(64)
+    for number in range(int(groups)):
+        while client.xlen("groups") > WINDOW:
+            time.sleep(0.001)
+        fields = {str(i): frame for i, frame in enumerate(frames[number % len(frames)])}
+        client.xadd("groups", fields)
+
+
+def redis_consumer(url: str, groups: str) -> None:
+    import redis
+
+    client = redis.Redis.from_url(url)
+    client.xgroup_create("groups", "trainer", id="0", mkstream=True)
+    print("ready", flush=True)
+    began, seen, nbytes = 0.0, 0, 0
+    while seen < int(groups):
+        for _, entries in client.xreadgroup("trainer", "rank0", {"groups": ">"}, count=8, block=60_000):
+            began = began or time.perf_counter()
+            with client.pipeline(transaction=False) as pipe:
+                for entry, fields in entries:
+                    nbytes += sum(map(len, fields.values())) if seen else 0
+                    seen += 1
+                    pipe.xack("groups", "trainer", entry)
+                    pipe.xdel("groups", entry)
+                pipe.execute()
+    report(began, seen - 1, nbytes)
+
+
+# --- this queue -----------------------------------------------------------------------------------------------------
+
+
+def settings(batch: int = BATCH, group_size: int = ROWS, replicas: int = 0) -> QueueSettings:
+    return QueueSettings(
+        steps=1 << 40,
+        batch_groups=batch,
+        group_size=group_size,
+        max_staleness=3,
+        lease_s=60.0,
+        max_bytes=1 << 32,
+        replicas=replicas,
+    )
+
+
+def journal_of(kind: str, folder: Path) -> Journal:
+    """As ``open_journal`` makes them of a config; with shards, ``sharded``, the memory journal."""
+    return SqliteJournal(folder, "benchmark") if kind == "sqlite" else MemoryJournal()
+
+
+def queue_server(address: str, kind: str, folder: str, batch: str = str(BATCH), group_size: str = str(ROWS)) -> None:
+    """The queue's own loop, with ledger and journal, around its own store."""
+    with (
+        closing(journal_of(kind, Path(folder))) as journal,
+        closing(Ledger(Path(folder) / "ledger.jsonl")) as ledger,
+        zmq.Context() as context,
+        bind(context, address) as socket,
+    ):
+        feed = Feed(journal.append, ledger.append)
+        replicas = 1 if kind == "sharded" else 0
+        store = Store(settings(int(batch), int(group_size), replicas), Counted(), [], feed)
+        recover(store, journal, ledger, time.monotonic())
+        server = QueueServer(store, journal, feed, limits=QueueLimits(requests_per_s=1e6))  # one client plays many
+        serve(socket, server, Recorder(store, journal, ledger).flush, lambda: False)
+
+
+def queue_shard(address: str, queue: str, name: str) -> None:
+    """A payload shard of the queue."""
+    run_shard(address, queue, name)
+
+
+def queue_producer(address: str, groups: str, groups_per_s: str = "inf") -> None:
+    uvloop.run(_produce(address, int(groups), float(groups_per_s)))  # as a worker
+
+
+async def _produce(address: str, groups: int, rate: float) -> None:
+    """A worker: lease, make rows, hand over; several groups at once, and ``rate`` per second at most.
+
+    Prints the median milliseconds of a lease that got groups; below the full rate, those that need not wait for any.
+    """
+    wait_s = 10.0 if math.isinf(rate) else 0.0
+    sizes, left, began, waits = lengths(64), groups, time.perf_counter(), list[float]()
+    working: set[asyncio.Task[None]] = set()
+
+    async def play(client: QueueClient, group: LeasedGroup) -> None:
+        n = sizes[group.group_id % len(sizes)]
+        await asyncio.gather(*(client.put(row(group, s, int(n[s]))) for s in group.samples))
+
+    async with QueueClient(address, role="agent", name="producer") as client:
+        while left:
+            await asyncio.sleep((groups - left) / rate - (time.perf_counter() - began))
+            asked = time.perf_counter()
+            leased = await client.lease(min(left, LEASED - len(working)), wait_s=wait_s)
+            if leased.groups:
+                waits.append(1e3 * (time.perf_counter() - asked))
+            else:
+                await asyncio.sleep(0.001)
+            left -= len(leased.groups)
+            working |= {asyncio.create_task(play(client, group)) for group in leased.groups}
+            if len(working) > LEASED // 2 or not left:
+                done, working = await asyncio.wait(working, return_when="FIRST_COMPLETED" if left else "ALL_COMPLETED")
+                for task in done:
+                    task.result()
+    print(json.dumps({"lease_ms": statistics.median(waits)}), flush=True)
+
+
+def queue_consumer(address: str, groups: str) -> None:
+    """A trainer: reserve, fetch, commit, publish, retire."""
+    with SyncQueueClient(address, role="trainer", name="consumer") as client:
+        client.publish(Version(), [])
+        print("ready", flush=True)
+        began, nbytes, seen = 0.0, 0, 0
+        for step in range(int(groups) // BATCH):
+            reserved = client.reserve(step, wait_s=60)
+            rows = client.fetch([header.key for header in reserved.headers])
+            client.commit(step)
+            client.publish(Version(0, step + 1), [])
+            client.retire(step + 1)
+            if began:
+                seen += BATCH
+                nbytes += sum(header.nbytes for header in reserved.headers)
+                assert len(rows) == BATCH * ROWS
+            else:
+                began = time.perf_counter()
+        report(began, seen, nbytes)
+
+
+ROLES: dict[str, Callable[..., None]] = {
+    "raw_producer": raw_producer,
+    "raw_consumer": raw_consumer,
+    "raw_broker": raw_broker,
+    "redis_producer": redis_producer,
+    "redis_consumer": redis_consumer,
+    "queue_server": queue_server,
+    "queue_shard": queue_shard,
+    "queue_producer": queue_producer,
+    "queue_consumer": queue_consumer,
+}
+
+if __name__ == "__main__":
+    ROLES[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,270 @@
+"""Rules of the algorithm section and its critic: which choices cannot work together, and why."""
+
+from collections.abc import Callable
+
+from rl_async.configs.derived.samples import samples_per_group
+from rl_async.configs.nearest import nearest
+from rl_async.configs.schema.algorithm import (
+    ADAPTIVE_LIMIT,
+    ADVANTAGES,
+    LOSSES,
+    NEEDS_DISTRIBUTION,
+    WITHOUT_GROUPS,
+    WITHOUT_RATIO,
+    AlgorithmConfig,
+)
+from rl_async.configs.schema.correction import PRESETS, Correction, CorrectionOptions, band, limits, resolve
+from rl_async.configs.schema.critic import NEEDS_CRITIC
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import ConfigError
+from rl_async.userload import is_user_reference
+
+Rule = Callable[[RunConfig], str | None]  # what is wrong, or None
+
+
+def _names(c: RunConfig) -> str | None:
+    a = c.algorithm
+    known = (("advantage", a.advantage, ADVANTAGES), ("loss", a.loss, LOSSES), ("correction", a.correction, PRESETS))
+    for key, name, names in known:
+        if name not in names and not is_user_reference(name):
+            return f"algorithm.{key}: no {name!r}{nearest(name, names)}"
+    return None
+
+
+def _correction(c: RunConfig) -> str | None:
+    if c.algorithm.correction not in PRESETS:
+        return None  # _names says so
+    try:
+        correction = resolve(c.algorithm.correction, c.algorithm.correction_options)
+    except ConfigError as error:
+        return str(error)
+    rules = (_correction_loss, _double_weight, _bypass, _excludes_everything)
+    return next((message for rule in rules if (message := rule(c.algorithm, correction))), None)
+
+
+def _correction_loss(a: AlgorithmConfig, correction: Correction) -> str | None:
+    if correction.loss is not None and a.loss not in (AlgorithmConfig().loss, correction.loss):
+        return (
+            f"algorithm.correction={a.correction} brings its own loss, {correction.loss}, and algorithm.loss={a.loss} "
+            "asks for another; leave algorithm.loss out, or choose a correction without a loss"
+        )
+    return None
+
+
+def _double_weight(a: AlgorithmConfig, correction: Correction) -> str | None:
+    if a.loss == "decoupled_ppo" and correction.weight != "none":
+        return (
+            f"algorithm.loss=decoupled_ppo weighs tokens by pi_old/mu itself, and algorithm.correction={a.correction} "
+            "would weigh them again; use algorithm.correction=disabled, or algorithm.loss=ppo"
+        )
+    return None
+
+
+def _bypass(a: AlgorithmConfig, correction: Correction) -> str | None:
+    if correction.proximal == "recompute":
+        return None
+    if correction.normalise:
+        return (
+            f"algorithm.correction_options.normalise needs the mean weight of the whole batch, and with "
+            f"algorithm.correction={a.correction} weights follow from the policy as it changes from mini-batch to "
+            "mini-batch; use a decoupled correction"
+        )
+    loss = correction.loss or a.loss
+    if loss == "decoupled_ppo":
+        return (
+            "algorithm.loss=decoupled_ppo weighs tokens by pi_old/mu, and algorithm.correction="
+            f"{a.correction} takes mu for pi_old, so that all weights are 1; use algorithm.correction=disabled"
+        )
+    if loss == "m2po":
+        return (
+            "algorithm.loss=m2po limits how far pi_old is from mu, and algorithm.correction="
+            f"{a.correction} takes mu for pi_old; use a decoupled correction"
+        )
+    if correction.weight != "none" and loss not in WITHOUT_RATIO:
+        return (
+            f"algorithm.correction_options.weight={correction.weight} with algorithm.correction={a.correction} would "
+            f"correct twice, since the ratio of algorithm.loss={loss} is pi/mu already; use a decoupled or a bypass_pg "
+            "correction"
+        )
+    return None
+
+
+def _excludes_everything(a: AlgorithmConfig, correction: Correction) -> str | None:
+    """On-policy data has r = 1 everywhere, and must train."""
+    key = "algorithm.correction_options"
+    kept = {f"{key}.band={correction.band}": band(correction.band)} if correction.band is not None else {}
+    for name, limit in correction.reject.items():
+        if name.endswith("k1"):
+            kept[f"{key}.reject {name}: {limit}"] = limits(name, limit)
+    for place, (low, high) in kept.items():
+        if not low <= 1 <= high:
+            return f"{place} leaves out r = 1, so that data of the policy itself would never train"
+    if correction.age_weights and correction.age_weights[0] == 0:
+        return f"{key}.age_weights gives 0 to tokens of age 0, so that data of the policy itself would never train"
+    return None
+
+
+def _never_acts(c: RunConfig) -> str | None:
+    age, options = c.algorithm.correction_options.max_age, c.algorithm.loss_options
+    if isinstance(age, int) and age >= c.queue.max_staleness:
+        return (
+            f"algorithm.correction_options.max_age={age} never acts: no token is trained that is more than "
+            f"queue.max_staleness={c.queue.max_staleness} steps old"
+        )
+    if c.algorithm.loss == "clip_cov" and options.clip_cov_low >= options.clip_cov_high:
+        return (
+            f"algorithm.loss_options: no covariance is above clip_cov_low={options.clip_cov_low:g} and below "
+            f"clip_cov_high={options.clip_cov_high:g}"
+        )
+    return None
+
+
+def _user_correction(c: RunConfig) -> str | None:
+    a = c.algorithm
+    if is_user_reference(a.correction) and a.correction_options != CorrectionOptions():
+        return (
+            f"algorithm.correction_options changes a preset, and algorithm.correction={a.correction} is your own; "
+            "put its numbers into your function"
+        )
+    return None
+
+
+def _group_size(c: RunConfig) -> str | None:
+    name = c.algorithm.advantage
+    if name in ADVANTAGES and name not in WITHOUT_GROUPS and c.rollout.group_size < 2:
+        return f"algorithm.advantage={name} compares the members of a group; rollout.group_size must be at least 2"
+    return None
+
+
+def _gdpo(c: RunConfig) -> str | None:
+    a, shaping = c.algorithm, c.algorithm.shaping
+    if a.advantage != "gdpo":
+        return None
+    unknown = a.advantage_options.gdpo_weights.keys() - {term.name for term in c.reward.functions}
+    if unknown:
+        return f"algorithm.advantage_options.gdpo_weights: {sorted(unknown)[0]!r} is none of reward.functions"
+    ignored = {
+        "algorithm.kl.place=reward": a.kl.place == "reward" and a.kl.coef > 0,
+        "algorithm.shaping.overlong_max_tokens": shaping.overlong_max_tokens is not None,
+        "algorithm.shaping.reward_scale": shaping.reward_scale != "none",
+        "algorithm.shaping.reward_clip": shaping.reward_clip is not None,
+    }
+    for key, is_set in ignored.items():
+        if is_set:
+            return (
+                f"algorithm.advantage=gdpo learns from the parts of the reward, which {key} does not touch, so that it "
+                "would count for nothing; leave it out, or choose another advantage"
+            )
+    return None
+
+
+def _filtered_baselines(c: RunConfig) -> str | None:
+    name = c.algorithm.advantage
+    if name in NEEDS_DISTRIBUTION and c.algorithm.shaping.overlong_filter:
+        return (
+            f"algorithm.advantage={name} takes its baseline from the tokens that train, and "
+            "algorithm.shaping.overlong_filter would take whole trajectories out of it; use one of them"
+        )
+    return None
+
+
+def _sum_squares(c: RunConfig) -> str | None:
+    name, preset = c.algorithm.advantage, PRESETS.get(c.algorithm.correction)
+    if name in NEEDS_DISTRIBUTION and preset is not None and preset.proximal == "behaviour":
+        return (
+            f"algorithm.advantage={name} needs the distribution of pi_old, and algorithm.correction="
+            f"{c.algorithm.correction} spares the pass that would give it; use a decoupled correction"
+        )
+    return None
+
+
+def _kl(c: RunConfig) -> str | None:
+    kl = c.algorithm.kl
+    if kl.estimator == "full" and kl.place == "reward":
+        return (
+            "algorithm.kl.estimator=full needs both distributions over the vocabulary, which no token's reward keeps; "
+            "use algorithm.kl.place=loss, or another estimator"
+        )
+    if kl.coef == 0 and (kl.controller == "adaptive" or kl.reference_path is not None):
+        key = "controller=adaptive" if kl.controller == "adaptive" else "reference_path"
+        return f"algorithm.kl.{key} does nothing while algorithm.kl.coef=0; set algorithm.kl.coef"
+    rows = c.data.train_batch_groups * c.rollout.group_size
+    if kl.controller == "adaptive" and kl.horizon <= ADAPTIVE_LIMIT * rows:
+        return (
+            f"algorithm.kl.horizon={kl.horizon} with {rows} trajectories per step could make the coefficient negative "
+            f"in one step; use more than {ADAPTIVE_LIMIT * rows:.0f}"
+        )
+    if kl.place == "reward" and kl.estimator.endswith("+"):
+        return (
+            f"algorithm.kl.estimator={kl.estimator} differs by its gradient, and a reward has none; use it in the loss"
+        )
+    return None
+
+
+def _critic(c: RunConfig) -> str | None:
+    name = c.algorithm.advantage
+    if name in NEEDS_CRITIC and c.critic is None:
+        return f"algorithm.advantage={name} needs the values of a critic; add a section critic, or critic={{}}"
+    if c.critic is None:
+        return None
+    if name in ADVANTAGES and name not in NEEDS_CRITIC:
+        return f"algorithm.advantage={name} never asks the critic; use algorithm.advantage=gae, or critic=null"
+    if c.critic.shared and c.critic.path is not None:
+        return "critic.path names a second model, but critic.shared=true has none; use critic.shared=false"
+    return None
+
+
+def _critic_warmup(c: RunConfig) -> str | None:
+    if c.critic is None or c.critic.warmup_steps == 0:
+        return None
+    if c.critic.shared:
+        return (
+            "critic.warmup_steps would train the policy's backbone too, as critic.shared=true; use "
+            "critic.shared=false, or critic.warmup_steps=0"
+        )
+    if c.critic.warmup_steps >= c.trainer.steps:
+        return f"critic.warmup_steps={c.critic.warmup_steps} leaves the policy none of trainer.steps={c.trainer.steps}"
+    return None
+
+
+def _dynamic_sampling(c: RunConfig) -> str | None:
+    a = c.algorithm
+    if a.shaping.dynamic_sampling and a.advantage in WITHOUT_GROUPS and a.advantage != "remax":
+        return (
+            f"algorithm.shaping.dynamic_sampling gives up groups whose rewards are all equal, from which "
+            f"algorithm.advantage={a.advantage} learns all the same; use one of them"
+        )
+    if a.shaping.dynamic_sampling and samples_per_group(c) < 2:
+        return (
+            "algorithm.shaping.dynamic_sampling gives up groups whose rewards are all equal, and those of a group of "
+            "one always are; rollout.group_size must be at least 2"
+        )
+    return None
+
+
+def _overlong(c: RunConfig) -> str | None:
+    shaping = c.algorithm.shaping
+    if shaping.overlong_max_tokens is not None and shaping.overlong_cache_tokens > shaping.overlong_max_tokens:
+        return (
+            f"algorithm.shaping.overlong_cache_tokens={shaping.overlong_cache_tokens} is more than "
+            f"algorithm.shaping.overlong_max_tokens={shaping.overlong_max_tokens}; the penalty would begin below no "
+            "tokens at all"
+        )
+    return None
+
+
+ALGORITHM_RULES: tuple[Rule, ...] = (
+    _names,
+    _correction,
+    _user_correction,
+    _group_size,
+    _gdpo,
+    _filtered_baselines,
+    _never_acts,
+    _sum_squares,
+    _kl,
+    _critic,
+    _critic_warmup,
+    _dynamic_sampling,
+    _overlong,
+)

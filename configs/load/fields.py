@@ -1,0 +1,151 @@
+"""Walks the config structs by dotted key: names, types, defaults, descriptions."""
+
+import difflib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from rl_async.configs.load import correction_text
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import ConfigError
+
+MORE: dict[str, Callable[[], str]] = {"algorithm.correction": correction_text.explanation}  # below the key's own lines
+
+
+def _struct(kind: inspect.Type) -> inspect.StructType | None:
+    """The struct behind a type: itself, or the one member of an optional."""
+    if isinstance(kind, inspect.Metadata):
+        return _struct(kind.type)
+    if isinstance(kind, inspect.UnionType):
+        return next((s for s in map(_struct, kind.types) if s is not None), None)
+    return kind if isinstance(kind, inspect.StructType) else None
+
+
+@functools.cache
+def _root() -> inspect.StructType | None:
+    """The whole config's type; working it out takes milliseconds, and every look-up starts here."""
+    return _struct(inspect.type_info(RunConfig))
+
+
+def struct_at(key: str) -> inspect.StructType | None:
+    """The struct at a dotted key ('' is the whole config), or None if there is no section of that name."""
+    current = _root()
+    for part in key.split(".") if key else ():
+        field = next((f for f in current.fields if f.name == part), None) if current else None
+        current = _struct(field.type) if field else None
+    return current
+
+
+def field_names(section: str) -> list[str]:
+    """Keys of a section; empty if there is none."""
+    struct = struct_at(section)
+    return [field.name for field in struct.fields] if struct else []
+
+
+def choices(key: str) -> list[str]:
+    """The values that a key takes, if they are names of a list; of a key that takes several kinds, those."""
+    parent, _, leaf = key.rpartition(".")
+    struct = struct_at(parent)
+    field = next((f for f in struct.fields if f.name == leaf), None) if struct else None
+    return [str(value) for value in _literals(field.type)] if field else []
+
+
+def _literals(kind: inspect.Type) -> list[Any]:
+    kind, _ = _unwrap(kind)
+    if isinstance(kind, inspect.UnionType):
+        return [value for inner in kind.types for value in _literals(inner)]
+    if isinstance(kind, inspect.VarTupleType):
+        return _literals(kind.item_type)
+    return list(kind.values) if isinstance(kind, inspect.LiteralType) else []
+
+
+def all_keys() -> list[str]:
+    """Every dotted key, sections before their keys."""
+
+    def walk(prefix: str) -> list[str]:
+        keys = []
+        for name in field_names(prefix):
+            key = f"{prefix}.{name}" if prefix else name
+            keys.append(key)
+            keys.extend(walk(key))
+        return keys
+
+    return walk("")
+
+
+def explain(key: str) -> str:
+    """What a key means, its type, its default and its bounds; for a section, one line per key.
+
+    Raises ConfigError with the nearest valid key.
+    """
+    if key not in all_keys():
+        leaf = key.rpartition(".")[2]
+        close = difflib.get_close_matches(key, all_keys(), n=3, cutoff=0.5)
+        close += [k for k in all_keys() if k.rpartition(".")[2] == leaf and k not in close]
+        hint = f"; did you mean {' or '.join(close)}?" if close else "; `rl-async config explain` lists the sections"
+        raise ConfigError(f"unknown key {key!r}{hint}")
+    if struct_at(key) is not None:
+        return f"{key}\n" + "\n".join(f"  {_line(f'{key}.{name}')}" for name in field_names(key))
+    parent, _, leaf = key.rpartition(".")
+    struct = struct_at(parent)
+    assert struct is not None
+    field = next(f for f in struct.fields if f.name == leaf)
+    kind, description = _unwrap(field.type)
+    more = f"\n\n{MORE[key]()}" if key in MORE else ""
+    return f"{key}\n  {description}\n  type: {_type_name(kind)}\n  default: {_default(field)}{more}"
+
+
+def _line(key: str) -> str:
+    parent, _, leaf = key.rpartition(".")
+    struct = struct_at(parent)
+    assert struct is not None
+    field = next(f for f in struct.fields if f.name == leaf)
+    return f"{leaf:<26} {_default(field):<22} {_unwrap(field.type)[1]}"
+
+
+def _unwrap(kind: inspect.Type) -> tuple[inspect.Type, str]:
+    """The bare type, and the outermost description."""
+    description = ""
+    while isinstance(kind, inspect.Metadata):
+        description = description or (kind.extra_json_schema or {}).get("description", "")
+        kind = kind.type
+    return kind, description
+
+
+def _default(field: inspect.Field) -> str:
+    if field.required:
+        return "(required)"
+    if field.default is not msgspec.NODEFAULT:
+        return _show(field.default)
+    return _show(field.default_factory())
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(msgspec.to_builtins(value))
+
+
+def _type_name(kind: inspect.Type) -> str:
+    kind, _ = _unwrap(kind)
+    if isinstance(kind, inspect.LiteralType):
+        return " | ".join(str(v) for v in kind.values)
+    if isinstance(kind, inspect.UnionType):
+        return " | ".join(_type_name(t) for t in kind.types)
+    if isinstance(kind, inspect.StructType):
+        return "{" + ", ".join(f.name for f in kind.fields) + "}"
+    if isinstance(kind, inspect.VarTupleType | inspect.ListType):
+        return f"list of {_type_name(kind.item_type)}"
+    names = {"IntType": "whole number", "FloatType": "number", "StrType": "text", "BoolType": "true | false"}
+    name = names.get(type(kind).__name__, type(kind).__name__.removesuffix("Type").lower())
+    bounds = [
+        f"{sign} {limit:g}"
+        for attribute, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
+        if (limit := getattr(kind, attribute, None)) is not None
+    ]
+    return " ".join([name, *bounds])

@@ -1,0 +1,1 @@
+"""Shipped run configurations, by name: `rl-async launch --config NAME`."""

@@ -1,0 +1,240 @@
+"""``rl-async plan``: throughput, idleness, staleness and memory for each split of devices, by simulation."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from rl_async.configs.load.loader import load_config, load_resolved
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import UserError
+from rl_async.launcher.capacity.costs import (
+    Costs,
+    Device,
+    Episode,
+    Fit,
+    assumed,
+    assumed_episodes,
+    measure,
+    training_token_s,
+)
+from rl_async.launcher.capacity.simulate import Layout, Outcome, Simulation
+from rl_async.launcher.plan.memory import engine_bytes, model_size, trainer_bytes
+from rl_async.launcher.watch.view_model import MetricsTail
+from rl_async.transfer_queue.policy.admission import QueueSettings
+
+STEPS = 12  # simulated per row of the table
+WARM = 2
+SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)  # of the devices, for the trainer
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the table."""
+
+    mode: str
+    trainers: int
+    engines: int
+    max_staleness: int
+    outcome: Outcome
+    memory_bytes: int | None  # of the fullest device, at most; None: unknown
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """The simulation of a recorded run against what it did: mean seconds of a step, and share of waiting."""
+
+    run: str
+    step_s: float
+    recorded_step_s: float
+    own_step_s: float  # simulated with the speed at which this run itself trained, which others on its cores slow down
+    trainer_idle: float
+    recorded_idle: float
+    staleness: float
+    recorded_staleness: float
+
+    @property
+    def error(self) -> float:
+        """Of the length of a step, as a share of the recorded one."""
+        return self.step_s / self.recorded_step_s - 1
+
+
+def plan_devices(
+    name: str, overrides: Sequence[str], gpus: int, run: Path | None, check: Sequence[Path], out: Path | None
+) -> int:
+    """Print the table, and the errors on recorded runs. Raises UserError for what cannot be estimated."""
+    config = load_config(name, overrides)
+    if gpus < 1:
+        raise UserError(f"--gpus: {gpus} devices cannot run anything; give 1 or more")
+    costs, episodes, source = estimate(config, run)
+    checks = [validate(recorded, costs, episodes) for recorded in check]
+    rows = []
+    wanted = list(candidates(config, gpus))
+    for number, (layout, bound) in enumerate(wanted, start=1):
+        print(f"simulating {number} of {len(wanted)}: {described(layout)}, bound {bound}", file=sys.stderr, flush=True)
+        rows.append(simulate(config, layout, bound, costs, episodes))
+    rows.sort(key=lambda row: -row.outcome.tokens_per_s)
+    print("\n".join([*source_lines(costs, episodes, source), *table(rows), *check_lines(checks)]))
+    if out is not None:
+        out.write_bytes(msgspec.json.encode({"costs": costs, "rows": rows, "checks": checks}) + b"\n")
+    return 0
+
+
+def estimate(config: RunConfig, run: Path | None) -> tuple[Costs, list[Episode], str]:
+    """Costs and episodes, and where they come from."""
+    if run is not None:
+        recorded = load_resolved(run / "config.yaml")
+        costs, episodes, fit = measure(run, recorded.rollout.engines, recorded.trainer.ranks)
+        return costs, episodes, f"measured on {run}: {told(fit, recorded)}"
+    size = model_size(config)
+    if size is None:
+        raise UserError(f"model.path: the size of {config.model.path} is unknown; give a recorded run with --run")
+    episodes = assumed_episodes(config)
+    tokens = sum(episode.tokens for episode in episodes) // len(episodes) // 2  # halfway through, on average
+    return assumed(size, Device(), tokens), episodes, "assumed: an H100's figures and log-normal lengths, not measured"
+
+
+def told(fit: Fit, recorded: RunConfig) -> str:
+    """How much to believe of the engine's costs that were fitted to a run with this config."""
+    batch = recorded.data.train_batch_groups * recorded.rollout.group_size
+    overlaps = {
+        "queue.max_staleness=0": recorded.queue.max_staleness > 0,
+        f"agent.concurrency={batch}": recorded.agent.workers * recorded.agent.concurrency < batch,
+    }
+    missing = " and ".join(setting for setting, found in overlaps.items() if found)
+    believe = f"the engine's explain {fit.explained:.0%} of the differences between episodes' times"
+    return f"{believe}; a run with {missing} tells them better" if missing else believe
+
+
+def candidates(config: RunConfig, gpus: int) -> Iterator[tuple[Layout, int]]:
+    """Every layout worth a look, with the bounds on staleness: 0, 1 and the config's."""
+    bounds = sorted({0, 1, config.queue.max_staleness})
+    concurrency = config.agent.workers * config.agent.concurrency
+    batch = config.rollout.max_batch_size
+
+    def layout(engines: int, ranks: int, *, colocated: bool) -> Layout:
+        # Workers are cheap: as many as keep every engine full, unless the config has more.
+        room = max(concurrency, engines * batch)
+        return Layout(engines=engines, ranks=ranks, colocated=colocated, max_batch=batch, concurrency=room)
+
+    for bound in bounds:
+        yield layout(gpus, gpus, colocated=True), bound
+    for ranks in sorted({min(gpus - 1, max(1, round(share * gpus))) for share in SHARES if gpus > 1}):
+        for bound in bounds:
+            yield layout(gpus - ranks, ranks, colocated=False), bound
+
+
+def simulate(
+    config: RunConfig, layout: Layout, bound: int, costs: Costs, episodes: Sequence[Episode], steps: int = STEPS
+) -> Row:
+    """One row."""
+    queue = QueueSettings.of(config)
+    settings = msgspec.structs.replace(
+        queue,
+        steps=steps,
+        max_staleness=bound,
+        slack=min(queue.slack, bound),
+        replicas=0,  # payloads are not simulated
+        sampling="fifo" if queue.sampling == "quota" else queue.sampling,  # nor data sets
+        weights={},
+    )
+    outcome = Simulation(settings, layout, costs, episodes, config.seed).run(WARM)
+    return Row(
+        mode="colocated" if layout.colocated else "disaggregated",
+        trainers=layout.ranks,
+        engines=layout.engines,
+        max_staleness=bound,
+        outcome=outcome,
+        memory_bytes=memory(config, layout),
+    )
+
+
+def memory(config: RunConfig, layout: Layout) -> int | None:
+    """Of the fullest device. Colocated, what sleeps is on the host, so the fuller of both counts."""
+    size = model_size(config)
+    trainer = msgspec.structs.replace(config.trainer, ranks=layout.ranks)
+    trains = trainer_bytes(msgspec.structs.replace(config, trainer=trainer), size)
+    decodes = engine_bytes(config, size)
+    return None if trains is None or decodes is None else max(trains, decodes)
+
+
+def validate(run: Path, costs: Costs, episodes: Sequence[Episode]) -> Check:
+    """Simulate a recorded run as it was laid out. Raises UserError if it is too short."""
+    config = load_resolved(run / "config.yaml")
+    metrics = MetricsTail(run / "metrics.jsonl").read()[WARM:]
+    if len(metrics) < 3:
+        raise UserError(f"--check: {run} has fewer than {WARM + 3} recorded steps")
+    layout = Layout(
+        engines=config.rollout.engines,
+        ranks=config.trainer.ranks,
+        colocated=config.mode == "colocated",
+        max_batch=config.rollout.max_batch_size,
+        concurrency=config.agent.workers * config.agent.concurrency,
+    )
+    own = msgspec.structs.replace(costs, train_token_s=training_token_s(metrics, config.trainer.ranks))
+    outcome, own_outcome = (
+        simulate(config, layout, config.queue.max_staleness, each, episodes, len(metrics) + WARM).outcome
+        for each in (costs, own)
+    )
+    total = sum(record["time/step_s"] for record in metrics)
+    return Check(
+        run=str(run),
+        step_s=outcome.step_s,
+        recorded_step_s=total / len(metrics),
+        own_step_s=own_outcome.step_s,
+        trainer_idle=outcome.trainer_idle,
+        recorded_idle=sum(record["time/wait_batch_s"] for record in metrics) / total,
+        staleness=outcome.staleness_mean,
+        recorded_staleness=sum(record["staleness/mean"] for record in metrics) / len(metrics),
+    )
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def described(layout: Layout) -> str:
+    """Who has what."""
+    if layout.colocated:
+        return f"colocated on {layout.engines} devices"
+    return f"disaggregated, {layout.ranks} trainers and {layout.engines} engines"
+
+
+def source_lines(costs: Costs, episodes: Sequence[Episode], source: str) -> list[str]:
+    """What the estimate rests on."""
+    sampled = sorted(episode.sampled for episode in episodes)
+    return [
+        f"costs {source}",
+        f"an iteration: {costs.iteration_base_s * 1e3:.2f} ms + {costs.iteration_sequence_s * 1e3:.4f} ms a sequence; "
+        f"a turn: {costs.turn_s:.2f} s; training: {costs.train_token_s * 1e6:.1f} us a token and rank; "
+        f"weights: {costs.sync_s:.2f} s; the rest of a step: {costs.other_s:.2f} s",
+        f"episodes: {len(sampled)}, sampled tokens {sampled[len(sampled) // 2]} (median) to {sampled[-1]}",
+    ]
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """One line per row, as they come."""
+    heads = ("mode", "trainers", "engines", "bound", "tokens/s", "step", "trainer idle", "engines idle")
+    widths = (14, 9, 8, 6, 10, 9, 13, 13)
+    head = "".join(
+        text.ljust(width) if n == 0 else text.rjust(width) for n, (text, width) in enumerate(zip(heads, widths))
+    )
+    lines = [head + "  staleness mean max    memory"]
+    for row in rows:
+        out = row.outcome
+        held = "unknown" if row.memory_bytes is None else f"{row.memory_bytes / 2**30:.1f} GiB"
+        lines.append(
+            f"{row.mode:14}{row.trainers:9}{row.engines:8}{row.max_staleness:6}{out.tokens_per_s:10.0f}"
+            f"{out.step_s:7.2f} s{out.trainer_idle:13.0%}{out.engine_idle:13.0%}{out.staleness_mean:16.2f}"
+            f"{out.staleness_max:4.0f}{held:>10}"
+        )
+    return lines
+
+
+def check_lines(checks: Sequence[Check]) -> list[str]:
+    """How far the simulation is from recorded runs."""
+    return [
+        f"checked against {check.run}: a step of {check.step_s:.2f} s, recorded {check.recorded_step_s:.2f} s "
+        f"({check.error:+.0%}; {check.own_step_s / check.recorded_step_s - 1:+.0%} with its own training speed); "
+        f"waiting {check.trainer_idle:.0%}, recorded {check.recorded_idle:.0%}; staleness {check.staleness:.2f}, "
+        f"recorded {check.recorded_staleness:.2f}"
+        for check in checks
+    ]

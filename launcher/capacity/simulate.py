@@ -1,0 +1,298 @@
+"""A run as a discrete-event simulation: the real queue (``Store``) on a simulated clock, engines and a trainer that
+only take time.
+
+Consumes settings, costs and recorded episodes; produces what ``metrics.jsonl`` would say. Pure: no clock, no files, and
+the same seed gives the same run. An engine is a batched server: each running sequence gains one token per iteration,
+whose length depends on how many run.
+"""
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from rl_async.errors import ProtocolError, UserError
+from rl_async.launcher.capacity.costs import Costs, Episode
+from rl_async.messages import LeasedGroup, Refused, Reserved, TrajectoryHeader, Version, VersionRun
+from rl_async.transfer_queue.policy.admission import QueueSettings
+from rl_async.transfer_queue.state.source import Counted
+from rl_async.transfer_queue.state.store import Store
+
+WORKER = "simulated"
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """Who has how many devices. Colocated, both have all of them and take turns."""
+
+    engines: int
+    ranks: int
+    colocated: bool
+    max_batch: int  # sequences decoded at once per engine
+    concurrency: int  # conversations at once, of all workers
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """Means over the steps behind the first ``warm`` ones; seconds, shares of time, and steps of staleness."""
+
+    step_s: float
+    tokens_per_s: float
+    trainer_idle: float  # share of time in which it waits for a batch
+    engine_idle: float  # share of time in which an engine decodes nothing
+    staleness_mean: float  # of the first token of a row
+    staleness_max: float
+
+
+class Clock:
+    """What is to happen, in order."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Have ``action`` done ``seconds`` from now; of two at one time, the one asked for first."""
+        self._count += 1
+        heapq.heappush(self._due, (self.now + max(0.0, seconds), self._count, action))
+
+    def step(self) -> bool:
+        """Do what is next; False if there is nothing."""
+        if not self._due:
+            return False
+        self.now, _, action = heapq.heappop(self._due)
+        action()
+        return True
+
+
+class Engine:
+    """Sequences that gain tokens together. ``_tokens`` counts what each running one has gained since the start, so a
+    sequence ends when it has grown by its length."""
+
+    def __init__(self, clock: Clock, costs: Costs, max_batch: int) -> None:
+        self._clock, self._costs, self._max_batch = clock, costs, max_batch
+        self._running: list[tuple[float, int, Callable[[], None]]] = []
+        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
+        self._tokens, self._since, self._plan, self._added = 0.0, 0.0, 0, 0
+        self.paused = False
+        self.busy_s = 0.0
+
+    @property
+    def load(self) -> int:
+        return len(self._running) + len(self._waiting)
+
+    def add(self, tokens: int, done: Callable[[], None]) -> None:
+        """Decode ``tokens``, now or when there is room."""
+        self._advance()
+        self._waiting.append((tokens, done))
+        self._refill()
+
+    def pause(self, on: bool) -> None:
+        """Keep the sequences, and stop or go on."""
+        self._advance()
+        self.paused = on
+        self._refill()
+
+    def _advance(self) -> None:
+        now = self._clock.now
+        if self._running and not self.paused:
+            self._tokens += (now - self._since) / self._costs.iteration_s(len(self._running))
+            self.busy_s += now - self._since
+        self._since = now
+
+    def _refill(self) -> None:
+        while self._waiting and len(self._running) < self._max_batch:
+            tokens, done = self._waiting.popleft()
+            self._added += 1
+            heapq.heappush(self._running, (self._tokens + tokens, self._added, done))
+        self._plan += 1
+        if self._running and not self.paused:
+            left = (self._running[0][0] - self._tokens) * self._costs.iteration_s(len(self._running))
+            plan = self._plan
+            self._clock.after(left, lambda: self._finish(plan))
+
+    def _finish(self, plan: int) -> None:
+        if plan != self._plan:
+            return  # the batch has changed since
+        self._advance()
+        ended = []
+        while self._running and self._running[0][0] <= self._tokens + 1e-6:
+            ended.append(heapq.heappop(self._running)[2])
+        self._refill()
+        for done in ended:
+            done()
+
+
+class Pool:
+    """Engines, each request going to the one with the fewest. ``_by_load`` also has entries that are out of date."""
+
+    def __init__(self, clock: Clock, costs: Costs, layout: Layout) -> None:
+        self._engines = [Engine(clock, costs, layout.max_batch) for _ in range(layout.engines)]
+        self._by_load = [(0, number) for number in range(layout.engines)]
+
+    def add(self, tokens: int, done: Callable[[], None]) -> None:
+        """Decode ``tokens`` on the engine with the least to do."""
+        while self._by_load[0][0] != self._engines[self._by_load[0][1]].load:
+            heapq.heappop(self._by_load)
+        load, number = self._by_load[0]
+        heapq.heapreplace(self._by_load, (load + 1, number))
+
+        def ended() -> None:
+            heapq.heappush(self._by_load, (self._engines[number].load, number))
+            done()
+
+        self._engines[number].add(tokens, ended)
+
+    def pause(self, on: bool) -> None:
+        """All of them."""
+        for engine in self._engines:
+            engine.pause(on)
+
+    def busy_s(self) -> float:
+        """Mean over the engines."""
+        return sum(engine.busy_s for engine in self._engines) / len(self._engines)
+
+
+class Simulation:
+    """One run."""
+
+    def __init__(
+        self, settings: QueueSettings, layout: Layout, costs: Costs, episodes: Sequence[Episode], seed: int = 0
+    ) -> None:
+        self._settings, self._layout, self._costs, self._episodes = settings, layout, costs, episodes
+        self._random = random.Random(seed)
+        self._clock = Clock()
+        self._store = Store(settings, Counted(), [], lambda transition: None)
+        self._engines = Pool(self._clock, costs, layout)
+        self._live, self._ready = 0, 0  # conversations; groups that are complete and in no batch
+        self._missing: dict[int, int] = {}  # samples, by group
+        self._step, self._published = 0, 0
+        self._waiting_since: float | None = None
+        self._ends: list[float] = []
+        self._waits: list[float] = []
+        self._busy: list[float] = []  # seconds of an engine, at the end of each step
+        self._tokens: list[int] = []
+        self._staleness: list[list[int]] = []
+
+    def run(self, warm: int = 2) -> Outcome:
+        """Train all steps. Raises ProtocolError if nothing happens any more before that."""
+        if self._settings.steps <= warm + 1:
+            raise UserError(f"a simulated run needs at least {warm + 2} steps")
+        self._publish()
+        while len(self._ends) < self._settings.steps:
+            if not self._clock.step():
+                raise ProtocolError(f"the simulated run stands still at step {self._step}")
+        first, last = self._ends[warm - 1], self._ends[-1]
+        rows = [age for ages in self._staleness[warm:] for age in ages]
+        busy = (self._busy[-1] - self._busy[warm - 1]) / (last - first)
+        return Outcome(
+            step_s=(last - first) / (len(self._ends) - warm),
+            tokens_per_s=sum(self._tokens[warm:]) / (last - first),
+            trainer_idle=sum(self._waits[warm:]) / (last - first),
+            engine_idle=1 - busy,
+            staleness_mean=sum(rows) / len(rows),
+            staleness_max=max(rows),
+        )
+
+    # --- the trainer ------------------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        if self._step < self._settings.steps:
+            self._waiting_since = self._clock.now
+            self._reserve()
+
+    def _reserve(self) -> None:
+        if self._waiting_since is None or self._ready < self._settings.batch_groups:
+            return
+        reply = self._store.reserve(self._step, self._clock.now)
+        if not isinstance(reply, Reserved):
+            return  # asked again when a group is ready
+        self._ready -= self._settings.batch_groups
+        self._waits.append(self._clock.now - self._waiting_since)
+        self._waiting_since = None
+        tokens = sum(header.tokens for header in reply.headers)
+        self._tokens.append(tokens)
+        self._staleness.append([self._step - header.versions[0].version.step for header in reply.headers])
+        if self._layout.colocated:
+            self._engines.pause(True)
+        self._clock.after(tokens * self._costs.train_token_s / self._layout.ranks, self._trained)
+
+    def _trained(self) -> None:
+        self._store.commit(self._step)
+        self._engines.pause(True)  # for the weights
+        self._clock.after(self._costs.sync_s, self._synced)
+
+    def _synced(self) -> None:
+        self._step += 1
+        self._published = self._step
+        self._publish()
+        self._store.retire(self._step)
+
+    def _publish(self) -> None:
+        self._store.publish(Version(0, self._published), [])
+        self._engines.pause(False)
+        self._lease()
+        self._clock.after(
+            self._costs.other_s if self._step else 0.0, self._end_step if self._step else self._begin_step
+        )
+
+    def _end_step(self) -> None:
+        self._ends.append(self._clock.now)
+        self._busy.append(self._engines.busy_s())
+        self._begin_step()
+
+    # --- the workers ------------------------------------------------------------------------------------------------
+
+    def _lease(self) -> None:
+        room = (self._layout.concurrency - self._live) // self._settings.group_size
+        if room <= 0:
+            return
+        self._store.renew(WORKER, self._clock.now)
+        for group in self._store.lease(WORKER, room, self._clock.now).groups:
+            self._missing[group.group_id] = len(group.samples)
+            for sample in group.samples:
+                self._live += 1
+                self._play(group, sample, self._random.choice(self._episodes), 0, self._published)
+
+    def _play(self, group: LeasedGroup, sample: int, episode: Episode, turn: int, version: int) -> None:
+        """One turn after the other: to its first token, its tokens, the tools behind it."""
+        if turn == episode.turns:
+            self._put(group, sample, episode, version)
+            return
+        tokens = episode.sampled // episode.turns + (turn < episode.sampled % episode.turns)
+        outside = episode.outside_s / episode.turns
+
+        def generated() -> None:
+            self._clock.after(outside, lambda: self._play(group, sample, episode, turn + 1, version))
+
+        def asked() -> None:
+            self._engines.add(max(1, tokens), generated)
+
+        self._clock.after(self._costs.turn_s, asked)
+
+    def _put(self, group: LeasedGroup, sample: int, episode: Episode, version: int) -> None:
+        header = TrajectoryHeader(
+            group_id=group.group_id,
+            sample=sample,
+            attempt=group.attempt,
+            partition=group.partition,
+            episode_id=f"{group.group_id}.{sample}",
+            segment=0,
+            tokens=episode.tokens,
+            sampled=episode.sampled,
+            reward=float(sample % 2),  # so that every group teaches something
+            finish_reason="stop",
+            versions=[VersionRun(Version(0, version), 0, episode.sampled)],
+            tokens_sha256="",
+        )
+        answer = self._store.put(WORKER, [header], self._clock.now)
+        if isinstance(answer, Refused):
+            raise ProtocolError(f"the queue refused group {group.group_id}: {answer.reason}")
+        self._live -= 1
+        self._missing[group.group_id] -= 1
+        if not self._missing[group.group_id]:
+            del self._missing[group.group_id]
+            self._ready += 1
+            self._reserve()
+            self._lease()

@@ -1,0 +1,192 @@
+"""Run folders: creating them, naming them, finding the one to resume."""
+
+import fcntl
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rl_async.configs.checks.rules import check
+from rl_async.configs.load.loader import dump, load_config, load_resolved
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import UserError
+
+
+def new_run(
+    name_or_path: str, overrides: Sequence[str] = (), *, mode: str | None = None, name: str = ""
+) -> tuple[RunConfig, Path]:
+    """Load and check the config of a new run and say where its folder will be. Creates nothing.
+
+    Raises UserError if a run of that name exists.
+    """
+    config = load_config(name_or_path, overrides, mode=mode, name=name)
+    root = Path(config.launcher.run_dir)
+    if not config.name:
+        folder = next_folder(root, run_prefix(name_or_path, config.mode))
+        config = msgspec.structs.replace(config, name=folder.name)
+    folder = _folder(root, config.name)
+    if folder.exists():
+        way_out = (
+            "add --resume to continue it" if checkpoints(folder) else "nothing is to be resumed there, so delete it"
+        )
+        raise UserError(f"--name: the run {folder} exists; {way_out}, or choose another name")
+    return config, folder
+
+
+def resumed_run(
+    name_or_path: str, overrides: Sequence[str] = (), *, mode: str | None = None, name: str = ""
+) -> tuple[RunConfig, Path]:
+    """The named run, or the newest of that config, with ``overrides`` on top of its own resolved config.
+
+    Says on stderr where that differs from the config that is given, and so is not followed. Raises UserError if there
+    is no such run, or if it has no complete checkpoint.
+    """
+    preset = load_config(name_or_path, overrides, mode=mode)  # mistakes in the arguments come first
+    root = Path(preset.launcher.run_dir)
+    folder = _folder(root, name) if name else _newest(root, run_prefix(name_or_path, preset.mode))
+    if not folder.is_dir():
+        raise UserError(f"--resume: no run {folder}")
+    if not checkpoints(folder):
+        raise UserError(
+            f"--resume: {folder} has no complete checkpoint to continue from; delete it and start anew without --resume"
+        )
+    config = load_resolved(folder / "config.yaml", overrides)
+    if mode is not None:
+        config = msgspec.structs.replace(config, mode=mode)
+        check(config)
+    _refuse_another_run(load_resolved(folder / "config.yaml"), config, preset, folder)
+    if found := differences(config, preset):
+        print(
+            f"{folder.name} keeps the config that it was started with, which differs from {name_or_path} in "
+            f"{', '.join(found)}; to change one, give it as KEY=VALUE",
+            file=sys.stderr,
+        )
+    return config, folder
+
+
+def differences(kept: RunConfig, given: RunConfig) -> list[str]:
+    """Keys of which two configs have other values; those that say which run it is are left out."""
+    old, new = (dict(_leaves(msgspec.to_builtins(config))) for config in (kept, given))
+    keys = (old.keys() | new.keys()) - {"name", "mode"}
+    return sorted(key for key in keys if old.get(key) != new.get(key))
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def unfinished(name_or_path: str, overrides: Sequence[str], name: str) -> bool:
+    """Whether there is a run of that name with a checkpoint of fewer steps than it was to have: it was interrupted."""
+    folder = _folder(Path(load_config(name_or_path, overrides).launcher.run_dir), name)
+    done = checkpoints(folder)
+    return bool(done) and done[-1] < load_resolved(folder / "config.yaml").trainer.steps
+
+
+def _refuse_another_run(before: RunConfig, config: RunConfig, preset: RunConfig, folder: Path) -> None:
+    """Raise UserError for what a run cannot become by being resumed, and if there is nothing left to do."""
+    if preset.data.path != before.data.path:
+        raise UserError(
+            f"--resume: {folder} trains on {before.data.path}, and this config on {preset.data.path}; give the config "
+            "that the run was started with"
+        )
+    for key, old, new in (
+        ("model.path", before.model.path, config.model.path),
+        ("seed", before.seed, config.seed),
+        ("rollout.group_size", before.rollout.group_size, config.rollout.group_size),
+    ):
+        if old != new:
+            raise UserError(f"{key}: {folder} was started with {old}, and a run that is resumed keeps it")
+    done = checkpoints(folder)[-1]
+    if done >= config.trainer.steps:
+        raise UserError(
+            f"trainer.steps: {folder} has trained {done} of {config.trainer.steps} steps; give a larger number"
+        )
+
+
+def create(config: RunConfig, folder: Path) -> None:
+    """Make the folder, if it is new, and write the resolved config into it."""
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    temporary = folder / "config.yaml.part"
+    temporary.write_text(dump(config))
+    temporary.replace(folder / "config.yaml")  # roles never see half a file
+
+
+@contextmanager
+def hold(folder: Path) -> Iterator[None]:
+    """Keep every other launcher of this machine out of the run while the block runs.
+
+    The lock is on a file beside the folder and ends with this process, however it ends; children do not inherit it.
+    A folder of runs that was made for the lock alone is removed with it. Raises UserError, before anything is touched,
+    if another process holds the lock.
+    """
+    new = not folder.parent.exists()
+    path = folder.with_name(f".{folder.name}.lock")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise UserError(f"launcher.run_dir: cannot write into {folder.parent}: {error.strerror}") from error
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
+                raise BlockingIOError  # its last holder removed it between our two calls
+        except BlockingIOError:
+            file.seek(0)
+            raise UserError(
+                f"--name: the run {folder} is in use by process {file.read().strip() or '?'}; wait for it or stop it, "
+                "or choose another name"
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            if new:
+                with suppress(OSError):  # it is not empty: there are runs in it
+                    folder.parent.rmdir()
+
+
+def checkpoints(folder: Path) -> list[int]:
+    """Completed steps of the complete checkpoints, oldest first. ``state.json`` is written last."""
+    found = (re.fullmatch(r"step-(\d+)", file.parent.name) for file in folder.glob("checkpoints/step-*/state.json"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def run_prefix(name_or_path: str, mode: str) -> str:
+    """Default name of a run, without its number."""
+    return f"{Path(name_or_path).stem}-{mode}"
+
+
+def next_folder(root: Path, prefix: str) -> Path:
+    """The first free ``PREFIX-001``, counting on from the highest number."""
+    return root / f"{prefix}-{_last_number(root, prefix) + 1:03d}"
+
+
+def _folder(root: Path, name: str) -> Path:
+    if not re.fullmatch(r"[\w.+=-]+", name) or name.startswith("."):
+        raise UserError(f"--name: {name!r} is not a folder name; use letters, digits, '-', '_', '.', '+' and '='")
+    return root / name
+
+
+def _last_number(root: Path, prefix: str) -> int:
+    found = (re.fullmatch(rf"{re.escape(prefix)}-(\d+)", item.name) for item in root.glob(f"{prefix}-*"))
+    return max((int(match[1]) for match in found if match), default=0)
+
+
+def _newest(root: Path, prefix: str) -> Path:
+    number = _last_number(root, prefix)
+    if number == 0:
+        raise UserError(f"--resume: no run {root / prefix}-*; name one with --name")
+    return root / f"{prefix}-{number:03d}"

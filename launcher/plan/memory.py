@@ -1,0 +1,177 @@
+"""Rough memory of each role, for ``--dry-run``. Estimates, meant to catch a run that is ten times too large."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rl_async.configs.checks.megatron import data_parallel
+from rl_async.configs.schema.reward import RewardModelConfig
+from rl_async.configs.schema.run import RunConfig, SftConfig
+from rl_async.errors import UserError
+
+HEAD_DIM = 32  # vLLM's attention on the CPU refuses 16
+PYTHON_BYTES = 120 << 20  # an agent worker or the queue: interpreter, tokenizer, numpy
+TORCH_BYTES = 450 << 20  # a process that has imported torch and transformers
+LOGITS_CHUNK = 1 << 22  # logits in memory at once; 16 times as many on a GPU, where they are few beside the rest
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What memory depends on, in elements: weights, the KV cache per token, weights of a critic of its own, what a
+    token of a forward pass keeps for the backward pass, that with checkpointed layers, words of the vocabulary."""
+
+    parameters: int
+    kv_per_token: int
+    critic: int = 0
+    activations: int = 0
+    checkpointed: int = 0
+    vocab: int = 0
+
+
+def model_size(config: RunConfig) -> ModelSize | None:
+    """Sizes of the model at ``model.path``, or of the one that the warm start will make, and of the critic; None if
+    unknown.
+
+    Raises UserError if a ``config.json`` is there but cannot be read.
+    """
+    policy = _policy_size(config)
+    if policy is None or config.critic is None or config.critic.shared:
+        return policy
+    if config.critic.path is None:
+        return replace(policy, critic=policy.parameters)
+    critic = _read_size("critic.path", Path(config.critic.path))
+    return replace(policy, critic=critic.parameters) if critic else None
+
+
+def _read_size(key: str, folder: Path) -> ModelSize | None:
+    """Size of the model in ``folder``, or in the ``model`` folder of a saved critic; None if it cannot be told."""
+    saved = folder / "model" / "config.json"
+    file = saved if saved.is_file() else folder / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        return size_of(json.loads(file.read_text()))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{key}: {file} is not valid JSON: {error}") from error
+
+
+def _policy_size(config: RunConfig) -> ModelSize | None:
+    folder = Path(config.model.path)
+    if (folder / "config.json").is_file():
+        return _read_size("model.path", folder)
+    if config.sft is None:
+        return None
+    return size_of(
+        {
+            **tiny_shape(config.sft),
+            "vocab_size": config.sft.vocab_size,
+            "tie_word_embeddings": True,
+        }
+    )
+
+
+def tiny_shape(sft: SftConfig) -> dict[str, Any]:
+    """Sizes of the model that a warm start makes, under the names of Hugging Face's configs."""
+    heads = max(2, sft.hidden_size // 16)
+    return {
+        "hidden_size": sft.hidden_size,
+        "intermediate_size": 3 * sft.hidden_size,
+        "num_hidden_layers": sft.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "head_dim": HEAD_DIM,
+    }
+
+
+def size_of(model: dict[str, Any]) -> ModelSize | None:
+    """Size from the usual keys of a decoder's ``config.json``; None if they are not there."""
+    if not {"hidden_size", "num_hidden_layers", "vocab_size"} <= model.keys():
+        return None
+    hidden, layers, vocab = model["hidden_size"], model["num_hidden_layers"], model["vocab_size"]
+    heads = model.get("num_attention_heads") or 1
+    kv_heads = model.get("num_key_value_heads") or heads
+    head_dim = model.get("head_dim") or hidden // heads
+    inner = model.get("intermediate_size") or 4 * hidden
+    attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
+    embeddings = vocab * hidden * (1 if model.get("tie_word_embeddings") else 2)
+    queries, keys = heads * head_dim, kv_heads * head_dim
+    layer = 6 * hidden + 5 * queries + 4 * keys + 4 * inner
+    return ModelSize(
+        parameters=embeddings + layers * (attention + 3 * hidden * inner),
+        kv_per_token=2 * layers * keys,
+        activations=(layers + 1) * layer + 4 * hidden,
+        checkpointed=layers * hidden + 2 * layer + 4 * hidden,
+        vocab=vocab,
+    )
+
+
+def trainer_bytes(config: RunConfig, size: ModelSize | None) -> int | None:
+    """One rank: its shard of float32 weights, gradients and AdamW's two moments, of the policy and of a critic, and one
+    forward pass with what it keeps, when all rows are as long as they may be.
+
+    Megatron's data-parallel ranks share out only the moments, FSDP's the copy of the model that is theirs. With
+    ``cpu_offload`` all of that but a layer is the host's. Adapters are not counted, their frozen base is.
+    """
+    if size is None:
+        return None
+    trainer = config.trainer
+    sharded = trainer.ranks // trainer.replicas
+    whole = size.critic if trainer.lora else size.parameters + size.critic
+    frozen = size.parameters * DTYPE_BYTES[config.model.dtype] // sharded if trainer.lora else 0
+    moments = whole * 4 * 2 // sharded
+    holders = trainer.tensor_parallel * trainer.pipeline_parallel if trainer.backend == "megatron" else sharded
+    weights = whole * 4 * 2 // holders
+    return TORCH_BYTES + frozen + moments + weights + forward_bytes(config, size)
+
+
+def forward_bytes(config: RunConfig, size: ModelSize) -> int:
+    """A layer keeps its residual stream, normalised and not (6 hidden sizes), its queries before and after their norm
+    and rotation and what they find (5), keys (3) and values (1), and the four parts of a gated MLP; the gradients of
+    one layer take as much again. With activation checkpointing layers keep their input alone, and one at a time all of
+    that. Logits exist for one chunk of tokens (``trainer/model/logprobs.py``), twice. Ranks that share rows have an
+    equal part of their tokens each: what they have of whole rows, around attention, is of a part of the heads.
+
+    Rows are dealt out to copies of the model; what Megatron's other ranks divide of a row's layers is not taken off.
+    More than one expert per token is not counted, nor are copies of heads of keys where more ranks share a row.
+    """
+    rows = -(-config.data.train_batch_groups * config.rollout.group_size // config.trainer.minibatches)
+    longest = -(-rows // data_parallel(config)) * config.rollout.max_model_len
+    row = min(longest, max(config.trainer.max_tokens_per_microbatch, config.rollout.max_model_len))
+    tokens = -(-row // config.trainer.sequence_parallel)
+    logits = min(tokens * size.vocab, LOGITS_CHUNK) * 4 * 2
+    kept = size.checkpointed if config.trainer.activation_checkpointing else size.activations
+    return tokens * kept * DTYPE_BYTES[config.model.dtype] + logits
+
+
+def engine_bytes(config: RunConfig, size: ModelSize | None) -> int | None:
+    """Weights, their copy on the host if they are updated with one, and a KV cache in which every sequence has its full
+    length."""
+    if size is None:
+        return None
+    sync, tokens = config.weight_sync, config.rollout.max_batch_size * config.rollout.max_model_len
+    copies = 2 if sync.delta or sync.staged or sync.adapters else 1
+    return TORCH_BYTES + (copies * size.parameters + tokens * size.kv_per_token) * DTYPE_BYTES[config.model.dtype]
+
+
+def queue_bytes(config: RunConfig) -> int:
+    """The most payload that the queue holds; shards, or a journal outside its memory, hold it instead."""
+    own = config.queue.journal == "memory" and not config.queue.shards
+    return PYTHON_BYTES + (config.queue.max_bytes if own else 0)
+
+
+def shard_bytes(config: RunConfig) -> int:
+    """One payload shard's part of the most payload, copies included."""
+    return PYTHON_BYTES + config.queue.max_bytes * config.queue.replicas // max(1, config.queue.shards)
+
+
+def worker_bytes(config: RunConfig) -> int:
+    """One agent worker with its scorer processes."""
+    return PYTHON_BYTES * (1 + config.reward.processes)
+
+
+def reward_model_bytes(model: RewardModelConfig) -> int | None:
+    """Weights; the activations of one batch are left out."""
+    size = _read_size("reward.model.path", Path(model.path))
+    return None if size is None else TORCH_BYTES + size.parameters * DTYPE_BYTES[model.dtype]

@@ -1,0 +1,268 @@
+"""What a run consists of: pure, so that ``--dry-run`` shows exactly what would be started.
+
+The mode decides here, and nowhere else, which process uses which device and how weights travel.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rl_async.configs.derived.transport import Transport, resolve_transport
+from rl_async.configs.schema.run import RunConfig
+from rl_async.launcher.plan.engines import engine_spec
+from rl_async.launcher.plan.memory import (
+    ModelSize,
+    queue_bytes,
+    reward_model_bytes,
+    shard_bytes,
+    trainer_bytes,
+    worker_bytes,
+)
+from rl_async.launcher.plan.ports import HOST, PortWish
+from rl_async.launcher.plan.spec import THIS_MACHINE, ProcessSpec, environment, module
+from rl_async.process.endpoints import Endpoints
+
+REWARD_MODEL = "reward-model"
+GATEWAY = "gateway"
+RENDEZVOUS = "rendezvous"  # the port where trainer ranks meet
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Processes in the order of the data, and the ports they want."""
+
+    mode: str
+    transport: Transport
+    prepare: ProcessSpec | None
+    queue: ProcessSpec
+    engines: tuple[ProcessSpec, ...]
+    workers: tuple[ProcessSpec, ...]
+    trainers: tuple[ProcessSpec, ...]
+    ports: tuple[PortWish, ...]
+    start_timeout_s: float
+    stop_timeout_s: float
+    reward_model: ProcessSpec | None = None
+    shards: tuple[ProcessSpec, ...] = ()
+    queue_host: str = HOST  # where this machine's processes find the queue
+    hosts: Mapping[str, str] = field(default_factory=dict)  # of processes on this machine that listen elsewhere
+
+    @property
+    def processes(self) -> tuple[ProcessSpec, ...]:
+        """All processes that live as long as the run."""
+        reward_model = () if self.reward_model is None else (self.reward_model,)
+        return (self.queue, *self.shards, *self.engines, *reward_model, *self.workers, *self.trainers)
+
+
+def plan(
+    config: RunConfig, run_dir: Path, *, size: ModelSize | None = None, gpus: int = 0, resume: bool = False
+) -> Plan:
+    """The processes of a run in ``run_dir`` on ``gpus`` GPUs, those of this machine or of several."""
+    devices = assign_devices(config, gpus)
+    return Plan(
+        mode=config.mode,
+        transport=resolve_transport(config),
+        prepare=_prepare(config, run_dir),
+        queue=_queue(config, run_dir),
+        engines=tuple(engine_spec(config, run_dir, i, devices.engine(i), size) for i in range(config.rollout.engines)),
+        workers=_workers(config, run_dir),
+        trainers=tuple(_trainer(config, run_dir, i, devices, size, resume) for i in range(config.trainer.ranks)),
+        ports=_ports(config),
+        start_timeout_s=config.rollout.start_timeout_s,
+        stop_timeout_s=config.launcher.stop_timeout_s,
+        reward_model=_reward_model(config, gpus) if serves_reward_model(config) else None,
+        shards=tuple(_shard(config, run_dir, f"shard-{i}") for i in range(config.queue.shards)),
+        queue_host=queue_host(config),
+        hosts={f"shard-{i}": config.queue.host for i in range(config.queue.shards)},
+    )
+
+
+def serves_reward_model(config: RunConfig) -> bool:
+    """Whether the run starts a reward model of its own: a scorer asks one, and no URL says where one is."""
+    model = config.reward.model
+    wanted = any(term.name == "reward_model" for term in config.reward.functions)
+    return wanted and model is not None and not model.url
+
+
+@dataclass(frozen=True)
+class Devices:
+    """GPU numbers by engine and by trainer rank; empty: CPU."""
+
+    engines: tuple[int, ...] = ()
+    trainers: tuple[int, ...] = ()
+
+    def engine(self, index: int) -> int | None:
+        """The GPU of an engine; None: CPU."""
+        return self.engines[index] if self.engines else None
+
+
+def assign_devices(config: RunConfig, gpus: int) -> Devices:
+    """Colocated: engines and ranks both count from GPU 0. Disaggregated: engines come after the ranks.
+
+    With fewer GPUs than processes, the numbers wrap around and processes share.
+    """
+    if config.model.device == "cpu" or gpus == 0:
+        return Devices()
+    ranks = config.trainer.ranks
+    first_engine = 0 if config.mode == "colocated" else ranks
+    return Devices(
+        engines=tuple((first_engine + i) % gpus for i in range(config.rollout.engines)),
+        trainers=tuple(i % gpus for i in range(ranks)),
+    )
+
+
+def queue_host(config: RunConfig) -> str:
+    """Where this machine's processes find the queue."""
+    return HOST if config.queue.host == "0.0.0.0" else config.queue.host
+
+
+def _prepare(config: RunConfig, run_dir: Path) -> ProcessSpec | None:
+    if config.data.make is None and config.sft is None:
+        return None
+    argv = module("launcher.runs.prepare", "--config", str(run_dir / "config.yaml"))
+    return ProcessSpec(name="prepare", role="prepare", argv=argv, env=environment(config))
+
+
+def _queue(config: RunConfig, run_dir: Path) -> ProcessSpec:
+    argv = module("transfer_queue", "--run", str(run_dir), "--address", f"tcp://{config.queue.host}:{{queue}}")
+    return ProcessSpec(
+        name="queue",
+        role="queue",
+        argv=argv,
+        first_argv=("--relaunched",),
+        env=environment(config),
+        max_restarts=0 if config.queue.journal == "memory" else config.launcher.max_restarts,
+        memory_bytes=queue_bytes(config),
+    )
+
+
+def _shard(config: RunConfig, run_dir: Path, name: str) -> ProcessSpec:
+    queue, own = f"tcp://{queue_host(config)}:{{queue}}", f"tcp://{{{name}.host}}:{{{name}}}"
+    flags = ("--run", str(run_dir), "--queue", queue, "--address", own, "--name", name)
+    return ProcessSpec(
+        name=name,
+        role="shard",
+        argv=module("transfer_queue.shard", *flags),
+        env=environment(config),
+        max_restarts=config.launcher.max_restarts,
+        memory_bytes=shard_bytes(config),
+    )
+
+
+def _reward_model(config: RunConfig, gpus: int) -> ProcessSpec:
+    """The reward model takes the GPU behind those of the others; with too few, it shares."""
+    model = config.reward.model
+    assert model is not None
+    others = config.rollout.engines + (config.trainer.ranks if config.mode == "disaggregated" else 0)
+    gpu = None if model.device == "cpu" or gpus == 0 else max(others, config.trainer.ranks) % gpus
+    flags = {
+        "--model": model.path,
+        "--host": f"{{{REWARD_MODEL}.host}}",
+        "--port": f"{{{REWARD_MODEL}}}",
+        "--dtype": model.dtype,
+        "--device": model.device,
+        "--batch-size": str(model.batch_size),
+        "--threads": str(config.launcher.threads),
+    }
+    return ProcessSpec(
+        name=REWARD_MODEL,
+        role="reward-model",
+        argv=module("reward_loop.server", *(word for flag in flags.items() for word in flag)),
+        env=environment(config) if gpu is None else environment(config) | {"CUDA_VISIBLE_DEVICES": str(gpu)},
+        device="cpu" if gpu is None else f"cuda:{gpu}",
+        max_restarts=config.launcher.max_restarts,
+        memory_bytes=reward_model_bytes(model),
+    )
+
+
+def _workers(config: RunConfig, run_dir: Path) -> tuple[ProcessSpec, ...]:
+    """Those who play the episodes: agent workers, or a gateway for agent programs in their place."""
+    gateway = config.agent.gateway
+    if gateway is not None:
+        return (_worker(config, run_dir, GATEWAY, "agent_loop.gateway", "--port", f"{{{GATEWAY}}}"),)
+    return tuple(
+        _worker(config, run_dir, f"worker-{i}", "agent_loop", "--index", str(i)) for i in range(config.agent.workers)
+    )
+
+
+def _worker(config: RunConfig, run_dir: Path, name: str, program: str, *flags: str) -> ProcessSpec:
+    argv = module(program, "--run", str(run_dir), *flags, "--queue", f"tcp://{queue_host(config)}:{{queue}}")
+    if serves_reward_model(config):
+        argv += ("--reward-model", f"http://{{{REWARD_MODEL}.host}}:{{{REWARD_MODEL}}}")
+    return ProcessSpec(
+        name=name,
+        role="worker",
+        argv=argv,
+        env=environment(config),
+        max_restarts=config.launcher.max_restarts,
+        memory_bytes=worker_bytes(config),
+    )
+
+
+def _trainer(
+    config: RunConfig, run_dir: Path, rank: int, devices: Devices, size: ModelSize | None, resume: bool
+) -> ProcessSpec:
+    flags = ("--run", str(run_dir), "--queue", f"tcp://{queue_host(config)}:{{queue}}")
+    argv = module("trainer", *flags, "--host", f"{{trainer-{rank}.host}}")
+    return ProcessSpec(
+        name=f"trainer-{rank}",
+        role="trainer",
+        argv=(*argv, "--resume") if resume else argv,
+        env=_rank_environment(config, rank, devices),
+        device=f"cuda:{devices.trainers[rank]}" if devices.trainers else "cpu",
+        max_restarts=config.launcher.max_restarts,
+        restart_argv=() if resume else ("--resume",),
+        memory_bytes=trainer_bytes(config, size),
+    )
+
+
+def finetune_ranks(config: RunConfig, run_dir: Path, gpus: int) -> tuple[ProcessSpec, ...]:
+    """The processes of supervised fine-tuning: trainer ranks alone."""
+    devices = assign_devices(config, gpus)
+    return tuple(
+        ProcessSpec(
+            name=f"trainer-{rank}",
+            role="trainer",
+            argv=module("trainer.finetune", "--run", str(run_dir)),
+            env=_rank_environment(config, rank, devices),
+            device=f"cuda:{devices.trainers[rank]}" if devices.trainers else "cpu",
+            max_restarts=config.launcher.max_restarts,
+        )
+        for rank in range(config.trainer.ranks)
+    )
+
+
+def _rank_environment(config: RunConfig, rank: int, devices: Devices) -> dict[str, str]:
+    """Where the ranks meet, and which devices they see; a rank picks its own among these."""
+    env = environment(config) | {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(config.trainer.ranks),
+        "MASTER_ADDR": "{trainer-0.host}",
+        "MASTER_PORT": f"{{{RENDEZVOUS}}}",
+    }
+    if devices.trainers:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in sorted(set(devices.trainers)))
+    return env
+
+
+def _ports(config: RunConfig) -> tuple[PortWish, ...]:
+    first = config.rollout.port
+    engines = (
+        PortWish(f"engine-{i}", first + i if first else 0, "rollout.port") for i in range(config.rollout.engines)
+    )
+    shards = (PortWish(f"shard-{i}") for i in range(config.queue.shards))
+    wishes = [PortWish("queue", config.queue.port, "queue.port"), *shards, *engines, PortWish(RENDEZVOUS)]
+    if config.reward.model is not None and serves_reward_model(config):
+        wishes.append(PortWish(REWARD_MODEL, config.reward.model.port, "reward.model.port"))
+    if config.agent.gateway is not None:
+        wishes.append(PortWish(GATEWAY, config.agent.gateway.port, "agent.gateway.port"))
+    return tuple(wishes)
+
+
+def endpoints(config: RunConfig, ports: Mapping[str, int], hosts: Mapping[str, str] = THIS_MACHINE) -> Endpoints:
+    """Where the processes of a run that others may join are to be found."""
+    gateway = config.agent.gateway
+    return Endpoints(
+        queue=f"tcp://{queue_host(config)}:{ports['queue']}",
+        reward_model=f"http://{hosts.get(REWARD_MODEL, HOST)}:{ports[REWARD_MODEL]}" if REWARD_MODEL in ports else "",
+        gateway="" if gateway is None else f"http://{gateway.host}:{ports[GATEWAY]}",
+    )

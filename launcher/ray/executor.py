@@ -1,0 +1,359 @@
+"""Ray as the place where processes run: placement groups, and one keeper actor per process. It carries no data.
+
+    Supervisor ──start──> Nodes ──placement groups──> Ray
+        └── RemoteChild <──output, exit code── Keeper (an actor in its bundle) ── the process
+
+The one file that imports Ray; it is imported for ``--launcher ray`` only.
+"""
+
+import asyncio
+import logging
+import secrets
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from rl_async.configs.derived.closed import is_closed, is_loopback
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import RlAsyncError, UserError
+from rl_async.launcher.plan.planning import RENDEZVOUS, Plan
+from rl_async.launcher.plan.spec import ProcessSpec
+from rl_async.launcher.ray.keeper import Keeper, Order, Settled, Started, own_addresses, sees
+from rl_async.launcher.ray.placement import (
+    KEY_HOLDERS,
+    Bundle,
+    Group,
+    Seat,
+    check_sharing,
+    folders_of,
+    groups,
+    stays_home,
+)
+from rl_async.launcher.ray.remote import ANSWER_S, RETRY_S, KeeperGone, KeeperSilent, RemoteChild
+from rl_async.launcher.supervise.executor import ThisMachine
+from rl_async.launcher.supervise.process import Process
+
+NODE = "ray.io/node-id"  # a label that Ray gives every node
+LOOK_S = 60.0  # for a node's first answer; Ray may have to start a worker process there
+CLOSE_S = 10.0
+CLEAN_UP_S = 2.0  # one keeper alone, while the others wait
+START_ATTEMPTS = 5
+
+log = logging.getLogger("rl_async.launcher")
+Actor: Any = ray.remote(Keeper)
+look: Any = ray.remote(sees)
+
+
+class NoRoom(RlAsyncError):
+    """The cluster has no place for a process; names it, what it takes, and what there is."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A Ray cluster as the launcher's node sees it."""
+
+    node_id: str
+    address: str  # of the launcher's node
+    gpus: int
+
+    def at_home(self, config: RunConfig) -> RunConfig:
+        """The config of a run whose queue listens where the other nodes reach it, also if it was elsewhere before."""
+        if config.queue.host in own_addresses() and not is_loopback(config.queue.host):
+            return config
+        return msgspec.structs.replace(config, queue=msgspec.structs.replace(config.queue, host=self.address))
+
+
+@contextmanager
+def connected(address: str) -> Iterator[Cluster]:
+    """The cluster at ``address``; empty: RAY_ADDRESS, or the one that this machine is a node of. Raises UserError."""
+    if address.startswith("ray://"):
+        raise UserError(
+            f"--address {address}: start the launcher on a node of the cluster, where the run folder will be"
+        )
+    try:
+        ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"--launcher ray: no Ray cluster answers ({_first_line(error)}); run `ray start --head` "
+            "here and `ray start --address=HOST:PORT` on the other nodes, or give --address"
+        ) from error
+    try:
+        yield Cluster(
+            ray.get_runtime_context().get_node_id(),
+            ray.util.get_node_ip_address(),
+            int(ray.cluster_resources().get("GPU", 0)),
+        )
+    finally:
+        ray.shutdown()
+
+
+class ActorLine:
+    """The way to a keeper that is an actor."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    async def ask(self, method: str, *arguments: Any, timeout_s: float = ANSWER_S) -> Any:
+        """See ``remote.Line``."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await getattr(self._actor, method).remote(*arguments)
+        except TimeoutError:
+            raise KeeperSilent(f"no answer to {method} within {timeout_s:g} s") from None
+        except ActorUnavailableError as error:
+            raise KeeperSilent(_first_line(error)) from error
+        except RayActorError as error:
+            raise KeeperGone(_first_line(error)) from error
+        except RayTaskError as error:
+            if isinstance(error.cause, UserError):
+                raise error.cause from None
+            raise
+
+    def tell(self, method: str) -> None:
+        """See ``remote.Line``."""
+        getattr(self._actor, method).remote()
+
+    def drop(self) -> Any:
+        """Let it clean up; a reference to the end of that."""
+        return self._actor.close.remote()
+
+    def end(self) -> None:
+        """Let it clean up, if it can, and end it."""
+        ray.wait([self.drop()], timeout=CLEAN_UP_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the keeper, and with it its process."""
+        ray.kill(self._actor)
+
+
+@dataclass
+class Post:
+    """Where a process is, or will be."""
+
+    line: ActorLine
+    settled: Settled
+
+
+class Nodes:
+    """Executor of a plan on the nodes of a cluster. A process stays where its keeper is, and moves with its bundle."""
+
+    def __init__(self, cluster: Cluster, config: RunConfig, plan: Plan, folder: Path) -> None:
+        self._cluster, self._config, self._plan, self._folder = cluster, config, plan, folder
+        self._token = f".nodes-{secrets.token_hex(8)}"
+        self._here = ThisMachine({}, folder)
+        self._seats: dict[str, tuple[PlacementGroup, int, Seat]] = {}
+        self._groups: list[PlacementGroup] = []
+        self._posts: dict[str, Post] = {}
+        self._lines: list[ActorLine] = []  # to all keepers that were ever made
+        self._children: dict[str, RemoteChild] = {}
+        self._ports: dict[str, int] = {}
+        self._hosts: dict[str, str] = {}
+
+    def open(self) -> None:
+        """Put the token into the run folder, by which nodes find out whether they see it."""
+        (self._folder / self._token).touch()
+        self._here.open()
+
+    def close(self) -> None:
+        """End all keepers and give their places back."""
+        for child in self._children.values():
+            child.forget()
+        endings = [line.drop() for line in self._lines]
+        if endings:
+            ray.wait(endings, num_returns=len(endings), timeout=CLOSE_S)
+        for line in self._lines:
+            line.kill()
+        for group in self._groups:
+            remove_placement_group(group)
+        (self._folder / self._token).unlink(missing_ok=True)
+        self._here.close()
+
+    async def settle(self) -> None:
+        """Find a place for every process of the plan. Raises UserError for what a node lacks, NoRoom."""
+        blind = await self._blind_nodes()
+        check_sharing(self._config, self._plan, blind)
+        shared = not blind
+        log.info("the run folder is %s", "on all nodes" if shared else f"not on {', '.join(blind)}")
+        for group in groups(self._plan, self._config.launcher.threads, shared=shared):
+            await self._reserve(group)
+        posting = [asyncio.ensure_future(self._post(spec)) for spec in self._plan.processes]
+        try:
+            await asyncio.gather(*posting)
+        finally:
+            for task in posting:
+                task.cancel()
+            await asyncio.wait(posting)
+
+    async def start(self, spec: ProcessSpec, *, restarts: int) -> Process:
+        """Start a process where it is at home, or somewhere else if its node was lost. Raises UserError, NoRoom."""
+        if spec.role == "prepare":
+            return await self._here.start(spec, restarts=restarts)
+        earlier = self._children.get(spec.name)
+        if earlier is not None and earlier.lost:
+            self._drop(spec.name)
+        for _ in range(START_ATTEMPTS):
+            post = self._posts.get(spec.name) or await self._post(spec)
+            argv = spec.command(self._ports, self._hosts, restarted=restarts > 0)
+            environment = spec.environment(self._ports, self._hosts)
+            environment.pop("CUDA_VISIBLE_DEVICES", None)  # Ray says which GPU of that node it is
+            try:
+                started: Started = await post.line.ask("start", _portable(argv), environment)
+            except (KeeperGone, KeeperSilent) as error:
+                log.warning("%s: its keeper on %s failed: %s", spec.name, post.settled.host, error)
+                self._drop(spec.name)
+                continue
+            host = "" if post.settled.host == self._cluster.address else post.settled.host
+            path = self._folder / "logs" / f"{spec.name}.log"
+            self._children[spec.name] = RemoteChild(spec.name, post.line, started, host, path)
+            return self._children[spec.name]
+        raise NoRoom(f"{spec.name}: no keeper could start it in {START_ATTEMPTS} attempts; see logs/launcher.log")
+
+    def _drop(self, name: str) -> None:
+        if (post := self._posts.pop(name, None)) is not None:
+            post.line.end()
+
+    def places(self) -> tuple[Mapping[str, int], Mapping[str, str]]:
+        """As they are now."""
+        return self._ports, self._hosts
+
+    async def _blind_nodes(self) -> list[str]:
+        """Addresses of nodes that do not see the run folder."""
+        nodes = [(node["NodeID"], node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
+        run = self._folder.absolute()
+
+        async def asked(node_id: str) -> bool:
+            strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+            async with asyncio.timeout(LOOK_S):
+                return await look.options(num_cpus=0, scheduling_strategy=strategy).remote(run, self._token)
+
+        try:
+            seen = await asyncio.gather(*(asked(node_id) for node_id, _ in nodes))
+        except TimeoutError:
+            raise NoRoom(f"a node of the Ray cluster did not answer within {LOOK_S:g} s; see `ray status`") from None
+        except RayError as error:
+            raise NoRoom(
+                f"a node of the Ray cluster cannot be used: {_first_line(error)}; every node needs rl-async, and "
+                "the same Python and Ray"
+            ) from error
+        return [address for (_, address), sees_it in zip(nodes, seen, strict=True) if not sees_it]
+
+    async def _reserve(self, group: Group) -> None:
+        """Raises NoRoom, naming what is wanted and what there is, after rollout.start_timeout_s."""
+        selector = [{NODE: self._cluster.node_id} if bundle.home else {} for bundle in group.bundles]
+        made = placement_group(
+            [bundle.resources for bundle in group.bundles], strategy=group.strategy, bundle_label_selector=selector
+        )
+        self._groups.append(made)
+        for index, bundle in enumerate(group.bundles):
+            self._seats.update({seat.name: (made, index, seat) for seat in bundle.seats})
+        try:
+            async with asyncio.timeout(self._plan.start_timeout_s):
+                await made.ready()
+        except TimeoutError:
+            where = " on this node" if group.name == "home" else ""
+            wanted = [bundle.resources for bundle in group.bundles]
+            raise NoRoom(
+                f"the Ray cluster has no room{where} for {_names(group.bundles)}: they take {wanted}, and free is "
+                f"{ray.available_resources()}; add nodes, or take fewer engines, workers or threads"
+            ) from None
+
+    async def _post(self, spec: ProcessSpec) -> Post:
+        """A keeper in the process's bundle, which Ray moves to another node when its node dies.
+
+        Raises NoRoom when rollout.start_timeout_s have passed, UserError for what the node lacks.
+        """
+        deadline = time.monotonic() + self._plan.start_timeout_s
+        group, index, seat = self._seats[spec.name]
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        options = {"num_cpus": seat.cpus, "num_gpus": seat.gpus, "scheduling_strategy": strategy}
+        while True:
+            line = ActorLine(Actor.options(**options).remote(ray.util.get_node_ip_address))
+            self._lines.append(line)
+            left = deadline - time.monotonic()
+            try:
+                settled: Settled = await line.ask("settle", self._order(spec), timeout_s=max(0.0, left))
+                break
+            except (KeeperGone, KeeperSilent) as error:
+                line.end()
+                if left <= 0 or _is_broken(error):
+                    raise NoRoom(
+                        f"{spec.name}: no node took it within rollout.start_timeout_s={self._plan.start_timeout_s:g} "
+                        f"({seat.cpus:g} CPU, {seat.gpus:g} GPU): {error.__cause__ or error}; add a node and continue "
+                        "with --resume"
+                    ) from error
+                await asyncio.sleep(RETRY_S)
+        if not settled.shared and spec.role == "trainer" and settled.host != self._cluster.address:
+            raise UserError(
+                f"launcher.run_dir: {settled.host}, where {spec.name} is to go on, does not see {self._folder}; mount "
+                "it there, or take the node out of the cluster, and continue with --resume"
+            )
+        moved = self._hosts.get(spec.name) is not None
+        self._ports.update(settled.ports)
+        self._hosts[spec.name] = settled.host
+        self._posts[spec.name] = Post(line, settled)
+        log.info("%s: on %s", spec.name, settled.host)
+        if moved and spec.role == "reward-model":
+            self._restart_those_who_mention(spec.name)
+        return self._posts[spec.name]
+
+    def _restart_those_who_mention(self, name: str) -> None:
+        """Their command lines hold an address that is no more; whoever keeps them starts them with the new one."""
+        for spec in self._plan.processes:
+            if spec.name != name and spec.mentions(name) and spec.name in self._children:
+                self._children[spec.name].kill_now()
+
+    def _order(self, spec: ProcessSpec) -> Order:
+        names = {spec.name, RENDEZVOUS} if spec.name == "trainer-0" else {spec.name}
+        again = self._ports if stays_home(spec) else {}  # others know it by its address
+        python = spec.argv[0] if spec.engine_kind in ("vllm", "sglang") else ""
+        return Order(
+            name=spec.name,
+            cwd=str(Path.cwd()),
+            run=str(self._folder),
+            token=self._token,
+            files=_run_files(self._config, self._folder, spec),
+            folders=folders_of(self._config, self._plan, spec),
+            ports=[(w.name, again.get(w.name, w.port), w.key) for w in self._plan.ports if w.name in names],
+            engine_kind=spec.engine_kind,
+            python=_portable([python])[0] if python else "",
+        )
+
+
+def _run_files(config: RunConfig, folder: Path, spec: ProcessSpec) -> dict[str, bytes]:
+    """What a process reads of the run folder: the config, and its keys if the queue is closed."""
+    paths = [folder / "config.yaml"]
+    if is_closed(config.queue) and not config.queue.keys and spec.role in KEY_HOLDERS:
+        keys = folder / "keys"
+        paths += [keys / "server.pub", keys / "run.key"]
+        if spec.role == "shard":
+            paths += [keys / "server.key", *(keys / "clients").glob("*.pub")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def _portable(argv: list[str]) -> list[str]:
+    """Our own Python may be elsewhere on another node: an empty word stands for it."""
+    return ["", *argv[1:]] if argv[0] == sys.executable else argv
+
+
+def _is_broken(error: RlAsyncError) -> bool:
+    """Whether no keeper can be made at all, as where rl-async is not installed."""
+    return isinstance(error.__cause__, ActorDiedError) and "creation task" in str(error.__cause__)
+
+
+def _names(bundles: tuple[Bundle, ...]) -> str:
+    return ", ".join(seat.name for bundle in bundles for seat in bundle.seats)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

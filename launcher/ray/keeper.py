@@ -1,0 +1,220 @@
+"""The supervisor's hand on another node: looks after one process there, as ``process.Child`` does beside it.
+
+    launcher --settle, start, stop, kill--> Keeper --signals--> the process
+             <--watch: output, exit code--         <--its log, in a folder of this node--
+
+It imports nothing of Ray: ``on_ray`` makes an actor of it, and a test calls it directly.
+"""
+
+import asyncio
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from rl_async.errors import UserError
+from rl_async.launcher.plan.machine import check_sglang_python, check_vllm_python
+from rl_async.launcher.plan.ports import PortWish, hold_ports
+from rl_async.launcher.ray.placement import interface_of
+from rl_async.launcher.supervise.process import Child, Lifeline
+
+ORPHANED_S = 30.0  # without a word from the launcher; it has given this node up by then, or is gone
+POLL_S = 0.1
+CHUNK = 1 << 18
+INTERFACE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+CHECKS: Mapping[str, Callable[[str], None]] = {"vllm": check_vllm_python, "sglang": check_sglang_python}
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node must have before a process starts there, and what it is given."""
+
+    name: str
+    cwd: str  # the launcher's
+    run: str  # its run folder, absolute or below cwd
+    token: str  # a file in the run folder; a node that sees it shares the folder
+    files: Mapping[str, bytes]  # of the run folder, for a node that does not
+    folders: Sequence[tuple[str, str]]  # config key and path
+    ports: Sequence[tuple[str, int, str]] = ()  # name, number or 0, config key
+    engine_kind: str = ""
+    python: str = ""  # of the engine; empty: this process's own
+
+
+class Settled(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a process will be."""
+
+    host: str  # the node's address
+    ports: Mapping[str, int]
+    shared: bool  # whether the node sees the run folder
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that runs. ``offset``: where its output begins in the log."""
+
+    pid: int
+    started: int
+    offset: int
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True):
+    """What was written since; ``code`` once it has ended and all of its output was handed out."""
+
+    data: bytes
+    code: int | None = None
+
+
+class Keeper:
+    """Looks after one process on the node that it is on. Its methods run on one event loop."""
+
+    def __init__(self, address: Callable[[], str]) -> None:
+        self._host = address()
+        self._exits = ExitStack()
+        self._lifeline = self._exits.enter_context(Lifeline())
+        self._scratch = Path(tempfile.mkdtemp(prefix="rl-async-"))
+        self._exits.callback(shutil.rmtree, self._scratch, ignore_errors=True)
+        self._held: list[socket.socket] = []
+        self._child: Child | None = None
+        self._cwd, self._run, self._name, self._shared = self._scratch, self._scratch, "", False
+        self._heard = time.monotonic()
+        self._guard: asyncio.Task[None] | None = None
+
+    async def settle(self, order: Order) -> Settled:
+        """Check this node, give it what it lacks, and find free ports. Raises UserError for what it must have."""
+        self._name = order.name
+        self._look_around(order)
+        if check := CHECKS.get(order.engine_kind):
+            await asyncio.to_thread(check, order.python or sys.executable)
+        if not self._shared:
+            try:
+                self._provide(order.files)
+            except OSError as error:
+                raise UserError(f"launcher.run_dir: {self._host} cannot write into {self._run}: {error}") from error
+        if not self._held:
+            self._held = hold_ports(self._host, [PortWish(*wish) for wish in order.ports])
+            for held in self._held:
+                self._exits.enter_context(held)
+        ports = {name: held.getsockname()[1] for (name, _, _), held in zip(order.ports, self._held, strict=True)}
+        return Settled(host=self._host, ports=ports, shared=self._shared)
+
+    def _look_around(self, order: Order) -> None:
+        if Path(order.cwd).is_dir():
+            self._cwd = Path(order.cwd)
+        self._run = self._cwd / order.run
+        self._shared = sees(self._run, order.token)
+        for key, path in order.folders:
+            if not (self._cwd / path).is_dir():
+                raise UserError(
+                    f"{key}: {self._host}, where {order.name} is to run, has no folder {self._cwd / path}; put it "
+                    "there, or on a file system that all nodes share"
+                )
+
+    def _provide(self, files: Mapping[str, bytes]) -> None:
+        """Write files of the run folder here, for this user's eyes only; they are removed again at the end."""
+        for name, content in files.items():
+            path = self._run / name
+            if path.exists() and path.read_bytes() != content:
+                raise UserError(
+                    f"launcher.run_dir: {self._host} has a {path} of another run; choose another --name, or move it "
+                    "away"
+                )
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            temporary = path.with_name(f".{path.name}.{os.getpid()}")
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with open(descriptor, "wb") as file:
+                file.write(content)
+            temporary.replace(path)  # other processes of this node read the same files
+            self._exits.callback(path.unlink, missing_ok=True)
+
+    async def start(self, argv: Sequence[str], env: Mapping[str, str]) -> Started:
+        """Start the process; what is left of an earlier one is ended first. ``argv[0]`` "": this node's Python."""
+        await self.kill()
+        stacks = self._run / "stacks" if self._shared else self._scratch
+        stacks.mkdir(exist_ok=True)
+        self._child = await Child.start(
+            self._name,
+            [argv[0] or sys.executable, *argv[1:]],
+            {**env, **network(self._host)},
+            self._scratch / f"{self._name}.log",
+            self._lifeline,
+            stacks / f"{self._name}.txt",
+            self._cwd,
+        )
+        self._heard = time.monotonic()
+        self._guard = asyncio.create_task(self._end_orphan(self._child))
+        return Started(pid=self._child.pid, started=self._child.started, offset=self._child.log_start)
+
+    async def watch(self, offset: int, wait_s: float) -> Output:
+        """Output from ``offset`` on, and the exit code, as soon as there is one of them; empty after ``wait_s``."""
+        child = self._running()
+        deadline = time.monotonic() + wait_s
+        while True:
+            self._heard = time.monotonic()
+            code = child.returncode  # before reading, so that the last lines are not missed
+            with child.log.open("rb") as file:
+                file.seek(offset)
+                data = file.read(CHUNK)
+            if code is not None and not data:
+                return Output(data=b"", code=await child.wait())
+            if data or time.monotonic() > deadline:
+                return Output(data=data)
+            await asyncio.sleep(POLL_S)
+
+    async def stop(self, timeout_s: float) -> None:
+        """Ask the process to end, and kill it after ``timeout_s``."""
+        if self._child is not None:
+            await self._child.stop(timeout_s)
+
+    async def kill(self) -> None:
+        """Kill it and everything it started."""
+        if self._child is not None:
+            await self._child.kill()
+
+    async def close(self) -> None:
+        """End the process and leave nothing on this node."""
+        await self.kill()
+        if self._guard is not None:
+            self._guard.cancel()
+        self._exits.close()
+
+    def _running(self) -> Child:
+        if self._child is None:
+            raise UserError(f"{self._name} was not started on {self._host}")
+        return self._child
+
+    async def _end_orphan(self, child: Child) -> None:
+        """Produces the end of a process that nobody has asked for during ORPHANED_S: its launcher, cut off from here,
+        starts it elsewhere. Waits for the clock; ends with the process."""
+        while child.returncode is None:
+            await asyncio.sleep(POLL_S)
+            if time.monotonic() - self._heard > ORPHANED_S:
+                await child.kill()
+
+
+def sees(run: Path, token: str) -> bool:
+    """Whether the run folder here is the launcher's."""
+    return (run / token).is_file()
+
+
+def network(address: str) -> dict[str, str]:
+    """Variables that keep process groups off interfaces which other hosts do not reach. Those that are set stay."""
+    interface = interface_of(address, _interfaces())
+    return {name: os.environ.get(name, interface) for name in INTERFACE if interface}
+
+
+def own_addresses() -> set[str]:
+    """The IPv4 addresses of this machine."""
+    return {address for addresses in _interfaces().values() for address, _ in addresses}
+
+
+def _interfaces() -> dict[str, list[tuple[str, str | None]]]:
+    return {
+        name: [(own.address, own.netmask) for own in addresses if own.family == socket.AF_INET]
+        for name, addresses in psutil.net_if_addrs().items()
+    }

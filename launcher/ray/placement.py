@@ -1,0 +1,156 @@
+"""Which processes of a plan need what of which node, for Ray's placement groups: pure."""
+
+import ipaddress
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import UserError
+from rl_async.launcher.plan.planning import GATEWAY, Plan
+from rl_async.launcher.plan.spec import ProcessSpec
+
+KEY_HOLDERS = ("queue", "shard", "worker", "trainer")
+COMPUTES = ("engine", "trainer", "reward-model")
+SMALL_CPUS = 0.25  # of a process that mostly waits
+Strategy = Literal["PACK", "STRICT_PACK", "SPREAD"]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What one process takes of its bundle."""
+
+    name: str
+    cpus: float
+    gpus: float = 0.0
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Processes that stay on one node: those that share a GPU, else a single one. ``home``: the launcher's node."""
+
+    seats: tuple[Seat, ...]
+    memory: int = 0  # bytes
+    home: bool = False
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """As Ray names them."""
+        gpus = sum(seat.gpus for seat in self.seats)
+        wanted = {
+            "CPU": sum(seat.cpus for seat in self.seats),
+            "GPU": float(round(gpus)),
+            "memory": float(self.memory),
+        }
+        return {name: amount for name, amount in wanted.items() if amount}
+
+
+@dataclass(frozen=True)
+class Group:
+    """One placement group."""
+
+    name: str
+    strategy: Strategy
+    bundles: tuple[Bundle, ...]
+
+
+def groups(plan: Plan, threads: int, *, shared: bool) -> tuple[Group, ...]:
+    """The placement groups of a run, none of them empty. ``threads``: of a process that computes on a CPU.
+
+    The queue stays on the launcher's node, beside its journal and at an address that does not change; so does a
+    gateway, whose address others know. Trainer ranks are close together, and stay there too unless the run folder,
+    which they write, is ``shared`` by all nodes. Engines and workers are spread, so that a node's death spares some.
+    Engines whose weights cross in the memory of one machine are on that of the trainers.
+    """
+    bundles = _bundles(plan, threads, shared)
+    together = {spec.name for spec in plan.processes if _trains(plan, spec)}
+    with_trainer = [bundle for bundle in bundles if any(seat.name in together for seat in bundle.seats)]
+    packed: Strategy = "STRICT_PACK" if plan.transport == "ipc" else "PACK"
+    kinds: tuple[tuple[str, Strategy, list[Bundle]], ...] = (
+        ("home", "PACK", [bundle for bundle in bundles if bundle.home]),
+        ("trainers", packed, [bundle for bundle in with_trainer if not bundle.home]),
+        ("others", "SPREAD", [bundle for bundle in bundles if not bundle.home and bundle not in with_trainer]),
+    )
+    return tuple(Group(name, strategy, tuple(members)) for name, strategy, members in kinds if members)
+
+
+def _bundles(plan: Plan, threads: int, shared: bool) -> list[Bundle]:
+    together: dict[str, list[ProcessSpec]] = {}
+    for spec in plan.processes:
+        together.setdefault(spec.name if spec.device == "cpu" else spec.device, []).append(spec)
+    return [_bundle(plan, specs, threads, shared) for specs in together.values()]
+
+
+def _trains(plan: Plan, spec: ProcessSpec) -> bool:
+    """Whether a process goes where the trainers do."""
+    return spec.role == "trainer" or (plan.transport == "ipc" and spec.role == "engine")
+
+
+def _bundle(plan: Plan, specs: Sequence[ProcessSpec], threads: int, shared: bool) -> Bundle:
+    sharers: dict[str, int] = {}
+    for spec in specs:
+        sharers[spec.device] = sharers.get(spec.device, 0) + 1
+    seats = tuple(
+        Seat(spec.name, _cpus(spec, threads), 0.0 if spec.device == "cpu" else _floor(1 / sharers[spec.device]))
+        for spec in specs
+    )
+    memory = sum(spec.memory_bytes or 0 for spec in specs)
+    return Bundle(seats, memory, any(stays_home(spec) or (_trains(plan, spec) and not shared) for spec in specs))
+
+
+def stays_home(spec: ProcessSpec) -> bool:
+    """Whether a process keeps its address as long as the run lasts, and is therefore on the launcher's node."""
+    return spec.role == "queue" or spec.name == GATEWAY
+
+
+def _cpus(spec: ProcessSpec, threads: int) -> float:
+    if spec.role not in COMPUTES:
+        return SMALL_CPUS
+    return float(threads if spec.device == "cpu" else 1)
+
+
+def _floor(share: float) -> float:
+    """In ten thousandths, as Ray counts."""
+    return int(share * 10_000) / 10_000
+
+
+def check_sharing(config: RunConfig, plan: Plan, blind: Sequence[str]) -> None:
+    """Raise UserError if the run needs a file system that all nodes share. ``blind``: those that do not see the run
+    folder."""
+    if blind and plan.transport == "disk" and not config.weight_sync.folder:
+        raise UserError(
+            f"weight_sync.transport=disk: {', '.join(blind)} does not see the run folder, where weights would lie; set "
+            "weight_sync.folder to a folder that all nodes share, or use weight_sync.transport=gloo"
+        )
+
+
+def folders_of(config: RunConfig, plan: Plan, spec: ProcessSpec) -> list[tuple[str, str]]:
+    """Folders that must be on the node of a process: the config key and the path."""
+    if spec.role in ("queue", "shard"):
+        needed = []
+    elif spec.role == "reward-model":
+        needed = [("reward.model.path", config.reward.model.path)] if config.reward.model is not None else []
+    else:
+        needed = [("model.path", config.model.path)]
+    if plan.transport == "disk" and config.weight_sync.folder and spec.role in ("engine", "trainer"):
+        needed.append(("weight_sync.folder", config.weight_sync.folder))
+    if spec.role == "trainer":
+        reference, critic = config.algorithm.kl.reference_path, config.critic.path if config.critic else None
+        paths = {"algorithm.kl.reference_path": reference, "critic.path": critic}
+        needed += [(key, path) for key, path in paths.items() if path]
+    if config.queue.keys and spec.role in KEY_HOLDERS:
+        needed.append(("queue.keys", config.queue.keys))
+    return needed
+
+
+def interface_of(address: str, interfaces: Mapping[str, Iterable[tuple[str, str | None]]]) -> str:
+    """The network interface that has an IPv4 address; empty if none has. ``interfaces``: (address, netmask) by name."""
+    wanted = ipaddress.ip_address(address)
+    near = ""
+    for name, addresses in interfaces.items():
+        for own, mask in addresses:
+            if own == address:
+                return name
+            if mask and wanted in ipaddress.ip_network(f"{own}/{mask}", strict=False):
+                near = near or name  # such as 127.0.0.2, which the loopback interface has without naming it
+    return near

@@ -1,0 +1,120 @@
+"""A process on another node as the supervisor sees it, through that node's keeper; nothing here knows of Ray."""
+
+import asyncio
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from rl_async.errors import RlAsyncError
+from rl_async.launcher.ray.keeper import ORPHANED_S, Output, Started
+from rl_async.launcher.supervise.process import TAIL_LINES, tail_of
+
+WATCH_S = 2.0
+ANSWER_S = 10.0
+RETRY_S = 0.5
+LOST_S = ORPHANED_S + 10.0  # of silence: by then the keeper, if it lives, has ended the process
+
+
+class KeeperGone(RlAsyncError):
+    """The keeper has ended, or its node has."""
+
+
+class KeeperSilent(RlAsyncError):
+    """The keeper did not answer; perhaps it will."""
+
+
+class Line(Protocol):
+    """The way to one keeper."""
+
+    async def ask(self, method: str, *arguments: Any, timeout_s: float = ANSWER_S) -> Any:
+        """Call a method of the keeper. Raises UserError as it does, KeeperGone, or KeeperSilent after ``timeout_s``."""
+        ...
+
+    def tell(self, method: str) -> None:
+        """Call it without waiting for an answer."""
+        ...
+
+
+class RemoteChild:
+    """A process that a keeper looks after. Its output arrives in ``log``, on this side; see ``process.Child``."""
+
+    def __init__(self, name: str, line: Line, started: Started, host: str, log: Path) -> None:
+        self.name, self.host, self.log = name, host, log
+        self.pid, self.started = started.pid, started.started
+        self.lost = False  # with its keeper
+        log.touch()  # it is read from now on
+        self.log_start = log.stat().st_size
+        self._line, self._offset, self._code = line, started.offset, None
+        self._following = asyncio.create_task(self._follow())
+
+    _code: int | None
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; negative: the signal that killed it, SIGKILL also if its node was lost."""
+        return self._code
+
+    async def wait(self) -> int:
+        """Wait until it has ended and its output is here. Has no deadline, as a local process has none."""
+        await asyncio.shield(self._following)
+        assert self._code is not None
+        return self._code
+
+    async def stop(self, timeout_s: float) -> int:
+        """Ask it to end (SIGTERM), and kill it after ``timeout_s``."""
+        if self._code is None:
+            with suppress(KeeperGone, KeeperSilent):  # then the loop below finds that it is lost
+                await self._line.ask("stop", timeout_s, timeout_s=timeout_s + ANSWER_S)
+        return await self.wait()
+
+    async def kill(self) -> int:
+        """Kill it and everything it started."""
+        if self._code is None:
+            with suppress(KeeperGone, KeeperSilent):
+                await self._line.ask("kill")
+        return await self.wait()
+
+    def kill_now(self) -> None:
+        """As ``kill``, without waiting for the end."""
+        if self._code is None:
+            self._line.tell("kill")
+
+    def forget(self) -> None:
+        """Look after it no longer."""
+        self._following.cancel()
+
+    def output(self) -> str:
+        """The end of what this process wrote."""
+        return tail_of(self.log, self.log_start)
+
+    def tail(self) -> str:
+        """Its last lines."""
+        return "\n".join(self.output().splitlines()[-TAIL_LINES:])
+
+    async def _follow(self) -> None:
+        """Consumes the keeper's answers; produces the log and the exit code. Waits for the keeper, ANSWER_S each time;
+        unblocked by output, by the process's end, or by a keeper that is gone or was silent for LOST_S."""
+        heard = time.monotonic()
+        with self.log.open("ab", buffering=0) as file:
+            while self._code is None:
+                try:
+                    answer: Output = await self._line.ask("watch", self._offset, WATCH_S)
+                except KeeperSilent as error:
+                    if time.monotonic() - heard < LOST_S:
+                        await asyncio.sleep(RETRY_S)
+                        continue
+                    self._lose(file.write, error)
+                    return
+                except KeeperGone as error:
+                    self._lose(file.write, error)
+                    return
+                heard = time.monotonic()
+                file.write(answer.data)
+                self._offset += len(answer.data)
+                self._code = answer.code
+
+    def _lose(self, write: Any, error: RlAsyncError) -> None:
+        write(f"[launcher] {self.name} was lost with its node: {error}\n".encode())
+        self.lost, self._code = True, -signal.SIGKILL

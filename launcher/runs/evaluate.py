@@ -1,0 +1,125 @@
+"""``rl-async eval``: the processes of a run without its trainer, one pass over the held-out tasks."""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from rl_async.configs.schema.run import RunConfig, TrainerConfig
+from rl_async.errors import ConfigError, RlAsyncError
+from rl_async.launcher.folder.run_folder import hold, next_folder
+from rl_async.launcher.runs.launch import EXIT_SIGNAL, announce, log_into, make_ready, prepare
+from rl_async.launcher.supervise.executor import ThisMachine
+from rl_async.launcher.supervise.supervisor import Interrupted, Supervisor
+from rl_async.messages import EngineRecord, Reserved, Version
+from rl_async.rollout_server.connect import connect
+from rl_async.trainer.monitoring.records import write_trajectories
+from rl_async.transfer_queue.auth.keys import client_keys
+
+EVAL_ID = 0
+POLL_S = 5.0
+
+
+class EvaluationTimeout(RlAsyncError):
+    """The held-out tasks were not finished within trainer.batch_timeout_s; names what is missing."""
+
+
+def evaluate(config: RunConfig, name_or_path: str) -> int:
+    """Evaluate ``model.path`` on ``data.eval_path`` and print the mean reward per data source; the exit code."""
+    if config.data.eval_path is None:
+        raise ConfigError("data.eval_path: an evaluation needs held-out tasks")
+    if not Path(config.model.path).exists():
+        raise ConfigError(
+            f"model.path: no folder {config.model.path}; an evaluation makes none, `rl-async sft` makes a preset's own"
+        )
+    folder = next_folder(Path(config.launcher.run_dir), f"eval-{Path(name_or_path).stem}")
+    config = without_training(msgspec.structs.replace(config, name=folder.name))
+    console = Console()
+
+    async def run() -> int:
+        try:
+            with Supervisor(planned, executor, folder, client_keys(config, folder)) as supervisor:
+                await prepare(config, planned, supervisor, console)
+                announce(config, folder, executor, console)
+                evaluation = Evaluation(supervisor, config, folder)
+                await supervisor.run(evaluation.run, evaluation.on_engine)
+        except Interrupted as interruption:
+            return EXIT_SIGNAL + interruption.number
+        for line in report_lines(evaluation.result):
+            console.print(line, markup=False, highlight=False)
+        console.print(f"run folder: {folder}", markup=False, highlight=False, soft_wrap=True)
+        return 0
+
+    with hold(folder):
+        planned, ports = make_ready(config, folder)
+        executor = ThisMachine(ports, folder, planned.hosts)
+        with log_into(folder):
+            return asyncio.run(run())
+
+
+def without_training(config: RunConfig) -> RunConfig:
+    """The queue always admits training groups as well; this leaves it one small one."""
+    return msgspec.structs.replace(
+        config,
+        data=msgspec.structs.replace(config.data, train_batch_groups=1),
+        rollout=msgspec.structs.replace(config.rollout, group_size=2),
+        queue=msgspec.structs.replace(config.queue, max_staleness=0),
+        trainer=TrainerConfig(steps=1, minibatches=1, batch_timeout_s=config.trainer.batch_timeout_s),
+        weight_sync=msgspec.structs.replace(config.weight_sync, every=1, adapters=False),
+    )
+
+
+class Evaluation:
+    """What the supervisor runs in place of the trainer."""
+
+    def __init__(self, supervisor: Supervisor, config: RunConfig, folder: Path) -> None:
+        self._supervisor, self._timeout_s = supervisor, config.trainer.batch_timeout_s
+        self._trajectories = folder / "trajectories" / f"eval-{0:06d}.jsonl.gz"
+        self.result = Reserved(step=EVAL_ID, headers=[])
+
+    async def on_engine(self, record: EngineRecord) -> None:
+        """An update without buckets: the engine keeps the weights of ``model.path`` and serves them as version 0."""
+        engine = connect(record.kind, record.url)
+        try:
+            await engine.pause("keep")
+            await engine.start_update()
+            await engine.finish_update(Version())
+            await engine.resume()
+        finally:
+            await engine.close()
+        queue = self._supervisor.queue
+        await queue.publish(Version(), [record.engine_id])
+        await queue.confirm(record.engine_id, Version())  # where another engine was published before
+
+    async def run(self) -> None:
+        """Ask for the evaluation, wait for its last trajectory, and keep all of them in the run folder.
+
+        Raises EvaluationTimeout.
+        """
+        queue = self._supervisor.queue
+        await queue.evaluate(EVAL_ID)
+        deadline = time.monotonic() + self._timeout_s
+        while not isinstance(reply := await queue.eval_result(EVAL_ID, POLL_S), Reserved):
+            if time.monotonic() > deadline:
+                raise EvaluationTimeout(f"no result within trainer.batch_timeout_s={self._timeout_s:g}: {reply.why}")
+        self.result = reply
+        rows = await queue.fetch([header.key for header in reply.headers])
+        await asyncio.to_thread(write_trajectories, self._trajectories, rows)
+
+
+def report_lines(result: Reserved) -> Sequence[str]:
+    """Mean reward per data source, and over all."""
+    rewards: dict[str, list[float]] = defaultdict(list)
+    episodes = [header for header in result.headers if header.segment == 0]
+    for header in episodes:
+        rewards[result.tasks[header.group_id].data_source].append(header.reward)
+    if len(rewards) != 1:
+        rewards["all"] = [header.reward for header in episodes]
+    return [
+        f"{source}: reward {sum(values) / max(len(values), 1):.4f} over {len(values)} trajectories"
+        for source, values in rewards.items()
+    ]

@@ -1,0 +1,253 @@
+"""``rl-async sft`` with a section ``finetune``: from conversations and a model folder to a fine-tuned one.
+
+The conversations are checked and encoded here, once; the ranks map what is written. A run that was interrupted goes on
+from its newest checkpoint when the same command is given again.
+"""
+
+import asyncio
+import hashlib
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from rich.console import Console
+
+from rl_async.agent_loop.data.chats import read_chats
+from rl_async.agent_loop.data.training_tokens import ChatEncoder, ChatTokens
+from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.schema.finetune import FinetuneConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import DataError, UserError
+from rl_async.launcher.folder.run_folder import checkpoints, create, hold
+from rl_async.launcher.plan.artifacts import check_model_folder
+from rl_async.launcher.plan.machine import check_trainer, count_gpus
+from rl_async.launcher.plan.planning import finetune_ranks
+from rl_async.launcher.runs.launch import EXIT_SIGNAL, log_into, shown
+from rl_async.launcher.supervise.process import RoleFailed
+from rl_async.launcher.supervise.rank_keeper import keep_ranks
+from rl_async.launcher.supervise.supervisor import Interrupted
+from rl_async.launcher.watch.finetune_view import FinetuneView, summary
+from rl_async.reward_loop.render import load_tokenizer
+from rl_async.trainer.finetune.rows import HELD_OUT, ROWS, ChatRows, total_steps
+
+DATA_FILE = "data.json"
+KEPT = (
+    *("model.path", "model.dtype", "data.path", "data.eval_path", "data.shuffle", "seed", "trainer.backend"),
+    *("trainer.grad_clip", "trainer.weight_decay", "trainer.beta1", "trainer.beta2"),
+    *(f"finetune.{name}" for name in FinetuneConfig.__struct_fields__ if name not in ("out", "eval_every")),
+)
+
+
+class DataRecord(msgspec.Struct, frozen=True):
+    """What was encoded, beside it: checksums of the files, and how much there is."""
+
+    checksums: dict[str, str]
+    conversations: int
+    held_out: int
+    skipped: int
+    tokens: int
+    learned: int
+
+
+def finetune(config: RunConfig) -> int:
+    """Fine-tune, showing how it goes; the exit code. Raises UserError or RoleFailed."""
+    assert config.finetune is not None
+    out = Path(config.finetune.out)
+    if not out.name:
+        raise UserError(f"finetune.out={config.finetune.out}: give the name of a new folder")
+    folder = out.with_name(f"{out.name}.run")
+    _check(config)
+    with hold(folder):
+        resumes = _resumes(config, folder)
+        if out.exists():
+            _require_finished(config, folder, resumes)
+            print(f"{out} is there already; delete it and {folder} to train it again")
+            return 0
+        create(config, folder)
+        record = _encode_once(config, folder)
+        console = Console(highlight=False)
+        for line in _headline(config, record, folder):
+            console.print(line, markup=False, soft_wrap=True)
+        with log_into(folder):
+            code = asyncio.run(_train(config, folder, console))
+        if out.exists():
+            console.print(summary(folder, out), markup=False, soft_wrap=True)
+        elif code == 0:
+            raise RoleFailed(
+                f"the ranks were asked to end before the last step; the same command goes on; see {folder}/logs"
+            )
+        return code
+
+
+async def _train(config: RunConfig, folder: Path, console: Console) -> int:
+    """The exit code; that of a signal if one asked the run to end."""
+    rows = ChatRows.map(folder / ROWS)
+    assert config.finetune is not None
+    steps = total_steps(len(rows), config.finetune)
+    view = FinetuneView(folder, steps, (checkpoints(folder) or [0])[-1], console)
+    try:
+        async with shown(view.run()):
+            await keep_ranks(finetune_ranks(config, folder, count_gpus()), folder, config.launcher.stop_timeout_s)
+    except Interrupted as interrupted:
+        view.show_new()
+        done = (checkpoints(folder) or [0])[-1]
+        print(
+            f"interrupted ({interrupted}) with {done} of {steps} steps saved; the same command goes on from there",
+            file=sys.stderr,
+        )
+        return EXIT_SIGNAL + interrupted.number
+    view.show_new()
+    return 0
+
+
+def _check(config: RunConfig) -> None:
+    """What can be told before anything is read. Raises UserError."""
+    check_model_folder(Path(config.model.path), "model.path")
+    gpus = count_gpus()
+    if config.model.device == "cuda" and gpus == 0:
+        raise UserError("model.device=cuda, but no GPU is visible; use auto or cpu")
+    check_trainer(config, gpus)
+
+
+def _resumes(config: RunConfig, folder: Path) -> bool:
+    """Whether a run of this config was begun. Raises UserError if one of another config was, and has trained.
+
+    What was begun with another config and has no checkpoint is forgotten.
+    """
+    if not (folder / "config.yaml").is_file():
+        if folder.exists() and any(folder.iterdir()):
+            raise UserError(f"finetune.out: {folder} is where the run would be, and holds something else; move it away")
+        return False
+    before, now = (msgspec.to_builtins(c) for c in (load_resolved(folder / "config.yaml"), config))
+    for key in KEPT:
+        section, _, name = key.rpartition(".")
+        old, new = ((values[section] if section else values)[name] for values in (before, now))
+        if old != new and not checkpoints(folder):
+            (folder / DATA_FILE).unlink(missing_ok=True)
+            return False
+        if old != new:
+            raise UserError(
+                f"{key}={new}: the run in {folder} was begun with {old}, and goes on with that; give it again, delete "
+                f"{folder} to begin anew, or choose another finetune.out"
+            )
+    return True
+
+
+def _require_finished(config: RunConfig, folder: Path, resumes: bool) -> None:
+    assert config.finetune is not None
+    done = checkpoints(folder)
+    finished = resumes and (folder / ROWS).is_dir() and done
+    if not finished or done[-1] < total_steps(len(ChatRows.map(folder / ROWS)), config.finetune):
+        raise UserError(f"finetune.out: {config.finetune.out} exists; delete it, or choose another folder")
+
+
+def _encode_once(config: RunConfig, folder: Path) -> DataRecord:
+    """Encode the conversations, unless an earlier start of the run has. Raises DataError."""
+    assert isinstance(config.data.path, str)
+    given = (("data.path", config.data.path), ("data.eval_path", config.data.eval_path))
+    checksums = {path: checksum(key, Path(path)) for key, path in given if path is not None}
+    done = folder / DATA_FILE
+    if done.is_file():
+        record = msgspec.json.decode(done.read_bytes(), type=DataRecord)
+        changed = [path for path, now in checksums.items() if record.checksums.get(path) != now]
+        if not changed:
+            return record
+        if checkpoints(folder):
+            raise DataError(f"{changed[0]} is not what {folder} was begun with; restore it, or delete {folder}")
+        done.unlink()
+    record = _encode(config, folder, checksums)
+    temporary = folder / f".{DATA_FILE}.tmp"
+    temporary.write_bytes(msgspec.json.encode(record))
+    temporary.replace(done)  # last: what it tells of is there
+    return record
+
+
+def checksum(key: str, path: Path) -> str:
+    """Of a file's bytes. Raises DataError, naming ``key``, if there is none."""
+    if not path.is_file():
+        raise DataError(f"{key}: no file {path}; paths are relative to the working directory")
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _encode(config: RunConfig, folder: Path, checksums: dict[str, str]) -> DataRecord:
+    own = config.finetune
+    assert own is not None and isinstance(config.data.path, str)
+    encoder = ChatEncoder(load_tokenizer(config.model.path, "model.path"))
+    limit = longest(config)
+    rows, skipped = _tokens(config.data.path, encoder, limit, own)
+    if config.data.eval_path is None:
+        rows, held_out = split(rows, own.held_out, config.seed)
+    else:
+        held_out, more = _tokens(config.data.eval_path, encoder, limit, own)
+        skipped += more
+    if not rows:
+        raise DataError(f"{config.data.path}: no conversation is left to train on ({skipped} were too long)")
+    for name, part in ((ROWS, rows), (HELD_OUT, held_out)):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / name).mkdir()
+        ChatRows.of(part).write(folder / name)
+    return DataRecord(
+        checksums=checksums,
+        conversations=len(rows),
+        held_out=len(held_out),
+        skipped=skipped,
+        tokens=sum(len(row.ids) for row in rows),
+        learned=sum(int(row.learned.sum()) for row in rows),
+    )
+
+
+def _tokens(path: str, encoder: ChatEncoder, limit: int, own: FinetuneConfig) -> tuple[list[ChatTokens], int]:
+    """The conversations of a file, and how many were skipped. Raises DataError naming the line."""
+    rows, skipped = list[ChatTokens](), 0
+    for chat in read_chats(path):
+        tokens = encoder.encode(chat)
+        if len(tokens.ids) <= limit:
+            rows.append(tokens)
+        elif own.too_long == "skip":
+            skipped += 1
+        else:
+            raise DataError(
+                f"{chat.place}: {len(tokens.ids)} tokens, and the most is {limit} (finetune.max_tokens, or the model's "
+                "positions); shorten it, or set finetune.too_long=skip to leave such conversations out"
+            )
+    return rows, skipped
+
+
+def split(rows: list[ChatTokens], share: float, seed: int) -> tuple[list[ChatTokens], list[ChatTokens]]:
+    """Rows to train on and held-out ones; at least one of each, if ``share`` and the rows allow it."""
+    count = min(max(1, round(share * len(rows))), len(rows) - 1) if share > 0 and rows else 0
+    kept = set(np.random.default_rng([seed & 0xFFFFFFFF, 1]).permutation(len(rows))[:count].tolist())
+    return [r for i, r in enumerate(rows) if i not in kept], [r for i, r in enumerate(rows) if i in kept]
+
+
+def longest(config: RunConfig) -> int:
+    """Tokens that a conversation may have. Raises UserError if the model has fewer positions than are asked for."""
+    assert config.finetune is not None
+    asked = config.finetune.max_tokens
+    file = Path(config.model.path) / "config.json"
+    try:
+        told = json.loads(file.read_text())
+    except ValueError as error:
+        raise UserError(f"model.path: {file} is not JSON: {error}") from error
+    positions = told.get("text_config", told).get("max_position_embeddings")
+    if positions is not None and asked > positions:
+        raise UserError(f"finetune.max_tokens={asked}: {config.model.path} has {positions} positions; ask for fewer")
+    return asked or positions or sys.maxsize
+
+
+def _headline(config: RunConfig, record: DataRecord, folder: Path) -> list[str]:
+    own = config.finetune
+    assert own is not None
+    skipped = f", {record.skipped} too long and skipped" if record.skipped else ""
+    begun = checkpoints(folder)
+    return [
+        f"{config.model.path} on {config.data.path}: {record.conversations:,} conversations, {record.held_out:,} held "
+        f"out{skipped}; {record.learned:,} of {record.tokens:,} tokens are learned",
+        f"{total_steps(record.conversations, own)} steps of {own.batch_size} conversations on {config.trainer.ranks} "
+        f"rank(s) of {config.trainer.backend}; run folder: {folder}",
+        *([f"going on after step {begun[-1]}"] if begun else []),
+    ]

@@ -1,0 +1,182 @@
+"""``rl-async launch``: from a checked config to a finished run."""
+
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import RlAsyncError, UserError
+from rl_async.launcher.folder.run_folder import checkpoints, create, hold
+from rl_async.launcher.plan.artifacts import needs_preparation
+from rl_async.launcher.plan.machine import check_sglang, plan_here
+from rl_async.launcher.plan.planning import Plan, endpoints
+from rl_async.launcher.plan.ports import assign_ports
+from rl_async.launcher.supervise.executor import Executor, ThisMachine
+from rl_async.launcher.supervise.supervisor import Interrupted, Supervisor
+from rl_async.launcher.watch.doctor import FILE as DIAGNOSIS
+from rl_async.launcher.watch.doctor import diagnose
+from rl_async.launcher.watch.view import View
+from rl_async.process.endpoints import write_endpoints
+from rl_async.transfer_queue.auth.keys import client_keys, provide_keys
+
+DIAGNOSIS_S = 30.0
+KNOCK_S = 5.0
+EXIT_SIGNAL = 128  # plus the number of the signal, as shells have it
+
+
+def launch(config: RunConfig, folder: Path, *, resume: bool = False) -> int:
+    """Train, showing the run; the exit code. Raises UserError or RoleFailed."""
+    with hold(folder):
+        planned, ports = make_ready(config, folder, resume=resume)
+        with log_into(folder):
+            return asyncio.run(_run(config, folder, planned, ThisMachine(ports, folder, planned.hosts)))
+
+
+def launch_on_ray(config: RunConfig, folder: Path, address: str, *, resume: bool = False) -> int:
+    """As ``launch``, on the nodes of the Ray cluster at ``address``. Raises NoRoom, too."""
+    if find_spec("ray") is None:
+        raise UserError("--launcher ray: Ray is not installed here; run `python -m pip install 'rl-async[ray]'`")
+    _knock(address)
+    from rl_async.launcher.ray.executor import Nodes, connected
+
+    with hold(folder), connected(address) as cluster:
+        config = cluster.at_home(config)
+        planned = plan_here(config, folder, resume=resume, gpus=cluster.gpus)
+        _make_folder(config, folder)
+        with log_into(folder):
+            return asyncio.run(_run(config, folder, planned, Nodes(cluster, config, planned, folder)))
+
+
+def make_ready(config: RunConfig, folder: Path, *, resume: bool = False) -> tuple[Plan, dict[str, int]]:
+    """Check the surroundings, assign ports and create the run folder. Nothing is created if something is wrong."""
+    check_sglang(config)
+    planned = plan_here(config, folder, resume=resume)
+    ports = assign_ports(planned.ports)
+    _make_folder(config, folder)
+    return planned, ports
+
+
+def _make_folder(config: RunConfig, folder: Path) -> None:
+    create(config, folder)
+    provide_keys(config, folder)
+
+
+def _knock(address: str) -> None:
+    """Raise UserError if nobody listens at HOST:PORT: Ray itself would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if not (colon and port.isdigit()) or "/" in host:
+        return  # not of that form, or none was given
+    try:
+        socket.create_connection((host, int(port)), KNOCK_S).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"--address {address}: no Ray cluster answers there ({error}); start one with `ray start --head`"
+        ) from error
+
+
+@contextmanager
+def log_into(folder: Path) -> Iterator[None]:
+    """The launcher's own log goes into a file: lines on the terminal would tear the live view."""
+    log = logging.getLogger("rl_async")
+    handler = logging.FileHandler(folder / "logs" / "launcher.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    level, propagate = log.level, log.propagate
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = propagate
+        handler.close()
+
+
+async def prepare(config: RunConfig, planned: Plan, supervisor: Supervisor, console: Console) -> None:
+    """Make missing data and the missing model in a process of its own, whose lines are shown."""
+    if planned.prepare is not None and needs_preparation(config):
+        await supervisor.run_once(
+            planned.prepare, lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
+        )
+
+
+def announce(config: RunConfig, folder: Path, executor: Executor, console: Console) -> None:
+    """Write down where others may join the run, and print where agent programs are awaited."""
+    places = endpoints(config, *executor.places())
+    write_endpoints(folder, places)
+    if places.gateway:
+        console.print(f"gateway: {places.gateway}", markup=False, highlight=False, soft_wrap=True)
+
+
+async def _run(config: RunConfig, folder: Path, planned: Plan, executor: Executor) -> int:
+    console = Console()
+    view: View | None = None
+    try:
+
+        async def look(why: str) -> None:
+            await _look(folder, why, console)
+
+        with Supervisor(planned, executor, folder, client_keys(config, folder), look) as supervisor:
+            await prepare(config, planned, supervisor, console)
+            await supervisor.settle()
+            console.print(f"run folder: {folder}", markup=False, highlight=False, soft_wrap=True)
+            announce(config, folder, executor, console)
+            view = View(config, folder, supervisor.states, supervisor.status, console)
+            async with shown(view.run()):
+                await supervisor.run()
+    except Interrupted as interruption:
+        _print_summary(console, view)
+        hint = f"continue with --resume --name {folder.name}" if checkpoints(folder) else "there is no checkpoint yet"
+        print(f"interrupted; every process has ended; {hint}", file=sys.stderr)
+        return EXIT_SIGNAL + interruption.number
+    _print_summary(console, view)
+    return 0
+
+
+async def _look(folder: Path, why: str, console: Console) -> None:
+    """Print who is to blame for what happened, and write the whole diagnosis into the run folder.
+
+    It must not hide the trouble itself: what keeps it from looking is logged, and the run goes on as without it.
+    """
+    log = logging.getLogger("rl_async.launcher")
+    try:
+        async with asyncio.timeout(DIAGNOSIS_S):
+            verdict = await asyncio.to_thread(diagnose, folder, why)
+    except (RlAsyncError, OSError, TimeoutError) as error:
+        log.error("%s, and the diagnosis failed: %r", why, error)
+        return
+    log.warning("%s; %s", why, verdict)
+    text = f"{why}\n{verdict}\nthe whole diagnosis: {folder / DIAGNOSIS}"
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@asynccontextmanager
+async def shown(view: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run a view beside the block. A view that fails is reported and does not end the run."""
+    task = asyncio.create_task(view)
+    task.add_done_callback(_report_failure)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def _report_failure(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logging.getLogger("rl_async.launcher").error("the view failed", exc_info=error)
+        print(f"the view failed ({error!r}); the run goes on, see metrics.jsonl and logs/", file=sys.stderr)
+
+
+def _print_summary(console: Console, view: View | None) -> None:
+    if view is not None:
+        console.print(view.summary(), markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,123 @@
+"""``rl-async reward-model``: from preference pairs and a model folder to a reward model folder."""
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForSequenceClassification
+from transformers.utils.logging import disable_progress_bar
+
+from rl_async.agent_loop.data.pairs import Pair, read_pairs
+from rl_async.errors import DataError, UserError
+from rl_async.reward_loop.render import conversation_ids, load_tokenizer
+from rl_async.reward_loop.server.classifier import longest, pick_device
+from rl_async.trainer.finetune.reward_model import PairTraining, TokenPair, accuracy, train_pairs
+
+RECORD_FILE = "reward_model.json"  # beside the weights: how well they do
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of the command."""
+
+    pairs: str
+    model: str
+    out: Path
+    epochs: int
+    batch_size: int
+    learning_rate: float
+    margin: float
+    held_out: float
+    seed: int
+    device: str
+    threads: int
+
+
+def make_reward_model(request: Request, report: Report) -> float:
+    """Train and save a reward model; its accuracy on held-out pairs. Raises UserError and TrainingDiverged."""
+    _check(request)
+    torch.set_num_threads(request.threads)
+    torch.manual_seed(request.seed)
+    disable_progress_bar()
+    pairs = read_pairs(request.pairs)
+    tokenizer = load_tokenizer(request.model, "--model")
+    model = _load(request.model).to(pick_device(request.device))
+    train, held_out = split(pairs, request.held_out, request.seed)
+    limit = longest(model)
+
+    def tokens(part: Sequence[Pair]) -> list[TokenPair]:
+        return [_to_tokens(pair, tokenizer, limit, request.margin) for pair in part]
+
+    train_rows, held_rows = tokens(train), tokens(held_out)
+    report(f"{len(train_rows)} pairs to train on, {len(held_rows)} held out")
+    before = accuracy(model.eval(), held_rows, request.batch_size)
+    how = PairTraining(request.epochs, request.batch_size, request.learning_rate, request.seed)
+    train_pairs(model, train_rows, how, report)
+    after = accuracy(model, held_rows, request.batch_size)
+    record = {"pairs": request.pairs, "trained": len(train_rows), "held_out": len(held_rows), "accuracy": after}
+    _save(request.out, model, tokenizer, record)
+    report(f"accuracy on {len(held_rows)} held-out pairs: {before:.4f} before, {after:.4f} after")
+    report(f"saved to {request.out}")
+    return after
+
+
+def split(pairs: Sequence[Pair], share: float, seed: int) -> tuple[list[Pair], list[Pair]]:
+    """Pairs to train on and held-out ones, with every prompt on one side only. Raises DataError if a side is empty."""
+    prompts = sorted({pair.prompt for pair in pairs})
+    random.Random(seed).shuffle(prompts)
+    kept = set(prompts[: max(1, round(share * len(prompts)))])
+    train = [pair for pair in pairs if pair.prompt not in kept]
+    held_out = [pair for pair in pairs if pair.prompt in kept]
+    if not train:
+        raise DataError(f"--held-out: {len(prompts)} different prompts leave nothing to train on; give more pairs")
+    return train, held_out
+
+
+def _check(request: Request) -> None:
+    if request.out.exists():
+        raise UserError(f"--out: {request.out} exists; delete it, or choose another folder")
+    if not 0 < request.held_out < 1:
+        raise UserError(f"--held-out: needs a share between 0 and 1, got {request.held_out:g}")
+    for name in ("epochs", "batch_size", "learning_rate", "threads"):
+        if getattr(request, name) <= 0:
+            raise UserError(f"--{name.replace('_', '-')}: must be above 0, got {getattr(request, name):g}")
+
+
+def _load(path: str) -> Any:
+    """A sequence classifier with one label; a causal LM gets a new head. Float32: small updates vanish in bfloat16."""
+    try:
+        return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: the head there has another size
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"--model: cannot load {path} as a sequence classifier with one label: {reason}") from error
+
+
+def _to_tokens(pair: Pair, tokenizer: Any, limit: int | None, margin: float) -> TokenPair:
+    rows = []
+    for column, messages in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+        ids = conversation_ids(tokenizer, messages)
+        if limit is not None and len(ids) > limit:
+            raise DataError(f"{pair.place}, column {column}: {len(ids)} tokens; the model takes {limit}")
+        rows.append(ids)
+    return TokenPair(rows[0], rows[1], margin if pair.margin is None else pair.margin)
+
+
+def _save(path: Path, model: Any, tokenizer: Any, record: dict[str, Any]) -> None:
+    """Write the folder whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.mkdir(parents=True)
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # training padded with other tokens
+    try:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        (partial / RECORD_FILE).write_text(json.dumps(record) + "\n")
+        partial.rename(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,187 @@
+"""One child process of the supervisor: its own session, its own log file, a lifeline to its supervisor."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from rl_async.errors import EXIT_USER, RlAsyncError, UserError
+from rl_async.process.kernel import read_stat
+from rl_async.process.lifeline import LIFELINE_FD
+from rl_async.process.stacks import STACKS
+
+TAIL_LINES = 15
+TAIL_BYTES = 16384
+
+
+class Process(Protocol):
+    """A process that was started; see ``Child``."""
+
+    name: str
+    log: Path
+    log_start: int
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def started(self) -> int: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def returncode(self) -> int | None: ...
+    async def wait(self) -> int: ...
+    async def stop(self, timeout_s: float) -> int: ...
+    async def kill(self) -> int: ...
+    def kill_now(self) -> None: ...
+    def output(self) -> str: ...
+    def tail(self) -> str: ...
+
+
+class RoleFailed(RlAsyncError):
+    """A process failed for good. The message names it, its exit code and its last lines."""
+
+
+class Lifeline:
+    """A pipe whose write end only this process holds. However it dies, its children read the end of it and exit."""
+
+    def __enter__(self) -> Self:
+        self.read_end, self._write_end = os.pipe()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._write_end)
+        os.close(self.read_end)
+
+
+class Child:
+    """A running process. It leads a session of its own, so that a terminal's Ctrl-C reaches only the supervisor."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path, log_start: int) -> None:
+        self.name, self.log, self.log_start = name, log, log_start
+        self._process = process
+        self._swept = False
+        self.host = ""  # the supervisor's own
+        self.started = read_stat(process.pid).started  # in clock ticks since the boot
+
+    @classmethod
+    async def start(
+        cls,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        lifeline: Lifeline,
+        stacks: Path,
+        cwd: Path | None = None,
+    ) -> Self:
+        """Start ``argv`` with ``env`` added to this process's environment; its output is appended to ``log``.
+
+        It runs in ``cwd``, if that is given.
+
+        ``stacks`` is the file that it writes its Python stacks to when asked (``rl_async.process.stacks``).
+        """
+        with log.open("ab") as output:
+            log_start = output.tell()
+            process = await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={
+                    **os.environ,
+                    **env,
+                    LIFELINE_FD: str(lifeline.read_end),
+                    STACKS: str(stacks),
+                    "PYTHONUNBUFFERED": "1",
+                },
+                pass_fds=(lifeline.read_end,),
+                start_new_session=True,
+                cwd=cwd,
+            )
+        return cls(name, process, log, log_start)
+
+    @property
+    def pid(self) -> int:
+        """Also the id of its process group."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; negative: the signal that killed it."""
+        return self._process.returncode
+
+    async def wait(self) -> int:
+        """Wait for its end and end what it left behind. Has no deadline; callers race it against what they wait for."""
+        code = await self._process.wait()
+        if not self._swept:
+            self._swept = True  # once: later, the group's id may be somebody else's
+            self._signal_group(signal.SIGKILL)
+        return code
+
+    async def stop(self, timeout_s: float) -> int:
+        """Ask it to end (SIGTERM), and kill it after ``timeout_s``."""
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self.wait()
+        except TimeoutError:
+            return await self.kill()
+
+    async def kill(self) -> int:
+        """Kill it and everything it started."""
+        self.kill_now()
+        return await self.wait()
+
+    def kill_now(self) -> None:
+        """As ``kill``, without waiting for the end."""
+        if self.returncode is None:
+            self._signal_group(signal.SIGKILL)
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):  # nobody is left in it
+            os.killpg(self.pid, number)
+
+    def output(self) -> str:
+        """The end of what this process wrote, without what earlier ones left in the same log."""
+        return tail_of(self.log, self.log_start)
+
+    def tail(self) -> str:
+        """Its last lines."""
+        return "\n".join(self.output().splitlines()[-TAIL_LINES:])
+
+
+def tail_of(log: Path, start: int) -> str:
+    """The last TAIL_BYTES of a log, from ``start`` on."""
+    with log.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(start, end - TAIL_BYTES))
+        return file.read().decode(errors="replace")
+
+
+def describe_exit(code: int) -> str:
+    """An exit code as people say it."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def failure(child: Process, code: int, restarts: int) -> RlAsyncError:
+    """The error of a process that failed for good: a UserError if it named a mistake of the user."""
+    if code == EXIT_USER:
+        mistakes = [line for line in child.output().splitlines() if line.startswith("error: ")]
+        if mistakes:
+            return UserError(f"{child.name}: {mistakes[-1].removeprefix('error: ')}")
+    after = f" after {restarts} restarts" if restarts else ""
+    lines = child.tail() or "(it wrote nothing)"
+    return RoleFailed(f"{child.name} failed ({describe_exit(code)}{after}); the end of {child.log}:\n{lines}")

@@ -1,0 +1,56 @@
+"""The processes of a run, for who looks at it from outside: ``RUN/processes.json``, kept by the supervisor."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from rl_async.errors import UserError
+from rl_async.launcher.plan.spec import ProcessSpec
+from rl_async.launcher.supervise.process import Process
+from rl_async.launcher.watch.observation import ProcessRecord
+from rl_async.launcher.watch.view_model import ProcessState
+
+FILE = "processes.json"
+
+
+class Roster:
+    """The newest process of each name."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._started: dict[str, tuple[ProcessSpec, Process]] = {}
+
+    def add(self, spec: ProcessSpec, child: Process) -> None:
+        """A process was started."""
+        self._started[spec.name] = (spec, child)
+
+    def write(self, states: Mapping[str, ProcessState]) -> None:
+        """Replace the file in one step."""
+        records = []
+        for name, (spec, child) in self._started.items():
+            alone = "running" if child.returncode is None else "ended"  # of one that nobody keeps: the preparation
+            known = states.get(name, ProcessState(name, alone))
+            records.append(
+                ProcessRecord(
+                    name=name,
+                    role=spec.role,
+                    pid=child.pid,
+                    started=child.started,
+                    host=child.host,
+                    state=known.state,
+                    restarts=known.restarts,
+                    exit=child.returncode,
+                )
+            )
+        temporary = self._run / f".{FILE}.tmp"
+        temporary.write_bytes(msgspec.json.encode(records) + b"\n")
+        temporary.replace(self._run / FILE)
+
+
+def read_roster(run: Path) -> list[ProcessRecord]:
+    """Every process that the run started, its newest start each. Raises UserError if it never started any."""
+    try:
+        return msgspec.json.decode((run / FILE).read_bytes(), type=list[ProcessRecord])
+    except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise UserError(f"{run} is not the folder of a run that was started: {error}") from error

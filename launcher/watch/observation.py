@@ -1,0 +1,109 @@
+"""What ``rl-async doctor`` looked at: one snapshot of a run, gathered by ``observe.py``, judged by ``verdict.py``."""
+
+import msgspec
+
+from rl_async.messages import GroupRecord, Inspection
+from rl_async.process.kernel import ENDED, HALTED
+from rl_async.process.stacks import Frame
+
+
+class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One process as its supervisor knows it; ``RUN/processes.json`` has all of them."""
+
+    name: str
+    role: str
+    pid: int
+    started: int  # of /proc/PID/stat, so that another process of that number is not taken for it
+    state: str  # running, restarting, ended, failed
+    restarts: int = 0
+    exit: int | None = None  # as Popen.returncode
+    host: str = ""  # empty: the launcher's own
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """One process as the kernel and its own files show it."""
+
+    record: ProcessRecord
+    state: str  # a letter as in ps, or gone, or afar
+    waits_in: str = ""  # kernel function
+    age_s: float = float("inf")  # since it was started
+    cpu: float = 0.0  # cores used while it was looked at
+    log_age_s: float | None = None
+    log_line: str = ""  # the last one
+    stack: tuple[Frame, ...] = ()  # of its main thread, innermost call first; empty: it did not answer
+
+    @property
+    def title(self) -> str:
+        return f"{self.record.name} (pid {self.record.pid})"
+
+    @property
+    def halted(self) -> bool:
+        return self.state in HALTED
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+
+class RankSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a trainer rank said that it is."""
+
+    rank: int
+    pid: int
+    step: int
+    phase: str
+    for_s: float
+
+
+class EngineSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine of the registry, asked over HTTP."""
+
+    engine_id: str
+    url: str
+    answers: bool
+    version: str = "none yet"
+    paused: bool | None = None  # None: it does not tell
+    requests: int | None = None
+
+
+class QueueSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """The queue's answers; ``oldest`` are the groups that have been longest in their state, one per state."""
+
+    report: Inspection
+    oldest: tuple[GroupRecord, ...] = ()
+
+
+class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds, from the run's config."""
+
+    batch: float = 300.0
+    collective: float = 600.0
+    lease: float = 15.0
+    sync: float = 240.0
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """A run at one moment."""
+
+    run: str
+    launcher: int | None  # its pid; None: nobody supervises the run
+    launcher_state: str = "S"
+    processes: tuple[Seen, ...] = ()
+    ranks: tuple[RankSeen, ...] = ()
+    queue: QueueSeen | None = None  # None: it did not answer
+    engines: tuple[EngineSeen, ...] = ()
+    deadlines: Deadlines = Deadlines()
+    steps: int = 0  # that the run is to train
+    steps_done: int = 0
+    usual_step_s: float | None = None  # median of the last steps
+    disk_free: int = 1 << 40  # bytes, of the run's folder
+    shm_free: int = 1 << 40  # bytes, of /dev/shm
+    trouble: tuple[str, ...] = ()  # what could not be looked at, and why
+
+    def of_role(self, role: str) -> tuple[Seen, ...]:
+        """The processes of a role."""
+        return tuple(seen for seen in self.processes if seen.record.role == role)
+
+    def rank_of(self, seen: Seen) -> RankSeen | None:
+        """What a trainer process said, unless that was an earlier process of its rank."""
+        return next((rank for rank in self.ranks if rank.pid == seen.record.pid), None)

@@ -1,0 +1,174 @@
+"""``rl-async show``: the recorded trajectories of a step, and why each token of one trained as it did."""
+
+import gzip
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rl_async.configs.load.loader import load_resolved
+from rl_async.errors import UserError
+from rl_async.messages import Explanation
+
+LESS = 0.9  # a weight below this is marked
+LEGEND = (
+    "[dim]not sampled[/]  trained  [red]{masked}(rule)[/]  [magenta]{weight 0}(band)[/]  "
+    f"[yellow]{{weight below {LESS:g}}}(smallest)[/]"
+)
+
+
+class RecordedRow(msgspec.Struct):
+    """The part of a recorded trajectory that is shown; other fields of the line are passed over."""
+
+    group_id: int
+    sample: int
+    reward: float
+    token_ids: list[int]
+    loss_mask: list[bool]
+    segment: int = 0
+    error: str = ""
+    correction: Explanation | None = None
+
+
+class Mark(NamedTuple):
+    """What became of a token; neighbours with the same fate are shown together."""
+
+    style: str
+    name: str = ""  # of the rule, or "less"
+
+
+CONTEXT, TRAINED, LESSENED = Mark("dim"), Mark(""), Mark("yellow", "less")
+
+
+def show(run: Path, step: int | None, group: int | None, sample: int | None, console: Console | None = None) -> None:
+    """Print the groups of a step (the newest) or the rows of one, and a row token by token: the most corrected one.
+
+    Raises UserError if there is no such run, step or row.
+    """
+    console = console or Console()
+    number, rows = read_step(run / "trajectories", step)
+    chosen = [row for row in rows if group in (None, row.group_id) and sample in (None, row.sample)]
+    if not chosen:
+        raise UserError(f"step {number} trained no trajectory of --group {group} --sample {sample}")
+    if group is None:
+        console.print(_table(f"step {number}", chosen, lambda row: row.group_id, "group"))
+    elif sample is None:
+        console.print(_table(f"step {number}, group {group}", chosen, lambda row: row.sample, "sample"))
+    row = max(chosen, key=_corrected)
+    place = f"group {row.group_id}, sample {row.sample}" + (f", segment {row.segment}" if row.segment else "")
+    console.print(f"\n{place}, reward {row.reward:g}", highlight=False)
+    console.print(render(row, _decoder(run)), soft_wrap=True, highlight=False)
+    console.print(LEGEND, highlight=False, soft_wrap=True)
+
+
+def read_step(folder: Path, step: int | None) -> tuple[int, list[RecordedRow]]:
+    """The step's number and rows, of its newest lineage and all ranks; None: that lineage's newest step.
+
+    Raises UserError if there is none.
+    """
+    files = list(folder.glob("step-*.jsonl.gz" if step is None else f"step-{step:06d}-*.jsonl.gz"))
+    if not files:
+        which = "no trained trajectories" if step is None else f"no trajectories of step {step}"
+        raise UserError(f"{folder} has {which}; name a run folder, such as runs/NAME")
+    lineage, number = max(_place(file) for file in files)
+    rows = []
+    for file in files:
+        if _place(file) == (lineage, number):
+            with gzip.open(file, "rb") as lines:
+                rows += [msgspec.json.decode(line, type=RecordedRow) for line in lines]
+    return number, sorted(rows, key=lambda row: (row.group_id, row.sample, row.segment))
+
+
+def render(row: RecordedRow, decode: Callable[[Sequence[int]], str]) -> Text:
+    """The row's tokens as text; what did not train fully stands in braces, followed by the reason."""
+    text = Text()
+    weights = _weights(row)
+    places = enumerate(zip(row.token_ids, marks(row), strict=True))
+    for mark, run in itertools.groupby(places, key=lambda place: place[1][1]):
+        tokens = list(run)
+        words = decode([token for _, (token, _) in tokens])
+        if mark.name == "less":
+            words = f"{{{words}}}(x{min(weights[place] for place, _ in tokens):.2g})"
+        elif mark.name:
+            words = f"{{{words}}}({mark.name})"
+        text.append(words, style=mark.style)
+    return text
+
+
+def marks(row: RecordedRow) -> list[Mark]:
+    """What became of each token of the row."""
+    found = [CONTEXT] * len(row.token_ids)
+    places = _sampled(row)
+    for place in places:
+        found[place] = TRAINED
+    for place, weight in _weights(row).items():
+        if weight < LESS:
+            found[place] = LESSENED
+    for run in row.correction.rules if row.correction else ():
+        for place in places[run.start : run.end]:
+            found[place] = Mark("magenta" if run.rule == "band" else "red", run.rule)
+    return found
+
+
+def _weights(row: RecordedRow) -> dict[int, float]:
+    """By the place of each sampled token among the tokens."""
+    return dict(zip(_sampled(row), row.correction.weights, strict=True)) if row.correction else {}
+
+
+def _sampled(row: RecordedRow) -> list[int]:
+    return [place for place, sampled in enumerate(row.loss_mask) if sampled and place > 0]
+
+
+def _corrected(row: RecordedRow) -> int:
+    """How many tokens are marked."""
+    return sum(mark not in (CONTEXT, TRAINED) for mark in marks(row))
+
+
+def _table(title: str, rows: Sequence[RecordedRow], key: Callable[[RecordedRow], int], heading: str) -> Table:
+    """One line per value of ``key`` in the rows, which are sorted by it."""
+    table = Table(title=title, title_justify="left")
+    for name in (heading, "rows", "reward", "tokens", "mean weight"):
+        table.add_column(name, justify="right")
+    table.add_column("masked or weight 0")
+    for value, together in itertools.groupby(rows, key=key):
+        part = list(together)
+        weights = [weight for row in part if row.correction for weight in row.correction.weights]
+        table.add_row(
+            f"{value}",
+            f"{len(part)}",
+            f"{sum(row.reward for row in part) / len(part):.3g}",
+            f"{sum(len(_sampled(row)) for row in part)}",
+            f"{sum(weights) / len(weights):.3f}" if weights else "",
+            _counts(part),
+        )
+    return table
+
+
+def _counts(rows: Sequence[RecordedRow]) -> str:
+    """Tokens by rule."""
+    counts: Counter[str] = Counter()
+    for run in (run for row in rows if row.correction for run in row.correction.rules):
+        counts[run.rule] += run.end - run.start
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
+
+
+def _place(file: Path) -> tuple[int, int]:
+    """The lineage and the step of ``step-000012-lineage0-rank0.jsonl.gz``."""
+    _, step, lineage, *_ = file.name.split("-")
+    return int(lineage.removeprefix("lineage")), int(step)
+
+
+def _decoder(run: Path) -> Callable[[Sequence[int]], str]:
+    """Token ids to text, by the tokenizer of the run's model, without importing transformers."""
+    from tokenizers import Tokenizer
+
+    path = load_resolved(run / "config.yaml").model.path
+    file = Path(path) / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else Tokenizer.from_pretrained(path)
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))

@@ -1,0 +1,200 @@
+"""The live view of a run: a panel that refreshes on a terminal, one line per trainer step anywhere else."""
+
+import asyncio
+import re
+import textwrap
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import QueueLost
+from rl_async.launcher.watch.view_model import (
+    Conversation,
+    History,
+    MetricsTail,
+    ProcessState,
+    Record,
+    arguments_text,
+    bar,
+    mean,
+    newest_conversation,
+    no_tool_works,
+    sparkline,
+    step_line,
+    summary_lines,
+    time_split,
+)
+from rl_async.messages import StatusReport
+
+REFRESH_S = 0.5
+STATE_COLOURS = {"running": "green", "starting": "yellow", "restarting": "yellow", "ended": "dim"}
+INDENT = 10  # of what is said
+MARKUP = re.compile(r"<tool_call>.*?(</tool_call>|$)", re.DOTALL)
+ROLE_COLOURS = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
+
+
+class View:
+    """Shows a run until cancelled, and sums it up.
+
+    ``states`` lists the processes; ``status`` asks the queue. Both are called only on the view's event loop.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        states: Callable[[], Sequence[ProcessState]],
+        status: Callable[[], Awaitable[StatusReport]],
+        console: Console | None = None,
+    ) -> None:
+        self._config, self._folder, self._states, self._status = config, folder, states, status
+        self._console = console or Console()
+        self._tail = MetricsTail(folder / "metrics.jsonl")
+        self._history = History()
+        self._began = time.monotonic()
+        self._read()  # what an earlier part of the run left is not news
+
+    async def run(self) -> None:
+        """Consumes metrics.jsonl, recorded trajectories, process states and the queue's status.
+
+        Produces what is on the terminal. Waits REFRESH_S between looks, and for the queue's answer up to its
+        client's deadline. Runs until cancelled.
+        """
+        if self._console.is_terminal:
+            await self._run_live()
+        else:
+            await self._run_lines()
+
+    def summary(self) -> str:
+        """What came of the run, in a few lines. Reads what the trainer wrote last."""
+        self._read()
+        seconds = time.monotonic() - self._began
+        return "\n".join(summary_lines(self._history, self._folder, seconds, self._config.queue.max_staleness))
+
+    def _read(self) -> list[Record]:
+        records = self._tail.read()
+        for record in records:
+            self._history.add(record)
+        return records
+
+    async def _run_lines(self) -> None:
+        known: dict[str, ProcessState] = {}
+        try:
+            while True:
+                self._print_news(known)
+                await asyncio.sleep(REFRESH_S)
+        finally:
+            self._print_news(known)  # the last step may have come with the end of the run
+
+    def _print_news(self, known: dict[str, ProcessState]) -> None:
+        for state in self._states():
+            if state.restarts > (known[state.name].restarts if state.name in known else 0):
+                self._print(f"{state.name} was restarted ({state.restarts})")
+            known[state.name] = state
+        for record in self._read():
+            self._print(step_line(record, self._config.trainer.steps))
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    async def _run_live(self) -> None:
+        report: StatusReport | None = None
+        conversation: tuple[str, Conversation] | None = None
+        with Live(console=self._console, auto_refresh=False) as live:
+            while True:
+                if self._read() or conversation is None:
+                    conversation = await asyncio.to_thread(newest_conversation, self._folder / "trajectories")
+                try:
+                    report = await self._status()
+                except QueueLost:
+                    report = None  # shown as such; what follows from it is the supervisor's business
+                live.update(self._render(report, conversation), refresh=True)
+                await asyncio.sleep(REFRESH_S)
+
+    def _render(self, report: StatusReport | None, conversation: tuple[str, Conversation] | None) -> RenderableType:
+        seconds = int(time.monotonic() - self._began)
+        title = f"{self._config.name}  {self._config.mode}  {seconds // 60}:{seconds % 60:02d}"
+        panels: list[RenderableType] = [Panel(self._numbers(report), title=title, title_align="left")]
+        if conversation is not None:
+            step, talk = conversation
+            head = f"a conversation of step {step}, reward {talk.reward:g}"
+            panels.append(Panel(render_conversation(talk), title=head, title_align="left"))
+        return Group(*panels)
+
+    def _numbers(self, report: StatusReport | None) -> Table:
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold")
+        table.add_column(overflow="fold")
+        record, steps = self._history.last, self._config.trainer.steps
+        if record is None:
+            table.add_row("step", f"0/{steps}, the first batch is being sampled")
+        else:
+            self._add_step(table, record)
+        states = self._states()
+        table.add_row("queue", _queue_text(report, states))
+        table.add_row("processes", _processes_text(states))
+        return table
+
+    def _add_step(self, table: Table, record: Record) -> None:
+        rewards = self._history.values("reward/mean")
+        split = time_split(record)
+        width = max(10, min(60, self._console.width - 40))
+        table.add_row("step", f"{int(record['step']) + 1}/{self._config.trainer.steps}")
+        table.add_row("reward", f"{sparkline(rewards, width)}  {rewards[-1]:.3f}, last five {mean(rewards[-5:]):.3f}")
+        if evaluations := self._history.values("eval/reward"):
+            table.add_row("held out", f"{evaluations[-1]:.3f}")
+        shares = "  ".join(f"{fill} {name} {s:.2f} s" for fill, (name, s) in zip("░█▒", split.items(), strict=True))
+        table.add_row("time", f"{bar(list(split.values()), 20)}  {record.get('time/step_s', 0.0):.2f} s: {shares}")
+        table.add_row(
+            "staleness",
+            f"mean {record.get('staleness/mean', 0.0):.2f}, max {record.get('staleness/max', 0.0):.0f} "
+            f"(bound {self._config.queue.max_staleness})",
+        )
+        table.add_row("tokens", f"{record.get('tokens/per_s', 0.0):,.0f} per second")
+        if no_tool_works(record):
+            table.add_row("tools", "every call failed; `rl-async show` has the errors, logs/worker-*.log their places")
+
+
+def _queue_text(report: StatusReport | None, states: Sequence[ProcessState]) -> str:
+    if report is None:
+        trained = any(state.name.startswith("trainer") and state.state == "ended" for state in states)
+        return "closed, as training has ended" if trained else "no answer"
+    text = f"{report.ready} groups ready, {report.leased} leased, {report.slots_used} of {report.slots} slots used"
+    troubles = {name: count for name, count in report.counters.items() if count}
+    return text + "".join(f", {name} {count}" for name, count in troubles.items())
+
+
+def _processes_text(states: Sequence[ProcessState]) -> Text:
+    text = Text()
+    for state in states:
+        text.append(state.name, style=STATE_COLOURS.get(state.state, "red"))
+        text.append(f" {state.state}")
+        text.append(f" (restarted {state.restarts}x)  " if state.restarts else "  ")
+    return text
+
+
+def render_conversation(talk: Conversation) -> Text:
+    """A conversation; each tool call on a line of its own with its result, instead of markup and tool message."""
+    text = Text()
+    for turn in talk.turns:
+        if turn.role == "tool" and any(turn.tool_calls for turn in talk.turns):
+            continue
+        spoken = MARKUP.sub("", turn.text).strip() if turn.tool_calls else turn.text.strip()
+        text.append(f"{turn.role:<{INDENT}}", style=ROLE_COLOURS.get(turn.role, ""))
+        text.append(textwrap.indent(spoken, " " * INDENT).removeprefix(" " * INDENT))
+        for number, call in enumerate(turn.tool_calls):
+            text.append("\n" + " " * INDENT if spoken or number else "")
+            text.append(f"{call.name}({arguments_text(call.arguments)}) -> ", style=ROLE_COLOURS["tool"])
+            text.append(call.error or call.result, style="red" if call.error else "")
+        text.append("\n")
+    if talk.error:
+        text.append(f"error: {talk.error}\n", style="red")
+    text.rstrip()
+    return text

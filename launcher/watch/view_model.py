@@ -1,0 +1,175 @@
+"""What the live view shows, without a terminal: the history of metrics, process states, one conversation."""
+
+import gzip
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from rl_async.launcher.folder.tail import LineTail
+from rl_async.messages import Turn
+
+BARS = "▁▂▃▄▅▆▇█"
+Record = dict[str, float]  # one line of metrics.jsonl or evaluations.jsonl
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """One process as the supervisor sees it. ``state`` is one word, e.g. starting, running, restarting, ended."""
+
+    name: str
+    state: str
+    restarts: int = 0
+
+
+class Conversation(msgspec.Struct):
+    """The part of a recorded trajectory that people read; other fields of the line are skipped."""
+
+    turns: list[Turn]
+    reward: float
+    finish_reason: str = ""
+    error: str = ""
+
+
+class MetricsTail:
+    """Reads the records that were added to ``metrics.jsonl`` or ``evaluations.jsonl`` since the last call."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = LineTail(path)
+
+    def read(self) -> list[Record]:
+        """New records, oldest first."""
+        return [msgspec.json.decode(line, type=Record) for line in self._lines.read()]
+
+
+class History:
+    """One record per step. After a resume, steps are trained again: the newest record of a step counts."""
+
+    def __init__(self) -> None:
+        self._records: dict[int, Record] = {}
+
+    def add(self, record: Record) -> None:
+        """Take a record over, and forget what an abandoned lineage trained at and after its step."""
+        step = int(record["step"])
+        self._records = {at: kept for at, kept in self._records.items() if at < step}
+        self._records[step] = record
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @property
+    def last(self) -> Record | None:
+        """The newest record."""
+        return next(reversed(self._records.values()), None)
+
+    def values(self, key: str) -> list[float]:
+        """The values of one metric, oldest first; steps without it are left out."""
+        return [record[key] for record in self._records.values() if key in record]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Arithmetic mean; 0 of nothing."""
+    return sum(values) / len(values) if values else 0.0
+
+
+def sparkline(values: Sequence[float], width: int, low: float = 0.0, high: float = 1.0) -> str:
+    """One character per value, or per bucket of neighbouring values if there are more than ``width``."""
+    if not values or width < 1:
+        return ""
+    count = min(width, len(values))
+    edges = [round(i * len(values) / count) for i in range(count + 1)]
+    means = [mean(values[a:b]) for a, b in itertools.pairwise(edges)]
+    span = max(high - low, 1e-12)
+    return "".join(BARS[min(len(BARS) - 1, max(0, int((m - low) / span * len(BARS))))] for m in means)
+
+
+def time_split(record: Record) -> dict[str, float]:
+    """Seconds of a step by what the trainer did: waiting for the batch, training, syncing weights."""
+    return {
+        "waiting": record.get("time/wait_batch_s", 0.0),
+        "training": record.get("time/train_s", 0.0),
+        "syncing": record.get("time/sync_s", 0.0),
+    }
+
+
+def bar(parts: Sequence[float], width: int, fills: str = "░█▒") -> str:
+    """A bar of ``width`` characters divided in proportion to ``parts``, one fill character each."""
+    total = sum(parts)
+    if total <= 0:
+        return ""
+    ends = [round(width * sum(parts[: i + 1]) / total) for i in range(len(parts))]
+    return "".join(fill * (end - start) for fill, start, end in zip(fills, [0, *ends], ends, strict=False))
+
+
+def step_line(record: Record, steps: int) -> str:
+    """One trainer step as one line of text."""
+    split = time_split(record)
+    parts = [
+        f"step {int(record['step']) + 1}/{steps}",
+        f"reward {record.get('reward/mean', 0.0):.3f}",
+        f"{record.get('time/step_s', 0.0):.2f} s (wait {split['waiting']:.2f}, train {split['training']:.2f}, "
+        f"sync {split['syncing']:.2f})",
+        f"staleness {record.get('staleness/mean', 0.0):.2f} max {record.get('staleness/max', 0.0):.0f}",
+        f"ready {record.get('queue/ready_groups', 0.0):.0f}",
+        f"{record.get('tokens/per_s', 0.0):.0f} tokens/s",
+    ]
+    if "eval/reward" in record:
+        parts.append(f"eval {record['eval/reward']:.3f}")
+    if no_tool_works(record):
+        parts.append("every tool call failed")
+    return "  ".join(parts)
+
+
+def no_tool_works(record: Record) -> bool:
+    """Whether tools were called in this step, and all calls ended in an error."""
+    calls = record.get("rollout/tool_calls_mean", 0.0)
+    return bool(calls) and record.get("rollout/tool_errors_mean", 0.0) >= calls
+
+
+def summary_lines(history: History, folder: Path, seconds: float, bound: int) -> list[str]:
+    """What to tell about a run that ended."""
+    if not len(history):
+        return [f"no step was trained; logs are in {folder / 'logs'}"]
+    rewards = history.values("reward/mean")
+    some = max(1, min(5, len(rewards) // 2))
+    steps = "step" if some == 1 else f"{some} steps"
+    lines = [
+        f"reward: {mean(rewards[:some]):.3f} (mean of the first {steps}) -> {mean(rewards[-some:]):.3f} "
+        f"(mean of the last {some}), {len(rewards)} steps",
+        f"staleness: at most {max(history.values('staleness/max'), default=0.0):.0f} (bound {bound})",
+        f"wall time: {seconds:.0f} s",
+        f"run folder: {folder}",
+    ]
+    evaluations = MetricsTail(folder / "evaluations.jsonl").read()
+    if evaluations:
+        last = evaluations[-1]
+        lines.insert(1, f"held-out: reward {last['eval/reward']:.3f} after step {last['eval/step']:.0f}")
+    return lines
+
+
+def newest_conversation(folder: Path) -> tuple[str, Conversation] | None:
+    """The first trajectory of the newest file of trained ones, and the file's step; None if there is none yet."""
+    files = sorted(folder.glob("step-*.jsonl.gz"))
+    if not files:
+        return None
+    with gzip.open(files[-1], "rb") as file:
+        line = file.readline()
+    if not line:
+        return None
+    step = files[-1].name.removeprefix("step-").partition("-")[0]
+    return str(int(step) + 1), msgspec.json.decode(line, type=Conversation)
+
+
+def arguments_text(arguments: str) -> str:
+    """The arguments of a tool call as people write them; as the model wrote them if they are not a JSON object."""
+    try:
+        values = msgspec.json.decode(arguments)
+    except msgspec.DecodeError:
+        return arguments
+    if isinstance(values, dict) and isinstance(values.get("arguments"), dict):
+        values = values["arguments"]  # the whole call was recorded
+    if not isinstance(values, dict):
+        return arguments
+    return ", ".join(f"{name}={value}" for name, value in values.items())

@@ -1,0 +1,72 @@
+"""The scorer ``reward_model``: a sequence classifier with one label, behind vLLM's ``/classify``.
+
+The conversation is rendered here, by the reward model's own chat template, and sent as token ids, so that the run's own
+server and any engine score the same tokens. The reward is the classifier's raw output, without an activation.
+"""
+
+import math
+
+import msgspec
+
+from rl_async.configs.schema.reward import RewardModelConfig
+from rl_async.errors import ConfigError
+from rl_async.reward_loop.api import Conversation, Score, ScorerFailed
+from rl_async.reward_loop.post import Poster
+from rl_async.reward_loop.render import as_messages, conversation_ids, load_tokenizer
+
+ATTEMPTS = 12  # with these pauses they span more than a minute: a server that restarts is waited for
+BACKOFF_S = 0.25
+
+
+class _Classify(msgspec.Struct):
+    """vLLM's request for one sequence; ``use_activation`` false asks for the logit instead of its sigmoid."""
+
+    model: str
+    input: list[int]
+    use_activation: bool = False
+
+
+class _Item(msgspec.Struct):
+    probs: list[float]
+
+
+class _Classified(msgspec.Struct):
+    data: list[_Item]
+
+
+class RewardModel:
+    """Client of one server. ``url``: the run's own server, when the config names none.
+
+    Raises ConfigError when neither is there, or the tokenizer cannot be used.
+    """
+
+    def __init__(self, config: RewardModelConfig, url: str) -> None:
+        base = config.url or url
+        if not base:
+            raise ConfigError("reward.model.url: no server runs the reward model here; give the URL of one")
+        self._name = config.name or config.path
+        self._tokenizer = load_tokenizer(config.path, "reward.model.path")
+        self._poster = Poster(
+            f"{base.rstrip('/')}/classify",
+            section="reward.model",
+            timeout_s=config.timeout_s,
+            attempts=ATTEMPTS,
+            backoff_s=BACKOFF_S,
+            max_concurrent=config.max_concurrent,
+        )
+
+    async def score(self, conversation: Conversation) -> Score:
+        """The model's output for the whole conversation. Raises ScorerFailed."""
+        token_ids = conversation_ids(self._tokenizer, as_messages(conversation.turns))
+        raw = await self._poster.post(_Classify(self._name, token_ids))
+        try:
+            data = msgspec.json.decode(raw, type=_Classified).data
+        except msgspec.DecodeError as error:
+            raise ScorerFailed(f"{self._poster.url} answered what is no classification: {error}") from error
+        if len(data) != 1 or len(data[0].probs) != 1 or not math.isfinite(data[0].probs[0]):
+            raise ScorerFailed(f"{self._poster.url} answered {data!r:.200}, not one number; has the model one label?")
+        return Score(data[0].probs[0])
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._poster.close()

@@ -1,0 +1,92 @@
+"""The scorers by name, and users' own reward functions.
+
+A user's function has verl's signature, with keyword arguments: ``def compute_score(data_source, solution_str,
+ground_truth, extra_info)``; it may leave out those it does not need, and ask for ``turns`` and ``finish_reason`` as
+well. It returns a number, or a mapping with ``score`` and further numbers to record. ``async def`` functions are
+awaited here; others may block and run in a process of their own.
+"""
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+from rl_async.errors import ConfigError
+from rl_async.reward_loop.api import Conversation, ScorerFailed
+from rl_async.reward_loop.scorers import math, reasoning_gym
+from rl_async.userload import is_user_reference, load_user_object
+
+KEY = "reward.functions"
+_FIELDS = Conversation.__struct_fields__
+
+
+class ScorerSpec(NamedTuple):
+    """A function of one conversation, and where it runs: ``inline`` on the event loop (quick), ``awaited`` on it
+    (a coroutine function), in a ``process`` of its own (may block), or ``served`` elsewhere (a coroutine function with
+    limits of its own)."""
+
+    name: str
+    function: Callable[[Conversation], Any]
+    place: Literal["inline", "awaited", "process", "served"]
+
+
+def exact_answer(conversation: Conversation) -> float:
+    """1 if the last thing the model said is the ground truth, surrounding white space aside; else 0."""
+    return float(conversation.solution_str.strip() == conversation.ground_truth.strip())
+
+
+BUILT_IN: dict[str, ScorerSpec] = {
+    "exact_answer": ScorerSpec("exact_answer", exact_answer, "inline"),
+    "math": ScorerSpec("math", math.score, "process"),
+    "reasoning_gym": ScorerSpec("reasoning_gym", reasoning_gym.score, "process"),
+}
+SERVED = {"reward_model": "model", "judge": "judge"}  # made by the service out of these sections of the config
+_NEEDS = {"math": ("math_verify", "math"), "reasoning_gym": ("reasoning_gym", "reasoning-gym")}  # module, extra
+
+
+def get_scorer(name: str) -> ScorerSpec:
+    """A built-in scorer or the user's ``path.py:name``. Raises ConfigError when it, or what it needs, is missing."""
+    if is_user_reference(name):
+        function = load_user_object(name, KEY)
+        place: Literal["awaited", "process"] = "awaited" if inspect.iscoroutinefunction(function) else "process"
+        return ScorerSpec(name, _by_keyword(name, function), place)
+    if name in SERVED:
+        raise ConfigError(f"{KEY}: {name} needs the section reward.{SERVED[name]}")
+    if name not in BUILT_IN:
+        raise ConfigError(
+            f"{KEY}: no scorer {name!r}; built in: {', '.join([*BUILT_IN, *SERVED])}; or path.py:function"
+        )
+    if name in _NEEDS:
+        module, extra = _NEEDS[name]
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(f"{KEY}: {name} needs `pip install rl-async[{extra}]`")
+    return BUILT_IN[name]
+
+
+def _by_keyword(name: str, function: Any) -> Callable[[Conversation], Any]:
+    """``function`` called with those of the conversation's fields that it has parameters for."""
+    if not callable(function):
+        raise ConfigError(f"{KEY}: {name} is not a function")
+    parameters = inspect.signature(function).parameters.values()
+    wanted = [field for field in _FIELDS if any(p.name == field or p.kind is p.VAR_KEYWORD for p in parameters)]
+    for parameter in parameters:
+        required = parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_KEYWORD,
+            parameter.VAR_POSITIONAL,
+        )
+        if required and (parameter.name not in _FIELDS or parameter.kind is parameter.POSITIONAL_ONLY):
+            raise ConfigError(
+                f"{KEY}: {name} asks for {parameter.name!r}; a reward function may ask for {', '.join(_FIELDS)}"
+            )
+
+    def call(conversation: Conversation) -> Any:
+        return function(**{field: getattr(conversation, field) for field in wanted})
+
+    return call
+
+
+def describe(error: BaseException) -> str:
+    """What went wrong in a scorer, in one line."""
+    if isinstance(error, ScorerFailed):
+        return str(error)
+    return f"raised {type(error).__name__}: {error}".rstrip(": ")

@@ -1,0 +1,159 @@
+"""One contract for all trainer backends, on real gloo ranks: the same answers as a plain Hugging Face model gives.
+
+Each implementation runs once, over its models, and every test looks at what it wrote down.
+"""
+
+import importlib.util
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.contracts.backends.models import FAMILIES, Expected, expect, make_model, whole_batch
+from tests.support.forked import run_ranks
+
+pytestmark = pytest.mark.timeout(600)  # the whole of an implementation is in the first test's setup
+TOLERANCE = 1e-5
+DENSE = ("qwen3", "qwen2-tied", "llama")
+DEEP = ("qwen3-deep",)
+MEGATRON = {"backend": "megatron"}
+IMPLEMENTATIONS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
+    "fsdp2 x1": (1, {"backend": "fsdp2"}, DENSE),
+    "fsdp2 x2": (2, {"backend": "fsdp2"}, DENSE),
+    "fsdp2 x1 checkpointed": (1, {"activation_checkpointing": True}, ("llama",)),
+    "fsdp2 x1 compiled and checkpointed": (1, {"compile": True, "activation_checkpointing": True}, ("qwen3",)),
+    "fsdp2 x2 offloaded": (2, {"cpu_offload": True}, ("qwen3",)),
+    "fsdp2 x2 that share rows": (2, {"sequence_parallel": 2}, ("qwen3", "qwen2-tied")),
+    "fsdp2 x2 compiled, that share rows": (2, {"sequence_parallel": 2, "compile": True}, ("qwen3",)),
+    "fsdp2 x4, twos that share rows": (4, {"sequence_parallel": 2, "activation_checkpointing": True}, ("qwen3",)),
+    "fsdp2 x4 of 2 replicas": (4, {"replicas": 2}, ("qwen3",)),
+    "megatron x1": (1, MEGATRON, (*DENSE, "qwen3-moe")),
+    "megatron TP2": (2, MEGATRON | {"tensor_parallel": 2}, DENSE),
+    "megatron PP2": (2, MEGATRON | {"pipeline_parallel": 2}, (*DENSE, "qwen3-moe")),
+    "megatron DP2": (2, MEGATRON, DENSE),
+    "megatron PP3 of 2 virtual stages": (3, MEGATRON | {"pipeline_parallel": 3, "virtual_pipeline": 2}, DEEP),
+    "megatron EP2": (2, MEGATRON | {"expert_parallel": 2}, ("qwen3-moe",)),
+}
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one rank wrote down of one model, and what it should have."""
+
+    tensors: dict[str, Tensor]
+    numbers: dict[str, Any]
+    expected: Expected
+
+    def stage(self, name: str) -> dict[str, Tensor]:
+        """The weights that were exported then."""
+        return {key.removeprefix(f"{name}."): t for key, t in self.tensors.items() if key.startswith(f"{name}.")}
+
+
+@pytest.fixture(scope="session")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Expected]]:
+    """Every family's folder, and the reference's answers."""
+    root = tmp_path_factory.mktemp("models")
+    for family in FAMILIES:
+        make_model(family, root / family)
+    return {family: (root / family, expect(root / family, root / f"{family}-trained")) for family in FAMILIES}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] * (ranks > 2 or "compile" in sizes))
+        for name, (ranks, sizes, _) in IMPLEMENTATIONS.items()
+    ],
+)
+def ran(
+    request: pytest.FixtureRequest,
+    expected: dict[str, tuple[Path, Expected]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[Told]:
+    """One entry per model and rank."""
+    ranks, sizes, families = IMPLEMENTATIONS[request.param]
+    if sizes.get("compile") and shutil.which("g++") is None:
+        pytest.skip("torch.compile needs a C++ compiler")
+    if sizes.get("backend") == "megatron" and importlib.util.find_spec("megatron") is None:
+        pytest.skip("Megatron-Core is not here; install it with pip install 'rl-async[megatron]'")
+    out = tmp_path_factory.mktemp("ran")
+    folders = [str(expected[family][0]) for family in families]
+    arguments = [json.dumps(sizes), str(out), *folders]
+    run_ranks("tests.contracts.backends.worker", *arguments, ranks=ranks, timeout_s=500)
+    return [
+        Told(
+            load_file(out / f"{family}-{rank}.safetensors"),
+            json.loads((out / f"{family}-{rank}.json").read_text()),
+            expected[family][1],
+        )
+        for family in families
+        for rank in range(ranks)
+    ]
+
+
+def furthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """The largest difference of any number."""
+    assert found.keys() == wanted.keys()
+    return max((found[name] - wanted[name]).abs().max().item() for name in wanted)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "entropy", "sum_squares"])
+def test_outputs_are_those_of_the_model_at_the_temperature(ran: list[Told], name: str) -> None:
+    for told in ran:
+        wanted, mask = getattr(told.expected, name), real_tokens()
+        assert (told.tensors[f"forward.{name}"] - wanted)[mask].abs().max() < TOLERANCE
+
+
+def real_tokens() -> Tensor:
+    """Where tokens follow that are no padding, bool [B, T-1]."""
+    (batch,) = whole_batch()
+    return torch.arange(batch.mask.shape[1]) < batch.lengths[:, None] - 1
+
+
+def test_what_was_imported_is_exported_bit_by_bit(ran: list[Told]) -> None:
+    for told in ran:
+        exported = told.stage("imported")
+        assert exported.keys() == told.expected.imported.keys()
+        assert all(exported[name].equal(tensor) for name, tensor in told.expected.imported.items())
+
+
+def test_losses_and_norms_are_those_of_one_process(ran: list[Told]) -> None:
+    for told in ran:
+        losses, norms = zip(*told.numbers["steps"], strict=True)
+        assert losses == pytest.approx(told.expected.losses, abs=TOLERANCE)
+        assert norms == pytest.approx(told.expected.norms, rel=TOLERANCE)
+
+
+def test_steps_lead_to_the_weights_of_one_process(ran: list[Told]) -> None:
+    for told in ran:
+        trained = told.stage("trained")
+        assert furthest(trained, told.expected.trained) < TOLERANCE
+        assert furthest(trained, told.expected.imported) > 2e-4
+
+
+def test_a_loss_that_is_not_finite_changes_no_weight_on_any_rank(ran: list[Told]) -> None:
+    for told in ran:
+        assert "must be finite" in told.numbers["diverged"]
+        assert furthest(told.stage("diverged"), told.stage("trained")) == 0
+
+
+def test_a_checkpoint_goes_on_as_if_nothing_had_happened(ran: list[Told]) -> None:
+    """The run that goes on slept and woke in between."""
+    for told in ran:
+        assert furthest(told.stage("loaded"), told.stage("trained")) == 0
+        assert told.numbers["resumed"] == told.numbers["continued"]
+        assert furthest(told.stage("resumed"), told.stage("continued")) == 0
+        assert furthest(told.stage("continued"), told.stage("trained")) > 1e-4
+
+
+def test_one_backend_goes_on_from_the_others_checkpoint(ran: list[Told]) -> None:
+    if not ran[0].stage("adopted"):
+        pytest.skip("asked of one layout")
+    for told in ran:
+        assert furthest(told.stage("adopted"), told.stage("continued")) < TOLERANCE

@@ -1,0 +1,123 @@
+"""Real engines for the conformance suite: processes on free ports, ended by pid."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from rl_async.configs.load.loader import dump
+from rl_async.configs.schema.run import DataConfig, EngineKind, ModelConfig, RolloutConfig, RunConfig
+from rl_async.launcher.plan.engines import engine_spec
+from rl_async.rollout_server.api import GenerateRequest, GenerateResult
+from rl_async.rollout_server.parts import NOTHING, join
+from rl_async.rollout_server.vllm.client import VllmEngine
+from tests.conftest import vllm_python
+
+START_S = {"embedded": 60.0, "vllm": 240.0}
+MAX_LENGTH = 2560
+EAGER = ("--enforce-eager",)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A running engine."""
+
+    kind: EngineKind
+    url: str
+    group: int  # of its processes: whatever the engine started is in it
+
+
+@contextmanager
+def running(
+    kind: EngineKind, model: Path, folder: Path, *, batch: int = 8, model_length: int = MAX_LENGTH, eager: bool = False
+) -> Iterator[Peer]:
+    """An engine of this kind, started as the launcher does; with ``eager`` vLLM compiles nothing, and starts sooner."""
+    rollout = RolloutConfig(
+        engine=kind,
+        python=vllm_python() if kind == "vllm" else "",
+        max_batch_size=batch,
+        max_model_len=model_length,
+        engine_args=EAGER if eager and kind == "vllm" else (),
+    )
+    config = RunConfig(model=ModelConfig(path=str(model)), data=DataConfig(path="none"), rollout=rollout)
+    (folder / "config.yaml").write_text(dump(config))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    spec = engine_spec(config, folder, 0, None, None)
+    ports = {"engine-0": port}
+    log = folder / f"{kind}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            spec.command(ports),
+            env=os.environ | spec.environment(ports),
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        if not asyncio.run(_healthy(url, process, START_S[kind])):
+            print(log.read_text()[-4000:], file=sys.stderr)
+            raise AssertionError(f"the {kind} engine did not start")
+        yield Peer(kind, url, process.pid)
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        with suppress(ProcessLookupError):  # what the engine started
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+async def _healthy(url: str, process: "subprocess.Popen[bytes]", start_s: float) -> bool:
+    """Whether it answered in time."""
+    client, deadline = VllmEngine(url), time.monotonic() + start_s
+    try:
+        while process.poll() is None and time.monotonic() < deadline:
+            if await client.health():
+                return True
+            await asyncio.sleep(0.1)
+        return False
+    finally:
+        await client.close()
+
+
+@asynccontextmanager
+async def sampling(engine: VllmEngine, *requests: GenerateRequest) -> AsyncIterator[list[asyncio.Task[GenerateResult]]]:
+    """The requests' tasks, when each has got its first tokens and none its last."""
+    begun = [asyncio.Event() for _ in requests]
+
+    async def generate(request: GenerateRequest, first: asyncio.Event) -> GenerateResult:
+        done = NOTHING
+        async for part in engine.stream(request):
+            done = join(done, part)
+            first.set()
+        return done
+
+    tasks = [asyncio.create_task(generate(*pair)) for pair in zip(requests, begun, strict=True)]
+    try:
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(first.wait() for first in begun))
+        assert [task.result() for task in tasks if task.done()] == []
+        yield tasks
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        raise
+
+
+async def metric(engine: VllmEngine, name: str) -> float:
+    """From the engine's Prometheus text."""
+    async with aiohttp.ClientSession() as session, session.get(f"{engine.url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split(" ")[0] == name)

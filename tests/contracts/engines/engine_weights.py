@@ -1,0 +1,65 @@
+"""What the conformance suite's engines compute with: a model folder's weights, sent to them and applied here."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from rl_async.messages import Version
+from rl_async.rollout_server.api import GenerateRequest, GenerateResult
+from rl_async.rollout_server.vllm.client import VllmEngine
+from rl_async.weight_sync.buckets.buckets import Bucket, make_buckets
+from rl_async.weight_sync.protocol import InitInfo
+from rl_async.weight_sync.transports.ipc import SharedMemorySender
+
+
+def scaled(folder: Path, scale: float = 1.0) -> Any:
+    """The folder's model with its matrices scaled, float32."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale if parameter.dim() == 2 else 1.0)
+    return model
+
+
+def tensors(folder: Path, scale: float = 1.0) -> list[tuple[str, torch.Tensor]]:
+    """The parameters of ``scaled``."""
+    return [(name, parameter.detach()) for name, parameter in scaled(folder, scale).named_parameters()]
+
+
+async def send(client: VllmEngine, weights: list[tuple[str, torch.Tensor]], version: Version) -> None:
+    """A full update over shared memory, with requests in flight kept."""
+    buckets: list[Bucket] = list(make_buckets(weights, 1 << 12))  # what vLLM fuses comes in several of them
+    assert any(bucket.info.starts for bucket in buckets), "no parameter was cut"
+    await client.pause("keep")
+    await deliver(client, buckets, version)
+    await client.resume()
+
+
+async def deliver(client: VllmEngine, buckets: Sequence[Bucket], version: Version) -> None:
+    """Buckets over shared memory to a paused engine, as one update."""
+    await client.init_transfer(InitInfo(backend="ipc"))
+    await client.start_update()
+    sender = SharedMemorySender(1, "", 10.0)
+    try:
+        for bucket in buckets:
+            await client.update(sender.stage(bucket))
+            sender.unstage()
+    finally:
+        sender.close()
+    await client.finish_update(version)
+
+
+def log_probabilities(model: Any, ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """log-softmax [T, V] of a plain forward pass over the whole sequence."""
+    with torch.no_grad():
+        return (model(torch.tensor([ids])).logits[0] / temperature).log_softmax(-1)
+
+
+def differences(model: Any, request: GenerateRequest, got: GenerateResult) -> torch.Tensor:
+    """|engine - plain forward pass| per sampled token, under the request's temperature."""
+    ids, start = request.token_ids + got.token_ids, len(request.token_ids)
+    expected = log_probabilities(model, ids, request.sampling.temperature)[range(start - 1, len(ids) - 1), ids[start:]]
+    return (expected - torch.tensor(got.logprobs)).abs()

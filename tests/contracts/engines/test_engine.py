@@ -1,0 +1,387 @@
+"""What every engine must do, over HTTP: the embedded engine and real vLLM, which speak one dialect."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rl_async.errors import EngineLost, EngineRejected
+from rl_async.launcher.cli.verify import verify
+from rl_async.messages import Sampling, Version, VersionRun
+from rl_async.rollout_server.api import GenerateRequest, GenerateResult
+from rl_async.rollout_server.vllm.client import VllmEngine
+from rl_async.weight_sync.buckets.adapters import alone, as_adapters
+from rl_async.weight_sync.buckets.buckets import Bucket, make_buckets
+from rl_async.weight_sync.buckets.delta import deltas
+from rl_async.weight_sync.groups import address
+from rl_async.weight_sync.protocol import Hold, InitInfo
+from rl_async.weight_sync.transports.ipc import SharedMemorySender
+from tests.contracts.engines.engine_peers import MAX_LENGTH, Peer, metric, running, sampling
+from tests.contracts.engines.engine_weights import deliver, differences, log_probabilities, scaled, send, tensors
+from tests.support.received import adapters, merged
+
+V0, V1 = Version(0, 0), Version(0, 1)
+LONG = 2000  # tokens: it takes long enough to sample them that something can happen meanwhile
+
+
+@pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=pytest.mark.slow)])
+def peer(
+    request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Peer]:
+    """A running engine of each kind."""
+    with running(request.param, model_folder, tmp_path_factory.mktemp("run")) as started:
+        yield started
+
+
+@pytest.fixture
+async def engine(peer: Peer, model_folder: Path) -> AsyncIterator[VllmEngine]:
+    """A client; the engine serves the folder's weights as version 0.0."""
+    client = VllmEngine(peer.url)
+    await send(client, tensors(model_folder), V0)
+    yield client
+    await client.close()
+
+
+def ask(tokens: int = 8, max_tokens: int = 16, **more: Any) -> GenerateRequest:
+    settings = {"sampling": Sampling(), "stop_token_ids": [], "min_version": V0} | more
+    ids = [(7 * i + 3) % 60 for i in range(tokens)]
+    return GenerateRequest(request_id=secrets.token_hex(4), token_ids=ids, max_tokens=max_tokens, **settings)
+
+
+def reference(folder: Path, ids: list[int]) -> torch.Tensor:
+    """log-softmax [T, V] of a plain forward pass."""
+    return log_probabilities(scaled(folder), ids)
+
+
+def difference(folder: Path, request: GenerateRequest, got: GenerateResult, scale: float = 1.0) -> torch.Tensor:
+    """|engine - plain forward| per sampled token."""
+    return differences(scaled(folder, scale), request, got)
+
+
+async def test_logprobs_agree_with_a_plain_forward_pass(engine: VllmEngine, model_folder: Path) -> None:
+    requests = [ask(tokens=3 + i, max_tokens=5 + i) for i in range(20)]  # more than fit into a batch
+    answers = await asyncio.gather(*(engine.generate(r) for r in requests))
+    for request, got in zip(requests, answers, strict=True):
+        assert len(got.token_ids) == len(got.logprobs) == request.max_tokens
+        assert got.finish_reason == "length"
+        assert got.versions == [VersionRun(V0, 0, request.max_tokens)]
+        assert difference(model_folder, request, got).max() < 1e-5
+
+
+async def test_samples_of_one_prompt_are_asked_for_together(engine: VllmEngine, model_folder: Path) -> None:
+    client = VllmEngine(engine.url, together=8)
+    requests = [ask(max_tokens=40) for _ in range(6)]
+    answers = await asyncio.gather(*(client.generate(r) for r in requests))
+    for request, got in zip(requests, answers, strict=True):
+        assert len(got.token_ids) == 40 and got.versions == [VersionRun(V0, 0, 40)]
+        assert difference(model_folder, request, got).max() < 1e-5
+    assert len({tuple(got.token_ids) for got in answers}) == 6, "each is a sample of its own"
+    likeliest = [ask(sampling=Sampling(temperature=0.0)) for _ in range(2)]
+    assert len({tuple(got.token_ids) for got in await asyncio.gather(*map(client.generate, likeliest))}) == 1
+    async with sampling(client, *(ask(max_tokens=LONG) for _ in range(3))) as tasks:
+        tasks[0].cancel()
+        assert [len((await task).token_ids) for task in tasks[1:]] == [LONG, LONG]
+    async with sampling(client, *(ask(max_tokens=LONG) for _ in range(3))) as tasks:
+        for task in tasks:
+            task.cancel()
+    for _ in range(200):
+        if (await engine.load()).requests == 0:
+            break
+        await asyncio.sleep(0.05)
+    else:
+        pytest.fail("the engine goes on for those who left")
+    await client.close()
+
+
+async def test_it_is_verified_against_its_own_weights_and_no_others(engine: VllmEngine, model_folder: Path) -> None:
+    found = await asyncio.to_thread(verify, engine.url, model_folder, 12, 1e-5)
+    assert found.ok and found.tokens == 12 * 32 and "samples from this model" in found.text()
+    await send(engine, tensors(model_folder, 1.5), V1)
+    found = await asyncio.to_thread(verify, engine.url, model_folder, 4, 1e-2)
+    assert not found.ok and "does NOT agree" in found.text() and "other weights" in found.text()
+
+
+async def test_greedy_and_stop_tokens(engine: VllmEngine, model_folder: Path) -> None:
+    request = ask(sampling=Sampling(temperature=0.0))
+    got = await engine.generate(request)
+    logits = reference(model_folder, request.token_ids + got.token_ids)
+    assert got.token_ids == logits[len(request.token_ids) - 1 : -1].argmax(-1).tolist()
+    stop = got.token_ids[4]
+    again = await engine.generate(ask(sampling=Sampling(temperature=0.0), stop_token_ids=[stop]))
+    assert again.token_ids == got.token_ids[: got.token_ids.index(stop) + 1]
+    assert again.finish_reason == "stop"
+
+
+async def test_requests_in_flight_go_on_with_the_new_weights(engine: VllmEngine, model_folder: Path) -> None:
+    weights = tensors(model_folder, 1.5)
+    requests = [ask(max_tokens=LONG) for _ in range(4)]
+    async with sampling(engine, *requests) as tasks:
+        await send(engine, weights, V1)
+    for request, task in zip(requests, tasks, strict=True):
+        got = await task
+        assert [run.version for run in got.versions] == [V0, V1], "the update came too late or too early"
+        boundary = got.versions[1].start
+        assert len(got.token_ids) == LONG
+        assert difference(model_folder, request, got)[:boundary].max() < 1e-5
+        assert difference(model_folder, request, got, 1.5)[boundary:].max() < 1e-5
+        assert difference(model_folder, request, got)[boundary:].max() > 1e-3, "the weights did not change"
+
+
+async def held(client: VllmEngine, buckets: list[Bucket], version: Version, hold: Hold) -> None:
+    """An update that the engine keeps a copy of; with ``stage`` it decodes until it loads."""
+    await client.init_transfer(InitInfo(backend="ipc"))
+    if hold == "keep":
+        await client.pause("keep")
+    await client.start_update(hold == "stage")
+    sender = SharedMemorySender(1, "", 10.0)
+    for bucket in buckets:
+        await client.update(sender.stage(bucket))
+    sender.close()
+    if hold == "stage":
+        assert (await client.generate(ask(max_tokens=2))).versions == [VersionRun(V0, 0, 2)]
+        await client.pause("keep")
+    await client.finish_update(version)
+    await client.resume()
+
+
+@pytest.mark.parametrize("hold", ["keep", "stage"])
+async def test_deltas_and_staged_updates_end_in_the_same_weights(
+    engine: VllmEngine, model_folder: Path, hold: Hold
+) -> None:
+    weights = tensors(model_folder)
+    changed = [(name, tensor.clone()) for name, tensor in weights]
+    for _, tensor in changed:
+        tensor.view(-1)[::50] *= 1.5
+    old, new = (list(address(list(make_buckets(w, 1 << 12)), v, hold)) for w, v in ((weights, V0), (changed, V1)))
+    await held(engine, old, V0, hold)
+    sent = list(deltas(new, old, str(V0)))
+    assert sum(bucket.nbytes for bucket in sent) < sum(bucket.nbytes for bucket in new) / 5
+    await held(engine, sent, V1, hold)
+    got = await engine.generate(ask(min_version=V1))
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    model.load_state_dict(dict(changed), strict=False)
+    ids = ask().token_ids + got.token_ids
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0].log_softmax(-1)[range(7, len(ids) - 1), ids[8:]]
+    assert (expected - torch.tensor(got.logprobs)).abs().max() < 1e-5
+    await engine.pause("keep")
+    await engine.start_update()
+    sender = SharedMemorySender(1, "", 10.0)
+    with pytest.raises(EngineLost, match=r"a delta against version 0\.0, but this engine holds 0\.1"):
+        await engine.update(sender.stage(sent[0]))
+    sender.close()
+    await send(engine, weights, V0)
+
+
+async def test_adapters_alone_end_in_the_bits_of_merged_weights(engine: VllmEngine, model_folder: Path) -> None:
+    base, weights = make_buckets(tensors(model_folder), 1 << 12), tensors(model_folder)
+    for step in (1, 2):
+        named, version = adapters(weights, ("k_proj", "down_proj"), seed=step), Version(0, step)  # k_proj vLLM fuses
+        expected = merged(weights, named, 1.7)
+        await send(engine, expected, version)
+        sums = await engine.checksums()
+        await send(engine, tensors(model_folder, 1.5), V0)  # kept by no engine, and forgotten in its sleep
+        assert await engine.checksums() != sums
+        sent = address([*base, *as_adapters(make_buckets(named.items(), 1 << 12), 1.7)], version, "no")
+        await engine.pause("keep")
+        await engine.sleep(2)
+        await engine.wake(["weights"])
+        await deliver(engine, sent if step == 1 else alone(sent), version)
+        await engine.wake(["kv_cache"])
+        await engine.resume()
+        assert await engine.checksums() == sums
+        model, request = scaled(model_folder), ask(min_version=version)
+        model.load_state_dict(dict(expected), strict=False)
+        assert differences(model, request, await engine.generate(request)).max() < 1e-5
+
+
+async def test_adapters_for_another_base_are_refused_and_an_update_with_theirs_is_taken(
+    engine: VllmEngine, model_folder: Path
+) -> None:
+    named, sums = adapters(tensors(model_folder), ("q_proj",), seed=1), []
+    for scale in (1.0, 1.5):
+        base = make_buckets(tensors(model_folder, scale), 1 << 12)
+        sent = address([*base, *as_adapters(make_buckets(named.items(), 1 << 12), 2.0)], V1, "no")
+        await engine.pause("keep")
+        if scale == 1.5:
+            with pytest.raises(
+                EngineLost, match=rf"adapters for {sent[-1].info.base}, but what is here .* is base-\w+"
+            ):
+                await deliver(engine, alone(sent), V1)
+        await deliver(engine, sent, V1)
+        await engine.resume()
+        sums.append(await engine.checksums())
+    assert sums[0] != sums[1]
+
+
+async def test_the_version_gate(engine: VllmEngine) -> None:
+    with pytest.raises(EngineLost, match="older than"):
+        await engine.generate(ask(min_version=V1))
+    assert await engine.version() == V0
+
+
+async def test_checksums_follow_the_weights(engine: VllmEngine, model_folder: Path) -> None:
+    before = await engine.checksums()
+    await send(engine, tensors(model_folder, 1.5), V1)
+    after = await engine.checksums()
+    assert before.keys() == after.keys()
+    assert {name for name in before if before[name] != after[name]} == {name for name in before if "norm" not in name}
+    await send(engine, tensors(model_folder), V0)
+    assert await engine.checksums() == before
+
+
+async def test_a_failed_update_can_be_started_again(engine: VllmEngine, model_folder: Path) -> None:
+    buckets = list(make_buckets(tensors(model_folder, 3.0), 1 << 12))
+    half = len(buckets) // 2
+    sender = SharedMemorySender(1, "", 10.0)
+    await engine.init_transfer(InitInfo(backend="ipc"))
+    await engine.pause("keep")
+    await engine.start_update()
+    for bucket in buckets[:half]:
+        await engine.update(sender.stage(bucket))
+    bucket = buckets[half]
+    with pytest.raises(EngineLost, match="checksum"):
+        await engine.update(msgspec.structs.replace(sender.stage(bucket), checksum="wrong"))
+    sender.close()
+    await send(engine, tensors(model_folder, 1.5), V1)
+    request = ask(min_version=V1)
+    assert difference(model_folder, request, await engine.generate(request), 1.5).max() < 1e-5
+
+
+async def test_an_unfinished_update_is_forgotten(engine: VllmEngine, model_folder: Path) -> None:
+    weights = [(name, tensor) for name, tensor in tensors(model_folder, 3.0) if "gate_proj" in name or "q_proj" in name]
+    (bucket,) = make_buckets(weights, 1 << 20)  # parts of what vLLM fuses
+    sender = SharedMemorySender(1, "", 10.0)
+    await engine.init_transfer(InitInfo(backend="ipc"))
+    await engine.pause("keep")
+    await engine.start_update()
+    await engine.update(sender.stage(bucket))  # and then the trainer dies
+    sender.close()
+    await send(engine, tensors(model_folder, 1.5), V1)
+    request = ask(min_version=V1)
+    assert difference(model_folder, request, await engine.generate(request), 1.5).max() < 1e-5
+
+
+async def test_pause_keep_holds_requests_and_new_ones_wait(engine: VllmEngine) -> None:
+    async with sampling(engine, ask(max_tokens=LONG)) as (running,):
+        await engine.pause("keep")
+    waiting = asyncio.create_task(engine.generate(ask(max_tokens=2)))
+    await asyncio.sleep(0.2)
+    assert not running.done() and not waiting.done()
+    assert await engine.health()
+    await engine.resume()
+    assert len((await running).token_ids) == LONG
+    assert len((await waiting).token_ids) == 2
+
+
+async def test_a_pause_is_no_sleep(engine: VllmEngine) -> None:
+    await engine.pause("keep")
+    assert not await engine.is_sleeping()
+    await engine.sleep(2)
+    assert await engine.is_sleeping()
+    await engine.wake(["weights"])
+    assert await engine.is_sleeping()
+    await engine.wake(["kv_cache"])
+    assert not await engine.is_sleeping()
+    await engine.resume()
+
+
+async def test_pause_wait_lets_running_requests_finish(engine: VllmEngine) -> None:
+    async with sampling(engine, ask(max_tokens=LONG)) as (running,):
+        await engine.pause("wait")
+    assert (await asyncio.wait_for(running, 5)).finish_reason == "length"
+    waiting = asyncio.create_task(engine.generate(ask(max_tokens=2)))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await engine.resume()
+    await waiting
+
+
+async def test_abort_returns_what_was_sampled(engine: VllmEngine) -> None:
+    request = ask(max_tokens=LONG)
+    async with sampling(engine, request, ask(max_tokens=LONG - 10)) as (task, other):
+        await engine.abort(request.request_id)
+    got = await task
+    assert got.finish_reason == "abort"
+    assert len(got.token_ids) == len(got.logprobs) < LONG
+    assert (await other).finish_reason == "length"
+
+
+async def test_pause_abort_ends_everything(engine: VllmEngine) -> None:
+    async with sampling(engine, *(ask(max_tokens=LONG) for _ in range(3))) as tasks:
+        await engine.pause("abort")
+    assert {(await task).finish_reason for task in tasks} == {"abort"}
+    await engine.resume()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_sleep_keeps_requests(engine: VllmEngine, model_folder: Path, level: int) -> None:
+    request = ask(max_tokens=LONG)
+    async with sampling(engine, request) as (task,):
+        await engine.pause("keep")
+    await engine.sleep(level)
+    await engine.wake(["weights"])
+    if level == 2:
+        await send(engine, tensors(model_folder), V0)
+    await engine.wake(["kv_cache"])
+    await engine.resume()
+    got = await task
+    assert len(got.token_ids) == LONG
+    assert difference(model_folder, request, got).max() < 1e-5
+
+
+async def test_bad_requests_are_refused_and_harm_nobody(engine: VllmEngine) -> None:
+    with pytest.raises(EngineRejected, match=f"{MAX_LENGTH}|{MAX_LENGTH - 1}"):
+        await engine.generate(ask(tokens=MAX_LENGTH + 44))
+    with pytest.raises(EngineRejected, match=r"99999|token_ids must lie"):
+        await engine.generate(msgspec.structs.replace(ask(), token_ids=[99999]))
+    async with aiohttp.ClientSession() as session:
+        for body in ({"token_ids": [1], "sampling_params": {"temperature": -1}}, {"token_ids": "x"}, {}):
+            async with session.post(f"{engine.url}/inference/v1/generate", json=body) as response:
+                assert response.status == 400
+                assert (await response.json())["error"]["message"]
+    assert len((await engine.generate(ask())).token_ids) == 16
+
+
+async def test_no_update_is_finished_that_was_not_started(engine: VllmEngine) -> None:
+    with pytest.raises(EngineLost, match="500"):
+        await engine.finish_update(Version(0, 9))
+    assert await engine.version() == V0
+
+
+async def test_streaming_sends_every_token_once(engine: VllmEngine) -> None:
+    body = {
+        "request_id": "s",
+        "token_ids": [1, 2, 3],
+        "stream": True,
+        "sampling_params": {"max_tokens": 12, "temperature": 0.0},
+    }
+    chunks = []
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{engine.url}/inference/v1/generate", json=body) as response,
+    ):
+        async for line in response.content:
+            if line.startswith(b"data: ") and b"[DONE]" not in line:
+                chunks.append(msgspec.json.decode(line.removeprefix(b"data: "))["choices"][0])
+    streamed = [token for chunk in chunks for token in chunk["token_ids"]]
+    whole = await engine.generate(
+        msgspec.structs.replace(ask(), token_ids=[1, 2, 3], max_tokens=12, sampling=Sampling(temperature=0.0))
+    )
+    assert streamed == whole.token_ids
+    assert chunks[-1]["weight_versions"] == [{"version": "0.0", "start": 0, "end": 12}]
+
+
+async def test_a_client_that_hangs_up_frees_its_place(engine: VllmEngine) -> None:
+    async with sampling(engine, ask(max_tokens=LONG)) as (task,):
+        task.cancel()
+    async with asyncio.timeout(1):
+        while await metric(engine, "vllm:num_requests_running"):
+            pass

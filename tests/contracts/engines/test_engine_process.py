@@ -1,0 +1,159 @@
+"""The embedded engine as a process: how it starts, refuses to start, guards its weights and ends."""
+
+import asyncio
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import ClientSession
+
+from rl_async.configs.load.loader import dump
+from rl_async.configs.schema.run import DataConfig, ModelConfig, RolloutConfig, RunConfig
+from tests.support.forked import Forked
+
+START_S = 60.0
+
+
+def run_folder(folder: Path, model: Path) -> Path:
+    """A run folder whose engine serves ``model``."""
+    config = RunConfig(
+        model=ModelConfig(path=str(model)),
+        data=DataConfig(path="none"),
+        rollout=RolloutConfig(max_batch_size=4, max_model_len=4096, min_iteration_s=0.002),
+    )
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(dump(config))
+    return folder
+
+
+def start(run: Path, port: int) -> Forked:
+    """The engine's process."""
+    return Forked("rl_async.rollout_server", "--run", str(run), "--index", "0", "--port", str(port))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def refusal(process: Forked) -> str:
+    """The one line with which a process refused to start."""
+    _, errors = process.communicate(timeout=START_S)
+    assert process.returncode == 2, errors
+    assert "Traceback" not in errors
+    (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert errors.rstrip().endswith(line), "the message has more than one line"
+    return line
+
+
+async def until_healthy(url: str, process: Forked) -> None:
+    deadline = time.monotonic() + START_S
+    async with ClientSession() as session:
+        while True:
+            assert process.poll() is None and time.monotonic() < deadline, "the engine did not start"
+            try:
+                async with session.get(f"{url}/health") as response:
+                    assert response.status == 200
+                    return
+            except aiohttp.ClientConnectionError:
+                await asyncio.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where an engine runs."""
+    port = free_port()
+    process = start(run_folder(tmp_path_factory.mktemp("run"), model_folder), port)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        asyncio.run(until_healthy(url, process))
+        yield url
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_taken_port_is_one_line(model_folder: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        line = refusal(start(run_folder(tmp_path / "run", model_folder), port))
+    assert f"127.0.0.1:{port}" in line
+
+
+def test_sigterm_ends_it_with_requests_in_flight(model_folder: Path, tmp_path: Path) -> None:
+    port = free_port()
+    process = start(run_folder(tmp_path / "run", model_folder), port)
+    url = f"http://127.0.0.1:{port}"
+
+    async def stop_while_it_serves() -> None:
+        await until_healthy(url, process)
+        async with ClientSession() as session:
+            body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 4000}}
+            running = asyncio.create_task(session.post(f"{url}/inference/v1/generate", json=body))
+            await asyncio.sleep(0.1)
+            process.send_signal(signal.SIGTERM)
+            await asyncio.wait([running], timeout=10)
+            if running.done() and running.exception() is None:
+                running.result().close()
+
+    try:
+        asyncio.run(stop_while_it_serves())
+        _, errors = process.communicate(timeout=10)
+        assert process.returncode == 0, errors
+    finally:
+        process.kill()
+
+
+async def test_values_that_would_fail_in_the_sampler_are_refused_and_it_lives(url: str) -> None:
+    async with ClientSession(url) as session:
+        for bad in ({"top_k": 2**70}, {"seed": 2**70}, {"n": 0}, {"n": 2**30}, {"bogus": 1}):
+            body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2, **bad}}
+            async with session.post("/inference/v1/generate", json=body) as response:
+                assert response.status == 400
+                assert (await response.json())["error"].keys() == {"message", "type", "code"}
+        body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2}}
+        async with session.post("/inference/v1/generate", json=body) as response:
+            assert len((await response.json())["choices"][0]["token_ids"]) == 2
+
+
+async def test_weights_change_only_while_it_is_paused_and_completely(url: str) -> None:
+    async with ClientSession(url) as session:
+
+        async def post(path: str, body: object = None) -> int:
+            async with session.post(path, json=body) as response:
+                await response.read()
+                return response.status
+
+        assert await post("/start_weight_update") == 400
+        assert await post("/pause?mode=keep") == 200
+        assert await post("/start_weight_update") == 200
+        assert await post("/resume") == 409, "an unfinished update would be served"
+        update = {"names": ["x"], "dtype_names": ["float32"], "shapes": [[1]], "checksum": "", "shm_name": "none"}
+        assert await post("/update_weights", {"update_info": update}) == 500
+        assert await post("/finish_weight_update", {"weight_version": "0.1"}) == 500, "a bucket has failed"
+        assert await post("/start_weight_update") == 200
+        assert await post("/finish_weight_update", {"weight_version": "0.1"}) == 200
+        assert await post("/resume") == 200
+        async with session.get("/weight_info") as response:
+            assert await response.json() == {"weight_version": "0.1"}
+
+
+async def test_a_stream_whose_client_hangs_up_ends(url: str) -> None:
+    body = {"token_ids": [1, 2], "stream": True, "sampling_params": {"max_tokens": 4000}}
+    async with ClientSession(url) as session:
+        async with session.post("/inference/v1/generate", json=body) as response:
+            assert (await response.content.readline()).startswith(b"data: ")
+            response.close()
+        async with asyncio.timeout(10):
+            while True:
+                async with session.get("/load") as response:
+                    if (await response.json())["server_load"] == 0:
+                        return
+                await asyncio.sleep(0.02)

@@ -1,0 +1,239 @@
+"""An answer whose engine was lost in its middle is continued by another exactly: both are real processes over HTTP."""
+
+import asyncio
+import logging
+import os
+import re
+import signal
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from rl_async.messages import EngineList, EngineRecord, Sampling, Version, VersionRun
+from rl_async.rollout_server import pool as pool_module
+from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult
+from rl_async.rollout_server.pool import EnginePool
+from rl_async.rollout_server.vllm.client import STREAM_INTERVAL, VllmEngine
+from tests.contracts.engines.engine_peers import Peer, running
+from tests.contracts.engines.engine_weights import differences, scaled, send, tensors
+
+pytestmark = pytest.mark.timeout(400)  # vLLM takes a minute to start
+
+V0, V1 = Version(0, 0), Version(0, 1)
+BATCH = 16
+REQUESTS = 40  # more than both engines decode at once
+CAUGHT = 8  # answers of the lost engine that are in their middle when it is struck
+WAIT_S = 120.0
+STOP = 7
+KEPT = re.compile(r"request (\S+): victim after (\d+) tokens")  # the pool's line on a request that lost its engine
+
+PAIRS = [  # who is lost, and who goes on
+    pytest.param(("embedded", "embedded"), id="embedded-embedded"),
+    pytest.param(("embedded", "vllm"), marks=pytest.mark.slow, id="embedded-vllm"),
+]
+VLLM_IS_LOST = pytest.param(("vllm", "embedded"), marks=pytest.mark.slow, id="vllm-embedded")  # a minute to replace
+
+
+@pytest.fixture(scope="module")
+def kinds(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Of the engine that is lost, and of the one that goes on."""
+    found: tuple[str, str] = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def survivor(kinds: tuple[str, str], model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peer]:
+    """The engine that lives through all tests."""
+    with running(kinds[1], model_folder, tmp_path_factory.mktemp("survivor"), batch=BATCH, eager=True) as peer:
+        yield peer
+
+
+@pytest.fixture
+def victim(kinds: tuple[str, str], model_folder: Path, tmp_path: Path) -> Iterator[Peer]:
+    """The engine that a test takes away."""
+    with running(kinds[0], model_folder, tmp_path, batch=BATCH, eager=True) as peer:
+        yield peer
+
+
+class Watched:
+    """A client that notes how many tokens of each unfinished answer came through it."""
+
+    def __init__(self, url: str) -> None:
+        self._client = VllmEngine(url)
+        self.begun: dict[str, int] = {}
+        self.more = asyncio.Event()
+
+    async def stream(self, request: GenerateRequest, *, session: str) -> AsyncGenerator[GenerateResult, None]:
+        async for part in self._client.stream(request, session=session):
+            if part.finish_reason == "abort":  # more is to come
+                self.begun[request.request_id] = self.begun.get(request.request_id, 0) + len(part.token_ids)
+            else:
+                self.begun.pop(request.request_id, None)
+            self.more.set()
+            yield part
+
+    async def in_the_middle(self, count: int) -> None:
+        """Wait until that many answers have got a part and not their end."""
+        async with asyncio.timeout(WAIT_S):
+            while sum(tokens >= STREAM_INTERVAL for tokens in self.begun.values()) < count:
+                self.more.clear()
+                await self.more.wait()
+
+    async def load(self) -> EngineLoad:
+        return await self._client.load()
+
+    async def is_sleeping(self) -> bool:
+        return await self._client.is_sleeping()
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
+class Registry:
+    """A registry that does not change: the queue has not noticed yet."""
+
+    def __init__(self, engines: EngineList) -> None:
+        self._engines = engines
+
+    async def engines(self, after: int = -1, wait_s: float = 0.0) -> EngineList:
+        if after == self._engines.revision:
+            await asyncio.sleep(wait_s)
+        return self._engines
+
+
+@asynccontextmanager
+async def pool_of(engines: dict[str, tuple[Peer, Version]]) -> AsyncIterator[tuple[EnginePool, dict[str, Watched]]]:
+    """A pool of these engines as a worker has it, and its clients."""
+    clients: dict[str, Watched] = {}
+
+    def connect(record: EngineRecord) -> Watched:
+        return clients.setdefault(record.engine_id, Watched(record.url))
+
+    records = [EngineRecord(engine_id=n, url=p.url, kind=p.kind, version=v) for n, (p, v) in engines.items()]
+    registry = EngineList(revision=1, engines=records, published=V0)
+    pool = EnginePool(connect, WAIT_S, BATCH)
+    pool.update(registry)
+    watching = asyncio.create_task(pool.watch(Registry(registry)))
+    try:
+        yield pool, clients
+    finally:
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
+        await pool.close()
+
+
+@contextmanager
+def struck(peer: Peer) -> Iterator[None]:
+    """Let a frozen engine go on at the end, so that it can be ended; a killed one stays dead."""
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(peer.group, signal.SIGCONT)
+
+
+def requests() -> list[GenerateRequest]:
+    """Of three temperatures; every fourth may stop early."""
+    return [
+        GenerateRequest(
+            request_id=f"r{n}",
+            token_ids=[(7 * i + n) % 60 for i in range(4 + n % 9)],
+            sampling=Sampling(temperature=(0.7, 1.0, 1.4)[n % 3]),
+            max_tokens=100 + 5 * (n % 20),
+            stop_token_ids=[STOP] if n % 4 == 0 else [],
+            min_version=V0,
+        )
+        for n in range(REQUESTS)
+    ]
+
+
+async def answers(
+    number: signal.Signals, asked: list[GenerateRequest], victim: Peer, survivor: Peer, *, version: Version = V0
+) -> list[GenerateResult]:
+    """What the pool answers when one of two engines is struck in the middle; the other's weights are ``version``."""
+    with struck(victim):
+        async with pool_of({"victim": (victim, V0), "survivor": (survivor, version)}) as (pool, clients):
+            tasks = [asyncio.create_task(pool.generate(request, session=request.request_id)) for request in asked]
+            await clients["victim"].in_the_middle(CAUGHT)
+            os.killpg(victim.group, number)
+            async with asyncio.timeout(WAIT_S):
+                return await asyncio.gather(*tasks)
+
+
+def kept(log: pytest.LogCaptureFixture) -> dict[str, int]:
+    """By request, how many tokens of the lost engine the pool says that it kept; those of which it kept some."""
+    lines = [KEPT.match(record.getMessage()) for record in log.records if record.name == "rl_async.pool"]
+    return {line[1]: int(line[2]) for line in lines if line and int(line[2])}
+
+
+def assert_as_asked(request: GenerateRequest, got: GenerateResult) -> None:
+    """Token count, stop rule, one log-probability per token, and versions of exactly the sampled tokens."""
+    count = len(got.token_ids)
+    stopped = got.token_ids[-1] in request.stop_token_ids
+    assert got.finish_reason == ("stop" if stopped else "length")
+    assert count <= request.max_tokens and (stopped or count == request.max_tokens)
+    assert not set(got.token_ids[:-1]) & set(request.stop_token_ids)
+    assert len(got.logprobs) == count
+    assert [run.start for run in got.versions] + [count] == [0] + [run.end for run in got.versions]
+    assert all(run.start < run.end for run in got.versions)
+
+
+async def load(peer: Peer, folder: Path, scale: float, version: Version) -> None:
+    """Send it the folder's weights, scaled, as ``version``."""
+    client = VllmEngine(peer.url)
+    await send(client, tensors(folder, scale), version)
+    await client.close()
+
+
+@pytest.mark.parametrize("kinds", PAIRS, indirect=True)
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="frozen", marks=pytest.mark.slow)],
+)
+async def test_answers_of_a_lost_engine_are_continued_exactly(
+    number: signal.Signals,
+    victim: Peer,
+    survivor: Peer,
+    model_folder: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_module, "PROBE_EVERY_S", 0.5)  # a frozen engine is found by its silence alone
+    monkeypatch.setattr(pool_module, "PROBE_S", 2.0)
+    caplog.set_level(logging.WARNING, "rl_async.pool")
+    for peer in (victim, survivor):
+        await load(peer, model_folder, 1.0, V0)
+    asked = requests()
+    answered = await answers(number, asked, victim, survivor)
+    model, continued = scaled(model_folder), kept(caplog)
+    assert len(continued) >= CAUGHT // 2, caplog.text
+    for request, got in zip(asked, answered, strict=True):
+        assert_as_asked(request, got)
+        assert got.versions == [VersionRun(V0, 0, len(got.token_ids))]
+        assert len(got.token_ids) > continued.get(request.request_id, 0)
+        assert differences(model, request, got).max() < 1e-5
+
+
+@pytest.mark.parametrize("kinds", [*PAIRS, VLLM_IS_LOST], indirect=True)
+async def test_the_tokens_behind_the_boundary_are_of_the_other_engines_weights(
+    victim: Peer, survivor: Peer, model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "rl_async.pool")
+    await load(victim, model_folder, 1.0, V0)
+    await load(survivor, model_folder, 1.5, V1)
+    asked = requests()
+    answered = await answers(signal.SIGKILL, asked, victim, survivor, version=V1)
+    old, new, continued = scaled(model_folder), scaled(model_folder, 1.5), kept(caplog)
+    assert len(continued) >= CAUGHT // 2, caplog.text
+    for request, got in zip(asked, answered, strict=True):
+        assert_as_asked(request, got)
+        boundary = next((run.end for run in got.versions if run.version == V0), 0)
+        if request.request_id in continued:
+            assert boundary == continued[request.request_id]
+            assert [run.version for run in got.versions] == [V0, V1]
+            assert differences(old, request, got)[boundary:].max() > 1e-3, "the weights do not differ"
+        assert (differences(old, request, got)[:boundary] < 1e-5).all()
+        assert (differences(new, request, got)[boundary:] < 1e-5).all()

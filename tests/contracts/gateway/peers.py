@@ -1,0 +1,151 @@
+"""A gateway on a thread with a scripted engine, and one as a process with a real engine and a real queue."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import uvicorn
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.gateway.__main__ import bind
+from rl_async.agent_loop.gateway.episodes import Episodes
+from rl_async.agent_loop.gateway.server import Server
+from rl_async.configs.load.loader import dump
+from rl_async.configs.schema.run import AgentConfig, DataConfig, ModelConfig, RewardConfig, RolloutConfig, RunConfig
+from rl_async.messages import Done, Leased, LeasedGroup, Trajectory, Version
+from rl_async.reward_loop.service import RewardService
+from rl_async.rollout_server.api import GenerateRequest, GenerateResult
+from rl_async.rollout_server.vllm.client import VllmEngine
+from tests.unit.agent_loop.fakes import ScriptedEngine
+
+
+class Queue:
+    """Has one group, keeps what comes, and is over when told to."""
+
+    def __init__(self, group: LeasedGroup) -> None:
+        self.groups, self.rows, self.failures = [group], list[tuple[Trajectory, ...]](), list[str]()
+        self.over = asyncio.Event()
+
+    async def lease(self, max_groups: int, wait_s: float) -> Leased:
+        if max_groups and self.groups:
+            return Leased(groups=[self.groups.pop()])
+        await self.over.wait()
+        return Leased(groups=[], finished=True)
+
+    async def renew(self) -> Done:
+        return Done()
+
+    async def put(self, *rows: Trajectory) -> Done:
+        self.rows.append(rows)
+        return Done()
+
+    async def fail(self, group_id: int, sample: int, attempt: int, error: str) -> Done:
+        self.failures.append(error)
+        return Done()
+
+
+class Engine:
+    """Says what the test gave it; waits with an empty text until the request is cancelled."""
+
+    def __init__(self, renderer: ChatRenderer, says: Sequence[str]) -> None:
+        self.scripted = ScriptedEngine(renderer, says)
+        self.waiting, self.cancelled = threading.Event(), threading.Event()
+
+    async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
+        if self.scripted.says[len(self.scripted.requests)]:
+            return await self.scripted.generate(request, session=session)
+        self.scripted.says.pop(len(self.scripted.requests))
+        self.waiting.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        raise AssertionError("nobody cancelled the request")
+
+
+class RunningGateway:
+    """A gateway on a thread with its own event loop; real HTTP on a free port."""
+
+    def __init__(self, config: RunConfig, group: LeasedGroup, renderer: ChatRenderer, says: Sequence[str]) -> None:
+        self._config, self._renderer = config, renderer
+        self.queue, self.engine = Queue(group), Engine(renderer, says)
+        self._listener = bind("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._thread.start()
+        assert self._ready.wait(10)
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        async with RewardService(RewardConfig()) as rewards:
+            episodes = Episodes(self._config, self._renderer, self.engine, self.queue, rewards)
+            app = Server(self._config, episodes).app
+            server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+            serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+            self._ready.set()
+            await episodes.run()
+            server.should_exit = True
+            await serving
+
+    def stop(self) -> None:
+        if self._loop is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self.queue.over.set)
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+
+def make_model(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A random Qwen3 with this tokenizer."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **shape, **heads)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+async def serve_as_version_0(url: str) -> None:
+    """An update without buckets: the engine keeps its weights and serves them as version 0."""
+    engine = VllmEngine(url)
+    try:
+        await engine.pause("keep")
+        await engine.start_update()
+        await engine.finish_update(Version())
+        await engine.resume()
+    finally:
+        await engine.close()
+
+
+@contextmanager
+def gateway_process(folder: Path, model: Path, queue: str) -> Iterator[str]:
+    """The URL of a gateway of a run with this model and queue."""
+    config = RunConfig(
+        model=ModelConfig(path=str(model)),
+        data=DataConfig(path="none"),
+        agent=AgentConfig(max_tokens=200),
+        rollout=RolloutConfig(max_tokens=6, max_model_len=256),
+    )
+    (folder / "config.yaml").write_text(dump(config))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rl_async.agent_loop.gateway", "--run", str(folder), "--queue", queue],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().removeprefix("gateway: ").strip()
+    finally:
+        process.terminate()
+        process.communicate(timeout=20)
+        assert process.returncode == 0

@@ -1,0 +1,279 @@
+"""Programs as they are, through a gateway: the openai client, an agent framework, plain HTTP."""
+
+import asyncio
+import http.client
+import json
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
+from rl_async.agent_loop.gateway.__main__ import bind
+from rl_async.agent_loop.gateway.client import Episode, Gateway, GatewayError
+from rl_async.errors import UserError
+from rl_async.messages import Version
+from tests.contracts.engines.engine_peers import running
+from tests.contracts.gateway.peers import RunningGateway, gateway_process, make_model, serve_as_version_0
+from tests.contracts.queue.peers import RunningQueue, worker
+from tests.unit.agent_loop.conftest import demos
+from tests.unit.agent_loop.fakes import leased, run_config
+
+openai = pytest.importorskip("openai", reason="install the openai client: pip install openai")
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "2+3"}}</tool_call>'
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(demos("calculator", 300), 200)
+
+
+@pytest.fixture(scope="module")
+def renderer(tokenizer: PreTrainedTokenizerFast) -> ChatRenderer:
+    return ChatRenderer(tokenizer)
+
+
+@pytest.fixture
+def start(renderer: ChatRenderer) -> Iterator[Callable[..., RunningGateway]]:
+    started: list[RunningGateway] = []
+
+    def begin(*says: str, samples: int = 1) -> RunningGateway:
+        config = run_config({"max_tokens": 100, "max_model_len": 4000}, tools=("calculator",), max_tokens=3000)
+        started.append(RunningGateway(config, leased(samples=samples), renderer, says))
+        return started[-1]
+
+    yield begin
+    for gateway in started:
+        gateway.stop()
+
+
+def take(gateway: RunningGateway) -> tuple[Episode, Any]:
+    """An episode, and an openai client for it."""
+    episode = next(Gateway(gateway.url).episodes())
+    return episode, openai.OpenAI(base_url=episode.base_url, api_key="none", max_retries=0)
+
+
+def trained_text(renderer: ChatRenderer, row: Any) -> str:
+    return renderer.decode(row.token_ids[row.loss_mask].tolist())
+
+
+def test_the_openai_client_plays_an_episode_with_tools(start: Any, renderer: ChatRenderer) -> None:
+    gateway = start("let me see " + CALL, "5")
+    episode, client = take(gateway)
+    assert episode.task["ground_truth"] == "5" and episode.task["partition"] == "train"
+    assert [tool["function"]["name"] for tool in episode.task["tools"]] == ["calculator"]
+    messages = list(episode.task["prompt"])
+    first = client.chat.completions.create(model="any", messages=messages, tools=episode.task["tools"], temperature=1)
+    (call,) = first.choices[0].message.tool_calls
+    assert first.choices[0].finish_reason == "tool_calls" and first.choices[0].message.content == "let me see"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("calculator", {"expression": "2+3"})
+    messages += [first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+    second = client.chat.completions.create(model="any", messages=messages, tools=episode.task["tools"])
+    assert (second.choices[0].message.content, second.choices[0].finish_reason) == ("5", "stop")
+    assert second.usage.total_tokens == second.usage.prompt_tokens + second.usage.completion_tokens
+    assert [model.id for model in client.models.list()] == ["none"]
+    assert episode.score() == {"accepted": True, "reason": "", "rows": 1, "reward": 1.0}
+    ((row,),) = gateway.queue.rows
+    assert trained_text(renderer, row) == f"let me see {CALL}<|im_end|>5<|im_end|>"
+    assert second.usage.prompt_tokens + second.usage.completion_tokens == len(row.token_ids)
+
+
+def test_streams_add_up_to_the_answer(start: Any, renderer: ChatRenderer) -> None:
+    gateway = start("1+2", CALL)
+    episode, client = take(gateway)
+    question = [{"role": "user", "content": "a?"}]
+    with client.chat.completions.stream(model="any", messages=question) as stream:
+        said = stream.get_final_completion().choices[0].message
+    assert said.content == "1+2"
+    more = [*question, {"role": "assistant", "content": said.content}, {"role": "user", "content": "b?"}]
+    options = {"stream": True, "stream_options": {"include_usage": True}, "tools": [WEATHER]}
+    chunks = list(client.chat.completions.create(model="any", messages=more, **options))
+    (call,) = [c for chunk in chunks if chunk.choices for c in chunk.choices[0].delta.tool_calls or []]
+    assert call.function.name == "calculator" and chunks[-1].usage.completion_tokens > 0
+    episode.reward(0.5, tidy=1)
+    first, second = gateway.queue.rows[0]  # other tools are another prompt
+    assert (trained_text(renderer, first), trained_text(renderer, second)) == ("1+2<|im_end|>", CALL + "<|im_end|>")
+    assert second.reward_parts == {"tidy": 1.0}
+
+
+def test_errors_are_those_that_the_client_knows(start: Any) -> None:
+    gateway = start("5")
+    episode, client = take(gateway)
+    question = [{"role": "user", "content": "a?"}]
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="any", messages=question, temperature=0.2)
+    assert (refused.value.code, refused.value.param) == ("unsupported_value", "temperature")
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="any", messages=[{"role": "user", "content": "1+" * 3000}])
+    assert refused.value.code == "context_length_exceeded"
+    with pytest.raises(GatewayError, match="no answer"):
+        episode.reward(1.0)
+    client.chat.completions.create(model="any", messages=question)
+    assert episode.reward(1.0)["accepted"] and episode.reward(0.0)["reward"] == 1.0
+    with pytest.raises(openai.NotFoundError, match="ended"):
+        client.chat.completions.create(model="any", messages=question)
+    assert gateway.queue.failures == []
+
+
+def test_a_request_whose_client_hangs_up_leaves_no_trace(start: Any, renderer: ChatRenderer) -> None:
+    gateway = start("", "5")
+    episode, client = take(gateway)
+    question = [{"role": "user", "content": "a?"}]
+    body = json.dumps({"messages": question})
+    connection = http.client.HTTPConnection(gateway.url.removeprefix("http://"))
+    connection.request("POST", f"/episodes/{episode.id}/v1/chat/completions", body)
+    assert gateway.engine.waiting.wait(10)
+    connection.close()
+    assert gateway.engine.cancelled.wait(10)
+    client.chat.completions.create(model="any", messages=question)
+    episode.reward(1.0)
+    ((row,),) = gateway.queue.rows
+    assert trained_text(renderer, row) == "5<|im_end|>"
+
+
+def test_a_program_that_hangs_up_while_it_waits_takes_no_episode(start: Any) -> None:
+    gateway = start("5", samples=2)
+    first, _ = take(gateway)
+    second, client = take(gateway)
+    gone = http.client.HTTPConnection(gateway.url.removeprefix("http://"))
+    gone.request("POST", "/episodes", '{"wait_s": 60}')
+    gone.close()
+    client.chat.completions.create(model="any", messages=[{"role": "user", "content": "a?"}])
+    assert (second.reward(1.0)["accepted"], first.fail("no")["accepted"]) == (True, True)
+    answer = Gateway(gateway.url).post("/episodes", {"wait_s": 0.1})
+    assert answer == (503, {"finished": False})
+
+
+def test_anthropic_messages(start: Any, renderer: ChatRenderer) -> None:
+    gateway = start("so " + CALL, "5")
+    episode, _ = take(gateway)
+    tools = [{"name": "calculator", "input_schema": {"type": "object"}}]
+    messages: list[Any] = [{"role": "user", "content": "2+3?"}]
+
+    def create() -> dict[str, Any]:
+        path, body = f"/episodes/{episode.id}/v1/messages", {"model": "m", "max_tokens": 50, "messages": messages}
+        status, answer = Gateway(gateway.url).post(path, body | {"tools": tools})
+        assert status == 200, answer
+        return answer
+
+    first = create()
+    assert first["stop_reason"] == "tool_use" and [block["type"] for block in first["content"]] == ["text", "tool_use"]
+    result = {"type": "tool_result", "tool_use_id": first["content"][1]["id"], "content": "5"}
+    messages += [{"role": "assistant", "content": first["content"]}, {"role": "user", "content": [result]}]
+    assert create()["content"] == [{"type": "text", "text": "5"}]
+    episode.score()
+    ((row,),) = gateway.queue.rows
+    assert trained_text(renderer, row) == f"so {CALL}<|im_end|>5<|im_end|>" and row.reward == 1.0
+
+
+async def test_a_framework_plays_an_episode_unchanged(start: Any, renderer: ChatRenderer) -> None:
+    pydantic_ai = pytest.importorskip("pydantic_ai", reason="install it: pip install 'pydantic-ai-slim[openai]'")
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    gateway = start(CALL, "the answer is 5", "bye")
+    episode = next(Gateway(gateway.url).episodes())
+    async with openai.AsyncOpenAI(base_url=episode.base_url, api_key="none", max_retries=0) as client:
+        model = OpenAIChatModel("any", provider=OpenAIProvider(openai_client=client))
+        agent = pydantic_ai.Agent(model, system_prompt="be brief")
+        asked: list[str] = []
+
+        @agent.tool_plain
+        def calculator(expression: str) -> str:
+            """Evaluate arithmetic."""
+            asked.append(expression)
+            return "5"
+
+        first = await agent.run("what is 2+3?")
+        second = await agent.run("bye", message_history=first.all_messages())
+    assert (first.output, second.output, asked) == ("the answer is 5", "bye", ["2+3"])
+    episode.reward(1.0)
+    ((row,),) = gateway.queue.rows  # one history, so one row
+    assert trained_text(renderer, row) == f"{CALL}<|im_end|>the answer is 5<|im_end|>bye<|im_end|>"
+
+
+def test_what_a_real_engine_sampled_reaches_the_queue_as_it_was(
+    tokenizer: PreTrainedTokenizerFast, renderer: ChatRenderer, queue: RunningQueue, trainer: Any, tmp_path: Path
+) -> None:
+    model = make_model(tmp_path / "model", tokenizer)
+    with running("embedded", model, tmp_path, model_length=256) as engine:
+        asyncio.run(serve_as_version_0(engine.url))
+
+        async def register() -> None:
+            async with worker(queue) as client:
+                await client.register_engine("e0", engine.url, "embedded")
+
+        asyncio.run(register())
+        trainer.publish(Version(0, 0), ["e0"])
+        (tmp_path / "run").mkdir()
+        with gateway_process(tmp_path / "run", model, queue.address) as url:
+            said = [play(episode) for _, episode in zip(range(4), Gateway(url).episodes())]
+    batch = trainer.reserve(0, 10.0)
+    assert [header.key for header in batch.headers] == [
+        (group, sample, segment) for group in (0, 1) for sample in (0, 1) for segment in (0, 1)
+    ]
+    rows = trainer.fetch([header.key for header in batch.headers])
+    weights = AutoModelForCausalLM.from_pretrained(model)
+    for row in rows:
+        assert {run.version for run in row.versions} == {Version(0, 0)} and row.reward == 0.25
+        check_logprobs(weights, row)
+    sampled = [trained_text(renderer, row) for row in rows]
+    for (first, second, branch), main, other in zip(said, sampled[::2], sampled[1::2], strict=True):
+        assert main.replace("<|im_end|>", "") == (first + second).replace("<|im_end|>", "")
+        assert other.replace("<|im_end|>", "") == branch.replace("<|im_end|>", "")
+
+
+def play(episode: Episode) -> tuple[str, str, str]:
+    """Two turns and a branch of the second; what was said in each."""
+    client = openai.OpenAI(base_url=episode.base_url, api_key="none", max_retries=0)
+
+    def ask(*texts: str) -> str:
+        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+        return client.chat.completions.create(model="any", messages=messages).choices[0].message.content
+
+    first = ask("what is 2+3?")
+    said = first, ask("what is 2+3?", first, "and 4?"), ask("what is 2+3?", first, "and 5?")
+    assert episode.reward(0.25) == {"accepted": True, "reason": "", "rows": 2, "reward": 0.25}
+    return said
+
+
+def check_logprobs(model: Any, row: Any) -> None:
+    """The recorded log-probabilities are the model's on the recorded tokens."""
+    with torch.no_grad():
+        logits = model(torch.tensor(row.token_ids[None].astype(np.int64))).logits[0, :-1].double()
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(row.token_ids[1:, None].astype(np.int64)))[:, 0].numpy()
+    sampled = row.loss_mask[1:]
+    assert np.abs(expected[sampled] - row.logprobs[1:][sampled]).max() < 1e-4
+    assert not row.logprobs[1:][~sampled].any()
+
+
+def test_a_port_that_is_taken_is_a_user_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match=r"agent\.gateway"):
+        bind("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(UserError, match=r"agent\.gateway"):
+        bind("127.0.0.1", 1 << 16)
+
+
+def test_a_gateway_that_is_gone_has_ended_with_its_run(start: Any) -> None:
+    gateway = start("5", samples=2)
+    door = Gateway(gateway.url, gone_s=0)
+    episodes = door.episodes()
+    episode = next(episodes)
+    unknown = Episode("guessed", "", {}, door).reward(1.0)
+    assert unknown == {"accepted": False, "reason": "the episode has ended", "rows": 0, "reward": None}
+    gateway.stop()
+    assert episode.fail("late")["accepted"] is False and list(episodes) == []
+
+
+def test_the_client_says_when_there_is_no_gateway() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with pytest.raises(OSError, match="no gateway"):
+        next(Gateway(f"http://127.0.0.1:{port}", start_s=0).episodes())

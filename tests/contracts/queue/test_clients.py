@@ -1,0 +1,99 @@
+"""Clients of the queue find it late, lose it, and repeat themselves."""
+
+import asyncio
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from rl_async.errors import QueueLost
+from rl_async.messages import (
+    SCHEMA,
+    Done,
+    Hello,
+    Welcome,
+)
+from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.client import session
+from rl_async.transfer_queue.client.async_client import QueueClient
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
+from rl_async.transfer_queue.server.loop import bind
+from tests.contracts.queue.peers import SETTINGS, RunningQueue, worker
+
+
+async def test_a_queue_that_is_gone_is_lost_by_the_deadline(address):
+    async with QueueClient(address, role="agent", name="w", timeout_s=0.3) as client:
+        with pytest.raises(QueueLost, match="did not answer Status"):
+            await client.status()
+    trainer = SyncQueueClient(address, role="trainer", name="t", timeout_s=0.3)
+    with trainer, pytest.raises(QueueLost, match="did not answer Reserve"):
+        trainer.reserve(0, 0.1)
+
+
+async def test_clients_started_first_find_the_queue(address):
+    async with QueueClient(address, role="agent", name="w", timeout_s=20) as client:
+        status = asyncio.create_task(client.status())
+        await asyncio.sleep(0)
+        queue = RunningQueue(address, SETTINGS)
+        try:
+            assert (await status).slots == 4
+        finally:
+            queue.stop()
+
+
+async def test_a_restarted_queue_has_lost_its_state_and_clients_say_so(address):
+    queue = RunningQueue(address, SETTINGS)
+    async with worker(queue, timeout_s=30.0) as agent:
+        await agent.status()
+        waiting = asyncio.create_task(agent.lease(1, 25.0))
+        with SyncQueueClient(address, role="trainer", name="t", timeout_s=30.0) as trainer:
+            trainer.status()
+            queue.stop()
+            queue = RunningQueue(address, SETTINGS)
+            try:
+                with pytest.raises(QueueLost, match="restarted"):
+                    await agent.status()
+                with pytest.raises(QueueLost, match="restarted"):
+                    await waiting
+                with pytest.raises(QueueLost, match="restarted"):
+                    trainer.status()
+            finally:
+                queue.stop()
+
+
+async def test_a_request_without_answer_is_sent_again_on_a_new_connection(address):
+    """A peer that swallows the first connection's messages is overcome, and the hello is repeated."""
+    with zmq.asyncio.Context() as context, bind(context, address) as router:
+
+        async def answer_second_connection() -> set[bytes]:
+            seen: set[bytes] = set()
+            while True:
+                identity, *parts = await router.recv_multipart()
+                seen.add(identity)
+                if len(seen) == 1:
+                    continue
+                message = wire.decode_request(parts)
+                reply = Welcome(schema=SCHEMA, run_id="r") if isinstance(message.request, Hello) else Done()
+                await router.send_multipart([identity, *wire.encode(message.request_id, reply)])
+                if isinstance(reply, Done):
+                    return seen
+
+        answering = asyncio.create_task(answer_second_connection())
+        async with QueueClient(address, role="agent", name="w", timeout_s=10, patience_s=0.1) as client:
+            assert await client.renew() == Done()
+        assert len(await answering) == 2
+
+
+def test_worker_names_are_unique_to_a_client():
+    one, two = (session.Session("tcp://x:1", "agent", "worker-0") for _ in range(2))
+    assert one.worker != two.worker and one.worker.startswith("worker-0-")
+
+
+async def test_closing_a_client_ends_its_requests(queue):
+    async with QueueClient(queue.address, role="launcher", name="launcher") as client:
+        waiting = asyncio.create_task(client.engines(after=10**6, wait_s=60.0))
+        await client.status()  # the other request is on its way
+    with pytest.raises(QueueLost, match="closed"):
+        await waiting
+    with pytest.raises(QueueLost, match="closed"):
+        await client.status()

@@ -1,0 +1,162 @@
+"""Server and clients of the transfer queue over real sockets: one step, long-polls, evaluation, ranks."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import numpy as np
+import pytest
+
+from rl_async.errors import ProtocolError
+from rl_async.messages import (
+    Done,
+    NotReady,
+    Refused,
+    Reserve,
+    Reserved,
+    Version,
+)
+from rl_async.transfer_queue.client.async_client import SyncQueueClient
+from rl_async.transfer_queue.policy.admission import QueueSettings
+from tests.contracts.queue.peers import RunningQueue, put_all, trajectory, worker
+
+
+async def test_one_step_from_lease_to_publication(queue, trainer):
+    trainer.publish(Version(0, 0), [])
+    async with worker(queue) as agent:
+        leased = await agent.lease(2, 1.0)
+        assert [group.group_id for group in leased.groups] == [0, 1]
+        await put_all(agent, leased.groups, tokens=100_000)
+        await agent.renew()
+    batch = trainer.reserve(0, 1.0)
+    assert isinstance(batch, Reserved)
+    rows = trainer.fetch([header.key for header in batch.headers])
+    assert [(row.group_id, row.sample) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(np.array_equal(row.token_ids, np.arange(100_000)) for row in rows)
+    assert rows[0].logprobs.dtype == np.float32 and rows[0].loss_mask.all()
+    assert batch.headers[0].nbytes > 900_000
+    trainer.commit(0)
+    trainer.publish(Version(0, 1), [])
+    assert trainer.status().committed == 2
+    snapshot = trainer.snapshot()
+    trainer.retire(1)
+    assert trainer.status().payload_bytes == 0
+    with pytest.raises(ProtocolError, match="unknown_row"):
+        trainer.fetch([(0, 0, 0)])
+    assert trainer.resume(1, 1, snapshot).kept == 0
+
+
+async def test_the_rows_of_one_episode_arrive_together_and_are_fetched_one_by_one(queue, trainer):
+    trainer.publish(Version(0, 0), [])
+    async with worker(queue) as agent:
+        first, second = (await agent.lease(2, 1.0)).groups
+        rows = [msgspec.structs.replace(trajectory(first, 0, 5 + i), segment=i) for i in range(3)]
+        assert await agent.put(*rows) == await agent.put(*rows) == Done()  # as after a lost answer
+        assert (await agent.put(*rows[1:])).code == "rows"
+        assert await agent.put(trajectory(first, 1)) == Done()
+        await put_all(agent, [second])
+    batch = trainer.reserve(0, 1.0)
+    assert [header.key for header in batch.headers][:4] == [(0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0)]
+    assert [len(row.token_ids) for row in trainer.fetch([(0, 0, 2), (0, 1, 0), (0, 0, 1)])] == [7, 5, 6]
+    assert batch.headers[2].tokens_sha256 == rows[2].tokens_sha256()
+    for key in ((0, 0, 3), (0, 0, -1), (0, 1, 1)):
+        with pytest.raises(ProtocolError, match="unknown_row"):
+            trainer.fetch([key])
+
+
+async def test_a_group_without_signal_is_forgotten_whole_and_another_is_leased(address):
+    queue = RunningQueue(address, QueueSettings(steps=50, batch_groups=2, group_size=2, max_staleness=0, max_refills=5))
+    try:
+        with SyncQueueClient(queue.address, role="trainer", name="trainer-0", timeout_s=10) as trainer:
+            trainer.publish(Version(0, 0), [])
+            async with worker(queue) as agent:
+                flat = (await agent.lease(1, 1.0)).groups
+                full = (await agent.lease(1, 1.0)).groups
+                waiting = asyncio.create_task(agent.lease(1, 30.0))
+                await put_all(agent, flat)
+                assert [group.group_id for group in (await waiting).groups] == [2]
+                assert isinstance(await agent.put(trajectory(flat[0], 0)), Refused)
+            status = trainer.status()
+            assert (status.counters["refilled"], status.payload_bytes, len(full)) == (1, 0, 1)
+            for sample in (0, 1):
+                with pytest.raises(ProtocolError, match="unknown_row"):
+                    trainer.fetch([(0, sample, 0)])
+    finally:
+        queue.stop()
+
+
+async def test_long_polls_are_woken_by_what_they_wait_for(queue, trainer):
+    async with worker(queue) as agent:
+        lease = asyncio.create_task(agent.lease(2, 30.0))
+        engines = asyncio.create_task(agent.engines(after=0, wait_s=30.0))
+        batch = asyncio.create_task(agent.request(Reserve(step=0, wait_s=30.0)))
+        await agent.status()  # the three are parked by now
+        assert not lease.done() and not engines.done()
+        await agent.register_engine("e0", "http://127.0.0.1:1", "embedded")
+        assert [engine.engine_id for engine in (await engines).engines] == ["e0"]
+        trainer.publish(Version(0, 0), ["e0"])
+        groups = (await lease).groups
+        assert not batch.done()
+        await put_all(agent, groups)
+        reply, _ = await batch
+        assert isinstance(reply, Reserved)
+        engine = (await agent.engines()).engines[0]
+        assert engine.version == Version(0, 0)
+
+
+async def test_loosening_a_tightened_bound_wakes_a_worker(queue, trainer):
+    trainer.tighten(0)
+    trainer.publish(Version(0, 0), [])
+    async with worker(queue) as agent:
+        assert len((await agent.lease(9, 1.0)).groups) == 2
+        lease = asyncio.create_task(agent.lease(9, 30.0))
+        assert (await agent.status()).max_staleness == 0 and not lease.done()
+        trainer.tighten(1)
+        assert len((await lease).groups) == 2
+    with pytest.raises(ProtocolError, match="bad_bound"):
+        trainer.tighten(-1)
+
+
+async def test_long_polls_end_at_their_deadline(queue, trainer):
+    async with worker(queue) as agent:
+        assert (await agent.lease(1, 0.1)).groups == []
+        assert (await agent.engines(after=5, wait_s=0.1)).revision == 0
+    answer = trainer.reserve(0, 0.1)
+    assert isinstance(answer, NotReady) and "no version is published" in answer.why
+
+
+async def test_evaluation_and_finish(queue, trainer):
+    trainer.publish(Version(0, 0), [])
+    trainer.evaluate(3)
+    assert isinstance(trainer.eval_result(3, 0.0), NotReady)
+    async with worker(queue) as agent:
+        await put_all(agent, (await agent.lease(1, 1.0)).groups)
+        result = await agent.eval_result(3, 5.0)
+        assert isinstance(result, Reserved)
+        (row,) = await agent.fetch([header.key for header in result.headers])
+        assert row.partition == "eval"
+        lease = asyncio.create_task(agent.lease(100, 30.0))
+        await lease  # the train groups
+        waiting = asyncio.create_task(agent.lease(1, 30.0))
+        await agent.status()
+        trainer.finish()
+        assert (await waiting).finished
+
+
+def test_ranks_fetch_at_the_same_time(queue, trainer):
+    trainer.publish(Version(0, 0), [])
+
+    async def generate() -> None:
+        async with worker(queue) as agent:
+            await put_all(agent, (await agent.lease(2, 1.0)).groups, tokens=50_000)
+
+    asyncio.run(generate())
+
+    def rank(number: int) -> list[int]:
+        with SyncQueueClient(queue.address, role="trainer", name=f"trainer-{number}") as client:
+            reserved = client.reserve(0, 5.0)
+            assert isinstance(reserved, Reserved)
+            return [len(row.token_ids) for row in client.fetch([(number, 0, 0), (number, 1, 0)])]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(rank, [0, 1])) == [[50_000, 50_000]] * 2

@@ -1,0 +1,73 @@
+"""Prometheus reads the queue over HTTP."""
+
+import socket as sockets
+import urllib.error
+import urllib.request
+
+import pytest
+
+from rl_async.errors import UserError
+from rl_async.transfer_queue import SyncQueueClient, serve
+from rl_async.transfer_queue.reports.metrics import serve_metrics
+from rl_async.transfer_queue.state.source import numbered
+from tests.contracts.queue.peers import trajectory
+
+
+@pytest.fixture
+def port() -> int:
+    with sockets.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def scrape(port: int, path: str = "/metrics") -> dict[str, float]:
+    """The samples by name and label; comments are checked to come in pairs before them."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=20) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        lines = answer.read().decode().splitlines()
+    helped = [line.split()[2] for line in lines if line.startswith("# HELP")]
+    assert helped == [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    found = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert {name.split("{")[0] for name in found} <= set(helped)
+    return {name.removeprefix("rl_async_queue_"): float(value) for name, value in found.items()}
+
+
+def test_a_scrape_shows_the_queue_as_it_is(port):
+    tasks = list(map(numbered, range(9)))
+    with (
+        serve(tasks, batch_groups=2) as address,
+        serve_metrics(port, address),
+        SyncQueueClient(address, role="agent", name="w", timeout_s=10) as queue,
+    ):
+        first, second = queue.lease(2, 5.0).groups
+        queue.put(trajectory(first, 0))
+        queue.fail(second.group_id, 0, second.attempt, "boom")
+        found = scrape(port)
+        assert found['groups{state="ready"}'] == found['groups{state="waiting"}'] == 1
+        assert found['groups{state="leased"}'] == 0
+        assert found['events_total{kind="redelivered"}'] == 1
+        assert (found["slots"], found["slots_used"], found["admitted_total"], found["workers"]) == (4, 2, 2, 1)
+        assert found["payload_bytes"] == queue.status().payload_bytes > 0
+        assert found['rate_per_second{of="rows"}'] > 0
+        assert 'oldest_seconds{state="ready"}' in found and 'oldest_seconds{state="leased"}' not in found
+        assert (found["draining"], found["published_step"]) == (0, 0)
+        queue.drain()
+        assert scrape(port)["draining"] == 1
+        with pytest.raises(urllib.error.HTTPError, match="404") as missing:
+            scrape(port, "/else")
+        missing.value.close()
+
+
+def test_without_a_queue_a_scrape_fails_and_does_not_show_zeros(port, address):
+    with serve_metrics(port, address, answer_s=0.2), pytest.raises(urllib.error.HTTPError, match="503") as failed:
+        scrape(port)
+    failed.value.close()
+
+
+def test_a_taken_port_is_named(port, address):
+    with (
+        serve_metrics(port, address),
+        pytest.raises(UserError, match=f"queue.metrics_port: port {port}"),
+        serve_metrics(port, address),
+    ):
+        raise AssertionError("it served")

@@ -1,0 +1,171 @@
+"""The queue as its own process: the composition root, its ledger, its end, and its one-line errors."""
+
+import json
+import signal
+import socket as sockets
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rl_async.configs.load.loader import dump
+from rl_async.configs.schema.run import DataConfig, EvalConfig, ModelConfig, QueueConfig, RunConfig
+from rl_async.errors import QueueLost
+from rl_async.messages import NotReady, Version
+from rl_async.transfer_queue.auth.keys import client_keys, provide_keys
+from rl_async.transfer_queue.client.async_client import QueueClient, SyncQueueClient
+
+CONFIG = RunConfig(
+    model=ModelConfig(path="no-model-needed"),
+    data=DataConfig(path="tasks.jsonl", eval_path="tasks.jsonl", train_batch_groups=2),
+    eval=EvalConfig(tasks=3),
+    queue=QueueConfig(journal="memory"),
+    name="unit",
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    rows = [
+        {
+            "data_source": "unit",
+            "prompt": [{"role": "user", "content": f"What is {number}?"}],
+            "ability": "",
+            "reward_model": {"style": "rule", "ground_truth": str(number)},
+            "extra_info": {},
+        }
+        for number in range(8)
+    ]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "config.yaml").write_text(dump(CONFIG))
+    return tmp_path
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with sockets.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        number = probe.getsockname()[1]
+    yield number
+
+
+def start(run: Path, port: int, host: str = "127.0.0.1") -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "rl_async.transfer_queue", "--run", str(run)]
+    return subprocess.Popen([*command, "--address", f"tcp://{host}:{port}"], cwd=run, stderr=subprocess.PIPE, text=True)
+
+
+def test_the_process_answers_scrapes_on_the_configured_port(run, port):
+    with sockets.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        metrics_port = probe.getsockname()[1]
+    queue = msgspec.structs.replace(CONFIG.queue, metrics_port=metrics_port)
+    (run / "config.yaml").write_text(dump(msgspec.structs.replace(CONFIG, queue=queue)))
+    process = start(run, port)
+    try:
+        with SyncQueueClient(f"tcp://127.0.0.1:{port}", role="test", name="t", timeout_s=60) as client:
+            client.publish(Version(0, 0), [])
+        with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=20) as answer:
+            assert b"rl_async_queue_published_step 0.0\n" in answer.read()
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, errors
+
+
+async def test_the_process_serves_and_ends_on_sigterm(run, port):
+    process = start(run, port)
+    try:
+        async with QueueClient(f"tcp://127.0.0.1:{port}", role="test", name="w", timeout_s=60) as client:
+            await client.publish(Version(0, 0), [])
+            await client.evaluate(0)
+            groups = (await client.lease(5, 5.0)).groups
+            assert [group.partition for group in groups] == ["eval"] * 3 + ["train"] * 2
+            assert groups[3].samples == list(range(16))
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+    journal, *ledger = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+    assert journal["event"] == "journal" and journal["id"].startswith("unit-")
+    assert [(line["event"], line["partition"]) for line in ledger] == [("admit", "eval")] * 3 + [("admit", "train")] * 2
+
+
+def test_killed_queue_is_restored_from_a_snapshot(run, port):
+    address = f"tcp://127.0.0.1:{port}"
+    first = start(run, port)
+    try:
+        with SyncQueueClient(address, role="trainer", name="t", timeout_s=60) as trainer:
+            trainer.publish(Version(0, 0), [])
+            snapshot = trainer.snapshot()
+    finally:
+        first.kill()
+        first.communicate()
+    second = start(run, port)
+    try:
+        with SyncQueueClient(address, role="trainer", name="t", timeout_s=60) as trainer:
+            assert trainer.resume(0, 1, snapshot).readmitted == 0
+            trainer.publish(Version(1, 0), [])
+            assert isinstance(trainer.reserve(0, 0.0), NotReady)
+    finally:
+        second.kill()
+        second.communicate()
+
+
+def test_a_queue_that_can_be_reached_from_elsewhere_wants_keys_and_then_serves_who_has_them(run, port):
+    keys = run / "keys"
+    closed = msgspec.structs.replace(CONFIG, queue=QueueConfig(journal="memory", host="0.0.0.0"))
+    (run / "config.yaml").write_text(dump(closed))
+    ends_with(run, port, f"{keys / 'server.key'} is missing", host="0.0.0.0")
+    provide_keys(closed, run)
+    process = start(run, port, host="0.0.0.0")
+    try:
+        with SyncQueueClient(
+            f"tcp://127.0.0.1:{port}", role="test", name="w", timeout_s=60, keys=client_keys(closed, run)
+        ) as client:
+            client.publish(Version(0, 0), [])
+        with (
+            SyncQueueClient(f"tcp://127.0.0.1:{port}", role="test", name="stranger", timeout_s=1) as stranger,
+            pytest.raises(QueueLost, match=r"closed to clients without a key|it closed the connection"),
+        ):
+            stranger.status()
+    finally:
+        process.kill()
+        _, errors = process.communicate()
+    secrets = [path.read_text().strip() for path in keys.glob("*.key")]
+    assert len(secrets) == 2 and not [secret for secret in secrets if secret in errors]
+
+
+def test_an_open_queue_is_bound_to_loopback_only(run, port):
+    ends_with(run, port, "queue.curve=always", host="0.0.0.0")
+
+
+def ends_with(run: Path, port: int, message: str, host: str = "127.0.0.1") -> None:
+    process = start(run, port, host)
+    try:
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 2, errors
+    (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert message in line and "Traceback" not in errors
+
+
+def test_a_taken_port_is_one_clear_line(run):
+    with sockets.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ends_with(run, taken.getsockname()[1], "cannot listen on tcp://127.0.0.1:")
+
+
+def test_a_missing_config_is_one_clear_line(tmp_path, port):
+    ends_with(tmp_path, port, "config.yaml")

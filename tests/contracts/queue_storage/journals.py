@@ -1,0 +1,144 @@
+"""Journals of all kinds for the contract tests, a real Redis server among them, and a store that writes one."""
+
+import shutil
+import socket as sockets
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from rl_async.errors import JournalError
+from rl_async.messages import Done, LeasedGroup, Reserved, Task, TrajectoryHeader, Version, VersionRun
+from rl_async.transfer_queue.journal.interface import Journal, MemoryJournal
+from rl_async.transfer_queue.journal.redis import RedisJournal
+from rl_async.transfer_queue.journal.sqlite import SqliteJournal
+from rl_async.transfer_queue.policy.admission import QueueSettings
+from rl_async.transfer_queue.state.source import Counted
+from rl_async.transfer_queue.state.store import Store
+from rl_async.transfer_queue.state.transitions import Feed
+
+OpenJournal = Callable[[], Journal]
+SETTINGS = QueueSettings(steps=50, batch_groups=2, group_size=2, lease_s=30.0)
+EVAL_TASK = Task(task_id="e", data_source="", prompt=[], ground_truth="")
+
+
+@contextmanager
+def redis_server(folder: Path, port: int = 0) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """A server of its own that answers; it ends with the block. Skips the test where there is none."""
+    program = shutil.which("redis-server")
+    if program is None:
+        pytest.skip("no redis-server here; install it with: apt-get install redis-server")
+    if not port:
+        with sockets.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+    options = ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--appendonly", "yes", "--save", ""]
+    server = subprocess.Popen([program, *options], stdout=subprocess.DEVNULL)
+    try:
+        with redis.Redis(port=port) as client:
+            deadline = time.monotonic() + 30
+            while True:
+                try:
+                    client.ping()
+                    break
+                except redis.RedisError:
+                    assert time.monotonic() < deadline and server.poll() is None
+                    time.sleep(0.05)
+        yield port, server
+    finally:
+        server.kill()
+        server.wait()
+
+
+def sqlite_journals(folder: Path, **settings: Any) -> OpenJournal:
+    """Opens the same journal again and again."""
+    return lambda: SqliteJournal(folder, "run", **settings)
+
+
+def redis_journals(port: int, **settings: Any) -> OpenJournal:
+    """Opens the same journal again and again."""
+    return lambda: RedisJournal(f"redis://127.0.0.1:{port}/0", "run", owner_s=1.0, tries_s=2.0, **settings)
+
+
+@contextmanager
+def journals(kind: str, folder: Path) -> Iterator[OpenJournal]:
+    """Opens the same journal each time it is called, a short log being worth compacting; ``memory`` is another each
+    time."""
+    if kind == "memory":
+        yield MemoryJournal
+    elif kind == "sqlite":
+        yield sqlite_journals(folder, least_log_bytes=0)
+    else:
+        with redis_server(folder) as (port, _):
+            yield redis_journals(port, least_log=0)
+
+
+class Driver:
+    """A store with its journal, as the queue has them, driven by hand."""
+
+    def __init__(self, open_journal: OpenJournal, settings: QueueSettings = SETTINGS) -> None:
+        self._open_journal, self._settings = open_journal, settings
+        self._start()
+
+    def _start(self) -> None:
+        self.journal = self._open_journal()
+        self.store = Store(self._settings, Counted(), [EVAL_TASK], Feed(self.journal.append))
+        try:
+            dump, self.count, transitions = self.journal.recover()
+            self.store.recover(dump, transitions, 0.0)
+        except JournalError:
+            self.journal.close()
+            raise
+
+    def restart(self) -> None:
+        """Another queue in the place of one that is gone; what was not flushed went with it."""
+        self.journal.close()
+        self._start()
+
+    def lease(self, groups: int = 9, request: bytes = b"") -> list[LeasedGroup]:
+        self.store.renew("w", 0.0)
+        return self.store.lease("w", groups, 0.0, request).groups
+
+    def put(self, group: LeasedGroup, sample: int, rows: Sequence[bytes] = (b"abc",)) -> None:
+        headers = [header(group, sample, segment, row) for segment, row in enumerate(rows)]
+        assert self.store.put("w", headers, 0.0) == Done()
+        self.journal.put(group.group_id, sample, rows)
+
+    def train(self, step: int) -> list[int]:
+        """Generate, train and publish a step; the groups."""
+        for group in self.lease():
+            for sample in group.samples:
+                self.put(group, sample, [payload(group.group_id, sample), b"", b"tail"])
+        batch = self.store.reserve(step, 0.0)
+        assert isinstance(batch, Reserved), batch
+        assert self.store.commit(step) == self.store.publish(Version(0, step + 1), []) == Done()
+        return sorted(batch.tasks)
+
+    def read(self, group: int, sample: int, segment: int = 0) -> bytes | None:
+        row = self.journal.get((group, sample, segment))
+        return None if row is None else bytes(row)
+
+
+def payload(group: int, sample: int, nbytes: int = 1000) -> bytes:
+    return f"{group}.{sample};".encode() * (nbytes // 6)
+
+
+def header(group: LeasedGroup, sample: int, segment: int, body: bytes) -> TrajectoryHeader:
+    values: dict[str, Any] = {"episode_id": "e", "finish_reason": "stop", "tokens_sha256": "", "reward": 1.0}
+    return TrajectoryHeader(
+        group_id=group.group_id,
+        sample=sample,
+        attempt=group.attempt,
+        partition=group.partition,
+        segment=segment,
+        tokens=1,
+        sampled=1,
+        versions=[VersionRun(group.min_version, 0, 1)],
+        nbytes=len(body),
+        **values,
+    )

@@ -1,0 +1,311 @@
+"""Torn files, a full disk, a lost server, another version: a clean recovery, or an error that says what to do."""
+
+import os
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import redis
+
+from rl_async.errors import JournalError
+from rl_async.messages import Done, Version
+from rl_async.transfer_queue.journal.redis import RedisJournal
+from rl_async.transfer_queue.journal.sqlite import SqliteJournal
+from rl_async.transfer_queue.state.transitions import GrantVoided
+from tests.contracts.queue_storage.journals import Driver, payload, redis_journals, redis_server, sqlite_journals
+
+
+def started(folder: Path, **settings: Any) -> Driver:
+    driver = Driver(sqlite_journals(folder, **settings))
+    assert driver.store.publish(Version(0, 0), []) == Done()
+    driver.journal.flush()
+    return driver
+
+
+# --- SQLite and files -------------------------------------------------------------------------------------------------
+
+
+def test_whatever_is_left_of_the_log_is_a_whole_number_of_flushes(tmp_path: Path) -> None:
+    """The write-ahead log, cut anywhere: the store is as after some flush, and all payloads it knows are there."""
+    driver = started(tmp_path)
+    states = {driver.store.dump(): 0}
+    for number in range(4):
+        driver.train(number)
+        driver.journal.flush()
+        states[driver.store.dump()] = number + 1
+    wal = (tmp_path / "queue.sqlite-wal").read_bytes()
+    draw = random.Random(0)
+    found = set()
+    for cut in [0, len(wal), *(draw.randrange(len(wal)) for _ in range(30))]:
+        copy = tmp_path / f"cut-{cut}"
+        shutil.copytree(tmp_path, copy, ignore=shutil.ignore_patterns("cut-*", "*-shm"))
+        (copy / "queue.sqlite-wal").write_bytes(wal[:cut])
+        if cut < 40_000:
+            continue  # not even the tables are there
+        other = Driver(sqlite_journals(copy))
+        found.add(states[other.store.dump()])
+        for group in range(2 * found.copy().pop()):
+            assert other.read(group, 1) in (None, payload(group, 1))
+        other.journal.close()
+    driver.journal.close()
+    assert len(found) > 2
+
+
+@pytest.mark.parametrize("synchronous", ["normal", "full"])
+def test_a_full_flush_forces_every_payload_to_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synchronous: Literal["normal", "full"]
+) -> None:
+    """Also those that were written before it: for a reader, or to a file that was full."""
+    forced: list[str] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        forced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    driver = Driver(sqlite_journals(tmp_path, synchronous=synchronous, segment_bytes=3000))
+    assert driver.store.publish(Version(0, 0), []) == Done()
+    forced.clear()
+    group = driver.lease(1)[0]
+    driver.put(group, 0, [b"x" * 5000])
+    assert driver.read(group.group_id, 0) == b"x" * 5000  # which writes it
+    driver.put(group, 1, [b"y" * 5000])  # into the next file
+    driver.journal.flush()
+    written = sorted(str(path) for path in (tmp_path / "queue-payloads").glob("*.segment"))
+    assert len(written) == 2
+    assert {path for path in forced if path.endswith(".segment")} == (set(written) if synchronous == "full" else set())
+    driver.journal.close()
+
+
+def test_bytes_that_no_flush_named_are_cleared_away(tmp_path: Path) -> None:
+    driver = started(tmp_path)
+    driver.train(0)
+    driver.journal.flush()
+    driver.put(driver.lease(1)[0], 0, [b"x" * 5000])
+    driver.journal.get((0, 0, 0))  # reading writes what is pending: as if the queue were killed before the commit
+    driver.journal.close()
+    folder = tmp_path / "queue-payloads"
+    (folder / "00000009.segment").write_bytes(b"torn")
+    driver = Driver(sqlite_journals(tmp_path))
+    assert driver.read(0, 0) == payload(0, 0)
+    assert sorted(path.name for path in folder.iterdir()) == ["00000001.segment", "00000010.segment"]
+    driver.journal.close()
+
+
+def test_segments_are_deleted_when_all_their_groups_are_retired(tmp_path: Path) -> None:
+    driver = started(tmp_path, segment_bytes=5000)
+    for step in range(10):
+        driver.train(step)
+        driver.store.retire(step)
+        driver.journal.flush()
+    files = list((tmp_path / "queue-payloads").iterdir())
+    assert sum(path.stat().st_size for path in files) < 6 * 5000, files
+    driver.journal.close()
+
+
+def test_a_lost_segment_is_named(tmp_path: Path) -> None:
+    driver = started(tmp_path)
+    driver.train(0)
+    driver.journal.flush()
+    driver.journal.close()
+    path = tmp_path / "queue-payloads" / "00000001.segment"
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(JournalError, match=r"00000001\.segment holds \d+ bytes.*go on from the last checkpoint"):
+        Driver(sqlite_journals(tmp_path))
+    path.unlink()
+    with pytest.raises(JournalError, match=r"00000001\.segment holds 0 bytes"):
+        Driver(sqlite_journals(tmp_path))
+
+
+@pytest.mark.parametrize("schema", [2, 99])  # before there were consumers, and some time from now
+def test_a_journal_of_another_version_is_named(tmp_path: Path, schema: int) -> None:
+    started(tmp_path).journal.close()
+    with sqlite3.connect(tmp_path / "queue.sqlite") as db:
+        db.execute(f"PRAGMA user_version={schema}")
+    db.close()
+    with pytest.raises(JournalError, match=rf"written by another version \(journal schema {schema}, this one has 3\)"):
+        SqliteJournal(tmp_path, "run")
+
+
+def test_a_file_that_is_no_journal_is_named(tmp_path: Path) -> None:
+    (tmp_path / "queue.sqlite").write_bytes(b"nonsense" * 1000)
+    with pytest.raises(JournalError, match=r"queue\.sqlite: file is not a database.*--resume"):
+        SqliteJournal(tmp_path, "run")
+
+
+def test_a_damaged_transition_is_named(tmp_path: Path) -> None:
+    driver = started(tmp_path)
+    driver.journal.close()
+    with sqlite3.connect(tmp_path / "queue.sqlite") as db:
+        db.execute("UPDATE log SET body = x'c1'")
+    db.close()
+    with pytest.raises(JournalError, match=r"queue\.sqlite.*--resume"):
+        Driver(sqlite_journals(tmp_path))
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match=r"queue\.lock: No such file"):
+        SqliteJournal(tmp_path / "nowhere", "run")
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from rl_async.errors import JournalError
+from tests.contracts.queue_storage.test_journal_failures import started
+driver = started(Path(sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
+step = 0
+print(step, driver.store.dump().hex(), flush=True)
+try:
+    while step < 40:
+        driver.train(step)
+        driver.journal.flush()
+        step += 1
+        print(step, driver.store.dump().hex(), flush=True)
+except JournalError as error:
+    sys.exit(f"error: {error}")
+"""
+
+
+@pytest.mark.parametrize("limit", [20_000, 150_000])
+def test_a_full_disk_loses_nothing_that_was_flushed(tmp_path: Path, limit: int) -> None:
+    """RLIMIT_FSIZE stands for the full disk: a file cannot grow, in the middle of a write."""
+    command = [sys.executable, "-c", FULL, str(tmp_path), str(limit)]
+    root = Path(__file__).parents[3]
+    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1, ended.stderr
+    assert "error: the queue's journal" in ended.stderr and "--resume" in ended.stderr, ended.stderr
+    driver = Driver(sqlite_journals(tmp_path))
+    assert driver.store.dump().hex() == ended.stdout.split()[-1]
+    driver.journal.close()
+
+
+def test_a_segment_without_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = started(tmp_path)
+    driver.put(driver.lease(1)[0], 0)
+    monkeypatch.setattr(os, "writev", lambda *_: os.write(os.open("/dev/full", os.O_WRONLY | os.O_CLOEXEC), b"x"))
+    with pytest.raises(JournalError, match=r"00000001\.segment: No space left on device; make room"):
+        driver.journal.flush()
+    driver.journal.close()
+
+
+# --- Redis ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_comes_back_in_time_is_written_once(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as (port, server):
+        driver = Driver(redis_journals(port))
+        driver.store.publish(Version(0, 0), [])
+        driver.journal.flush()
+        server.kill()
+        server.wait()
+        driver.train(0)
+        back = threading.Event()
+        with_server = threading.Thread(target=lambda: _serve_again(tmp_path, port, back))
+        with_server.start()
+        try:
+            driver.journal.flush()
+            before = driver.store.dump()
+            driver.journal.close()
+            other = Driver(redis_journals(port))
+            assert other.store.dump() == before
+            assert other.read(0, 0) == payload(0, 0)
+            other.journal.close()
+        finally:
+            back.set()
+            with_server.join()
+
+
+def _serve_again(folder: Path, port: int, ended: threading.Event) -> None:
+    time.sleep(0.5)
+    with redis_server(folder, port):
+        assert ended.wait(60)
+
+
+def test_a_flush_repeated_because_its_answer_was_lost_changes_nothing(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as (port, _):
+        driver = Driver(redis_journals(port))
+        journal = driver.journal
+        assert isinstance(journal, RedisJournal)
+        driver.store.publish(Version(0, 0), [])
+        driver.train(0)
+        assert journal._write() == journal._write() == 1
+        driver.journal.flush()
+        driver.train(1)
+        driver.journal.flush()
+        before = driver.store.dump()
+        driver.journal.close()
+        other = Driver(redis_journals(port))
+        assert other.store.dump() == before
+        other.journal.close()
+
+
+def test_a_server_that_stays_away_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as (port, server):
+        driver = Driver(redis_journals(port))
+        driver.store.publish(Version(0, 0), [])
+        server.kill()
+        server.wait()
+        with pytest.raises(JournalError, match=rf"redis://127\.0\.0\.1:{port}/0.*was lost for 2 s.*--resume"):
+            driver.journal.flush()
+        driver.journal.close()
+
+
+def test_a_queue_that_was_replaced_while_it_was_silent_writes_nothing(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as (port, _), redis.Redis(port=port) as client:
+        old = Driver(redis_journals(port))
+        old.store.publish(Version(0, 0), [])
+        old.journal.flush()
+        new = Driver(redis_journals(port))
+        assert new.store.dump() == old.store.dump()
+        before = client.xlen("rl-async:run:transitions")
+        old.put(old.lease(1)[0], 0)
+        with pytest.raises(JournalError, match="another queue took over"):
+            old.journal.flush()
+        assert client.xlen("rl-async:run:transitions") == before
+        old.journal.close()
+        new.train(0)
+        new.journal.flush()
+        new.journal.close()
+
+
+def test_an_owner_whose_time_was_over_goes_on_if_nobody_took_over(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as (port, _), redis.Redis(port=port) as client:
+        driver = Driver(redis_journals(port))
+        driver.journal.append(GrantVoided(request=b"x"))
+        assert client.delete("rl-async:run:owner") == 1
+        driver.journal.flush()
+        assert client.xlen("rl-async:run:transitions") == 1
+        driver.journal.close()
+
+
+def test_a_stream_of_another_version_and_an_evicted_payload_are_named(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as (port, _), redis.Redis(port=port) as client:
+        driver = Driver(redis_journals(port))
+        driver.store.publish(Version(0, 0), [])
+        driver.train(0)
+        driver.journal.flush()
+        client.delete(*client.keys("rl-async:run:payload:*"))
+        with pytest.raises(JournalError, match="evicted"):
+            driver.read(0, 0)
+        driver.journal.close()
+        client.set("rl-async:run:meta", b"\xc1")
+        with pytest.raises(JournalError, match=r"rl-async:run:meta on .* another version.*--resume"):
+            Driver(redis_journals(port))
+
+
+def test_orphaned_payloads_are_deleted(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as (port, _), redis.Redis(port=port) as client:
+        client.set("rl-async:run:payload:dead:1", b"never named")
+        driver = Driver(redis_journals(port))
+        assert client.keys("rl-async:run:payload:*") == []
+        driver.journal.close()

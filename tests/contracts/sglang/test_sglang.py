@@ -1,0 +1,199 @@
+"""Every body that our client sends, against SGLang's own structs; answers that they make, read by our client.
+
+SGLang itself is not run: nothing here says that it does what its source says.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from rl_async.configs.checks.engine import SGLANG_FLAGS
+from rl_async.configs.load.loader import load_config
+from rl_async.errors import EngineLost, EngineRejected
+from rl_async.launcher.plan.planning import plan
+from rl_async.messages import Sampling, Version, VersionRun
+from rl_async.rollout_server.api import EngineLoad, GenerateRequest
+from rl_async.rollout_server.sglang.__main__ import FLAGS, UNWANTED, VARIABLES
+from rl_async.rollout_server.sglang.client import SglangEngine
+from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
+from tests.contracts.sglang.routes import refusal, routes
+from tests.contracts.sglang.wheel import field_names, load, wheel_folder
+
+REQUEST = GenerateRequest(
+    request_id="r", token_ids=[1, 2], sampling=Sampling(temperature=0.7), max_tokens=3, stop_token_ids=[9], seed=5
+)
+INIT = InitInfo(
+    backend="gloo", master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, group_name="weights-0"
+)
+UPDATE = UpdateInfo(names=["w", "b"], dtype_names=["bfloat16", "float32"], shapes=[[2, 2], [2]], checksum="c")
+TOKENS = [4, 5, 9]
+
+
+@pytest.fixture
+def folder() -> Path:
+    return wheel_folder()
+
+
+def answer(folder: Path, tokens: list[int], reason: Any, changes: list[tuple[str, int]], now: str) -> Any:
+    """An answer to /generate as SGLang builds it. ``changes``: weights that were left behind after so many tokens."""
+    types = load(folder, "sglang.api.v1.api_types")
+    versions = load(folder, "sglang.srt.utils.weight_versions")
+    events = [versions.WeightVersionEvent(old_version=name, num_output_tokens=end) for name, end in changes]
+    spans: dict[str, Any] = {}
+    versions.add_weight_versions_to_meta_info(
+        spans, versions.compute_weight_version_spans(events, now, len(tokens)), len(tokens)
+    )
+    meta = types.GenerateMetaInfo(
+        id="r",
+        prompt_tokens=2,
+        completion_tokens=len(tokens),
+        finish_reason=reason,
+        output_token_logprobs=[types.LogprobEntry(logprob=-float(t), token_id=t) for t in tokens],
+        weight_version=now,
+        weight_versions=[types.WeightVersionSpan(**span) for span in spans["weight_versions"]],
+    )
+    return types.GenerateResponse(output_ids=tokens, meta_info=meta).to_json_value()
+
+
+@asynccontextmanager
+async def sglang(
+    folder: Path, generate: Callable[[], Any], seen: set[str] | None = None
+) -> AsyncIterator[SglangEngine]:
+    """A client of a server that has SGLang's routes and refuses what SGLang's structs refuse."""
+    served = routes(folder)
+    structs = load(folder, "sglang.srt.managers.io_struct")
+    builtins = load(folder, "sglang.srt.utils.msgspec_utils").msgspec_to_builtins
+    ranks = [structs.ChecksumInfo(checksums={"w": "ab"}, per_gpu_checksum="cd", parallelism_info=[])]
+    loads = load(folder, "sglang.srt.managers.load_snapshot")
+    queues = loads.QueueMetrics(waiting=2, grammar=0, paused=0, retracted=1, prealloc_ready=0)
+    snapshot = loads.LoadSnapshot(num_running_reqs=3, num_waiting_reqs=2, token_usage=0.5, queues=queues)
+    special = {
+        "/generate": generate,
+        "/model_info": lambda: {"weight_version": "0.3"},
+        "/v1/loads": lambda: {"loads": [snapshot.to_dict({"core", "queues"})]},
+        "/weights_checker": lambda: {"success": True, "message": "Success.", "ranks": builtins(ranks)},
+    }
+
+    async def handle(request: web.Request) -> web.Response:
+        route = served.get(request.path)
+        if route is None or request.method not in route.methods:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        if seen is not None:
+            seen.add(request.path)
+        raw = await request.read()
+        why = refusal(folder, route, request.path, msgspec.json.decode(raw) if raw else None)
+        if why:
+            return web.json_response({"error": why}, status=400)
+        content = special.get(request.path, lambda: {"success": True, "message": "Success"})()
+        return web.json_response(content)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    async with TestServer(app) as server:
+        client = SglangEngine(str(server.make_url("")))
+        try:
+            yield client
+        finally:
+            await client.close()
+
+
+async def test_every_request_has_a_route_and_a_body_that_sglang_takes(folder: Path) -> None:
+    stop = load(folder, "sglang.api.v1.api_types").FinishStop(matched=9)
+    seen: set[str] = set()
+    async with sglang(folder, lambda: answer(folder, TOKENS, stop, [], "0.3"), seen) as client:
+        assert await client.health()
+        await client.generate(REQUEST)
+        await client.generate(msgspec.structs.replace(REQUEST, stop_token_ids=[], seed=None))
+        await client.abort()
+        for mode in ("keep", "abort"):
+            await client.pause(mode)  # type: ignore[arg-type]
+        await client.init_transfer(INIT)
+        await client.start_update()
+        await client.update(UPDATE)
+        await client.finish_update(Version(0, 3))
+        assert await client.version() == Version(0, 3)
+        assert await client.checksums() == {"w": "ab"}
+        assert await client.load() == EngineLoad(requests=5, cache_usage=0.5, preemptions=1)
+        await client.sleep(2)
+        await client.wake(["weights"])
+        await client.wake(["kv_cache"])
+        await client.resume()
+    assert seen == {
+        *("/health", "/generate", "/abort_request", "/pause_generation", "/continue_generation", "/model_info"),
+        *("/destroy_weights_update_group", "/init_weights_update_group", "/begin_weight_update", "/end_weight_update"),
+        *("/update_weights_from_distributed", "/flush_cache", "/update_weight_version", "/weights_checker"),
+        *("/release_memory_occupation", "/resume_memory_occupation", "/v1/loads"),
+    }
+
+
+async def test_an_answer_with_two_versions_is_read(folder: Path) -> None:
+    stop = load(folder, "sglang.api.v1.api_types").FinishStop(matched=9)
+    async with sglang(folder, lambda: answer(folder, TOKENS, stop, [("0.2", 1)], "0.3")) as client:
+        got = await client.generate(REQUEST)
+    assert (got.token_ids, got.logprobs, got.finish_reason) == (TOKENS, [-4.0, -5.0, -9.0], "stop")
+    assert got.versions == [VersionRun(Version(0, 2), 0, 1), VersionRun(Version(0, 3), 1, 3)]
+
+
+async def test_finish_reasons_are_read(folder: Path) -> None:
+    types = load(folder, "sglang.api.v1.api_types")
+    reasons = {
+        "stop": types.FinishStop(matched=9),
+        "length": types.FinishLength(length=3),
+        "abort": types.FinishAbort(),
+    }
+    for name, reason in reasons.items():
+        async with sglang(folder, lambda reason=reason: answer(folder, TOKENS, reason, [], "0.3")) as client:
+            assert (await client.generate(REQUEST)).finish_reason == name
+
+
+async def test_a_request_aborted_before_its_first_token_is_read(folder: Path) -> None:
+    reason = load(folder, "sglang.api.v1.api_types").FinishAbort(message="Abort in waiting queue")
+    async with sglang(folder, lambda: answer(folder, [], reason, [], "default")) as client:
+        got = await client.generate(REQUEST)
+    assert (got.token_ids, got.versions, got.finish_reason) == ([], [], "abort")
+
+
+@pytest.mark.parametrize(("status", "error"), [(400, EngineRejected), (503, EngineLost)])
+async def test_an_abort_with_a_status_is_an_error(folder: Path, status: int, error: type[Exception]) -> None:
+    reason = load(folder, "sglang.api.v1.api_types").FinishAbort(message="too long", status_code=status)
+    async with sglang(folder, lambda: answer(folder, [], reason, [], "0.3")) as client:
+        with pytest.raises(error, match="too long"):
+            await client.generate(REQUEST)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "why"),
+    [
+        ("/generate", {"input_ids": [1], "sampling_params": {"max_tokens": 3}}, "unknown field"),
+        ("/generate", {"input_ids": ["x"], "sampling_params": {}}, "input_ids"),
+        ("/generate", {"input_ids": [1], "sampling_params": {"top_k": 0}}, "top_k"),
+        ("/pause_generation", {"mode": "keep"}, "mode"),
+        ("/pause_generation", {"mode": "wait"}, "mode"),
+        ("/init_weights_update_group", {"master_address": "127.0.0.1"}, "master_port"),
+        ("/update_weights_from_distributed", {"names": ["w"], "dtypes": ["float32"]}, "shapes"),
+        ("/update_weight_version", {"abort_all_requests": False}, "new_version"),
+        ("/begin_weight_update", {"selector": "everything"}, "selector"),
+        ("/begin_weight_update", None, "NoneType"),
+        ("/begin_weight_update", {"select": "all"}, "overlook select"),
+    ],
+)
+def test_what_the_structs_refuse(folder: Path, path: str, body: Any, why: str) -> None:
+    assert why in refusal(folder, routes(folder)[path], path, body)
+
+
+def test_every_flag_and_variable_that_we_use_or_refuse_exists(folder: Path) -> None:
+    known = field_names(folder)
+    engine = plan(load_config("calculator", ["rollout.engine=sglang"]), Path("runs/mine"), gpus=2).engines[0]
+    flags = {word for word in engine.argv if word.startswith("--")} | set(SGLANG_FLAGS) | set(FLAGS)
+    by_abbreviation = {"--tp", "--pp", "--dp"}
+    not_a_field = {"--config"}
+    assert {flag for flag in flags if flag[2:].replace("-", "_") not in known} == by_abbreviation | not_a_field
+    variables = load(folder, "sglang.srt.environ").envs
+    ours = {name for name in (*VARIABLES, *UNWANTED) if name.startswith("SGLANG_")}
+    assert ours and all(hasattr(variables, name) for name in ours)

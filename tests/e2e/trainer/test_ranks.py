@@ -1,0 +1,79 @@
+"""Two trainer ranks: a lost one ends the other with a clear message; asked to stop, both save and end well."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from rl_async.configs.load.loader import dump
+from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.trainer.checkpoints.folder import damage_of, list_checkpoints, read_state
+from rl_async.trainer.monitoring.records import write_trajectories
+from tests.conftest import make_rows
+from tests.support.forked import Forked, start_ranks
+
+pytestmark = pytest.mark.e2e
+STEPS = 40
+
+
+def start(folder: Path, model: Path, *more: str) -> list[Forked]:
+    """Both ranks, training on recorded rows for longer than the test lasts."""
+    for step in range(STEPS):
+        write_trajectories(folder / "trajectories" / f"step-{step:06d}-lineage0-rank0.jsonl.gz", make_rows(step))
+    config = RunConfig(
+        model=ModelConfig(path=str(model)),
+        data=DataConfig(path="none"),
+        trainer=TrainerConfig(ranks=2, steps=STEPS, min_train_s=0.5, collective_timeout_s=15),
+    )
+    (folder / "config.yaml").write_text(dump(config))
+    return start_ranks("rl_async.trainer", "--run", str(folder), "--replay", str(folder), *more, ranks=2)
+
+
+def wait_for_step(folder: Path, ranks: list[Forked], lines: int) -> None:
+    """Until so many steps are in the metrics."""
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
+    while not metrics.exists() or metrics.read_text().count("\n") < lines:
+        assert time.monotonic() < deadline and all(rank.poll() is None for rank in ranks)
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("told", [(0, 1), pytest.param((1,), marks=pytest.mark.slow)])
+def test_sigterm_saves_the_step_and_ends_well(model_folder: Path, tmp_path: Path, told: tuple[int, ...]) -> None:
+    ranks = start(tmp_path, model_folder)
+    try:
+        wait_for_step(tmp_path, ranks, 2)
+        for rank in told:
+            ranks[rank].send_signal(signal.SIGTERM)
+        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], errors
+        (saved,) = list_checkpoints(tmp_path / "checkpoints")
+        trained = {json.loads(line)["step"] for line in (tmp_path / "trained.jsonl").read_text().splitlines()}
+        assert read_state(saved).step == len(trained) >= 2, "what was trained was saved"
+        assert damage_of(saved) is None
+        reported = (tmp_path / "metrics.jsonl").read_text().count("\n")
+        ranks += start(tmp_path, model_folder, "--resume")
+        wait_for_step(tmp_path, ranks[2:], reported + 1)
+        lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        assert [(line["lineage"], line["step"]) for line in lines][reported] == (1, len(trained))
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+def test_a_lost_rank_ends_the_other(model_folder: Path, tmp_path: Path, how: signal.Signals) -> None:
+    ranks = start(tmp_path, model_folder)
+    try:
+        wait_for_step(tmp_path, ranks, 1)
+        ranks[1].send_signal(how)
+        _, errors = ranks[0].communicate(timeout=60)
+        assert ranks[0].returncode == 1, errors[-3000:]
+        assert "rank 0 lost the other ranks" in errors
+        assert "Traceback" not in errors
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()

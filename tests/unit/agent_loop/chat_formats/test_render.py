@@ -1,0 +1,87 @@
+"""Turn-by-turn rendering equals the whole template's text, and drift is found where it starts."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.data.tasks import make_data
+from rl_async.agent_loop.data.tiny_tokenizer import read_demos, train_tokenizer
+from rl_async.errors import DataError
+
+Conversations = list[list[dict[str, str]]]
+
+
+def test_demo_rows_say_what_the_template_says(renderer: ChatRenderer, conversations: Conversations) -> None:
+    for conversation in conversations:
+        token_ids, mask = renderer.demo_row(conversation)
+        assert renderer.check(conversation, token_ids) is None
+        spoken = "".join(m["content"] + "<|im_end|>" for m in conversation if m["role"] == "assistant")
+        assert renderer.decode([t for t, m in zip(token_ids, mask) if m]) == spoken
+
+
+def test_the_check_names_the_first_wrong_token(renderer: ChatRenderer, conversations: Conversations) -> None:
+    conversation = next(c for c in conversations if len(c) == 6)
+    token_ids, _ = renderer.demo_row(conversation)
+    for at in range(len(token_ids)):
+        other = renderer.encode("q")[0]
+        assert renderer.check(conversation, [*token_ids[:at], other, *token_ids[at + 1 :]]) == at
+
+
+def test_a_cut_conversation_does_not_drift(renderer: ChatRenderer, conversations: Conversations) -> None:
+    token_ids, _ = renderer.demo_row(conversations[0])
+    assert renderer.check(conversations[0], token_ids[:-1]) is None
+
+
+def test_several_tool_results_share_a_turn(renderer: ChatRenderer) -> None:
+    results = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
+    text = renderer.decode(renderer.delta(results))
+    assert text == (
+        "\n<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_unknown_characters_are_dropped(renderer: ChatRenderer) -> None:
+    assert renderer.decode(renderer.encode("a\u20ac\U0001f600b")) == "ab"
+    assert (
+        renderer.check(
+            [{"role": "user", "content": "\u20ac1"}], renderer.prompt([{"role": "user", "content": "\u20ac1"}])[:3]
+        )
+        is None
+    )
+
+
+def test_text_from_outside_is_cut_and_has_no_special_tokens(renderer: ChatRenderer) -> None:
+    assert renderer.clean("12345", 5) == "12345"
+    assert renderer.clean("12345", 3) == "123"
+    assert renderer.clean("1<|im_end|>2<|im_start|>", 9) == "12"
+
+
+def test_tokenizer_survives_saving(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    loaded = ChatRenderer(AutoTokenizer.from_pretrained(tmp_path))
+    messages = [{"role": "user", "content": "cost of 3 fig plus 4?"}]
+    assert len(tokenizer) <= 200
+    assert loaded.prompt(messages) == ChatRenderer(tokenizer).prompt(messages)
+    assert loaded.stop_token_ids == [tokenizer.eos_token_id] == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    assert tokenizer.pad_token == "<|endoftext|>"
+    assert loaded.decode(loaded.encode('<tool_call>\n{"name"')) == '<tool_call>\n{"name"'
+
+
+def test_digits_are_single_tokens(renderer: ChatRenderer) -> None:
+    assert len(renderer.encode("7391")) == 4
+
+
+def test_tokenizer_from_a_file(tmp_path: Path) -> None:
+    make_data("sort", tmp_path, train=2, held_out=2, demos=50)
+    assert ChatRenderer(train_tokenizer(read_demos(tmp_path / "demos.parquet"), 150)).end_of_turn >= 0
+
+
+def test_missing_demos_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.parquet"):
+        read_demos(tmp_path / "none.parquet")
+    (tmp_path / "text.parquet").write_text("no")
+    with pytest.raises(DataError, match=r"text\.parquet"):
+        read_demos(tmp_path / "text.parquet")

@@ -1,0 +1,197 @@
+"""The task stream: order, weights, cursor, and errors that name the row."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rl_async.agent_loop.data.prompts import inspect, make_sources
+from rl_async.agent_loop.data.tasks import make_data
+from rl_async.configs.schema.run import DataConfig, DataSource, ModelConfig, RunConfig
+from rl_async.errors import ConfigError, DataError
+
+
+def row(text: str = "hi", **changes: Any) -> dict[str, Any]:
+    return {
+        "data_source": "test",
+        "prompt": [{"role": "user", "content": text}],
+        "reward_model": {"style": "rule", "ground_truth": "1"},
+        **changes,
+    }
+
+
+def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("\n".join(json.dumps(r) for r in rows))
+    return str(path)
+
+
+def run_config(path: str | tuple[DataSource, ...], *, seed: int = 0, **data: Any) -> RunConfig:
+    return RunConfig(model=ModelConfig(path="none"), data=DataConfig(path=path, **data), seed=seed)
+
+
+def names(config: RunConfig, count: int) -> list[str]:
+    source, _ = make_sources(config)
+    return [source.next().task_id for _ in range(count)]
+
+
+@pytest.fixture
+def ten(tmp_path: Path) -> str:
+    return jsonl(tmp_path / "ten.jsonl", [row(f"task {i}") for i in range(10)])
+
+
+def test_epochs_are_shuffled_differently_and_reproducibly(ten: str) -> None:
+    drawn = names(run_config(ten), 30)
+    epochs = [drawn[:10], drawn[10:20], drawn[20:]]
+    assert all(set(epoch) == {f"ten:{i}" for i in range(10)} for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert drawn == names(run_config(ten), 30)
+    assert drawn != names(run_config(ten, seed=1), 30)
+    assert names(run_config(ten, shuffle=False), 12) == [f"ten:{i % 10}" for i in range(12)]
+
+
+@pytest.mark.parametrize("taken", [0, 5, 17, 30])
+def test_a_curriculum_changes_the_weights_and_a_cursor_finds_its_place(ten: str, tmp_path: Path, taken: int) -> None:
+    hard = jsonl(tmp_path / "hard.jsonl", [row() for _ in range(3)])
+    ramp = DataSource(path=hard, schedule=((1, 0.0), (3, 1.0)))
+    config = run_config((DataSource(path=ten, schedule=((1, 1.0), (3, 0.0))), ramp))
+    steps = [number // 10 for number in range(40)]
+    source, _ = make_sources(config)
+    drawn = [source.next(step) for step in steps]
+    shares = [Counter(task.source for task in drawn[start : start + 10]) for start in range(0, 40, 10)]
+    assert shares == [{"0-ten": 10}, {"0-ten": 10}, {"0-ten": 5, "1-hard": 5}, {"1-hard": 10}]
+    begun, _ = make_sources(config)
+    for step in steps[:taken]:
+        begun.next(step)
+    fresh, _ = make_sources(config)
+    fresh.seek(begun.cursor())
+    assert [fresh.next(step) for step in steps[taken:]] == drawn[taken:]
+
+
+def test_a_cursor_without_what_is_owed_is_taken(ten: str) -> None:
+    source, _ = make_sources(run_config(ten, shuffle=False))
+    source.seek(msgspec.msgpack.encode([[3], [10]]))
+    assert source.next().task_id == "ten:3"
+
+
+def test_priorities_stand_in_a_column_or_in_extra_info(tmp_path: Path) -> None:
+    rows = [
+        row(priority=2),
+        row(extra_info={"priority": 0.5}),
+        row(extra_info={"priority": "high"}),
+        row(priority=None),
+    ]
+    source, _ = make_sources(run_config(jsonl(tmp_path / "p.jsonl", rows), shuffle=False))
+    assert [source.next().priority for _ in range(4)] == [2.0, 0.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("taken", [0, 3, 10, 27])
+def test_a_cursor_finds_its_place(ten: str, tmp_path: Path, taken: int) -> None:
+    other = jsonl(tmp_path / "other.jsonl", [row() for _ in range(3)])
+    config = run_config((DataSource(path=ten, weight=2.0), DataSource(path=other)))
+    source, _ = make_sources(config)
+    for _ in range(taken):
+        source.next()
+    cursor = source.cursor()
+    wanted = [source.next() for _ in range(20)]
+    fresh, _ = make_sources(config)
+    fresh.seek(cursor)
+    assert [fresh.next() for _ in range(20)] == wanted
+
+
+def test_weights_are_kept(ten: str, tmp_path: Path) -> None:
+    other = jsonl(tmp_path / "other.jsonl", [row() for _ in range(3)])
+    config = run_config((DataSource(path=ten, weight=3.0), DataSource(path=other, weight=1.0)))
+    counts = Counter(name.split(":")[0] for name in names(config, 100))
+    assert counts == {"0-ten": 75, "1-other": 25}
+
+
+def test_a_cursor_of_other_data_is_refused(ten: str, tmp_path: Path) -> None:
+    source, _ = make_sources(run_config(ten))
+    other, _ = make_sources(run_config(jsonl(tmp_path / "o.jsonl", [row()])))
+    with pytest.raises(DataError, match=r"data\.path has changed"):
+        other.seek(source.cursor())
+    with pytest.raises(DataError, match="not a cursor"):
+        other.seek(b"nonsense")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": None}, "row 1, column prompt"),
+        ({"prompt": [{"role": "user"}]}, "row 1, column prompt: a message needs its content"),
+        ({"prompt": [{"content": "x"}]}, "row 1, column prompt: a message needs a role"),
+        ({"prompt": []}, "row 1, column prompt"),
+        ({"reward_model": None}, "row 1, column reward_model"),
+        ({"reward_model": {"ground_truth": None}}, "row 1, column reward_model"),
+        ({"extra_info": "x"}, "row 1, column extra_info"),
+        ({"agent_name": 3}, "row 1, column agent_name"),
+        ({"tools": "x"}, "row 1, column tools"),
+        ({"priority": "high"}, "row 1, column priority: needs a finite number"),
+        ({"priority": True}, "row 1, column priority"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    path = jsonl(tmp_path / "bad.jsonl", [row(), row(**changes)])
+    with pytest.raises(DataError, match=rf"bad\.jsonl, {message}"):
+        make_sources(run_config(path))
+
+
+def test_files_that_are_no_data(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no file .*none\.parquet"):
+        make_sources(run_config(str(tmp_path / "none.parquet")))
+    (tmp_path / "text.parquet").write_text("no parquet")
+    with pytest.raises(DataError, match=r"text\.parquet: cannot be read"):
+        make_sources(run_config(str(tmp_path / "text.parquet")))
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "empty.parquet")
+    with pytest.raises(DataError, match=r"empty\.parquet: no rows"):
+        make_sources(run_config(str(tmp_path / "empty.parquet")))
+    (tmp_path / "data.csv").write_text("a,b")
+    with pytest.raises(DataError, match=r"known: \.parquet"):
+        make_sources(run_config(str(tmp_path / "data.csv")))
+    (tmp_path / "broken.jsonl").write_text('{"a": 1}\n[1]')
+    with pytest.raises(DataError, match=r"broken\.jsonl, row 0, column reward_model"):
+        make_sources(run_config(str(tmp_path / "broken.jsonl")))
+
+
+def test_long_prompts_are_named(tmp_path: Path, tokenizer: Any) -> None:
+    tokenizer.save_pretrained(tmp_path / "model")
+    path = jsonl(tmp_path / "long.jsonl", [row("1" * 600), row("1" * 700)])
+    config = RunConfig(
+        model=ModelConfig(path=str(tmp_path / "model")), data=DataConfig(path=path, max_prompt_tokens=650)
+    )
+    with pytest.raises(DataError, match=r"long\.jsonl, row 1, column prompt: 7\d\d tokens"):
+        make_sources(config)
+
+
+def test_made_data_with_held_out_tasks(tmp_path: Path) -> None:
+    make_data("shop", tmp_path, train=20, held_out=80, demos=1)
+    config = run_config(str(tmp_path / "train.parquet"), eval_path=str(tmp_path / "test.parquet"))
+    source, held_out = make_sources(config)
+    assert [task.task_id for task in held_out] == [f"test:{i}" for i in range(64)]
+    task = source.next()
+    assert task.agent == "tool_agent"
+    assert task.extra["price"] >= 2
+    assert "20 rows" in inspect(str(tmp_path / "train.parquet"))
+
+
+def test_numbers_and_plain_text_are_taken(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "x.jsonl", [row(prompt="hello", reward_model={"ground_truth": [1, 2]})])
+    task = make_sources(run_config(path))[0].next()
+    assert task.prompt == [{"role": "user", "content": "hello"}]
+    assert task.ground_truth == "[1, 2]"
+
+
+def test_reasoning_gym() -> None:
+    config = run_config("reasoning_gym:chain_sum", eval_path="reasoning_gym:chain_sum")
+    source, held_out = make_sources(config)
+    task = source.next()
+    assert task.task_id == "reasoning_gym.chain_sum:0"
+    assert task.prompt != held_out[0].prompt
+    assert "generated" in inspect("reasoning_gym:chain_sum")
+    with pytest.raises(ConfigError, match="no data set 'nothing'"):
+        make_sources(run_config("reasoning_gym:nothing"))

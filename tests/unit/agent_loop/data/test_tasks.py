@@ -1,0 +1,58 @@
+"""The generated tasks are solvable, disjoint and reproducible, and a failed call reads as in the real tool loop."""
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from rl_async.agent_loop.data.tasks import make_data
+from rl_async.agent_loop.tools.arithmetic import evaluate
+from rl_async.errors import ConfigError
+
+NAMES = ("calculator", "shop", "sort")
+
+
+def _rows(path: Path) -> list[dict]:
+    return pq.read_table(path).to_pylist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_held_out_prompts_are_nowhere_else(name: str, tmp_path: Path) -> None:
+    make_data(name, tmp_path, train=300, held_out=50, demos=300)
+    held_out = {row["prompt"][0]["content"] for row in _rows(tmp_path / "test.parquet")}
+    assert len(held_out) == 50
+    assert not held_out & {row["prompt"][0]["content"] for row in _rows(tmp_path / "train.parquet")}
+    assert not held_out & {row["messages"][0]["content"] for row in _rows(tmp_path / "demos.parquet")}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demos.parquet", "test.parquet", "train.parquet"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_same_seed_same_data(name: str, tmp_path: Path) -> None:
+    for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
+        make_data(name, tmp_path / folder, train=20, held_out=5, demos=20, seed=seed)
+    for file in ("train.parquet", "test.parquet", "demos.parquet"):
+        assert _rows(tmp_path / "a" / file) == _rows(tmp_path / "b" / file)
+        assert _rows(tmp_path / "a" / file) != _rows(tmp_path / "c" / file)
+
+
+def test_columns_are_verls(tmp_path: Path) -> None:
+    make_data("calculator", tmp_path, train=5, held_out=2, demos=2)
+    row = _rows(tmp_path / "train.parquet")[0]
+    assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info", "agent_name"}
+    assert row["reward_model"] == {"style": "rule", "ground_truth": str(evaluate(row["extra_info"]["expression"]))}
+
+
+def test_unknown_name_names_the_known() -> None:
+    with pytest.raises(ConfigError, match="known: calculator, shop, sort"):
+        make_data("chess", "/nowhere")
+
+
+@pytest.mark.parametrize("text", ["1+", "2**3", "abs(1)", "1/2", "", "9" * 25, "(1", "1 2"])
+def test_bad_expressions_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="bad expression"):
+        evaluate(text)
+
+
+def test_expressions() -> None:
+    assert evaluate("12*3-4") == 32
+    assert evaluate("-(2+3)*2") == -10

@@ -1,0 +1,168 @@
+"""Which tokens of a conversation are learned: what the assistant says and what ends its turn, in Qwen's layouts."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.data.chats import Chat, to_chat
+from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
+from rl_async.agent_loop.data.training_tokens import ChatEncoder
+from rl_async.errors import ConfigError, DataError
+from tests.unit.agent_loop.conftest import demos
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "what is 1+2?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "3"},
+    {"role": "assistant", "content": "it is 3"},
+    {"role": "user", "content": "thanks"},
+    {"role": "assistant", "content": "ok"},
+]
+# Qwen2.5's layout: the tools in the system turn, calls as JSON in tags, results as a user's turn.
+QWEN = """\
+{%- if tools %}{{ '<|im_start|>system\\n' + messages[0].content + '\\n' }}
+{%- for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}{{ '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{{ '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}
+{%- elif message.role == 'assistant' %}{{ '<|im_start|>assistant\\n' + message.content }}
+{%- for call in message.tool_calls %}{{ '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson }}{{ '}\\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' }}
+{%- elif message.role == 'tool' %}
+{%- if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+# Qwen3's way with reasoning: an empty block in the last turn, and what was thought before the last question left out.
+QWEN3 = """\
+{%- set ns = namespace(last=0) %}
+{%- for message in messages %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}{{ '<|im_start|>assistant\\n' }}
+{%- if loop.index0 > ns.last and (loop.last or message.reasoning_content) %}
+{{- '[think]\\n' + (message.reasoning_content or '') + '\\n[thought]\\n\\n' }}{% endif %}
+{{- message.content }}
+{%- for call in message.tool_calls %}{{ '<tool_call>' + call.function.name + '</tool_call>' }}{% endfor %}
+{{- '<|im_end|>\\n' }}
+{%- else %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+MARKED = """\
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}
+{%- else %}{{ message.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"""
+
+
+def tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    made = train_tokenizer(demos("calculator", 200), 200)
+    if template is not None:
+        made.chat_template = template
+    return made
+
+
+def chat(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> Chat:
+    return to_chat({"messages": messages, "tools": tools}, "chats.jsonl, line 7")
+
+
+def learned(template: str, conversation: Chat) -> list[str]:
+    """The texts that are learned, in order."""
+    made = tokenizer(template)
+    tokens = ChatEncoder(made).encode(conversation)
+    borders = np.flatnonzero(np.diff(np.r_[False, tokens.learned, False].astype(int)))
+    decode = made.backend_tokenizer.decode
+    return [
+        decode(tokens.ids[a:b].tolist(), skip_special_tokens=False)
+        for a, b in zip(borders[::2], borders[1::2], strict=True)
+    ]
+
+
+def test_turns_and_tool_calls_are_learned_and_nothing_else() -> None:
+    assert learned(QWEN, chat(MESSAGES, TOOLS)) == [
+        '\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>',
+        "it is 3<|im_end|>",
+        "ok<|im_end|>",
+    ]
+
+
+def test_arguments_as_text_are_the_same_call() -> None:
+    as_text = {"id": "x", "function": {"name": "add", "arguments": json.dumps({"a": 1, "b": 2})}}
+    messages = [*MESSAGES[:2], {"role": "assistant", "content": None, "tool_calls": [as_text]}, *MESSAGES[3:]]
+    assert learned(QWEN, chat(messages, TOOLS)) == learned(QWEN, chat(MESSAGES, TOOLS))
+
+
+def test_all_text_up_to_the_last_turn_is_there_and_the_prompt_is_encoded_as_an_engine_gets_it() -> None:
+    made = tokenizer(QWEN)
+    tokens = ChatEncoder(made).encode(chat(MESSAGES, TOOLS))
+    whole = made.apply_chat_template(MESSAGES, tools=TOOLS, tokenize=False)
+    decode = made.backend_tokenizer.decode
+    assert decode(tokens.ids.tolist(), skip_special_tokens=False) == str(whole).removesuffix("\n")
+    prompt = ChatRenderer(made).prompt(MESSAGES[:2], TOOLS)
+    assert tokens.ids[: len(prompt)].tolist() == prompt
+    assert tokens.learned[: len(prompt) + 1].tolist() == [False] * len(prompt) + [True]
+
+
+def test_an_empty_block_of_reasoning_belongs_to_the_last_turn() -> None:
+    assert learned(QWEN3, chat(MESSAGES)) == [
+        "<tool_call>add</tool_call><|im_end|>",
+        "it is 3<|im_end|>",
+        "[think]\n\n[thought]\n\nok<|im_end|>",
+    ]
+
+
+def test_reasoning_that_the_template_leaves_out_later_is_an_error_naming_line_and_turn() -> None:
+    messages = [dict(message) for message in MESSAGES]
+    messages[2]["reasoning_content"] = "add them"
+    with pytest.raises(DataError, match=r"chats\.jsonl, line 7, message 4: .*differently.*a line of each"):
+        ChatEncoder(tokenizer(QWEN3)).encode(chat(messages))
+    assert len(learned(QWEN3, chat(messages[:5]))) == 2, "without what follows it is fine"
+
+
+def test_the_end_of_a_turn_within_a_call_is_refused_too() -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": "<|im_end|>"}}}
+    messages = [*MESSAGES[:2], {"role": "assistant", "content": "", "tool_calls": [call]}, *MESSAGES[3:]]
+    with pytest.raises(DataError, match=r"message 2: contains <\|im_end\|>"):
+        ChatEncoder(tokenizer(QWEN)).encode(chat(messages, TOOLS))
+
+
+def test_a_template_that_marks_what_is_generated_is_believed() -> None:
+    assert learned(MARKED, chat([MESSAGES[1], *MESSAGES[4:]])) == ["it is 3<|im_end|>", "ok<|im_end|>"]
+
+
+def test_the_tokens_are_those_of_a_demonstration() -> None:
+    made = tokenizer()
+    renderer, encoder = ChatRenderer(made), ChatEncoder(made)
+    for messages in demos("calculator", 20):
+        ids, mask = renderer.demo_row(messages)
+        tokens = encoder.encode(chat(list(messages)))
+        assert tokens.ids.tolist() == ids
+        assert tokens.learned.tolist() == mask
+
+
+def test_a_turn_that_contains_its_own_end_is_refused() -> None:
+    with pytest.raises(DataError, match=r"line 7, message 1: contains <\|im_end\|>"):
+        ChatEncoder(tokenizer(QWEN)).encode(chat([MESSAGES[1], {"role": "assistant", "content": "a<|im_end|>b"}]))
+
+
+def test_instructions_that_a_template_leaves_out_are_an_error() -> None:
+    told = {"role": "developer", "content": "be brief"}
+    with pytest.raises(DataError, match="line 7, message 0: the chat template does not print a developer message"):
+        ChatEncoder(tokenizer(QWEN)).encode(chat([told, MESSAGES[1], MESSAGES[4]]))
+    assert len(learned(QWEN3, chat([told, MESSAGES[1], MESSAGES[4]]))) == 1
+
+
+def test_what_a_template_refuses_is_an_error_naming_the_line() -> None:
+    template = QWEN + "{% if messages | length > 2 %}{{ raise_exception('only two messages') }}{% endif %}"
+    with pytest.raises(DataError, match="line 7: the model's chat template refuses it: only two messages"):
+        ChatEncoder(tokenizer(template)).encode(chat([MESSAGES[1], MESSAGES[4], MESSAGES[5], MESSAGES[6]]))
+
+
+def test_a_template_whose_turns_have_no_end_is_refused() -> None:
+    with pytest.raises(ConfigError, match="generation"):
+        ChatEncoder(tokenizer("{% for message in messages %}{{ message.role + message.content }}{% endfor %}"))

@@ -1,0 +1,179 @@
+"""Whole episodes against a scripted engine: tokens, masks, log-probabilities, versions, budgets and finish reasons."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.data.tasks import make_data
+from rl_async.agent_loop.episodes.loops import EpisodeRunner
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import ConfigError, DataError
+from rl_async.messages import LeasedGroup, Sampling, Trajectory, Version, VersionRun
+from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
+
+CALL = '<tool_call>\n{"name":"calculator","arguments":{"expression":"2+3"}}\n</tool_call>'
+
+
+async def play(config: RunConfig, engine: ScriptedEngine, group: LeasedGroup | None = None) -> Trajectory:
+    return await EpisodeRunner(config, engine.renderer, engine).run(group or leased(), 0)
+
+
+async def test_a_tool_call_token_by_token(renderer: ChatRenderer, caplog: pytest.LogCaptureFixture) -> None:
+    engine = ScriptedEngine(renderer, [CALL, "5"], versions=[3, 4])
+    with caplog.at_level(logging.WARNING):
+        row = await play(run_config(tools=("calculator",)), engine)
+    assert not caplog.records, "the tokens agree with the whole template"
+    text = renderer.decode(row.token_ids.tolist())
+    assert text == (
+        f"<|im_start|>user\nwhat is 2+3?<|im_end|>\n<|im_start|>assistant\n{CALL}<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n5<|im_end|>"
+    )
+    sampled = renderer.decode(row.token_ids[row.loss_mask].tolist())
+    assert sampled == f"{CALL}<|im_end|>5<|im_end|>"
+    assert (row.logprobs[row.loss_mask] == -0.5).all()
+    assert not row.logprobs[~row.loss_mask].any()
+    first = len(renderer.encode(CALL)) + 1
+    assert row.versions == [VersionRun(Version(0, 3), 0, first), VersionRun(Version(0, 4), first, first + 2)]
+    assert (row.token_ids.dtype, row.loss_mask.dtype, row.logprobs.dtype) == ("int32", "bool", "float32")
+    assert row.finish_reason == "stop"
+    assert [turn.role for turn in row.turns] == ["user", "assistant", "tool", "assistant"]
+    assert row.turns[1].tool_calls[0].result == "5"
+    assert renderer.decode(row.token_ids[row.turns[3].start : row.turns[3].end].tolist()) == "5<|im_end|>"
+    assert row.header().sampled == first + 2
+
+
+async def test_requests_carry_what_was_sampled(renderer: ChatRenderer) -> None:
+    engine = ScriptedEngine(renderer, [CALL, CALL, "5"])
+    row = await play(run_config(tools=("calculator",)), engine)
+    for before, after in zip(engine.requests, engine.requests[1:]):
+        assert after.token_ids[: len(before.token_ids)] == before.token_ids
+    assert row.token_ids.tolist()[: len(engine.requests[2].token_ids)] == engine.requests[2].token_ids
+    assert {request.min_version for request in engine.requests} == {Version(0, 3)}
+    assert len({request.request_id for request in engine.requests}) == 3
+    assert engine.sessions == ["7.0.1"] * 3
+    assert row.versions == [VersionRun(Version(), 0, int(row.loss_mask.sum()))], "one version is one run"
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (CALL.replace('"}}', '"}'), "bad call"),
+        (CALL.replace("</tool_call>", ""), "bad call"),
+        (CALL.replace("calculator", "magic"), "unknown tool"),
+        (CALL.replace("2+3", "2**3"), "bad expression"),
+        (CALL.replace("expression", "exp"), "bad arguments"),
+        (CALL.replace('"2+3"', "5"), "bad arguments"),
+    ],
+)
+async def test_failed_calls_are_messages_to_the_model(renderer: ChatRenderer, call: str, error: str) -> None:
+    row = await play(run_config(tools=("calculator",)), ScriptedEngine(renderer, [call, "5"]))
+    assert row.turns[2].text == f"error: {error}"
+    assert row.turns[1].tool_calls[0].error == error
+    assert row.finish_reason == "stop"
+
+
+async def test_calls_beyond_the_limit_get_an_error(renderer: ChatRenderer) -> None:
+    config = run_config(tools=("calculator",), max_parallel_calls=1, max_tokens=400)
+    row = await play(config, ScriptedEngine(renderer, [f"{CALL}\n{CALL}", "5"]))
+    assert [turn.text for turn in row.turns[2:4]] == ["5", "error: too many calls"]
+
+
+async def test_budgets(renderer: ChatRenderer) -> None:
+    tools = ("calculator",)
+    row = await play(run_config(tools=tools, max_turns=2), ScriptedEngine(renderer, [CALL, CALL]))
+    assert row.finish_reason == "max_turns"
+    assert row.turns[-1].role == "assistant"
+    row = await play(run_config(rollout={"max_tokens": 3}), ScriptedEngine(renderer, ["12345"]))
+    assert (row.finish_reason, row.header().sampled) == ("length", 3)
+    prompt = len(renderer.prompt(leased().task.prompt))
+    row = await play(run_config(max_tokens=prompt + 2), ScriptedEngine(renderer, ["12345"]))
+    assert (row.finish_reason, len(row.token_ids)) == ("length", prompt + 2)
+    said = len(renderer.encode(CALL)) + 1
+    row = await play(run_config(tools=tools, max_tokens=prompt + said + 3), ScriptedEngine(renderer, [CALL]))
+    assert (row.finish_reason, len(row.token_ids)) == ("length", prompt + said), "no room for the tool's result"
+    with pytest.raises(DataError, match="leaves no room"):
+        await play(run_config(max_tokens=prompt), ScriptedEngine(renderer, []))
+
+
+async def test_long_results_are_cut(renderer: ChatRenderer) -> None:
+    call = CALL.replace("2+3", "99999*99999")
+    row = await play(run_config(tools=("calculator",), tool_response_tokens=4), ScriptedEngine(renderer, [call, "5"]))
+    assert row.turns[2].text == "9999"
+
+
+async def test_the_row_chooses_its_loop(renderer: ChatRenderer) -> None:
+    row = await play(run_config(), ScriptedEngine(renderer, [CALL]), leased(agent="single_turn_agent"))
+    assert (row.finish_reason, len(row.turns)) == ("stop", 2)
+    with pytest.raises(ConfigError, match="no loop 'chess'"):
+        await play(run_config(), ScriptedEngine(renderer, []), leased(agent="chess"))
+
+
+async def test_evaluation_samples_with_its_own_temperature(renderer: ChatRenderer) -> None:
+    engine = ScriptedEngine(renderer, ["5", "5"])
+    await play(run_config(), engine, leased(partition="eval"))
+    await play(run_config(), engine)
+    assert [request.sampling for request in engine.requests] == [Sampling(0.0), Sampling(1.0)]
+
+
+async def test_the_shop_hides_its_price(renderer: ChatRenderer) -> None:
+    def lookup(item: str) -> str:
+        return f'<tool_call>\n{{"name":"lookup","arguments":{{"item":"{item}"}}}}\n</tool_call>'
+
+    engine = ScriptedEngine(renderer, [lookup("plum"), lookup("fig"), CALL, "9"])
+    row = await play(run_config(environment="shop"), engine, leased(extra={"item": "fig", "price": 42}))
+    assert [turn.text for turn in row.turns if turn.role == "tool"] == ["error: no such item", "42", "5"]
+    with pytest.raises(DataError, match=r"needs extra_info\.item"):
+        await play(run_config(environment="shop"), engine)
+
+
+async def test_users_loops(renderer: ChatRenderer, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "async def twice(episode):\n"
+        "    await episode.generate()\n"
+        "    episode.add([{'role': 'user', 'content': 'sure?'}])\n"
+        "    return await episode.generate()\n"
+        "def plain(episode): pass\n"
+    )
+    row = await play(run_config(loop=f"{file}:twice"), ScriptedEngine(renderer, ["4", "5"]))
+    assert [turn.text for turn in row.turns] == ["what is 2+3?", "4", "sure?", "5"]
+    with pytest.raises(ConfigError, match="is not an `async def`"):
+        await play(run_config(loop=f"{file}:plain"), ScriptedEngine(renderer, []))
+
+
+async def test_drift_is_reported(renderer: ChatRenderer, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    file = tmp_path / "forger.py"
+    file.write_text(
+        "async def forge(episode):\n"
+        "    reason = await episode.generate()\n"
+        "    episode.messages[-1] = {'role': 'assistant', 'content': '6'}\n"
+        "    return reason\n"
+    )
+    with caplog.at_level(logging.WARNING):
+        await play(run_config(loop=f"{file}:forge"), ScriptedEngine(renderer, ["5"]))
+    at = len(renderer.prompt(leased().task.prompt))
+    assert f"from token {at} on" in caplog.text
+
+
+async def test_names_are_checked_before_anything_runs(renderer: ChatRenderer) -> None:
+    engine = ScriptedEngine(renderer, [])
+    for config in (run_config(loop="x"), run_config(tools=("x",)), run_config(environment="x")):
+        with pytest.raises(ConfigError, match="'x'; built in"):
+            EpisodeRunner(config, renderer, engine)
+
+
+async def test_demonstrations_replay_through_the_real_loop(renderer: ChatRenderer, tmp_path: Path) -> None:
+    """What the tools answer in a demonstration is what they answer in an episode."""
+    import pyarrow.parquet as pq
+
+    make_data("calculator", tmp_path, train=1, held_out=1, demos=60)
+    config = run_config(tools=("calculator",))
+    for demo in pq.read_table(tmp_path / "demos.parquet").column("messages").to_pylist():
+        says = [message["content"] for message in demo if message["role"] == "assistant"]
+        row = await play(config, ScriptedEngine(renderer, says), leased(demo[0]["content"]))
+        assert [(turn.role, turn.text) for turn in row.turns] == [(m["role"], m["content"]) for m in demo]
+        token_ids, mask = renderer.demo_row(demo)
+        assert row.token_ids.tolist() == token_ids
+        assert row.loss_mask.tolist() == mask

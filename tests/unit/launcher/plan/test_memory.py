@@ -1,0 +1,167 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rl_async.configs.load.loader import load_config
+from rl_async.errors import UserError
+from rl_async.launcher.plan.memory import (
+    LOGITS_CHUNK,
+    TORCH_BYTES,
+    ModelSize,
+    engine_bytes,
+    model_size,
+    size_of,
+    trainer_bytes,
+)
+from rl_async.trainer.model.logprobs import CHUNK_LOGITS
+
+
+def test_parameters_of_a_known_model() -> None:
+    qwen3_0_6b = {
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    }
+    size = size_of(qwen3_0_6b)
+    assert size is not None
+    assert size.parameters == pytest.approx(596_000_000, rel=0.01)
+    assert size.kv_per_token == 2 * 28 * 8 * 128
+
+
+def test_a_config_of_another_kind_is_unknown() -> None:
+    assert size_of({"d_model": 512}) is None
+
+
+def test_no_model_folder_and_no_warm_start_is_unknown(tmp_path: Path) -> None:
+    assert model_size(load_config("calculator", [f"model.path={tmp_path}/none", "sft=null"])) is None
+
+
+def test_a_model_that_is_yet_to_be_made_has_the_size_in_the_config(tmp_path: Path) -> None:
+    size = model_size(load_config("calculator", [f"model.path={tmp_path}/none"]))
+    assert size is not None
+    assert 50_000 < size.parameters < 500_000
+
+
+def test_a_broken_model_config_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"model\.path: .*config\.json is not valid JSON"):
+        model_size(load_config("calculator", [f"model.path={tmp_path}"]))
+
+
+def test_the_model_folder_is_read(tmp_path: Path) -> None:
+    values = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 10}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    size = model_size(load_config("calculator", [f"model.path={tmp_path}"]))
+    assert size is not None
+    assert (size.parameters, size.kv_per_token) == (2 * 80 + 4 * 64 + 3 * 8 * 32, 16)
+
+
+def test_weights_gradients_and_two_moments() -> None:
+    size = ModelSize(parameters=1000, kv_per_token=1)
+    assert trainer_bytes(load_config("calculator"), size) == TORCH_BYTES + 16_000
+
+
+def test_a_rank_holds_its_part_of_one_copy() -> None:
+    size = ModelSize(parameters=1000, kv_per_token=1)
+    config = load_config("calculator", ["trainer.ranks=4", "trainer.replicas=2"])
+    assert trainer_bytes(config, size) == TORCH_BYTES + 16_000 // 2
+
+
+def test_under_adapters_the_base_has_neither_gradients_nor_moments() -> None:
+    size = ModelSize(parameters=1000, kv_per_token=1, critic=100)
+    config = load_config("calculator", ["trainer.lora={}", "model.dtype=bfloat16"])
+    assert trainer_bytes(config, size) == TORCH_BYTES + 1000 * 2 + 100 * 16
+
+
+def test_checkpointed_layers_keep_their_input_alone() -> None:
+    config = load_config("calculator", ["trainer.activation_checkpointing=true"])
+    tokens = min(24 * 16 // 2 * 160, config.trainer.max_tokens_per_microbatch)
+    size = ModelSize(parameters=0, kv_per_token=0, activations=1000, checkpointed=100)
+    assert trainer_bytes(config, size) == TORCH_BYTES + tokens * 100 * 4
+    shape = {"hidden_size": 8, "num_attention_heads": 2, "vocab_size": 10}
+    two, nine = (size_of(shape | {"num_hidden_layers": layers}) for layers in (2, 9))
+    assert two is not None and nine is not None
+    assert nine.checkpointed - two.checkpointed == 7 * 8
+
+
+def test_a_critic_of_its_own_counts_and_a_shared_one_does_not(tmp_path: Path) -> None:
+    values = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 10}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "critic" / "model").mkdir(parents=True)
+    (tmp_path / "critic" / "model" / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 2}))
+    gae = [f"model.path={tmp_path}", "algorithm.advantage=gae"]
+    layer, embeddings = 4 * 64 + 3 * 8 * 32, 2 * 80
+    own = load_config("calculator", [*gae, "critic={}"])
+    both = model_size(own)
+    assert both is not None
+    assert (both.parameters, both.kv_per_token, both.critic) == (layer + embeddings, 16, layer + embeddings)
+    shared = model_size(load_config("calculator", [*gae, "critic.shared=true"]))
+    assert shared == replace(both, critic=0)
+    alone = trainer_bytes(own, shared)
+    assert alone is not None
+    assert trainer_bytes(own, both) == alone + 16 * (layer + embeddings)
+    larger = model_size(load_config("calculator", [*gae, f"critic.path={tmp_path}/critic"]))
+    assert larger == replace(both, critic=2 * layer + embeddings)
+    assert model_size(load_config("calculator", [*gae, f"critic.path={tmp_path}/nothing"])) is None
+
+
+def test_an_engine_holds_weights_and_a_full_cache() -> None:
+    config = load_config("calculator", ["rollout.max_batch_size=10", "rollout.max_model_len=160"])
+    assert engine_bytes(config, ModelSize(parameters=1000, kv_per_token=3)) == TORCH_BYTES + (1000 + 4800) * 4
+
+
+@pytest.mark.parametrize("option", ["staged", "delta", "adapters"])
+def test_an_engine_that_keeps_a_copy_holds_its_weights_twice(option: str) -> None:
+    size = ModelSize(parameters=1000, kv_per_token=0)
+    config = load_config("calculator", ["trainer.lora={}", f"weight_sync.{option}=true"])
+    assert engine_bytes(config, size) == TORCH_BYTES + 2 * 1000 * 4
+
+
+def test_one_forward_pass_counts_up_to_its_budget_of_tokens() -> None:
+    size = ModelSize(parameters=0, kv_per_token=0, activations=1000, vocab=100)
+    small, large = (
+        trainer_bytes(load_config("calculator", [f"trainer.max_tokens_per_microbatch={n}"]), size)
+        for n in (1000, 1_000_000)
+    )
+    assert small == TORCH_BYTES + 1000 * (1000 * 4 + 100 * 4 * 2)
+    rows = 24 * 16 // 2
+    assert large == TORCH_BYTES + rows * 160 * 1000 * 4 + rows * 160 * 100 * 4 * 2
+    wide = ModelSize(parameters=0, kv_per_token=0, vocab=150_000)
+    assert trainer_bytes(load_config("calculator"), wide) == TORCH_BYTES + LOGITS_CHUNK * 4 * 2
+
+
+def test_ranks_that_share_rows_have_a_part_of_their_tokens_each() -> None:
+    size = ModelSize(parameters=0, kv_per_token=0, activations=1000, vocab=100)
+    alone, shared = (
+        trainer_bytes(load_config("calculator", ["trainer.max_tokens_per_microbatch=1001", *more]), size)
+        for more in ([], ["trainer.ranks=2", "trainer.sequence_parallel=2"])
+    )
+    per_token = 1000 * 4 + 100 * 4 * 2
+    assert (alone, shared) == (TORCH_BYTES + 1001 * per_token, TORCH_BYTES + 501 * per_token)
+    whole = ["trainer.max_tokens_per_microbatch=1000000", "trainer.ranks=2", "trainer.sequence_parallel=2"]
+    rows = 24 * 16 // 2
+    assert trainer_bytes(load_config("calculator", whole), size) == TORCH_BYTES + rows * 160 // 2 * per_token
+
+
+def test_ranks_of_one_copy_of_the_model_have_its_rows_each() -> None:
+    size = ModelSize(parameters=0, kv_per_token=0, activations=1000, vocab=100)
+    one, tensor, data = (
+        trainer_bytes(load_config("calculator", ["trainer.max_tokens_per_microbatch=1000000", *more]), size)
+        for more in (
+            [],
+            ["trainer.backend=megatron", "trainer.ranks=2", "trainer.tensor_parallel=2"],
+            ["trainer.backend=megatron", "trainer.ranks=2"],
+        )
+    )
+    assert tensor == one and data - TORCH_BYTES == (one - TORCH_BYTES) // 2
+
+
+def test_the_chunk_of_logits_is_the_trainers() -> None:
+    assert CHUNK_LOGITS["cpu"] == LOGITS_CHUNK

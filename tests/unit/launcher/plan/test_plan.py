@@ -1,0 +1,259 @@
+from pathlib import Path
+
+import pytest
+
+from rl_async.configs.load.loader import load_config, preset_names
+from rl_async.launcher.plan.memory import ModelSize
+from rl_async.launcher.plan.planning import Devices, assign_devices, endpoints, plan
+from rl_async.launcher.plan.ports import PortWish
+from rl_async.launcher.plan.spec import fill
+from rl_async.process.endpoints import Endpoints
+
+PORTS = {"queue": 1001, "engine-0": 1002, "engine-1": 1003, "rendezvous": 1004}
+RUN = Path("runs/x")
+
+
+@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("mode", ["colocated", "disaggregated"])
+def test_every_preset_has_a_plan_and_it_is_pure(
+    name: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(name, mode=mode)
+    assert plan(config, RUN) == plan(config, RUN)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_process_per_engine_worker_and_rank() -> None:
+    config = load_config("calculator", ["rollout.engines=2", "agent.workers=3", "trainer.ranks=2"])
+    names = [spec.name for spec in plan(config, RUN).processes]
+    assert names == [
+        "queue", "engine-0", "engine-1", "worker-0", "worker-1", "worker-2", "trainer-0", "trainer-1"
+    ]  # fmt: skip
+
+
+def test_waiting_threads_sleep_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    config = load_config("calculator", ["launcher.threads=3"])
+    assert {spec.env["OMP_WAIT_POLICY"] for spec in plan(config, RUN).processes} == {"passive"}
+    assert {spec.env["OMP_NUM_THREADS"] for spec in plan(config, RUN).processes} == {"3"}
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert {spec.env["OMP_WAIT_POLICY"] for spec in plan(config, RUN).processes} == {"active"}
+
+
+def test_the_command_lines_of_the_roles() -> None:
+    planned = plan(load_config("calculator"), RUN)
+    commands = {spec.role: " ".join(spec.command(PORTS)[1:]) for spec in planned.processes}
+    assert commands["queue"] == "-m rl_async.transfer_queue --run runs/x --address tcp://127.0.0.1:1001 --relaunched"
+    assert "--relaunched" not in planned.queue.command(PORTS, restarted=True), "then the others live on"
+    assert commands["engine"] == "-m rl_async.rollout_server --run runs/x --index 0 --host 127.0.0.1 --port 1002"
+    assert commands["worker"] == "-m rl_async.agent_loop --run runs/x --index 0 --queue tcp://127.0.0.1:1001"
+    assert commands["trainer"] == "-m rl_async.trainer --run runs/x --queue tcp://127.0.0.1:1001 --host 127.0.0.1"
+
+
+@pytest.mark.parametrize(("host", "found"), [("0.0.0.0", "127.0.0.1"), ("10.1.2.3", "10.1.2.3")])
+def test_a_queue_that_listens_elsewhere_is_found_there_and_no_command_line_holds_a_key(host: str, found: str) -> None:
+    config = load_config("calculator", [f"queue.host={host}"])
+    planned = plan(config, RUN)
+    commands = {spec.role: " ".join(spec.command(PORTS)[1:]) for spec in planned.processes}
+    assert f"--address tcp://{host}:1001" in commands["queue"]
+    assert all(f"--queue tcp://{found}:1001" in commands[role] for role in ("worker", "trainer"))
+    assert planned.queue_host == found and endpoints(config, PORTS).queue == f"tcp://{found}:1001"
+    assert not [command for command in commands.values() if "key" in command]
+
+
+def test_a_gateway_takes_the_place_of_the_workers() -> None:
+    config = load_config("calculator", ["agent.gateway.port=8123", "agent.workers=3"])
+    planned, ports = plan(config, RUN), PORTS | {"gateway": 8123}
+    (gateway,) = planned.workers
+    assert (gateway.name, gateway.role) == ("gateway", "worker")
+    assert " ".join(gateway.command(ports)[1:]) == (
+        "-m rl_async.agent_loop.gateway --run runs/x --port 8123 --queue tcp://127.0.0.1:1001"
+    )
+    assert PortWish("gateway", 8123, "agent.gateway.port") in planned.ports
+    assert endpoints(config, ports) == Endpoints(queue="tcp://127.0.0.1:1001", gateway="http://127.0.0.1:8123")
+
+
+def test_who_joins_a_run_is_told_of_its_reward_model() -> None:
+    places = endpoints(load_config("calculator"), PORTS | {"reward-model": 1005})
+    assert places == Endpoints(queue="tcp://127.0.0.1:1001", reward_model="http://127.0.0.1:1005")
+
+
+def test_trainer_ranks_meet_at_one_port() -> None:
+    trainers = plan(load_config("calculator", ["trainer.ranks=2"]), RUN).trainers
+    environments = [spec.environment(PORTS) for spec in trainers]
+    assert [env["RANK"] for env in environments] == ["0", "1"]
+    assert {(env["WORLD_SIZE"], env["MASTER_ADDR"], env["MASTER_PORT"]) for env in environments} == {
+        ("2", "127.0.0.1", "1004")
+    }
+
+
+def test_on_several_hosts_the_command_lines_name_the_hosts() -> None:
+    planned = plan(load_config("calculator", [*REWARD_MODEL, "queue.host=10.0.0.1", "queue.shards=1"]), RUN)
+    ports = PORTS | {"reward-model": 1005, "shard-0": 1006}
+    hosts = {"engine-0": "10.0.0.2", "trainer-0": "10.0.0.3", "reward-model": "10.0.0.4", "shard-0": "10.0.0.5"}
+    commands = {spec.role: " ".join(spec.command(ports, hosts)) for spec in planned.processes}
+    assert "--host 10.0.0.2 --port 1002" in commands["engine"]
+    assert commands["trainer"].endswith("--queue tcp://10.0.0.1:1001 --host 10.0.0.3")
+    assert planned.trainers[0].environment(ports, hosts)["MASTER_ADDR"] == "10.0.0.3"
+    assert commands["worker"].endswith("--reward-model http://10.0.0.4:1005")
+    assert "--address tcp://10.0.0.5:1006" in commands["shard"]
+    assert planned.workers[0].mentions("reward-model") and not planned.engines[0].mentions("reward-model")
+
+
+def test_only_a_trainer_that_starts_again_resumes() -> None:
+    planned = plan(load_config("calculator"), RUN)
+    assert "--resume" not in planned.trainers[0].command(PORTS)
+    assert planned.trainers[0].command(PORTS, restarted=True).count("--resume") == 1
+    resumed = plan(load_config("calculator"), RUN, resume=True).trainers[0]
+    assert resumed.command(PORTS).count("--resume") == resumed.command(PORTS, restarted=True).count("--resume") == 1
+
+
+@pytest.mark.parametrize(("journal", "restarts"), [("memory", 0), ("sqlite", 7), ("redis", 7)])
+def test_processes_are_restarted_as_often_as_configured_and_a_queue_that_forgets_never(
+    journal: str, restarts: int
+) -> None:
+    planned = plan(load_config("calculator", ["launcher.max_restarts=7", f"queue.journal={journal}"]), RUN)
+    assert {spec.role: spec.max_restarts for spec in planned.processes} == {
+        "queue": restarts,
+        "engine": 7,
+        "worker": 7,
+        "trainer": 7,
+    }
+
+
+def test_the_mode_decides_the_transport() -> None:
+    assert plan(load_config("calculator", mode="colocated"), RUN).transport == "ipc"
+    assert plan(load_config("calculator", mode="disaggregated"), RUN).transport == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("mode", "gpus", "expected"),
+    [
+        ("disaggregated", 0, Devices()),
+        ("disaggregated", 4, Devices(engines=(2, 3), trainers=(0, 1))),
+        ("disaggregated", 1, Devices(engines=(0, 0), trainers=(0, 0))),
+        ("colocated", 4, Devices(engines=(0, 1), trainers=(0, 1))),
+    ],
+)
+def test_devices(mode: str, gpus: int, expected: Devices) -> None:
+    config = load_config("calculator", ["rollout.engines=2", "trainer.ranks=2"], mode=mode)
+    assert assign_devices(config, gpus) == expected
+
+
+def test_an_engine_sees_only_its_own_gpu_and_a_rank_those_of_all_ranks() -> None:
+    config = load_config("calculator", ["rollout.engines=2", "trainer.ranks=2"])
+    planned = plan(config, RUN, gpus=4)
+    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in planned.engines] == ["2", "3"]
+    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in planned.trainers] == ["0,1", "0,1"]
+    assert [spec.device for spec in planned.trainers] == ["cuda:0", "cuda:1"]
+
+
+def test_a_config_for_the_cpu_uses_no_gpu() -> None:
+    planned = plan(load_config("calculator", ["model.device=cpu"]), RUN, gpus=4)
+    assert {spec.device for spec in planned.processes} == {"cpu"}
+
+
+def test_engines_take_configured_ports_in_turn() -> None:
+    planned = plan(load_config("calculator", ["rollout.engines=2", "rollout.port=4000", "queue.port=5000"]), RUN)
+    assert {wish.name: wish.port for wish in planned.ports} == {
+        "queue": 5000,
+        "engine-0": 4000,
+        "engine-1": 4001,
+        "rendezvous": 0,
+    }
+
+
+def test_a_shard_of_the_trainer_is_smaller() -> None:
+    size = ModelSize(parameters=1_000_000_000, kv_per_token=1000)
+    one = plan(load_config("calculator"), RUN, size=size).trainers[0].memory_bytes
+    two = plan(load_config("calculator", ["trainer.ranks=2"]), RUN, size=size).trainers[0].memory_bytes
+    assert one is not None and two is not None
+    assert one - two == 8_000_000_000
+
+
+def test_nothing_to_make_means_no_preparation(tmp_path: Path) -> None:
+    assert plan(load_config("calculator"), RUN).prepare is not None
+    assert plan(load_config("calculator", ["sft=null", "data.make=null"]), RUN).prepare is None
+
+
+def test_only_known_names_in_braces_are_ports() -> None:
+    assert fill("tcp://h:{queue}/{other}/{", PORTS) == "tcp://h:1001/{other}/{"
+
+
+REWARD_MODEL = ["reward.functions=[{name: reward_model}]", "reward.model.path=rm"]
+
+
+def test_a_reward_model_without_url_is_a_process_that_workers_are_told_of() -> None:
+    planned = plan(load_config("calculator", [*REWARD_MODEL, "reward.model.batch_size=8"]), RUN)
+    ports = PORTS | {"reward-model": 1005}
+    assert planned.reward_model is not None and planned.reward_model in planned.processes
+    assert " ".join(planned.reward_model.command(ports)[1:]) == (
+        "-m rl_async.reward_loop.server --model rm --host 127.0.0.1 --port 1005 --dtype float32 --device auto "
+        "--batch-size 8 --threads 1"
+    )
+    assert planned.workers[0].command(ports)[-2:] == ["--reward-model", "http://127.0.0.1:1005"]
+    assert planned.reward_model.max_restarts == 3
+    assert "reward-model" in {wish.name for wish in planned.ports}
+
+
+@pytest.mark.parametrize(
+    "overrides", [["reward.model.path=rm"], [*REWARD_MODEL, "reward.model.url=http://elsewhere:8000"]]
+)
+def test_a_reward_model_that_nobody_asks_or_that_runs_elsewhere_is_no_process(overrides: list[str]) -> None:
+    planned = plan(load_config("calculator", overrides), RUN)
+    assert planned.reward_model is None
+    assert "reward-model" not in {wish.name for wish in planned.ports}
+    assert "--reward-model" not in planned.workers[0].argv
+
+
+@pytest.mark.parametrize(
+    ("mode", "gpus", "device"),
+    [
+        ("disaggregated", 0, "cpu"),
+        ("disaggregated", 8, "cuda:4"),
+        ("disaggregated", 4, "cuda:0"),
+        ("colocated", 8, "cuda:2"),
+    ],
+)
+def test_a_reward_model_takes_the_gpu_behind_the_others(mode: str, gpus: int, device: str) -> None:
+    overrides = [*REWARD_MODEL, "rollout.engines=2", "trainer.ranks=2"]
+    spec = plan(load_config("calculator", overrides, mode=mode), RUN, gpus=gpus).reward_model
+    assert spec is not None and spec.device == device
+    on_cpu = plan(load_config("calculator", [*overrides, "reward.model.device=cpu"], mode=mode), RUN, gpus=gpus)
+    assert on_cpu.reward_model is not None and on_cpu.reward_model.device == "cpu"
+
+
+def test_vllm_is_started_by_its_own_python_with_our_shell_around_it() -> None:
+    overrides = ["rollout.engine=[embedded, vllm]", "rollout.engines=2", "rollout.python=/venv/bin/python"]
+    embedded, vllm = plan(
+        load_config("calculator", [*overrides, "rollout.engine_args=[--block-size, '32']"]), RUN
+    ).engines
+    assert (embedded.engine_kind, vllm.engine_kind) == ("embedded", "vllm")
+    assert vllm.command(PORTS) == [
+        *("/venv/bin/python", "-m", "rl_async.rollout_server.vllm", "--model", "artifacts/calculator/model"),
+        *("--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "160", "--max-num-seqs", "384"),
+        *("--seed", "10001", "--block-size", "32", "--port", "1003"),
+    ]
+    assert (vllm.env["VLLM_CPU_KVCACHE_SPACE"], vllm.env["VLLM_CPU_OMP_THREADS_BIND"]) == ("1", "nobind")
+    assert "VLLM_CPU_KVCACHE_SPACE" not in embedded.env
+
+
+def test_vllm_on_a_gpu_that_the_trainer_uses_too_can_sleep() -> None:
+    config = load_config("calculator", ["rollout.engine=vllm"], mode="colocated")
+    assert "--enable-sleep-mode" in plan(config, RUN, gpus=1).engines[0].argv
+    assert "--enable-sleep-mode" not in plan(config, RUN).engines[0].argv
+
+
+def test_sglang_is_started_by_its_own_python_with_our_shell_around_it() -> None:
+    overrides = ["rollout.engine=sglang", "rollout.python=/venv/bin/python"]
+    [engine] = plan(
+        load_config("calculator", [*overrides, "rollout.engine_args=[--page-size, '16']"]), RUN, gpus=2
+    ).engines
+    assert (engine.engine_kind, engine.device) == ("sglang", "cuda:1")
+    assert engine.command(PORTS) == [
+        *("/venv/bin/python", "-m", "rl_async.rollout_server.sglang", "--model-path", "artifacts/calculator/model"),
+        *("--host", "127.0.0.1", "--dtype", "float32", "--context-length", "160", "--max-running-requests", "384"),
+        *("--random-seed", "10000", "--page-size", "16", "--port", "1002"),
+    ]
+    assert engine.env["CUDA_VISIBLE_DEVICES"] == "1"

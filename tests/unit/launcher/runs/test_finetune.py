@@ -1,0 +1,118 @@
+"""What `rl-async sft` settles before ranks start: how data is split, which keys go together; and its table."""
+
+import json
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from rl_async.agent_loop.data.training_tokens import ChatTokens
+from rl_async.configs.load.loader import load_config
+from rl_async.errors import ConfigError, UserError
+from rl_async.launcher.cli.__main__ import main
+from rl_async.launcher.plan.planning import finetune_ranks
+from rl_async.launcher.runs.finetune import longest, split
+from rl_async.launcher.watch.finetune_view import FinetuneView, line
+
+BASE = ["model.path=base", "data.path=chats.jsonl", "finetune.out=out"]
+
+
+def tokens(count: int) -> list[ChatTokens]:
+    return [ChatTokens(np.array([n], np.int32), np.array([True])) for n in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("count", "share", "held"), [(100, 0.05, 5), (10, 0.01, 1), (1, 0.5, 0), (10, 0.0, 0), (4, 1, 3)]
+)
+def test_some_conversations_are_held_out_and_some_are_left(count: int, share: float, held: int) -> None:
+    rows = tokens(count)
+    train, held_out = split(rows, share, 0)
+    assert len(held_out) == held
+    assert sorted(int(row.ids[0]) for row in [*train, *held_out]) == list(range(count))
+    again = split(rows, share, 0)
+    assert [row.ids[0] for row in again[1]] == [row.ids[0] for row in held_out]
+
+
+def test_the_longest_conversation_is_what_the_model_has_positions_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 64}}))
+    overrides = [*BASE, f"model.path={tmp_path}"]
+    assert longest(load_config(None, overrides)) == 64
+    assert longest(load_config(None, [*overrides, "finetune.max_tokens=32"])) == 32
+    with pytest.raises(UserError, match=r"finetune\.max_tokens=65: .* has 64 positions"):
+        longest(load_config(None, [*overrides, "finetune.max_tokens=65"]))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.learning_rate=1e-3", r"set finetune\.learning_rate"),
+        ("trainer.steps=7", r"set finetune\.steps"),
+        ("data.path=[{path: a.jsonl}]", "one file"),
+        ("critic.shared=true", "leave critic out"),
+        ("trainer.tensor_parallel=2", "needs trainer.backend=megatron"),
+    ],
+)
+def test_keys_that_would_do_nothing_are_refused(override: str, message: str) -> None:
+    load_config(None, BASE)
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, [*BASE, override])
+
+
+def test_there_is_a_process_per_rank_and_all_meet_at_one_port(tmp_path: Path) -> None:
+    specs = finetune_ranks(load_config(None, [*BASE, "trainer.ranks=2", "model.device=auto"]), tmp_path, 2)
+    environments = [spec.environment({"rendezvous": 7}) for spec in specs]
+    assert [env["RANK"] for env in environments] == ["0", "1"]
+    assert {(env["MASTER_PORT"], env["WORLD_SIZE"], env["CUDA_VISIBLE_DEVICES"]) for env in environments} == {
+        ("7", "2", "0,1")
+    }
+
+
+def test_a_line_weights_losses_by_tokens_and_tells_the_time_left() -> None:
+    shared = {"epoch": 0.5, "learning_rate": 1e-5, "tokens/all": 300.0, "time/train_s": 0.5, "time/step_s": 31.0}
+    records = [
+        {"step": 3.0, "loss/train": 2.0, "tokens/trained": 10.0, **shared},
+        {"step": 4.0, "loss/train": 1.0, "tokens/trained": 30.0, "eval/loss": 1.5, **shared},
+    ]
+    assert line(records, 7).split() == ["5", "0.50", "1.2500", "1.5000", "600", "1.0e-05", "1:02"]
+
+
+def test_steps_that_are_trained_again_after_a_crash_are_shown_once(tmp_path: Path) -> None:
+    def write(steps: range) -> None:
+        fixed = {"epoch": 1, "loss/train": 1, "tokens/trained": 1, "tokens/all": 1, "learning_rate": 1}
+        records = ({"step": step, **fixed, "time/train_s": 1, "time/step_s": 1} for step in steps)
+        (tmp_path / "new").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (tmp_path / "new").replace(tmp_path / "metrics.jsonl")
+
+    printed = StringIO()
+    write(range(5))  # of an earlier start, which got as far as a checkpoint after 2 steps
+    view = FinetuneView(tmp_path, 9, 2, Console(file=printed, width=120))
+    view.show_new()
+    assert printed.getvalue() == ""
+    for steps in (range(2), range(6), range(4), range(9)):  # a crash after the sixth
+        write(steps)
+        view.show_new()
+    assert [text.split()[0] for text in printed.getvalue().splitlines()] == ["step", *"3456789"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "base"], "missing --data, --out; or give --config"),
+        (["--model", "base", "--data", "c.jsonl", "--out", "out"], "model.path: base is not a folder"),
+        (["--config", "mine.yaml"], "has no section `finetune`; add --out PATH"),
+    ],
+)
+def test_what_is_missing_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("model: {path: base}\ndata: {path: c.jsonl}\n")
+    assert main(["sft", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]

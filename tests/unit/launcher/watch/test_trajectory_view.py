@@ -1,0 +1,102 @@
+"""``rl-async show`` finds the step's rows and marks what did not train fully."""
+
+import gzip
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+from tokenizers import Tokenizer, models
+
+from rl_async.configs.load.loader import dump, load_config
+from rl_async.errors import UserError
+from rl_async.launcher.cli.__main__ import main
+from rl_async.launcher.watch.trajectory_view import RecordedRow, read_step, render, show
+from rl_async.messages import Explanation, RuleRun
+
+
+def words(ids: Sequence[int]) -> str:
+    return "".join("abcdefghij"[i] for i in ids)
+
+
+def row(
+    sample: int = 0, weights: Sequence[float] = (1.0, 0.5, 0.25, 0.0, 0.0, 0.0, 1.0), segment: int = 0
+) -> RecordedRow:
+    """Three tokens of context, seven sampled."""
+    rules = [RuleRun("band", 3, 4), RuleRun("seq_mean_k1", 4, 6)] if 0.0 in weights else []
+    return RecordedRow(
+        group_id=4,
+        sample=sample,
+        segment=segment,
+        reward=1.0,
+        token_ids=list(range(10)),
+        loss_mask=[False] * 3 + [True] * 7,
+        correction=Explanation(weights=list(weights), rules=rules),
+    )
+
+
+def write(folder: Path, name: str, *rows: RecordedRow) -> None:
+    folder.mkdir(exist_ok=True, parents=True)
+    with gzip.open(folder / name, "wb") as file:
+        file.write(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+
+
+def test_tokens_are_marked_with_the_rule_or_the_weight() -> None:
+    text = render(row(), words)
+    assert text.plain == "abcd{ef}(x0.25){g}(band){hi}(seq_mean_k1)j"
+    styles = {text.plain[span.start : span.end]: span.style for span in text.spans}
+    assert styles == {"abc": "dim", "{ef}(x0.25)": "yellow", "{g}(band)": "magenta", "{hi}(seq_mean_k1)": "red"}
+
+
+def test_a_row_without_explanation_is_shown_plainly() -> None:
+    assert render(msgspec.structs.replace(row(), correction=None), words).plain == "abcdefghij"
+
+
+def test_a_step_is_read_from_all_ranks_of_its_newest_lineage(tmp_path: Path) -> None:
+    write(tmp_path, "step-000002-lineage0-rank0.jsonl.gz", row(9))
+    write(tmp_path, "step-000002-lineage10-rank0.jsonl.gz", row(1))
+    write(tmp_path, "step-000002-lineage10-rank1.jsonl.gz", row(0))
+    write(tmp_path, "step-000003-lineage9-rank0.jsonl.gz", row(7))  # abandoned by a resume
+    write(tmp_path, "step-000001-lineage0-rank0.jsonl.gz", row(5))
+    step, rows = read_step(tmp_path, None)
+    assert step == 2 and [r.sample for r in rows] == [0, 1]
+    assert [r.sample for r in read_step(tmp_path, 1)[1]] == [5]
+    with pytest.raises(UserError, match="no trajectories of step 7"):
+        read_step(tmp_path, 7)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    vocabulary = {letter: number for number, letter in enumerate("abcdefghij")}
+    Tokenizer(models.WordLevel(vocabulary, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.yaml").write_text(dump(load_config("calculator", [f"model.path={tmp_path}"])))
+    write(
+        tmp_path / "trajectories", "step-000003-lineage0-rank0.jsonl.gz", row(0, [1.0] * 7), row(1), row(2, [1.0] * 7)
+    )
+    return tmp_path
+
+
+def test_the_most_corrected_row_is_shown_below_the_table(run: Path) -> None:
+    out = StringIO()
+    show(run, None, None, None, Console(file=out, width=120))
+    assert "step 3" in out.getvalue() and "band 1, seq_mean_k1 2" in out.getvalue()
+    assert "group 4, sample 1, reward 1" in out.getvalue() and "{h i}(seq_mean_k1)" in out.getvalue()
+
+
+def test_a_row_can_be_named_on_the_command_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(run), "--step", "3", "--group", "4", "--sample", "2"]) == 0
+    assert "group 4, sample 2" in capsys.readouterr().out
+    assert main(["show", str(run), "--group", "4"]) == 0
+    assert "step 3, group 4" in (told := capsys.readouterr().out) and "group 4, sample 1" in told
+    assert main(["show", str(run), "--group", "5"]) == 2
+    assert "--group 5" in capsys.readouterr().err
+
+
+def test_rows_of_one_sample_are_told_apart(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    clean, marked = row(0, [1.0] * 7), row(0, segment=1)
+    write(run / "trajectories", "step-000004-lineage0-rank0.jsonl.gz", marked, clean)
+    assert [r.segment for r in read_step(run / "trajectories", 4)[1]] == [0, 1]
+    assert main(["show", str(run), "--step", "4", "--group", "4", "--sample", "0"]) == 0
+    assert "group 4, sample 0, segment 1, reward 1" in capsys.readouterr().out

@@ -1,0 +1,218 @@
+"""The live view: what it computes, and that both of its forms show it."""
+
+import asyncio
+import gzip
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rl_async.configs.load.loader import load_config
+from rl_async.errors import QueueLost
+from rl_async.launcher.folder.tail import LineTail
+from rl_async.launcher.watch.view import View, render_conversation
+from rl_async.launcher.watch.view_model import (
+    Conversation,
+    History,
+    ProcessState,
+    arguments_text,
+    bar,
+    newest_conversation,
+    sparkline,
+    step_line,
+    summary_lines,
+)
+from rl_async.messages import StatusReport, ToolCall, Turn, Version
+
+STATUS = StatusReport(
+    published=Version(),
+    waiting=0,
+    leased=7,
+    ready=5,
+    reserved=0,
+    committed=0,
+    slots_used=12,
+    slots=48,
+    max_staleness=1,
+    admitted=12,
+    payload_bytes=0,
+    counters={"redelivered": 3, "fenced": 0},
+    oldest_lease_s=0.0,
+    workers=1,
+    finished=False,
+)
+
+
+def record(step: int, reward: float = 0.5, **more: float) -> dict[str, float]:
+    times = {"time/step_s": 2.0, "time/wait_batch_s": 1.0, "time/train_s": 0.8, "time/sync_s": 0.2}
+    return {"step": step, "reward/mean": reward, "staleness/mean": 0.5, "staleness/max": 1, **times, **more}
+
+
+def append(folder: Path, *records: dict[str, float]) -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(one) + "\n" for one in records)
+
+
+def write_conversation(folder: Path, step: int, answer: str) -> None:
+    (folder / "trajectories").mkdir(exist_ok=True)
+    call = {"name": "calculator", "arguments": '{"expression": "1+2"}', "result": "3"}
+    turns = [
+        {"role": "user", "text": "what is 1+2?"},
+        {"role": "assistant", "text": "calling", "tool_calls": [call]},
+        {"role": "tool", "text": "3"},
+        {"role": "assistant", "text": answer},
+    ]
+    row = {"task_id": "t", "token_ids": [1, 2], "turns": turns, "reward": 1.0, "finish_reason": "stop"}
+    path = folder / "trajectories" / f"step-{step:06d}-lineage0-rank0.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        file.write(json.dumps(row) + "\n{torn")
+
+
+def test_only_complete_lines_are_read(tmp_path: Path) -> None:
+    file, tail = tmp_path / "x", LineTail(tmp_path / "x")
+    assert tail.read() == []
+    file.write_bytes(b"one\ntw")
+    assert tail.read() == [b"one"]
+    file.write_bytes(b"one\ntwo\n")
+    assert tail.read() == [b"two"]
+
+
+def test_a_step_trained_again_after_a_resume_replaces_what_was_abandoned() -> None:
+    history = History()
+    for step, reward in [(0, 0.1), (1, 0.2), (2, 0.9), (1, 0.3)]:
+        history.add(record(step, reward))
+    assert history.values("reward/mean") == [0.1, 0.3]
+    assert history.last is not None and history.last["step"] == 1
+
+
+def test_sparklines_show_the_shape_in_any_width() -> None:
+    assert sparkline([0.0, 0.5, 1.0], 10) == "▁▅█"
+    assert sparkline([i / 99 for i in range(100)], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([-5.0, 7.0], 2) == "▁█"
+    assert sparkline([], 10) == sparkline([1.0], 0) == ""
+
+
+def test_bars_have_the_width_asked_for() -> None:
+    assert bar([1, 1, 2], 8) == "░░██▒▒▒▒"
+    assert len(bar([0.1, 0.2, 0.7], 13)) == 13
+    assert bar([0, 0, 0], 8) == ""
+
+
+def test_the_newest_conversation_is_found(tmp_path: Path) -> None:
+    assert newest_conversation(tmp_path / "trajectories") is None
+    write_conversation(tmp_path, 3, "old")
+    write_conversation(tmp_path, 12, "new")
+    found = newest_conversation(tmp_path / "trajectories")
+    assert found is not None and found[0] == "13" and found[1].turns[-1].text == "new"
+
+
+def test_the_summary_tells_first_and_last_rewards_and_staleness(tmp_path: Path) -> None:
+    history = History()
+    for step in range(10):
+        history.add(record(step, 0.2 if step < 5 else 0.9))
+    (tmp_path / "evaluations.jsonl").write_text(
+        '{"lineage":0,"eval/step":4.0,"eval/reward":0.4}\n{"lineage":0,"eval/step":10.0,"eval/reward":0.95}\n'
+    )
+    text = "\n".join(summary_lines(history, tmp_path, 61.0, bound=1))
+    for part in ("0.200", "0.900", "0.950 after step 10", "at most 1 (bound 1)", "61 s", str(tmp_path)):
+        assert part in text
+    assert "no step" in summary_lines(History(), tmp_path, 1.0, 1)[0]
+
+
+def test_short_runs_are_not_compared_with_themselves(tmp_path: Path) -> None:
+    history = History()
+    for step, reward in enumerate((0.2, 0.5, 0.8)):
+        history.add(record(step, reward))
+    assert "0.200 (mean of the first step) -> 0.800" in summary_lines(history, tmp_path, 1.0, bound=1)[0]
+
+
+def test_a_step_in_which_no_tool_worked_says_so() -> None:
+    calls = {"rollout/tool_calls_mean": 0.75, "rollout/tool_errors_mean": 0.75}
+    assert "every tool call failed" in step_line(record(0, 0.1, **calls), 4)
+    assert "failed" not in step_line(record(0, 0.1, **calls | {"rollout/tool_errors_mean": 0.5}), 4)
+    assert "failed" not in step_line(record(0, 0.1), 4)
+
+
+async def show(folder: Path, *, terminal: bool, lost: bool = False, trainer: str = "running") -> str:
+    """What the view prints while one step is trained."""
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=terminal, width=140, height=50)
+
+    async def status() -> StatusReport:
+        if lost:
+            raise QueueLost("no answer")
+        return STATUS
+
+    states = [
+        ProcessState("queue", "running"),
+        ProcessState("engine-0", "running", 1),
+        ProcessState("trainer-0", trainer),
+    ]
+    append(folder, record(0, 0.111))
+    view = View(load_config("calculator", ["trainer.steps=40"], name="mine"), folder, lambda: states, status, console)
+    running = asyncio.create_task(view.run())
+    append(folder, record(1, 0.777, **{"eval/reward": 0.66, "queue/ready_groups": 4.0, "tokens/per_s": 1234.0}))
+    write_conversation(folder, 1, "42")
+    await asyncio.sleep(0.2)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    return output.getvalue()
+
+
+async def test_without_a_terminal_each_new_step_is_one_line(tmp_path: Path) -> None:
+    lines = (await show(tmp_path, terminal=False)).splitlines()
+    assert lines[0] == "engine-0 was restarted (1)"
+    assert len(lines) == 2, "the step before the view began is not news"
+    for part in ("step 2/40", "reward 0.777", "wait 1.00", "train 0.80", "sync 0.20", "ready 4", "1234", "eval 0.660"):
+        assert part in lines[1]
+
+
+async def test_on_a_terminal_everything_is_shown(tmp_path: Path) -> None:
+    text = await show(tmp_path, terminal=True)
+    for part in ("mine", "2/40", "0.777", "waiting 1.00", "training 0.80", "syncing 0.20", "bound 1", "5 groups ready"):
+        assert part in text
+    for part in ("redelivered 3", "engine-0", "1,234", "what is 1+2?", "calculator(expression=1+2)", "42"):
+        assert part in text
+    assert "fenced" not in text
+
+
+async def test_a_queue_that_does_not_answer_is_shown_as_such(tmp_path: Path) -> None:
+    assert "no answer" in await show(tmp_path, terminal=True, lost=True)
+
+
+async def test_a_queue_that_has_ended_with_the_run_lacks_nothing(tmp_path: Path) -> None:
+    text = await show(tmp_path, terminal=True, lost=True, trainer="ended")
+    assert "closed, as training has ended" in text and "no answer" not in text
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ('{"a": 1, "b": "x"}', "a=1, b=x"),
+        ('{"name": "calculator", "arguments": {"expression": "1+2"}}', "expression=1+2"),
+        ("{not json", "{not json"),
+        ("[1]", "[1]"),
+    ],
+)
+def test_arguments_are_written_as_people_do(written: str, shown: str) -> None:
+    assert arguments_text(written) == shown
+
+
+def test_a_conversation_shows_each_call_once() -> None:
+    call = ToolCall(name="calculator", arguments='{"expression": "1+2"}', result="3")
+    turns = [
+        Turn(role="user", text="what is 1+2?"),
+        Turn(role="assistant", text="let me see\n<tool_call>\n{...}\n</tool_call>", tool_calls=[call]),
+        Turn(role="tool", text="3"),
+        Turn(role="assistant", text="first line\nsecond line"),
+    ]
+    assert render_conversation(Conversation(turns=turns, reward=1.0)).plain.splitlines() == [
+        "user      what is 1+2?",
+        "assistant let me see",
+        "          calculator(expression=1+2) -> 3",
+        "assistant first line",
+        "          second line",
+    ]

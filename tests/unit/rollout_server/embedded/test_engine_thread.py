@@ -1,0 +1,273 @@
+"""The engine's thread: pauses, sleep and weights; which models and values it refuses; the engine in process."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig
+from rl_async.errors import EngineLost, UserError, WeightSyncError
+from rl_async.messages import Sampling
+from rl_async.rollout_server.__main__ import load_model
+from rl_async.rollout_server.api import GenerateRequest
+from rl_async.rollout_server.embedded.core import EngineCore
+from rl_async.rollout_server.embedded.dialect import GenerateBody, SamplingParams, choice, delta
+from rl_async.rollout_server.embedded.engine import Engine
+from rl_async.rollout_server.embedded.local import LocalEngine
+from rl_async.rollout_server.embedded.sequence import Sequence
+from rl_async.weight_sync.buckets.buckets import Piece
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+WAIT_S = 20.0
+
+
+def llama(**more: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **more)).eval()
+
+
+def fail(error: Exception) -> None:
+    raise AssertionError("the engine's thread has failed") from error
+
+
+class Request(Sequence):
+    """A sequence that can be waited for."""
+
+    def __init__(self, request_id: str = "a", max_tokens: int = 8) -> None:
+        self.finished = threading.Event()
+        super().__init__(
+            request_id=request_id,
+            tokens=[1, 2, 3],
+            sampling=Sampling(),
+            max_tokens=max_tokens,
+            stop_token_ids=frozenset(),
+            seed=None,
+            deliver=lambda _: self.finished.set(),
+        )
+
+    def wait(self) -> "Request":
+        assert self.finished.wait(WAIT_S)
+        return self
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine(EngineCore(llama(), max_batch=4, max_length=4096, min_iteration_s=0.001), fail)
+    yield engine
+    engine.stop()
+
+
+def whole(name: str, tensor: torch.Tensor) -> Piece:
+    return Piece(name, tuple(tensor.shape), 0, tensor.reshape(-1))
+
+
+def parameters(engine: Engine) -> list[Piece]:
+    return [whole(name, p.detach().clone()) for name, p in engine.core.model.named_parameters()]
+
+
+def test_pause_wait_ends_when_all_that_came_before_have(engine: Engine) -> None:
+    requests = [Request(str(i), max_tokens=20) for i in range(6)]  # more than run at once
+    for request in requests:
+        engine.submit(request)
+    engine.pause("wait").result(WAIT_S)
+    assert all(request.finish_reason == "length" for request in requests)
+    late = Request(max_tokens=1)
+    engine.submit(late)
+    assert engine.paused and not late.finished.wait(0.1)
+    engine.resume().result(WAIT_S)
+    assert late.wait().finish_reason == "length"
+
+
+def test_resume_ends_a_pause_that_still_waits(engine: Engine) -> None:
+    running = Request(max_tokens=4000)
+    engine.submit(running)
+    waiting = engine.pause("wait")
+    engine.resume().result(WAIT_S)
+    waiting.result(WAIT_S)
+    engine.abort(running).result(WAIT_S)
+    after = Request()
+    engine.submit(after)
+    assert after.wait().finish_reason == "length", "the engine paused although it was resumed"
+
+
+def test_abort_of_one_sequence_spares_others_of_its_id(engine: Engine) -> None:
+    first, second = Request("same", 4000), Request("same", 20)
+    engine.submit(first)
+    engine.submit(second)
+    assert engine.abort(first).result(WAIT_S) == 1
+    assert first.wait().finish_reason == "abort"
+    assert second.wait().finish_reason == "length"
+
+
+def test_nothing_is_decoded_until_weights_that_were_given_up_are_sent(engine: Engine) -> None:
+    weights = parameters(engine)
+    engine.sleep(2).result(WAIT_S)
+    with pytest.raises(WeightSyncError, match="wake it up"):
+        engine.load_weights(weights)
+    engine.wake(["kv_cache"]).result(WAIT_S)
+    assert engine.asleep
+    engine.wake(["weights"]).result(WAIT_S)
+    assert not engine.asleep
+    request = Request()
+    engine.submit(request)
+    engine.load_weights(weights[:-1])
+    with pytest.raises(WeightSyncError, match=weights[-1].name):
+        engine.set_version("0.1").result(WAIT_S)
+    assert not request.finished.wait(0.1)
+    engine.load_weights(weights[-1:])
+    engine.set_version("0.1").result(WAIT_S)
+    assert request.wait().finish_reason == "length"
+
+
+def test_weights_of_another_model_are_refused(engine: Engine) -> None:
+    name, tensor = next(iter(engine.core.model.named_parameters()))
+    with pytest.raises(WeightSyncError, match="no parameter 'nothing'"):
+        engine.load_weights([whole("nothing", tensor.detach())])
+    with pytest.raises(WeightSyncError, match="shape"):
+        engine.load_weights([whole(name, tensor.detach()[:1])])
+
+
+def test_a_failed_thread_is_reported_and_takes_nothing_more() -> None:
+    failures: list[Exception] = []
+    core = EngineCore(llama(), max_batch=4, max_length=64)
+    core.model.lm_head = None  # the next iteration fails
+    failed = threading.Event()
+
+    def crashed(error: Exception) -> None:
+        failures.append(error)
+        failed.set()
+
+    engine = Engine(core, crashed)
+    engine.submit(Request())
+    assert failed.wait(WAIT_S)
+    assert isinstance(failures[0], TypeError)
+    with pytest.raises(EngineLost, match="stopped"):
+        engine.submit(Request())
+
+
+def test_qwen2_and_llama_are_served() -> None:
+    EngineCore(llama(), max_batch=4, max_length=64)
+    EngineCore(Qwen2ForCausalLM(Qwen2Config(**SIZES)), max_batch=4, max_length=64)
+
+
+def test_models_that_a_batch_would_change_are_refused() -> None:
+    sliding = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=0)
+    refused = {
+        "model type 'mistral'": MistralForCausalLM(MistralConfig(**SIZES)),
+        "sliding_attention": Qwen2ForCausalLM(sliding),
+        "rotary embedding 'dynamic'": llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        "attn_implementation 'eager'": llama(attn_implementation="eager"),
+    }
+    for reason, model in refused.items():
+        with pytest.raises(UserError, match=reason):
+            EngineCore(model, max_batch=4, max_length=64)
+
+
+def test_a_missing_or_broken_model_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def from_pretrained(*args: object, **more: object) -> None:
+        raise OSError("no such model\nIf this is a private repository, ...")
+
+    monkeypatch.setattr("rl_async.rollout_server.__main__.AutoModelForCausalLM.from_pretrained", from_pretrained)
+    missing = RunConfig(model=ModelConfig(path=str(tmp_path / "nothing")), data=DataConfig(path="none"))
+    with pytest.raises(UserError, match=r"model\.path: there is no folder .*nothing"):
+        load_model(missing)
+    config = RunConfig(model=ModelConfig(path=str(tmp_path)), data=DataConfig(path="none"))
+    with pytest.raises(UserError, match=r"model\.path") as caught:
+        load_model(config)
+    assert str(caught.value).endswith("no such model")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"seed": 2**63},
+        {"top_k": 2**40},
+        {"top_k": -2},
+        {"top_p": 0.0},
+        {"min_p": 1.5},
+        {"temperature": -1.0},
+        {"n": 0},
+        {"logprobs": 5},
+        {"topp": 0.5},
+    ],
+    ids=str,
+)
+def test_sampling_values_that_would_fail_later_are_refused(params: dict[str, object]) -> None:
+    body = msgspec.json.encode({"token_ids": [1], "sampling_params": params})
+    with pytest.raises(msgspec.ValidationError, match="sampling_params"):
+        msgspec.json.decode(body, type=GenerateBody)
+
+
+def test_the_bounds_themselves_can_be_sampled(engine: Engine) -> None:
+    params = SamplingParams(top_k=2**31, seed=-(2**63), max_tokens=2)
+    request = Request()
+    request.seed, request.sampling = params.seed, GenerateBody([1], params).sampling()
+    engine.submit(request)
+    assert request.wait().finish_reason == "length"
+
+
+def test_a_delta_does_not_look_at_samples_that_are_being_added() -> None:
+    sequence = Request(max_tokens=3)
+    sequence.append(7, -0.5, "0.0", 64)
+    sequence.tokens.append(8)  # its log-probability is not there yet
+    assert delta(sequence, 0, 1)["token_ids"] == [7]
+    sequence.tokens.pop()
+    sequence.append(8, -0.25, "0.1", 64)
+    sequence.append(9, -0.125, "0.1", 64)
+    last = choice(sequence, 1)
+    assert (last["token_ids"], last["finish_reason"]) == ([8, 9], "length")
+    assert last["weight_versions"] == [
+        {"version": "0.0", "start": 0, "end": 1},
+        {"version": "0.1", "start": 1, "end": 3},
+    ]
+
+
+def ask(max_tokens: int = 6) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r", token_ids=[1, 2], sampling=Sampling(temperature=0.0), max_tokens=max_tokens, stop_token_ids=[]
+    )
+
+
+async def test_local_engine_sees_changes_of_the_model() -> None:
+    model = llama()
+    local = LocalEngine(model, max_batch=4, max_length=64)
+    try:
+        for _ in range(2):
+            result = await local.generate(ask(), session="")
+            with torch.no_grad():
+                logits = model(torch.tensor([[1, 2, *result.token_ids]])).logits[0].log_softmax(-1)
+                for parameter in model.parameters():
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+            assert result.token_ids == logits[1:-1].argmax(-1).tolist()
+            assert torch.allclose(logits[1:-1].amax(-1), torch.tensor(result.logprobs), atol=1e-5)
+    finally:
+        local.close()
+
+
+async def test_local_engine_drops_what_is_cancelled() -> None:
+    local = LocalEngine(llama(), max_batch=4, max_length=100_000)
+    try:
+        task = asyncio.create_task(local.generate(ask(max_tokens=99_000), session=""))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async with asyncio.timeout(WAIT_S):
+            assert len((await local.generate(ask(), session="")).token_ids) == 6
+        assert not local._engine.core.running
+    finally:
+        local.close()

@@ -1,0 +1,295 @@
+"""The client against servers that answer what SGLang may answer."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from rl_async.errors import EngineLost, EngineRejected
+from rl_async.messages import Sampling, Version, VersionRun
+from rl_async.rollout_server.api import GenerateRequest
+from rl_async.rollout_server.sglang.client import SglangEngine
+from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
+
+REQUEST = GenerateRequest(
+    request_id="r", token_ids=[1], sampling=Sampling(), max_tokens=2, stop_token_ids=[9], min_version=Version(0, 1)
+)
+SPANS = [{"version": "0.1", "start": 0, "end": 1}, {"version": "0.2", "start": 1, "end": 2}]
+META: dict[str, Any] = {
+    "finish_reason": {"type": "stop", "matched": 9},
+    "output_token_logprobs": [[-1.0, 5, None], [-2.0, 9, None]],
+    "weight_versions": SPANS,
+}
+INIT = InitInfo(
+    backend="gloo", master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, group_name="weights-0"
+)
+UPDATE = UpdateInfo(names=["w"], dtype_names=["float32"], shapes=[[2]], checksum="")
+DONE = {"success": True, "message": "Success"}
+
+
+@asynccontextmanager
+async def answering(handler: Callable[[str, Any], tuple[int, Any]]) -> AsyncIterator[SglangEngine]:
+    """A client of a server that answers ``handler(path, body)``: a status and what becomes JSON."""
+
+    async def handle(request: web.Request) -> web.Response:
+        raw = await request.read()
+        status, value = handler(request.path, msgspec.json.decode(raw) if raw else None)
+        return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    async with TestServer(app) as server:
+        client = SglangEngine(str(server.make_url("")))
+        try:
+            yield client
+        finally:
+            await client.close()
+
+
+async def test_tokens_logprobs_and_versions_are_taken_over() -> None:
+    async with answering(lambda path, body: (200, {"output_ids": [5, 9], "meta_info": META})) as client:
+        got = await client.generate(REQUEST)
+        parts = [part async for part in client.stream(REQUEST)]
+    assert (got.token_ids, got.logprobs, got.finish_reason) == ([5, 9], [-1.0, -2.0], "stop")
+    assert got.versions == [VersionRun(Version(0, 1), 0, 1), VersionRun(Version(0, 2), 1, 2)]
+    assert parts == [got]
+
+
+async def test_nothing_is_left_to_the_servers_defaults_and_no_stop_token_to_ignore_eos() -> None:
+    sent: list[Any] = []
+
+    def keep(path: str, body: Any) -> tuple[int, Any]:
+        sent.append(body)
+        return 200, {"output_ids": [5, 9], "meta_info": META}
+
+    async with answering(keep) as client:
+        await client.generate(REQUEST)
+        await client.generate(msgspec.structs.replace(REQUEST, stop_token_ids=[]))
+    expected = {"max_new_tokens": 2, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0} | {
+        "sampling_seed": None,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+        "no_stop_trim": True,
+        "n": 1,
+    }
+    assert [body["sampling_params"] for body in sent] == [
+        expected | {"stop_token_ids": [9], "ignore_eos": False},
+        expected | {"stop_token_ids": [], "ignore_eos": True},
+    ]
+    assert sent[0]["rid"] != sent[1]["rid"] and {len(body["rid"]) for body in sent} == {34}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"weight_versions": [{"version": "0.0", "start": 0, "end": 2}]}, EngineLost, "older than 0.1"),
+        ({"weight_versions": [{"version": "default", "start": 0, "end": 2}]}, EngineLost, "did not send"),
+        ({"weight_versions": None}, EngineRejected, "weight version of every token"),
+        ({"weight_versions": SPANS[:1]}, EngineRejected, "weight version of every token"),
+        ({"output_token_logprobs": None}, EngineRejected, "one log-probability per sampled token"),
+        ({"output_token_logprobs": [[-1.0, 5, None]]}, EngineRejected, "one log-probability per sampled token"),
+        ({"output_token_logprobs": [[-1.0, 9, None], [-2.0, 5, None]]}, EngineRejected, "one log-probability per"),
+        ({"finish_reason": {"type": "bored"}}, EngineLost, "not Answer"),
+        ({"finish_reason": {"type": "abort", "status_code": 503, "message": "out of time"}}, EngineLost, "out of time"),
+        ({"finish_reason": {"type": "abort", "status_code": 400, "message": "too long"}}, EngineRejected, "too long"),
+    ],
+)
+async def test_answers_that_cannot_be_trained_on_are_refused(change: Any, error: type[Exception], said: str) -> None:
+    async with answering(lambda path, body: (200, {"output_ids": [5, 9], "meta_info": META | change})) as client:
+        with pytest.raises(error, match=said):
+            await client.generate(REQUEST)
+
+
+async def test_an_aborted_request_keeps_what_was_sampled() -> None:
+    meta = META | {"finish_reason": {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}}
+    async with answering(lambda path, body: (200, {"output_ids": [5, 9], "meta_info": meta})) as client:
+        got = await client.generate(REQUEST)
+    assert (got.token_ids, got.finish_reason) == ([5, 9], "abort")
+
+
+@pytest.mark.parametrize("sampling", [Sampling(top_p=0.9), Sampling(top_k=20), Sampling(min_p=0.1)])
+async def test_samplers_whose_logprobs_sglang_does_not_tell_are_refused(sampling: Sampling) -> None:
+    async with answering(lambda path, body: (200, {"output_ids": [5, 9], "meta_info": META})) as client:
+        with pytest.raises(EngineRejected, match="before top_p, top_k and min_p"):
+            await client.generate(msgspec.structs.replace(REQUEST, sampling=sampling))
+
+
+async def test_one_request_is_aborted_by_the_id_that_it_runs_under() -> None:
+    seen: dict[str, Any] = {}
+    arrived, aborted = asyncio.Event(), asyncio.Event()
+
+    async def generate(request: web.Request) -> web.Response:
+        seen["running"] = (await request.json())["rid"]
+        arrived.set()
+        await aborted.wait()
+        return web.json_response({"output_ids": [5, 9], "meta_info": META})
+
+    async def abort(request: web.Request) -> web.Response:
+        seen["aborted"] = await request.json()
+        aborted.set()
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/generate", generate)
+    app.router.add_post("/abort_request", abort)
+    async with TestServer(app) as server:
+        client = SglangEngine(str(server.make_url("")))
+        running = asyncio.create_task(client.generate(REQUEST))
+        await asyncio.wait_for(arrived.wait(), 10)
+        await client.abort("another")
+        assert "aborted" not in seen
+        await client.abort("r")
+        await asyncio.wait_for(running, 10)
+        await client.close()
+    assert seen["aborted"] == {"rid": seen["running"]}
+
+
+@pytest.mark.parametrize("status", [200, 400])
+async def test_a_no_is_an_error_with_its_message(status: int) -> None:
+    no = {"success": False, "message": "Failed to receive weights: Unaligned received tensor w"}
+
+    def serve(path: str, body: Any) -> tuple[int, Any]:
+        return (status, no) if path == "/update_weights_from_distributed" else (200, DONE)
+
+    async with answering(serve) as client:
+        await client.init_transfer(INIT)
+        with pytest.raises(EngineRejected, match="Unaligned received tensor w"):
+            await client.update(UPDATE)
+
+
+async def test_an_update_without_a_group_is_refused() -> None:
+    async with answering(lambda path, body: (200, DONE)) as client:
+        with pytest.raises(EngineRejected, match="before the transfer"):
+            await client.update(UPDATE)
+        with pytest.raises(EngineRejected, match="not by ipc"):
+            await client.init_transfer(InitInfo(backend="ipc"))
+
+
+async def test_earlier_groups_are_left_before_a_new_one_is_joined() -> None:
+    calls: list[tuple[str, str]] = []
+
+    def serve(path: str, body: Any) -> tuple[int, Any]:
+        calls.append((path, body["group_name"]))
+        if len(calls) == 1:
+            return 400, {"success": False, "message": "The group to be destroyed does not exist."}
+        return 200, DONE
+
+    async with answering(serve) as client:
+        await client.init_transfer(INIT)
+        await client.init_transfer(msgspec.structs.replace(INIT, group_name="weights-1"))
+    leave, join = "/destroy_weights_update_group", "/init_weights_update_group"
+    assert calls[:2] == [(leave, "weights-0"), (join, "weights-0")]
+    assert sorted(calls[2:4]) == [(leave, "weights-0"), (leave, "weights-1")]
+    assert calls[4:] == [(join, "weights-1")]
+
+
+async def test_an_update_that_an_earlier_trainer_left_is_ended_first() -> None:
+    calls: list[str] = []
+
+    def serve(path: str, body: Any) -> tuple[int, Any]:
+        calls.append(path)
+        if len(calls) == 1:
+            return 400, {
+                "success": False,
+                "message": "a weight-update session is already open; call end_weight_update()",
+            }
+        return 200, DONE
+
+    async with answering(serve) as client:
+        await client.start_update()
+    assert calls == ["/begin_weight_update", "/end_weight_update", "/begin_weight_update"]
+
+
+async def test_a_version_is_finished_without_aborting_anybody() -> None:
+    calls: list[tuple[str, Any]] = []
+
+    def serve(path: str, body: Any) -> tuple[int, Any]:
+        calls.append((path, body))
+        return 200, DONE
+
+    async with answering(serve) as client:
+        await client.finish_update(Version(2, 7))
+    assert calls == [
+        ("/end_weight_update", {}),
+        ("/flush_cache", None),
+        ("/update_weight_version", {"new_version": "2.7", "abort_all_requests": False}),
+    ]
+
+
+@pytest.mark.parametrize(("name", "version"), [("0.3", Version(0, 3)), ("default", None), (None, None)])
+async def test_the_version_served(name: str | None, version: Version | None) -> None:
+    async with answering(lambda path, body: (200, {"weight_version": name})) as client:
+        assert await client.version() == version
+
+
+async def test_a_version_that_is_not_ours_is_an_error() -> None:
+    async with answering(lambda path, body: (200, {"weight_version": "step-7"})) as client:
+        with pytest.raises(EngineLost, match="did not send"):
+            await client.version()
+
+
+async def test_what_sglang_has_no_pause_for_is_refused() -> None:
+    modes: list[str] = []
+
+    def serve(path: str, body: Any) -> tuple[int, Any]:
+        modes.append(body["mode"])
+        return 200, {"message": "Generation paused successfully.", "status": "ok"}
+
+    async with answering(serve) as client:
+        await client.pause("keep")
+        await client.pause("abort")
+        with pytest.raises(EngineRejected, match="mode 'wait'"):
+            await client.pause("wait")
+    assert modes == ["retract", "abort"]
+
+
+async def test_only_what_sleeps_is_woken() -> None:
+    calls: list[tuple[str, Any]] = []
+
+    def serve(path: str, body: Any) -> tuple[int, Any]:
+        calls.append((path, body["tags"]))
+        return 200, None
+
+    async with answering(serve) as client:
+        await client.wake(["weights"])
+        await client.sleep(2)
+        assert await client.is_sleeping()
+        await client.wake(["weights"])
+        await client.wake(["weights", "kv_cache"])
+        assert not await client.is_sleeping()
+    assert calls == [
+        ("/release_memory_occupation", ["kv_cache", "weights"]),
+        ("/resume_memory_occupation", ["weights"]),
+        ("/resume_memory_occupation", ["kv_cache"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"starts": [0], "numels": [1]}, "bucket_mb"),
+        ({"kind": "delta", "base": "0.1", "payload_bytes": 8}, "weight_sync.delta"),
+        ({"hold": "keep"}, "weight_sync.delta"),
+    ],
+)
+async def test_buckets_that_sglang_could_not_put_together_are_not_sent(change: dict[str, Any], said: str) -> None:
+    paths: list[str] = []
+
+    def serve(path: str, body: Any) -> tuple[int, Any]:
+        paths.append(path)
+        return 200, DONE
+
+    async with answering(serve) as client:
+        await client.init_transfer(INIT)
+        with pytest.raises(EngineRejected, match=said):
+            await client.update(msgspec.structs.replace(UPDATE, **change))
+        with pytest.raises(EngineRejected, match="staged"):
+            await client.start_update(staged=True)
+    assert "/update_weights_from_distributed" not in paths and "/begin_weight_update" not in paths

@@ -1,0 +1,211 @@
+"""The client against servers that answer what vLLM may answer."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from rl_async.errors import EngineLost, EngineRejected
+from rl_async.messages import Sampling, Version, VersionRun
+from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult
+from rl_async.rollout_server.parts import join
+from rl_async.rollout_server.vllm.client import STREAM_INTERVAL, VllmEngine
+
+REQUEST = GenerateRequest(
+    request_id="r", token_ids=[1], sampling=Sampling(), max_tokens=2, stop_token_ids=[9], min_version=Version(0, 1)
+)
+ANSWER: dict[str, Any] = {
+    "token_ids": [5, 9],
+    "finish_reason": "stop",
+    "logprobs": {"content": [{"logprob": -1.0, "rank": 3}, {"logprob": -2.0}]},
+    "weight_versions": [{"version": "0.1", "start": 0, "end": 1}, {"version": "0.2", "start": 1, "end": 2}],
+}
+
+
+def stream(*chunks: Any) -> bytes:
+    """As server-sent events."""
+    return b"".join(b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"
+
+
+@asynccontextmanager
+async def answering(handler: Callable[[str, Any], tuple[int, Any]]) -> AsyncIterator[VllmEngine]:
+    """A client of a server that answers ``handler(path, body)``: a status, and bytes or what becomes JSON."""
+
+    async def handle(request: web.Request) -> web.Response:
+        raw = await request.read()
+        status, value = handler(request.path, msgspec.json.decode(raw) if raw else None)
+        body = value if isinstance(value, bytes) else msgspec.json.encode(value)
+        return web.Response(status=status, body=body, content_type="application/json")
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    async with TestServer(app) as server:
+        client = VllmEngine(str(server.make_url("")))
+        try:
+            yield client
+        finally:
+            await client.close()
+
+
+async def test_tokens_logprobs_and_versions_are_taken_over() -> None:
+    async with answering(lambda path, body: (200, stream({"choices": [ANSWER]}))) as client:
+        got = await client.generate(REQUEST)
+    assert (got.token_ids, got.logprobs, got.finish_reason) == ([5, 9], [-1.0, -2.0], "stop")
+    assert got.versions == [VersionRun(Version(0, 1), 0, 1), VersionRun(Version(0, 2), 1, 2)]
+
+
+def part(tokens: list[int], spans: list[Any] | None, reason: str | None = None) -> Any:
+    """One chunk of a stream."""
+    logprobs = {"content": [{"logprob": -float(token)} for token in tokens]}
+    versions = spans and [{"version": v, "start": s, "end": e} for v, s, e in spans]
+    choice = {"token_ids": tokens, "finish_reason": reason, "logprobs": logprobs, "weight_versions": versions}
+    return {"choices": [choice]}
+
+
+async def parts_of(client: VllmEngine) -> list[GenerateResult]:
+    return [given async for given in client.stream(REQUEST)]
+
+
+async def test_parts_are_given_as_soon_as_their_versions_are_known() -> None:
+    whole = [("0.1", 0, 2), ("0.2", 2, 4)]
+    told_early = part([1], [("0.1", 0, 1)]), part([2, 3], [("0.1", 0, 2), ("0.2", 2, 3)]), part([4], whole, "stop")
+    async with answering(lambda path, body: (200, stream(*told_early))) as client:
+        first, second, third = await parts_of(client)
+    assert [p.finish_reason for p in (first, second, third)] == ["abort", "abort", "stop"]
+    assert (second.token_ids, second.logprobs) == ([2, 3], [-2.0, -3.0])
+    assert second.versions == [VersionRun(Version(0, 1), 0, 1), VersionRun(Version(0, 2), 1, 2)]
+    told_late = part([1], None), part([2, 3], None), part([4], whole, "stop")
+    async with answering(lambda path, body: (200, stream(*told_late))) as client:
+        (only,) = await parts_of(client)
+    assert only == join(join(first, second), third)
+
+
+async def test_a_stream_that_breaks_off_has_given_what_came_before() -> None:
+    cut = stream(part([1], [("0.1", 0, 1)])), stream(part([1], [("0.1", 0, 1)]), {"error": {"message": "engine died"}})
+    for body in cut:
+        given = []
+        async with answering(lambda path, _, body=body: (200, body)) as client:
+            with pytest.raises(EngineLost, match=r"broke off|engine died"):
+                async for one in client.stream(REQUEST):
+                    given.append(one.token_ids)
+        assert given == [[1]]
+
+
+@pytest.mark.parametrize(("code", "kind"), [(400, EngineRejected), (500, EngineLost)])
+async def test_a_stream_may_begin_with_a_refusal(code: int, kind: type[Exception]) -> None:
+    body = stream({"error": {"message": "prompt too long", "type": "BadRequestError", "param": None, "code": code}})
+    async with answering(lambda path, _: (200, body)) as client:
+        with pytest.raises(kind, match=f"answered {code}: prompt too long"):
+            await client.generate(REQUEST)
+
+
+async def test_its_load_is_the_sum_over_its_parts() -> None:
+    text = """# HELP vllm:num_requests_running x
+vllm:num_requests_running{engine="0"} 3.0
+vllm:num_requests_running{engine="1"} 2.0
+vllm:num_requests_waiting{engine="0"} 1.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 1.0
+vllm:kv_cache_usage_perc{engine="0"} 0.5
+vllm:num_preemptions_total{engine="0"} 7.0
+"""
+    async with answering(lambda path, body: (200, text.encode())) as client:
+        assert await client.load() == EngineLoad(requests=6, cache_usage=0.5, preemptions=7)
+
+
+async def test_nothing_is_left_to_the_servers_defaults() -> None:
+    sent: list[Any] = []
+
+    def keep(path: str, body: Any) -> tuple[int, Any]:
+        sent.append(body["sampling_params"])
+        return 200, stream({"choices": [ANSWER]})
+
+    async with answering(keep) as client:
+        await client.generate(REQUEST)
+    assert sent == [
+        {"max_tokens": 2, "temperature": 1.0, "logprobs": 0, "stop_token_ids": [9], "top_p": 1.0, "top_k": 0}
+        | {"min_p": 0.0, "seed": None, "n": 1, "ignore_eos": True, "stream_interval": STREAM_INTERVAL}
+    ]
+
+
+async def test_samples_of_one_prompt_share_a_request_and_are_told_apart_by_their_index() -> None:
+    asked: list[int] = []
+
+    def serve(path: str, body: Any) -> tuple[int, Any]:
+        asked.append(body["sampling_params"]["n"])
+        first, second = part([7], [("0.1", 0, 1)], "length"), part([8], [("0.1", 0, 1)], "stop")
+        return 200, stream({"choices": [second["choices"][0] | {"index": 1}]}, first)
+
+    async with answering(serve) as alone:
+        client = VllmEngine(alone.url, together=2)
+        answers = await asyncio.gather(client.generate(REQUEST), client.generate(REQUEST))
+        await client.close()
+    assert asked == [2] and [got.token_ids for got in answers] == [[7], [8]]
+
+
+async def test_an_answer_that_nobody_asked_for_is_refused() -> None:
+    body = stream({"choices": [ANSWER | {"index": 1}]})
+    async with answering(lambda path, _: (200, body)) as client:
+        with pytest.raises(EngineRejected, match="answered with choices 1; 1 were asked for"):
+            await client.generate(REQUEST)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"weight_versions": [{"version": "0.0", "start": 0, "end": 2}]}, EngineLost, "older than 0.1"),
+        ({"weight_versions": [{"version": "default", "start": 0, "end": 2}]}, EngineLost, "did not send"),
+        ({"weight_versions": None}, EngineRejected, "weight version of every token"),
+        ({"weight_versions": [{"version": "0.1", "start": 0, "end": 1}]}, EngineRejected, "weight version of every"),
+        ({"logprobs": None}, EngineRejected, "one log-probability per sampled token"),
+        ({"finish_reason": "error"}, EngineLost, "not Chunk"),
+    ],
+)
+async def test_answers_that_cannot_be_trained_on_are_refused(change: Any, error: type[Exception], said: str) -> None:
+    async with answering(lambda path, body: (200, stream({"choices": [ANSWER | change]}))) as client:
+        with pytest.raises(error, match=said):
+            await client.generate(REQUEST)
+
+
+async def test_an_update_that_an_earlier_trainer_left_is_made_to_fail_and_started_again() -> None:
+    calls: list[str] = []
+
+    def serve(path: str, body: Any) -> tuple[int, Any]:
+        calls.append(path)
+        if path == "/update_weights" or len(calls) == 1:
+            return 500, {"error": {"message": "a weight update is already active"}}
+        return 200, {}
+
+    async with answering(serve) as client:
+        await client.start_update()
+    assert calls == ["/start_weight_update", "/update_weights", "/start_weight_update"]
+
+
+async def test_a_connection_that_the_server_closed_meanwhile_costs_no_request() -> None:
+    answered = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answers once per connection, promises to keep it, and hangs up when it is used again."""
+        nonlocal answered
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(int(line.split()[1]) for line in head.lower().splitlines() if line.startswith(b"content-length"))
+        await reader.readexactly(length)
+        body = stream({"choices": [ANSWER]})
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        answered += 1
+        await reader.read(1)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    engine = VllmEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    try:
+        for _ in range(3):
+            assert (await engine.generate(REQUEST)).token_ids == [5, 9]
+        assert answered == 3
+    finally:
+        await engine.close()
+        server.close()

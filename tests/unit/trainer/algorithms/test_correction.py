@@ -1,0 +1,254 @@
+"""Weights and verdicts of the off-policy correction against float64 loops over plain numbers."""
+
+import math
+import random
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from rl_async.configs.checks.rules import problems
+from rl_async.configs.schema.algorithm import LOSSES, AlgorithmConfig
+from rl_async.configs.schema.correction import PRESETS, REJECTIONS, RULES, Correction, CorrectionOptions, resolve
+from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig
+from rl_async.trainer.algorithms.algorithm import build
+from rl_async.trainer.algorithms.correction import Corrected, correct, normalise
+
+Row = list[tuple[float, bool, int]]  # log ratio, sampled, age
+
+
+def rows(seed: int, spread: float = 1.0) -> list[Row]:
+    """A few rows of uneven length; each samples at least one token."""
+    draw = random.Random(seed)
+    drawn = []
+    for _ in range(draw.randint(1, 6)):
+        row = [(draw.gauss(0, spread), draw.random() < 0.7, draw.randint(0, 4)) for _ in range(draw.randint(1, 9))]
+        drawn.append([*row, (draw.gauss(0, spread), True, draw.randint(0, 4))])
+    return drawn
+
+
+def tensors(drawn: list[Row], padding: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """target, behaviour, mask, age; log pi - log mu is the log ratio."""
+    width = max(len(row) for row in drawn) + padding
+    target, behaviour = torch.zeros(len(drawn), width).double(), torch.full((len(drawn), width), -1.5).double()
+    mask, age = torch.zeros_like(target, dtype=torch.bool), torch.zeros_like(target, dtype=torch.int64)
+    for i, row in enumerate(drawn):
+        for t, (log_ratio, sampled, steps) in enumerate(row):
+            target[i, t], mask[i, t], age[i, t] = log_ratio - 1.5, sampled, steps
+    return target, behaviour, mask, age
+
+
+def measured(name: str, log_ratio: float) -> float:
+    """k1 as a ratio, k2 and k3 as they are."""
+    r = math.exp(log_ratio)
+    return {"k1": r, "k2": log_ratio**2 / 2, "k3": r - 1 - log_ratio}[name[-2:]]
+
+
+def passes(name: str, row: list[float], at: int, low: float, high: float) -> bool:
+    """Whether the rule keeps sampled token ``at`` of a row of log ratios."""
+    values = [measured(name, x) for x in row]
+    if name.startswith("token"):
+        return low <= values[at] <= high
+    if name.startswith("seq_max"):
+        return all(low <= value <= high for value in values)
+    if name.endswith("k1"):
+        product = math.prod(values)
+        return low <= (product if name.startswith("seq_sum") else product ** (1 / len(values))) <= high
+    total = sum(values)
+    return low <= (total if name.startswith("seq_sum") else total / len(values)) <= high
+
+
+def judged(drawn: list[Row], correction: Correction) -> Iterator[tuple[int, int, float, bool]]:
+    """The reference: (row, position, weight, keep) of every sampled token."""
+    for i, row in enumerate(drawn):
+        sampled = [(t, x, steps) for t, (x, is_sampled, steps) in enumerate(row) if is_sampled]
+        logs = [x for _, x, _ in sampled]
+        for number, (t, x, steps) in enumerate(sampled):
+            keep = correction.max_age is None or steps <= correction.max_age
+            keep &= correction.veto is None or min(math.exp(y) for y in logs) >= correction.veto
+            for name, limit in correction.reject.items():
+                low, high = (float(part) for part in limit.split("_")) if isinstance(limit, str) else (0.0, limit)
+                keep &= passes(name, logs, number, low, high)
+            total = {"none": 0.0, "token": x, "sequence": sum(logs)}[correction.weight]
+            weight = math.exp(max(-20.0, min(20.0, total)))
+            weight = min(weight, correction.cap or math.inf)
+            if correction.band is not None:
+                low, high = (float(part) for part in correction.band.split("_"))
+                weight = weight if low <= weight <= high else 0.0
+            if correction.age_weights:
+                weight *= correction.age_weights[min(steps, len(correction.age_weights) - 1)]
+            yield i, t, weight if keep else 0.0, keep
+
+
+CASES = {
+    "token, capped": Correction(weight="token", cap=1.3),
+    "sequence, capped": Correction(weight="sequence", cap=2.0),
+    "sequence, free": Correction(weight="sequence"),
+    "icepop": Correction(weight="token", band="0.4_3.0"),
+    "icepop of sequences": Correction(weight="sequence", band="0.5_1.5"),
+    "veto": Correction(weight="token", veto=0.3),
+    "age": Correction(weight="token", max_age=2, age_weights=(1.0, 0.5, 0.25)),
+    "everything": Correction(
+        weight="sequence", cap=3.0, veto=0.05, max_age=3, reject={"seq_mean_k3": 0.6, "token_k1": "0.1_4.0"}
+    ),
+} | {name: Correction(weight="token", reject={name: "0.6_1.9" if name.endswith("k1") else 0.4}) for name in REJECTIONS}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_and_verdicts_match_the_plain_formulas(name: str) -> None:
+    kept, seen = 0, 0
+    for seed in range(30):
+        drawn = rows(seed, spread=0.6)
+        target, behaviour, mask, age = tensors(drawn)
+        got = correct(target, behaviour, mask, age, CASES[name])
+        expected_weights, expected_keep = torch.zeros_like(got.weights), torch.zeros_like(got.keep)
+        for i, t, weight, keep in judged(drawn, CASES[name]):
+            expected_weights[i, t], expected_keep[i, t] = weight, keep
+        assert torch.equal(got.keep, expected_keep)
+        torch.testing.assert_close(got.weights, expected_weights, rtol=1e-12, atol=1e-12)
+        kept, seen = kept + int(got.keep.sum()), seen + int(mask.sum())
+    assert 0 < kept <= seen and (kept < seen or not (CASES[name].reject or CASES[name].veto or CASES[name].max_age))
+
+
+def rejected(log_ratios: list[float], rule: str, limit: str | float) -> list[bool]:
+    target = torch.tensor([log_ratios], dtype=torch.float64)
+    mask = torch.ones_like(target, dtype=torch.bool)
+    found = correct(target, torch.zeros_like(target), mask, mask.long(), Correction(reject={rule: limit}))
+    return (~found.keep[0]).tolist()
+
+
+def test_an_asymmetric_band_keeps_the_ratios_it_names_and_not_their_inverses() -> None:
+    ratios = [0.59, 0.61, 1.0, 1.39, 1.41, 1 / 0.61]
+    assert rejected([math.log(r) for r in ratios], "token_k1", "0.6_1.4") == [True, False, False, False, True, True]
+    assert rejected([math.log(0.65), math.log(0.95)], "seq_sum_k1", "0.6_1.4") == [False, False]
+    assert rejected([math.log(1.3), math.log(1.2)], "seq_sum_k1", "0.6_1.4") == [True, True]
+    assert rejected([math.log(1.3), math.log(1.2)], "seq_mean_k1", "0.6_1.4") == [False, False]
+    assert rejected([math.log(0.5), math.log(0.7)], "seq_mean_k1", "0.6_1.4") == [True, True]
+    assert rejected([0.0, math.log(1.5), 0.0], "seq_max_k1", "0.6_1.4") == [True, True, True]
+    assert rejected([math.log(4.0), math.log(1e-8), math.log(6.0)], "token_k1", "0_5") == [False, False, True]
+
+
+@pytest.mark.parametrize("rule", ["seq_max_k1", "seq_mean_k1", "seq_sum_k1", "token_k1"])
+def test_tokens_that_were_not_sampled_are_in_no_band(rule: str) -> None:
+    target, mask = torch.tensor([[0.0, math.log(2.0), 0.0]]), torch.tensor([[False, True, False]])
+    got = correct(target, torch.zeros(1, 3), mask, mask.long(), Correction(reject={rule: "1.5_3.0"}))
+    assert torch.equal(got.keep, mask)
+
+
+def test_one_number_is_a_band_with_its_inverse() -> None:
+    ratios = [0.49, 0.51, 1.99, 2.01]
+    assert rejected([math.log(r) for r in ratios], "token_k1", 2.0) == [True, False, False, True]
+
+
+def test_the_first_rule_that_rejects_is_named_and_a_band_only_zeroes() -> None:
+    correction = Correction(weight="token", band="0.5_2.0", veto=0.01, max_age=3, reject={"token_k3": 1.0})
+    target = torch.tensor([[0.0, math.log(3.9), math.log(2.1), 0.0], [math.log(0.001), 0.0, 0.0, 9.0]]).double()
+    mask = torch.ones_like(target, dtype=torch.bool)
+    mask[1, 3] = False
+    age = torch.tensor([[0, 0, 0, 4], [4, 0, 0, 0]])
+    got = correct(target, torch.zeros_like(target), mask, age, correction)
+    names = [[RULES[i] for i in row] for row in got.rule.tolist()]
+    assert names == [["", "token_k3", "band", "max_age"], ["max_age", "veto", "veto", ""]]
+    assert got.keep.tolist() == [[True, False, True, False], [False, False, False, False]]
+    assert got.weights[0].tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+EVERYTHING = Correction(
+    weight="sequence",
+    cap=2.0,
+    veto=1e-3,
+    max_age=3,
+    age_weights=(1.0, 0.9, 0.5),
+    reject={"seq_mean_k1": "0.5_1.8", "token_k3": 0.5, "seq_max_k2": 1.0},
+)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_padding_row_order_splits_and_garbage_change_nothing(seed: int) -> None:
+    drawn = rows(seed, spread=0.4)
+    target, behaviour, mask, age = tensors(drawn)
+    whole = correct(target, behaviour, mask, age, EVERYTHING)
+
+    padded = correct(*tensors(drawn, padding=5), EVERYTHING)
+    order = torch.randperm(len(drawn), generator=torch.Generator().manual_seed(seed))
+    permuted = correct(target[order], behaviour[order], mask[order], age[order], EVERYTHING)
+    single = [correct(*(x[i : i + 1] for x in (target, behaviour, mask, age)), EVERYTHING) for i in range(len(drawn))]
+    spoilt = target.clone()
+    spoilt[~mask] = math.nan
+    garbage = correct(spoilt, behaviour, mask, age + 1000 * ~mask, EVERYTHING)
+    for name in ("weights", "keep", "rule"):
+        expected = getattr(whole, name)
+        assert torch.equal(getattr(padded, name)[:, : expected.shape[1]], expected)
+        assert torch.equal(getattr(permuted, name), expected[order])
+        assert torch.equal(torch.cat([getattr(part, name) for part in single]), expected)
+        assert torch.equal(getattr(garbage, name), expected)
+    assert not padded.keep[:, whole.keep.shape[1] :].any()
+
+
+def test_nothing_carries_gradient() -> None:
+    target = torch.tensor([[0.3, -0.2]], requires_grad=True)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    assert not correct(target, torch.zeros(1, 2), mask, mask.long(), EVERYTHING).weights.requires_grad
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_the_identity_on_policy(preset: str) -> None:
+    target, _, mask, age = tensors(rows(3))
+    got = correct(target, target, mask, age, PRESETS[preset])
+    assert torch.equal(got.keep, mask) and not got.rule.any()
+    assert torch.equal(got.weights, mask.to(got.weights))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_bounds_its_weights(preset: str) -> None:
+    correction = PRESETS[preset]
+    bound = correction.cap or {"0.5_5.0": 5.0, None: 5.0 if preset == "areal" else 1.0}[correction.band]
+    for seed in range(20):
+        target, behaviour, mask, age = tensors(rows(seed, spread=8.0))
+        got = correct(target, behaviour, mask, age, correction)
+        assert got.weights.max() <= bound and torch.isfinite(got.weights).all()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_builds_and_corrects(preset: str) -> None:
+    config = RunConfig(
+        model=ModelConfig(path="m"), data=DataConfig(path="d"), algorithm=AlgorithmConfig(correction=preset)
+    )
+    if PRESETS[preset].loss not in (None, *LOSSES):
+        assert [p for p in problems(config) if "not available yet" in p]
+        return
+    assert list(problems(config)) == []
+    algorithm = build(config)
+    target, behaviour, mask, age = tensors(rows(5, spread=0.3))
+    got = algorithm.finish(algorithm.correct(target, behaviour, mask, age))
+    assert got.weights.shape == mask.shape and set(got.rule.unique().tolist()) <= {
+        RULES.index(name) for name in ("", *algorithm.rules)
+    }
+    assert algorithm.decoupled == (not preset.startswith(("bypass", "prime")))
+
+
+def test_normalised_weights_have_the_mean_one_over_tokens_that_train() -> None:
+    target, behaviour, mask, age = tensors(rows(11, spread=0.8))
+    correction = Correction(weight="token", cap=2.0, reject={"token_k3": 0.3})
+    raw = correct(target, behaviour, mask, age, correction)
+    got = normalise(raw)
+    assert got.rule is raw.rule and got.weights.dtype == raw.weights.dtype
+    verdicts = zip(raw.weights.flatten().tolist(), raw.keep.flatten().tolist(), strict=True)
+    kept = [weight for weight, keep in verdicts if keep]
+    assert len(kept) < int(mask.sum())
+    torch.testing.assert_close(got.weights, raw.weights / (sum(kept) / len(kept)), rtol=1e-12, atol=0)
+    assert got.weights[got.keep].mean().item() == pytest.approx(1.0)
+    nothing = Corrected(torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool), torch.zeros(1, 2, dtype=torch.uint8))
+    assert normalise(nothing).weights.tolist() == [[0.0, 0.0]]
+    empty = Corrected(nothing.weights, torch.zeros_like(nothing.keep), nothing.rule)
+    assert normalise(empty).weights.tolist() == [[0.0, 0.0]]
+
+
+def test_options_change_a_preset() -> None:
+    assert resolve("decoupled_token_is", CorrectionOptions(band="0.5_2.0")).cap is None
+    assert resolve("decoupled_token_icepop", CorrectionOptions(cap=3.0)).band is None
+    assert resolve("decoupled_token_is", CorrectionOptions(weight="none")) == Correction()
+    assert resolve("decoupled_geo_rs", CorrectionOptions(reject={})).reject == {}
+    assert resolve("areal", CorrectionOptions(max_age=4)) == msgspec.structs.replace(PRESETS["areal"], max_age=4)

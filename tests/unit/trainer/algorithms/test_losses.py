@@ -1,0 +1,325 @@
+"""Every policy loss against plain loops in float64, its gradient, and what must not change it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from rl_async.configs.schema.algorithm import LOSSES as NAMES
+from rl_async.configs.schema.algorithm import WITHOUT_RATIO, AlgorithmConfig, LossOptions
+from rl_async.trainer.algorithms.loss_inputs import LossInputs, SelectInputs
+from rl_async.trainer.algorithms.losses import LOSSES
+
+OPTIONS = AlgorithmConfig(
+    clip_low=0.15,
+    clip_high=0.3,
+    loss_options=LossOptions(
+        clip_dual=1.5,
+        decoupled_cap=1.3,
+        sapo_tau_positive=0.8,
+        sapo_tau_negative=1.3,
+        dro_beta=0.7,
+        dppo_tv=0.06,
+        dppo_kl=0.01,
+        ipo=0.05,
+        ipo_penalty=0.3,
+        m2po=0.03,
+        clip_cov_share=0.2,
+        clip_cov_low=0.05,
+        clip_cov_high=1.0,
+        kl_cov_share=0.2,
+        kl_cov_coef=0.9,
+    ),
+)
+SELECTING = sorted(name for name, loss in LOSSES.items() if loss.select)
+
+
+def make(seed: int, on_policy: bool = False, token_wise: bool = True) -> LossInputs:
+    """Rows of unequal length with gaps; ratios on both sides of every bound."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(scale: float) -> Tensor:
+        return scale * torch.randn(4, 7, generator=draw, dtype=torch.float64)
+
+    behaviour = -0.1 - normal(1.0).abs()
+    proximal = behaviour if on_policy else torch.minimum(behaviour + normal(0.25), torch.tensor(-1e-3))
+    logprobs = proximal.clone() if on_policy else torch.minimum(proximal + normal(0.4), torch.tensor(-1e-3))
+    mask = torch.rand(4, 7, generator=draw) < 0.7
+    mask[:, 2] = True
+    mask[3, 3:] = False
+    inputs = LossInputs(
+        logprobs=logprobs,
+        proximal=proximal,
+        behaviour=behaviour,
+        advantages=normal(1.0) if token_wise else normal(1.0)[:, :1].expand(4, 7),
+        weights=torch.ones(4, 7).double() if on_policy else 0.5 + torch.rand(4, 7, generator=draw, dtype=torch.float64),
+        mask=mask,
+        options=OPTIONS,
+    )
+    return inputs
+
+
+def selecting(x: LossInputs, seed: int = 5) -> SelectInputs:
+    return SelectInputs(x.proximal, x.behaviour, x.advantages, x.mask, x.options, seed)
+
+
+def prepared(name: str, x: LossInputs) -> LossInputs:
+    select = LOSSES[name].select
+    return x if select is None else replace(x, selected=select(selecting(x)))
+
+
+class Token:
+    """One token's numbers, for the formulas as their papers write them."""
+
+    def __init__(self, x: LossInputs, i: int, t: int) -> None:
+        self.logp, self.old, self.mu = (v[i, t].item() for v in (x.logprobs, x.proximal, x.behaviour))
+        self.a, self.w = x.advantages[i, t].item(), x.weights[i, t].item()
+        self.r = math.exp(self.logp - self.old)
+        self.selected = bool(x.selected[i, t]) if x.selected is not None else False
+        self.away = (self.r > 1 and self.a > 0) or (self.r < 1 and self.a < 0)
+
+
+def clip(r: float) -> float:
+    return min(max(r, 1 - 0.15), 1 + 0.3)
+
+
+def ppo(k: Token) -> float:
+    surrogate = min(k.r * k.a, clip(k.r) * k.a)
+    if k.a < 0:
+        surrogate = max(surrogate, 1.5 * k.a)
+    return -k.w * surrogate
+
+
+def decoupled_ppo(k: Token) -> float:
+    b = math.exp(k.old - k.mu)
+    return b * ppo(k) if b <= 1.3 else 0.0
+
+
+def sapo(k: Token) -> float:
+    tau = 0.8 if k.a > 0 else 1.3
+    return -k.w * 4 / tau / (1 + math.exp(-tau * (k.r - 1))) * k.a
+
+
+def dppo_kl(k: Token) -> float:
+    q, p = math.exp(k.old), math.exp(k.logp)
+    distance = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+    return 0.0 if k.away and distance > 0.01 else -k.w * k.r * k.a
+
+
+PER_TOKEN: dict[str, Callable[[Token], float]] = {
+    "ppo": ppo,
+    "decoupled_ppo": decoupled_ppo,
+    "reinforce": lambda k: -k.w * k.a * k.logp,
+    "gpg": lambda k: -k.w * k.a * k.logp,
+    "cispo": lambda k: -k.w * clip(k.r) * k.a * k.logp,
+    "sapo": sapo,
+    "dro": lambda k: -k.w * (k.a * k.logp - 0.7 / 2 * math.log(k.r) ** 2),
+    "dppo_tv": lambda k: 0.0 if k.away and abs(math.exp(k.logp) - math.exp(k.old)) > 0.06 else -k.w * k.r * k.a,
+    "dppo_kl": dppo_kl,
+    "ipo": lambda k: (
+        k.w * 0.3 * math.log(k.r) ** 2 - (k.w * k.r * k.a if abs(math.exp(k.logp) - math.exp(k.old)) <= 0.05 else 0.0)
+    ),
+    "m2po": lambda k: 0.0 if k.selected else -k.w * k.r * k.a,
+    "clip_cov": lambda k: 0.0 if k.selected else ppo(k),
+    "kl_cov": lambda k: -k.w * (k.r * k.a - (0.9 * abs(math.log(k.r)) if k.selected else 0.0)),
+}
+
+
+def gspo(row: list[Token]) -> list[float]:
+    s = math.exp(sum(math.log(k.r) for k in row) / len(row))
+    return [-k.w * min(s * k.a, clip(s) * k.a) for k in row]
+
+
+def gmpo(row: list[Token]) -> list[float]:
+    advantage = sum(k.a for k in row) / len(row)
+    logs = []
+    for k in row:
+        log, limited = math.log(k.r), min(max(math.log(k.r), -0.15), 0.3)
+        logs.append(min(log, limited) if k.a > 0 else max(log, limited))
+    weight = math.exp(sum(math.log(k.w) for k in row) / len(row))
+    return [-weight * math.exp(sum(logs) / len(row)) * advantage] * len(row)
+
+
+PER_ROW = {"gspo": gspo, "gmpo": gmpo}
+
+
+def test_names_registry_and_references_agree() -> None:
+    assert set(NAMES) == LOSSES.keys() == PER_TOKEN.keys() | PER_ROW.keys()
+    assert set(WITHOUT_RATIO) < set(NAMES)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_match_plain_loops(name: str, seed: int) -> None:
+    x = prepared(name, make(seed, token_wise=name != "gmpo"))
+    got = LOSSES[name].per_token(x)
+    assert got.shape == x.mask.shape
+    for i in range(4):
+        there = torch.nonzero(x.mask[i]).flatten().tolist()
+        row = [Token(x, i, t) for t in there]
+        expected = PER_ROW[name](row) if name in PER_ROW else [PER_TOKEN[name](k) for k in row]
+        assert got[i, there].tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def surrogate_gradient(name: str, x: LossInputs) -> Tensor:
+    logprobs = x.logprobs.clone().requires_grad_()
+    loss = LOSSES[name].per_token(replace(x, logprobs=logprobs))
+    torch.where(x.mask, loss, 0.0).sum().backward()
+    assert logprobs.grad is not None
+    return logprobs.grad
+
+
+STOPPED = ("cispo", "gspo")  # a part of the value carries no gradient, by definition
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in STOPPED])
+def test_gradients_are_those_of_the_value(name: str) -> None:
+    x = prepared(name, make(3))
+
+    def total(logprobs: Tensor) -> Tensor:
+        return torch.where(x.mask, LOSSES[name].per_token(replace(x, logprobs=logprobs)), 0.0).sum()
+
+    assert torch.autograd.gradcheck(total, x.logprobs.clone().requires_grad_(), eps=1e-7, atol=1e-5)
+
+
+def test_cispo_weighs_the_plain_gradient_by_the_clipped_ratio() -> None:
+    x = make(4)
+    ratio = (x.logprobs - x.proximal).exp().clamp(0.85, 1.3)
+    expected = torch.where(x.mask, -x.weights * ratio * x.advantages, 0.0)
+    torch.testing.assert_close(surrogate_gradient("cispo", x), expected)
+
+
+def test_gspo_gives_every_token_the_gradient_of_its_sequence_ratio() -> None:
+    x = make(4)
+    gradient = surrogate_gradient("gspo", x)
+    for i in range(4):
+        row = [Token(x, i, t) for t in torch.nonzero(x.mask[i]).flatten().tolist()]
+        s = math.exp(sum(math.log(k.r) for k in row) / len(row))
+        for k, got in zip(row, gradient[i][x.mask[i]].tolist(), strict=True):
+            clipped = (k.a > 0 and s > 1.3) or (k.a < 0 and s < 0.85)
+            assert got == pytest.approx(0.0 if clipped else -k.w * s * k.a)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_masked_tokens_change_neither_value_nor_gradient(name: str) -> None:
+    x = prepared(name, make(6))
+    spoiled = replace(
+        x,
+        logprobs=torch.where(x.mask, x.logprobs, -40.0),
+        proximal=torch.where(x.mask, x.proximal, 30.0),
+        behaviour=torch.where(x.mask, x.behaviour, 5.0),
+        advantages=torch.where(x.mask, x.advantages, 1e3),
+        weights=torch.where(x.mask, x.weights, 1e6),
+    )
+    spoiled = prepared(name, replace(spoiled, selected=None))
+    before, after = LOSSES[name].per_token(x), LOSSES[name].per_token(spoiled)
+    torch.testing.assert_close(after[x.mask], before[x.mask])
+    torch.testing.assert_close(surrogate_gradient(name, spoiled), surrogate_gradient(name, x))
+    assert (surrogate_gradient(name, x)[~x.mask] == 0).all()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in SELECTING])
+def test_rows_do_not_see_one_another_and_padding_does_not_matter(name: str) -> None:
+    x = make(7)
+    whole = LOSSES[name].per_token(x)
+    for i in range(4):
+        fields = ("logprobs", "proximal", "behaviour", "advantages", "weights", "mask")
+        one = replace(x, **{f: torch.nn.functional.pad(getattr(x, f)[i : i + 1], (0, 2)) for f in fields})
+        torch.testing.assert_close(LOSSES[name].per_token(one)[0, :7][x.mask[i]], whole[i][x.mask[i]])
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in WITHOUT_RATIO])
+def test_on_policy_every_loss_has_the_plain_policy_gradient(name: str) -> None:
+    """A / 1: nothing is clipped, masked or penalised where the policy has not moved; gmpo spreads it over its row."""
+    x = make(8, on_policy=True, token_wise=False)
+    x = replace(x, options=msgspec.structs.replace(OPTIONS, loss_options=LossOptions()))
+    selected = torch.zeros_like(x.mask)
+    plain = torch.where(x.mask, -x.advantages, 0.0)
+    torch.testing.assert_close(surrogate_gradient(name, replace(x, selected=selected)), plain)
+
+
+def test_m2po_drops_the_fewest_and_most_extreme_tokens_that_keep_the_budget() -> None:
+    for seed in range(10):
+        x = make(seed)
+        selected = LOSSES["m2po"].select(selecting(x))  # type: ignore[misc]
+        squares = ((x.proximal - x.behaviour) ** 2)[x.mask]
+        dropped = selected[x.mask]
+        kept = squares[~dropped]
+        assert not (selected & ~x.mask).any()
+        assert kept.numel() == 0 or kept.mean().item() <= 0.03
+        if dropped.any():
+            smallest = squares[dropped].min()
+            assert (kept <= smallest).all()
+            assert torch.cat([kept, smallest[None]]).mean().item() > 0.03, "one fewer would have done"
+
+
+def test_clip_cov_draws_its_share_from_the_band_and_the_draw_is_the_seeds() -> None:
+    x = make(1)
+    select = LOSSES["clip_cov"].select
+    assert select is not None
+    selected = select(selecting(x, seed=1))
+    tokens = int(x.mask.sum())
+    mean_a, mean_p = x.advantages[x.mask].mean(), x.proximal[x.mask].mean()
+    cov = (x.advantages - mean_a) * (x.proximal - mean_p)
+    band = x.mask & (cov > 0.05) & (cov < 1.0)
+    assert int(selected.sum()) == min(int(0.2 * tokens), int(band.sum()))
+    assert not (selected & ~band).any()
+    assert torch.equal(select(selecting(x, seed=1)), selected)
+    assert any(not torch.equal(select(selecting(x, seed=s)), selected) for s in range(2, 8))
+
+
+def test_kl_cov_takes_the_largest_covariances() -> None:
+    x = make(2)
+    select = LOSSES["kl_cov"].select
+    assert select is not None
+    selected = select(selecting(x))
+    mean_a, mean_p = x.advantages[x.mask].mean(), x.proximal[x.mask].mean()
+    cov = (x.advantages - mean_a) * (x.proximal - mean_p)
+    assert int(selected.sum()) == int(0.2 * int(x.mask.sum()))
+    assert cov[selected].min() >= cov[x.mask & ~selected].max()
+
+
+@pytest.mark.parametrize("name", SELECTING)
+def test_a_mini_batch_without_tokens_selects_nothing(name: str) -> None:
+    x = make(2)
+    select = LOSSES[name].select
+    assert select is not None
+    assert not select(selecting(replace(x, mask=torch.zeros_like(x.mask)))).any()
+
+
+def test_without_dual_clip_ppo_is_unbounded_for_bad_tokens() -> None:
+    x = make(9)
+    free = replace(x, options=AlgorithmConfig(clip_low=0.15, clip_high=0.3))
+    got, limited = LOSSES["ppo"].per_token(free), LOSSES["ppo"].per_token(x)
+    beyond = x.mask & (x.advantages < 0) & (x.ratio > 1.5)
+    assert beyond.any()
+    torch.testing.assert_close(got[beyond], (-x.weights * x.ratio * x.advantages)[beyond])
+    torch.testing.assert_close(limited[beyond], (-x.weights * 1.5 * x.advantages)[beyond])
+
+
+@pytest.mark.parametrize("shift", [-500.0, 500.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_wild_log_probabilities_stay_finite(name: str, shift: float) -> None:
+    logprobs = (make(9).logprobs + shift).requires_grad_()
+    loss = LOSSES[name].per_token(prepared(name, replace(make(9), logprobs=logprobs)))
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    assert loss.isfinite().all() and gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_certain_tokens_are_within_the_trust_region_of_each_other(name: str) -> None:
+    certain = replace(make(9), logprobs=torch.zeros_like(make(9).logprobs), proximal=torch.zeros_like(make(9).logprobs))
+    assert torch.equal(LOSSES[name].per_token(certain), -certain.weights * certain.advantages)
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+def test_a_share_of_nothing_picks_nothing(loss: str) -> None:
+    options = AlgorithmConfig(loss_options=LossOptions(clip_cov_share=0.0, kl_cov_share=0.0, clip_cov_low=-9.0))
+    x = make(9)
+    select = LOSSES[loss].select
+    assert select is not None
+    assert not select(SelectInputs(x.proximal, x.behaviour, x.advantages, x.mask, options, seed=0)).any()

@@ -1,0 +1,115 @@
+"""How a model is spread, kept and computed changes no gradient: on real gloo ranks, against a plain model."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.contracts.backends.models import ROWS, loss_of, make_model, micro_batches, outputs_of
+from tests.support.forked import run_ranks
+
+LORA: dict[str, Any] = {"lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}, "learning_rate": 1e-2}
+HAS_PEFT = importlib.util.find_spec("peft") is not None
+OPTIONS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"adapters": LORA, "plain": {}, "checkpointed": {"activation_checkpointing": True}},
+    2: {
+        "checkpointed": {"activation_checkpointing": True},
+        "offloaded": {"cpu_offload": True},
+        "adapters": LORA,
+        "sharing rows": {"sequence_parallel": 2},
+        "sharing rows, checkpointed": {"sequence_parallel": 2, "activation_checkpointing": True},
+        "adapters, sharing rows": LORA | {"sequence_parallel": 2, "activation_checkpointing": True},
+    },
+    4: {
+        "2 replicas": {"replicas": 2},
+        "sharing rows": {"sequence_parallel": 2, "replicas": 2},
+        "sharing rows, heads of keys twice": {"sequence_parallel": 4},
+        "adapters": LORA | {"replicas": 2, "activation_checkpointing": True},
+        "all": {"replicas": 2, "activation_checkpointing": True, "cpu_offload": True},
+    },
+}
+CASES = [(ranks, case) for ranks, options in OPTIONS.items() for case in options if "adapters" not in case]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model("qwen3", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, Tensor]:
+    """The gradients of a plain Hugging Face model in this process."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    batches = micro_batches(range(ROWS))
+    for number, batch in enumerate(batches):
+        loss_of(batches)(number, outputs_of(model, batch)).backward()
+    return {f"lm.{name}": parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Tensor]]:
+    """What ``sharding_worker`` wrote, by the number of ranks."""
+    out = tmp_path_factory.mktemp("gradients")
+    result = {}
+    for ranks, every in OPTIONS.items():
+        options = {case: keys for case, keys in every.items() if HAS_PEFT or "lora" not in keys}
+        file = out / f"{ranks}.safetensors"
+        arguments = [str(folder), str(file), json.dumps(options)]
+        run_ranks("tests.unit.trainer.workers.sharding", *arguments, ranks=ranks)
+        result[ranks] = load_file(file)
+    return result
+
+
+@pytest.mark.timeout(600)  # the first test waits for all ranks
+@pytest.mark.parametrize(("ranks", "case"), CASES)
+def test_gradients_are_those_of_a_plain_model(
+    found: dict[int, dict[str, Tensor]], expected: dict[str, Tensor], ranks: int, case: str
+) -> None:
+    gradients = of_case(found[ranks], case)
+    assert gradients.keys() == expected.keys()
+    assert max(gradient.abs().max().item() for gradient in expected.values()) > 1e-2
+    for name, gradient in expected.items():
+        assert (gradients[name] - gradient).abs().max() < 1e-6, name
+
+
+def of_case(found: dict[str, Tensor], case: str) -> dict[str, Tensor]:
+    return {key.partition("|")[2]: t for key, t in found.items() if key.startswith(f"{case}|")}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not HAS_PEFT, reason="PEFT is not here; install it with pip install 'rl-async[lora]'")
+def test_adapters_have_the_same_gradients_on_any_ranks(found: dict[int, dict[str, Tensor]]) -> None:
+    one = of_case(found[1], "adapters")
+    assert len(one) == 4 * 2 * 2, "A and B of two layers in each of four"
+    assert max(gradient.abs().max().item() for gradient in one.values()) > 1e-2
+    for ranks, case in ((2, "adapters"), (2, "adapters, sharing rows"), (4, "adapters")):
+        gradients = of_case(found[ranks], case)
+        assert gradients.keys() == one.keys()
+        for name, gradient in one.items():
+            assert (gradients[name] - gradient).abs().max() < 1e-6, name
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not HAS_PEFT, reason="PEFT is not here; install it with pip install 'rl-async[lora]'")
+@pytest.mark.parametrize(
+    ("ranks", "case"), [(1, "adapters"), (2, "adapters"), (2, "adapters, sharing rows"), (4, "adapters")]
+)
+def test_adapters_alone_are_the_same_weights_as_merged_ones(
+    found: dict[int, dict[str, Tensor]], folder: Path, ranks: int, case: str
+) -> None:
+    base, merged, alone = (
+        load_file(folder / "model.safetensors"),
+        *(of_case(found[ranks], f"{case}, {way}") for way in ("merged", "alone")),
+    )
+    assert merged.keys() == alone.keys() == base.keys()
+    assert all(merged[name].equal(alone[name]) for name in base)
+    changed = {name for name in base if not merged[name].equal(base[name])}
+    assert changed == {name for name in base if name.endswith(("q_proj.weight", "down_proj.weight"))}

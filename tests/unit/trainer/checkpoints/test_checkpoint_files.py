@@ -1,0 +1,109 @@
+"""What counts as a checkpoint: complete, as it was written, and not older than what is kept."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rl_async.errors import CheckpointDamaged
+from rl_async.trainer.checkpoints.folder import (
+    FORMAT,
+    CheckpointState,
+    begin,
+    drop_unfinished,
+    list_checkpoints,
+    newest_whole,
+    publish,
+    temporary_folder,
+)
+from rl_async.trainer.checkpoints.manifest import digest, files_in, write_manifest
+
+SHARD = "shards/shard-00001.safetensors"
+
+
+def make(root: Path, step: int, keep: int = 9, version: int = FORMAT) -> Path:
+    """A checkpoint in the place of tensors of which is text."""
+    folder = temporary_folder(root, step)
+    begin(folder, [".", "shards"])
+    (folder / SHARD).write_bytes(b"weights of step %d" % step)
+    state = CheckpointState(step=step, lineage=0, kl_coef=0.0, format=version)
+    (folder / "state.json").write_bytes(msgspec.json.encode(state))
+    write_manifest(folder, {name: digest(folder / name) for name in files_in(folder)})
+    publish(folder, root, step, keep)
+    return root / f"step-{step:06d}"
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("harm", [flip_a_bit, truncate, Path.unlink])
+@pytest.mark.parametrize("name", [SHARD, "manifest.json", "state.json"])
+def test_damage_is_found_and_the_one_before_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], None], name: str
+) -> None:
+    older, newer = make(tmp_path, 2), make(tmp_path, 4)
+    assert newest_whole(tmp_path) == newer
+    harm(newer / name)
+    with caplog.at_level(logging.WARNING):
+        assert newest_whole(tmp_path) == older
+    if (newer / "state.json").exists():  # else it is not listed at all
+        assert str(newer) in caplog.text
+        if name != "manifest.json":
+            assert str(newer / name) in caplog.text
+    harm(older / SHARD)
+    with pytest.raises(CheckpointDamaged, match=str(older / SHARD)):
+        newest_whole(tmp_path)
+
+
+def test_every_bit_of_the_manifest_counts(tmp_path: Path) -> None:
+    folder = make(tmp_path, 2)
+    whole = (folder / "manifest.json").read_bytes()
+    for place in range(len(whole)):
+        (folder / "manifest.json").write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(CheckpointDamaged):
+            newest_whole(tmp_path)
+    (folder / "manifest.json").write_bytes(whole)
+    assert newest_whole(tmp_path) == folder
+
+
+def test_only_the_newest_are_kept_and_one_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        make(tmp_path, step, keep=2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000004", "step-000006"]
+    (tmp_path / "step-000006" / "old").touch()
+    make(tmp_path, 6, keep=2)
+    assert not (tmp_path / "step-000006" / "old").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000004", "step-000006"], "nothing else is left"
+
+
+def test_what_is_half_written_is_never_listed_and_goes_at_the_next_start(tmp_path: Path) -> None:
+    whole = make(tmp_path, 2)
+    half = temporary_folder(tmp_path, 4)
+    begin(half, [".", "critic"])
+    (half / "state.json").write_bytes((whole / "state.json").read_bytes())
+    assert newest_whole(tmp_path) == whole
+    drop_unfinished(tmp_path)
+    assert list(tmp_path.iterdir()) == [whole]
+
+
+def test_the_first_format_is_taken_as_it_is_and_a_later_one_is_refused(tmp_path: Path) -> None:
+    first = make(tmp_path, 2)
+    (first / "state.json").write_text('{"step":2,"lineage":0,"kl_coef":0.0}')
+    (first / "manifest.json").unlink()
+    assert newest_whole(tmp_path) == first
+    later = make(tmp_path, 4, version=FORMAT + 1)
+    with pytest.raises(CheckpointDamaged, match=f"{later} has format {FORMAT + 1}"):
+        newest_whole(tmp_path)
+
+
+def test_there_need_not_be_any(tmp_path: Path) -> None:
+    assert newest_whole(tmp_path / "checkpoints") is None

@@ -1,0 +1,132 @@
+"""Checkpoints written in the background by real processes: killed, failing, waited for."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from safetensors import SafetensorError
+
+from rl_async.errors import CheckpointFailed
+from rl_async.trainer.checkpoints.folder import FORMAT, CheckpointState, newest_whole
+from rl_async.trainer.checkpoints.saver import Saver
+
+WAIT_S = 60.0
+
+
+class Half:
+    """A backend of which a test decides what its writer does, halfway through its file."""
+
+    def __init__(self, then: Callable[[], None] = lambda: None) -> None:
+        self._then = then
+
+    def stage(self, folder: Path, group: object) -> Callable[[], None]:
+        def write() -> None:
+            with (folder / "weights").open("wb") as file:
+                file.write(b"half")
+                file.flush()
+                self._then()
+                file.write(b"whole")
+
+        return write
+
+
+def save(saver: Saver, step: int, backend: Any) -> None:
+    saver.save({".": backend}, CheckpointState(step=step, lineage=0, kl_coef=0.0, format=FORMAT), b"")
+
+
+def until_killed(root: Path) -> None:
+    """In a process of its own: save step 2, then half of step 4, and say so."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    saver = Saver(root, keep=1, timeout_s=WAIT_S)
+    save(saver, 2, Half())
+    halfway = threading.Event()
+
+    def stay() -> None:
+        halfway.set()
+        threading.Event().wait(WAIT_S)
+
+    save(saver, 4, Half(stay))
+    assert halfway.wait(WAIT_S)
+    print("half written", flush=True)
+    saver.wait()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """One rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_checkpoint_killed_halfway_is_never_picked_up(tmp_path: Path, alone: None) -> None:
+    root = Path(__file__).parents[4]
+    code = (
+        "import sys, pathlib, tests.unit.trainer.checkpoints.test_saver as t; t.until_killed(pathlib.Path(sys.argv[1]))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    victim = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
+    assert victim.stdout is not None
+    assert victim.stdout.readline() == "half written\n"
+    victim.kill()
+    victim.communicate()
+    assert (tmp_path / ".step-000004.tmp" / "weights").read_bytes() == b"half"
+    assert newest_whole(tmp_path) == tmp_path / "step-000002"
+    saver = Saver(tmp_path, keep=1, timeout_s=WAIT_S)
+    save(saver, 4, Half())
+    saver.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000004"]
+    assert (tmp_path / "step-000004" / "weights").read_bytes() == b"halfwhole"
+
+
+def test_training_goes_on_while_it_is_written_and_the_next_one_waits(tmp_path: Path, alone: None) -> None:
+    saver = Saver(tmp_path, keep=9, timeout_s=WAIT_S)
+    go_on = threading.Event()
+    save(saver, 1, Half(lambda: assert_(go_on.wait(WAIT_S))))
+    assert saver.durable() is None and newest_whole(tmp_path) is None, "save returned before anything was there"
+    threading.Timer(0.2, go_on.set).start()
+    save(saver, 2, Half())
+    assert newest_whole(tmp_path) is not None, "the first was there before the second was begun"
+    saver.wait()
+    assert saver.durable() == 2 and saver.durable() is None, "said once"
+
+
+@pytest.mark.parametrize("kind", [OSError, SafetensorError])
+def test_a_failure_in_the_background_is_raised_by_name(tmp_path: Path, alone: None, kind: type[Exception]) -> None:
+    saver = Saver(tmp_path, keep=9, timeout_s=WAIT_S)
+    save(saver, 3, Half())
+    saver.wait()
+    full = kind("No space left on device")
+    save(saver, 5, Half(lambda: raise_(full)))
+    with pytest.raises(CheckpointFailed, match=r"step 5: .*No space left on device"):
+        saver.wait()
+    assert newest_whole(tmp_path) == tmp_path / "step-000003"
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_by_name(tmp_path: Path, alone: None) -> None:
+    (tmp_path / "file").touch()
+    saver = Saver(tmp_path / "file" / "checkpoints", keep=9, timeout_s=WAIT_S)
+    with pytest.raises(CheckpointFailed, match=r"step 3: rank 0: .*Not a directory"):
+        save(saver, 3, Half())
+
+
+def test_one_that_takes_too_long_is_an_error(tmp_path: Path, alone: None) -> None:
+    saver = Saver(tmp_path, keep=9, timeout_s=0.2)
+    end = threading.Event()
+    save(saver, 1, Half(lambda: assert_(end.wait(WAIT_S))))
+    with pytest.raises(CheckpointFailed, match="step 1: not written within"):
+        saver.wait()
+    end.set()
+
+
+def assert_(said: bool) -> None:
+    assert said
+
+
+def raise_(error: Exception) -> None:
+    raise error

@@ -1,0 +1,191 @@
+"""Every kind of model that claims packing, on a tiny random one: packed rows equal rows alone."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rl_async.configs.schema.run import TrainerConfig
+from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
+from rl_async.trainer.batches.batching import Tensors, empty_tensors
+from rl_async.trainer.model.families import FAMILIES, why_padded
+from tests.support.whole_weights import whole_weights
+
+VOCAB = 96
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.15,  # large, so that attention is far from uniform and caps bite
+}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+TWO_WINDOWS = ["full_attention", "sliding_attention"] * 2
+SPECIAL: dict[str, dict[str, Any]] = {
+    "cohere": {"logit_scale": 0.3},
+    "cohere2": {"logit_scale": 0.3, "sliding_window": 5, "layer_types": TWO_WINDOWS},
+    "deepseek_v3": {
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 32,
+    },
+    "gemma2": {
+        "sliding_window": 5,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 16,
+    },
+    "gemma3_text": {
+        "sliding_window": 5,
+        "layer_types": TWO_WINDOWS,
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 16,
+    },
+    "glm4": {"attention_bias": True},
+    "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5},
+    "mistral": {"sliding_window": 5},
+    "mixtral": {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "phi3": {"sliding_window": 5},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2, "layer_types": TWO_WINDOWS},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 32},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 5, "layer_types": TWO_WINDOWS},
+    "qwen3_moe": EXPERTS,
+}
+LENGTHS = [23, 2, 9, 9, 14, 23, 5, 1]
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    """Collectives among this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def saved(kind: str, folder: Path, **options: Any) -> Any:
+    """A random model of this kind, saved, and loaded with Transformers' own attention."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **(COMMON | SPECIAL.get(kind, {}) | options))
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def batch() -> Tensors:
+    draw = torch.Generator().manual_seed(1)
+    tensors = empty_tensors("cpu")
+    tensors.tokens = torch.randint(3, VOCAB, (len(LENGTHS), max(LENGTHS)), generator=draw)
+    tensors.lengths = torch.tensor(LENGTHS)
+    tensors.temperature = torch.linspace(0.5, 1.5, len(LENGTHS))[:, None, None]
+    return tensors
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_packed_rows_equal_rows_alone(kind: str, tmp_path: Path) -> None:
+    alone = saved(kind, tmp_path)
+    backend, x = Fsdp2Backend(str(tmp_path), "float32", "cpu", None), batch()
+    assert backend.model.packs
+    got = backend.forward(x, frozenset({"entropy", "sum_squares", "distribution"}))
+    assert got.logprobs is not None and got.entropy is not None and got.sum_squares is not None
+    assert got.distribution is not None
+    for row, length in enumerate(LENGTHS):
+        with torch.no_grad():
+            logits = alone(input_ids=x.tokens[row : row + 1, :length]).logits[0, :-1].double()
+        expected = (logits / x.temperature[row].double()).log_softmax(-1)
+        n = length - 1
+        chosen = expected.gather(1, x.tokens[row, 1:length, None])[:, 0]
+        assert (got.logprobs[row, :n] - chosen).abs().amax() < 1e-5 if n else True
+        assert torch.allclose(got.distribution[row, :n].double(), expected, atol=1e-4)
+        assert torch.allclose(got.entropy[row, :n].double(), -(expected.exp() * expected).sum(-1), atol=1e-5)
+        assert torch.allclose(got.sum_squares[row, :n].double(), (2 * expected).exp().sum(-1), atol=1e-5)
+        assert not got.logprobs[row, n:].any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("stablelm", {}, "stablelm"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "dynamic",
+        ),
+        ("gemma", {"use_bidirectional_attention": True}, "causal"),
+        ("qwen3", {"layer_types": ["full_attention", "chunked_attention"] * 2}, "chunked_attention"),
+    ],
+)
+def test_other_models_are_not_packed(kind: str, options: dict[str, Any], reason: str) -> None:
+    config = AutoConfig.for_model(kind, **(COMMON | SPECIAL.get(kind, {}) | options))
+    assert reason in (why_padded(config) or "")
+
+
+def test_a_model_that_cannot_be_packed_runs_padded_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone, x = saved("stablelm", tmp_path), batch()
+    with caplog.at_level(logging.WARNING, "rl_async.trainer"):
+        backend = Fsdp2Backend(str(tmp_path), "float32", "cpu", None)
+    assert len(caplog.records) == 1
+    assert "padded" in caplog.text and "stablelm" in caplog.text
+    got = backend.forward(x).logprobs
+    assert got is not None
+    for row, length in enumerate(LENGTHS):
+        with torch.no_grad():
+            logits = alone(input_ids=x.tokens[row : row + 1, :length]).logits[0, :-1].double()
+        expected = (logits / x.temperature[row].double()).log_softmax(-1)
+        chosen = expected.gather(1, x.tokens[row, 1:length, None])[:, 0]
+        assert torch.allclose(got[row, : length - 1].double(), chosen, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma", "deepseek_v3", "qwen3_moe"])
+def test_a_step_trains_what_a_plain_model_would_learn(kind: str, tmp_path: Path) -> None:
+    plain, x = saved(kind, tmp_path / "model"), batch()
+    config = TrainerConfig(learning_rate=1e-3, minibatches=1, grad_clip=1e6, activation_checkpointing=True)
+    backend = Fsdp2Backend(str(tmp_path / "model"), "float32", "cpu", config)
+    count = sum(length - 1 for length in LENGTHS)
+    before = whole_weights(backend)
+    loss, norm = backend.step([x], lambda _, outputs: -without(outputs.logprobs).sum() / count)
+
+    total = torch.zeros(())
+    for row, length in enumerate(LENGTHS):
+        logits = plain(input_ids=x.tokens[row : row + 1, :length]).logits[0, :-1] / x.temperature[row]
+        chosen = logits.log_softmax(-1).gather(1, x.tokens[row, 1:length, None])
+        total = total - chosen.sum() / count
+    total.backward()
+    gradients = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
+    assert loss == pytest.approx(total.item(), abs=1e-5)
+    assert norm == pytest.approx(torch.stack([g.norm() for g in gradients.values()]).norm().item(), rel=1e-4)
+    after = whole_weights(backend)
+    for name, gradient in gradients.items():  # AdamW's first step moves each weight by the rate, against its gradient
+        clear = gradient.abs() > 1e-4
+        moved = (after[name] - before[name])[clear]
+        assert torch.allclose(moved, -1e-3 * gradient[clear].sign(), atol=1e-5), name
+
+
+def without(logprobs: Tensor | None) -> Tensor:
+    """What is there: a step always has log-probabilities, 0 beyond the end of a row."""
+    assert logprobs is not None
+    return logprobs

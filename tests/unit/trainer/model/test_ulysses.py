@@ -1,0 +1,103 @@
+"""Ranks that share packed rows: the same numbers and gradients as with rows of their own, for every kind of model."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from rl_async.trainer.batches.packing import pack
+from rl_async.trainer.model.families import FAMILIES, why_not_shared
+from tests.support.forked import run_ranks
+from tests.unit.trainer.backends.test_fsdp2 import train
+from tests.unit.trainer.batches.test_packing import padded
+from tests.unit.trainer.model.test_families import COMMON, saved
+
+THREE_KEYS = {"num_attention_heads": 6, "num_key_value_heads": 3}  # two ranks share out neither one nor the other
+MODELS = {
+    **{kind: (kind, {}) for kind in FAMILIES},
+    "value of qwen3": ("qwen3", {}),
+    "both of qwen3": ("qwen3", {}),
+    "qwen3 of three heads of keys": ("qwen3", THREE_KEYS),
+    "qwen3 of one head of keys": ("qwen3", {"num_key_value_heads": 1}),
+}
+
+
+@pytest.fixture(scope="module")
+def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    """What the ranks found, by model."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, (kind, options) in MODELS.items():
+        saved(kind, folder / name, **options)
+    out = folder / "differences.json"
+    run_ranks("tests.unit.trainer.workers.ulysses", "cpu", str(folder), str(out), *MODELS, ranks=2, timeout_s=500)
+    found: dict[str, dict[str, float]] = json.loads(out.read_text())
+    return found
+
+
+@pytest.mark.timeout(600)  # the first test waits for all models
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_shared_rows_are_computed_as_own_ones(differences: dict[str, dict[str, float]], name: str) -> None:
+    found = differences[name]
+    assert found["size"] > 1e-3
+    assert found["loss"] < 1e-6
+    assert found["outputs"] < 1e-5
+    assert found["gradients"] < 1e-6 * max(1.0, found["size"])
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(2, 5))
+def test_every_token_is_one_ranks_and_has_its_position_and_target(lengths: list[int], ranks: int) -> None:
+    batch = padded(lengths)
+    whole = pack(batch)
+    parts = [whole.share(rank, ranks) for rank in range(ranks)]
+    assert len({part.tokens.shape for part in parts}) == 1, "ranks exchange parts of one size"
+    total, groups = sum(lengths), {part.groups for part in parts}
+    assert len(groups) == 1
+    assert sum(length * sequences for length, sequences in groups.pop()) == ranks * parts[0].tokens.shape[1]
+    for name, dim in (("tokens", 1), ("positions", 1), ("targets", 0), ("temperature", 0)):
+        joined = torch.cat([getattr(part, name) for part in parts], dim)
+        assert joined.narrow(dim, 0, total).equal(getattr(whole, name))
+        assert not joined.narrow(dim, total, joined.shape[dim] - total).sub(float(name == "temperature")).any()
+    assert total <= ranks * parts[0].tokens.shape[1] < total + ranks
+    filled = torch.cat([part.tokens[0] for part in parts])
+    assert whole.unpack(filled).equal(whole.unpack(whole.tokens[0]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "ranks", "reason"),
+    [
+        ("qwen3", {}, 3, "4 attention heads"),
+        ("qwen3", {}, 8, "4 attention heads"),
+        ("stablelm", {}, 2, "cannot be packed"),
+    ],
+)
+def test_what_cannot_be_shared_is_told(kind: str, options: dict[str, object], ranks: int, reason: str) -> None:
+    assert reason in (why_not_shared(AutoConfig.for_model(kind, **(COMMON | options)), ranks) or "")
+
+
+def test_keys_of_few_heads_are_shared_by_more_ranks() -> None:
+    assert why_not_shared(AutoConfig.for_model("qwen3", **COMMON), 4) is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "correction"),
+    [(2, "decoupled_seq_is"), (2, "bypass_ppo_clip"), pytest.param(4, "decoupled_seq_is", marks=pytest.mark.slow)],
+)
+def test_steps_learn_and_report_what_one_rank_does(
+    model_folder: Path, tmp_path: Path, ranks: int, correction: str
+) -> None:
+    one, shared = tmp_path / "one.safetensors", tmp_path / "shared.safetensors"
+    expected = ast.literal_eval(train(model_folder, one, 1, 60, correction))
+    told = ast.literal_eval(train(model_folder, shared, ranks, 60, correction, '{"sequence_parallel": 2}'))
+    of_ranks = {"batch/token_imbalance", "batch/work_imbalance"}
+    assert told.keys() == expected.keys()
+    for name in told.keys() - of_ranks:
+        assert told[name] == pytest.approx(expected[name], abs=2e-5), name
+    weights, learned = load_file(shared), load_file(one)
+    # Adam divides by the root of the squared gradient, which magnifies the last bits of tiny gradients
+    assert max((weights[name] - learned[name]).abs().max().item() for name in learned) < 2e-5

@@ -1,0 +1,110 @@
+"""Evaluations are named by the version that was sampled, and every result is returned and recorded once."""
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from rl_async.errors import RlAsyncError
+from rl_async.messages import Done, NotReady, Reserved, RowKey, Trajectory, Version, VersionRun
+from rl_async.trainer.monitoring.evaluation import EvalResult, Evaluations
+from tests.conftest import make_rows
+
+ROWS = [msgspec.structs.replace(row, reward=0.5) for row in make_rows(0)[:2]]
+
+
+class Queue:
+    """Evaluations that are done when the test says so, sampled by the versions ``steps``."""
+
+    def __init__(self, done: bool, steps: tuple[int, ...] = ()) -> None:
+        self.asked: list[int] = []
+        self.done, self.steps = done, steps
+
+    def evaluate(self, eval_id: int) -> Done:
+        self.asked.append(eval_id)
+        return Done()
+
+    def eval_result(self, eval_id: int, wait_s: float) -> Reserved | NotReady:
+        assert eval_id == self.asked[-1]
+        headers = [row.header() for row in self.rows()]
+        return Reserved(step=eval_id, headers=headers) if self.done else NotReady(why="one is missing")
+
+    def rows(self) -> list[Trajectory]:
+        return ROWS
+
+    def fetch(self, rows: Sequence[RowKey]) -> list[Trajectory]:
+        versions = [VersionRun(Version(0, step), i, i + 1) for i, step in enumerate(self.steps or self.asked[-1:])]
+        return [msgspec.structs.replace(row, versions=versions, reward=row.reward) for row in self.rows()]
+
+
+class Branching(Queue):
+    """Its first episode has three rows."""
+
+    def rows(self) -> list[Trajectory]:
+        segments = [msgspec.structs.replace(ROWS[0], segment=segment, reward=1.0) for segment in range(3)]
+        return [*segments, msgspec.structs.replace(ROWS[1], reward=0.0)]
+
+
+class Recorder:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.results: list[EvalResult] = []
+
+    def __call__(self, result: EvalResult, rows: list[Trajectory]) -> None:
+        assert len({row.episode_id for row in rows}) == result.trajectories
+        self.results.append(result)
+
+
+def test_the_name_is_the_published_step_and_no_version_is_evaluated_twice() -> None:
+    queue, recorder = Queue(done=True), Recorder()
+    evaluations = Evaluations(queue, 1, recorder)
+    results = [
+        evaluations.after_step(completed, published) for completed, published in ((3, 2), (4, 4), (5, 4), (6, 4))
+    ]
+    assert queue.asked == [2, 4]
+    assert [result and result.step for result in results] == [None, 2, 4, None]
+    assert [result.step for result in recorder.results] == [2, 4]
+    assert results[1] is not None
+    assert results[1].metrics() == {
+        "eval/step": 2.0,
+        "eval/newest_step": 2.0,
+        "eval/reward": 0.5,
+        "eval/trajectories": 2.0,
+    }
+
+
+def test_training_that_goes_on_meanwhile_shows_in_the_newest_step() -> None:
+    evaluations = Evaluations(Queue(done=True, steps=(2, 3)), 1, Recorder())
+    evaluations.after_step(2, 2)
+    result = evaluations.after_step(3, 2)
+    assert result is not None and (result.step, result.newest_step) == (2, 3)
+
+
+def test_the_end_returns_the_pending_and_the_final_evaluation() -> None:
+    queue, recorder = Queue(done=False), Recorder()
+    evaluations = Evaluations(queue, 2, recorder)
+    assert evaluations.after_step(4, 4) is None and evaluations.after_step(5, 5) is None
+    queue.done = True
+    assert [result.step for result in evaluations.finish(5, 10.0)] == [4, 5]
+    assert [result.step for result in recorder.results] == [4, 5]
+
+
+def test_the_end_does_not_ask_again_for_what_runs() -> None:
+    queue = Queue(done=False)
+    evaluations = Evaluations(queue, 2, Recorder())
+    evaluations.after_step(4, 4)
+    queue.done = True
+    assert [result.step for result in evaluations.finish(4, 10.0)] == [4]
+    assert queue.asked == [4]
+
+
+def test_an_evaluation_that_does_not_end_is_named() -> None:
+    with pytest.raises(RlAsyncError, match="version step 7"):
+        Evaluations(Queue(done=False), 0, Recorder()).finish(7, 0.0)
+
+
+def test_an_episode_of_several_rows_counts_once() -> None:
+    recorder = Recorder()
+    (result,) = Evaluations(Branching(done=True), 0, recorder).finish(7, 1.0)
+    assert (result.reward, result.trajectories) == (0.5, 2)

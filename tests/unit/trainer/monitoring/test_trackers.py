@@ -1,0 +1,116 @@
+"""Trackers: what they write, what stops a run at its start, and that a later failure never does."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrackingConfig
+from rl_async.errors import ConfigError
+from rl_async.trainer.monitoring.trackers import TRACKERS, Tracking
+
+
+def config(*backends: str) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(path="m"),
+        data=DataConfig(path="d"),
+        tracking=TrackingConfig(backends=backends),  # type: ignore[arg-type]
+        name="test",
+    )
+
+
+def test_jsonl_is_always_written(tmp_path: Path) -> None:
+    tracking = Tracking(config(), tmp_path)
+    tracking.log(0, {"step": 0, "reward/mean": 0.5})
+    tracking.log(1, {"step": 1, "reward/mean": 0.75})
+    tracking.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["reward/mean"] for row in rows] == [0.5, 0.75]
+
+
+def test_tensorboard_writes_what_can_be_read_back(tmp_path: Path) -> None:
+    reader = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="pip install 'rl-async[tensorboard]'"
+    )
+    tracking = Tracking(config("tensorboard"), tmp_path)
+    tracking.log(3, {"reward/mean": 0.5})
+    tracking.close()
+    events = reader.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(3, 0.5)]
+
+
+def test_console_prints_a_line_per_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tracking = Tracking(config("console"), tmp_path)
+    tracking.log(0, {"reward/mean": 0.5, "time/step_s": 1.0})
+    tracking.close()
+    assert "step 1/100  reward/mean 0.500" in capsys.readouterr().err
+
+
+def test_a_torn_last_line_of_a_crash_is_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step":0}\n{"step":1,"rew')
+    tracking = Tracking(config(), tmp_path)
+    tracking.log(1, {"step": 1})
+    tracking.close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step":0}\n{"step":1}\n'
+
+
+class RememberingTracker:
+    """Keeps what it is sent."""
+
+    def start(self, config: RunConfig, folder: Path) -> None:
+        self.logged: list[tuple[int, object]] = []
+
+    def log(self, step: int, metrics: object) -> None:
+        self.logged.append((step, metrics))
+
+    def close(self) -> None:
+        pass
+
+
+def test_an_evaluation_after_the_last_step_is_no_line_of_the_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remembering = RememberingTracker()
+    monkeypatch.setitem(TRACKERS, "wandb", lambda: remembering)
+    tracking = Tracking(config("wandb"), tmp_path)
+    tracking.log(0, {"step": 0})
+    tracking.log_evaluation(1, {"eval/reward": 0.5})
+    tracking.close()
+    assert remembering.logged == [(0, {"step": 0}), (1, {"eval/reward": 0.5})]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+class FailingTracker:
+    """Starts well, then fails."""
+
+    def start(self, config: RunConfig, folder: Path) -> None:
+        self.calls = 0
+
+    def log(self, step: int, metrics: object) -> None:
+        self.calls += 1
+        raise ConnectionError("the server is gone")
+
+    def close(self) -> None:
+        raise AssertionError("it was dropped")
+
+
+def test_a_tracker_that_fails_later_never_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = FailingTracker()
+    monkeypatch.setitem(TRACKERS, "wandb", lambda: failing)
+    tracking = Tracking(config("wandb"), tmp_path)
+    for step in range(3):
+        tracking.log(step, {"step": step})
+    tracking.close()
+    assert failing.calls == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_misconfigured_tracker_stops_the_run_at_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Missing(FailingTracker):
+        def start(self, config: RunConfig, folder: Path) -> None:
+            raise ImportError("No module named 'wandb'")
+
+    monkeypatch.setitem(TRACKERS, "wandb", Missing)
+    with pytest.raises(ConfigError, match=r"tracking.backends: wandb is not installed.*rl-async\[wandb\]"):
+        Tracking(config("wandb"), tmp_path)

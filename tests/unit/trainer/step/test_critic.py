@@ -1,0 +1,180 @@
+"""A critic's lesson: which tokens teach it, how its loss joins the policy's, and what its optimizer follows."""
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_async.configs.load.loader import load_config
+from rl_async.configs.schema.algorithm import AdvantageOptions
+from rl_async.configs.schema.critic import CriticConfig
+from rl_async.configs.schema.run import TrainerConfig
+from rl_async.errors import TrainingDiverged
+from rl_async.trainer.algorithms.advantages import AdvantageInputs
+from rl_async.trainer.algorithms.gae import gae
+from rl_async.trainer.backends.interface import Backend, LossFn, Outputs
+from rl_async.trainer.backends.schedule import learning_rate_factor
+from rl_async.trainer.batches.batching import Tensors, empty_tensors
+from rl_async.trainer.batches.cell import Cell
+from rl_async.trainer.step.critic import Lesson, critic_training, lesson, policy_training
+from rl_async.trainer.step.whole_batch import Micro
+
+ROWS, WIDTH = 6, 5
+ALONE = Cell(0, 1, is_recorder=True)
+
+
+def inputs() -> AdvantageInputs:
+    """Rows 0 to 5, of which the scorer failed on row 3; NaN stands wherever nothing was sampled."""
+    draw = torch.Generator().manual_seed(0)
+    mask = torch.rand((ROWS, WIDTH), generator=draw) > 0.3
+    numbers = torch.randn((2, ROWS, WIDTH), generator=draw, dtype=torch.float64)
+    rewards, values = torch.where(mask, numbers, math.nan)
+    scored = torch.arange(ROWS) != 3
+    return AdvantageInputs(
+        rewards=torch.zeros(ROWS, dtype=torch.float64),
+        token_rewards=rewards,
+        mask=mask,
+        groups=torch.arange(ROWS),
+        scored=scored,
+        row_weights=torch.ones(ROWS, dtype=torch.float64),
+        lengths=mask.sum(1).double(),
+        turns=torch.zeros_like(mask, dtype=torch.int64),
+        options=AdvantageOptions(gamma=0.9, lam=0.8),
+        parts={},
+        values=values,
+    )
+
+
+def micro(rows: list[int]) -> Micro:
+    tensors = empty_tensors("cpu")
+    if rows:
+        tensors = msgspec.structs.replace(tensors, mask=torch.zeros((len(rows), WIDTH), dtype=torch.bool))
+    return Micro(rows, tensors)
+
+
+class FakeCritic:
+    """Gives ``values`` of each row and steps without learning; keeps the loss and its gradient."""
+
+    def __init__(self, values: Tensor, parts: Sequence[Micro]) -> None:
+        self.values, self.parts = values.clone().requires_grad_(), parts
+
+    def step(self, batches: Sequence[Tensors], loss_fn: LossFn) -> tuple[float, float]:
+        total = sum(loss_fn(n, self.outputs(part)) for n, part in enumerate(self.parts))
+        assert isinstance(total, Tensor) and len(batches) == len(self.parts)
+        total.backward()
+        return total.item(), 2.5
+
+    def outputs(self, part: Micro) -> Outputs:
+        return Outputs(values=self.values[part.rows] if part.rows else self.values[:1, :1])
+
+
+def teach(learns: Lesson, critic: FakeCritic, rows: list[int]) -> None:
+    fake: Backend = critic  # type: ignore[assignment]
+    learns.teach(fake, lambda *_: torch.zeros(()), critic.parts, rows)
+
+
+@pytest.mark.parametrize("split", [[[0, 1, 2, 3, 4, 5]], [[3, 1], [0], [], [5, 2, 4]]])
+def test_every_sampled_token_of_a_scored_row_counts_the_same_in_any_split(split: list[list[int]]) -> None:
+    x = inputs()
+    learns = lesson(ALONE, x, CriticConfig(clip=0.2))
+    assert learns is not None and x.values is not None
+    now = learns.values + torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
+    critic = FakeCritic(torch.where(x.mask, now, 7e7), [micro(rows) for rows in split])
+    teach(learns, critic, list(range(ROWS)))
+
+    mask = x.mask.clone()
+    mask[3] = False
+    _, returns = gae(x.token_rewards, x.values, mask, 0.9, 0.8)
+    losses = []
+    for row, t in mask.nonzero().tolist():
+        v, old, target = now[row, t].item(), x.values[row, t].item(), returns[row, t].item()
+        kept = old + min(max(v - old, -0.2), 0.2)
+        losses.append(0.5 * max((v - target) ** 2, (kept - target) ** 2))
+    assert sum(learns.losses) == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert critic.values.grad is not None
+    assert critic.values.grad[mask].any()
+    assert not critic.values.grad[~mask].any()
+
+
+def test_a_shared_critic_adds_its_weighted_loss_and_takes_it_out_of_the_report() -> None:
+    learns = lesson(ALONE, inputs(), CriticConfig(shared=True, value_coef=0.25))
+    assert learns is not None
+    parts = [micro([0, 1]), micro([2, 4])]
+    critic = FakeCritic(torch.ones(ROWS, WIDTH), parts)
+    joined = learns.teach(None, lambda number, _: torch.tensor(10.0 + number), parts, [0, 1, 2, 4])
+    total = sum(joined(number, critic.outputs(part)).item() for number, part in enumerate(parts))
+    assert sum(learns.losses) > 0.1
+    assert total == pytest.approx(21.0 + 0.25 * sum(learns.losses), rel=1e-6)
+    assert total - learns.shared_loss() == pytest.approx(21.0, rel=1e-6)
+
+
+def test_a_critic_of_its_own_leaves_the_policy_loss_alone() -> None:
+    learns = lesson(ALONE, inputs(), CriticConfig())
+    assert learns is not None
+    parts = [micro([0, 1])]
+
+    def policy_loss(number: int, outputs: Outputs) -> Tensor:
+        return torch.tensor(3.0)
+
+    fake: Backend = FakeCritic(torch.ones(ROWS, WIDTH), parts)  # type: ignore[assignment]
+    assert learns.teach(fake, policy_loss, parts, [0, 1]) is policy_loss
+    assert learns.shared_loss() == 0.0
+
+
+def test_metrics_are_over_the_values_before_the_step() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        learns = lesson(ALONE, inputs(), CriticConfig())
+        assert learns is not None
+        parts = [micro([0, 1, 2, 3, 4, 5])]
+        for _ in range(2):
+            teach(learns, FakeCritic(torch.ones(ROWS, WIDTH), parts), list(range(ROWS)))
+        metrics = learns.metrics()
+    finally:
+        dist.destroy_process_group()
+    values, returns = learns.values[learns.mask].double(), learns.returns[learns.mask].double()
+    assert not learns.mask[3].any()
+    assert metrics["critic/values_mean"] == pytest.approx(values.mean().item(), rel=1e-5)
+    assert metrics["critic/returns_mean"] == pytest.approx(returns.mean().item(), rel=1e-5)
+    variances = [((y - y.mean()) ** 2).mean().item() for y in (returns - values, returns)]
+    assert metrics["critic/explained_variance"] == pytest.approx(1 - variances[0] / variances[1], rel=1e-5)
+    assert metrics["critic/grad_norm"] == 2.5
+    assert metrics["critic/loss"] == pytest.approx(sum(learns.losses) / 2)
+
+
+class Diverging:
+    def step(self, *_: object) -> tuple[float, float]:
+        raise TrainingDiverged("loss nan")
+
+
+def test_a_critic_that_diverges_is_named() -> None:
+    learns = lesson(ALONE, inputs(), CriticConfig())
+    assert learns is not None
+    fake: Backend = Diverging()  # type: ignore[assignment]
+    with pytest.raises(TrainingDiverged, match="critic: loss nan"):
+        learns.teach(fake, lambda *_: torch.zeros(()), [micro([0])], [0])
+
+
+def test_without_a_critic_there_is_no_lesson() -> None:
+    assert lesson(ALONE, inputs(), None) is None
+
+
+def test_the_policy_s_schedule_leaves_out_the_critic_s_warm_up() -> None:
+    config = load_config("calculator-gae", ["critic.warmup_steps=10", "trainer.schedule=linear", "trainer.steps=50"])
+    factor = learning_rate_factor(policy_training(config))
+    taken = (50 - 10) * config.trainer.minibatches
+    assert factor(0) == 1.0
+    assert factor(taken // 2) == 0.5
+    assert factor(taken) == 0.0
+
+
+def test_a_critic_of_its_own_has_its_own_numbers_and_the_trainer_s_for_the_rest() -> None:
+    trainer = TrainerConfig(learning_rate=1.0, schedule="linear", warmup_steps=9, grad_clip=3.0, beta2=0.7, steps=20)
+    critic = CriticConfig(learning_rate=0.5, schedule="cosine", lr_warmup_steps=4, grad_clip=0.1)
+    got = critic_training(trainer, critic)
+    assert (got.learning_rate, got.schedule, got.warmup_steps, got.grad_clip) == (0.5, "cosine", 4, 0.1)
+    assert (got.beta2, got.steps) == (0.7, 20)

@@ -1,0 +1,51 @@
+"""A critic on real gloo ranks: what is learned depends on neither ranks nor micro-batches, and survives a save."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.support.forked import run_ranks
+
+CRITIC_KEYS = {f"critic/{name}" for name in ("loss", "explained_variance", "values_mean", "returns_mean", "grad_norm")}
+
+
+def train(model: Path, out: Path, ranks: int, *arguments: str) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
+    """Run ``critic_worker`` on ``ranks`` processes."""
+    run_ranks("tests.unit.trainer.workers.critic", str(model), str(out), *arguments, ranks=ranks, timeout_s=120)
+    return load_file(out / "tensors.safetensors"), json.loads((out / "metrics.json").read_text())
+
+
+@pytest.mark.parametrize(("kind", "correction"), [("own", "bypass_ppo_clip"), ("shared", "decoupled_token_is")])
+def test_both_models_learn_the_same_on_any_ranks(
+    model_folder: Path, tmp_path: Path, kind: str, correction: str
+) -> None:
+    whole, metrics = train(model_folder, tmp_path / "one", 1, "10000", kind, correction)
+    split, split_metrics = train(model_folder, tmp_path / "two", 2, "60", kind, correction)
+    assert whole.keys() == split.keys()
+    # Adam divides by the root of the squared gradient, which magnifies the last bits of tiny gradients
+    assert max((whole[k] - split[k]).abs().max().item() for k in whole) < 5e-5
+    for one, two in zip(metrics, split_metrics, strict=True):
+        for name in ("batch/token_imbalance", "batch/work_imbalance"):
+            assert one.pop(name) == 0.0 <= two.pop(name)  # of one rank, and of two
+        assert one == pytest.approx(two, rel=1e-3, abs=1e-4)
+
+    for tensors in (whole, split):
+        for name in (n.removeprefix("kept.") for n in tensors if n.startswith("kept.")):
+            assert tensors[f"kept.{name}"].equal(tensors[f"loaded.{name}"]), f"{name} did not survive the disk"
+    heads = {name for name in whole if name.startswith("kept.") and "value_head" in name}
+    owner = "critic" if kind == "own" else "."
+    assert heads == {f"kept.{owner}.value_head.weight", f"kept.{owner}.value_head.bias"}
+    assert all(whole[name].any() for name in heads)
+    expected = CRITIC_KEYS if kind == "own" else CRITIC_KEYS - {"critic/grad_norm"}
+    assert all({k for k in step if k.startswith("critic/")} == expected for step in metrics)
+
+
+def test_the_policy_stands_still_while_its_critic_warms_up(model_folder: Path, tmp_path: Path) -> None:
+    _, metrics = train(model_folder, tmp_path, 1, "10000", "own", "bypass_ppo_clip")
+    assert [step["loss/grad_norm"] > 0 for step in metrics] == [False, True, True]
+    assert all(step["critic/grad_norm"] > 0 for step in metrics)
+    assert metrics[0]["critic/values_mean"] == 0.0, "a new head says 0"
+    assert metrics[0]["correction/logprob_diff_max"] > 0, "the policy is still compared with the engines"

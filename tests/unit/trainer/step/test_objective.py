@@ -1,0 +1,140 @@
+"""The whole objective under every loss: no split into micro-batches and ranks changes gradients; what the KL adds."""
+
+import math
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rl_async.configs.schema.algorithm import AdvantageOptions, AlgorithmConfig, KlConfig
+from rl_async.trainer.algorithms.advantages import AdvantageInputs
+from rl_async.trainer.algorithms.algorithm import build
+from rl_async.trainer.algorithms.losses import LOSSES
+from rl_async.trainer.step.objective import Looked
+from rl_async.trainer.step.update import penalised
+from tests.support.forked import run_ranks
+from tests.unit.trainer.workers.objective import KL_COEF, LEARNING_RATE, SPLITS, Table, recorded, run_config, variants
+
+VARIANTS = [name for name, _ in variants()]
+Found = dict[str, dict[str, dict[str, Tensor]]]  # variant -> split -> what
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What the workers wrote, on one rank and on two."""
+    folder = tmp_path_factory.mktemp("objective")
+    result: Found = defaultdict(lambda: defaultdict(dict))
+    for ranks in SPLITS:
+        out = folder / f"{ranks}.safetensors"
+        run_ranks("tests.unit.trainer.workers.objective", str(out), ranks=ranks, timeout_s=180)
+        for key, tensor in load_file(out).items():
+            variant, split, what = key.split("|")
+            result[variant][split][what] = tensor
+    return result
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_neither_micro_batches_nor_ranks_change_gradients_or_metrics(found: Found, variant: str) -> None:
+    splits = found[variant]
+    assert splits.keys() == SPLITS[1].keys() | SPLITS[2].keys()
+    whole = splits["1 micro-batches"]
+    for epoch in range(2):
+        assert whole[f"gradient {epoch}"].abs().max() > 1e-4
+    for split in splits.values():
+        assert split.keys() == whole.keys()
+        for what, tensor in split.items():
+            torch.testing.assert_close(tensor, whole[what], rtol=1e-6, atol=1e-9, msg=lambda m, w=what: f"{w}: {m}")
+
+
+def test_the_batch_tells_the_losses_apart(found: Found) -> None:
+    """Else the test above would prove nothing: in the second epoch each loss has a gradient of its own."""
+    second = {name: found[name]["1 micro-batches"]["gradient 1"] for name in LOSSES}
+    second.pop("gpg")  # the loss is reinforce
+    names = list(second)
+    for i, one in enumerate(names):
+        for other in names[i + 1 :]:
+            assert not torch.allclose(second[one], second[other], rtol=1e-3, atol=1e-9), (one, other)
+
+
+def test_the_full_kl_is_the_divergence_of_the_two_models(found: Found) -> None:
+    """gpg's first epoch is on-policy; its second is on the table after one step of that gradient."""
+    metrics = found["gpg"]["7 micro-batches"]
+    policy, reference = Table(0).table.detach(), Table(1).table.detach().log_softmax(1)
+    per_epoch = []
+    for table in (policy, policy - LEARNING_RATE * metrics["gradient 0"]):
+        p = table.log_softmax(1)
+        tokens = [
+            sum(math.exp(a) * (a - b) for a, b in zip(p[before].tolist(), reference[before].tolist(), strict=True))
+            for row in recorded()
+            for before, trained in zip(row.token_ids[:-1], row.loss_mask[1:], strict=True)
+            if trained
+        ]
+        per_epoch.append(sum(tokens) / len(tokens))
+    assert metrics["loss/kl_reference"].item() == pytest.approx(sum(per_epoch) / 2, rel=1e-6)
+
+
+def inputs() -> AdvantageInputs:
+    mask = torch.tensor([[True, True, False], [False, True, False]])
+    rewards = torch.tensor([1.0, 0.25], dtype=torch.float64)
+    return AdvantageInputs(
+        rewards=rewards,
+        token_rewards=torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.25, 0.0]], dtype=torch.float64),
+        mask=mask,
+        groups=torch.tensor([0, 0]),
+        scored=torch.tensor([True, True]),
+        row_weights=torch.ones(2, dtype=torch.float64),
+        lengths=mask.sum(1).double(),
+        turns=torch.zeros(2, 3, dtype=torch.int64),
+        options=AdvantageOptions(),
+        parts={},
+    )
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
+def test_a_kl_in_the_reward_is_taken_from_each_sampled_token_and_from_the_rows_outcome(estimator: str) -> None:
+    formulas = {
+        "k1": lambda d: d,
+        "k2": lambda d: d * d / 2,
+        "k3": lambda d: math.exp(-d) - 1 + d,
+        "abs": abs,
+    }
+    difference = [[0.5, -0.25, 9.0], [7.0, 0.125, -8.0]]
+    kl = KlConfig(coef=KL_COEF, place="reward", estimator=estimator)  # type: ignore[arg-type]
+    algorithm = build(run_config(AlgorithmConfig(kl=kl)))
+    reference = torch.full((2, 3), -1.0, dtype=torch.float64)
+    looked = Looked(reference + torch.tensor(difference, dtype=torch.float64), reference)
+    x = inputs()
+    got, metrics = penalised(x, looked, algorithm, kl, 0.2)
+
+    formula = formulas[estimator]
+    sampled = [
+        [formula(d) if m else 0.0 for d, m in zip(*row, strict=True)] for row in zip(difference, x.mask.tolist())
+    ]
+    for i in range(2):
+        assert got.rewards[i].item() == pytest.approx(x.rewards[i].item() - 0.2 * sum(sampled[i]))
+        expected = [r - 0.2 * v for r, v in zip(x.token_rewards[i].tolist(), sampled[i], strict=True)]
+        assert got.token_rewards[i].tolist() == pytest.approx(expected)
+    assert metrics == {"loss/kl_reference": pytest.approx(sum(map(sum, sampled)) / 3)}
+
+
+def test_a_kl_in_the_loss_leaves_rewards_alone() -> None:
+    kl = KlConfig(coef=KL_COEF)
+    looked = Looked(torch.zeros(2, 3), torch.ones(2, 3))
+    x = inputs()
+    got, metrics = penalised(x, looked, build(run_config(AlgorithmConfig(kl=kl))), kl, 0.2)
+    assert got is x and metrics == {}
+    nobody = KlConfig(place="reward")
+    got, metrics = penalised(
+        x, replace(looked, reference=None), build(run_config(AlgorithmConfig(kl=nobody))), nobody, 0.0
+    )
+    assert got is x and metrics == {}
+
+
+def test_only_a_full_kl_asks_for_distributions() -> None:
+    for estimator, wanted in (("full", True), ("k3", False)):
+        kl = KlConfig(coef=KL_COEF, estimator=estimator)  # type: ignore[arg-type]
+        assert ("distribution" in build(run_config(AlgorithmConfig(kl=kl))).wants) is wanted
+    assert "distribution" not in build(run_config(AlgorithmConfig(kl=KlConfig(estimator="full")))).wants

@@ -1,0 +1,40 @@
+"""Rewards of a step are those of rows that were scored."""
+
+import msgspec
+import pytest
+
+from rl_async.trainer.step.metrics import batch_metrics
+from tests.conftest import make_rows
+
+
+def metrics(groups: list[list[float | None]]) -> dict[str, float]:
+    """Rewards by group; None: the scorer failed, and the recorded reward is garbage."""
+    rows = make_rows(0, groups=len(groups), samples=len(groups[0]))
+    for row, reward in zip(rows, [r for group in groups for r in group], strict=True):
+        row.scored, row.reward = reward is not None, -99.0 if reward is None else reward
+    return batch_metrics([row.header() for row in rows], 0, None)
+
+
+def test_rows_without_a_reward_are_counted_and_left_out() -> None:
+    got = metrics([[1.0, None], [0.0, 0.5]])
+    assert got["reward/mean"] == pytest.approx(0.5)
+    assert got["reward/std"] == pytest.approx((((0.5**2) * 2) / 3) ** 0.5)
+    assert got["reward/unscored_fraction"] == 0.25
+    assert got["reward/groups_without_signal"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("groups", "share"),
+    [([[1.0, 1.0], [0.0, 0.0]], 1.0), ([[1.0, 0.0], [None, None]], 0.5), ([[0.0, 1.0], [1.0, 0.0]], 0.0)],
+)
+def test_a_group_without_scored_rows_has_no_signal(groups: list[list[float | None]], share: float) -> None:
+    assert metrics(groups)["reward/groups_without_signal"] == share
+
+
+def test_an_episode_of_several_rows_counts_once() -> None:
+    rows = make_rows(0, groups=1, samples=2)
+    rows[0].reward, rows[1].reward = 1.0, 0.0
+    more = [msgspec.structs.replace(rows[0], segment=segment) for segment in (1, 2)]
+    got = batch_metrics([row.header() for row in [rows[0], *more, rows[1]]], 0, None)
+    assert (got["reward/mean"], got["batch/trajectories"], got["batch/episodes"]) == (0.5, 4.0, 2.0)
+    assert got["reward/unscored_fraction"] == 0.0

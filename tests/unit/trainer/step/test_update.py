@@ -1,0 +1,200 @@
+"""How a step is put together: who is asked what and when, and which rows teach how much."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_async.configs.schema.algorithm import AlgorithmConfig, ShapingConfig
+from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.errors import RewardsMissing
+from rl_async.messages import Trajectory, Turn
+from rl_async.trainer.algorithms import shaping
+from rl_async.trainer.algorithms.algorithm import build
+from rl_async.trainer.backends.interface import LossFn, Outputs
+from rl_async.trainer.batches.batching import Tensors
+from rl_async.trainer.batches.cell import lone_ranks
+from rl_async.trainer.batches.work import Work
+from rl_async.trainer.step.explanation import explain
+from rl_async.trainer.step.update import Batch, Models, Updated, plan_batch, row_keys, update
+from tests.conftest import VOCAB, make_rows
+
+RATE = 0.5
+
+
+class Table:
+    """A policy without context: log pi of a token stands in a table, which plain gradient descent changes."""
+
+    device = "cpu"
+    work = Work()
+
+    def __init__(self) -> None:
+        self.table = torch.full((VOCAB,), -4.0, dtype=torch.float64, requires_grad=True)
+        self.events: list[str] = []
+        self.cell = lone_ranks()
+
+    def _outputs(self, batch: Tensors) -> Outputs:
+        return Outputs(logprobs=self.table[batch.tokens[:, 1:]])
+
+    def forward(self, batch: Tensors, wants: frozenset[str] = frozenset()) -> Outputs:
+        self.events.append("look")
+        with torch.no_grad():
+            return self._outputs(batch)
+
+    def step(
+        self, batches: Sequence[Tensors], loss_fn: LossFn, wants: frozenset[str] = frozenset()
+    ) -> tuple[float, float]:
+        self.events.append("step")
+        loss = torch.stack([loss_fn(number, self._outputs(batch)) for number, batch in enumerate(batches)]).sum()
+        (gradient,) = torch.autograd.grad(loss, self.table)
+        with torch.no_grad():
+            self.table -= RATE * gradient
+        return loss.item(), gradient.norm().item()
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def train(
+    rows: list[Trajectory], algorithm: AlgorithmConfig, minibatches: int = 1, epochs: int = 1
+) -> tuple[Table, Updated]:
+    config = RunConfig(
+        model=ModelConfig(path="none"),
+        data=DataConfig(path="none"),
+        algorithm=algorithm,
+        trainer=TrainerConfig(minibatches=minibatches, epochs=epochs, max_tokens_per_microbatch=64),
+    )
+    headers = [row.header() for row in rows]
+    batch = Batch(
+        0, headers, plan_batch(headers, 0, config, 1, Work()), dict(zip(row_keys(headers), rows, strict=True))
+    )
+    policy = Table()
+    return policy, update(Models(policy), batch, build(config), config)  # type: ignore[arg-type]
+
+
+def test_old_logprobs_are_computed_once_for_all_epochs_and_minibatches() -> None:
+    policy, updated = train(make_rows(0), AlgorithmConfig(aggregation="token-sum"), minibatches=2, epochs=3)
+    looks = policy.events.count("look")
+    assert policy.events == ["look"] * looks + ["step"] * 6 and looks > 2
+    # Had pi_old moved along, no ratio would ever have left its band.
+    assert updated.metrics["loss/clip_fraction"] > 0
+
+
+def test_bypass_never_looks() -> None:
+    policy, _ = train(make_rows(0), AlgorithmConfig(correction="bypass_ppo_clip"), minibatches=2, epochs=2)
+    assert policy.events == ["step"] * 4
+
+
+def plain_step(rows: list[Trajectory], rewards: list[float], counts: list[float], trains: list[bool]) -> Tensor:
+    """The table after one REINFORCE step of the sum over tokens of k A log pi, with GRPO's A."""
+    after = torch.full((VOCAB,), -4.0, dtype=torch.float64)
+    for i, row in enumerate(rows):
+        group = [rewards[j] for j, other in enumerate(rows) if other.group_id == row.group_id and other.scored]
+        mean = sum(group) / max(len(group), 1)
+        std = (sum((r - mean) ** 2 for r in group) / max(len(group) - 1, 1)) ** 0.5
+        advantage = (rewards[i] - mean) / (std + 1e-4) if row.scored else 0.0
+        for token in row.token_ids[row.loss_mask] if trains[i] else []:
+            after[int(token)] += RATE * counts[i] * advantage
+    return after
+
+
+def test_shaped_rewards_repeats_and_filtered_rows_reach_the_gradient() -> None:
+    rows = make_rows(0)
+    rows[1].scored, rows[6].finish_reason, rows[9].finish_reason = False, "length", "length"
+    options = ShapingConfig(
+        overlong_max_tokens=14, overlong_cache_tokens=8, overlong_filter=True, resample="max_random", reward_clip=0.9
+    )
+    algorithm = AlgorithmConfig(loss="reinforce", correction="disabled", aggregation="token-sum", shaping=options)
+    policy, updated = train(rows, algorithm)
+    headers = [row.header() for row in rows]
+    counts = shaping.repeats(headers, options, 0, 0).tolist()
+    assert len(set(counts)) > 2
+    expected = plain_step(
+        rows, shaping.rewards(headers, options).tolist(), counts, [r.finish_reason != "length" for r in rows]
+    )
+    assert torch.allclose(policy.table, expected, atol=1e-5)
+    assert updated.metrics["tokens/trained"] == sum(r.loss_mask.sum() for r in rows if r.finish_reason != "length")
+    assert [row.reward for row in rows] == [row.reward for row in make_rows(0)], "what is recorded stays as scored"
+
+
+@pytest.mark.parametrize("correction", ["decoupled_token_is", "bypass_ppo_clip"])
+def test_a_filtered_row_never_trains(correction: str) -> None:
+    rows = make_rows(0)
+    for row in rows:
+        row.finish_reason = "length"
+    algorithm = AlgorithmConfig(correction=correction, shaping=ShapingConfig(overlong_filter=True))
+    policy, updated = train(rows, algorithm)
+    assert (policy.table == -4.0).all() and updated.metrics["tokens/trained"] == 0
+
+
+def told(rows: list[Trajectory], algorithm: AlgorithmConfig, index: int) -> list[tuple[str, int, int]]:
+    """What is recorded about row ``index``."""
+    _, updated = train(rows, algorithm)
+    explained = explain(rows[index], index, updated.corrected)
+    assert not any(explained.weights[run.start : run.end] != [0.0] * (run.end - run.start) for run in explained.rules)
+    return [(run.rule, run.start, run.end) for run in explained.rules]
+
+
+def test_what_took_a_whole_row_out_is_named() -> None:
+    rows = make_rows(0)
+    tokens = int(rows[5].loss_mask.sum())
+    assert told(rows, AlgorithmConfig(), 5) == []
+    rows[5].finish_reason = "length"
+    algorithm = AlgorithmConfig(shaping=ShapingConfig(overlong_filter=True))
+    assert told(rows, algorithm, 5) == [("overlong_filter", 0, tokens)]
+    rows[5].baseline = True
+    assert told(rows, algorithm, 5) == [("greedy", 0, tokens)]
+
+
+def test_tokens_that_a_users_correction_masks_say_so(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        """import torch
+from rl_async.trainer.algorithms.correction import Corrected
+def judge(target, behaviour, mask, age):
+    keep = mask & (torch.arange(mask.shape[1]) % 2 == 0)
+    return Corrected(torch.full_like(target, 1.5), keep, torch.zeros_like(mask, dtype=torch.uint8))
+"""
+    )
+    runs = told(make_rows(0), AlgorithmConfig(correction=f"{tmp_path / 'mine.py'}:judge"), 0)
+    assert runs and {rule for rule, _, _ in runs} == {"correction"} and all(end - start == 1 for _, start, end in runs)
+
+
+@pytest.mark.parametrize("scored", [[], [True]])
+def test_a_batch_without_any_reward_ends_the_run_with_the_scorers_words(scored: list[bool]) -> None:
+    rows = make_rows(0)
+    for row in rows:
+        row.scored, row.error = False, "reward my.py:score: raised KeyError: 'answer'"
+    for row in rows[: len(scored)]:
+        row.scored = row.baseline = True  # a greedy episode trains nobody by itself
+    with pytest.raises(RewardsMissing, match=r"step 0: none of the batch's 16 .* raised KeyError: 'answer'"):
+        train(rows, AlgorithmConfig())
+
+
+def test_outcomes_and_turn_rewards_are_divided_alike() -> None:
+    rows = make_rows(0)
+    for row in rows:
+        row.turns = [Turn(role="assistant", text="", start=4, end=len(row.token_ids), reward=row.sample / 2)]
+    shaped = AlgorithmConfig(loss="reinforce", advantage="dr_grpo", correction="disabled", aggregation="token-sum")
+    plain, _ = train(rows, shaped)
+    scale = msgspec.structs.replace(shaped, shaping=ShapingConfig(reward_scale="batch_std"))
+    divided, _ = train(rows, scale)
+    deviation = float(np.std([row.reward for row in rows]))
+    assert deviation != pytest.approx(1.0)
+    assert torch.allclose((divided.table + 4.0) * deviation, plain.table + 4.0, atol=1e-5)
+
+
+def test_one_reward_is_enough_to_go_on() -> None:
+    rows = make_rows(0)
+    for row in rows[1:]:
+        row.scored = False
+    policy, _ = train(rows, AlgorithmConfig())
+    assert (policy.table == -4.0).all()

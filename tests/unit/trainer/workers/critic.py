@@ -1,0 +1,76 @@
+"""One rank that trains a policy and a critic on recorded rows, saves both, and loads them again; started by
+test_critic_ranks.py. Rank 0 leaves the tensors of both models, before and after the way over the disk, and metrics."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rl_async.configs.schema.algorithm import AlgorithmConfig
+from rl_async.configs.schema.critic import CriticConfig
+from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.trainer.algorithms.algorithm import build
+from rl_async.trainer.checkpoints.folder import FORMAT, CheckpointState, load_checkpoint
+from rl_async.trainer.checkpoints.saver import Saver
+from rl_async.trainer.models import build_models
+from rl_async.trainer.step.update import Batch, Models, plan_batch, row_keys, update
+from tests.conftest import make_rows
+from tests.support.whole_weights import whole_weights
+
+CRITICS = {
+    "own": CriticConfig(learning_rate=1e-3, warmup_steps=1),
+    "shared": CriticConfig(shared=True),
+}
+
+
+def run(model: Path, out: Path, tokens: int, kind: str, correction: str) -> None:
+    """Three steps, then a checkpoint that fresh models read, then a fourth step of both."""
+    config = RunConfig(
+        model=ModelConfig(path=str(model)),
+        data=DataConfig(path="none"),
+        algorithm=AlgorithmConfig(advantage="gae", correction=correction),
+        critic=CRITICS[kind],
+        trainer=TrainerConfig(learning_rate=1e-3, minibatches=2, max_tokens_per_microbatch=tokens),
+    )
+    models = build_models(config, "cpu")
+    metrics = [train(models, step, config) for step in range(3)]
+    saver = Saver(out, keep=1, timeout_s=60)
+    saver.save(models.trained(), CheckpointState(step=3, lineage=0, kl_coef=0.0, format=FORMAT), b"")
+    saver.wait()
+    again = build_models(config, "cpu")
+    load_checkpoint(out / "step-000003", again.trained())
+    tensors = {}
+    for name, those in (("kept", models), ("loaded", again)):
+        train(those, 3, config)
+        tensors |= {f"{name}.{key}": value for key, value in state(those).items()}
+    if dist.get_rank() == 0:
+        save_file(tensors, out / "tensors.safetensors")
+        (out / "metrics.json").write_text(json.dumps(metrics))
+
+
+def train(models: Models, step: int, config: RunConfig) -> dict[str, float]:
+    rows = make_rows(step)
+    headers = [row.header() for row in rows]
+    plan = plan_batch(headers, step, config, dist.get_world_size(), models.work)
+    batch = Batch(step, headers, plan, dict(zip(row_keys(headers), rows, strict=True)))
+    return update(models, batch, build(config), config).metrics
+
+
+def state(models: Models) -> dict[str, Tensor]:
+    """What engines would get, and both models' value heads."""
+    tensors = {f"export.{name}": tensor for name, tensor in whole_weights(models.policy).items()}
+    for folder, model in models.trained().items():
+        for name, parameter in model.model.named_parameters():  # type: ignore[attr-defined]
+            tensors[f"{folder}.{name}"] = parameter.full_tensor().detach().clone()
+    return tensors
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    run(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])
+    dist.destroy_process_group()

@@ -1,0 +1,34 @@
+"""One rank that trains a batch with an infinite reward; started by test_diverged.py."""
+
+import math
+import sys
+
+import torch.distributed as dist
+
+from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.errors import TrainingDiverged
+from rl_async.trainer.algorithms.algorithm import build
+from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
+from rl_async.trainer.step.update import Batch, Models, plan_batch, row_keys, update
+from tests.conftest import make_rows
+from tests.support.whole_weights import whole_weights
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    config = RunConfig(
+        model=ModelConfig(path=sys.argv[1]), data=DataConfig(path="none"), trainer=TrainerConfig(minibatches=1)
+    )
+    backend = Fsdp2Backend(sys.argv[1], "float32", "cpu", config.trainer)
+    before = whole_weights(backend)
+    rows = make_rows(7)
+    rows[0].reward = math.inf
+    headers = [row.header() for row in rows]
+    batch = Batch(
+        7, headers, plan_batch(headers, 7, config, 1, backend.work), dict(zip(row_keys(headers), rows, strict=True))
+    )
+    try:
+        update(Models(backend), batch, build(config), config)
+    except TrainingDiverged as error:
+        assert all((tensor == before[name]).all() for name, tensor in whole_weights(backend).items()), "weights changed"
+        print(error)
+        sys.exit(3)

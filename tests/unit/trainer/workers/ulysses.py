@@ -1,0 +1,103 @@
+"""One of two ranks that compute models with rows of their own and with shared ones; started by test_ulysses.py.
+
+``python -m tests.unit.trainer.workers.ulysses DEVICE FOLDER OUT NAME...``: DEVICE is cpu or cuda, models are
+FOLDER/NAME, and a name that begins with a head has it. Rank 0 writes the largest differences.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_async.configs.schema.run import TrainerConfig
+from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
+from rl_async.trainer.backends.interface import Outputs, Want
+from rl_async.trainer.batches.batching import Tensors, empty_tensors
+from rl_async.trainer.model.heads import Head
+
+LENGTHS = [23, 2, 9, 9, 14, 23, 5, 1, 3]  # 89 tokens: cut within the second of 23, and filled up by one
+HEADS: dict[str, tuple[Head, frozenset[Want]]] = {
+    "value": ("value", frozenset()),
+    "both": ("both", frozenset({"values"})),
+    "policy": ("policy", frozenset({"entropy", "sum_squares", "distribution"})),
+}
+
+
+def batch(vocab: int, device: str) -> Tensors:
+    draw = torch.Generator().manual_seed(1)
+    tensors = empty_tensors(device)
+    tensors.tokens = torch.randint(3, vocab, (len(LENGTHS), max(LENGTHS)), generator=draw).to(device)
+    tensors.lengths = torch.tensor(LENGTHS)
+    tensors.temperature = torch.linspace(0.5, 1.5, len(LENGTHS), device=device)[:, None, None]
+    return tensors
+
+
+def loss_of(outputs: Outputs, lengths: Tensor) -> Tensor:
+    """A sum of bent means over whole sequences, of everything that there is."""
+    parts = [outputs.logprobs, outputs.entropy, outputs.sum_squares, outputs.values]
+    if outputs.distribution is not None:
+        parts.append(outputs.distribution.square().mean(-1))
+    total = torch.zeros(())
+    for part in parts:
+        if part is not None:
+            real = (torch.arange(part.shape[1]) + 1 < lengths[:, None]).to(part.device)
+            total = total.to(part.device) + (torch.where(real, part, 0.0).sum(1) / lengths.to(part.device)).tanh().sum()
+    return total
+
+
+def computed(folder: Path, ranks_per_row: int, device: str) -> dict[str, Tensor]:
+    """The loss, the outputs and the gradients, by name, of one micro-batch that both ranks have."""
+    head, wants = HEADS.get(folder.name.partition(" ")[0], HEADS["policy"])
+    backend = Fsdp2Backend(str(folder), "float32", device, TrainerConfig(sequence_parallel=ranks_per_row), head)
+    if backend.model.value_head is not None:
+        torch.nn.init.constant_(backend.model.value_head.weight, 0.1)
+    seen: list[int] = []
+    backend.model.lm.get_input_embeddings().register_forward_hook(lambda *call: seen.append(call[1][0].shape[1]))
+    x = batch(backend.hf_config.vocab_size, device)
+    outputs = backend.model.outputs(x, wants)
+    loss = loss_of(outputs, x.lengths)
+    (loss * ranks_per_row).backward()  # FSDP averages over both ranks, of which each has all of it, or a part
+    assert seen == [-(-sum(LENGTHS) // ranks_per_row)], "tokens of this rank"
+    found = {"loss": loss.detach()}
+    for name in outputs.__struct_fields__:
+        part = getattr(outputs, name)
+        if part is not None:
+            found[name] = part.detach()
+    for name, parameter in backend.model.named_parameters():
+        if parameter.grad is not None:
+            found[f"gradient of {name}"] = parameter.grad.full_tensor()
+    return found
+
+
+def compared(folder: Path, device: str) -> dict[str, float]:
+    """How far shared rows are from own ones: the numbers, the gradients, and how large those are at all."""
+    own, shared = computed(folder, 1, device), computed(folder, 2, device)
+    assert own.keys() == shared.keys()
+    far = {name: (own[name] - shared[name]).abs().max().item() for name in own}
+    gradients = [name for name in own if name.startswith("gradient")]
+    return {
+        "loss": far["loss"],
+        "outputs": max(far[name] for name in own if name != "loss" and name not in gradients),
+        "gradients": max(far[name] for name in gradients),
+        "size": max(own[name].abs().max().item() for name in gradients),
+    }
+
+
+def main() -> None:
+    device, folder, out, names = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_rank())
+        device = f"cuda:{dist.get_rank()}"
+    found = {name: compared(folder / name, device) for name in names}
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo" if sys.argv[1] == "cpu" else "cpu:gloo,cuda:nccl")
+    main()
+    dist.destroy_process_group()

@@ -1,0 +1,112 @@
+"""Samples that travel together: order, size, and what happens to each when a message fails."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from rl_async.errors import ProtocolError, QueueLost
+from rl_async.messages import Done, Refused, Sampling, Trajectory
+from rl_async.transfer_queue.client import outbox
+from rl_async.transfer_queue.client.conversations import Parcel, parcel
+from rl_async.transfer_queue.client.outbox import Outbox
+
+
+def row(sample: int, tokens: int = 4) -> Trajectory:
+    return Trajectory(
+        task_id="t",
+        group_id=0,
+        sample=sample,
+        attempt=0,
+        episode_id=str(sample),
+        token_ids=np.zeros(tokens, np.int32),
+        loss_mask=np.ones(tokens, bool),
+        logprobs=np.zeros(tokens, np.float32),
+        versions=[],
+        sampling=Sampling(),
+        reward=0.0,
+    )
+
+
+class Queue:
+    """Answers when it is told to; refuses odd samples."""
+
+    def __init__(self) -> None:
+        self.messages: list[list[int]] = []
+        self.error: Exception | None = None
+        self.open = asyncio.Event()
+
+    async def send(self, parcels: list[Parcel]) -> list[Refused | None]:
+        assert all(len(parcel.headers) == len(parcel.rows) for parcel in parcels)
+        self.messages.append([parcel.headers[0].sample for parcel in parcels])
+        await self.open.wait()
+        if self.error is not None:
+            raise self.error
+        return [Refused(code="odd", reason="") if parcel.headers[0].sample % 2 else None for parcel in parcels]
+
+
+async def handed_over(box: Outbox, *rows: Trajectory) -> list["asyncio.Future[Done | Refused]"]:
+    answers = [box.put(parcel([row], {})) for row in rows]
+    await asyncio.sleep(0)
+    return answers
+
+
+def test_what_comes_while_a_message_is_on_its_way_shares_the_next() -> None:
+    async def check() -> None:
+        queue = Queue()
+        box = Outbox(queue.send)
+        first = await handed_over(box, row(0))
+        later = await handed_over(box, row(1), row(2), row(3))
+        assert queue.messages == [[0]]
+        queue.open.set()
+        answers = await asyncio.gather(*first, *later)
+        assert queue.messages == [[0], [1, 2, 3]]
+        assert [isinstance(answer, Done) for answer in answers] == [True, False, True, False]
+        await asyncio.gather(*await handed_over(box, row(4)))
+        assert queue.messages[2:] == [[4]]
+
+    asyncio.run(check())
+
+
+def test_a_message_has_a_largest_size_and_a_larger_sample_goes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "MAX_BYTES", 2000)
+
+    async def check() -> None:
+        queue = Queue()
+        box = Outbox(queue.send)
+        tasks = await handed_over(box, row(0), row(1), row(2, tokens=1000), row(3), row(4))
+        queue.open.set()
+        await asyncio.gather(*tasks)
+        assert queue.messages == [[0, 1], [2], [3, 4]]
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("error", [QueueLost("gone"), ProtocolError("odd"), OSError("no socket")])
+def test_an_error_reaches_everyone_whose_sample_was_in_the_message(error: Exception) -> None:
+    async def check() -> None:
+        queue = Queue()
+        queue.error = error
+        box = Outbox(queue.send)
+        tasks = await handed_over(box, row(0), row(2), row(4))
+        queue.open.set()
+        assert await asyncio.gather(*tasks, return_exceptions=True) == [error] * 3
+        queue.error = None
+        assert isinstance(await box.put(parcel([row(6)], {})), Done)
+
+    asyncio.run(check())
+
+
+def test_one_that_no_longer_waits_does_not_keep_the_others_from_their_answers() -> None:
+    async def check() -> None:
+        queue = Queue()
+        box = Outbox(queue.send)
+        tasks = await handed_over(box, row(0), row(2), row(4))
+        tasks[1].cancel()
+        queue.open.set()
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(answers[0], Done) and isinstance(answers[2], Done)
+        assert isinstance(answers[1], asyncio.CancelledError)
+        assert queue.messages == [[0, 2, 4]]  # what was handed over is sent all the same
+
+    asyncio.run(check())

@@ -1,0 +1,275 @@
+"""Journal, ledger, payloads and the envelope."""
+
+import json
+from contextlib import closing
+
+import msgspec
+import numpy as np
+import pytest
+
+from rl_async.errors import JournalError, ProtocolError
+from rl_async.messages import Done, Malformed, Sampling, Status, Trajectory, Version
+from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.journal import payloads as payloads_module
+from rl_async.transfer_queue.journal.payloads import Payloads, freed_by
+from rl_async.transfer_queue.journal.recovery import Recorder, recover
+from rl_async.transfer_queue.journal.sqlite import SqliteJournal
+from rl_async.transfer_queue.policy.admission import QueueSettings
+from rl_async.transfer_queue.reports.ledger import Ledger
+from rl_async.transfer_queue.state.leases import Leases, Lost
+from rl_async.transfer_queue.state.store import Store
+from rl_async.transfer_queue.state.transitions import (
+    EvalClosed,
+    Feed,
+    GroupDropped,
+    Published,
+    Retired,
+    RolledBack,
+    RunFinished,
+)
+
+
+def test_ledger_has_one_line_per_event_and_is_only_appended(make_rig, tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    rig = make_rig(max_staleness=0)
+    rig.publish(0)
+    first, second = rig.lease()
+    rig.put_all([first])
+    for _ in range(2):
+        rig.store.fail("w", second.group_id, 0, second.attempt, "boom", 0.0)
+        second = next((group for group in rig.lease(max_groups=1)), second)
+    rig.put_all([second])
+    rig.store.reserve(0, 0.0)
+    rig.store.commit(0)
+    rig.store.resume(0, 1, b"")
+    rig.store.finish()
+    ledger = Ledger(path)
+    for transition in rig.seen:
+        ledger.append(transition)
+    assert path.read_bytes() == b"", "nothing is written before the flush"
+    ledger.flush()
+    ledger.close()
+    lines = without_numbers(path)
+    assert lines[0] == {"event": "admit", "group": 0, "task": "t0", "partition": "train", "samples": 2}
+    assert [line["event"] for line in lines] == [
+        *("admit", "admit"),
+        *("put", "put", "ready"),
+        *("dead_letter", "admit"),
+        *("put", "put", "ready"),
+        "reserve",
+        "commit",
+        "resume",
+        "finish",
+    ]
+    assert lines[3] == {"event": "put", "group": 0, "sample": 1, "tokens_sha256": ["0-1-0"]}
+    assert lines[5]["group"] == 1 and "boom" in lines[5]["error"]
+    assert lines[10] == {"event": "reserve", "step": 0, "groups": [0, 2]}
+    assert (lines[12]["step"], lines[12]["lineage"], lines[12]["fresh"]) == (0, 1, False)
+    with path.open("ab") as file:
+        file.write(b'{"event":"fi')  # torn by a crash
+    again = Ledger(path)
+    again.append(RunFinished())
+    again.flush()
+    again.close()
+    assert without_numbers(path) == [*lines, {"event": "finish"}]
+
+
+def without_numbers(path):
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "seq"} for line in lines]
+
+
+def follow(path, journal, count, transitions):
+    """A queue that goes on from a journal of these transitions."""
+    ledger = Ledger(path)
+    ledger.follow(journal, count)
+    assert list(ledger.catch_up(transitions)) == transitions
+    assert ledger.count == count + len(transitions)
+    return ledger
+
+
+DROPS = [GroupDropped(group=group, reason="") for group in range(6)]
+
+
+def dropped(path):
+    return [line.get("group", line.get("id")) for line in without_numbers(path)]
+
+
+def test_a_ledger_is_completed_from_the_journal(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = follow(path, "one", 0, [])
+    for transition in DROPS[:2]:
+        ledger.append(transition)
+    ledger.flush()
+    ledger.append(DROPS[2])  # the journal has it, and the queue is killed
+    ledger.close()
+    ledger = follow(path, "one", 0, DROPS[:3])
+    ledger.close()
+    assert dropped(path) == ["one", 0, 1, 2]
+    follow(path, "one", 2, [*DROPS[2:4], Published(version=Version(0, 1), released=[])]).close()
+    assert dropped(path) == ["one", 0, 1, 2, 3]
+
+
+def test_what_a_journal_lost_is_cut_off_the_ledger_and_another_journal_cuts_nothing(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    follow(path, "one", 0, DROPS).close()
+    ledger = follow(path, "one", 0, DROPS[:4])
+    ledger.append(RunFinished())
+    ledger.flush()
+    ledger.close()
+    assert dropped(path) == ["one", 0, 1, 2, 3, None]
+    ledger = follow(path, "two", 0, [])
+    ledger.append(DROPS[5])
+    ledger.flush()
+    ledger.close()
+    assert dropped(path) == ["one", 0, 1, 2, 3, None, "two", 5]
+    follow(path, "two", 0, []).close()
+    assert dropped(path) == ["one", 0, 1, 2, 3, None, "two"]
+
+
+def test_a_ledger_that_is_none_is_named(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    path.write_text('{"event":"admit"}\nnonsense\n')
+    with closing(Ledger(path)) as ledger, pytest.raises(JournalError, match=r"ledger\.jsonl:2"):
+        ledger.follow("one", 0)
+
+
+def test_payloads_are_freed_with_their_groups():
+    payloads = Payloads()
+    feed = Feed()
+    feed.subscribe(lambda transition: payloads.free(freed_by(transition)))
+    for group in range(4):
+        payloads.put(group, 0, [b"x", b"y"])
+    feed(GroupDropped(group=0, reason=""))
+    feed(Retired(step=1, groups=[1]))
+    feed(EvalClosed(eval_id=1, groups=[2]))
+    feed(Published(version=Version(0, 1), released=[3]))
+    assert [payloads.get(group, 0, 0) for group in range(4)] == [None, None, None, b"x"]
+    assert [payloads.get(3, sample, segment) for sample, segment in ((0, 1), (0, 2), (1, 0))] == [
+        b"y",
+        None,
+        None,
+    ]
+    feed(RolledBack(step=0, lineage=1, fresh=False, next_group=4, max_staleness=1))
+    assert payloads.get(3, 0, 0) == b"x"
+    feed(RolledBack(step=0, lineage=2, fresh=True, next_group=4, max_staleness=1))
+    assert payloads.get(3, 0, 0) is None
+
+
+def test_leases_live_as_long_as_their_worker_is_heard():
+    leases = Leases(10.0)
+    leases.hear("a", 0.0)
+    leases.give("a", 1, [0, 1], 0.0)
+    leases.hear("b", 2.0)
+    leases.give("b", 2, [0], 2.0)
+    leases.hear("a", 9.0)
+    assert leases.expired(11.0) == [] and leases.workers == 2
+    leases.end("a", 1, 0)
+    assert leases.expired(12.0) == [Lost("b", {2: [0]})]
+    leases.end("b", 2, 0)
+    assert (leases.workers, leases.oldest_s(12.0), leases.age("a", 1, 12.0)) == (1, 12.0, 12.0)
+    assert leases.expired(19.0) == [Lost("a", {1: [1]})]
+    leases.end("a", 1, 1)
+    assert leases.holding() == [] and leases.oldest_s(20.0) == 0.0
+
+
+def test_envelope_round_trip():
+    ids = wire.RequestIds()
+    first, second = ids.take(), ids.take()
+    assert first != second and len(first) == wire.ID_BYTES
+    assert wire.decode_request(wire.encode(first, Status(), [b"a", b"b"])) == (first, Status(), [b"a", b"b"])
+    assert wire.decode_reply(wire.encode(first, Done())).reply == Done()
+
+
+@pytest.mark.parametrize("parts", [[], [b"12345678"], [b"12345678", b"\xc1"], [b"1", b""]])
+def test_broken_envelopes_are_protocol_errors(parts):
+    with pytest.raises(ProtocolError):
+        wire.decode_request(parts)
+    with pytest.raises(ProtocolError):
+        wire.decode_reply(parts)
+
+
+def test_malformed_replies_become_errors():
+    with pytest.raises(ProtocolError, match="too short"):
+        wire.checked(wire.ReplyMessage(b"", Malformed(reason="too short"), []))
+
+
+def test_the_journal_of_another_run_of_the_same_name_is_refused(make_rig, tmp_path):
+    def queue(folder):
+        """A queue of a run in this folder, with a journal that is elsewhere."""
+        folder.mkdir(exist_ok=True)
+        with closing(SqliteJournal(tmp_path, "run")) as journal, closing(Ledger(folder / "ledger.jsonl")) as ledger:
+            rig = make_rig()
+            settings = QueueSettings(steps=1, batch_groups=1, group_size=1)
+            rig.store = Store(settings, rig.source, [], Feed(journal.append, ledger.append))
+            transitions = recover(rig.store, journal, ledger, 0.0)
+            rig.store.publish(Version(0, 0), [])
+            Recorder(rig.store, journal, ledger).flush()
+            return transitions
+
+    assert queue(tmp_path / "one") == 0
+    assert queue(tmp_path / "one") == 2
+    with pytest.raises(JournalError, match=r"run-[0-9a-f]+, which ledger\.jsonl .* never heard of"):
+        queue(tmp_path / "two")
+
+
+def test_memory_is_given_back_when_much_was_freed(monkeypatch):
+    given: list[int] = []
+    monkeypatch.setattr(payloads_module, "trim", lambda: given.append(len(given)))
+    monkeypatch.setattr(payloads_module, "TRIM_BYTES", 10)
+    payloads = Payloads()
+    for group in range(4):
+        payloads.put(group, 0, [b"12345", b"6"])
+    payloads.free([0])
+    assert given == []
+    payloads.free([1, 77])
+    assert given == [0]
+    payloads.free(None)
+    assert given == [0, 1]
+    assert all(payloads.get(group, 0, 0) is None for group in range(4))
+
+
+@pytest.mark.parametrize("sizes", [[], [1], [5, 3, 2], [10], [10, 10, 1], [11, 1, 30, 4, 4, 4]])
+def test_rows_travel_in_few_frames_and_come_apart_again(sizes, monkeypatch):
+    monkeypatch.setattr(wire, "JOINED_BYTES", 10)
+    rows = [bytes([i]) * size for i, size in enumerate(sizes)]
+    frames = wire.join([memoryview(row) for row in rows])
+    assert b"".join(frames) == b"".join(rows)
+    assert all(len(frame) >= 10 for frame in frames[:-1])
+    assert [bytes(row) for row in wire.split(frames, sizes)] == rows
+
+
+@pytest.mark.parametrize("lengths", [[], [3], [4, 1], [2, 2, 1], [-1, 5], [0, 4], [2, 3]])
+def test_rows_that_do_not_fit_their_frames_are_a_protocol_error(lengths):
+    with pytest.raises(ProtocolError):
+        wire.split([b"abcd"], lengths)
+    with pytest.raises(ProtocolError):
+        wire.split([b"ab", b"cd"], [4])
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"token_ids": [0, 1, 2]}, "token_ids"),
+        ({"loss_mask": [True] * 3}, "loss_mask"),
+        ({"logprobs": np.zeros(1, np.float32)}, "logprobs"),
+        ({"token_ids": np.zeros((3, 1), np.int32)}, "token_ids"),
+    ],
+)
+def test_a_row_that_nobody_could_read_is_refused_where_it_is_handed_over(change, field):
+    row = Trajectory(
+        task_id="t",
+        group_id=4,
+        sample=1,
+        attempt=0,
+        episode_id="e",
+        token_ids=np.zeros(3, np.int32),
+        loss_mask=np.ones(3, bool),
+        logprobs=np.zeros(3, np.float32),
+        versions=[],
+        sampling=Sampling(),
+        reward=0.0,
+    )
+    row.header()
+    with pytest.raises(ProtocolError, match=f"{field} of group 4 sample 1"):
+        msgspec.structs.replace(row, **change).header()

@@ -1,0 +1,108 @@
+"""Admission and the choice of a batch."""
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_async.configs.schema.run import DataConfig, ModelConfig, QueueConfig, RunConfig
+from rl_async.transfer_queue.policy.admission import (
+    Candidate,
+    Choice,
+    Load,
+    QueueSettings,
+    choose,
+    is_short_of_bytes,
+    may_admit,
+    may_lease,
+)
+
+SETTINGS = QueueSettings(steps=5, batch_groups=2, group_size=4, max_staleness=1, max_bytes=1000)
+
+
+def load(**changes: int) -> Load:
+    values = {"slots": SETTINGS.slots, "alive": 0, "unreserved": 0, "kept": 0, "expected_bytes": 0, "group_bytes": 100}
+    return Load(**(values | changes))
+
+
+def test_settings_come_from_the_config():
+    config = RunConfig(
+        model=ModelConfig(path="m"),
+        data=DataConfig(path="d", train_batch_groups=3),
+        queue=QueueConfig(max_staleness=4, on_straggler="drop", lease_s=2.0),
+    )
+    settings = QueueSettings.of(config)
+    assert (settings.batch_groups, settings.slots, settings.on_straggler, settings.lease_s) == (3, 15, "drop", 2.0)
+    assert (settings.steps, settings.group_size, settings.eval_samples) == (100, 16, 1)
+
+
+def test_admission_stops_at_slots_run_length_and_bytes():
+    assert may_admit(SETTINGS, load(alive=3))
+    assert not may_admit(SETTINGS, load(alive=4))
+    assert may_admit(SETTINGS, load(alive=1, slots=2)) and not may_admit(SETTINGS, load(alive=2, slots=2))
+    assert may_admit(SETTINGS, load(kept=9))
+    assert not may_admit(SETTINGS, load(kept=10))
+    assert may_admit(SETTINGS, load(unreserved=2, expected_bytes=900))
+    assert not may_admit(SETTINGS, load(unreserved=2, expected_bytes=901))
+    assert may_admit(SETTINGS, load(unreserved=1, expected_bytes=10_000))
+
+
+def test_shortness_of_bytes_is_told_from_other_reasons():
+    assert is_short_of_bytes(SETTINGS, load(unreserved=2, expected_bytes=901))
+    assert not is_short_of_bytes(SETTINGS, load(unreserved=2, expected_bytes=900))
+    assert not is_short_of_bytes(SETTINGS, load(alive=4, unreserved=2, expected_bytes=901))
+    assert not is_short_of_bytes(SETTINGS, load(kept=10, unreserved=2, expected_bytes=901))
+
+
+def test_a_new_group_needs_a_slot_among_those_with_tokens_and_one_begun_has_it():
+    assert may_lease(SETTINGS, 3, begun=False) and not may_lease(SETTINGS, 4, begun=False)
+    assert may_lease(SETTINGS, 4, begun=True) and not may_lease(SETTINGS, 5, begun=True)
+
+
+def choice(candidates: list[Candidate], on_straggler: str = "wait", pinned: dict[int, int] | None = None) -> Choice:
+    settings = QueueSettings(steps=5, batch_groups=2, group_size=4, on_straggler=on_straggler)  # type: ignore[arg-type]
+    return choose(candidates, 0, 2, settings, pinned or {})
+
+
+def test_the_most_urgent_ready_groups_are_taken():
+    candidates = [Candidate(0, True, 2), Candidate(1, True, 1), Candidate(2, True, 1), Candidate(3, False, None)]
+    assert choice(candidates) == Choice([1, 2], [], [])
+
+
+def test_too_few_ready_groups_name_whom_they_wait_for():
+    assert choice([Candidate(0, True, 0), Candidate(1, False, 1), Candidate(2, False, 0)]) == Choice([], [], [2, 1])
+
+
+def test_a_straggler_at_its_deadline_blocks_is_dropped_or_passed():
+    candidates = [Candidate(0, False, 0), Candidate(1, True, 1), Candidate(2, True, 1)]
+    assert choice(candidates) == Choice([], [], [0])
+    assert choice(candidates, "drop") == Choice([1, 2], [0], [])
+    assert choice(candidates, "mask") == Choice([1, 2], [], [])
+
+
+def test_seats_given_away_bring_deadlines_closer():
+    candidates = [Candidate(0, True, 1), Candidate(1, True, 1), Candidate(2, False, 1)]
+    assert choice(candidates) == Choice([0, 1], [], [])
+    assert choice(candidates, pinned={1: 2}) == Choice([], [], [2])
+    assert choice(candidates, pinned={2: 2}) == Choice([0, 1], [], [])
+
+
+@given(st.lists(st.tuples(st.booleans(), st.none() | st.integers(0, 4)), max_size=9), st.sampled_from(["wait", "drop"]))
+def test_what_is_left_can_always_meet_its_deadlines(groups, on_straggler):
+    candidates = [
+        Candidate(group, ready, 4 if ready and deadline is None else deadline)
+        for group, (ready, deadline) in enumerate(groups)
+    ]
+    result = choice(candidates, on_straggler)
+    assert len(result.take) in (0, 2)
+    ready = {candidate.group for candidate in candidates if candidate.ready}
+    assert set(result.take) <= ready and not set(result.drop) & ready
+    if not result.take:
+        return
+    left = sorted(
+        c.deadline
+        for c in candidates
+        if c.group not in {*result.take, *result.drop} and c.deadline is not None and not c.ready
+    )
+    for count, deadline in zip(itertools.count(1), left):
+        assert count <= deadline * 2

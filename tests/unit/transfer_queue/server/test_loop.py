@@ -1,0 +1,123 @@
+"""The loop around the server: what is flushed before what is sent, with a socket that writes down what happens."""
+
+from collections import deque
+
+import pytest
+import zmq
+
+from rl_async import messages as m
+from rl_async.errors import JournalError
+from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.journal.interface import MemoryJournal
+from rl_async.transfer_queue.policy.admission import QueueSettings
+from rl_async.transfer_queue.server.handlers import QueueServer
+from rl_async.transfer_queue.server.loop import MOST_REQUESTS, serve
+from rl_async.transfer_queue.state.source import Counted
+from rl_async.transfer_queue.state.store import Store
+from rl_async.transfer_queue.state.transitions import Feed
+
+
+class Router:
+    """A ROUTER whose clients have sent all they have to say. Clients in ``gone`` cannot be answered."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.inbox: deque[list[bytes]] = deque()
+        self.gone: set[bytes] = set()
+        self._log, self._ids = log, wire.RequestIds()
+        self._first = True
+
+    def ask(self, client: str, request: m.Request) -> None:
+        self.inbox.append([client.encode(), *map(bytes, wire.encode(self._ids.take(), request))])
+
+    def poll(self, timeout_ms: int) -> int:
+        return len(self.inbox)
+
+    def recv_multipart(self, flags: int) -> list[bytes]:
+        if not self.inbox:
+            raise zmq.Again
+        return self.inbox.popleft()
+
+    def send(self, frame: bytes, flags: int = 0, copy: bool = True) -> None:
+        if self._first:
+            if frame in self.gone:
+                raise zmq.ZMQError(zmq.EHOSTUNREACH)
+            self._log.append(f"to {frame.decode()}")
+        self._first = not flags & zmq.SNDMORE
+
+
+class Loop:
+    """The loop with a journal that can be full; ``log`` says in which order things happened."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.router = Router(self.log)
+        self.full = False
+        journal = MemoryJournal()
+        feed = Feed(journal.append, lambda transition: self.log.append(type(transition).__name__))
+        store = Store(QueueSettings(steps=9, batch_groups=1, group_size=1, max_staleness=0), Counted(), [], feed)
+        self._server = QueueServer(store, journal, feed)
+        for client in ("t", "a", "b"):
+            self.router.ask(client, m.Hello(schema=m.SCHEMA, role="test", name=client))
+        self.run()
+
+    def flush(self) -> None:
+        self.log.append("flush")
+        if self.full:
+            raise JournalError("no room")
+
+    def run(self) -> None:
+        """Until all is answered."""
+        turns = iter([False] * (1 + len(self.router.inbox)))
+        serve(self.router, self._server, self.flush, lambda: next(turns, True), lambda: 0.0)  # type: ignore[arg-type]
+
+
+PUBLISH = m.Publish(version=m.Version(0, 0), engines=[])
+
+
+def lease(worker: str, wait_s: float = 60.0) -> m.Lease:
+    return m.Lease(worker=worker, max_groups=1, wait_s=wait_s)
+
+
+def test_one_flush_serves_all_that_came_and_those_that_waited_for_it() -> None:
+    loop = Loop()
+    loop.router.ask("a", lease("a"))
+    loop.run()
+    loop.log.clear()
+    loop.router.ask("b", m.Status())
+    loop.router.ask("t", PUBLISH)
+    loop.run()
+    changes = [entry for entry in loop.log if entry[0].isupper()]
+    assert changes == ["Published", "EnginesChanged", "Admitted", "LeaseGiven"]
+    last = loop.log.index("LeaseGiven")
+    assert loop.log[last + 1 :] == ["flush", "to b", "to t", "to a"]
+
+
+def test_nothing_is_sent_when_the_journal_is_full() -> None:
+    loop = Loop()
+    loop.log.clear()
+    loop.router.ask("t", PUBLISH)
+    loop.full = True
+    with pytest.raises(JournalError, match="no room"):
+        loop.run()
+    assert not [entry for entry in loop.log if entry.startswith("to ")]
+
+
+def test_what_follows_from_a_lost_answer_is_flushed_before_it_is_sent() -> None:
+    loop = Loop()
+    loop.router.gone.add(b"a")
+    loop.router.ask("a", lease("a"))
+    loop.router.ask("b", lease("b"))
+    loop.router.ask("t", PUBLISH)
+    loop.run()
+    taken_back = loop.log.index("LeaseLost")
+    assert loop.log[taken_back:] == ["LeaseLost", "GrantVoided", "LeaseGiven", "flush", "to b"]
+
+
+def test_a_flush_does_not_wait_for_ever_more_requests() -> None:
+    loop = Loop()
+    loop.log.clear()
+    for _ in range(2 * MOST_REQUESTS + 1):
+        loop.router.ask("b", m.Status())
+    loop.run()
+    answers = "".join("." if entry == "to b" else "|" for entry in loop.log).strip("|").split("|")
+    assert [len(part) for part in answers if part] == [MOST_REQUESTS, MOST_REQUESTS, 1]

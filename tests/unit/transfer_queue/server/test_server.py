@@ -1,0 +1,295 @@
+"""The server without its socket: what parked requests of silent and lost workers get."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from rl_async import messages as m
+from rl_async.configs.schema.limits import QueueLimits
+from rl_async.errors import ProtocolError
+from rl_async.messages import codec
+from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.journal.interface import MemoryJournal
+from rl_async.transfer_queue.policy.admission import QueueSettings
+from rl_async.transfer_queue.server.handlers import Outgoing, QueueServer
+from rl_async.transfer_queue.server.peers import IDLE_S
+from rl_async.transfer_queue.state.source import Counted
+from rl_async.transfer_queue.state.store import Store
+from rl_async.transfer_queue.state.transitions import Feed, LeaseLost, SampleStored, Transition
+
+LEASE_S = 10.0
+EVAL_TASK = m.Task(task_id="e", data_source="", prompt=[], ground_truth="")
+
+
+HEADER = m.TrajectoryHeader(
+    group_id=0,
+    sample=0,
+    attempt=0,
+    partition="train",
+    episode_id="e",
+    segment=0,
+    tokens=1,
+    sampled=1,
+    reward=0.0,
+    finish_reason="stop",
+    versions=[],
+    tokens_sha256="",
+)
+
+
+class Served:
+    """A server at time ``now``; every client's identity is its name."""
+
+    def __init__(self, limits: QueueLimits | None = None, replicas: int = 0) -> None:
+        self.now = 0.0
+        self.seen: list[Transition] = []
+        self._ids = wire.RequestIds()
+        journal = MemoryJournal()
+        feed = Feed(self.seen.append, journal.append)
+        settings = QueueSettings(
+            steps=10, batch_groups=2, group_size=1, lease_s=LEASE_S, max_attempts=1, replicas=replicas
+        )
+        store = Store(settings, Counted(), [EVAL_TASK], feed)
+        self.server = QueueServer(store, journal, feed, lambda: self.now, limits)
+
+    def ask(self, name: str, request: m.Request, *payload: bytes) -> list[Outgoing]:
+        return self.server.handle([name.encode(), *wire.encode(self._ids.take(), request, payload)])
+
+    def hello(self, *names: str) -> None:
+        for name in names:
+            (welcome,) = self.ask(name, m.Hello(schema=m.SCHEMA, role="test", name=name))
+            assert isinstance(welcome.answer.reply, m.Welcome)
+
+    def lease(self, name: str, groups: int = 1) -> list[Outgoing]:
+        return self.ask(name, m.Lease(worker=name, max_groups=groups, wait_s=60.0))
+
+    def publish(self) -> list[Outgoing]:
+        done, *woken = self.ask("t", m.Publish(version=m.Version(0, 0), engines=[]))
+        assert done.answer.reply == m.Done()
+        return woken
+
+
+@pytest.fixture
+def served() -> Served:
+    served = Served()
+    served.hello("t", "a", "b")
+    return served
+
+
+def leased(message: Outgoing) -> tuple[str, list[int]]:
+    """Who gets which groups."""
+    reply: Any = message.answer.reply
+    return message.identity.decode(), [group.group_id for group in reply.groups]
+
+
+def test_a_parked_request_of_a_silent_worker_gets_nothing(served: Served) -> None:
+    assert served.lease("a") == []
+    served.now = LEASE_S
+    assert served.server.tick() == []
+    assert served.lease("b") == []
+    (answer,) = served.publish()
+    assert leased(answer) == ("b", [0])
+
+
+def test_parked_requests_keep_no_leases(served: Served) -> None:
+    served.publish()
+    (first,) = served.lease("a", groups=4)
+    assert len(leased(first)[1]) == 4
+    assert served.lease("a") == []  # all slots are taken; this one is parked
+    served.now = LEASE_S - 1
+    served.ask("t", m.Evaluate(eval_id=0))  # parked leases are tried again
+    served.now = LEASE_S
+    served.server.tick()
+    assert {lost.worker for lost in served.seen if isinstance(lost, LeaseLost)} == {"a"}
+
+
+def test_leases_that_were_not_delivered_go_to_others_and_cost_no_attempt(served: Served) -> None:
+    served.lease("a", groups=4)
+    (to_a,) = served.publish()
+    assert leased(to_a) == ("a", [0, 1, 2, 3])
+    served.lease("b")
+    (to_b,) = served.server.undelivered(to_a)
+    assert leased(to_b) == ("b", [0])
+    assert [(lost.worker, lost.charged) for lost in served.seen if isinstance(lost, LeaseLost)] == [("a", False)] * 4
+
+
+def test_whatever_else_the_lost_connection_waits_for_is_forgotten(served: Served) -> None:
+    for _ in range(2):
+        served.lease("a")
+    to_a, again = served.publish()
+    assert (leased(to_a), leased(again)) == (("a", [0]), ("a", [1]))
+    served.lease("a", groups=4)
+    assert served.server.undelivered(to_a) == []
+    (refused,) = served.ask("a", m.Status())
+    assert isinstance(refused.answer.reply, m.Refused) and refused.answer.reply.code == "hello"
+
+
+def test_a_repeated_answer_that_is_lost_takes_nothing_from_the_one_that_arrived(served: Served) -> None:
+    served.publish()
+    request_id = b"12345678"
+    parts = wire.encode(request_id, m.Lease(worker="w", max_groups=1, wait_s=1.0))
+    (arrived,) = served.server.handle([b"b", *parts])
+    (repeated,) = served.server.handle([b"a", *parts])
+    assert repeated.answer == arrived.answer
+    served.server.undelivered(repeated)
+    assert not [lost for lost in served.seen if isinstance(lost, LeaseLost)]
+
+
+def test_a_late_copy_of_a_lease_that_was_answered_with_nothing_gets_nothing(served: Served) -> None:
+    """The worker has gone on: it would keep, by its sign of life, groups of which it never heard."""
+    request = wire.encode(b"a-lease.", m.Lease(worker="a", max_groups=1, wait_s=0.0))
+    served.hello("a, connected again")
+    (nothing,) = served.server.handle([b"a, connected again", *request])
+    assert leased(nothing) == ("a, connected again", [])
+    served.publish()
+    (late,) = served.server.handle([b"a", *request])
+    assert leased(late) == ("a", [])
+    assert leased(served.lease("b")[0]) == ("b", [0])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        msgspec.msgpack.encode(m.Renew(worker="ab")).replace(b"ab", b"\xa5b"),
+        msgspec.msgpack.encode({"type": "Renew", "worker": "a", "x": 0})[:-1] + b"\x91" * 5000,
+    ],
+    ids=["text that is not UTF-8", "nested too deep"],
+)
+def test_bytes_that_no_decoder_takes_are_malformed(served: Served, body: bytes) -> None:
+    (answer,) = served.server.handle([b"a", bytes(8), body])
+    assert isinstance(answer.answer.reply, m.Malformed)
+    with pytest.raises(ProtocolError):
+        codec.decoder(m.Task)(body)
+
+
+def test_hungry_workers_share_the_groups_whatever_each_of_them_asks_for(served: Served) -> None:
+    served.lease("a", groups=100)
+    served.lease("b", groups=100)
+    assert [leased(answer) for answer in served.publish()] == [("a", [0, 1]), ("b", [2, 3])]
+
+
+def test_a_share_that_one_worker_does_not_want_is_another_s(served: Served) -> None:
+    served.lease("a", groups=1)
+    served.lease("b", groups=100)
+    assert [leased(answer) for answer in served.publish()] == [("a", [0]), ("b", [1, 2, 3])]
+
+
+def test_groups_that_come_one_by_one_go_to_workers_in_turn_though_one_always_asks_first(served: Served) -> None:
+    served.hello("c")
+    served.publish()
+    (all_slots,) = served.lease("t", groups=100)
+    names = ["a", "b", "c"]
+    for name in names:
+        served.lease(name, groups=100)
+    got: list[str] = []
+    for group in leased(all_slots)[1]:
+        _, answer = served.ask("t", m.Fail(worker="t", group_id=group, sample=0, attempt=0, error="lost"))
+        name, _groups = leased(answer)
+        got.append(name)
+        for again in names:  # what a poll that has ended does, "a" always before the others
+            served.lease(again, groups=100)
+    assert [sorted(got[:3]), got[3]] == [names, "a"]
+
+
+def test_a_flooder_is_told_to_wait_and_its_neighbour_is_served() -> None:
+    served = Served(QueueLimits(requests_per_s=2.0))
+    served.hello("flood", "calm")
+
+    def status(name: str) -> str:
+        reply = served.ask(name, m.Status())[0].answer.reply
+        return reply.code if isinstance(reply, m.Refused) else type(reply).__name__
+
+    assert [status("flood") for _ in range(4)] == ["StatusReport"] * 2 + ["busy"] * 2
+    assert status("calm") == "StatusReport"
+    served.now = 0.5
+    assert [status("flood") for _ in range(2)] == ["StatusReport", "busy"]
+
+
+def test_a_message_beyond_the_limits_is_not_decoded() -> None:
+    served = Served(QueueLimits(message_bytes=100, frames=4))
+    served.hello("a")
+    for parts in ([b"x" * 101], [b""] * 4):
+        (refused,) = served.server.handle([b"a", b"12345678", *parts])
+        reply = refused.answer.reply
+        assert isinstance(reply, m.Refused) and reply.code == "too_large" and "queue.limits" in reply.reason
+    status = served.ask("a", m.Status())[0].answer.reply
+    assert isinstance(status, m.StatusReport) and status.counters["too_large"] == 2
+
+
+def test_a_full_queue_takes_a_client_when_another_has_been_silent_for_long() -> None:
+    served = Served(QueueLimits(clients=2))
+    served.hello("a", "b")
+
+    def hello() -> m.Reply:
+        return served.ask("c", m.Hello(schema=m.SCHEMA, role="test", name="c"))[0].answer.reply
+
+    refused = hello()
+    assert isinstance(refused, m.Refused) and refused.code == "busy" and "queue.limits.clients=2" in refused.reason
+    served.now = IDLE_S
+    served.ask("a", m.Status())
+    assert isinstance(hello(), m.Welcome)
+    assert isinstance(served.ask("a", m.Status())[0].answer.reply, m.StatusReport)
+    gone = served.ask("b", m.Status())[0].answer.reply
+    assert isinstance(gone, m.Refused) and gone.code == "hello"
+
+
+def test_a_first_resume_forgets_evaluations_though_nothing_was_published(served: Served) -> None:
+    served.ask("t", m.Evaluate(eval_id=0))
+    (resumed, *_) = served.ask("t", m.Resume(step=0, lineage=0))
+    assert isinstance(resumed.answer.reply, m.Resumed)
+    (result,) = served.ask("t", m.EvalResult(eval_id=0, wait_s=0.0))
+    assert isinstance(result.answer.reply, m.Refused) and result.answer.reply.code == "unknown_eval"
+
+
+def test_groups_are_taken_back_only_when_no_copy_of_the_answer_may_have_arrived(served: Served) -> None:
+    """A request and its repetition over a new connection are read together; the old connection is dead."""
+    served.publish()
+    parts = wire.encode(b"12345678", m.Lease(worker="w", max_groups=1, wait_s=1.0))
+    (first,) = served.server.handle([b"b", *parts])
+    (again,) = served.server.handle([b"a", *parts])
+    served.server.undelivered(first)
+    assert not [lost for lost in served.seen if isinstance(lost, LeaseLost)]
+    served.server.undelivered(again)
+    assert [lost for lost in served.seen if isinstance(lost, LeaseLost)]
+
+
+def test_a_row_without_bytes_and_a_row_asked_for_twice_are_refused(served: Served) -> None:
+    served.hello("a")
+    put = wire.encode(b"12345678", m.Put(worker="a", samples=[[HEADER]]), [b""])
+    (answer,) = served.server.handle([b"a", *put])
+    assert isinstance(answer.answer.reply, m.Malformed)
+    reply = served.ask("a", m.Fetch(rows=[(0, 0, 0), (0, 0, 0)]))[0].answer.reply
+    assert isinstance(reply, m.Refused) and reply.code == "rows"
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+@pytest.mark.parametrize("bad", ["no rows", "no hash"])
+def test_of_a_put_that_is_malformed_nothing_is_taken(replicas: int, bad: str) -> None:
+    served = Served(replicas=replicas)
+    served.hello("t", "a")
+    served.ask("t", m.RegisterShard(shard_id="s1", name="s", url="tcp://x:1"))
+    served.publish()
+    served.lease("a", groups=2)
+    good = msgspec.structs.replace(HEADER, shards=["s1"], nbytes=1)
+    rest = [] if bad == "no rows" else [msgspec.structs.replace(good, group_id=1, media=["no hash"])]
+    payload = [] if replicas else [b"row"] * (1 + len(rest))
+    (answer,) = served.ask("a", m.Put(worker="a", samples=[[good], rest]), *payload)
+    assert isinstance(answer.answer.reply, m.Malformed)
+    assert not [event for event in served.seen if isinstance(event, SampleStored)]
+
+
+def test_a_shard_hears_at_once_that_the_last_consumer_of_its_rows_is_gone() -> None:
+    served = Served(replicas=1)
+    served.hello("t", "a", "s")
+    served.ask("s", m.RegisterShard(shard_id="s1", name="s", url="tcp://x:1"))
+    served.publish()
+    served.ask("t", m.Subscribe(consumer="logger"))
+    served.lease("a", groups=2)
+    headers = [msgspec.structs.replace(HEADER, group_id=n, shards=["s1"], nbytes=1) for n in range(2)]
+    served.ask("a", m.Put(worker="a", samples=[[header] for header in headers]))
+    for request in (m.Reserve(step=0, wait_s=0.0), m.Commit(step=0), m.Retire(step=1)):
+        served.ask("t", request)
+    assert served.ask("s", m.Sweep(shard_id="s1", groups=[0, 1], wait_s=1.0)) == [], "the logger has not read them"
+    _, woken = served.ask("t", m.Unsubscribe(consumer="logger"))
+    assert (woken.identity, woken.answer.reply) == (b"s", m.Swept(gone=[0, 1]))

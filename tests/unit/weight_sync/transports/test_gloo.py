@@ -1,0 +1,137 @@
+"""Buckets over gloo between two threads, the next one under way while one is in hand."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import zip_longest
+
+import msgspec
+import pytest
+import torch
+
+from rl_async.errors import WeightSyncError
+from rl_async.weight_sync.buckets.buckets import Bucket, make_buckets, verify
+from rl_async.weight_sync.protocol import UpdateInfo
+from rl_async.weight_sync.transports.gloo import GlooReceiver, GlooSender
+
+TIMEOUT_S = 30.0
+SIZES = (5, 3 << 20, 7, 4 << 20, 2 << 20)  # in elements of 4 bytes; the larger ones fit into no socket's buffer
+
+
+def packed() -> list[Bucket]:
+    """One bucket per size."""
+    return [make_buckets([("w", torch.full((n,), float(i)))], n * 4)[0] for i, n in enumerate(SIZES)]
+
+
+def announced(buckets: list[Bucket]) -> list[UpdateInfo]:
+    """Manifests that tell how large the bucket after each is."""
+    pairs = zip_longest(buckets, buckets[1:])
+    return [msgspec.structs.replace(b.info, next_bytes=ahead.nbytes if ahead else 0) for b, ahead in pairs]
+
+
+@contextmanager
+def beside(work: Callable[[], None]) -> Iterator[None]:
+    """Run ``work`` in a thread meanwhile."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
+
+
+def pair(name: str) -> tuple[GlooSender, GlooReceiver]:
+    """Both sides of a group that has met."""
+    sender = GlooSender(1, name, TIMEOUT_S)
+    with beside(sender.connect):
+        receiver = GlooReceiver(sender.init_info(0))
+    return sender, receiver
+
+
+def send_all(sender: GlooSender, buckets: list[Bucket]) -> None:
+    """With one bucket of look-ahead, as a wave does."""
+    sender.stage(buckets[0])
+    for bucket, ahead in zip_longest(buckets, buckets[1:]):
+        if ahead is not None:
+            sender.stage(ahead)
+        sender.send(bucket)
+        sender.unstage()
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told what comes next", "not told"])
+def test_all_bytes_arrive_in_order(told: bool) -> None:
+    sender, receiver = pair("order")
+    buckets = packed()
+    with beside(lambda: send_all(sender, buckets)):
+        for info in announced(buckets) if told else [bucket.info for bucket in buckets]:
+            verify(receiver.receive(info), info)
+    sender.close()
+    receiver.close()
+
+
+def test_a_bucket_in_hand_is_not_overwritten_by_the_next() -> None:
+    sender, receiver = pair("hand")
+    buckets = packed()
+    infos = announced(buckets)
+    for bucket in buckets[:2]:
+        sender.stage(bucket)
+    data = receiver.receive(infos[0])
+    sender.send(buckets[0])
+    sender.unstage()
+    sender.send(buckets[1])  # it is here, though nobody has asked for it
+    verify(data, infos[0])
+    verify(receiver.receive(msgspec.structs.replace(infos[1], next_bytes=0)), infos[1])
+    sender.close()
+    receiver.close()
+
+
+def test_another_bucket_than_the_announced_one_is_refused() -> None:
+    sender, receiver = pair("other")
+    buckets = packed()
+    infos = announced(buckets)
+    for bucket in buckets[:2]:
+        sender.stage(bucket)
+    receiver.receive(infos[0])
+    with pytest.raises(WeightSyncError, match=f"a bucket of 28 bytes, after one of {12 << 20} was announced"):
+        receiver.receive(infos[2])
+    sender.close()
+    receiver.close()
+
+
+@pytest.mark.parametrize("who", ["sender", "receiver"])
+def test_whoever_leaves_while_a_bucket_is_under_way_is_free_at_once(who: str) -> None:
+    sender, receiver = pair("leave")
+    buckets = packed()
+    infos = announced(buckets)
+    sender.stage(buckets[0])
+    if who == "sender":
+        sender.stage(buckets[1])
+        receiver.receive(buckets[0].info)  # and asks for nothing more
+        sender.send(buckets[0])
+        work = sender._under_way[1].work
+    else:
+        receiver.receive(infos[0])
+        work = receiver._under_way[0].work
+    (sender if who == "sender" else receiver).close()
+    assert not work.is_completed(), "it waited for what nobody wants any more"
+    with pytest.raises(WeightSyncError, match="not connected" if who == "sender" else "was left"):
+        sender.stage(buckets[2]) if who == "sender" else receiver.receive(infos[1])
+    (receiver if who == "sender" else sender).close()  # which ends it
+
+    again = pair("again")
+    with beside(lambda: send_all(again[0], buckets)):
+        for info in infos:
+            verify(again[1].receive(info), info)
+    for end in again:
+        end.close()
+
+
+def test_a_bucket_that_nobody_sends_is_given_up_at_the_deadline() -> None:
+    sender = GlooSender(1, "silent", 0.5)
+    with beside(sender.connect):
+        receiver = GlooReceiver(sender.init_info(0))
+    with pytest.raises(WeightSyncError, match=r"gloo broadcast of 20 bytes: .*[Tt]imed out"):
+        receiver.receive(packed()[0].info)
+    sender.close()
+    receiver.close()

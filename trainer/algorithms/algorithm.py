@@ -1,0 +1,82 @@
+"""The algorithm that a config names, as functions: looked up once, before training begins."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rl_async.configs.schema.algorithm import AlgorithmConfig
+from rl_async.configs.schema.correction import Correction, resolve, rules
+from rl_async.configs.schema.run import RunConfig
+from rl_async.trainer.algorithms.advantages import Advantage
+from rl_async.trainer.algorithms.aggregation import AGGREGATIONS, Counts
+from rl_async.trainer.algorithms.correction import Corrected, correct, normalise
+from rl_async.trainer.algorithms.estimators import ADVANTAGES, LOOKS
+from rl_async.trainer.algorithms.kl import ESTIMATORS
+from rl_async.trainer.algorithms.loss_inputs import PolicyLoss
+from rl_async.trainer.algorithms.losses import LOSSES
+from rl_async.trainer.algorithms.user_functions import Correct, load_advantage, load_correction, load_loss
+from rl_async.trainer.backends.interface import Want
+from rl_async.userload import is_user_reference
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What ``update`` calls. ``decoupled``: pi_old is recomputed before the first mini-batch, else it is mu."""
+
+    advantage: Advantage
+    loss: PolicyLoss
+    correct: Correct  # target, behaviour, mask, age; all [B, T]
+    finish: Callable[[Corrected], Corrected]  # of a whole batch, once all of it is corrected; identity when bypassed
+    rules: tuple[str, ...]  # that the correction may apply to a token
+    decoupled: bool
+    aggregate: Callable[[Tensor, Tensor, Tensor, Counts], Tensor]
+    kl: Callable[[Tensor, Tensor], Tensor]
+    looks: frozenset[Want]  # what the pass for pi_old must bring beside log-probabilities
+    wants: frozenset[Want]  # what the passes with gradient must
+
+
+def build(config: RunConfig) -> Algorithm:
+    """Raises ConfigError naming the key for a name that is not there, or a user's function that does not fit."""
+    algorithm = config.algorithm
+    correction = Correction()  # a user's is decoupled, and goes with any loss
+    if not is_user_reference(algorithm.correction):
+        correction = resolve(algorithm.correction, algorithm.correction_options)
+    looks: set[Want] = set(LOOKS.get(algorithm.advantage, ()))
+    wants: set[Want] = set()
+    if algorithm.entropy_coef > 0:
+        wants.add("entropy")
+    if algorithm.kl.coef > 0 and algorithm.kl.estimator == "full":
+        wants.add("distribution")
+    if config.critic is not None and config.critic.shared:
+        looks.add("values")
+        wants.add("values")
+    return Algorithm(
+        advantage=_advantage(algorithm, critic=config.critic is not None),
+        loss=_loss(algorithm, correction),
+        correct=_correct(algorithm, correction),
+        finish=normalise if correction.normalise else lambda corrected: corrected,
+        rules=rules(correction),
+        decoupled=correction.proximal == "recompute",
+        aggregate=AGGREGATIONS[algorithm.aggregation],
+        kl=ESTIMATORS[algorithm.kl.estimator],
+        looks=frozenset(looks),
+        wants=frozenset(wants),
+    )
+
+
+def _advantage(algorithm: AlgorithmConfig, *, critic: bool) -> Advantage:
+    if is_user_reference(algorithm.advantage):
+        return load_advantage(algorithm.advantage, algorithm.advantage_options, critic=critic)
+    return ADVANTAGES[algorithm.advantage]
+
+
+def _loss(algorithm: AlgorithmConfig, correction: Correction) -> PolicyLoss:
+    name = correction.loss or algorithm.loss
+    return load_loss(name, algorithm) if is_user_reference(name) else LOSSES[name]
+
+
+def _correct(algorithm: AlgorithmConfig, correction: Correction) -> Correct:
+    if is_user_reference(algorithm.correction):
+        return load_correction(algorithm.correction)
+    return lambda target, behaviour, mask, age: correct(target, behaviour, mask, age, correction)

@@ -1,0 +1,128 @@
+"""Off-policy correction carried out: a weight and a verdict for each token.
+
+What can be asked for is in ``configs/schema/correction.py``; what the verdicts add up to, in ``correction_metrics.py``.
+
+Every rule looks at all sampled tokens of its row, whatever the other rules decided, so their order is of no consequence
+but for which of them is named. The ratio of a token is r = pi/mu.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_async.configs.schema.correction import RULES, Correction, band, limits
+
+LOG_RATIO_LIMIT = 20.0  # exp of more than this is no weight but an accident
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """What became of each token of B whole rows; nothing carries gradient."""
+
+    weights: Tensor  # [B, T], 0 where ``keep`` is false
+    keep: Tensor  # bool [B, T], tokens that train
+    rule: Tensor  # uint8 [B, T], index into RULES of what masked a token or set its weight to 0; 0: nothing did
+
+
+def correct(target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, correction: Correction) -> Corrected:
+    """Weigh and judge tokens. Every rule is local to a row, so any split into whole rows gives the same.
+
+    Three policies instead of two: Hilton et al. (arXiv:2110.00641). A band zeroes weights outside it and leaves the
+    mask alone: IcePop, Ring-1T (arXiv:2510.18855), section 2.3.2.
+
+    Args:
+        target: float [B, T], log pi_old (decoupled) or log pi_theta (bypass).
+        behaviour: float [B, T], log mu.
+        mask: bool [B, T], sampled tokens.
+        age: int [B, T], staleness of each token in steps.
+        correction: what to do; batch normalisation is not local and left to ``normalise``.
+    """
+    # Bytes and numbers in place of booleans, and tensors changed in place: on a CPU that is several times faster than
+    # masks and new tensors.
+    keep, rule = mask.to(torch.uint8), torch.zeros_like(mask, dtype=torch.uint8)
+    log_ratio = torch.where(mask, target.detach() - behaviour, 0.0)
+    for name, rejected in _rejected(log_ratio, mask, age, correction):
+        hit = keep * rejected.view(torch.uint8)
+        rule.add_(hit, alpha=RULES.index(name))
+        keep -= hit
+    weights = _weights(log_ratio, correction)
+    if correction.band is not None:
+        outside = _is_outside(weights, *band(correction.band)).view(torch.uint8)
+        rule.add_(outside * keep, alpha=RULES.index("band"))
+        weights = weights.mul_((1 - outside).to(weights.dtype))
+    if correction.age_weights:
+        factors = torch.tensor(correction.age_weights, dtype=weights.dtype, device=weights.device)
+        weights = weights * factors[age.long().clamp(0, len(factors) - 1)]
+    return Corrected(keep.to(weights.dtype).mul_(weights), keep.view(torch.bool), rule)
+
+
+def normalise(corrected: Corrected) -> Corrected:
+    """Weights of a whole batch over their mean over the tokens that train, so that this mean is 1.
+
+    It comes last: a factor that all tokens share, of age for instance, is divided out. Unchanged if all weights are 0.
+    """
+    mean = corrected.weights[corrected.keep].double().mean().item() if corrected.keep.any() else 0.0
+    if mean == 0:
+        return corrected
+    return Corrected((corrected.weights.double() / mean).to(corrected.weights.dtype), corrected.keep, corrected.rule)
+
+
+def _weights(log_ratio: Tensor, correction: Correction) -> Tensor:
+    """[B, T] or [B, 1]: 1, r, or the product of r over the row, truncated at the cap.
+
+    Truncated importance sampling: Espeholt et al. (arXiv:1802.01561), rho-bar of section 4.1. The product over a
+    sequence is the importance weight of the whole trajectory, e.g. Precup, Sutton & Singh (2000), section 3.
+    """
+    if correction.weight == "none":
+        return torch.ones_like(log_ratio[:, :1])
+    total = log_ratio if correction.weight == "token" else _sum(log_ratio).to(log_ratio)
+    weights = total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp_()
+    return weights if correction.cap is None else weights.clamp_(max=correction.cap)
+
+
+def _rejected(log_ratio: Tensor, mask: Tensor, age: Tensor, correction: Correction) -> Iterator[tuple[str, Tensor]]:
+    """Each rejecting rule with what it rejects, bool [B, T] or [B, 1], in the order of ``configs.correction.rules``."""
+    if correction.max_age is not None:
+        yield "max_age", age > correction.max_age
+    if correction.veto is not None:
+        yield "veto", (log_ratio < math.log(correction.veto)).any(1, keepdim=True)  # 0 where nothing was sampled
+    for name, limit in correction.reject.items():
+        level, _, measure = name.rpartition("_")
+        low, high = limits(name, limit)
+        yield name, _outside(log_ratio, mask, level, measure, low, high)
+
+
+def _outside(log_ratio: Tensor, mask: Tensor, level: str, measure: str, low: float, high: float) -> Tensor:
+    """Where a measure, over a token [B, T] or a row [B, 1], is outside [low, high].
+
+    k1 is log r, so that its sum and mean are the logarithms of the product and the geometric mean of r; a row's
+    seq_max_k1 is outside if any r is. k2 = log(r)^2 / 2 and k3 = r - 1 - log r estimate KL(mu || pi). Source of the
+    estimators: Schulman, "Approximating KL divergence" (2020).
+    """
+    values = log_ratio
+    if measure == "k2":
+        values = log_ratio**2 / 2
+    elif measure == "k3":
+        clamped = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        values = clamped.exp().sub_(1).sub_(clamped)
+    if measure == "k1":
+        low, high = math.log(low) if low > 0 else -math.inf, math.log(high)
+    if level == "seq_sum":
+        values = _sum(values)
+    if level == "seq_mean":
+        values = _sum(values) / mask.sum(1, keepdim=True).clamp(min=1)
+    outside = _is_outside(values, low, high)
+    return (outside & mask).any(1, keepdim=True) if level == "seq_max" else outside
+
+
+def _is_outside(values: Tensor, low: float, high: float) -> Tensor:
+    """Bool: which values are not in [low, high]."""
+    return values.clamp(low, high) != values
+
+
+def _sum(values: Tensor) -> Tensor:
+    """Of each row, float64 [B, 1], in which padding cannot change a verdict through the order of additions."""
+    return values.sum(1, keepdim=True, dtype=torch.float64)

@@ -1,0 +1,200 @@
+"""Users' own advantages, losses and corrections: loaded, and tried on a tiny batch before anything is trained.
+
+They have the signatures of the built-in ones:
+
+    advantage   (AdvantageInputs) -> float [N, T]
+    loss        (LossInputs) -> float [B, T], or a PolicyLoss
+    correction  (target, behaviour, mask, age: [B, T]) -> Corrected
+
+Every loader raises ConfigError naming the key, the function, and what was wrong: missing, raising, of another shape or
+type, not finite, without gradient, learning from rows without a reward, or changed by what stands where the mask is
+false.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_async.configs.schema.algorithm import AdvantageOptions, AlgorithmConfig
+from rl_async.configs.schema.correction import RULES
+from rl_async.errors import ConfigError
+from rl_async.trainer.algorithms.advantages import Advantage, AdvantageInputs
+from rl_async.trainer.algorithms.correction import Corrected
+from rl_async.trainer.algorithms.loss_inputs import LossInputs, PolicyLoss, SelectInputs
+from rl_async.userload import load_user_object
+
+Correct = Callable[[Tensor, Tensor, Tensor, Tensor], Corrected]
+
+# Two rows of three tokens; whatever stands where the mask is false must not matter.
+MASK = torch.tensor([[True, True, False], [False, True, True]])
+GARBAGE = (0.0, 7.0)
+REWARDS = torch.tensor([0.0, 1.0, 1.0, 0.5, 0.0], dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A user's object and the config key that names it."""
+
+    key: str
+    reference: str
+
+    def error(self, what: str) -> ConfigError:
+        """What was wrong, with the place."""
+        return ConfigError(f"{self.key}: {self.reference} {what}")
+
+    def load(self) -> Any:
+        """The object. Raises ConfigError unless it is a function or a PolicyLoss."""
+        loaded = load_user_object(self.reference, self.key)
+        if not callable(loaded) and not isinstance(loaded, PolicyLoss):
+            raise self.error(f"is of type {type(loaded).__name__}, not a function")
+        return loaded
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What the function gives for a tiny batch. Raises ConfigError for whatever it raises."""
+        try:
+            return function(*arguments)
+        except Exception as error:  # the user's code may raise anything, and must be named whatever it is
+            raise self.error(f"raised {type(error).__name__} on a tiny batch: {error}") from error
+
+    def tensor(self, value: object, shape: torch.Size, dtype: torch.dtype | None = None, name: str = "") -> Tensor:
+        """The value, if it is a tensor of this shape and type (None: floating, and then finite)."""
+        named = f"gave {name} " if name else "gave "
+        if not isinstance(value, Tensor):
+            raise self.error(f"{named}a {type(value).__name__}, not a tensor")
+        if value.shape != shape:
+            raise self.error(f"{named}shape {list(value.shape)} for a batch of shape {list(shape)}; give one per token")
+        if not (value.is_floating_point() if dtype is None else value.dtype == dtype):
+            raise self.error(f"{named}{value.dtype}, not {dtype or 'a floating type'}")
+        if dtype is None and not value.isfinite().all():
+            raise self.error(f"{named}numbers that are not finite, for a batch of finite ones")
+        return value
+
+    def same(self, values: list[Tensor], mask: Tensor, name: str) -> None:
+        """Raise ConfigError unless garbage outside the mask left the values inside it alone."""
+        if not torch.allclose(values[0][mask], values[1][mask]):
+            raise self.error(f"changes {name} of tokens with what stands at tokens whose mask is false; use the mask")
+
+
+def load_advantage(reference: str, options: AdvantageOptions, *, critic: bool = False) -> Advantage:
+    """The user's advantage estimator; ``critic``: there is one, and ``x.values`` with it."""
+    trial = Trial("algorithm.advantage", reference)
+    function: Advantage = trial.load()
+    mask, given = MASK.repeat(3, 1)[:5], list[Tensor]()
+    for garbage in GARBAGE:
+        inputs = _advantage_inputs(mask, garbage, options, critic)
+        given.append(trial.tensor(trial.call(function, inputs), mask.shape))
+        if given[-1][mask & ~inputs.scored[:, None]].any():
+            raise trial.error("gave an advantage to a row without a reward; give 0 where x.scored is false")
+    trial.same(given, mask, "the advantage")
+    return function
+
+
+def load_loss(reference: str, options: AlgorithmConfig) -> PolicyLoss:
+    """The user's loss."""
+    trial = Trial("algorithm.loss", reference)
+    loaded = trial.load()
+    loss = loaded if isinstance(loaded, PolicyLoss) else PolicyLoss(loaded)
+    values, gradients = list[Tensor](), list[Tensor]()
+    for garbage in GARBAGE:
+        inputs = _loss_inputs(garbage, options)
+        if loss.select is not None:
+            inputs = replace(inputs, selected=_selected(trial, loss.select, inputs))
+        value = trial.tensor(trial.call(loss.per_token, inputs), MASK.shape)
+        values.append(value.detach())
+        gradients.append(_gradient(trial, value, inputs.logprobs))
+    trial.same(values, MASK, "the loss")
+    trial.same(gradients, MASK, "the gradient")
+    return loss
+
+
+def load_correction(reference: str) -> Correct:
+    """The user's off-policy correction."""
+    trial = Trial("algorithm.correction", reference)
+    function: Correct = trial.load()
+    weights, kept = list[Tensor](), list[Tensor]()
+    for garbage in GARBAGE:
+        age = _with_garbage(torch.tensor([[0, 1, 2], [1, 0, 1]]), garbage)
+        result = trial.call(function, _logprobs(0.05, garbage), _logprobs(0.0, garbage), MASK.clone(), age)
+        if not isinstance(result, Corrected):
+            raise trial.error(
+                f"gave a {type(result).__name__}, not a Corrected (rl_async.trainer.algorithms.correction)"
+            )
+        keep = trial.tensor(result.keep, MASK.shape, torch.bool, "keep as")
+        rule = trial.tensor(result.rule, MASK.shape, torch.uint8, "rule as")
+        if int(rule.max()) >= len(RULES):
+            raise trial.error(f"gave rule {int(rule.max())}; they are indexes of configs.correction.RULES, 0 for none")
+        if (keep & ~MASK).any():
+            raise trial.error("keeps tokens whose mask is false")
+        weights.append(torch.where(keep, trial.tensor(result.weights, MASK.shape, name="weights as"), 0.0))
+        kept.append(keep.float())
+        if (weights[-1] < 0).any():
+            raise trial.error("gave a negative weight")
+    trial.same(kept, MASK, "the verdict")
+    trial.same(weights, MASK, "the weight")
+    return function
+
+
+def _with_garbage(values: Tensor, garbage: float, mask: Tensor = MASK) -> Tensor:
+    return torch.where(mask, values, torch.full_like(values, garbage))
+
+
+def _logprobs(shift: float, garbage: float) -> Tensor:
+    return _with_garbage(torch.tensor([[-1.0, -0.5, 0.0], [0.0, -2.0, -0.25]]) + shift, -garbage)
+
+
+def _loss_inputs(garbage: float, options: AlgorithmConfig) -> LossInputs:
+    return LossInputs(
+        logprobs=_logprobs(0.05, garbage).requires_grad_(),
+        proximal=_logprobs(0.0, garbage),
+        behaviour=_logprobs(-0.05, garbage),
+        advantages=_with_garbage(torch.tensor([[1.0, 1.0, 0.0], [0.0, -0.5, -0.5]]), garbage),
+        weights=_with_garbage(torch.tensor([[1.0, 0.5, 0.0], [0.0, 1.0, 1.5]]), garbage),
+        mask=MASK.clone(),
+        options=options,
+    )
+
+
+def _selected(trial: Trial, select: Callable[[SelectInputs], Tensor], x: LossInputs) -> Tensor:
+    inputs = SelectInputs(x.proximal, x.behaviour, x.advantages, x.mask, x.options, seed=0)
+    return trial.tensor(trial.call(select, inputs), MASK.shape, torch.bool, "a selection of")
+
+
+def _gradient(trial: Trial, value: Tensor, logprobs: Tensor) -> Tensor:
+    """Of the sum over tokens that train, with respect to log pi_theta, [B, T]."""
+    gradient = None
+    if value.requires_grad:
+        (gradient,) = torch.autograd.grad(value[MASK].sum(), logprobs, allow_unused=True)
+    if gradient is None or not gradient.any():
+        raise trial.error("has no gradient with respect to x.logprobs, so nothing would be learned")
+    if not gradient.isfinite().all():
+        raise trial.error("has a gradient that is not finite")
+    return gradient
+
+
+class _Parts(dict[str, Tensor]):
+    """Any part of the reward by any name: which there will be is known only once something was scored."""
+
+    def __missing__(self, name: str) -> Tensor:
+        return REWARDS.clone()
+
+
+def _advantage_inputs(mask: Tensor, garbage: float, options: AdvantageOptions, critic: bool) -> AdvantageInputs:
+    """Two groups of two rows, and one whose only row could not be scored."""
+    last = torch.tensor([[False, True, False], [False, False, True]]).repeat(3, 1)[:5]
+    return AdvantageInputs(
+        rewards=REWARDS.clone(),
+        token_rewards=_with_garbage(torch.where(last, REWARDS[:, None], 0.0), garbage, mask),
+        mask=mask.clone(),
+        groups=torch.tensor([3, 3, 5, 5, 7]),
+        scored=torch.tensor([True, True, True, True, False]),
+        row_weights=torch.ones(5, dtype=torch.float64),
+        lengths=mask.sum(1).double(),
+        turns=torch.where(mask, 0, -1),
+        options=options,
+        parts=_Parts(),
+        values=_with_garbage(torch.full(mask.shape, 0.5, dtype=torch.float64), garbage, mask) if critic else None,
+        logprobs=_with_garbage(torch.full(mask.shape, -0.5, dtype=torch.float64), garbage, mask),
+    )

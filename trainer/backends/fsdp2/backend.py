@@ -1,0 +1,252 @@
+"""The FSDP2 backend: a model with its heads under ``fully_shard``, on gloo or NCCL, on any number of ranks."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer
+
+from rl_async.configs.schema.run import TrainerConfig
+from rl_async.errors import TrainingDiverged
+from rl_async.trainer.backends.fsdp2.sharding import mesh_of, prepare, shard
+from rl_async.trainer.backends.interface import LossFn, Outputs, Published, Want
+from rl_async.trainer.backends.schedule import learning_rate_factor
+from rl_async.trainer.batches.batching import Tensors
+from rl_async.trainer.batches.work import work_of
+from rl_async.trainer.checkpoints.adapters import base_of, require_adapters, require_whole, write_adapter
+from rl_async.trainer.checkpoints.export import MOMENT, SHARDS, WEIGHTS, write_model
+from rl_async.trainer.checkpoints.shards import host_copy, read_shards, stored, write_shards
+from rl_async.trainer.model.heads import MODEL_FOLDER, VALUE_HEAD_FILE, Head, load_headed
+from rl_async.trainer.model.lora import adapters, attach, merged, without_adapters
+from rl_async.trainer.model.ulysses import join_groups
+from rl_async.weight_sync.buckets.buckets import dtype_name
+from rl_async.weight_sync.layout import Layout, TensorSpec, fsdp2
+from rl_async.weight_sync.reshard.gather import Parts
+from rl_async.weight_sync.reshard.run import one_box_each
+
+STEPS = "schedule|steps"
+
+
+class Fsdp2Backend:
+    """See ``backend.Backend``. Without a trainer config, or if it does not train, the model is frozen: a reference.
+
+    Master weights are float32; with dtype bfloat16 they are cast for compute, gradients are reduced in float32.
+    ``config`` is what the optimizer of this model follows; a critic's differs from the policy's.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        dtype: str,
+        device: str,
+        config: TrainerConfig | None,
+        head: Head = "policy",
+        trains: bool = True,
+    ) -> None:
+        options = config or TrainerConfig()
+        config = config if trains else None
+        self.device, self.path, self.config = device, path, config
+        self.dtype = getattr(torch, dtype)
+        self.cell, sharing = join_groups(options.sequence_parallel, options.collective_timeout_s)
+        model = load_headed(path, head, device, self.dtype, options, sharing)
+        self._lora = config.lora if config else None
+        if self._lora is not None:
+            self._base = base_of(path)
+            self._targets = attach(model.lm, self._lora, self.dtype)
+        self.hf_config = model.lm.config
+        self.work = work_of(self.hf_config, padded=not model.packs)
+        self._offloads = options.cpu_offload
+        prepare(model.lm.base_model.layers, options)
+        self._replicas = options.replicas
+        mesh = mesh_of(device, dist.get_world_size(), options.replicas, options.collective_timeout_s)
+        self.model = shard(model if self._offloads else model.to(device), mesh, self.dtype, self._offloads)
+        self.optimizer: torch.optim.AdamW | None = None
+        self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
+        if config is None:
+            self.model.requires_grad_(False)
+        else:
+            self.optimizer = torch.optim.AdamW(
+                (parameter for _, parameter in self._trained()),
+                lr=config.learning_rate,
+                betas=(config.beta1, config.beta2),
+                weight_decay=config.weight_decay,
+            )
+            self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_factor(config))
+
+    def forward(self, batch: Tensors, wants: frozenset[Want] = frozenset()) -> Outputs:
+        with torch.no_grad():
+            return self.model.outputs(batch, wants)
+
+    def step(
+        self, batches: Sequence[Tensors], loss_fn: LossFn, wants: frozenset[Want] = frozenset()
+    ) -> tuple[float, float]:
+        assert self.optimizer is not None and self.schedule is not None and self.config is not None
+        world = dist.get_world_size()
+        total = 0.0
+        for number, batch in enumerate(batches):
+            self.model.set_requires_gradient_sync(number == len(batches) - 1)
+            loss = loss_fn(number, self.model.outputs(batch, wants))
+            total += loss.item()
+            # FSDP averages over ranks. The loss is already divided by the global count, and of ranks that share rows
+            # each has its own part of the gradient (ulysses.py).
+            (loss * world).backward()
+        norm = _full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)).item()
+        finite = torch.tensor([float(total == total and abs(total) != float("inf"))])
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        if not finite.item() or norm != norm or norm == float("inf"):
+            self.optimizer.zero_grad()
+            raise TrainingDiverged(f"loss {total} and gradient norm {norm} must be finite")
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        return total, norm
+
+    def parts(self, what: Published = "merged") -> Parts:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a pass without gradient leaves some of them whole
+        if what == "merged":
+            layout, local = self._layout, dict(merged(self.model.lm, self._lora, _shard, _full))
+        else:
+            layout = self._layout if what == "base" else self._adapter_layout
+            named = without_adapters if what == "base" else adapters
+            local = {name: _shard(parameter) for name, parameter in named(self.model.lm)}
+        return Parts(layout, one_box_each(layout, dist.get_rank(), local))
+
+    @functools.cached_property
+    def _layout(self) -> Layout:
+        """Of parameters that engines have too; a value head is none of their business."""
+        tied, dtype = self.hf_config.tie_word_embeddings, dtype_name(self.dtype)
+        shapes = {name: parameter.shape for name, parameter in without_adapters(self.model.lm)}
+        specs = {n: TensorSpec(tuple(s), dtype) for n, s in shapes.items() if not (tied and n == "lm_head.weight")}
+        return self._sharded(specs)
+
+    @functools.cached_property
+    def _adapter_layout(self) -> Layout:
+        return self._sharded({n: TensorSpec(tuple(p.shape), "float32") for n, p in adapters(self.model.lm)})
+
+    def _sharded(self, specs: Mapping[str, TensorSpec]) -> Layout:
+        return fsdp2(specs, dist.get_world_size() // self._replicas, self._replicas)
+
+    def stage(self, folder: Path, group: dist.ProcessGroup | None) -> Callable[[], None]:
+        assert self.schedule is not None and self.config is not None
+        steps = torch.tensor(self.schedule.last_epoch)
+        state = host_copy(self._weights() | self._moments() | {STEPS: steps})
+        head = {name: _full(tensor).cpu().clone() for name, tensor in self._value_head().items()}
+        complete = self.config.checkpoint_hf
+
+        def write() -> None:
+            write_shards(state, folder / SHARDS, group)
+            if dist.get_rank() == 0:
+                self._describe(folder, head, complete)
+
+        return write
+
+    def _describe(self, folder: Path, head: dict[str, Tensor], complete: bool) -> None:
+        """Write what others read: a Hugging Face folder and a value head. Of rank 0."""
+        target = folder / MODEL_FOLDER
+        self.hf_config.save_pretrained(target)
+        if self._lora is not None:
+            write_adapter(folder, folder / SHARDS, self._base, self._lora, self._targets)
+        if self.model.has_logits:
+            AutoTokenizer.from_pretrained(self.path).save_pretrained(target)
+        if complete:
+            write_model(folder)
+        if head:  # beside the model's folder, out of which engines load every tensor that they find
+            save_file(head, folder / VALUE_HEAD_FILE)
+
+    def save(self, folder: Path) -> None:
+        self.stage(folder, None)()
+
+    def load(self, folder: Path) -> None:
+        assert self.optimizer is not None and self.schedule is not None
+        if self._lora is None:
+            require_whole(folder)
+        else:
+            require_adapters(folder, self._base, self._lora, self._targets)
+        steps = {STEPS: torch.tensor(0)}
+        shards = folder / SHARDS
+        sharded = shards.is_dir()
+        held = stored(shards if sharded else folder)
+        if any(MOMENT in name and name != STEPS for name in held.state_dict_metadata):
+            self._make_moments()
+        if sharded:
+            read_shards(self._weights() | self._moments() | steps, shards)
+        else:  # whole tensors, as format 1 has them
+            read_shards({n.removeprefix(WEIGHTS): t for n, t in self._language_model().items()}, folder / MODEL_FOLDER)
+            read_shards(self._value_head() | self._moments() | steps, folder)
+        done = self.schedule.last_epoch = int(steps[STEPS])
+        # Not schedule.step(): before the optimizer's first step it warns.
+        for group, rate, factor in zip(
+            self.optimizer.param_groups, self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True
+        ):
+            group["lr"] = rate * factor(done)
+
+    def _trained(self) -> list[tuple[str, Tensor]]:
+        """Parameters that the optimizer has."""
+        return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name; of tied ones one. With adapters only what trains: the rest is in the base."""
+        named = {name for name, _ in (*self.model.named_parameters(), *self.model.named_buffers())}
+        if self._lora is not None:
+            named = {name for name, _ in self._trained()}
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name in named}
+
+    def _language_model(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self._weights().items() if name.startswith(WEIGHTS)}
+
+    def _value_head(self) -> dict[str, Tensor]:
+        """By name within the head; empty if there is none."""
+        head = self.model.value_head
+        return {} if head is None else {name: parameter.detach() for name, parameter in head.named_parameters()}
+
+    def _moments(self) -> dict[str, Tensor]:
+        """AdamW's tensors as ``parameter|name``; none before its first step."""
+        assert self.optimizer is not None
+        return {
+            f"{name}{MOMENT}{key}": tensor
+            for name, parameter in self._trained()
+            for key, tensor in self.optimizer.state.get(parameter, {}).items()
+        }
+
+    def _make_moments(self) -> None:
+        """Room for what is loaded, as AdamW's first step would make it."""
+        assert self.optimizer is not None
+        for _, parameter in self._trained():
+            state = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[parameter] = {"step": torch.tensor(0.0)} | state
+
+    def sleep(self) -> None:
+        self._move("cpu")
+
+    def wake(self) -> None:
+        self._move(self.device)
+
+    def _move(self, device: str) -> None:
+        """Weights and what the optimizer keeps. Saving and exporting work from either place, computing does not."""
+        if self.device == "cpu" or self._offloads:
+            return  # they already live in host memory
+        self.model.to(device)
+        for state in self.optimizer.state.values() if self.optimizer else ():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    state[key] = value.to(device)
+
+
+def _shard(parameter: Tensor) -> Tensor:
+    """This rank's rows of a sharded parameter."""
+    detached = parameter.detach()
+    assert isinstance(detached, DTensor)
+    return detached.to_local()
+
+
+def _full(tensor: Tensor) -> Tensor:
+    """The whole tensor on every rank; a collective for sharded ones."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,55 @@
+"""How a model's layers are spread over ranks, where their weights are kept, and what is kept of their activations."""
+
+import functools
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
+
+from rl_async.configs.schema.run import TrainerConfig
+from rl_async.trainer.batches.cell import neighbours
+from rl_async.trainer.model import attention as packed_attention
+
+
+def mesh_of(device: str, ranks: int, replicas: int, timeout_s: float) -> DeviceMesh:
+    """All ranks in a row that shares one copy of the model; or HSDP's rows of ranks, each with a copy of its own, whose
+    collectives wait ``timeout_s`` at most. A collective."""
+    kind = device.partition(":")[0]
+    if replicas == 1:
+        return init_device_mesh(kind, (ranks,))  # the process group of all, with its deadline
+    sharing, same_shard = neighbours(ranks // replicas, timeout_s)
+    rows = torch.arange(ranks).view(replicas, -1)
+    return DeviceMesh.from_group([same_shard, sharing], kind, mesh=rows, mesh_dim_names=("replicate", "shard"))
+
+
+def prepare(layers: torch.nn.ModuleList, config: TrainerConfig) -> None:
+    """Change how layers compute, before they are sharded: FSDP's hooks stay outside of what is changed here.
+
+    Modules keep their names and their class, so checkpoints and exports are those of the model without it.
+    """
+    if config.compile:
+        # Its groups are other numbers in every micro-batch, each of which would be compiled anew.
+        AttentionInterface.register(packed_attention.NAME, torch.compiler.disable(packed_attention.packed_attention))
+        for layer in layers:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+    if config.activation_checkpointing:
+        for layer in layers:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def shard(model: Any, mesh: DeviceMesh, dtype: torch.dtype, cpu_offload: bool = False) -> Any:
+    """A ``heads.Headed`` under ``fully_shard``: still the module it was, and an FSDPModule too. Computes in ``dtype``,
+    but values in float32: they are regressed, and bfloat16 has three digits."""
+    policy = MixedPrecisionPolicy()
+    if dtype != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    keep = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
+    spread = functools.partial(fully_shard, mesh=mesh, offload_policy=keep)
+    for layer in model.lm.base_model.layers:
+        spread(layer, mp_policy=policy)
+    if model.value_head is not None:
+        spread(model.value_head, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    return spread(model, mp_policy=policy)

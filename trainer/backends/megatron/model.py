@@ -1,0 +1,160 @@
+"""From a Hugging Face config to Megatron-Core's: the model's shape, its layers, and this rank's part of it."""
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from rl_async.errors import UserError
+from rl_async.trainer.backends.megatron.attention import PackedAttention
+from rl_async.trainer.backends.megatron.mapping import Shape, padded_vocab
+from rl_async.trainer.backends.megatron.parallel import Parallel
+
+FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 forgets this name where Transformer Engine is missing
+    moe_utils.te_general_gemm = None
+
+
+def shape_of(hf: Any, path: str) -> Shape:
+    """What the mapping needs, from a Hugging Face config. Raises UserError naming what Megatron is not taught here."""
+    problem = _unsupported(hf)
+    if problem is not None:
+        raise UserError(f"model.path: {path} {problem}, which trainer.backend=megatron does not know; use fsdp2")
+    return Shape(
+        layers=hf.num_hidden_layers,
+        heads=hf.num_attention_heads,
+        groups=hf.num_key_value_heads,
+        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        vocab=hf.vocab_size,
+        tied=hf.tie_word_embeddings,
+        qk_norm=hf.model_type in ("qwen3", "qwen3_moe"),
+        qkv_bias=hf.model_type == "qwen2",
+        experts=hf.num_experts if hf.model_type == "qwen3_moe" else 0,
+    )
+
+
+def _unsupported(hf: Any) -> str | None:
+    """What the model has that is not taught here; None if there is nothing."""
+    if hf.model_type not in FAMILIES:
+        return f"is of the family {hf.model_type!r}, not of {', '.join(FAMILIES)}"
+    rope, moe = hf.rope_parameters, hf.model_type == "qwen3_moe"
+    problems = {
+        f"has the activation {hf.hidden_act!r}": hf.hidden_act != "silu",
+        "has biases in attention or MLP": bool(getattr(hf, "attention_bias", False) or getattr(hf, "mlp_bias", False)),
+        "has a sliding window": bool(getattr(hf, "use_sliding_window", False)),
+        "mixes dense and sparse layers": moe and bool(hf.mlp_only_layers or hf.decoder_sparse_step != 1),
+        f"scales its rotary embedding as {rope}": rope["rope_type"] != "default" and not _is_llama3(rope),
+    }
+    return next((problem for problem, found in problems.items() if found), None)
+
+
+def _is_llama3(rope: dict[str, Any]) -> bool:
+    """Whether it is the scaling of Llama 3.1 and later, whose other numbers Megatron-Core has built in."""
+    return rope["rope_type"] == "llama3" and all(rope[key] == value for key, value in LLAMA3_ROPE.items())
+
+
+def require_divisible(shape: Shape, parallel: Parallel) -> None:
+    """Raise UserError if the model cannot be dealt out to this many ranks."""
+    tensor, stages = parallel.tensor.size, parallel.pipeline.size * parallel.virtual_stages
+    problems = {
+        f"its {shape.heads} heads and {shape.groups} key-value heads do not divide among "
+        f"trainer.tensor_parallel={tensor}": bool(shape.heads % tensor or shape.groups % tensor),
+        f"its {shape.layers} layers do not divide among {stages} stages (trainer.pipeline_parallel * "
+        "trainer.virtual_pipeline)": bool(shape.layers % stages),
+        f"its {shape.experts} experts do not divide among trainer.expert_parallel={parallel.expert.size}": bool(
+            shape.experts % parallel.expert.size or (not shape.experts and parallel.expert.size > 1)
+        ),
+        "Megatron-Core trains experts with tensor parallelism only with Transformer Engine; use "
+        "trainer.expert_parallel": bool(shape.experts and tensor > 1),
+    }
+    for problem, found in problems.items():
+        if found:
+            raise UserError(f"model.path: {problem}")
+
+
+def transformer_config(hf: Any, shape: Shape, parallel: Parallel, *, on_cpu: bool) -> TransformerConfig:
+    """Megatron's config of the model: float32, no dropout, none of the fused kernels."""
+    sparse: dict[str, Any] = {}
+    if shape.experts:
+        sparse = {
+            "num_moe_experts": shape.experts,
+            "moe_ffn_hidden_size": hf.moe_intermediate_size,
+            "moe_router_topk": hf.num_experts_per_tok,
+            "moe_router_pre_softmax": not hf.norm_topk_prob,
+            "moe_router_load_balancing_type": "none",
+            "expert_model_parallel_size": parallel.expert.size,
+            "expert_tensor_parallel_size": 1,
+        }
+    stages = parallel.pipeline.size
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=hf.hidden_size,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.groups,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=hf.intermediate_size,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.rms_norm_eps,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=on_cpu,
+        perform_initialization=True,  # else parameters are not marked as sharded, and the gradient norm misses shards
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        tensor_model_parallel_size=parallel.tensor.size,
+        pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=parallel.virtual_stages if parallel.virtual_stages > 1 else None,
+        moe_token_dispatcher_type="alltoall",
+        variable_seq_lengths=stages > 1,  # micro-batches have as many tokens as they have
+        calculate_per_token_loss=True,  # gradients are added up: the loss is divided by the global count already
+        **sparse,
+    )
+
+
+def build_chunks(hf: Any, shape: Shape, config: TransformerConfig, parallel: Parallel) -> list[Any]:
+    """This rank's parts of the model, one per virtual stage, with weights yet to be read."""
+    rope = hf.rope_parameters
+    last = parallel.virtual_stages - 1
+    return [
+        GPTModel(
+            config=config,
+            transformer_layer_spec=_layer_spec(shape),
+            vocab_size=padded_vocab(shape.vocab, parallel.tensor.size),
+            max_sequence_length=hf.max_position_embeddings,
+            pre_process=parallel.pipeline.rank == 0 and chunk == 0,
+            post_process=parallel.is_last_stage and chunk == last,
+            parallel_output=True,  # no rank ever holds the logits of the whole vocabulary
+            share_embeddings_and_output_weights=shape.tied,
+            position_embedding_type="rope",
+            rotary_base=rope["rope_theta"],
+            rope_scaling=_is_llama3(rope),
+            rope_scaling_factor=rope.get("factor", 1.0),
+            vp_stage=chunk if last else None,
+        )
+        for chunk in range(parallel.virtual_stages)
+    ]
+
+
+def _layer_spec(shape: Shape) -> ModuleSpec:
+    """Megatron's local layer, with our attention in place of the one that refuses packed sequences."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=shape.experts or None, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
+    )
+    spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    return spec

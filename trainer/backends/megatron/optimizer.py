@@ -1,0 +1,113 @@
+"""Megatron-Core's distributed AdamW: every data-parallel rank keeps the moments of its own part of each parameter."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from rl_async.configs.schema.run import TrainerConfig
+from rl_async.trainer.backends.schedule import learning_rate_factor
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def wrap(chunks: list[Any], config: TransformerConfig) -> list[Any]:
+    """The model's parts with buffers in which their gradients are added up over data-parallel ranks."""
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False)
+    return [
+        DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)
+    ]
+
+
+class DistributedAdamW:
+    """AdamW as ``torch.optim.AdamW`` computes it, weight decay on all parameters, with clipping and a schedule."""
+
+    def __init__(self, chunks: list[Any], config: TrainerConfig, device: str) -> None:
+        self._chunks, self._config, self._device = chunks, config, device
+        self._factor = learning_rate_factor(config)
+        self.steps = 0
+        self._optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=config.learning_rate,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.beta1,
+                adam_beta2=config.beta2,
+                clip_grad=config.grad_clip,
+                params_dtype=torch.float32,
+                use_distributed_optimizer=True,
+            ),
+            chunks,
+            config_overrides={},  # without them Megatron would spare norms and biases the weight decay
+        )
+        self.clear()
+
+    def norm(self) -> float:
+        """The global norm of the gradients that have been added up. A collective."""
+        self._optimizer.prepare_grads()
+        return float(self._optimizer.get_grad_norm())
+
+    def step(self) -> None:
+        """Change the weights, on all ranks. A collective."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._config.learning_rate * self._factor(self.steps)
+        self._optimizer.step()
+        self.steps += 1
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether there was a step; equal on all ranks."""
+        return self.steps > 0
+
+    def moment(self, parameter: torch.nn.Parameter, key: str) -> Tensor:
+        """A moment of this rank's shard of a parameter, put together from the data-parallel ranks. A collective."""
+        owner = self._owner(parameter)
+        whole = torch.zeros_like(parameter, requires_grad=False)
+        part = self._part(owner, parameter)
+        if part is not None:
+            state = owner.optimizer.state[self._main(owner, parameter)]
+            whole.view(-1)[part] = state[key].to(whole.device)
+        dist.all_reduce(whole, group=owner.data_parallel_group)
+        return whole
+
+    def set_moment(self, parameter: torch.nn.Parameter, moment: Tensor, *, key: str, steps: Tensor) -> None:
+        """Take this rank's part of a moment of its shard of a parameter, as it was after ``steps`` steps."""
+        owner = self._owner(parameter)
+        part = self._part(owner, parameter)
+        if part is not None:
+            state = owner.optimizer.state[self._main(owner, parameter)]
+            state[key] = moment.reshape(-1)[part].clone().to(self._device)
+            state["step"] = steps.clone()
+
+    def move(self, device: str) -> None:
+        """Keep the moments on ``device``."""
+        for owner in self._optimizer.chained_optimizers:
+            for state in owner.optimizer.state.values():
+                for key in MOMENTS:
+                    state[key] = state[key].to(device)
+
+    def _owner(self, parameter: torch.nn.Parameter) -> Any:
+        """Experts have an optimizer of their own, since fewer ranks hold copies of them."""
+        experts = not getattr(parameter, "allreduce", True)
+        return self._optimizer.chained_optimizers[-1 if experts else 0]
+
+    def _part(self, owner: Any, parameter: torch.nn.Parameter) -> slice | None:
+        """The elements of a flat parameter whose moments this rank keeps; None if it keeps none."""
+        if parameter not in owner.model_param_gbuf_map:
+            return None
+        found = owner._get_model_param_range_map(parameter)["param"]
+        return slice(found.start, found.end)
+
+    def _main(self, owner: Any, parameter: torch.nn.Parameter) -> Tensor:
+        group, place = owner.model_param_group_index_map[parameter]
+        return owner.optimizer.param_groups[group]["params"][place]

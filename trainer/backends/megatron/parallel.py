@@ -1,0 +1,75 @@
+"""This rank's place among tensor-, pipeline-, data- and expert-parallel ranks, and the process groups that go with it.
+
+Ranks are numbered as Megatron-Core does: tensor-parallel neighbours first, then data-parallel ones, pipeline stages
+last. Expert-parallel ranks are data-parallel ranks that share the experts out.
+"""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from rl_async.configs.schema.run import TrainerConfig
+from rl_async.trainer.batches.cell import Cell
+
+SEED = 1  # of Megatron's own random state: nothing is drawn from it, all weights are read
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One kind of parallelism: how many ranks, which of them this is, and the group that they form."""
+
+    size: int
+    rank: int
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """The axes of this process."""
+
+    tensor: Axis
+    pipeline: Axis
+    data: Axis
+    expert: Axis
+    virtual_stages: int  # model chunks per pipeline stage
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline.rank == self.pipeline.size - 1
+
+    @property
+    def cell(self) -> Cell:
+        """The tensor- and pipeline-parallel ranks that hold one copy of the model are a cell."""
+        first = self.tensor.rank == 0 and self.pipeline.rank == 0
+        return Cell(self.data.rank, self.data.size, is_recorder=first, group=self.data.group)
+
+
+def join_groups(config: TrainerConfig) -> Parallel:
+    """Form Megatron's process groups, once per process. A collective of all ranks.
+
+    The groups wait no longer than ``trainer.collective_timeout_s``, as the trainer's own does.
+    """
+    virtual = config.virtual_pipeline
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=config.tensor_parallel,
+            pipeline_model_parallel_size=config.pipeline_parallel,
+            virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+            expert_model_parallel_size=config.expert_parallel,
+            expert_tensor_parallel_size=1,
+            distributed_timeout_minutes=config.collective_timeout_s / 60,
+        )
+        model_parallel_cuda_manual_seed(SEED)
+    return Parallel(
+        tensor=_axis(parallel_state.get_tensor_model_parallel_group()),
+        pipeline=_axis(parallel_state.get_pipeline_model_parallel_group()),
+        data=_axis(parallel_state.get_data_parallel_group()),
+        expert=_axis(parallel_state.get_expert_model_parallel_group()),
+        virtual_stages=virtual,
+    )
+
+
+def _axis(group: dist.ProcessGroup) -> Axis:
+    return Axis(group.size(), group.rank(), group)

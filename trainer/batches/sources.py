@@ -1,0 +1,116 @@
+"""Where batches come from: the transfer queue, or the recorded trajectories of an earlier run."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from rl_async.errors import ProtocolError, RlAsyncError, UserError
+from rl_async.messages import NotReady, Reply, Reserved, RowKey, Trajectory
+from rl_async.trainer.monitoring.records import read_trajectories
+
+POLL_S = 2.0
+
+
+class BatchSource(Protocol):
+    """Batches by step. ``reserve`` answers the same for a step however often it is asked; None if ``stopping``."""
+
+    def reserve(self, step: int, stopping: Callable[[], bool]) -> Reserved | None: ...
+    def fetch(self, keys: Sequence[RowKey]) -> list[Trajectory]: ...
+    def commit(self, step: int) -> None: ...
+    def checkpointed(self, step: int) -> None: ...
+    def snapshot(self) -> bytes: ...
+    def tighten(self, max_staleness: int) -> None: ...
+
+
+class QueueVerbs(Protocol):
+    """The verbs of the queue's blocking client that a batch source uses."""
+
+    def reserve(self, step: int, wait_s: float) -> Reserved | NotReady: ...
+    def fetch(self, rows: Sequence[RowKey]) -> list[Trajectory]: ...
+    def commit(self, step: int) -> Reply: ...
+    def retire(self, step: int) -> Reply: ...
+    def snapshot(self) -> bytes: ...
+    def tighten(self, max_staleness: int) -> Reply: ...
+
+
+class QueueSource:
+    """Consumes reserved batches of the transfer queue; waits at most ``timeout_s`` for one."""
+
+    def __init__(self, queue: QueueVerbs, timeout_s: float) -> None:
+        self._queue, self._timeout_s = queue, timeout_s
+
+    def reserve(self, step: int, stopping: Callable[[], bool]) -> Reserved | None:
+        """Wait for the batch of ``step``, or until ``stopping``, which is asked every POLL_S.
+
+        Raises RlAsyncError saying what was missing when the deadline passes.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            reply = self._queue.reserve(step, POLL_S)
+            if isinstance(reply, Reserved):
+                return reply
+            if stopping():
+                return None
+            if time.monotonic() > deadline:
+                raise RlAsyncError(
+                    f"no batch for step {step} within {self._timeout_s:.0f} s (trainer.batch_timeout_s): {reply.why}"
+                )
+
+    def fetch(self, keys: Sequence[RowKey]) -> list[Trajectory]:
+        return self._queue.fetch(keys)
+
+    def commit(self, step: int) -> None:
+        self._queue.commit(step)
+
+    def checkpointed(self, step: int) -> None:
+        """The checkpoint after ``step`` completed steps is durable."""
+        self._queue.retire(step)
+
+    def snapshot(self) -> bytes:
+        return self._queue.snapshot()
+
+    def tighten(self, max_staleness: int) -> None:
+        """Admit no more than keeps staleness within this bound."""
+        self._queue.tighten(max_staleness)
+
+
+class RecordedSource:
+    """The batches in a run's ``trajectories/`` again, the newest lineage of each step. Nothing is sent anywhere."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._rows: dict[RowKey, Trajectory] = {}
+
+    def reserve(self, step: int, stopping: Callable[[], bool]) -> Reserved | None:
+        """Read the step's files. Raises UserError if the step was not recorded."""
+        paths = sorted(self._folder.glob(f"step-{step:06d}-*.jsonl.gz"), key=_lineage)
+        if not paths:
+            raise UserError(f"{self._folder} has no recorded batch of step {step}")
+        newest = _lineage(paths[-1])
+        rows = [row for path in paths if _lineage(path) == newest for row in read_trajectories(path)]
+        self._rows = {row.key: row for row in rows}
+        return Reserved(step=step, headers=[self._rows[key].header() for key in sorted(self._rows)])
+
+    def fetch(self, keys: Sequence[RowKey]) -> list[Trajectory]:
+        return [self._rows[key] for key in keys]
+
+    def commit(self, step: int) -> None:
+        """Nobody waits for a replayed batch."""
+
+    def checkpointed(self, step: int) -> None:
+        """Nobody holds a replayed batch."""
+
+    def snapshot(self) -> bytes:
+        return b""
+
+    def tighten(self, max_staleness: int) -> None:
+        """Recorded batches have the staleness that they have."""
+
+
+def _lineage(path: Path) -> int:
+    """The number behind ``lineage`` in ``step-000012-lineage0-rank0.jsonl.gz``."""
+    for part in path.name.removesuffix(".jsonl.gz").split("-"):
+        if part.startswith("lineage"):
+            return int(part.removeprefix("lineage"))
+    raise ProtocolError(f"{path} does not name its lineage")

@@ -1,0 +1,213 @@
+"""The loop of supervised fine-tuning. Every rank runs it; rank 0 also logs.
+
+    rows ──> batch ──> ranks, micro-batches ──> Backend.step ──> [held-out loss] ──> [checkpoint] ──> metrics
+
+Consumes encoded conversations from the run folder. Produces weights (in checkpoints), ``metrics.jsonl`` and
+``evaluations.jsonl``. Waits only for the other ranks (deadline: trainer.collective_timeout_s). Asked to stop, it ends
+the step, saves and returns. What a step trains depends on the seed and its number alone, so a run that was killed
+goes on from its last checkpoint to the weights that it would have had.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rl_async.configs.schema.finetune import FinetuneConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import TrainingDiverged
+from rl_async.process.heartbeat import Phase, beat
+from rl_async.trainer.backends.interface import Backend, Outputs
+from rl_async.trainer.backends.schedule import learning_rate_factor
+from rl_async.trainer.batches import batching
+from rl_async.trainer.batches.batching import Tensors
+from rl_async.trainer.checkpoints.folder import FORMAT, CheckpointSchedule, CheckpointState
+from rl_async.trainer.checkpoints.saver import Saver
+from rl_async.trainer.finetune.rows import ChatRows, batch_of, steps_per_epoch
+from rl_async.trainer.monitoring.records import append_evaluation
+from rl_async.trainer.monitoring.stopping import StopRequest
+from rl_async.trainer.monitoring.trackers import Tracking
+
+log = logging.getLogger("rl_async.trainer")
+
+
+@dataclass
+class Finetuning:
+    """Everything the loop works with. ``config.trainer`` has the steps and the schedule. ``held_out`` may be empty;
+    tracking exists on rank 0 only."""
+
+    config: RunConfig
+    finetune: FinetuneConfig
+    folder: Path
+    rows: ChatRows
+    held_out: ChatRows
+    policy: Backend
+    saver: Saver
+    stop: StopRequest
+    start_step: int
+    lineage: int
+    tracking: Tracking | None
+
+    def at(self, step: int, phase: Phase) -> None:
+        """Say where this rank is."""
+        beat(self.folder, dist.get_rank(), step, phase)
+
+
+def finetune(run: Finetuning) -> bool:
+    """Train from ``run.start_step`` to the last step. False: asked to stop, it saved and left early."""
+    config, steps = run.config, run.config.trainer.steps
+    schedule, factor = CheckpointSchedule(config), learning_rate_factor(config.trainer)
+    if run.start_step == 0:
+        evaluate(run, 0)
+    run.stop.wait_for_step(True)
+    for step in range(run.start_step, steps):
+        began = time.perf_counter()
+        run.at(step, "training")
+        rows = rows_of(run, step)
+        loss, norm = train_step(run, step, rows)
+        trained = time.perf_counter()
+        run.at(step, "meeting the ranks")
+        stopping = run.stop.agreed()
+        completed = step + 1
+        rate = run.finetune.learning_rate * factor(step)
+        metrics = {"loss/train": loss, "loss/grad_norm": norm, "learning_rate": rate}
+        if (not stopping or completed == steps) and is_measured(run.finetune, completed, steps):
+            metrics |= evaluate(run, completed)
+        measured = time.perf_counter()
+        if schedule.is_due(completed, 0) or stopping:
+            run.at(step, "checkpointing")
+            checkpoint(run, completed)
+        tokens = sum(run.rows.size(row).tokens for row in rows)
+        metrics |= {
+            "epoch": completed / steps_per_epoch(len(run.rows), run.finetune.batch_size),
+            "tokens/trained": sum(run.rows.targets(row) for row in rows),
+            "tokens/all": tokens,
+            "tokens/per_s": tokens / (trained - began),
+            "time/train_s": trained - began,
+            "time/eval_s": measured - trained,
+            "time/step_s": time.perf_counter() - began,
+        }
+        report(run, step, metrics)
+        if stopping:
+            log.info("asked to stop: saved %d completed steps", completed)
+            break
+    run.saver.wait()
+    run.stop.wait_for_step(False)
+    if run.tracking:
+        run.tracking.close()
+    dist.barrier()
+    return run.saver.newest == steps or run.start_step == steps
+
+
+def rows_of(run: Finetuning, step: int) -> list[int]:
+    """The conversations that all ranks together train in ``step``."""
+    size, seed = run.finetune.batch_size, run.config.seed
+    return batch_of(step, len(run.rows), size, seed=seed, shuffle=run.config.data.shuffle)
+
+
+def train_step(run: Finetuning, step: int, rows: Sequence[int]) -> tuple[float, float]:
+    """One optimizer step; its loss per learned token, over all ranks, and the gradient norm.
+
+    Raises TrainingDiverged, before any weight changes.
+    """
+    targets = max(1, sum(run.rows.targets(row) for row in rows))
+    batches = list(micro_batches(run, run.rows, rows))
+
+    def loss_fn(number: int, outputs: Outputs) -> torch.Tensor:
+        return negative_log_likelihood(outputs, batches[number]) / targets
+
+    try:
+        loss, norm = run.policy.step(batches, loss_fn)
+    except TrainingDiverged as error:
+        raise TrainingDiverged(f"step {step}, conversations {sorted(rows)[:8]}...: {error}") from error
+    total = torch.tensor([loss], dtype=torch.float64)
+    run.policy.cell.add_up(total)
+    return total.item(), norm
+
+
+def negative_log_likelihood(outputs: Outputs, batch: Tensors) -> torch.Tensor:
+    """Sum over the learned tokens of a micro-batch [B, T-1] of -log p, a scalar."""
+    assert outputs.logprobs is not None
+    return -torch.where(batch.mask, outputs.logprobs, 0.0).sum()
+
+
+def evaluate(run: Finetuning, completed: int) -> dict[str, float]:
+    """Loss per learned token on the held-out conversations, which rank 0 writes down; empty if there are none."""
+    if not len(run.held_out):
+        return {}
+    sums = torch.zeros(2, dtype=torch.float64)
+    everything, size = range(len(run.held_out)), run.finetune.batch_size
+    for start in range(0, len(everything), size):
+        for batch in micro_batches(run, run.held_out, everything[start : start + size]):
+            loss = negative_log_likelihood(run.policy.forward(batch), batch)
+            sums += torch.tensor([loss.item(), batch.mask.sum().item()], dtype=torch.float64)
+    run.policy.cell.add_up(sums)
+    metrics = {"eval/loss": sums[0].item() / max(sums[1].item(), 1.0)}
+    if dist.get_rank() == 0:
+        append_evaluation(run.folder / "evaluations.jsonl", run.lineage, {"eval/step": completed, **metrics})
+    return metrics
+
+
+def is_measured(config: FinetuneConfig, completed: int, steps: int) -> bool:
+    """Whether the held-out loss is due after ``completed`` steps."""
+    return completed == steps or (config.eval_every > 0 and completed % config.eval_every == 0)
+
+
+def micro_batches(run: Finetuning, data: ChatRows, rows: Sequence[int]) -> Iterator[Tensors]:
+    """This rank's, within the token budget; every rank gets as many, for each forward pass is a collective."""
+    cell = run.policy.cell
+    (plan,) = batching.layout(
+        [data.size(row) for row in rows],
+        step=0,
+        minibatches=1,
+        ranks=cell.dp_size,
+        max_tokens=run.config.trainer.max_tokens_per_microbatch,
+        seed=run.config.seed,
+        work=run.policy.work,
+    )
+    for places in plan.ranks[cell.dp_rank]:
+        yield collate(data, [rows[place] for place in places], run.policy.device)
+
+
+def collate(rows: ChatRows, numbers: Sequence[int], device: str) -> Tensors:
+    """Pad rows to a micro-batch. ``mask`` is true where a token is learned; there are no behaviour policies here."""
+    if not numbers:
+        return batching.empty_tensors(device)
+    spans = [rows.span(number) for number in numbers]
+    lengths = [span.stop - span.start for span in spans]
+    shape = len(spans), max(*lengths, 2)
+    tokens, mask = np.zeros(shape, np.int64), np.zeros(shape, bool)
+    for i, (span, length) in enumerate(zip(spans, lengths, strict=True)):
+        tokens[i, :length], mask[i, :length] = rows.ids[span], rows.learned[span]
+    zeros = torch.zeros((shape[0], shape[1] - 1), device=device)
+    return Tensors(
+        tokens=torch.from_numpy(tokens).to(device),
+        lengths=torch.tensor(lengths),
+        mask=torch.from_numpy(mask[:, 1:]).to(device),
+        behaviour=zeros,
+        age=zeros.int(),
+        turns=zeros.int() - 1,
+        turn_rewards=zeros,
+        temperature=torch.ones((shape[0], 1, 1), device=device),
+    )
+
+
+def checkpoint(run: Finetuning, completed: int) -> None:
+    """Begin to save. There is no queue whose state would belong to it."""
+    state = CheckpointState(step=completed, lineage=run.lineage, kl_coef=0.0, format=FORMAT)
+    run.saver.save({".": run.policy}, state, b"")
+    if not run.config.trainer.checkpoint_async:
+        run.saver.wait()
+
+
+def report(run: Finetuning, step: int, metrics: dict[str, float]) -> None:
+    """Log one step."""
+    run.at(step, "reporting")
+    if run.tracking:
+        head = {"step": step, "lineage": run.lineage, "time": time.time()}
+        run.tracking.log(step, head | metrics)

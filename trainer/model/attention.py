@@ -1,0 +1,93 @@
+"""Causal attention among packed sequences, for Transformers' models: no sequence can see another.
+
+Equally long sequences stand side by side (``packing.Packed``), so a group of them is a view [sequences, length] of the
+packed row, and one call of PyTorch's fused attention serves it: no padding, no copy, no mask over the whole row.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from rl_async.trainer.model.ulysses import to_heads, to_sequence
+
+NAME = "rl_async_packed"
+Groups = tuple[tuple[int, int], ...]  # (length, sequences)
+UNKNOWN = ("s_aux", "position_bias")  # would change the result, and are not computed here
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed_groups: Groups | None = None,
+    sharing_ranks: dist.ProcessGroup | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """One layer's attention of [1, heads, N, D], the result [1, N, heads, D], as ``AttentionInterface`` wants it.
+
+    A token sees those of its own sequence up to itself, or the last ``sliding_window`` of them. With ``softcap`` c
+    scores are c * tanh(score / c) (Gemma 2, arXiv:2408.00118, section 2). With ``sharing_ranks`` N are this rank's
+    tokens of the row, and ``packed_groups`` are of all of it. Raises ValueError when the model asks for anything else,
+    so that none is computed wrongly.
+    """
+    asked = [name for name in UNKNOWN if options.get(name) is not None]
+    if packed_groups is None or attention_mask is not None or not getattr(module, "is_causal", False) or asked:
+        raise ValueError(
+            f"packed attention of {type(module).__name__} needs packed_groups and causal attention without a mask, "
+            f"and has none of {asked or UNKNOWN}; leave the model's kind out of trainer/model/families.py"
+        )
+    if sharing_ranks is not None:
+        query, key, value = (to_heads(x, sharing_ranks) for x in (query, key, value))
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
+    sizes = [length * sequences for length, sequences in packed_groups]
+    outputs = []
+    for (length, sequences), *parts in zip(
+        packed_groups, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
+    ):
+        q, k, v = (part.unflatten(0, (sequences, length)).transpose(1, 2) for part in parts)
+        band = _band(length, sliding_window, q.device)
+        if softcap is None:
+            out = _fused(q, k, v, band, scaling)
+        else:
+            out = _capped(q, k, v, band, scaling, softcap)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    attended = torch.cat(outputs)[None]
+    return attended if sharing_ranks is None else to_sequence(attended, sharing_ranks), None
+
+
+def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Bool [length, length] of what a token sees through a window; None when that is all before it."""
+    if window is None or length <= window:
+        return None
+    at = torch.arange(length, device=device)
+    return (at[:, None] >= at) & (at[:, None] - at < window)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, band: Tensor | None, scaling: float | None) -> Tensor:
+    return scaled_dot_product_attention(
+        q, k, v, attn_mask=band, is_causal=band is None, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]
+    )
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, band: Tensor | None, scaling: float | None, softcap: float) -> Tensor:
+    """[B, heads, L, D] with every score in memory, [B, heads, L, L]: no fused kernel of PyTorch's caps them."""
+    length, repeats = q.shape[2], q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scaling is None else scaling)
+    scores = softcap * torch.tanh(scores / softcap)
+    sees = torch.ones(length, length, dtype=torch.bool, device=q.device).tril() if band is None else band
+    weights = scores.masked_fill(~sees, float("-inf")).softmax(-1, dtype=torch.float32).to(q.dtype)
+    return weights @ v
+
+
+AttentionInterface.register(NAME, packed_attention)

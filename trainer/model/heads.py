@@ -1,0 +1,144 @@
+"""A language model and the heads on it, as one module: ``fully_shard`` then gathers every weight where it is used."""
+
+import logging
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from rl_async.configs.schema.run import TrainerConfig
+from rl_async.errors import UserError
+from rl_async.trainer.backends.interface import Outputs, Want, policy_outputs
+from rl_async.trainer.batches.batching import Tensors
+from rl_async.trainer.batches.packing import Packed, pack
+from rl_async.trainer.model.families import logit_form, why_not_shared, why_padded
+from rl_async.trainer.model.kernels import apply_liger, attention
+from rl_async.trainer.model.logprobs import Head as LogitHead
+from rl_async.trainer.model.logprobs import head_logits, token_stats
+from rl_async.trainer.model.ulysses import Sharing, gathered
+
+log = logging.getLogger("rl_async.trainer")
+
+Head = Literal["policy", "value", "both"]
+
+MODEL_FOLDER = "model"
+VALUE_HEAD_FILE = "value_head.safetensors"
+
+
+class ValueHead(torch.nn.Linear):
+    """Hidden states [B, T, H] to one number each [B, T]; 0 at first.
+
+    So every rank starts alike, and the first gradients leave the backbone alone. The result is no view of another
+    tensor: FSDP's hooks would be lost if somebody wrote to one.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size, 1)
+        torch.nn.init.zeros_(self.weight)
+        torch.nn.init.zeros_(self.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.weight[0] + self.bias
+
+
+class Headed(torch.nn.Module):
+    """``lm`` is a Hugging Face causal LM, or with head "value" the decoder without its logits. Ranks that share rows
+    pass the same ones, and each gets the outputs of all of their tokens."""
+
+    def __init__(self, lm: Any, head: Head, sharing: Sharing | None = None) -> None:
+        super().__init__()
+        self.lm = lm
+        self.value_head = None if head == "policy" else ValueHead(lm.config.hidden_size)
+        self.has_logits = head != "value"
+        self.packs = why_padded(lm.config) is None
+        self.sharing = sharing
+
+    def outputs(self, batch: Tensors, wants: frozenset[Want]) -> Outputs:
+        """One pass over a micro-batch: packed if the model can be, else padded."""
+        if not self.packs:
+            return Outputs(**self(batch, wants))
+        packed = pack(batch)
+        flat: dict[str, Tensor | None]
+        if self.sharing is None:
+            flat = self(packed, wants)
+        else:
+            own, group = packed.share(self.sharing.rank, self.sharing.size), self.sharing.group
+            flat = {name: None if part is None else gathered(part, group) for name, part in self(own, wants).items()}
+        return Outputs(**{name: None if part is None else packed.unpack(part) for name, part in flat.items()})
+
+    def forward(self, batch: Packed | Tensors, wants: frozenset[Want]) -> dict[str, Tensor | None]:
+        """The fields of ``Outputs``, [N, ...] of a packed batch, [B, T-1, ...] of a padded one; none is a view.
+
+        Log-probabilities are made in here, where FSDP has gathered lm_head's weight, once for all chunks.
+        """
+        return self._packed(batch, wants) if isinstance(batch, Packed) else self._padded(batch, wants)
+
+    def _packed(self, packed: Packed, wants: frozenset[Want]) -> dict[str, Tensor | None]:
+        inputs = packed.backbone_inputs()
+        if self.sharing is not None:
+            inputs["sharing_ranks"] = self.sharing.group
+        hidden = self.lm.base_model(**inputs).last_hidden_state[0]
+        outputs: dict[str, Tensor | None] = {}
+        if self.has_logits:
+            head = LogitHead(self.lm.lm_head.weight, self.lm.lm_head.bias, logit_form(self.lm.config))
+            outputs = token_stats(hidden, head, packed.targets, packed.temperature, wants)._asdict()
+            if "distribution" in wants:
+                outputs["distribution"] = head_logits(hidden, head, packed.temperature).log_softmax(-1)
+        if not self.has_logits or "values" in wants:
+            outputs["values"] = self._values(hidden)
+        return outputs
+
+    def _padded(self, batch: Tensors, wants: frozenset[Want]) -> dict[str, Tensor | None]:
+        """Padding stands behind every real token, where causal attention never looks."""
+        if not self.has_logits:
+            hidden = self.lm(input_ids=batch.tokens, use_cache=False).last_hidden_state
+            return {"values": self._values(hidden[:, :-1])}
+        out = self.lm(input_ids=batch.tokens, use_cache=False, output_hidden_states="values" in wants)
+        logits = out.logits[:, :-1].float() / batch.temperature
+        outputs = policy_outputs(logits, batch.tokens[:, 1:], wants - {"values"})
+        values = self._values(out.hidden_states[-1][:, :-1]) if "values" in wants else None
+        return {name: getattr(outputs, name) for name in outputs.__struct_fields__} | {"values": values}
+
+    def _values(self, hidden: Tensor) -> Tensor:
+        assert self.value_head is not None, "values are wanted of a model without a value head"
+        return self.value_head(hidden).float()
+
+
+def load_headed(
+    path: str,
+    head: Head,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    options: TrainerConfig | None = None,
+    sharing: Sharing | None = None,
+) -> Headed:
+    """Read float32 weights from a Hugging Face folder, or from the ``critic`` folder of a checkpoint with its head.
+
+    The device and the dtype are those that the model will compute on and in. Raises UserError if there is no model
+    of the kind, or if it cannot compute as ``options`` say.
+    """
+    options = options or TrainerConfig()
+    saved = Path(path) / MODEL_FOLDER
+    folder = str(saved) if saved.is_dir() else path
+    kind: Any = AutoModel if head == "value" else AutoModelForCausalLM
+    key, what = ("critic.path", "decoder") if head == "value" else ("model.path", "causal LM")
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        if sharing is not None and (reason := why_not_shared(config, sharing.size)):
+            raise UserError(f"trainer.sequence_parallel={sharing.size} does not go with {key}={path}: {reason}")
+        how = attention(config, device, dtype, options)
+        lm = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation=how, config=config)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}: cannot load a {what} from {path}: {error}") from error
+    if options.kernels == "liger":
+        apply_liger(lm, device)
+    model = Headed(lm, head, sharing)
+    if reason := why_padded(lm.config):
+        log.warning("%s: rows of %s are padded, not packed, which is slower: %s", key, path, reason)
+    weights = Path(path) / VALUE_HEAD_FILE
+    if model.value_head is not None and weights.is_file():
+        model.value_head.load_state_dict(load_file(weights))
+    return model

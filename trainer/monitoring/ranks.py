@@ -1,0 +1,70 @@
+"""What every rank process does first and last: it joins the others, and says why it ended."""
+
+import logging
+import os
+import random
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import EXIT_FAILED, EXIT_USER, RanksLost, RlAsyncError, UserError
+from rl_async.process.heartbeat import who_is_missing
+
+log = logging.getLogger("rl_async.trainer")
+
+EXIT_RANKS_LOST = 1  # not this rank's fault: all of them start again from the last checkpoint
+
+
+def end_well_or_say_why(folder: Path, work: Callable[[], None]) -> None:
+    """Do the rank's work. Exits with the code that says whether starting the ranks again could help."""
+    try:
+        work()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER)
+    except RanksLost as error:
+        log.error("%s", error)
+        sys.exit(EXIT_RANKS_LOST)
+    except RlAsyncError as error:
+        log.error("%s: %s", type(error).__name__, error)
+        sys.exit(EXIT_FAILED)
+    except RuntimeError as error:
+        if not is_collective_failure(error):
+            raise
+        rank = os.environ.get("RANK", "0")
+        missing = who_is_missing(folder, int(rank), int(os.environ.get("WORLD_SIZE", "1")))
+        hint = "one died, or hung for trainer.collective_timeout_s"
+        log.error("rank %s lost the other ranks (%s): %s: %s", rank, hint, missing, error)
+        sys.exit(EXIT_RANKS_LOST)
+
+
+def is_collective_failure(error: RuntimeError) -> bool:
+    """Whether the error is of a collective among ranks: gloo raises plain RuntimeErrors that only their text tells."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error) or "pair closure" in str(error)
+
+
+def start_process_group(config: RunConfig) -> tuple[str, dist.Store]:
+    """Join the trainer's process group and seed this rank. Returns the device of this rank, and the ranks' store."""
+    torch.set_num_threads(config.launcher.threads)
+    cuda = config.model.device == "cuda" or (config.model.device == "auto" and torch.cuda.is_available())
+    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        os.environ.setdefault(key, value)
+    backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"  # counts and flags are reduced on the host
+    timeout = timedelta(seconds=config.trainer.collective_timeout_s)
+    store, rank, ranks = dist.HashStore(), 0, 1
+    if "MASTER_PORT" in os.environ:  # else a single rank started by hand
+        store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
+    dist.init_process_group(backends, store=store, rank=rank, world_size=ranks, timeout=timeout)
+    random.seed(config.seed + rank)
+    torch.manual_seed(config.seed + rank)
+    if not cuda:
+        return "cpu", store
+    local = rank % torch.cuda.device_count()
+    torch.cuda.set_device(local)
+    dist.all_reduce(torch.zeros(1, device="cuda"))  # NCCL wants all ranks in the first exchange of a group
+    return f"cuda:{local}", store

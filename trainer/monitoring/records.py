@@ -1,0 +1,107 @@
+"""What the trainer writes: ``trained.jsonl``, ``evaluations.jsonl``, ``trajectories/``, and the lineage counter."""
+
+import gzip
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rl_async.files import append_lines
+from rl_async.messages import Explanation, Trajectory
+
+
+class TrainedRow(msgspec.Struct, frozen=True):
+    """One trained row, as it stands in ``trained.jsonl``."""
+
+    lineage: int
+    step: int
+    group: int
+    sample: int
+    segment: int
+    tokens_sha256: str
+
+
+def append_trained(path: Path, lineage: int, step: int, rows: Iterable[Trajectory]) -> None:
+    """Append one line per row and force them to disk, before the queue is told that the batch was trained."""
+    lines = [
+        msgspec.json.encode(
+            TrainedRow(
+                lineage=lineage,
+                step=step,
+                group=row.group_id,
+                sample=row.sample,
+                segment=row.segment,
+                tokens_sha256=row.tokens_sha256(),
+            )
+        )
+        for row in rows
+    ]
+    with path.open("ab") as file:
+        file.write(b"".join(line + b"\n" for line in lines))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def append_evaluation(path: Path, lineage: int, metrics: Mapping[str, float]) -> None:
+    """Append the result of one evaluation."""
+    with append_lines(path) as file:
+        file.write(msgspec.json.encode({"lineage": lineage, "time": time.time(), **metrics}) + b"\n")
+
+
+def write_trajectories(
+    path: Path, rows: Sequence[Trajectory], explanations: Sequence[Explanation] | None = None
+) -> None:
+    """Write rows as compressed JSON lines, atomically. Floats keep every bit.
+
+    ``explanations``, one per row, are added as ``correction``; who reads trajectories passes over it.
+    Read them with ``import gzip, json`` and ``rows = [json.loads(line) for line in gzip.open(path, "rt")]``.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with gzip.open(temporary, "wb", compresslevel=1) as file:
+        for number, row in enumerate(rows):
+            line = msgspec.structs.asdict(row)
+            if explanations is not None:
+                line["correction"] = explanations[number]
+            file.write(msgspec.json.encode(line, enc_hook=_array_to_list) + b"\n")
+    temporary.replace(path)
+
+
+def read_trajectories(path: Path) -> list[Trajectory]:
+    """The inverse of ``write_trajectories``."""
+    with gzip.open(path, "rb") as file:
+        rows = [msgspec.json.decode(line, type=Trajectory, dec_hook=_list_to_array) for line in file]
+    for row in rows:
+        row.token_ids = row.token_ids.astype(np.int32)
+        row.loss_mask = row.loss_mask.astype(bool)
+        row.logprobs = row.logprobs.astype(np.float32)
+    return rows
+
+
+def _array_to_list(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise NotImplementedError(f"cannot encode {type(value).__name__}")
+
+
+def _list_to_array(kind: type, value: Any) -> Any:
+    if kind is np.ndarray:
+        return np.asarray(value, dtype=np.float64)  # exact for int32, bool and float32; narrowed by the reader
+    raise NotImplementedError(f"cannot decode {kind}")
+
+
+def next_lineage(run: Path, resuming: bool) -> int:
+    """The lineage of this trainer process: 0 for a new run, one more than ever before after each resume.
+
+    Kept in ``lineage`` in the run folder, not in the checkpoint: two crashes after one checkpoint are two lineages.
+    """
+    path = run / "lineage"
+    lineage = int(path.read_text()) + 1 if resuming and path.exists() else 0
+    temporary = path.with_name(".lineage.tmp")
+    temporary.write_text(f"{lineage}\n")
+    temporary.replace(path)
+    return lineage

@@ -1,0 +1,72 @@
+"""From what each rank holds of the weights to engines that confirmed a version.
+
+Rank 0 gathers; all ranks take part. How training and generation share devices is the phase's business
+(``weight_sync.phases``).
+"""
+
+from typing import Protocol
+
+import torch.distributed as dist
+
+from rl_async.configs.schema.lora import LoraConfig
+from rl_async.messages import Version
+from rl_async.trainer.backends.interface import Backend
+from rl_async.weight_sync.buckets.adapters import as_adapters
+from rl_async.weight_sync.buckets.buckets import Bucket
+from rl_async.weight_sync.phases import Phase
+from rl_async.weight_sync.reshard.gather import Gathering
+
+
+class Publisher(Protocol):
+    """Gives weights to engines. All ranks call it alike."""
+
+    def before_train(self) -> None:
+        """Returns when this rank may use its device for training."""
+        ...
+
+    def publish(self, version: Version, backend: Backend) -> dict[str, float]:
+        """Gather, send, wait until the engines confirm. Returns the sync's metrics."""
+        ...
+
+
+class EnginePublisher:
+    """Publishes through a phase what the ranks hold, gathered in buckets on rank 0.
+
+    With ``lora`` these are its adapters, and their base, which is gathered once and kept for engines that have it not.
+    """
+
+    def __init__(self, phase: Phase, gathering: Gathering, lora: LoraConfig | None = None) -> None:
+        self._phase, self._gathering, self._lora = phase, gathering, lora
+        self._base: list[Bucket] | None = None
+
+    def before_train(self) -> None:
+        self._phase.before_train()
+
+    def publish(self, version: Version, backend: Backend) -> dict[str, float]:
+        report = self._phase.after_train(version, self._gathered(backend))
+        dist.barrier()
+        return {
+            "sync/without_engines_s": report.waiting_seconds,
+            "sync/pause_s": report.pause_seconds,
+            "sync/total_s": report.seconds,
+            "sync/bytes": float(report.nbytes),
+            "sync/engines": float(len(report.engines)),
+            "sync/failures": float(len(report.failures)),
+        }
+
+    def _gathered(self, backend: Backend) -> list[Bucket]:
+        if self._lora is None:
+            return self._gathering.buckets(backend.parts())
+        if self._base is None:
+            self._base = self._gathering.buckets(backend.parts("base"))
+        return self._base + as_adapters(self._gathering.buckets(backend.parts("adapters")), self._lora.scale)
+
+
+class NoEngines:
+    """For replays of recorded batches: nobody samples, so nobody needs weights."""
+
+    def before_train(self) -> None:
+        """Nothing shares this device."""
+
+    def publish(self, version: Version, backend: Backend) -> dict[str, float]:
+        return {}

@@ -1,0 +1,117 @@
+"""The critic's part in a trainer step: what it said of the batch, what it is to learn, and how that went."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rl_async.configs.schema.critic import CriticConfig
+from rl_async.configs.schema.run import RunConfig, TrainerConfig
+from rl_async.errors import TrainingDiverged
+from rl_async.trainer.algorithms.advantages import AdvantageInputs
+from rl_async.trainer.algorithms.aggregation import count, token_mean
+from rl_async.trainer.algorithms.gae import gae
+from rl_async.trainer.algorithms.value_loss import explained_variance, value_loss
+from rl_async.trainer.backends.interface import Backend, LossFn, Outputs
+from rl_async.trainer.batches.cell import Cell
+from rl_async.trainer.step.whole_batch import Micro
+
+
+def policy_training(config: RunConfig) -> TrainerConfig:
+    """What the policy's optimizer follows: its schedule leaves out the steps in which only the critic trains."""
+    waits = config.critic.warmup_steps if config.critic else 0
+    return msgspec.structs.replace(config.trainer, steps=config.trainer.steps - waits)
+
+
+def critic_training(trainer: TrainerConfig, critic: CriticConfig) -> TrainerConfig:
+    """What the optimizer of a critic with a model of its own follows. All of its weights train."""
+    return msgspec.structs.replace(
+        trainer,
+        learning_rate=critic.learning_rate,
+        schedule=critic.schedule,
+        warmup_steps=critic.lr_warmup_steps,
+        grad_clip=critic.grad_clip,
+        lora=None,
+    )
+
+
+@dataclass
+class Lesson:
+    """What the critic is to learn from a batch, [N, T], and a tally of this cell's mini-batches.
+
+    Every sampled token of a scored row teaches, also those that the correction takes from the policy.
+    """
+
+    cell: Cell
+    config: CriticConfig
+    values: Tensor  # float32, before the step
+    returns: Tensor  # float32
+    mask: Tensor
+    losses: list[float] = field(default_factory=list)  # of this cell, by micro-batch
+    norms: list[float] = field(default_factory=list)  # by mini-batch; none when shared
+    minibatches: int = 0
+
+    def teach(self, critic: Backend | None, policy_loss: LossFn, parts: Sequence[Micro], rows: Sequence[int]) -> LossFn:
+        """Train on this rank's ``parts`` of the mini-batch ``rows``. Returns the loss for the policy's model.
+
+        A critic of its own takes its optimizer step here; a shared one adds its loss to the policy's. Raises
+        TrainingDiverged, before the critic's weights change.
+        """
+        loss_fn = self._minibatch(parts, rows)
+        self.minibatches += 1
+        if critic is None:
+            return lambda number, outputs: (
+                policy_loss(number, outputs) + self.config.value_coef * loss_fn(number, outputs)
+            )
+        try:
+            _, norm = critic.step([part.tensors for part in parts], loss_fn)
+        except TrainingDiverged as error:
+            raise TrainingDiverged(f"critic: {error}") from error
+        self.norms.append(norm)
+        return policy_loss
+
+    def _minibatch(self, parts: Sequence[Micro], rows: Sequence[int]) -> LossFn:
+        """The mean over the mini-batch's tokens, of all ranks, whatever the policy's aggregation is."""
+        mask = self.mask[rows]
+        counts = count(mask, torch.ones(len(rows)), width=mask.shape[1])
+
+        def loss_fn(number: int, outputs: Outputs) -> Tensor:
+            micro, values = parts[number], outputs.values
+            assert values is not None, "a critic gives values"
+            per_token = value_loss(values, micro.cut(self.values), micro.cut(self.returns), self.config.clip)
+            loss = token_mean(per_token, micro.cut(self.mask), torch.ones(len(values)), counts)
+            self.losses.append(loss.item())
+            return loss
+
+        return loss_fn
+
+    def shared_loss(self) -> float:
+        """The part of this cell's policy losses that is the critic's."""
+        return self.config.value_coef * sum(self.losses) if self.config.shared else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Equal on all ranks. A collective. The gradient norm of a shared critic is part of loss/grad_norm."""
+        losses = torch.tensor([sum(self.losses)], dtype=torch.float64)
+        self.cell.add_up(losses)
+        seen = max(int(self.mask.sum()), 1)
+        metrics = {
+            "critic/loss": losses.item() / self.minibatches,
+            "critic/explained_variance": explained_variance(self.values, self.returns, self.mask),
+            "critic/values_mean": torch.where(self.mask, self.values, 0.0).sum().item() / seen,
+            "critic/returns_mean": torch.where(self.mask, self.returns, 0.0).sum().item() / seen,
+        }
+        if self.norms:
+            metrics["critic/grad_norm"] = sum(self.norms) / len(self.norms)
+        return metrics
+
+
+def lesson(cell: Cell, x: AdvantageInputs, config: CriticConfig | None) -> Lesson | None:
+    """The returns of the batch as targets for the values that the critic gave before the step."""
+    if config is None:
+        return None
+    assert x.values is not None
+    mask = x.mask & x.scored[:, None]
+    _, returns = gae(x.token_rewards, x.values, mask, x.options.gamma, x.options.lam)
+    return Lesson(cell, config, x.values.to(torch.float32), returns.to(torch.float32), mask)

@@ -1,0 +1,47 @@
+"""Why each token trained as it did, for the recorded trajectories."""
+
+import itertools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_async.configs.schema.correction import RULES
+from rl_async.messages import Explanation, RuleRun, Trajectory
+from rl_async.trainer.algorithms.correction import Corrected
+from rl_async.trainer.step.whole_batch import WholeBatch
+
+DIGITS = 4  # of a weight that are recorded
+
+
+def attributed(corrected: Corrected, whole: WholeBatch, filtered: Tensor) -> Corrected:
+    """Verdicts [N, T] in which every token that does not train names a rule, and has weight 0; of no meaning where
+    nothing was sampled.
+
+    ``filtered``: bool [N], rows that overlong_filter took out. Else a token that the correction never saw was masked
+    by the queue's bound.
+    """
+    greedy = torch.tensor([h.baseline for h in whole.headers])
+    cause = torch.full_like(corrected.rule, RULES.index("max_staleness"))
+    cause[filtered] = RULES.index("overlong_filter")
+    cause[greedy] = RULES.index("greedy")
+    cause[whole.mask] = RULES.index("correction")
+    unnamed = ~corrected.keep & (corrected.rule == 0)
+    weights = torch.where(corrected.keep, corrected.weights, 0.0)
+    return Corrected(weights, corrected.keep, torch.where(unnamed, cause, corrected.rule))
+
+
+def explain(row: Trajectory, index: int, corrected: Corrected) -> Explanation:
+    """Weights and rules of the sampled tokens of row ``index`` of the batch, in order; of ``attributed`` verdicts."""
+    sampled = np.flatnonzero(row.loss_mask[1:])  # position t of the tensors stands for token t + 1
+    weights = corrected.weights[index].numpy()[sampled]
+    rule = corrected.rule[index].numpy()[sampled]
+    edges = [0, *(np.flatnonzero(np.diff(rule)) + 1).tolist(), len(rule)]
+    runs = [RuleRun(RULES[rule[start]], start, end) for start, end in itertools.pairwise(edges) if start < end]
+    return Explanation(weights=_rounded(weights), rules=[run for run in runs if run.rule])
+
+
+def _rounded(weights: np.ndarray) -> list[float]:
+    values = weights.astype(np.float64)
+    exponents = np.floor(np.log10(np.where(values > 0, values, 1.0))).astype(int)
+    return [round(value, DIGITS - 1 - exponent) for value, exponent in zip(values.tolist(), exponents.tolist())]

@@ -1,0 +1,71 @@
+"""The metrics of a step that follow from its batch: rewards, turns, lengths and realised staleness."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rl_async.messages import Trajectory, TrajectoryHeader, has_signal
+from rl_async.trainer.batches.batching import fresh_runs
+
+
+def batch_metrics(headers: Sequence[TrajectoryHeader], step: int, max_staleness: int | None) -> dict[str, float]:
+    """Rewards, response lengths, and the staleness of the trained tokens.
+
+    Rewards are over episodes that were scored, of which there must be one; ``reward/unscored_fraction`` says how many
+    were not (a scorer failed). ``staleness/mean`` and ``staleness/max`` are over trained tokens: the step minus the
+    step of the version that sampled each. ``max_staleness`` is the bound beyond which tokens were masked, or None.
+    Greedy episodes of algorithm.advantage=remax count in ``reward/greedy_mean`` alone, which is over scored ones.
+    """
+    baselines = [h.reward for h in headers if h.baseline and h.scored and h.segment == 0]
+    without_signal = _flat_groups(headers)  # a greedy episode is compared with, so it counts here
+    headers = [h for h in headers if not h.baseline]
+    episodes = [h for h in headers if h.segment == 0]  # their other rows have the same reward
+    rewards = np.array([h.reward for h in episodes if h.scored])
+    runs = [(step - r.version.step, r.end - r.start) for h in headers for r in fresh_runs(h, step, max_staleness)]
+    tokens = sum(count for _, count in runs)
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/unscored_fraction": 1.0 - len(rewards) / len(episodes),
+        "reward/groups_without_signal": without_signal,
+        "rollout/response_tokens_mean": float(np.mean([h.sampled for h in headers])),
+        "rollout/tokens": float(sum(h.tokens for h in headers)),
+        "staleness/mean": sum(age * count for age, count in runs) / max(tokens, 1),
+        "staleness/max": float(max((age for age, _ in runs), default=0)),
+        "batch/trajectories": float(len(headers)),
+        "batch/episodes": float(len(episodes)),
+        **({"reward/greedy_mean": float(np.mean(baselines))} if baselines else {}),
+    }
+
+
+def _flat_groups(headers: Sequence[TrajectoryHeader]) -> float:
+    """Share of groups whose scored rewards are all equal, so that they teach nothing."""
+    groups: dict[int, list[TrajectoryHeader]] = {}
+    for header in headers:
+        groups.setdefault(header.group_id, []).append(header)
+    return sum(not has_signal(group) for group in groups.values()) / max(len(groups), 1)
+
+
+def conversation_sums(rows: Sequence[Trajectory]) -> list[float]:
+    """[rows, assistant turns, tool calls, failed tool calls, rows with an error] of the sampled rows, to be added up
+    over ranks."""
+    rows = [row for row in rows if not row.baseline]
+    calls = [call for row in rows for turn in row.turns for call in turn.tool_calls]
+    return [
+        float(len(rows)),
+        float(sum(turn.role == "assistant" for row in rows for turn in row.turns)),
+        float(len(calls)),
+        float(sum(bool(call.error) for call in calls)),
+        float(sum(bool(row.error) for row in rows)),
+    ]
+
+
+def conversation_metrics(sums: Sequence[float]) -> dict[str, float]:
+    """Per-trajectory means from the summed ``conversation_sums`` of all ranks."""
+    rows, turns, calls, failed, errors = sums
+    return {
+        "rollout/turns_mean": turns / max(rows, 1),
+        "rollout/tool_calls_mean": calls / max(rows, 1),
+        "rollout/tool_errors_mean": failed / max(rows, 1),
+        "rollout/error_fraction": errors / max(rows, 1),
+    }

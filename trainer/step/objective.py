@@ -1,0 +1,162 @@
+"""The loss of a mini-batch, micro-batch by micro-batch, and what it noticed on the way."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rl_async.configs.schema.algorithm import AlgorithmConfig
+from rl_async.trainer.algorithms.aggregation import count
+from rl_async.trainer.algorithms.algorithm import Algorithm
+from rl_async.trainer.algorithms.correction import Corrected
+from rl_async.trainer.algorithms.loss_inputs import LossInputs, SelectInputs
+from rl_async.trainer.backends.interface import Backend, LossFn, Outputs
+from rl_async.trainer.batches.cell import Cell
+from rl_async.trainer.step.whole_batch import Micro, WholeBatch, gather
+
+SUMS = ("kl", "entropy", "clipped", "tokens")
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What the passes without gradient found, [N, T]."""
+
+    proximal: Tensor  # log pi_old; log mu when bypassed
+    reference: Tensor | None = None
+    values: Tensor | None = None  # the critic's
+    sum_squares: Tensor | None = None  # sum of pi_old^2 over the vocabulary
+
+
+@dataclass
+class Tally:
+    """What the loss saw: sums over this cell's tokens, and log pi_theta of the first pass over each row."""
+
+    cell: Cell
+    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0.0))
+    first: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # rows -> [B, T-1]
+
+    def add(self, name: str, values: Tensor, mask: Tensor) -> None:
+        """Add the tokens where ``mask`` is true."""
+        self.sums[name] += torch.where(mask, values.detach().double(), 0.0).sum().item()
+
+    def first_pass(self, micros: Sequence[Micro], shape: tuple[int, int]) -> Tensor:
+        """log pi_theta [N, T] of every token when its mini-batch was first trained. A collective."""
+        parts = [self.first[tuple(m.rows)] if m.rows else m.tensors.behaviour for m in micros]
+        return gather(self.cell, micros, parts, shape)
+
+    def metrics(self) -> dict[str, float]:
+        """Means per token over all cells. A collective."""
+        totals = torch.tensor([self.sums[name] for name in SUMS], dtype=torch.float64)
+        self.cell.add_up(totals)
+        kl, entropy, clipped, tokens = totals.tolist()
+        return {
+            "loss/kl_reference": kl / max(tokens, 1),
+            "loss/entropy": entropy / max(tokens, 1),
+            "loss/clip_fraction": clipped / max(tokens, 1),
+        }
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The policy's loss on any mini-batch of a step."""
+
+    whole: WholeBatch
+    looked: Looked
+    advantages: Tensor  # float32 [N, T]
+    corrected: Corrected | None  # None: bypassed, so judged by log pi_theta as the loss sees it
+    algorithm: Algorithm
+    config: AlgorithmConfig
+    tally: Tally
+    kl_coef: float = 0.0
+    reference: Backend | None = None  # asked for whole distributions as the loss goes, micro-batch by micro-batch
+
+    def minibatch(self, parts: Sequence[Micro], rows: Sequence[int], width: int, seed: int) -> LossFn:
+        """The loss of this rank's ``parts`` of the mini-batch ``rows`` (of all ranks).
+
+        Args:
+            width: tokens of the longest possible response, for seq-mean-token-sum-norm.
+            seed: of this mini-batch, for losses that draw tokens.
+        """
+        whole, row_weights = self.whole, self.whole.row_weights
+        mask = whole.mask if self.corrected is None else self.corrected.keep
+        counts = count(mask[rows], row_weights[rows], width)
+        selected = self._select(mask, rows, seed)
+
+        def loss_fn(number: int, outputs: Outputs) -> Tensor:
+            micro, logprobs = parts[number], outputs.logprobs
+            assert logprobs is not None
+            self.tally.first.setdefault(tuple(micro.rows), logprobs.detach())
+            corrected = self._corrected(micro, logprobs)
+            inputs = LossInputs(
+                logprobs=torch.where(corrected.keep, logprobs, 0.0),
+                proximal=torch.where(corrected.keep, micro.cut(self.looked.proximal), 0.0),
+                behaviour=torch.where(corrected.keep, micro.tensors.behaviour, 0.0),
+                advantages=micro.cut(self.advantages),
+                weights=corrected.weights,
+                mask=corrected.keep,
+                options=self.config,
+                selected=None if selected is None else micro.cut(selected),
+            )
+            per_token = self.algorithm.loss.per_token(inputs) + self._regularisation(micro, outputs, inputs)
+            self._notice(inputs)
+            weights = row_weights[micro.rows].to(logprobs) if micro.rows else torch.ones(1).to(logprobs)
+            return self.algorithm.aggregate(per_token, inputs.mask, weights, counts)
+
+        return loss_fn
+
+    def _select(self, mask: Tensor, rows: Sequence[int], seed: int) -> Tensor | None:
+        """What the loss picks from the mini-batch, as a mask over the batch [N, T]."""
+        if self.algorithm.loss.select is None:
+            return None
+        selected = torch.zeros_like(self.whole.mask)
+        selected[rows] = self.algorithm.loss.select(
+            SelectInputs(
+                proximal=self.looked.proximal[rows],
+                behaviour=self.whole.behaviour[rows],
+                advantages=self.advantages[rows],
+                mask=mask[rows],
+                options=self.config,
+                seed=seed,
+            )
+        )
+        return selected
+
+    def _corrected(self, micro: Micro, logprobs: Tensor) -> Corrected:
+        """The batch's verdict on this micro-batch, or one by the policy as it is now."""
+        if self.corrected is None:
+            x = micro.tensors
+            return self.algorithm.correct(logprobs, x.behaviour, x.mask, x.age)
+        return Corrected(
+            *(micro.cut(part) for part in (self.corrected.weights, self.corrected.keep, self.corrected.rule))
+        )
+
+    def _regularisation(self, micro: Micro, outputs: Outputs, inputs: LossInputs) -> Tensor:
+        """KL to the reference and entropy bonus per token [B, T]."""
+        total = torch.zeros_like(inputs.logprobs)
+        kl = self._kl(micro, outputs, inputs)
+        if kl is not None:
+            self.tally.add("kl", kl, inputs.mask)
+            total = total + self.kl_coef * kl
+        if outputs.entropy is not None:
+            self.tally.add("entropy", outputs.entropy, inputs.mask)
+            total = total - self.config.entropy_coef * outputs.entropy
+        return total
+
+    def _kl(self, micro: Micro, outputs: Outputs, inputs: LossInputs) -> Tensor | None:
+        """KL to the reference [B, T], if it belongs into the loss."""
+        if self.config.kl.place == "reward":
+            return None
+        if self.reference is not None:
+            reference = self.reference.forward(micro.tensors, frozenset({"distribution"})).distribution
+            assert outputs.distribution is not None and reference is not None
+            return self.algorithm.kl(outputs.distribution, reference)
+        if self.looked.reference is None:
+            return None
+        return self.algorithm.kl(inputs.logprobs, torch.where(inputs.mask, micro.cut(self.looked.reference), 0.0))
+
+    def _notice(self, x: LossInputs) -> None:
+        ratio = (x.logprobs.detach() - x.proximal).exp()
+        outside = (ratio < 1 - self.config.clip_low) | (ratio > 1 + self.config.clip_high)
+        self.tally.add("clipped", outside, x.mask)
+        self.tally.add("tokens", torch.ones_like(ratio), x.mask)

@@ -1,0 +1,66 @@
+"""Who may connect: libzmq asks here, on the queue's own thread, before it lets a client send anything (RFC 27, ZAP)."""
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import zmq
+from zmq.utils import z85
+
+from rl_async.transfer_queue.auth.keys import AllowList, ServerKeys
+
+_ADDRESS = "inproc://zeromq.zap.01"
+_DOMAIN = b"transfer-queue"
+
+
+class Door:
+    """Answers libzmq's questions from the allow-list, and calls ``deny`` for everybody and everything kept out.
+
+    Make it before the ROUTER binds, and close it after that.
+    """
+
+    def __init__(self, context: "zmq.Context[Any]", allowed: AllowList, deny: Callable[[], None]) -> None:
+        self._allowed, self._deny = allowed, deny
+        self.socket = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind(_ADDRESS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.socket.close(0)
+
+    def answer(self) -> None:
+        """Answer all questions that have come. Raises UserError if the allow-list cannot be read."""
+        while self.socket.poll(0):
+            version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
+            self._allowed.refresh()
+            key = z85.encode(credentials[0]) if mechanism == b"CURVE" and credentials else b""
+            if key in self._allowed.keys:
+                reply = [b"200", b"OK", key, b""]
+            else:
+                self._deny()
+                reply = [b"400", b"this key is not allowed", b"", b""]
+            self.socket.send_multipart([version, request, *reply])
+
+    def refresh(self) -> None:
+        """Notice keys that were added or taken away. Raises UserError if the allow-list cannot be read."""
+        self._allowed.refresh()
+
+    def lets(self, user: str) -> bool:
+        """Whether a connection that was let in under this key may still send; if not, it is counted."""
+        if user.encode() in self._allowed.keys:
+            return True
+        self._deny()
+        return False
+
+
+def lock(socket: Any, keys: ServerKeys) -> None:
+    """Make a ROUTER refuse everybody whom no ``Door`` lets in, before it binds."""
+    socket.curve_server = True
+    socket.curve_secretkey = keys.secret
+    socket.zap_domain = _DOMAIN
+    socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a door, nobody enters

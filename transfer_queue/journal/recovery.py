@@ -1,0 +1,58 @@
+"""Going on from a journal: the store is brought to where it was, and the ledger to what the journal says."""
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from rl_async.errors import JournalError
+from rl_async.transfer_queue.journal.interface import Journal
+from rl_async.transfer_queue.reports.ledger import Ledger
+from rl_async.transfer_queue.state.store import Store
+from rl_async.transfer_queue.state.transitions import Transition
+
+
+def recover(store: Store, journal: Journal, ledger: Ledger, now: float) -> int:
+    """Replay the journal into a new store and complete the ledger; returns how many transitions there were.
+
+    Raises JournalError if what was recorded makes no sense, or is another run's of the same name; DataError if the
+    tasks are not those it was recorded with.
+    """
+    dump, dumped, transitions = journal.recover()
+    known = ledger.follow(journal.run_id, dumped)
+    try:
+        store.recover(dump, ledger.catch_up(_of_this_run(dump, transitions, known, journal.run_id)), now)
+    except (msgspec.MsgspecError, LookupError, ValueError) as error:
+        raise JournalError(
+            f"the journal of {journal.run_id} does not fit this version of the queue ({type(error).__name__}: {error}"
+            "); finish the run with the version that began it, or move the journal away and go on with --resume"
+        ) from error
+    return ledger.count
+
+
+def _of_this_run(dump: bytes, transitions: Iterable[Transition], known: bool, run_id: str) -> Iterator[Transition]:
+    """The transitions, of which a run whose ledger never followed this journal must have none."""
+    empty = not dump
+    for transition in transitions:
+        empty = False
+        if known:
+            yield transition
+    if not empty and not known:
+        raise JournalError(
+            f"the journal is that of {run_id}, which ledger.jsonl in this run folder never heard of: another run of "
+            "the same name? Choose another name, or delete the keys or files of that journal (a run that moves to "
+            "another host takes its folder along)"
+        )
+
+
+class Recorder:
+    """Journal and ledger, flushed together, and the journal compacted when it has outgrown the state."""
+
+    def __init__(self, store: Store, journal: Journal, ledger: Ledger) -> None:
+        self._store, self._journal, self._ledger = store, journal, ledger
+
+    def flush(self) -> None:
+        """Make durable what happened, then write it down for people."""
+        self._journal.flush()
+        self._ledger.flush()
+        if self._journal.outgrown:
+            self._journal.compact(self._store.dump())

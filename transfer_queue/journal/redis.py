@@ -1,0 +1,352 @@
+"""The journal on a Redis server (5 or later), so that the queue can go on on another host.
+
+For a run named RUN: ``rl-async:RUN:transitions``, a stream with one entry per transition, numbered by its id;
+``:places``, a hash from "group:sample" to the place of a payload; ``:payload:...``, one key per sample; ``:dump``, the
+state that stands for the transitions before the stream; ``:meta``; and ``:owner``, the token of the queue that may
+write. Payloads are sent first, under names that nobody else uses; then one script, which runs whole or not at all,
+checks the owner and writes the transitions with the places of the payloads.
+"""
+
+import contextlib
+import os
+import secrets
+import socket as sockets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import redis
+
+from rl_async.errors import JournalError
+from rl_async.messages import RowKey
+from rl_async.messages.codec import Frame
+from rl_async.transfer_queue.journal.interface import JOURNAL_SCHEMA, Recovered, new_run_id
+from rl_async.transfer_queue.journal.payloads import freed_by
+from rl_async.transfer_queue.state.transitions import Transition, TransitionType
+
+OWNER_S = 10.0  # a queue that is silent for this long may be replaced by another
+TRIES_S = 20.0  # how long a lost connection is tried again
+LEAST_LOG = 4096  # transitions; a shorter stream is not worth compacting
+LOG_PER_STATE = 4  # a stream this many times as long as the state, in bytes, is compacted
+_PAGE = 1000  # entries read at a time
+
+T = TypeVar("T")
+
+# All scripts: KEYS 1 and 2 are owner and writer, ARGV 1 and 2 are the queue's token and how many ms it owns the rest.
+# An owner whose time is over goes on if nobody took over meanwhile.
+_CHECK = """
+local owner = redis.call('GET', KEYS[1])
+if not owner and redis.call('GET', KEYS[2]) == ARGV[1] then owner = ARGV[1] end
+if owner ~= ARGV[1] then return -1 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+"""
+_KEEP = _CHECK + "return 1"
+_UNLINK = _CHECK + "redis.call('UNLINK', ARGV[3]) return 1"
+
+# ARGV 3: a dead owner. Answers who owns it now.
+_TAKE = """
+local owner = redis.call('GET', KEYS[1])
+if owner and owner ~= ARGV[1] and owner ~= ARGV[3] then return owner end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+redis.call('SET', KEYS[2], ARGV[1])
+return ARGV[1]
+"""
+_RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
+
+# KEYS: transitions, places. ARGV: sequence number, n, n kinds and bodies, m, m freed fields, then fields and places.
+# A flush that is repeated because its answer was lost changes nothing.
+_FLUSH = (
+    _CHECK
+    + """
+local seq, n = tonumber(ARGV[3]), tonumber(ARGV[4])
+local known = redis.call('XREVRANGE', KEYS[3], '+', '-', 'COUNT', 1)
+if known[1] and tonumber(string.match(known[1][1], '-(%d+)$')) > seq then return 1 end
+local at = 5
+for i = 1, n do
+  redis.call('XADD', KEYS[3], '0-' .. string.format('%d', seq + i), 'kind', ARGV[at], 'body', ARGV[at + 1])
+  at = at + 2
+end
+local m = tonumber(ARGV[at])
+for i = 1, m do redis.call('HDEL', KEYS[4], ARGV[at + i]) end
+for i = at + m + 1, #ARGV, 2 do redis.call('HSET', KEYS[4], ARGV[i], ARGV[i + 1]) end
+return 1
+"""
+)
+
+# KEYS: transitions, dump. ARGV: the dump.
+_COMPACT = (
+    _CHECK
+    + """
+redis.call('SET', KEYS[4], ARGV[3])
+redis.call('XTRIM', KEYS[3], 'MAXLEN', 0)
+return 1
+"""
+)
+
+
+class _Place(msgspec.Struct, frozen=True, array_like=True):
+    """The key that holds one sample's rows, and the length of each."""
+
+    key: str
+    lengths: list[int]
+
+
+class _Dump(msgspec.Struct, frozen=True):
+    """The state after ``count`` transitions."""
+
+    count: int
+    state: bytes
+
+
+class _Meta(msgspec.Struct, frozen=True):
+    schema: int
+    run_id: str
+
+
+_transition: msgspec.msgpack.Decoder[Transition] = msgspec.msgpack.Decoder(TransitionType)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class RedisJournal:
+    """See ``Journal``. A flush is as durable as the server: appendfsync and replication are its business."""
+
+    def __init__(
+        self,
+        url: str,
+        run: str,
+        *,
+        owner_s: float = OWNER_S,
+        tries_s: float = TRIES_S,
+        least_log: int = LEAST_LOG,
+        clock: Any = time.monotonic,
+    ) -> None:
+        self._url, self._prefix = url, f"rl-async:{run}"
+        self._owner_s, self._tries_s, self._least_log, self._clock = owner_s, tries_s, least_log, clock
+        self._redis = redis.Redis.from_url(
+            url,
+            password=os.environ.get("RL_ASYNC_REDIS_PASSWORD"),
+            socket_timeout=5.0,
+            socket_connect_timeout=5.0,
+            retry=None,
+        )
+        self._token = f"{sockets.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"
+        self._nonce = secrets.token_hex(4)  # no other queue writes payloads under its name
+        self._places: dict[int, dict[int, _Place]] = {}
+        self._pending: list[tuple[str, bytes]] = []
+        self._payloads: dict[str, bytes] = {}  # keys to be written
+        self._placed: dict[str, bytes] = {}
+        self._unplaced: list[str] = []
+        self._unlinked: list[str] = []
+        self._seq = self._log = self._log_bytes = self._dump_bytes = self._next_payload = 0
+        self._alive = clock()
+        try:
+            self._own()
+            self.run_id = self._try(self._meta, run)
+        except BaseException:
+            self.close()
+            raise
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}:{name}"
+
+    # --- the server -------------------------------------------------------------------------------------------------
+
+    def _try(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Do it, again if the connection was lost: all of it may be done twice. Raises JournalError in the end."""
+        deadline, pause = time.monotonic() + self._tries_s, 0.05
+        while True:
+            try:
+                return work(*arguments)
+            except redis.AuthenticationError as error:
+                raise self._failed(error) from error
+            except (redis.ConnectionError, redis.TimeoutError) as error:
+                if time.monotonic() + pause > deadline:
+                    raise JournalError(
+                        f"the Redis server at {self._url} (queue.redis_url) was lost for {self._tries_s:.0f} s: {error}"
+                        "; when it is back, go on with --resume: nothing that was acknowledged is lost"
+                    ) from error
+            except redis.RedisError as error:
+                raise self._failed(error) from error
+            time.sleep(pause)
+            pause = min(1.0, 2 * pause)
+
+    def _ask(self, command: Callable[..., Any], *arguments: Any) -> Any:
+        """``_try`` for a command that answers in bytes, which its type does not say."""
+        return self._try(command, *arguments)
+
+    def _failed(self, error: Exception) -> JournalError:
+        return JournalError(f"the Redis server at {self._url} (queue.redis_url) refused the queue's journal: {error}")
+
+    def _own(self) -> None:
+        """Become the only queue that writes: wait until a silent owner's time is over, not for one that lives."""
+        deadline = time.monotonic() + 1.5 * self._owner_s
+        dead = ""
+        while (owner := self._try(self._script, _TAKE, [], dead).decode()) != self._token:
+            if self._is_dead(owner):
+                dead = owner
+            elif time.monotonic() > deadline:
+                raise JournalError(
+                    f"another queue, {owner.rpartition(':')[0]} (host:process), writes {self._key('transitions')} on "
+                    f"{self._url}; stop it, or give the run another name"
+                )
+            else:
+                time.sleep(min(0.2, self._owner_s / 10))
+
+    def _is_dead(self, owner: str) -> bool:
+        """Whether it was a process of this host and has ended."""
+        host, _, rest = owner.partition(":")
+        pid = rest.partition(":")[0]
+        return host == sockets.gethostname() and pid.isdigit() and not os.path.exists(f"/proc/{pid}")
+
+    def _script(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
+        return self._redis.eval(*self._call(script, keys, *arguments))
+
+    def _call(self, script: str, keys: Sequence[str], *arguments: Any) -> list[Any]:
+        names = [self._key(key) for key in ("owner", "writer", *keys)]
+        return [script, len(names), *names, self._token, int(1000 * self._owner_s), *arguments]
+
+    def _checked(self, answer: int) -> None:
+        if answer != 1:
+            raise JournalError(
+                f"another queue took over {self._key('transitions')} on {self._url}, since this one was silent for "
+                f"{self._owner_s:.0f} s; this one ends, nothing that was acknowledged is lost"
+            )
+
+    # --- recovery ---------------------------------------------------------------------------------------------------
+
+    def _meta(self, run: str) -> str:
+        fresh = _encode(_Meta(JOURNAL_SCHEMA, new_run_id(run)))
+        self._redis.set(self._key("meta"), fresh, nx=True)
+        found: Any = self._redis.get(self._key("meta"))
+        try:
+            meta = msgspec.msgpack.decode(found, type=_Meta)
+        except msgspec.MsgspecError:
+            meta = _Meta(0, "")
+        if meta.schema != JOURNAL_SCHEMA:
+            raise JournalError(
+                f"{self._key('meta')} on {self._url} was written by another version (journal schema {meta.schema}, "
+                f"this one has {JOURNAL_SCHEMA}). Finish the run with that version, or delete the keys "
+                f"{self._prefix}:* and go on from the last checkpoint with --resume"
+            )
+        return meta.run_id
+
+    def recover(self) -> Recovered:
+        """What was flushed. Deletes payloads that a killed queue wrote and never named."""
+        places: dict[bytes, bytes] = self._ask(self._redis.hgetall, self._key("places"))
+        for field, place in places.items():
+            group, _, sample = field.decode().partition(":")
+            self._places.setdefault(int(group), {})[int(sample)] = msgspec.msgpack.decode(place, type=_Place)
+        named = {kept.key.encode() for samples in self._places.values() for kept in samples.values()}
+        unnamed = set(self._try(lambda: list(self._redis.scan_iter(match=self._key("payload:*"), count=_PAGE)))) - named
+        for key in unnamed:  # one by one, as the owner: they could be those of a queue that took over meanwhile
+            self._checked(self._try(self._script, _UNLINK, [], key))
+        body: Any = self._try(self._redis.get, self._key("dump"))
+        dump = msgspec.msgpack.decode(body, type=_Dump) if body else _Dump(0, b"")
+        self._seq, self._dump_bytes = dump.count, len(dump.state)
+        return Recovered(dump.state, dump.count, self._transitions())
+
+    def _transitions(self) -> Iterator[Transition]:
+        after = "-"
+        while True:
+            page: Any = self._try(lambda start: self._redis.xrange(self._key("transitions"), start, count=_PAGE), after)
+            for entry_id, fields in page:
+                last = int(entry_id.rpartition(b"-")[2])
+                after, self._seq = f"0-{last + 1}", last
+                self._log += 1
+                self._log_bytes += len(fields[b"body"])
+                yield _transition.decode(fields[b"body"])
+            if len(page) < _PAGE:
+                return
+
+    # --- recording --------------------------------------------------------------------------------------------------
+
+    def append(self, transition: Transition) -> None:
+        """Take it in; ``flush`` writes it."""
+        self._pending.append((type(transition).__name__, _encode(transition)))
+        freed = freed_by(transition)
+        if freed is None:
+            freed = list(self._places)
+        for group in freed:
+            for sample, place in self._places.pop(group, {}).items():
+                field = f"{group}:{sample}"
+                self._placed.pop(field, None)
+                self._unplaced.append(field)
+                if self._payloads.pop(place.key, None) is None:
+                    self._unlinked.append(place.key)
+
+    def put(self, group: int, sample: int, rows: Sequence[Frame]) -> None:
+        """Take the rows in, unless they are here; ``flush`` writes them."""
+        samples = self._places.setdefault(group, {})
+        if sample in samples:
+            return
+        self._next_payload += 1
+        lengths = [memoryview(row).nbytes for row in rows]
+        place = samples[sample] = _Place(self._key(f"payload:{self._nonce}:{self._next_payload}"), lengths)
+        self._payloads[place.key] = b"".join(rows)
+        self._placed[f"{group}:{sample}"] = _encode(place)
+
+    def has(self, group: int, sample: int) -> bool:
+        """Whether rows of this sample are here."""
+        return sample in self._places.get(group, {})
+
+    def get(self, key: RowKey) -> Frame | None:
+        """One row, asked of the server; None if it is not here."""
+        group, sample, segment = key
+        place = self._places.get(group, {}).get(sample)
+        if place is None or not 0 <= segment < len(place.lengths):
+            return None
+        start = sum(place.lengths[:segment])
+        total = place.lengths[segment]
+        pending = self._payloads.get(place.key)
+        if pending is not None:
+            body = pending[start : start + total]
+        else:
+            body = self._ask(self._redis.getrange, place.key, start, start + total - 1)
+        if len(body) != total:
+            raise JournalError(f"{place.key} is not on {self._url} any more (was it evicted? set maxmemory-policy)")
+        return body
+
+    def flush(self) -> None:
+        """Send payloads, then all transitions in one script; keep the ownership alive."""
+        if self._pending or self._placed:
+            self._checked(self._try(self._write))
+            self._seq += len(self._pending)
+            self._log += len(self._pending)
+            self._log_bytes += sum(len(body) for _, body in self._pending)
+            unlinked = self._unlinked
+            self._pending, self._payloads, self._placed, self._unplaced, self._unlinked = [], {}, {}, [], []
+            if unlinked:
+                self._try(self._redis.unlink, *unlinked)
+            self._alive = self._clock()
+        elif self._clock() - self._alive > self._owner_s / 4:
+            self._checked(self._try(self._script, _KEEP, []))
+            self._alive = self._clock()
+
+    def _write(self) -> int:
+        entries = [part for entry in self._pending for part in entry]
+        placed = [part for pair in self._placed.items() for part in pair]
+        with self._redis.pipeline(transaction=False) as pipe:
+            for key, body in self._payloads.items():
+                pipe.set(key, body)
+            counted = [self._seq, len(self._pending), *entries, len(self._unplaced), *self._unplaced, *placed]
+            pipe.eval(*self._call(_FLUSH, ["transitions", "places"], *counted))
+            return int(pipe.execute()[-1])
+
+    @property
+    def outgrown(self) -> bool:
+        """Whether the stream is some times as long as the state was."""
+        return self._log > self._least_log and self._log_bytes > LOG_PER_STATE * self._dump_bytes
+
+    def compact(self, dump: bytes) -> None:
+        """Put the dump in place of the stream's entries."""
+        body = _encode(_Dump(self._seq, dump))
+        self._checked(self._try(self._script, _COMPACT, ["transitions", "dump"], body))
+        self._log = self._log_bytes = 0
+        self._dump_bytes = len(dump)
+
+    def close(self) -> None:
+        """Give up the ownership, if it can be said, and the connection."""
+        with contextlib.suppress(redis.RedisError):  # it ends by itself
+            self._script(_RELEASE, [])
+        self._redis.close()

@@ -1,0 +1,195 @@
+"""Payload bytes in append-only files, ``RUN/queue-payloads/00000001.segment`` and so on.
+
+A file is written from one end to the other, read in the middle, and deleted whole when nothing in it is wanted. Which
+bytes belong to what is said elsewhere (``sqlite_journal.py``), so that bytes which a killed process left behind, whole
+or torn, mean nothing.
+"""
+
+import errno
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from rl_async.errors import JournalError
+from rl_async.messages.codec import Frame
+
+SEGMENT_BYTES = 1 << 25  # a new file is begun beyond this
+_MOST_BUFFERS = 512  # of one write; Linux takes 1024
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where the rows of one sample are: in file ``segment`` from ``offset`` on, one after another."""
+
+    segment: int
+    offset: int
+    lengths: list[int]  # of each row
+
+    @property
+    def nbytes(self) -> int:
+        """Of all rows together."""
+        return sum(self.lengths)
+
+
+class Segments:
+    """The files of one folder. All methods raise JournalError naming the file that cannot be read or written."""
+
+    def __init__(self, folder: Path, *, sync: bool = False, segment_bytes: int = SEGMENT_BYTES) -> None:
+        """``sync``: what was flushed is on the disk, not only with the operating system."""
+        self._folder, self._sync, self._segment_bytes = folder, sync, segment_bytes
+        self._unsynced = False  # something was written to the newest file since it was last forced to the disk
+        self._live: Counter[int] = Counter()  # samples by segment
+        self._pending: list[Frame] = []
+        self._reading: dict[int, int] = {}  # file descriptors by segment
+        self._writing = -1  # file descriptor of the newest segment
+        self._segment = 0
+        self._end = 0  # of the newest segment, with what is pending
+
+    def open(self, places: Iterable[Place]) -> None:
+        """Check that all of these are there, and delete the files that hold none of them."""
+        try:
+            self._folder.mkdir(exist_ok=True)
+            ends: Counter[int] = Counter()
+            for place in places:
+                self._live[place.segment] += 1
+                ends[place.segment] = max(ends[place.segment], place.offset + place.nbytes)
+            sizes = {int(path.stem): path.stat().st_size for path in self._folder.glob("*.segment")}
+            for segment, end in ends.items():
+                if sizes.get(segment, 0) < end:
+                    raise JournalError(
+                        f"{self._path(segment)} holds {sizes.get(segment, 0)} bytes, and the queue's journal names "
+                        f"{end}: bytes were lost, as by a power cut. {START_OVER}"
+                    )
+            for segment in sizes.keys() - ends.keys():
+                self._path(segment).unlink()
+        except OSError as error:
+            raise failed(self._folder, error) from error
+        self._segment = max(sizes, default=0)
+        self._begin()
+
+    def _path(self, segment: int) -> Path:
+        return self._folder / f"{segment:08d}.segment"
+
+    def _begin(self) -> None:
+        """Begin a new file."""
+        if self._writing >= 0:
+            self._force()
+            os.close(self._writing)
+        self._segment += 1
+        self._end = 0
+        path = self._path(self._segment)
+        try:
+            self._writing = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            if self._sync:  # its name, too
+                folder = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    os.fsync(folder)
+                finally:
+                    os.close(folder)
+        except OSError as error:
+            raise failed(path, error) from error
+
+    def add(self, rows: Sequence[Frame]) -> Place:
+        """Take in the rows of one sample; they are written by ``flush`` at the latest."""
+        if self._end >= self._segment_bytes:
+            self._hand_over()
+            self._begin()
+        place = Place(self._segment, self._end, [memoryview(row).nbytes for row in rows])
+        self._pending += rows
+        self._end += place.nbytes
+        self._live[place.segment] += 1
+        return place
+
+    def flush(self) -> None:
+        """Hand everything to the operating system, and if asked for to the disk, whatever was written before."""
+        self._hand_over()
+        self._force()
+
+    def _hand_over(self) -> None:
+        pending, self._pending = self._pending, []
+        try:
+            for start in range(0, len(pending), _MOST_BUFFERS):
+                self._write(pending[start : start + _MOST_BUFFERS])
+        except OSError as error:
+            raise failed(self._path(self._segment), error) from error
+        self._unsynced |= bool(pending)
+
+    def _force(self) -> None:
+        if not self._sync or not self._unsynced:
+            return
+        try:
+            os.fsync(self._writing)
+        except OSError as error:
+            raise failed(self._path(self._segment), error) from error
+        self._unsynced = False
+
+    def _write(self, buffers: list[Frame]) -> None:
+        written = os.writev(self._writing, buffers)
+        if written == sum(memoryview(buffer).nbytes for buffer in buffers):
+            return
+        rest = memoryview(b"".join(buffers))[written:]
+        while rest:
+            rest = rest[os.write(self._writing, rest) :]
+
+    def read(self, place: Place, row: int) -> Frame:
+        """One row."""
+        if self._pending:
+            self._hand_over()
+        offset = place.offset + sum(place.lengths[:row])
+        total = place.lengths[row]
+        path = self._path(place.segment)
+        try:
+            if place.segment not in self._reading:
+                self._reading[place.segment] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            data = os.pread(self._reading[place.segment], total, offset)
+        except OSError as error:
+            raise failed(path, error) from error
+        if len(data) != total:
+            raise JournalError(
+                f"{path} ends before byte {offset + total}, which the queue's journal names. {START_OVER}"
+            )
+        return data
+
+    def free(self, places: Iterable[Place]) -> None:
+        """Nobody will read these any more."""
+        for place in places:
+            self._live[place.segment] -= 1
+
+    @property
+    def dead(self) -> list[int]:
+        """Files that hold nothing that is wanted."""
+        return [segment for segment, count in self._live.items() if not count and segment != self._segment]
+
+    def delete(self, segments: Iterable[int]) -> None:
+        """Delete dead files. Call it when the journal can no longer name them, whatever happens."""
+        for segment in segments:
+            del self._live[segment]
+            descriptor = self._reading.pop(segment, None)
+            if descriptor is not None:
+                os.close(descriptor)
+            try:
+                self._path(segment).unlink()
+            except OSError as error:
+                raise failed(self._path(segment), error) from error
+
+    def close(self) -> None:
+        """Close all files."""
+        for descriptor in [*self._reading.values(), self._writing]:
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._reading, self._writing = {}, -1
+
+
+START_OVER = (
+    "Move queue.sqlite* and queue-payloads/ out of the run folder and go on from the last checkpoint with --resume"
+)
+
+
+def failed(path: Path, error: OSError) -> JournalError:
+    """The error for a file that cannot be used: what happened to it, and the way out."""
+    text = f"the queue's journal {path}: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return JournalError(f"{text}; make room there and go on with --resume: nothing that was acknowledged is lost")
+    return JournalError(f"{text}; the queue needs to write there (or queue.journal=memory, which keeps nothing)")

@@ -1,0 +1,247 @@
+"""The journal in the run folder: transitions in ``queue.sqlite`` (write-ahead log), payload bytes in segment files.
+
+A flush hands the payloads to their file first and then commits one transaction with the transitions and the places of
+the payloads. So whenever the process is killed, the database is as after a whole number of flushes, and everything
+that it names is there.
+"""
+
+import fcntl
+import os
+import sqlite3
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from rl_async.errors import JournalError
+from rl_async.messages import RowKey
+from rl_async.messages.codec import Frame
+from rl_async.transfer_queue.journal.interface import JOURNAL_SCHEMA, Recovered, new_run_id
+from rl_async.transfer_queue.journal.payloads import freed_by
+from rl_async.transfer_queue.journal.segments import SEGMENT_BYTES, START_OVER, Place, Segments
+from rl_async.transfer_queue.state.transitions import Transition, TransitionType
+
+Synchronous = Literal["normal", "full", "off"]
+
+FILE = "queue.sqlite"
+PAYLOADS = "queue-payloads"
+LOCK = "queue.lock"
+LEAST_LOG_BYTES = 1 << 20  # a shorter log is not worth compacting
+LOG_PER_STATE = 4  # a log this many times as long as the state is compacted
+_WAL_PAGES = (
+    8192  # of 4 KiB: how much is written before the database itself is brought up to date, which waits for disk
+)
+
+_TABLES = """
+CREATE TABLE meta (run_id TEXT NOT NULL);
+CREATE TABLE log (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, body BLOB NOT NULL);
+CREATE TABLE dump (seq INTEGER NOT NULL, body BLOB NOT NULL);
+CREATE TABLE payload (grp INTEGER, sample INTEGER, place BLOB NOT NULL, PRIMARY KEY (grp, sample)) WITHOUT ROWID;
+"""
+
+_transition: msgspec.msgpack.Decoder[Transition] = msgspec.msgpack.Decoder(TransitionType)
+_place = msgspec.msgpack.Decoder(Place)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class SqliteJournal:
+    """See ``Journal``. ``flush`` survives the death of the process at any instant; ``synchronous`` says what else."""
+
+    def __init__(
+        self,
+        run: Path,
+        name: str,
+        synchronous: Synchronous = "normal",
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        least_log_bytes: int = LEAST_LOG_BYTES,
+    ) -> None:
+        self._path, self._synchronous, self._least_log_bytes = run / FILE, synchronous, least_log_bytes
+        self._segments = Segments(run / PAYLOADS, sync=synchronous == "full", segment_bytes=segment_bytes)
+        self._places: dict[int, dict[int, Place]] = {}  # by group and sample
+        self._pending: list[tuple[int, str, bytes]] = []
+        self._placed: dict[tuple[int, int], bytes] = {}
+        self._freed: list[int] = []
+        self._start_over = False
+        self._log_bytes = self._dump_bytes = 0
+        self._lock = _hold(run / LOCK, self._path)
+        try:
+            self._db = self._open(name)
+            self._seq = self._count()
+        except BaseException:
+            self.close()
+            raise
+
+    # --- opening ----------------------------------------------------------------------------------------------------
+
+    def _open(self, name: str) -> sqlite3.Connection:
+        try:
+            db = sqlite3.connect(self._path, isolation_level=None)
+            (schema,) = db.execute("PRAGMA user_version").fetchone()
+            tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+            if tables and schema != JOURNAL_SCHEMA:
+                raise JournalError(
+                    f"{self._path} was written by another version (journal schema {schema}, this one has "
+                    f"{JOURNAL_SCHEMA}). Finish the run with that version, or: {START_OVER}"
+                )
+            db.execute("PRAGMA journal_mode=WAL")
+            db.execute(f"PRAGMA synchronous={self._synchronous}")
+            db.execute(f"PRAGMA wal_autocheckpoint={_WAL_PAGES}")
+            if not tables:
+                db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version={JOURNAL_SCHEMA}; COMMIT")
+            if db.execute("SELECT count(*) FROM meta").fetchone() == (0,):
+                db.execute("INSERT INTO meta VALUES (?)", (new_run_id(name),))
+            (self.run_id,) = db.execute("SELECT run_id FROM meta").fetchone()
+        except sqlite3.Error as error:
+            raise self._failed(error) from error
+        return db
+
+    def _count(self) -> int:
+        """How many transitions there were."""
+        dumped = self._db.execute("SELECT coalesce(max(seq), 0) FROM dump").fetchone()[0]
+        return max(dumped, self._db.execute("SELECT coalesce(max(seq) + 1, 0) FROM log").fetchone()[0])
+
+    def recover(self) -> Recovered:
+        """What was flushed. Raises JournalError naming the file for what cannot be understood."""
+        try:
+            for group, sample, place in self._db.execute("SELECT grp, sample, place FROM payload"):
+                self._places.setdefault(group, {})[sample] = _place.decode(place)
+            self._log_bytes = self._db.execute("SELECT coalesce(sum(length(body)), 0) FROM log").fetchone()[0]
+            count, dump = self._db.execute("SELECT seq, body FROM dump").fetchone() or (0, b"")
+        except (sqlite3.Error, msgspec.MsgspecError) as error:
+            raise self._failed(error) from error
+        self._dump_bytes = len(dump)
+        self._segments.open(place for samples in self._places.values() for place in samples.values())
+        return Recovered(dump, count, self._transitions())
+
+    def _transitions(self) -> Iterator[Transition]:
+        try:
+            for (body,) in self._db.execute("SELECT body FROM log ORDER BY seq"):
+                yield _transition.decode(body)
+        except (sqlite3.Error, msgspec.MsgspecError) as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> JournalError:
+        text = f"the queue's journal {self._path}: {error}"
+        if isinstance(error, sqlite3.OperationalError):
+            return JournalError(
+                f"{text}; see that there is room and that it can be written, then go on with --resume: nothing that "
+                "was acknowledged is lost"
+            )
+        return JournalError(f"{text}. {START_OVER}")
+
+    # --- recording --------------------------------------------------------------------------------------------------
+
+    def append(self, transition: Transition) -> None:
+        """Take it in; ``flush`` writes it."""
+        self._pending.append((self._seq, type(transition).__name__, _encode(transition)))
+        self._seq += 1
+        freed = freed_by(transition)
+        if freed is None:
+            self._start_over = True
+            freed = list(self._places)
+        for group in freed:
+            places = self._places.pop(group, None)
+            if places is not None:
+                self._segments.free(places.values())
+                self._freed.append(group)
+                for sample in places:
+                    self._placed.pop((group, sample), None)
+
+    def put(self, group: int, sample: int, rows: Sequence[Frame]) -> None:
+        """Take the rows in, unless they are here; ``flush`` writes them."""
+        places = self._places.setdefault(group, {})
+        if sample not in places:
+            places[sample] = self._segments.add(rows)
+            self._placed[group, sample] = _encode(places[sample])
+
+    def has(self, group: int, sample: int) -> bool:
+        """Whether rows of this sample are here."""
+        return sample in self._places.get(group, {})
+
+    def get(self, key: RowKey) -> Frame | None:
+        """One row, read from its file, which the operating system caches; None if it is not here."""
+        group, sample, segment = key
+        place = self._places.get(group, {}).get(sample)
+        if place is None or not 0 <= segment < len(place.lengths):
+            return None
+        return self._segments.read(place, segment)
+
+    def flush(self) -> None:
+        """Write payloads, then commit. Nothing of it counts if the process ends before the end."""
+        if not self._pending and not self._placed:
+            return
+        self._segments.flush()
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.executemany("INSERT INTO log VALUES (?, ?, ?)", self._pending)
+            if self._start_over:
+                self._db.execute("DELETE FROM payload")
+            elif self._freed:
+                self._db.executemany("DELETE FROM payload WHERE grp = ?", [(group,) for group in self._freed])
+            if self._placed:
+                rows = [(group, sample, place) for (group, sample), place in self._placed.items()]
+                self._db.executemany("INSERT INTO payload VALUES (?, ?, ?)", rows)
+            self._db.execute("COMMIT")
+            self._log_bytes += sum(len(body) for _, _, body in self._pending)
+            freed = bool(self._freed) or self._start_over
+            self._pending, self._placed, self._freed, self._start_over = [], {}, [], False
+            if freed:
+                self._delete_segments()
+        except sqlite3.Error as error:
+            raise self._failed(error) from error
+
+    def _delete_segments(self) -> None:
+        """Delete files that nothing names any more, not even what is left of the log after a power cut."""
+        dead = self._segments.dead
+        if dead and self._checkpointed():
+            self._segments.delete(dead)
+
+    def _checkpointed(self) -> bool:
+        """Bring the database up to date; False if another process reads it just now."""
+        busy, *_ = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        return not busy
+
+    @property
+    def outgrown(self) -> bool:
+        """Whether the log is some times as long as the state was."""
+        return self._log_bytes > max(self._least_log_bytes, LOG_PER_STATE * self._dump_bytes)
+
+    def compact(self, dump: bytes) -> None:
+        """Put the dump in place of the log."""
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.execute("DELETE FROM dump")
+            self._db.execute("INSERT INTO dump VALUES (?, ?)", (self._seq, dump))
+            self._db.execute("DELETE FROM log")
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise self._failed(error) from error
+        self._log_bytes, self._dump_bytes = 0, len(dump)
+
+    def close(self) -> None:
+        """Close the files and let go of the lock."""
+        if hasattr(self, "_db"):
+            self._db.close()
+        self._segments.close()
+        os.close(self._lock)
+
+
+def _hold(path: Path, journal: Path) -> int:
+    """Lock out other processes until this one ends, however it ends. Returns the file descriptor that holds it."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise JournalError(f"the queue's journal {journal}: {path}: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "?"
+        os.close(descriptor)
+        raise JournalError(
+            f"another queue, process {owner}, has the journal {journal} open; stop it, or wait for its end"
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    return descriptor

@@ -1,0 +1,185 @@
+"""Which task may be admitted, what may be leased, and which groups a step may take: pure functions.
+
+Why staleness stays within the bound S. Let p be the published step, B the groups per step, and n the next step to
+reserve. Groups that hold a slot and have tokens never exceed (S + 1) B, and the n - p steps reserved but not yet
+published hold (n - p) B of them. So at most (p + S - n + 1) B are unreserved: exactly what the steps n to p + S can
+take. A group leased now has tokens of version p or newer and the deadline p + S, hence all of them can meet their
+deadlines if steps take the earliest deadline first. Giving a group up, for being late, failing or teaching nothing,
+only makes them fewer, and the task that takes its slot is leased under the same rule. A ready group may pass an
+unfinished one only while that remains true (``choose``), and so may one that a sampling policy prefers
+(``sampling.py``): of the groups left behind, those with the deadline d or an earlier one never outnumber the seats of
+the steps up to d. Where admission fills all slots at each publication, that forces every seat; fewer slots than the
+bound allows (``slack``) leave the policy a choice, and the bound as it is. A group that is pinned to a step, after a
+rollback or because its payload was lost, has a seat of its own there, and is leased when the bound allows that
+(``may_lease_for``).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from rl_async.configs.derived.samples import samples_per_group
+from rl_async.configs.derived.slack import slack
+from rl_async.configs.derived.sources import Points, labels, parts, points_of
+from rl_async.configs.schema.run import RunConfig
+from rl_async.transfer_queue.policy.sampling import Candidate, Later, Sampling, select, urgency
+
+OnStraggler = Literal["wait", "drop", "mask"]
+
+
+class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers that the store needs of the config."""
+
+    steps: int  # of the whole run
+    batch_groups: int  # groups per step
+    group_size: int  # trajectories per training group
+    eval_samples: int = 1  # trajectories per held-out task
+    max_staleness: int = 1
+    on_straggler: OnStraggler = "wait"
+    lease_s: float = 15.0
+    max_attempts: int = 3
+    max_bytes: int = 1 << 30
+    max_refills: int = 0  # groups without signal given up per batch; 0: none
+    replicas: int = 0  # payload shards that keep each payload; 0: the queue keeps it itself
+    sampling: Sampling = "fifo"
+    slack: int = 0  # steps of the bound that admission leaves to the sampling policy
+    consumer_bytes: int = 1 << 28  # kept of trained groups that consumers have not read
+    window: int = 0  # groups at the head of the line from which a batch is taken; 0: all
+    weights: dict[str, Points] = {}  # of each data set, by step
+
+    @property
+    def slots(self) -> int:
+        """Most training groups between their first token and the publication of what they trained."""
+        return (self.max_staleness + 1) * self.batch_groups
+
+    def slots_at(self, max_staleness: int) -> int:
+        """Most of them between admission and that publication, for a bound that the trainer may have tightened."""
+        return (min(max_staleness, self.max_staleness - self.slack) + 1) * self.batch_groups
+
+    @property
+    def refill_allowance(self) -> int:
+        """Most groups without signal given up before the next batch is complete: the slots fill this many batches."""
+        return (self.max_staleness + 1) * self.max_refills
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "QueueSettings":
+        """Pick them from the run's config."""
+        return cls(
+            steps=config.trainer.steps,
+            batch_groups=config.data.train_batch_groups,
+            group_size=samples_per_group(config),
+            eval_samples=config.eval.samples,
+            max_staleness=config.queue.max_staleness,
+            on_straggler=config.queue.on_straggler,
+            lease_s=config.queue.lease_s,
+            max_attempts=config.queue.max_attempts,
+            max_bytes=config.queue.max_bytes,
+            replicas=config.queue.replicas if config.queue.shards else 0,
+            max_refills=config.algorithm.shaping.max_refills if config.algorithm.shaping.dynamic_sampling else 0,
+            sampling=config.queue.sampling,
+            slack=slack(config.queue),
+            window=config.queue.window,
+            consumer_bytes=config.queue.consumer_bytes,
+            weights=dict(zip(labels(config.data), map(points_of, parts(config.data)), strict=True)),
+        )
+
+
+class Load(NamedTuple):
+    """What admission looks at."""
+
+    slots: int  # that may be held; fewer than the settings' while the bound is tightened
+    alive: int  # training groups that hold a slot
+    unreserved: int  # of these, in no batch yet
+    kept: int  # training groups admitted so far, without those dropped or dead-lettered
+    expected_bytes: int  # payload bytes held, and those still to come for admitted groups
+    group_bytes: int  # expected of one more group
+
+
+def may_admit(settings: QueueSettings, load: Load) -> bool:
+    """Whether one more training group may be admitted.
+
+    Slots and the run's length are hard limits. The byte budget yields when the next batch could not be filled
+    otherwise: a budget smaller than a batch must slow the run down, not stop it.
+    """
+    return _has_slot(settings, load) and (_fits(settings, load) or load.unreserved < settings.batch_groups)
+
+
+def is_short_of_bytes(settings: QueueSettings, load: Load) -> bool:
+    """Whether nothing but the byte budget keeps the next training group out."""
+    return _has_slot(settings, load) and not may_admit(settings, load)
+
+
+def _has_slot(settings: QueueSettings, load: Load) -> bool:
+    return load.alive < load.slots and load.kept < settings.steps * settings.batch_groups
+
+
+def _fits(settings: QueueSettings, load: Load) -> bool:
+    return load.expected_bytes + load.group_bytes <= settings.max_bytes
+
+
+def may_lease(settings: QueueSettings, active: int, *, begun: bool) -> bool:
+    """Whether a waiting training group may be leased, ``active`` groups having tokens already.
+
+    Refuses only after a rollback: weights as old as those published then would be too old when the group's turn comes.
+    """
+    return active + (not begun) <= settings.slots
+
+
+def may_lease_for(settings: QueueSettings, step: int, published: int) -> bool:
+    """Whether a group that ``step`` waits for may be leased: what is sampled from the ``published`` weights on is
+    young enough then. Its seat is its own, so no other group's deadline depends on it."""
+    return step <= published + settings.max_staleness
+
+
+class Choice(NamedTuple):
+    """``take`` is the batch; it is empty when ``blocked_by`` must be waited for. ``drop`` is given up for it."""
+
+    take: list[int]
+    drop: list[int]
+    blocked_by: list[int]
+
+
+def choose(
+    candidates: Sequence[Candidate],
+    step: int,
+    seats: int,
+    settings: QueueSettings,
+    pinned: Mapping[int, int],
+) -> Choice:
+    """Choose ``seats`` ready groups for ``step``: those that their deadlines force, and by the sampling policy.
+
+    ``pinned`` counts, by later step, the seats that are already given away (after a rollback). With ``mask`` stragglers
+    are passed freely, their stale tokens being masked by the trainer.
+    """
+    ordered = sorted(candidates, key=urgency)
+    ready = [c for c in ordered if c.ready]
+    unfinished = [c for c in ordered if not c.ready]
+    if len(ready) < seats:
+        return Choice([], [], [c.group for c in unfinished])
+    later = Later(step, settings.batch_groups, pinned)
+    mask = settings.on_straggler == "mask"
+    late = [] if mask else _too_late(sorted(ready[seats:] + unfinished, key=urgency), later)
+    if late and settings.on_straggler == "wait":
+        return Choice([], [], late)
+    kept = [c for c in ordered if c.group not in late]
+    chosen = select(settings.sampling, settings.window, settings.weights, kept, seats, later, passing=mask)
+    if chosen.wait_for:
+        return Choice([], [], chosen.wait_for)
+    return Choice(chosen.take, late, [])
+
+
+def _too_late(left: Sequence[Candidate], later: Later) -> list[int]:
+    """Unfinished groups without which all others of ``left``, most urgent first, still meet their deadlines."""
+    late: list[int] = []
+    ahead: list[Candidate] = []  # kept so far, all of them at least as urgent as the next
+    for candidate in left:
+        if candidate.deadline is None:
+            break
+        ahead.append(candidate)
+        if len(ahead) > later.seats_until(candidate.deadline):
+            straggler = next((c for c in ahead if not c.ready), None)
+            if straggler is not None:
+                ahead.remove(straggler)
+                late.append(straggler.group)
+    return late

@@ -1,0 +1,177 @@
+"""The admission ledger ``RUN/ledger.jsonl``: one JSON object per line, appended and never rewritten.
+
+It says which groups exist and what became of them, independently of the trainer's ``trained.jsonl``;
+``audit.py`` compares the two. Lines are written after the journal has what they say, and each has the number of its
+transition (``seq``), so that a queue which was killed in between, or lost the end of its journal, sets it right.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rl_async.errors import JournalError
+from rl_async.files import append_lines
+from rl_async.transfer_queue.state.transitions import (
+    Admitted,
+    BatchCommitted,
+    BatchReserved,
+    DeadLettered,
+    GroupDropped,
+    GroupReady,
+    RolledBack,
+    RunFinished,
+    SampleStored,
+    ShardLost,
+    Transition,
+)
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Ledger:
+    """Writes what became of groups, and the hashes of each sample's tokens as its producer announced them.
+
+    Whole lines are written; one torn by a kill or a full disk is cut off by the next queue.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = append_lines(path, buffering=0)
+        self._lines: list[bytes] = []
+        self._seq = 0  # of the next transition
+        self._known = 0  # transitions whose lines are in the file already
+
+    def follow(self, journal: str, count: int) -> bool:
+        """Go on behind ``count`` transitions of this journal; whether it is the one that was followed so far.
+
+        If it is not, a line will say so.
+        """
+        self._seq = count
+        last = None
+        for _, line in _numbered(self._path):
+            if line.event == "journal":
+                last, self._known = line.id, 0
+            elif last == journal:
+                self._known = line.seq + 1
+        if last != journal:
+            self._known = 0
+            self._lines.append(msgspec.json.encode({"event": "journal", "id": journal}) + b"\n")
+        return last == journal
+
+    def catch_up(self, transitions: Iterable[Transition]) -> Iterator[Transition]:
+        """Pass on transitions of the journal, writing the lines that are missing and cutting off those too many."""
+        for transition in transitions:
+            self.append(transition)
+            yield transition
+        if self._known > self._seq:
+            self._cut(self._seq)
+        self.flush()
+
+    def _cut(self, count: int) -> None:
+        """The journal has only ``count`` transitions: what is written of later ones did not happen."""
+        start, end = 0, None
+        for offset, line in _numbered(self._path):
+            if line.event == "journal":
+                start, end = offset, None
+            elif end is None and line.seq >= count:
+                end = offset
+        if end is not None and end > start:
+            self._file.truncate(end)
+        self._known = count
+
+    @property
+    def count(self) -> int:
+        """Transitions so far."""
+        return self._seq
+
+    def append(self, transition: Transition) -> None:
+        """Take in the transition if it belongs into the ledger."""
+        seq, self._seq = self._seq, self._seq + 1
+        line = _LINES.get(type(transition))
+        if line is not None and seq >= self._known:
+            self._lines.append(_encode(line(transition) | {"seq": seq}) + b"\n")
+
+    def flush(self) -> None:
+        """Write the lines. Raises JournalError naming the file if that fails."""
+        if not self._lines:
+            return
+        data, self._lines = b"".join(self._lines), []
+        try:
+            written = self._file.write(data)
+            while written < len(data):
+                written += self._file.write(data[written:])
+        except OSError as error:
+            raise JournalError(f"{self._path}: {error.strerror}; make room there and go on with --resume") from error
+
+    def close(self) -> None:
+        """Close the file; lines that were not flushed are forgotten."""
+        self._file.close()
+
+
+class _Numbered(msgspec.Struct):
+    event: str
+    seq: int = -1
+    id: str = ""
+
+
+def _numbered(path: Path) -> Iterator[tuple[int, _Numbered]]:
+    """The lines with their offsets. Raises JournalError for one that is no line of a ledger."""
+    decoder = msgspec.json.Decoder(_Numbered)
+    offset = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield offset, decoder.decode(line)
+            except msgspec.MsgspecError as error:
+                raise JournalError(f"{path}:{number}: {error}; move the file away, the audit needs it whole") from error
+            offset += len(line)
+
+
+def _admit(event: Admitted) -> dict[str, Any]:
+    return {
+        "event": "admit",
+        "group": event.group,
+        "task": event.task.task_id,
+        "partition": event.partition,
+        "samples": event.samples,
+    }
+
+
+def _put(event: SampleStored) -> dict[str, Any]:
+    return {
+        "event": "put",
+        "group": event.headers[0].group_id,
+        "sample": event.headers[0].sample,
+        "tokens_sha256": [header.tokens_sha256 for header in event.headers],  # by segment
+    }
+
+
+def _lost(event: ShardLost) -> dict[str, Any]:
+    return {"event": "lost", "shard": event.shard_id, "rows": event.samples}
+
+
+def _resume(event: RolledBack) -> dict[str, Any]:
+    return {
+        "event": "resume",
+        "step": event.step,
+        "lineage": event.lineage,
+        "fresh": event.fresh,
+        "next_group": event.next_group,
+        "readmitted": [group.group for group in event.readmitted],
+    }
+
+
+_LINES: dict[type[Transition], Callable[[Any], dict[str, Any]]] = {
+    Admitted: _admit,
+    SampleStored: _put,
+    GroupReady: lambda event: {"event": "ready", "group": event.group},
+    BatchReserved: lambda event: {"event": "reserve", "step": event.step, "groups": event.groups},
+    BatchCommitted: lambda event: {"event": "commit", "step": event.step},
+    GroupDropped: lambda event: {"event": "drop", "group": event.group, "reason": event.reason},
+    DeadLettered: lambda event: {"event": "dead_letter", "group": event.group, "error": event.error},
+    RolledBack: _resume,
+    ShardLost: _lost,
+    RunFinished: lambda event: {"event": "finish"},
+}

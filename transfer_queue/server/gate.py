@@ -1,0 +1,106 @@
+"""What every request passes before a server looks at it: limits, decoding, and a hello on each connection."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from rl_async import messages as m
+from rl_async.configs.schema.limits import QueueLimits
+from rl_async.errors import ProtocolError
+from rl_async.messages.codec import Frame
+from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.server.peers import Peers
+
+log = logging.getLogger("rl_async.queue")
+
+BUSY = "busy"
+
+
+class Answer(NamedTuple):
+    """A reply and its payload frames."""
+
+    reply: m.Reply
+    payload: Sequence[Frame] = ()
+
+
+class Outgoing(NamedTuple):
+    """An answer with its address."""
+
+    identity: bytes
+    request_id: bytes
+    answer: Answer
+
+
+Handler = Callable[[bytes, wire.RequestMessage], Answer | None]  # of who asks, and what
+
+
+class Gate:
+    """Lets through what a server may handle. ``count`` adds one to a counter of what is turned away."""
+
+    def __init__(
+        self, limits: QueueLimits, clock: Callable[[], float], count: Callable[[str], None], run_id: str
+    ) -> None:
+        self._limits, self._clock, self._count, self._run_id = limits, clock, count, run_id
+        self._peers = Peers(limits.clients, limits.requests_per_s)
+
+    def forget(self, identity: bytes) -> None:
+        """The connection is gone."""
+        self._peers.forget(identity)
+
+    def answer(self, parts: Sequence[Any], handle: Handler) -> Outgoing | None:
+        """The answer to a message: ``handle``'s, or the gate's own to a hello and to what goes no further.
+
+        None if ``handle`` has none yet. A ProtocolError that it raises is answered Malformed, as bytes are that are no
+        message.
+        """
+        identity = bytes(wire.body(parts[0]))
+        try:
+            found = self._answer(identity, parts, handle)
+        except ProtocolError as error:
+            self._count("malformed")
+            log.warning("malformed message from %s: %s", self._peers.name(identity), error)
+            found = Answer(m.Malformed(reason=str(error)))
+        return None if found is None else Outgoing(identity, _request_id(parts), found)
+
+    def _answer(self, identity: bytes, parts: Sequence[Any], handle: Handler) -> Answer | None:
+        if refused := self._beyond_limits(identity, parts):
+            return Answer(refused)
+        message = wire.decode_request(parts[1:])
+        if isinstance(message.request, m.Hello):
+            if message.payload:
+                raise ProtocolError("a Hello with payload frames")
+            return self._hello(identity, message.request)
+        if identity not in self._peers:
+            return Answer(m.Refused(code="hello", reason="say Hello first"))
+        return handle(identity, message)
+
+    def _beyond_limits(self, identity: bytes, parts: Sequence[Any]) -> m.Refused | None:
+        """Why the message is not even decoded."""
+        limits = self._limits
+        if identity in self._peers and not self._peers.spend(identity, self._clock()):
+            self._count("too_many_requests")
+            return m.Refused(code=BUSY, reason=f"more than {limits.requests_per_s:g} requests a second")
+        size, frames = sum(len(part) for part in parts[1:]), len(parts) - 1
+        if size > limits.message_bytes or frames > limits.frames:
+            self._count("too_large")
+            log.warning("%s sent %d bytes in %d frames", self._peers.name(identity), size, frames)
+            reason = (
+                f"a message of {size} bytes in {frames} frames; the limits are "
+                f"queue.limits.message_bytes={limits.message_bytes} and queue.limits.frames={limits.frames}"
+            )
+            return m.Refused(code="too_large", reason=reason)
+        return None
+
+    def _hello(self, identity: bytes, request: m.Hello) -> Answer:
+        if request.schema != m.SCHEMA:
+            reason = f"the queue speaks schema {m.SCHEMA}, {request.role} {request.name} speaks {request.schema}"
+            return Answer(m.Refused(code="schema", reason=reason))
+        if not self._peers.greet(identity, request.name, self._clock()):
+            self._count("too_many_clients")
+            reason = f"{len(self._peers)} clients are connected, and queue.limits.clients={self._limits.clients}"
+            return Answer(m.Refused(code=BUSY, reason=reason))
+        return Answer(m.Welcome(schema=m.SCHEMA, run_id=self._run_id))
+
+
+def _request_id(parts: Sequence[Any]) -> bytes:
+    return bytes(wire.body(parts[1])) if len(parts) > 1 else b""

@@ -1,0 +1,154 @@
+"""The queue's socket: one ROUTER, one thread.
+
+    DEALERs --requests--> receive all that came -> handle each -> flush the journal ONCE -> replies --> DEALERs
+
+No reply, to a request or to one that was parked, leaves before the flush that makes durable what it says. Under load
+one flush serves many requests (group commit); without load every request has its own.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import zmq
+
+from rl_async.configs.schema.limits import QueueLimits
+from rl_async.errors import UserError
+from rl_async.messages.codec import Frame
+from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.auth.authenticator import Door, lock
+from rl_async.transfer_queue.auth.keys import ServerKeys
+from rl_async.transfer_queue.server.gate import Outgoing
+
+TICK_S = 0.05  # deadlines of waits and leases are kept to within this
+MOST_REQUESTS = 64  # of one flush: the first of them waits for the last
+MOST_BYTES = 1 << 23  # of the requests of one flush
+MOST_UNHANDLED = 64  # requests of one connection in the queue's memory; its next ones stay in the network
+MOST_UNREAD = 1 << 14  # replies that one connection leaves unread; it counts as gone with the next
+_COPY_BELOW = 1 << 16  # bytes of a frame for which a copy is cheaper than sharing it with the sending thread
+
+
+class Server(Protocol):
+    """What answers requests. All that its methods return is to be sent after the next flush."""
+
+    def handle(self, parts: Sequence[Any]) -> list[Outgoing]: ...
+    def tick(self) -> list[Outgoing]: ...
+    def undelivered(self, message: Outgoing) -> list[Outgoing]: ...
+
+
+def serve(
+    socket: "zmq.Socket[bytes]",
+    server: Server,
+    flush: Callable[[], None],
+    stopped: Callable[[], bool],
+    clock: Callable[[], float] = time.monotonic,
+    door: Door | None = None,
+) -> None:
+    """Answer requests until ``stopped``, which is asked at least every TICK_S.
+
+    Consumes: requests of all clients; clients who knock at the ``door`` of a closed queue. Produces: replies, and the
+    store's transitions. Waits for: the socket and the door. Unblocked by: a request, a client who wants to connect, or
+    the next tick, which ends leases and waits that are due. Raises what ``flush`` raises; the replies that it was for
+    are then not sent. Raises UserError if the allow-list cannot be read.
+    """
+    next_tick = clock()
+    while not stopped():
+        outgoing: list[Outgoing] = []
+        if clock() >= next_tick:
+            if door is not None:
+                door.refresh()
+            outgoing = server.tick()
+            flush()  # even if there is nothing: a journal may have to say that it is alive
+            next_tick = clock() + TICK_S
+        if not outgoing:
+            _wait(socket, door, max(0, int((next_tick - clock()) * 1000)) + 1)
+        if door is not None:
+            door.answer()
+        for parts in _waiting(socket, door):
+            outgoing += server.handle(parts)
+        _deliver(socket, server, flush, outgoing)
+
+
+def _wait(socket: "zmq.Socket[bytes]", door: Door | None, timeout_ms: int) -> None:
+    """Until a request has come, or a client knocks, or it is time."""
+    if door is None:
+        socket.poll(timeout_ms)
+    else:
+        zmq.select([socket, door.socket], [], [], timeout_ms / 1000)
+
+
+def _waiting(socket: "zmq.Socket[bytes]", door: Door | None) -> Iterator[list[bytes]]:
+    """The messages that have come from those who may send, as many as one flush should serve."""
+    nbytes = 0
+    for _ in range(MOST_REQUESTS):
+        try:
+            parts, allowed = _receive(socket, door)
+        except zmq.Again:
+            return
+        if allowed:
+            yield parts
+        nbytes += sum(map(len, parts))
+        if nbytes > MOST_BYTES:
+            return
+
+
+def _receive(socket: Any, door: Door | None) -> tuple[list[bytes], bool]:
+    """The next message, and whether its sender's key is still allowed. Raises zmq.Again if there is none."""
+    if door is None:
+        return socket.recv_multipart(zmq.NOBLOCK), True
+    identity = socket.recv(zmq.NOBLOCK, copy=False)  # only a frame tells its sender's key
+    return [identity.bytes, *socket.recv_multipart()], door.lets(identity.get("User-Id"))
+
+
+def _deliver(socket: "zmq.Socket[bytes]", server: Server, flush: Callable[[], None], outgoing: list[Outgoing]) -> None:
+    """Flush and send answers, and those that follow from one whose client is gone."""
+    while outgoing:
+        flush()
+        failed = [message for message in outgoing if not _send(socket, message)]
+        outgoing = [answer for message in failed for answer in server.undelivered(message)]
+
+
+def _send(socket: Any, message: Outgoing) -> bool:
+    """Whether the client's connection is still there, and its replies are read."""
+    frames: list[Frame] = [
+        message.identity,
+        *wire.encode(message.request_id, message.answer.reply, message.answer.payload),
+    ]
+    try:
+        for frame in frames[:-1]:
+            socket.send(frame, zmq.SNDMORE | zmq.NOBLOCK, copy=len(frame) < _COPY_BELOW)
+        socket.send(frames[-1], zmq.NOBLOCK, copy=len(frames[-1]) < _COPY_BELOW)
+    except zmq.ZMQError as error:
+        if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):  # both arise with the first frame only
+            raise
+        return False
+    return True
+
+
+def bind(
+    context: "zmq.Context[Any]",
+    address: str,
+    *,
+    keys: ServerKeys | None = None,
+    limits: QueueLimits | None = None,
+) -> Any:
+    """A ROUTER on ``address``, closed to all whom no Door lets in if there are ``keys``.
+
+    Raises UserError if it cannot be had.
+    """
+    limits = limits or QueueLimits()
+    socket = context.socket(zmq.ROUTER)
+    if keys is not None:
+        lock(socket, keys)
+    socket.set(zmq.MAXMSGSIZE, limits.frame_bytes)
+    socket.set(zmq.LINGER, wire.LINGER_MS)
+    socket.set(zmq.RCVHWM, MOST_UNHANDLED)
+    socket.set(zmq.SNDHWM, MOST_UNREAD)
+    socket.set(zmq.HEARTBEAT_IVL, wire.HEARTBEAT_MS)
+    socket.set(zmq.ROUTER_MANDATORY, 1)  # an answer to a client that is gone is an error, and its leases are taken back
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        socket.close(0)
+        raise UserError(f"the transfer queue cannot listen on {address}: {error.strerror} (queue.port)") from error
+    return socket

@@ -1,0 +1,256 @@
+"""A payload shard: ``python -m rl_async.transfer_queue.shard --run RUN --queue ADDRESS --address ADDRESS --name NAME``.
+
+    workers --Store--> [rows in memory] --Load--> trainer ranks
+                            |   ^
+                 its groups |   | which of them are gone
+                            v   |
+                          the queue
+
+It knows rows and nothing else: which of them count, and for how long, is the queue's business. What it keeps ends with
+its process; the queue then has the trajectories generated again, or names another shard's copy.
+"""
+
+import argparse
+import logging
+import queue
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import zmq
+
+from rl_async import messages as m
+from rl_async.configs.derived.closed import is_loopback
+from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.schema.limits import QueueLimits
+from rl_async.errors import EXIT_FAILED, EXIT_USER, ProtocolError, QueueLost, UserError
+from rl_async.messages.codec import Frame
+from rl_async.process.lifeline import watch_lifeline
+from rl_async.process.log import setup_logging
+from rl_async.process.stacks import answer_with_stacks
+from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.auth.authenticator import Door
+from rl_async.transfer_queue.auth.keys import ClientKeys, client_keys, server_keys
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
+from rl_async.transfer_queue.journal.payloads import ALL_GROUPS, Payloads
+from rl_async.transfer_queue.server.gate import Answer, Gate, Outgoing
+from rl_async.transfer_queue.server.loop import bind, serve
+
+log = logging.getLogger("rl_async.queue")
+
+SWEEP_S = 1.0  # the queue says at least this often, and earlier if leases are short, what is of no use any more
+CLEAR_S = 30.0  # for the serving thread to drop everything
+
+
+class ShardServer:
+    """Keeps rows by (group, sample, attempt), and says no to everything else. One thread calls it.
+
+    ``orders`` brings groups to forget, or None for all of them; whoever sends None waits for ``cleared``.
+    """
+
+    def __init__(
+        self, shard_id: str, limits: QueueLimits | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.turned_away: Counter[str] = Counter()
+        self.orders: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
+        self.cleared = threading.Event()
+        self._gate = Gate(limits or QueueLimits(), clock, self._count, shard_id)
+        self._payloads = Payloads()
+
+    def _count(self, name: str) -> None:
+        self.turned_away[name] += 1
+
+    def groups(self) -> list[int]:
+        """Of which something is kept. Any thread may ask."""
+        return self._payloads.groups()
+
+    def handle(self, parts: Sequence[Any]) -> list[Outgoing]:
+        """Answer one message."""
+        answer = self._gate.answer(parts, lambda _, message: self._answer(message))
+        return [] if answer is None else [answer]
+
+    def tick(self) -> list[Outgoing]:
+        """Forget what is of no use."""
+        while not self.orders.empty():
+            groups = self.orders.get()
+            self._payloads.free(ALL_GROUPS if groups is None else groups)
+            if groups is None:
+                self.cleared.set()
+        return []
+
+    def undelivered(self, message: Outgoing) -> list[Outgoing]:
+        """The client asks again, here or elsewhere."""
+        self._gate.forget(message.identity)
+        return []
+
+    def _answer(self, message: wire.RequestMessage) -> Answer:
+        request = message.request
+        if isinstance(request, m.Store):
+            return self._store(request, message.payload)
+        if message.payload:
+            raise ProtocolError(f"a {type(request).__name__} with {len(message.payload)} payload frames")
+        if isinstance(request, m.Load):
+            return self._load(request)
+        return Answer(m.Refused(code="not_here", reason=f"a payload shard knows no {type(request).__name__}"))
+
+    def _store(self, request: m.Store, payload: Sequence[Frame]) -> Answer:
+        if len(request.samples) != len(request.lengths):
+            raise ProtocolError(f"{len(request.samples)} samples with lengths of {len(request.lengths)}")
+        rows = iter(wire.split(payload, [length for some in request.lengths for length in some]))
+        for (group, sample, attempt), lengths in zip(request.samples, request.lengths, strict=True):
+            # A copy: a view would keep the whole frame for its longest-lived row.
+            self._payloads.put(group, (sample, attempt), [bytes(next(rows)) for _ in lengths])
+        return Answer(m.Done())
+
+    def _load(self, request: m.Load) -> Answer:
+        found: list[Frame] = []
+        for group, sample, attempt, segment in request.rows:
+            row = self._payloads.get(group, (sample, attempt), segment)
+            if row is None:
+                return Answer(m.Refused(code="unknown_row", reason=f"no row {(group, sample, attempt, segment)}"))
+            found.append(row)
+        return Answer(m.Rows(lengths=[memoryview(row).nbytes for row in found]), wire.join(found))
+
+
+class Membership:
+    """This shard in the queue's registry: a thread that registers it and learns what may be forgotten.
+
+    Consumes the queue's answers; produces orders to the server. Waits for the queue, SWEEP_S each time; unblocked by
+    groups that end. ``failed`` has what ended it, if the queue is gone for good.
+    """
+
+    def __init__(self, server: ShardServer, client: SyncQueueClient, shard_id: str, name: str, url: str) -> None:
+        self._server, self._client = server, client
+        self._record = m.RegisterShard(shard_id=shard_id, name=name, url=url)
+        self._stopped = threading.Event()
+        self.failed: QueueLost | ProtocolError | None = None
+        self._thread = threading.Thread(target=self._run, name="shard membership", daemon=True)
+
+    def start(self) -> None:
+        """Register, soon."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Let the registry forget this shard by and by."""
+        self._stopped.set()
+        self._thread.join(SWEEP_S + CLEAR_S)
+
+    def _run(self) -> None:
+        try:
+            with self._client as client:
+                self._register(client)
+                while not self._stopped.is_set():
+                    self._sweep(client)
+        except (QueueLost, ProtocolError) as error:
+            self.failed = error
+
+    def _register(self, client: SyncQueueClient) -> None:
+        reply, _ = client.request(self._record)
+        if not isinstance(reply, m.Done):
+            raise ProtocolError(f"the transfer queue does not take this shard: {reply}")
+        log.info("registered as %s", self._record.shard_id)
+
+    def _sweep(self, client: SyncQueueClient) -> None:
+        request = m.Sweep(shard_id=self._record.shard_id, groups=self._server.groups(), wait_s=SWEEP_S)
+        reply, _ = client.request(request)
+        if isinstance(reply, m.Swept):
+            if reply.gone:
+                self._server.orders.put(reply.gone)
+            return
+        if not isinstance(reply, m.Refused) or reply.code != wire.SHARD_LOST:
+            raise ProtocolError(f"the transfer queue answered a shard with {reply}")
+        log.warning("the queue has given this shard up; starting again with nothing")
+        self._server.orders.put(None)
+        if not self._server.cleared.wait(CLEAR_S):
+            raise ProtocolError(f"this shard's rows were not dropped within {CLEAR_S:.0f} s")
+        self._server.cleared.clear()
+        self._record = m.RegisterShard(shard_id=new_id(self._record.name), name=self._record.name, url=self._record.url)
+        self._register(client)
+
+
+def new_id(name: str) -> str:
+    """An id that no shard had before."""
+    return f"{name}-{secrets.token_hex(4)}"
+
+
+def run_shard(
+    address: str,
+    queue_address: str,
+    name: str,
+    *,
+    run: Path | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> None:
+    """Keep payloads of the queue at ``queue_address`` until ``stopped``. ``run``: the folder with config and keys.
+
+    Raises UserError for a bad config, missing keys or a taken port; QueueLost or ProtocolError when the queue is gone
+    or does not want this shard.
+    """
+    config = None if run is None else load_resolved(run / "config.yaml")
+    keys = None if config is None or run is None else server_keys(config, run)
+    own: ClientKeys | None = None if config is None or run is None else client_keys(config, run)
+    if keys is None and not is_loopback(urlsplit(address).hostname or ""):
+        raise UserError(f"--address {address} can be reached from elsewhere, and the config leaves the queue open")
+    limits = QueueLimits() if config is None else config.queue.limits
+    shard_id = new_id(name)
+    server = ShardServer(shard_id, limits)
+    with zmq.Context() as context, bind(context, address, keys=keys, limits=limits) as socket:
+        client = SyncQueueClient(queue_address, role="shard", name=name, keys=own)
+        membership = Membership(server, client, shard_id, name, address)
+        membership.start()
+
+        def over() -> bool:
+            return stopped() or membership.failed is not None
+
+        try:
+            if keys is None:
+                serve(socket, server, _nothing, over)
+            else:
+                with Door(context, keys.allowed, lambda: server.turned_away.update(denied=1)) as door:
+                    serve(socket, server, _nothing, over, door=door)
+        finally:
+            membership.stop()
+    if server.turned_away:
+        log.warning("turned away: %s", dict(server.turned_away))
+    if membership.failed is not None:
+        raise membership.failed
+
+
+def _nothing() -> None:
+    """Rows in memory need no flush."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m rl_async.transfer_queue.shard", description=__doc__)
+    parser.add_argument("--run", type=Path, required=True, help="run folder with config.yaml")
+    parser.add_argument("--queue", required=True, help="address of the transfer queue")
+    parser.add_argument("--address", required=True, help="where to listen; workers and trainer ranks must reach it")
+    parser.add_argument("--name", required=True, help="the same again after a restart")
+    arguments = parser.parse_args(argv)
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    try:
+        run_shard(arguments.address, arguments.queue, arguments.name, run=arguments.run, stopped=ended.is_set)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER
+    except (QueueLost, ProtocolError) as error:
+        log.error("%s: %s", type(error).__name__, error)
+        return EXIT_FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    watch_lifeline()
+    answer_with_stacks()
+    setup_logging("shard")
+    sys.exit(main())

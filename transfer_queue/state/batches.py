@@ -1,0 +1,391 @@
+"""The trainer's side of the store: batches of steps, what frees slots, and going back to a checkpoint."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from rl_async.messages import Done, NotReady, Refused, Reserved, Resumed, Version
+from rl_async.transfer_queue.policy.admission import choose, may_lease
+from rl_async.transfer_queue.policy.sampling import Candidate
+from rl_async.transfer_queue.state.book import Book
+from rl_async.transfer_queue.state.delivery import Delivery
+from rl_async.transfer_queue.state.groups import TRAIN, Group, Sample, State
+from rl_async.transfer_queue.state.source import TaskSource
+from rl_async.transfer_queue.state.transitions import (
+    BatchCommitted,
+    BatchReserved,
+    Published,
+    ReadmittedGroup,
+    Retired,
+    RolledBack,
+    Tightened,
+    Transition,
+)
+
+
+class Batch(msgspec.Struct):
+    """The members of one step."""
+
+    groups: list[int]
+    committed: bool = False
+    released: bool = False  # gave back its slots
+    retired: bool = False  # its groups are forgotten
+
+
+class BatchesState(msgspec.Struct, kw_only=True):
+    """All batches, and where the trainer is."""
+
+    batches: dict[int, Batch]
+    next_step: int
+    retired: int
+    resumed: tuple[int, int, Resumed] | None
+
+
+class QueueSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint keeps of the queue: enough to generate again what was not trained."""
+
+    next_group: int
+    cursor: bytes  # of the task source, behind next_group
+    groups: list[ReadmittedGroup]  # not trained yet
+
+
+Divide = Callable[[Sequence[int]], tuple[list[int], list[int]]]
+
+
+class Batches:
+    """Batches by step, in order: a step is reserved once, trained, published and at last retired.
+
+    The verbs decide and ``change``; what a change does is said once, by the methods in the past tense below them.
+    """
+
+    def __init__(
+        self,
+        book: Book,
+        change: Callable[[Transition], None],
+        delivery: Delivery,
+        source: TaskSource,
+        divide: Divide,
+    ) -> None:
+        """``divide`` tells of retired groups which to forget and which to keep for other readers."""
+        self._book, self._change, self._delivery, self._source = book, change, delivery, source
+        self._divide = divide
+        self._batches: dict[int, Batch] = {}
+        self._next_step = 0  # the first without a batch
+        self._retired = 0  # steps before this one are forgotten
+        self._resumed: tuple[int, int, Resumed] | None = None  # step, lineage and answer of the newest resume
+
+    # --- reserve, commit, publish, retire ---------------------------------------------------------------------------
+
+    def reserve(self, step: int, now: float) -> Reserved | NotReady | Refused:
+        """Fix the batch of ``step``, or say what is missing. Answers the same however often it is asked.
+
+        Only if payloads are lost with their shard, its members come again with what was generated in their place.
+        """
+        batch = self._batches.get(step)
+        if batch is not None and not batch.retired:
+            lost = [group_id for group_id in batch.groups if group_id in self._book.mending]
+            return self._not_ready(step, lost, now) if lost else self._answer(step, batch)
+        if step != self._next_step:
+            return Refused(code="wrong_step", reason=f"the next step to reserve is {self._next_step}, not {step}")
+        members = self._members(step, now)
+        if isinstance(members, NotReady):
+            return members
+        settings = self._book.settings
+        left = min(self._book.refills_left + settings.max_refills, settings.refill_allowance)
+        self._change(BatchReserved(step=step, groups=sorted(members), refills_left=left))
+        return self._answer(step, self._batches[step])
+
+    def _members(self, step: int, now: float) -> list[int] | NotReady:
+        """The groups pinned to the step, and others for the seats that are left."""
+        book, settings = self._book, self._book.settings
+        pinned: Counter[int] = Counter()
+        members: list[int] = []
+        candidates: list[Candidate] = []
+        for group in book.open.values():
+            if group.pinned == step:
+                members.append(group.group_id)
+            elif group.pinned is not None:
+                pinned[group.pinned] += 1
+            else:
+                candidates.append(self._candidate(group))
+        unfinished = [group_id for group_id in members if book.groups[group_id].state is not State.READY]
+        if unfinished:
+            return self._not_ready(step, unfinished, now)
+        seats = max(0, settings.batch_groups - len(members))  # fewer than 0 if a resumed run has smaller batches
+        choice = choose(candidates, step, seats, settings, pinned)
+        for group_id in choice.drop:
+            self._delivery.drop(group_id, f"too late for its staleness bound when step {step} was reserved")
+        if len(members) + len(choice.take) < settings.batch_groups:
+            return self._not_ready(step, choice.blocked_by, now)
+        return members + choice.take
+
+    def _candidate(self, group: Group) -> Candidate:
+        book = self._book
+        leasable = book.published is not None and may_lease(book.settings, book.active, begun=group.oldest is not None)
+        return Candidate(
+            group.group_id,
+            group.state is State.READY,
+            None if group.oldest is None else group.oldest + book.settings.max_staleness,
+            coming=group.state is State.LEASED or leasable,
+            priority=group.task.priority,
+            source=group.task.source,
+        )
+
+    def _not_ready(self, step: int, blocked_by: list[int], now: float) -> NotReady:
+        book = self._book
+        why = (
+            f"step {step} needs {book.settings.batch_groups} groups: {book.count(State.READY)} ready, "
+            f"{book.count(State.LEASED)} leased, {book.count(State.WAITING)} waiting"
+        )
+        if book.published is None:
+            why += "; no version is published"
+        if book.draining:
+            why += "; the queue is draining, so no task is admitted (rl-async queue drain RUN --undo)"
+        if blocked_by:
+            group = book.groups[blocked_by[0]]
+            here = sum(sample.here for sample in group.samples)
+            workers = sorted({sample.worker for sample in group.samples if sample.worker is not None})
+            ages = [book.leases.age(worker, group.group_id, now) for worker in workers]
+            why += f"; first unfinished: group {group.group_id} with {here} of {len(group.samples)} samples"
+            why += f", leased by {', '.join(workers)} for {max(ages):.0f} s" if workers else ", leased by nobody"
+        return NotReady(why=why)
+
+    def _answer(self, step: int, batch: Batch) -> Reserved:
+        groups = [self._book.groups[group_id] for group_id in batch.groups]
+        return Reserved(
+            step=step,
+            headers=[header for group in groups for header in group.headers()],
+            tasks={group.group_id: group.task for group in groups},
+        )
+
+    def commit(self, step: int) -> Done | Refused:
+        """The batch of ``step`` was trained."""
+        batch = self._batches.get(step)
+        if batch is None:
+            if 0 <= step < self._retired:
+                return Done()
+            return Refused(code="wrong_step", reason=f"step {step} has no batch")
+        if not batch.committed:
+            self._change(BatchCommitted(step=step))
+        return Done()
+
+    def publish(self, version: Version) -> Done | Refused:
+        """Engines serve ``version``: the groups of all steps before it give back their slots."""
+        book = self._book
+        if version.lineage != book.lineage:
+            return Refused(code="wrong_lineage", reason=f"this is lineage {book.lineage}, not {version.lineage}")
+        if book.published is not None and version < book.published:
+            return Refused(code="wrong_step", reason=f"{book.published} is published already")
+        trained = [(step, batch) for step, batch in self._batches.items() if step < version.step]
+        untrained = [step for step, batch in trained if not batch.committed]
+        if untrained or version.step > self._next_step:
+            return Refused(code="wrong_step", reason=f"{version} before step {min(untrained, default=self._next_step)}")
+        if version != book.published:
+            released = [group for _, batch in trained if not batch.released for group in batch.groups]
+            self._change(Published(version=version, released=released))
+        return Done()
+
+    def retire(self, step: int) -> Done | Refused:
+        """Steps before ``step`` are in a durable checkpoint: forget their groups and payloads."""
+        if step > self._next_step or any(not b.committed for s, b in self._batches.items() if s < step):
+            return Refused(code="wrong_step", reason=f"not every step before {step} was trained")
+        if step <= self._retired:
+            return Done()
+        ended = [batch for at, batch in self._batches.items() if at < step and not batch.retired]
+        forgotten, kept = self._divide([group for batch in ended for group in batch.groups])
+        self._change(Retired(step=step, groups=forgotten, shelved=kept))
+        return Done()
+
+    def tighten(self, max_staleness: int) -> Done | Refused:
+        """Admit for this bound, at most the configured one. What was admitted stays, so it takes effect by and by."""
+        book = self._book
+        if max_staleness < 0:
+            return Refused(code="bad_bound", reason=f"max_staleness={max_staleness} is negative")
+        bound = min(max_staleness, book.settings.max_staleness)
+        if bound != book.max_staleness:
+            self._change(Tightened(max_staleness=bound))
+        return Done()
+
+    # --- checkpoint and resume --------------------------------------------------------------------------------------
+
+    def snapshot(self) -> bytes:
+        """What is not trained yet, and where the task source stands."""
+        steps = {group: step for step, batch in self._batches.items() for group in batch.groups if not batch.committed}
+        groups = [
+            ReadmittedGroup(group=group.group_id, task=group.task, step=steps.get(group.group_id, group.pinned))
+            for group in self._book.groups.values()
+            if group.partition == TRAIN and group.state is not State.COMMITTED
+        ]
+        snapshot = QueueSnapshot(
+            next_group=self._book.next_group,
+            cursor=self._book.cursor,
+            groups=sorted(groups, key=lambda group: group.group),
+        )
+        return msgspec.msgpack.encode(snapshot)
+
+    def resume(self, step: int, lineage: int, snapshot: bytes) -> Resumed | Refused:
+        """Go back to ``step`` completed steps. Nothing is leased until the new lineage publishes a version."""
+        if self.has_resumed(step, lineage):
+            return self._resume_answer()
+        if lineage < self._book.lineage or (self._resumed is not None and lineage == self._book.lineage):
+            return Refused(code="wrong_lineage", reason=f"lineage {self._book.lineage} has begun")
+        untouched = self._book.next_group == 0 and self._next_step == 0
+        if untouched or (snapshot and not self._reaches(step)):
+            return self._restore(step, lineage, snapshot)
+        return self._roll_back(step, lineage)
+
+    def has_resumed(self, step: int, lineage: int) -> bool:
+        """Whether the newest resume was this one, so that the same again changes nothing."""
+        return self._resumed is not None and self._resumed[:2] == (step, lineage)
+
+    def _reaches(self, step: int) -> bool:
+        """Whether the batches from ``step`` on are known, and those before it trained."""
+        trained = all(batch.committed for at, batch in self._batches.items() if at < step)
+        return trained and self._retired <= step <= self._next_step
+
+    def _roll_back(self, step: int, lineage: int) -> Resumed | Refused:
+        """Steps from ``step`` on get the same batches again, of the trajectories that are still here."""
+        book = self._book
+        if not self._reaches(step):
+            reason = f"step {step} is not between the steps retired ({self._retired}) and trained here"
+            return Refused(code="wrong_step", reason=reason)
+        # What is being generated would go on with weights older than its lease promised.
+        too_new = book.published is not None and book.published.step > step
+        bound = book.settings.max_staleness
+        self._change(
+            RolledBack(step=step, lineage=lineage, fresh=False, next_group=book.next_group, max_staleness=bound)
+        )
+        if too_new:
+            self._delivery.revoke_all()
+        return self._resume_answer()
+
+    def _restore(self, step: int, lineage: int, snapshot: bytes) -> Resumed | Refused:
+        """Take over from a queue that is gone, or whose journal ends before the checkpoint.
+
+        Its unfinished groups are generated again, under their old ids.
+        """
+        book = self._book
+        if not snapshot and step > 0:
+            return Refused(code="no_snapshot", reason="this queue is new, and the checkpoint has no queue snapshot")
+        if not snapshot:
+            state = QueueSnapshot(next_group=0, cursor=book.cursor, groups=[])
+        else:
+            try:
+                state = msgspec.msgpack.decode(snapshot, type=QueueSnapshot)
+            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                return Refused(code="bad_snapshot", reason=str(error))
+        self._source.seek(state.cursor)
+        self._change(
+            RolledBack(
+                step=step,
+                lineage=lineage,
+                fresh=True,
+                next_group=state.next_group,
+                max_staleness=book.settings.max_staleness,
+                readmitted=state.groups,
+                samples=book.settings.group_size,
+                given_up=state.next_group - step * book.settings.batch_groups - len(state.groups),
+                cursor=state.cursor,
+            )
+        )
+        return self._resume_answer()
+
+    def _resume_answer(self) -> Resumed:
+        assert self._resumed is not None
+        return self._resumed[2]
+
+    def committed_from(self, step: int) -> Iterator[tuple[int, list[int]]]:
+        """The steps from ``step`` on that were trained, up to the first that was not, with their groups."""
+        while (batch := self._batches.get(step)) is not None and batch.committed:
+            yield step, batch.groups
+            step += 1
+
+    # --- what a change does -----------------------------------------------------------------------------------------
+
+    def batch_reserved(self, event: BatchReserved) -> None:
+        """A step has its members."""
+        self._batches[event.step] = Batch(event.groups)
+        self._next_step = event.step + 1
+        self._book.refills_left = event.refills_left
+        for group_id in event.groups:
+            self._book.move(self._book.groups[group_id], State.RESERVED)
+
+    def batch_committed(self, event: BatchCommitted) -> None:
+        """A step was trained."""
+        batch = self._batches[event.step]
+        batch.committed = True
+        for group_id in batch.groups:
+            self._book.trained(self._book.groups[group_id])
+
+    def version_published(self, event: Published) -> None:
+        """The steps before the version give back their slots."""
+        for step in [at for at in self._batches if at < event.version.step]:
+            batch = self._batches[step]
+            if not batch.released:
+                batch.released = True
+                self._book.alive -= len(batch.groups)
+            if batch.retired:
+                del self._batches[step]
+        self._book.published = event.version
+
+    def steps_retired(self, event: Retired) -> None:
+        """The groups of steps are forgotten; those not published yet keep their slots."""
+        for step in [at for at, batch in self._batches.items() if at < event.step and not batch.retired]:
+            batch = self._batches[step]
+            batch.retired = True
+            for group_id in batch.groups:
+                self._book.remove(self._book.groups[group_id])
+            if batch.released:
+                del self._batches[step]
+        self._retired = event.step
+
+    def bound_tightened(self, event: Tightened) -> None:
+        """Groups are admitted for this bound."""
+        self._book.max_staleness = event.max_staleness
+
+    def rolled_back(self, event: RolledBack) -> None:
+        """Steps from ``event.step`` on are to come, and nothing is published."""
+        book = self._book
+        if event.fresh:
+            self._start_over(event)
+        else:
+            self._reopen(event.step)
+        self._next_step = event.step
+        book.lineage, book.published, book.finished = event.lineage, None, False
+        book.max_staleness = event.max_staleness
+        kept = 0 if event.fresh else len(book.open)
+        self._resumed = (event.step, event.lineage, Resumed(kept=kept, readmitted=len(event.readmitted)))
+
+    def _reopen(self, step: int) -> None:
+        for at in range(step, self._next_step):
+            batch = self._batches.pop(at)
+            if batch.released:
+                self._book.alive += len(batch.groups)
+            for group_id in batch.groups:
+                group = self._book.groups[group_id]
+                group.pinned = at
+                self._book.reopen(group)
+
+    def _start_over(self, event: RolledBack) -> None:
+        book = self._book
+        book.clear()
+        self._delivery.grants.load([])
+        self._batches.clear()
+        self._retired = event.step
+        book.next_group, book.given_up, book.cursor = event.next_group, event.given_up, event.cursor
+        for readmitted in event.readmitted:
+            samples = [Sample() for _ in range(event.samples)]
+            book.add(Group(readmitted.group, readmitted.task, TRAIN, samples, pinned=readmitted.step))
+
+    # --- dump and load ----------------------------------------------------------------------------------------------
+
+    def dump(self) -> BatchesState:
+        """The state; equal for equal batches."""
+        batches = {step: self._batches[step] for step in sorted(self._batches)}
+        return BatchesState(batches=batches, next_step=self._next_step, retired=self._retired, resumed=self._resumed)
+
+    def load(self, state: BatchesState) -> None:
+        """Take over a state."""
+        self._batches = state.batches
+        self._next_step, self._retired, self._resumed = state.next_step, state.retired, state.resumed

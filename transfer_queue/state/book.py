@@ -1,0 +1,323 @@
+"""The groups by state with the counts that every part of the store keeps in step. No decisions are taken here."""
+
+import heapq
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from rl_async.messages import DeadLetter, Task, Version
+from rl_async.transfer_queue.policy.admission import Load, QueueSettings
+from rl_async.transfer_queue.state.groups import EVAL, EVAL_GROUPS, TRAIN, Group, State
+from rl_async.transfer_queue.state.leases import Leases
+
+_UNRESERVED = (State.WAITING, State.LEASED, State.READY)
+PINNED = "pinned"  # the line of training groups that certain steps wait for
+_FIRST, _LAST = -1, 1 << 62
+DEAD_LETTERS_KEPT = 256  # the newest; all are counted
+_FIRST_GUESS_BYTES = 1 << 10  # of a sample, until one has been seen
+
+
+class _Place(NamedTuple):
+    """A waiting group's place in line: by the step that it is pinned to, then what was begun before what was not,
+    then by age. What a batch misses comes first of all."""
+
+    step: int
+    unleased: bool
+    group_id: int
+
+
+class BookState(msgspec.Struct, kw_only=True):
+    """What of the book cannot be counted again."""
+
+    groups: list[Group]
+    counters: dict[str, int]
+    lineage: int
+    published: Version | None
+    max_staleness: int
+    alive: int
+    next_group: int
+    next_eval_group: int
+    given_up: int
+    refills_left: int
+    finished: bool
+    cursor: bytes
+    largest_bytes: int
+    dead_letters: list[DeadLetter] = []
+    submitted: list[Task] = []
+    submissions: list[bytes] = []
+    draining: bool = False
+    mending: list[int] = []
+
+
+class Book:
+    """All groups in memory. Every operation costs O(log n) or O(samples of one group)."""
+
+    def __init__(self, settings: QueueSettings, cursor: bytes) -> None:
+        self.settings = settings
+        self.now = 0.0  # of the newest tick or lease, and of a replay
+        self.groups: dict[int, Group] = {}
+        self.open: dict[int, Group] = {}  # training groups in no batch yet
+        self.mending: set[int] = set()  # groups of batches to be trained whose payloads are lost, until they are whole
+        self.since: dict[int, float] = {}  # when a group came into its state, or into this process
+        self.dead_letters: dict[int, DeadLetter] = {}  # oldest first
+        self.submitted: deque[Task] = deque()  # tasks to admit before those of the source
+        self.submissions: OrderedDict[bytes, None] = OrderedDict()  # newest requests that submitted tasks
+        self.draining = False  # nothing is admitted
+        self.leases = Leases(settings.lease_s)
+        self.counters: Counter[str] = Counter({"refilled": 0} if settings.max_refills else {})
+        self.asked: Counter[str] = Counter()  # what changed nothing, and is not recorded: counted since the start
+        self.lineage = 0
+        self.published: Version | None = None  # nothing is admitted or leased without one
+        self.max_staleness = settings.max_staleness  # for which groups are admitted; the trainer may tighten it
+        self.alive = 0  # training groups that hold a slot
+        self.next_group = 0
+        self.next_eval_group = EVAL_GROUPS
+        self.given_up = 0  # training groups dropped or dead-lettered
+        self.refills_left = settings.refill_allowance  # groups without signal that may still be given up
+        self.finished = False
+        self.cursor = cursor  # of the task source, behind the last group admitted
+        self.payload_bytes = 0
+        self._outstanding = 0  # samples still to come
+        self._largest_bytes = _FIRST_GUESS_BYTES
+        self._states: Counter[tuple[str, State]] = Counter()
+        self._unleased = 0  # open groups of which no token exists or ever existed
+        self._lines: dict[str, list[_Place]] = {PINNED: [], TRAIN: [], EVAL: []}  # heaps of waiting groups
+        self._queued: set[int] = set()  # groups in these lines
+
+    def count(self, state: State) -> int:
+        """Training groups in this state."""
+        return self._states[TRAIN, state]
+
+    @property
+    def waiting(self) -> int:
+        """Groups that wait for a worker, held-out ones among them."""
+        return self._states[TRAIN, State.WAITING] + self._states[EVAL, State.WAITING]
+
+    @property
+    def active(self) -> int:
+        """Training groups that hold a slot and whose tokens have an age: all but those never leased."""
+        return self.alive - self._unleased
+
+    def load_of_admission(self) -> Load:
+        """What admission looks at."""
+        return Load(
+            slots=self.settings.slots_at(self.max_staleness),
+            alive=self.alive,
+            unreserved=len(self.open),
+            kept=self.next_group - self.given_up,
+            expected_bytes=self.payload_bytes + self._outstanding * self._largest_bytes,
+            group_bytes=self.settings.group_size * self._largest_bytes,
+        )
+
+    def add(self, group: Group) -> None:
+        """Take in a group none of whose samples is here; a training group takes a slot."""
+        self.groups[group.group_id] = group
+        self.since[group.group_id] = self.now
+        self._states[group.partition, group.state] += 1
+        self._outstanding += len(group.samples)
+        if group.partition == TRAIN:
+            self.open[group.group_id] = group
+            self.alive += 1
+            self._unleased += 1
+        self._queue(group)
+
+    def move(self, group: Group, state: State) -> None:
+        """Change a group's state and every index that depends on it."""
+        self._states[group.partition, group.state] -= 1
+        self._states[group.partition, state] += 1
+        group.state = state
+        self.since[group.group_id] = self.now
+        if group.partition == TRAIN:
+            if state in _UNRESERVED and group.group_id not in self.mending:
+                self.open[group.group_id] = group
+            else:
+                self.open.pop(group.group_id, None)
+        self._queue(group)
+
+    def settle(self, group: Group) -> None:
+        """After a change of its samples: WAITING, LEASED or READY, or back in its batch."""
+        state = group.progress()
+        whole = state is State.READY
+        if whole and group.group_id in self.mending:
+            self.mending.discard(group.group_id)
+            state = State.RESERVED
+        if state is group.state:
+            return
+        self.move(group, state)
+        if whole:
+            steps = [run.version.step for header in group.headers() for run in header.versions]
+            group.oldest = min(steps, default=group.oldest)
+
+    def stored(self, nbytes: int) -> None:
+        """A sample whose rows have this size together has come."""
+        self.payload_bytes += nbytes
+        self._outstanding -= 1
+        self._largest_bytes = max(self._largest_bytes, nbytes)
+
+    def lost(self, group: Group, index: int) -> None:
+        """The rows of a sample are nowhere any more. It waits again; trained groups need it only after a rollback."""
+        sample = group.samples[index]
+        self.payload_bytes -= sample.nbytes
+        self._outstanding += 1
+        sample.headers = []
+        if group.state is State.COMMITTED:
+            return
+        if group.state is State.RESERVED:
+            self.mending.add(group.group_id)
+        self.settle(group)
+
+    def trained(self, group: Group) -> None:
+        """Whoever generates again what the trainer had read before it was lost, need not go on."""
+        self.mending.discard(group.group_id)
+        for index, sample in enumerate(group.samples):
+            if sample.worker is not None:
+                self.leases.end(sample.worker, group.group_id, index)
+                sample.worker = None
+        self.move(group, State.COMMITTED)
+
+    def reopen(self, group: Group) -> None:
+        """A group of a batch that is to be reserved again; what is lost of it must be generated before."""
+        self.mending.discard(group.group_id)
+        self.move(group, group.progress())
+
+    def sample_given_up(self) -> None:
+        """A sample will never come."""
+        self._outstanding -= 1
+
+    def remove(self, group: Group) -> None:
+        """Forget a group, its leases and its bytes. Slots are the caller's business."""
+        for index, sample in enumerate(group.samples):
+            if sample.worker is not None:
+                self.leases.end(sample.worker, group.group_id, index)
+            if sample.here:
+                self.payload_bytes -= sample.nbytes
+            elif not sample.dead:
+                self._outstanding -= 1
+        self._states[group.partition, group.state] -= 1
+        self.groups.pop(group.group_id)
+        self.mending.discard(group.group_id)
+        self.since.pop(group.group_id)
+        if self.open.pop(group.group_id, None) is not None and group.oldest is None:
+            self._unleased -= 1
+
+    def give_up(self, group: Group) -> None:
+        """Forget a training group for good; its slot and its place in the run are free for another task."""
+        self.remove(group)
+        self.alive -= 1
+        self.given_up += 1
+
+    def bury(self, letter: DeadLetter) -> None:
+        """Keep a dead letter; the oldest makes room for it."""
+        self.dead_letters[letter.group_id] = letter
+        if len(self.dead_letters) > DEAD_LETTERS_KEPT:
+            del self.dead_letters[next(iter(self.dead_letters))]
+
+    def head(self, line: str) -> Group | None:
+        """The waiting group of TRAIN, EVAL or PINNED (training groups of a certain step) that is to be leased first.
+
+        It stays in line.
+        """
+        places = self._lines[line]
+        while places:
+            group = self.groups.get(places[0].group_id)
+            if group is not None and group.state is State.WAITING and places[0] == self._place(group):
+                return group
+            self._queued.discard(heapq.heappop(places).group_id)  # given up, or moved, while it waited
+            if group is not None:
+                self._queue(group)
+        return None
+
+    def due(self, group: Group) -> int | None:
+        """The step that a group is pinned to; _FIRST if a batch misses it, None if any step may have it."""
+        return _FIRST if group.group_id in self.mending else group.pinned
+
+    def take(self, group: Group, weights_step: int) -> None:
+        """The head of its line leaves it, to be generated from weights of ``weights_step`` or newer."""
+        line = self._line(group)
+        if self.head(line) is not group:
+            raise ValueError(f"group {group.group_id} is not the head of its line")
+        self._queued.discard(heapq.heappop(self._lines[line]).group_id)
+        if group.oldest is None and group.partition == TRAIN:
+            self._unleased -= 1
+        if group.oldest is None or group.untouched():
+            group.oldest = weights_step
+        else:
+            group.oldest = min(group.oldest, weights_step)
+
+    def _queue(self, group: Group) -> None:
+        if group.state is State.WAITING and group.group_id not in self._queued:
+            self._queued.add(group.group_id)
+            heapq.heappush(self._lines[self._line(group)], self._place(group))
+
+    def _line(self, group: Group) -> str:
+        return group.partition if self.due(group) is None else PINNED
+
+    def _place(self, group: Group) -> _Place:
+        due = self.due(group)
+        return _Place(_LAST if due is None else due, group.oldest is None, group.group_id)
+
+    def clear(self) -> None:
+        """Forget all groups and what was counted of them; counters and the registry of workers stay."""
+        for group in list(self.groups.values()):
+            self.remove(group)
+        self.alive = 0
+        self.dead_letters.clear()
+        self._queued.clear()
+        for line in self._lines.values():
+            line.clear()
+
+    # --- dump and load ----------------------------------------------------------------------------------------------
+
+    def dump(self) -> BookState:
+        """The state; equal for equal books."""
+        return BookState(
+            groups=[self.groups[group_id] for group_id in sorted(self.groups)],
+            counters={name: self.counters[name] for name in sorted(self.counters) if self.counters[name]},
+            lineage=self.lineage,
+            published=self.published,
+            max_staleness=self.max_staleness,
+            alive=self.alive,
+            next_group=self.next_group,
+            next_eval_group=self.next_eval_group,
+            given_up=self.given_up,
+            refills_left=self.refills_left,
+            finished=self.finished,
+            cursor=self.cursor,
+            largest_bytes=self._largest_bytes,
+            dead_letters=list(self.dead_letters.values()),
+            submitted=list(self.submitted),
+            submissions=list(self.submissions),
+            draining=self.draining,
+            mending=sorted(self.mending),
+        )
+
+    def load(self, state: BookState) -> None:
+        """Take over a state; only an empty book can."""
+        self.counters.update(state.counters)
+        self.lineage, self.published, self.max_staleness = state.lineage, state.published, state.max_staleness
+        self.next_group, self.next_eval_group = state.next_group, state.next_eval_group
+        self.given_up, self.refills_left, self.finished = state.given_up, state.refills_left, state.finished
+        self.cursor, self._largest_bytes = state.cursor, state.largest_bytes
+        self.submitted, self.draining = deque(state.submitted), state.draining
+        self.submissions = OrderedDict.fromkeys(state.submissions)
+        self.dead_letters = {letter.group_id: letter for letter in state.dead_letters}
+        self.mending = set(state.mending)
+        self._take_over(state.groups)
+        self.alive = state.alive
+
+    def _take_over(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            self.groups[group.group_id] = group
+            self.since[group.group_id] = self.now
+            self._states[group.partition, group.state] += 1
+            if group.partition == TRAIN and group.state in _UNRESERVED and group.group_id not in self.mending:
+                self.open[group.group_id] = group
+                self._unleased += group.oldest is None
+            for index, sample in enumerate(group.samples):
+                self.payload_bytes += sample.nbytes
+                self._outstanding += not sample.here and not sample.dead
+                if sample.worker is not None:
+                    self.leases.give(sample.worker, group.group_id, [index], self.now)
+            self._queue(group)

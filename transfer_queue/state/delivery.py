@@ -1,0 +1,388 @@
+"""The workers' side of the store: admission, leases, and what comes back."""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from rl_async.messages import (
+    DeadLetter,
+    Done,
+    Leased,
+    LeasedGroup,
+    Refused,
+    Task,
+    TrajectoryHeader,
+    Version,
+    has_signal,
+)
+from rl_async.transfer_queue.policy.admission import is_short_of_bytes, may_admit, may_lease, may_lease_for
+from rl_async.transfer_queue.state.book import PINNED, Book
+from rl_async.transfer_queue.state.grants import Grant, Grants, Lent
+from rl_async.transfer_queue.state.groups import EVAL, EVAL_GROUPS, TRAIN, Group, Sample, State
+from rl_async.transfer_queue.state.tasks import Tasks
+from rl_async.transfer_queue.state.transitions import (
+    Admitted,
+    DeadLettered,
+    GrantVoided,
+    GroupDropped,
+    GroupReady,
+    LeaseGiven,
+    LeaseLost,
+    SampleFailed,
+    SampleStored,
+    SignalWaived,
+    Transition,
+)
+
+_WHOLE = (State.READY, State.RESERVED)
+NO_SIGNAL = "no_signal"  # the reason for which a group without signal is dropped
+
+
+class Delivery:
+    """Hands out groups and takes in trajectories. Every sample is with one worker, here, or waiting.
+
+    The verbs decide and ``change``; what a change does is said once, by the methods in the past tense below them.
+    """
+
+    def __init__(self, book: Book, change: Callable[[Transition], None], tasks: Tasks) -> None:
+        self._book, self._change, self._tasks = book, change, tasks
+        self.grants = Grants()
+
+    def lease(self, worker: str, max_groups: int, now: float, request: bytes = b"", task: Task | None = None) -> Leased:
+        """Up to ``max_groups`` groups with all their missing samples, evaluations first, then the oldest.
+
+        With a ``task`` of the worker's own: one group of it, once no other group waits and one more may be admitted.
+        Asking is no sign of life, since the question may have waited for long: a worker that was not heard of (see
+        ``renew``) within the lease time gets nothing. A request that was answered with groups gets the same again.
+        """
+        book = self._book
+        granted = self.grants.get(request)
+        if granted is not None:
+            return Leased(groups=self._lent(granted))
+        if book.finished:
+            return Leased(groups=[], finished=True)
+        if not book.leases.hears(worker):
+            return Leased(groups=[])
+        book.now = now
+        groups: list[LeasedGroup] = []
+        if task is not None:
+            own = None if book.published is None or self._waits() else self._admit(task)
+            return Leased(groups=[self._give(own, worker, book.published, request)] if own and book.published else [])
+        while book.published is not None and len(groups) < max_groups:
+            group = book.head(EVAL) or self._next_train()
+            if group is None:
+                break
+            groups.append(self._give(group, worker, book.published, request))
+        return Leased(groups=groups)
+
+    def granted(self, request: bytes) -> bool:
+        """Whether this request for leases was answered with groups."""
+        return self.grants.get(request) is not None
+
+    def _lent(self, grant: Grant) -> list[LeasedGroup]:
+        """The groups of an answer, without those that are gone."""
+        groups = self._book.groups
+        return [_leased(groups[lent.group], lent) for lent in grant.lent if lent.group in groups]
+
+    def _waits(self) -> bool:
+        """Whether there is a training group that some worker should take."""
+        return self._book.head(PINNED) is not None or self._book.head(TRAIN) is not None
+
+    def _next_train(self) -> Group | None:
+        book = self._book
+        pinned = book.head(PINNED)
+        due = None if pinned is None else book.due(pinned)
+        if due is not None and book.published and may_lease_for(book.settings, due, book.published.step):
+            return pinned
+        waiting = book.head(TRAIN)
+        if waiting is not None:
+            return waiting if may_lease(book.settings, book.active, begun=waiting.oldest is not None) else None
+        return self._admit()
+
+    def _admit(self, own: Task | None = None) -> Group | None:
+        """One more training group, of the worker's ``own`` task or the next one; None if there must not be one."""
+        book = self._book
+        if book.draining:
+            return None
+        load = book.load_of_admission()
+        if not may_admit(book.settings, load):
+            if is_short_of_bytes(book.settings, load):
+                book.asked["short_of_bytes"] += 1
+            return None
+        next_task = self._tasks.take() if own is None else (own, book.cursor, False)
+        if next_task is None:
+            return None
+        task, cursor, submitted = next_task
+        group_id, samples = book.next_group, book.settings.group_size
+        self._change(
+            Admitted(group=group_id, partition=TRAIN, samples=samples, task=task, cursor=cursor, submitted=submitted)
+        )
+        return book.groups[group_id]
+
+    def _give(self, group: Group, worker: str, version: Version, request: bytes) -> LeasedGroup:
+        lent = Lent(group.group_id, group.leases, group.missing(), version)
+        self._change(
+            LeaseGiven(
+                group=lent.group,
+                samples=lent.samples,
+                attempt=lent.attempt,
+                worker=worker,
+                min_version=version,
+                request=request,
+            )
+        )
+        return _leased(group, lent)
+
+    def renew(self, worker: str, now: float) -> Done:
+        """Keep the worker's leases."""
+        self._book.leases.hear(worker, now)
+        return Done()
+
+    def put(self, worker: str, headers: Sequence[TrajectoryHeader], now: float) -> Done | Refused:
+        """Take in all rows of a sample. The same again is Done again; those of an older attempt are fenced.
+
+        Whether they are new shows in the transitions: only new ones are announced as stored.
+        """
+        self._book.leases.hear(worker, now)
+        if not _belong_together(headers):
+            return Refused(code="rows", reason="the rows of a put are one attempt's at one sample, from segment 0")
+        header = headers[0]
+        found = self._find(header.group_id, header.sample, header.attempt)
+        if isinstance(found, Refused):
+            return found
+        group, sample = found
+        if sample.here:
+            if _bytes(sample.headers) == _bytes(headers):
+                return Done()
+            return Refused(code="conflict", reason=f"{_name(header.group_id, header.sample)} is here, and differs")
+        if sample.worker is None:
+            return self._fenced(header.group_id, header.sample, header.attempt)
+        if header.partition != group.partition:
+            return Refused(code="conflict", reason=f"group {group.group_id} belongs to partition {group.partition}")
+        self._change_sample(group, SampleStored(headers=list(headers)))
+        self._refill(group)
+        return Done()
+
+    def _change_sample(self, group: Group, transition: SampleStored | SampleFailed) -> None:
+        """A change that may complete the group, which is then announced."""
+        before = group.state
+        self._change(transition)
+        if group.state in _WHOLE and before not in _WHOLE:
+            self._change(GroupReady(group=group.group_id, partition=group.partition))
+
+    def _refill(self, group: Group) -> None:
+        """Give up a training group that is complete and teaches nothing, as long as the allowance lasts.
+
+        One that a batch already has, as after a resume, stays: a batch never changes its members. The bound on
+        staleness is not touched, since there are only fewer groups that need a place in time (``policy.py``).
+        """
+        book = self._book
+        if not book.settings.max_refills or group.partition != TRAIN or group.state is not State.READY:
+            return
+        if group.pinned is not None or has_signal(group.headers()):
+            return
+        if book.refills_left <= 0:
+            self._change(SignalWaived(group=group.group_id))
+            return
+        self.drop(group.group_id, NO_SIGNAL)
+
+    def fail(self, worker: str, group_id: int, index: int, attempt: int, error: str, now: float) -> Done | Refused:
+        """One attempt failed: the sample waits again, or its group is dead-lettered."""
+        self._book.leases.hear(worker, now)
+        found = self._find(group_id, index, attempt)
+        if isinstance(found, Refused):
+            return found
+        group, sample = found
+        if sample.here:
+            return Refused(code="conflict", reason=f"{_name(group_id, index)} is here")
+        if sample.worker is None:
+            return Done()  # reported before
+        self._charge(group, [index], error)
+        return Done()
+
+    def _find(self, group_id: int, index: int, attempt: int) -> tuple[Group, Sample] | Refused:
+        group = self._book.groups.get(group_id)
+        if group is None:
+            if 0 <= group_id < self._book.next_group or EVAL_GROUPS <= group_id < self._book.next_eval_group:
+                return self._fenced(group_id, index, attempt)
+            return Refused(code="unknown_group", reason=f"there is no group {group_id}")
+        if not 0 <= index < len(group.samples):
+            return Refused(code="unknown_sample", reason=f"group {group_id} has {len(group.samples)} samples")
+        sample = group.samples[index]
+        if attempt != sample.attempt:
+            return self._fenced(group_id, index, attempt)
+        return group, sample
+
+    def _fenced(self, group_id: int, index: int, attempt: int) -> Refused:
+        self._book.asked["fenced"] += 1
+        return Refused(code="fenced", reason=f"attempt {attempt} at {_name(group_id, index)} is no longer wanted")
+
+    def expire(self, now: float) -> None:
+        """Take back what silent workers hold; it counts as an attempt, since a task may kill its worker."""
+        for worker, held in self._book.leases.expired(now):
+            for group_id, samples in held.items():
+                if group_id in self._book.groups:  # else dead-lettered just now, by another worker's loss
+                    self._change(LeaseLost(group=group_id, samples=samples, worker=worker, charged=True))
+                    self._charge(self._book.groups[group_id], samples, f"worker {worker} was lost")
+
+    def revoke_all(self) -> None:
+        """Take back all leases, so that what they generate now is fenced; no attempt is charged."""
+        for worker, held in self._book.leases.holding():
+            for group_id, samples in held.items():
+                self._change(LeaseLost(group=group_id, samples=samples, worker=worker, charged=False))
+
+    def undelivered(self, request: bytes) -> None:
+        """Take back the leases that this request got, and of which the worker never heard; no attempt is charged."""
+        grant = self.grants.get(request)
+        if grant is None:
+            return
+        for lent in grant.lent:
+            group = self._book.groups.get(lent.group)
+            if group is None:
+                continue
+            held = [i for i in lent.samples if group.samples[i].worker == grant.worker]
+            held = [i for i in held if group.samples[i].attempt == lent.attempt]
+            if held:
+                self._change(LeaseLost(group=lent.group, samples=held, worker=grant.worker, charged=False))
+        self._change(GrantVoided(request=request))
+
+    def _charge(self, group: Group, samples: list[int], error: str) -> None:
+        """These samples used up one attempt each."""
+        limit = self._book.settings.max_attempts
+        for index in samples:
+            sample = group.samples[index]
+            # A group of a batch succeeded before; the batch keeps its members, and the trainer has a deadline.
+            exhausted = sample.failures + 1 >= limit and self._book.due(group) is None
+            if exhausted and group.partition == TRAIN:
+                text = f"sample {index} failed {sample.failures + 1} times; last: {error}"
+                self._change(DeadLettered(group=group.group_id, error=text))
+                return
+            failed = SampleFailed(
+                group=group.group_id, sample=index, attempt=sample.attempt, error=error, dead=exhausted
+            )
+            self._change_sample(group, failed)
+
+    def drop(self, group_id: int, reason: str) -> None:
+        """Give up a group that is in no batch, and count it."""
+        group = self._book.groups[group_id]
+        if group.state in (State.RESERVED, State.COMMITTED):
+            raise ValueError(f"group {group_id} is {group.state}")
+        self._change(GroupDropped(group=group_id, reason=reason))
+
+    # --- what a change does -----------------------------------------------------------------------------------------
+
+    def admitted(self, event: Admitted) -> None:
+        """A waiting group more."""
+        book = self._book
+        if event.partition == TRAIN:
+            book.next_group, book.cursor = event.group + 1, event.cursor
+            if event.submitted:
+                book.submitted.popleft()
+        else:
+            book.next_eval_group = event.group + 1
+        book.add(Group(event.group, event.task, event.partition, [Sample() for _ in range(event.samples)]))
+
+    def lease_given(self, event: LeaseGiven) -> None:
+        """The head of a line goes to a worker."""
+        book, group = self._book, self._book.groups[event.group]
+        book.take(group, event.min_version.step)
+        group.leases = event.attempt + 1
+        for index in event.samples:
+            group.samples[index].attempt = event.attempt
+            group.samples[index].worker = event.worker
+        book.leases.give(event.worker, event.group, event.samples, book.now)
+        book.settle(group)
+        lent = Lent(event.group, event.attempt, event.samples, event.min_version)
+        self.grants.give(event.request, event.worker, lent)
+
+    def grant_voided(self, event: GrantVoided) -> None:
+        """The answer is forgotten."""
+        self.grants.void(event.request)
+
+    def lease_lost(self, event: LeaseLost) -> None:
+        """Samples wait again."""
+        group = self._book.groups[event.group]
+        for index in event.samples:
+            self._book.leases.end(event.worker, event.group, index)
+            group.samples[index].worker = None
+        self._book.counters["leases_lost"] += len(event.samples)
+        self._book.settle(group)
+
+    def sample_stored(self, event: SampleStored) -> None:
+        """A sample is here."""
+        group = self._book.groups[event.headers[0].group_id]
+        index = event.headers[0].sample
+        sample = self._leave(group, index)
+        sample.headers = event.headers
+        self._book.stored(sample.nbytes)
+        self._book.settle(group)
+
+    def sample_failed(self, event: SampleFailed) -> None:
+        """A sample waits again, or is given up."""
+        group = self._book.groups[event.group]
+        sample = self._leave(group, event.sample)
+        sample.failures += 1
+        sample.dead = event.dead
+        if event.dead:
+            self._book.counters["eval_missing"] += 1
+            self._book.sample_given_up()
+        else:
+            self._book.counters["redelivered"] += 1
+        self._book.settle(group)
+
+    def _leave(self, group: Group, index: int) -> Sample:
+        """A sample that no worker holds any more."""
+        sample = group.samples[index]
+        if sample.worker is not None:
+            self._book.leases.end(sample.worker, group.group_id, index)
+            sample.worker = None
+        return sample
+
+    def signal_waived(self, event: SignalWaived) -> None:
+        """It is counted."""
+        self._book.counters["accepted_without_signal"] += 1
+
+    def group_dropped(self, event: GroupDropped) -> None:
+        """A group less; one without signal uses up the allowance."""
+        book = self._book
+        book.give_up(book.groups[event.group])
+        if event.reason == NO_SIGNAL:
+            book.refills_left -= 1
+            book.counters["refilled"] += 1
+        else:
+            book.counters["dropped"] += 1
+
+    def dead_lettered(self, event: DeadLettered) -> None:
+        """A group less."""
+        group = self._book.groups[event.group]
+        self._book.give_up(group)
+        self._book.bury(DeadLetter(group_id=event.group, task=group.task, error=event.error))
+        self._book.counters["dead_letters"] += 1
+
+
+def _belong_together(headers: Sequence[TrajectoryHeader]) -> bool:
+    if len(headers) == 1:
+        return headers[0].segment == 0
+    places = {(h.group_id, h.sample, h.attempt, h.partition, h.episode_id) for h in headers}
+    return len(places) == 1 and [h.segment for h in headers] == list(range(len(headers)))
+
+
+def _bytes(headers: Sequence[TrajectoryHeader]) -> bytes:
+    """Without the size, in which only the first to bring media has them counted."""
+    headers = [msgspec.structs.replace(header, nbytes=0) for header in headers]
+    return msgspec.msgpack.encode(headers)  # unlike the structs, equal when a reward is not a number
+
+
+def _name(group_id: int, index: int) -> str:
+    return f"sample {index} of group {group_id}"
+
+
+def _leased(group: Group, lent: Lent) -> LeasedGroup:
+    return LeasedGroup(
+        group_id=group.group_id,
+        partition=group.partition,
+        attempt=lent.attempt,
+        samples=lent.samples,
+        task=group.task,
+        min_version=lent.min_version,
+    )

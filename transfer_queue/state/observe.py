@@ -1,0 +1,65 @@
+"""What a person may see of the queue: listings of the book, which change nothing. They cost O(groups)."""
+
+from itertools import islice
+
+from rl_async.messages import GroupList, GroupRecord, LeaseRecord, Peeked, Refused
+from rl_async.transfer_queue.state.book import Book
+from rl_async.transfer_queue.state.groups import EVAL_GROUPS, TRAIN, Group, State
+
+MOST_LISTED = 1000  # groups of one answer
+
+
+def oldest_lease(book: Book, now: float) -> LeaseRecord | None:
+    """The lease given first of those that have not ended."""
+    oldest = book.leases.oldest()
+    if oldest is None:
+        return None
+    worker, group = oldest
+    return LeaseRecord(group_id=group, worker=worker, age_s=book.leases.age(worker, group, now))
+
+
+def ages(book: Book, now: float) -> dict[str, float]:
+    """By state, for how many seconds the training group that is longest in it has been there; no group, no entry."""
+    oldest: dict[str, float] = {}
+    for group in book.groups.values():
+        if group.partition == TRAIN:
+            age = now - book.since[group.group_id]
+            oldest[group.state] = max(age, oldest.get(group.state, 0.0))
+    return {state: oldest[state] for state in State if state in oldest}
+
+
+def group_list(book: Book, after: int, limit: int, state: str, now: float) -> GroupList | Refused:
+    """Groups with an id above ``after``, by id, at most ``limit`` and MOST_LISTED; of one state unless it is empty."""
+    if state and state not in list(State):
+        return Refused(code="unknown_state", reason=f"no state {state!r}; there are: {', '.join(State)}")
+    limit = max(1, min(limit, MOST_LISTED))
+    ids = (i for i in sorted(book.groups) if i > after and (not state or book.groups[i].state == state))
+    found = [_record(book, book.groups[group_id], now) for group_id in islice(ids, limit + 1)]
+    return GroupList(groups=found[:limit], more=len(found) > limit)
+
+
+def peek(book: Book, group_id: int, now: float) -> Peeked | Refused:
+    """One group with what is here of it."""
+    group = book.groups.get(group_id)
+    if group is not None:
+        return Peeked(group=_record(book, group, now), task=group.task, headers=group.headers())
+    letter = book.dead_letters.get(group_id)
+    if letter is not None:
+        return Refused(code="dead_letter", reason=f"group {group_id} is a dead letter: {letter.error}")
+    admitted = 0 <= group_id < book.next_group or EVAL_GROUPS <= group_id < book.next_eval_group
+    reason = "was trained and retired, dropped, or its evaluation is over" if admitted else "was never admitted"
+    return Refused(code="unknown_group", reason=f"group {group_id} is not here: it {reason}")
+
+
+def _record(book: Book, group: Group, now: float) -> GroupRecord:
+    return GroupRecord(
+        group_id=group.group_id,
+        partition=group.partition,
+        state=group.state,
+        task_id=group.task.task_id,
+        samples=len(group.samples),
+        here=sum(sample.here for sample in group.samples),
+        workers=sorted({sample.worker for sample in group.samples if sample.worker is not None}),
+        age_s=now - book.since[group.group_id],
+        nbytes=sum(sample.nbytes for sample in group.samples),
+    )

@@ -1,0 +1,178 @@
+"""The registry of payload shards, and what is lost with one of them."""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from rl_async.messages import (
+    Done,
+    Elsewhere,
+    Refused,
+    RowKey,
+    ShardList,
+    ShardRecord,
+    Swept,
+    TrajectoryHeader,
+    media_sample,
+)
+from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.state.book import Book
+from rl_async.transfer_queue.state.consumers import Consumers
+from rl_async.transfer_queue.state.transitions import ShardLost, ShardsChanged, Transition
+
+
+class ShardsState(msgspec.Struct, kw_only=True):
+    """The registry; when each was heard of is not kept."""
+
+    revision: int
+    shards: list[ShardRecord]
+
+
+class Shards:
+    """Payload shards by id. A shard that was lost never comes back under its id: it starts again with nothing."""
+
+    def __init__(self, book: Book, change: Callable[[Transition], None], consumers: Consumers) -> None:
+        self._book, self._change, self._consumers = book, change, consumers
+        self._shards: dict[str, ShardRecord] = {}
+        self._heard: dict[str, float] = {}
+        self.revision = 0
+
+    def list(self) -> ShardList:
+        """The registry."""
+        return ShardList(
+            revision=self.revision, replicas=self._book.settings.replicas, shards=list(self._shards.values())
+        )
+
+    def register(self, record: ShardRecord, now: float) -> Done | Refused:
+        """A shard is ready; the same again changes nothing. Another of its name, which it replaces, is lost."""
+        if not self._book.settings.replicas:
+            return Refused(code="shards", reason="this queue keeps its payloads itself (queue.shards=0)")
+        if record.shard_id not in self._shards:
+            for shard_id in [key for key, other in self._shards.items() if other.name == record.name]:
+                self._lose(shard_id)
+            self._change(ShardsChanged(revision=self.revision + 1, shards=[*self._shards.values(), record]))
+        self._heard[record.shard_id] = now
+        return Done()
+
+    def hear(self, shard_id: str, now: float) -> None:
+        """The shard lives, if it counts."""
+        if shard_id in self._shards:
+            self._heard[shard_id] = now
+
+    def sweep(self, shard_id: str, groups: Sequence[int]) -> Swept | Refused:
+        """Which of these groups are gone. Asking is no sign of life, since the question may have waited for long."""
+        if shard_id not in self._shards:
+            return Refused(
+                code=wire.SHARD_LOST, reason=f"shard {shard_id} does not count any more; start again with nothing"
+            )
+        return Swept(
+            gone=[group for group in groups if group not in self._book.groups and not self._consumers.keeps(group)]
+        )
+
+    def misplaced(self, headers: Sequence[TrajectoryHeader]) -> Refused | None:
+        """Why these rows of one sample cannot be taken in: nobody who counts keeps them."""
+        shards = headers[0].shards
+        if any(header.shards != shards or header.nbytes <= 0 for header in headers):
+            return Refused(code="rows", reason="the rows of a sample lie on the same shards, and none is empty")
+        if any(shard_id in self._shards for shard_id in shards):
+            return None
+        return Refused(code=wire.SHARD_LOST, reason=f"of the shards {shards} none is known")
+
+    def places(self, rows: Sequence[RowKey]) -> Elsewhere | Refused:
+        """Where these rows are."""
+        attempts: list[int] = []
+        shards: list[list[str]] = []
+        for key in rows:
+            header = self._header(key)
+            if isinstance(header, Refused):
+                return header
+            attempts.append(header.attempt)
+            shards.append([shard_id for shard_id in header.shards if shard_id in self._shards])
+        urls = {shard_id: self._shards[shard_id].url for shard_id in {each for some in shards for each in some}}
+        return Elsewhere(attempts=attempts, shards=shards, urls=urls)
+
+    def _header(self, key: RowKey) -> TrajectoryHeader | Refused:
+        group_id, index, segment = key
+        group = self._book.groups.get(group_id)
+        if index < 0:
+            return self._medium(key)
+        if group is None:
+            headers = self._consumers.kept_headers(group_id, index)
+        else:
+            headers = group.samples[index].headers if 0 <= index < len(group.samples) else []
+            if not headers and 0 <= index < len(group.samples):
+                return Refused(code=wire.ROWS_LOST, reason=f"sample {index} of group {group_id} is generated again")
+        if not 0 <= segment < len(headers):
+            return Refused(code="unknown_row", reason=f"no row (group, sample, segment) {key}")
+        return headers[segment]
+
+    def _medium(self, key: RowKey) -> TrajectoryHeader | Refused:
+        """A header that says where a medium is: beside the rows that refer to it, as attempt 0."""
+        group_id, index, segment = key
+        group = self._book.groups.get(group_id)
+        headers = self._consumers.headers_of(group_id) if group is None else group.headers()
+        for header in headers if segment == 0 else []:
+            if index in map(media_sample, header.media) and not self._shards.keys().isdisjoint(header.shards):
+                return msgspec.structs.replace(header, attempt=0)
+        return Refused(code="unknown_row", reason=f"no medium {key}")
+
+    def expire(self, now: float) -> None:
+        """Do without the shards that were silent for the lease time."""
+        for shard_id in [key for key, heard in self._heard.items() if now - heard >= self._book.settings.lease_s]:
+            self._lose(shard_id)
+
+    def forget_all(self) -> None:
+        """The processes that were shards are gone."""
+        for shard_id in list(self._shards):
+            self._lose(shard_id)
+
+    def revive(self, now: float) -> None:
+        """After a replay, which knows no times: every shard was heard of just now."""
+        self._heard = dict.fromkeys(self._shards, now)
+
+    def _lose(self, shard_id: str) -> None:
+        left = self._shards.keys() - {shard_id}
+        here = [
+            (group.group_id, index, sample.headers[0])
+            for group in self._book.groups.values()
+            for index, sample in enumerate(group.samples)
+            if sample.here
+        ]
+        here += [(header.group_id, header.sample, header) for header in self._consumers.kept_samples()]
+        samples = [(group, index) for group, index, header in here if left.isdisjoint(header.shards)]
+        self._change(ShardLost(shard_id=shard_id, samples=samples))
+
+    # --- what a change does -----------------------------------------------------------------------------------------
+
+    def changed(self, event: ShardsChanged) -> None:
+        """The registry is what the event says."""
+        self.revision = event.revision
+        self._shards = {shard.shard_id: shard for shard in event.shards}
+
+    def shard_lost(self, event: ShardLost) -> None:
+        """One shard less, and samples that wait again."""
+        self.revision += 1
+        del self._shards[event.shard_id]
+        self._heard.pop(event.shard_id, None)
+        for group_id, index in event.samples:
+            if group_id in self._book.groups:
+                self._book.lost(self._book.groups[group_id], index)
+            else:
+                self._consumers.lost(group_id, index)
+        self._book.counters["shards_lost"] += 1
+        self._book.counters["samples_lost"] += len(event.samples)
+
+    def clear(self) -> None:
+        """What shards keep means nothing any more; they start again."""
+        self.revision += 1
+        self._shards, self._heard = {}, {}
+
+    # --- dump and load ----------------------------------------------------------------------------------------------
+
+    def dump(self) -> ShardsState:
+        """The state; equal for equal registries."""
+        return ShardsState(revision=self.revision, shards=list(self._shards.values()))
+
+    def load(self, state: ShardsState) -> None:
+        """Take over a state."""
+        self.changed(ShardsChanged(revision=state.revision, shards=state.shards))

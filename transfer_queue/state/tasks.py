@@ -1,0 +1,91 @@
+"""Which task is admitted next, and what a person or a producer may do about it."""
+
+from collections.abc import Callable, Sequence
+
+from rl_async.messages import Done, Refused, Task
+from rl_async.transfer_queue.state.book import Book
+from rl_async.transfer_queue.state.source import TaskSource
+from rl_async.transfer_queue.state.transitions import Drained, Requeued, Submitted, Transition
+
+MOST_SUBMITTED = 100_000  # tasks that wait to be admitted; they are held in memory
+REMEMBERED = 4096  # newest requests that submitted tasks
+
+
+class Tasks:
+    """Submitted tasks first, then those of the source. Slots and the bound on staleness do not depend on the order."""
+
+    def __init__(self, book: Book, change: Callable[[Transition], None], source: TaskSource) -> None:
+        self._book, self._change, self._source = book, change, source
+
+    def take(self) -> tuple[Task, bytes, bool] | None:
+        """The next task, the source's cursor behind it, and whether it was submitted. The caller must admit it."""
+        book = self._book
+        if book.submitted:
+            return book.submitted[0], book.cursor, True
+        task = self._source.next((book.next_group - book.given_up) // book.settings.batch_groups)
+        return None if task is None else (task, self._source.cursor(), False)
+
+    def submit(self, tasks: Sequence[Task], request: bytes) -> Done | Refused:
+        """Take in tasks; the same ``request`` again changes nothing."""
+        book = self._book
+        if request in book.submissions:
+            return Done()
+        if book.finished:
+            return Refused(code="finished", reason="the run is over")
+        if len(book.submitted) + len(tasks) > MOST_SUBMITTED:
+            reason = f"{len(book.submitted)} submitted tasks wait, and at most {MOST_SUBMITTED} may; submit more later"
+            return Refused(code="full", reason=reason)
+        self._change(Submitted(tasks=list(tasks), request=request))
+        return Done()
+
+    def requeue(self, group: int, request: bytes) -> Done | Refused:
+        """The task of a dead letter comes next, as a new group: the old one's slot is gone, and its attempts fenced.
+
+        The new group waits for a slot as any other does, so the bound on staleness and the length of the run hold.
+        The same ``request`` again changes nothing.
+        """
+        book = self._book
+        if request in book.submissions:
+            return Done()
+        if group not in book.dead_letters:
+            known = ", ".join(map(str, book.dead_letters)) or "none"
+            return Refused(code="unknown_group", reason=f"group {group} is no dead letter; those kept: {known}")
+        if book.finished:
+            return Refused(code="finished", reason="the run is over")
+        total = book.settings.steps * book.settings.batch_groups
+        if book.next_group - book.given_up >= total:
+            reason = f"all {total} groups of the run are admitted, so group {group} could not be trained any more"
+            return Refused(code="too_late", reason=reason)
+        self._change(Requeued(group=group, request=request))
+        return Done()
+
+    def drain(self, on: bool) -> Done:
+        """Stop admission, or go on with it."""
+        if on != self._book.draining:
+            self._change(Drained(on=on))
+        return Done()
+
+    # --- what a change does -----------------------------------------------------------------------------------------
+
+    def submitted(self, event: Submitted) -> None:
+        """Tasks more."""
+        self._book.submitted.extend(event.tasks)
+        self._remember(event.request)
+
+    def requeued(self, event: Requeued) -> None:
+        """A task more, and a dead letter less."""
+        book = self._book
+        book.submitted.appendleft(book.dead_letters.pop(event.group).task)
+        book.counters["requeued"] += 1
+        self._remember(event.request)
+
+    def _remember(self, request: bytes) -> None:
+        submissions = self._book.submissions
+        if request:
+            submissions[request] = None
+            if len(submissions) > REMEMBERED:
+                submissions.popitem(last=False)
+
+    def drained(self, event: Drained) -> None:
+        """Admission stops, or goes on."""
+        self._book.draining = event.on

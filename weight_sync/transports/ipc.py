@@ -1,0 +1,121 @@
+"""Buckets through shared memory, for engines on the same host: no sockets, one copy in, no copy out.
+
+The sender owns each segment and unlinks it; should it be killed, Python's resource tracker does.
+"""
+
+import _posixshmem
+import mmap
+import os
+import threading
+from collections import deque
+from multiprocessing.shared_memory import SharedMemory
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rl_async.errors import WeightSyncError
+from rl_async.weight_sync.buckets.buckets import Bucket, wire_bytes
+from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
+
+
+class SharedMemorySender:
+    """One segment per staged bucket, read by any number of engines."""
+
+    def __init__(self, engines: int, group_name: str, timeout_s: float) -> None:
+        self._segments: deque[SharedMemory] = deque()
+        self._lock = threading.Lock()  # a thread may still stage a bucket when all is over
+        self._closed = False
+
+    def init_info(self, member: int) -> InitInfo:
+        """Engines need nothing to join."""
+        return InitInfo(backend="ipc")
+
+    def connect(self) -> None:
+        """Nobody to meet."""
+
+    def stage(self, bucket: Bucket) -> UpdateInfo:
+        """Copy the bucket into a new segment."""
+        with self._lock:
+            if self._closed:
+                raise WeightSyncError("a bucket was staged after the transfer was closed")
+            segment = new_segment(bucket.nbytes)
+            assert segment.buf is not None  # only after close
+            segment.buf[: bucket.nbytes] = bucket.data.numpy().data
+            self._segments.append(segment)
+        return msgspec.structs.replace(bucket.info, shm_name=segment.name)
+
+    def send(self, bucket: Bucket) -> None:
+        """The bytes are already there."""
+
+    def unstage(self) -> None:
+        """Unlink the oldest segment; engines that still map it keep their mapping."""
+        if self._segments:
+            segment = self._segments.popleft()
+            segment.close()
+            segment.unlink()
+
+    def close(self) -> None:
+        """Unlink what is left."""
+        with self._lock:
+            self._closed = True
+            while self._segments:
+                self.unstage()
+
+
+class SharedMemoryReceiver:
+    """One engine's side; needs no connection."""
+
+    def __init__(self, info: InitInfo) -> None:
+        """Nothing to meet."""
+
+    def receive(self, info: UpdateInfo) -> Tensor:
+        """The bytes of one bucket, uint8[nbytes], mapped; the mapping lives as long as the tensor and its views."""
+        return mapped(info.shm_name, wire_bytes(info))
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+
+def new_segment(nbytes: int) -> SharedMemory:
+    """A segment whose pages are all there: without them a write ends the process with SIGBUS when /dev/shm is full.
+
+    Raises WeightSyncError if there is no room.
+    """
+    segment = None
+    try:
+        segment = SharedMemory(create=True, size=nbytes)
+        descriptor = _posixshmem.shm_open(f"/{segment.name}", os.O_RDWR, mode=0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if segment is not None:
+            segment.close()
+            segment.unlink()
+        raise WeightSyncError(
+            f"no {nbytes} bytes of shared memory: {error}; make /dev/shm larger (docker run --shm-size), lower "
+            "weight_sync.bucket_mb, or choose another weight_sync.transport"
+        ) from error
+    return segment
+
+
+def mapped(name: str, nbytes: int, *, shared: bool = False) -> Tensor:
+    """The first bytes of a segment, uint8[nbytes]; the mapping lives as long as the tensor and its views.
+
+    What is written there stays private, unless ``shared``. Raises WeightSyncError if there is no such segment.
+    """
+    if not name or "/" in name:
+        raise WeightSyncError(f"{name!r} is not the name of a shared memory segment")
+    flags, access = (os.O_RDWR, mmap.ACCESS_WRITE) if shared else (os.O_RDONLY, mmap.ACCESS_COPY)
+    try:
+        # Not SharedMemory: until Python 3.13 it makes the reader's resource tracker unlink the sender's segment.
+        descriptor = _posixshmem.shm_open(f"/{name}", flags, mode=0o600)
+        try:
+            region = mmap.mmap(descriptor, nbytes, access=access)
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError) as error:
+        raise WeightSyncError(f"shared memory {name} with {nbytes} bytes: {error}") from error
+    return torch.frombuffer(region, dtype=torch.uint8, count=nbytes)
