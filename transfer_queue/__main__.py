@@ -21,7 +21,7 @@ from rl_async.process.log import setup_logging
 from rl_async.process.stacks import answer_with_stacks
 from rl_async.transfer_queue.auth.authenticator import Door
 from rl_async.transfer_queue.auth.keys import client_keys, server_keys
-from rl_async.transfer_queue.journal.interface import open_journal
+from rl_async.transfer_queue.journal.opener import open_journal
 from rl_async.transfer_queue.journal.recovery import Recorder, recover
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.reports.ledger import Ledger

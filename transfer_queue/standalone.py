@@ -23,7 +23,8 @@ from rl_async.configs.nearest import nearest
 from rl_async.configs.schema.run import QueueConfig
 from rl_async.errors import UserError
 from rl_async.messages import Task, Version
-from rl_async.transfer_queue.journal.interface import Journal, MemoryJournal
+from rl_async.transfer_queue.journal.interface import Journal
+from rl_async.transfer_queue.journal.memory import MemoryJournal
 from rl_async.transfer_queue.journal.recovery import Recorder, recover
 from rl_async.transfer_queue.journal.sqlite import SqliteJournal
 from rl_async.transfer_queue.policy.admission import QueueSettings

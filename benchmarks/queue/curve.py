@@ -28,7 +28,7 @@ from rl_async.messages import LeasedGroup, Reserved, Sampling, Trajectory, Versi
 from rl_async.transfer_queue.auth.authenticator import Door
 from rl_async.transfer_queue.auth.keys import ClientKeys, client_keys, make_keys, server_keys
 from rl_async.transfer_queue.client.async_client import QueueClient, SyncQueueClient
-from rl_async.transfer_queue.journal.interface import MemoryJournal
+from rl_async.transfer_queue.journal.memory import MemoryJournal
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.server.handlers import QueueServer
 from rl_async.transfer_queue.server.loop import bind, serve

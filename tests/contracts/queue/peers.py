@@ -23,7 +23,8 @@ from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.auth.authenticator import Door
 from rl_async.transfer_queue.auth.keys import ServerKeys
 from rl_async.transfer_queue.client.async_client import QueueClient
-from rl_async.transfer_queue.journal.interface import Journal, MemoryJournal
+from rl_async.transfer_queue.journal.interface import Journal
+from rl_async.transfer_queue.journal.memory import MemoryJournal
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.server.handlers import QueueServer
 from rl_async.transfer_queue.server.loop import bind, serve
