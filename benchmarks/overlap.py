@@ -49,7 +49,7 @@ def run(mode: str, staleness: int, arguments: argparse.Namespace) -> dict[str, f
         f"trainer.steps={arguments.steps}",
         f"trainer.min_train_s={arguments.seconds}",
         f"model.path={random_model(arguments.runs)}",
-        "sft=null",
+        "warm_start=null",
         f"rollout.min_iteration_s={arguments.seconds / ITERATIONS}",
         f"rollout.max_tokens={ITERATIONS + 1}",
         "rollout.max_model_len=64",

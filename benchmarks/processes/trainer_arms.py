@@ -19,9 +19,9 @@ BUDGET = 16384  # tokens per forward pass
 def save_model(folder: Path) -> None:
     """The demo's model with random weights."""
     torch.manual_seed(0)
-    sft = load_config("calculator").sft
-    assert sft is not None
-    config = Qwen3Config(vocab_size=VOCAB, tie_word_embeddings=True, **tiny_shape(sft))
+    settings = load_config("calculator").warm_start
+    assert settings is not None
+    config = Qwen3Config(vocab_size=VOCAB, tie_word_embeddings=True, **tiny_shape(settings))
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 

@@ -30,8 +30,9 @@ DEADLINE_S = 600
 
 
 def save_model(config: RunConfig, folder: Path) -> None:
-    assert config.sft is not None
-    model = Qwen3Config(vocab_size=config.sft.vocab_size, tie_word_embeddings=True, **tiny_shape(config.sft))
+    settings = config.warm_start
+    assert settings is not None
+    model = Qwen3Config(vocab_size=settings.vocab_size, tie_word_embeddings=True, **tiny_shape(settings))
     Qwen3ForCausalLM(model).save_pretrained(folder)
 
 

@@ -345,7 +345,7 @@ class TrackingConfig(Config, frozen=True):
     offline: Annotated[bool, doc("Keep swanlab and wandb on this machine.")] = True
 
 
-class SftConfig(Config, frozen=True):
+class WarmStartConfig(Config, frozen=True):
     demos_path: Annotated[str, doc("Demonstrations: a `messages` column of chat messages.")]
     learning_rate: Annotated[
         float, Meta(gt=0, description="AdamW, after 30 steps of warm-up; halved when greedy reward stops rising.")
@@ -390,7 +390,7 @@ class RunConfig(Config, frozen=True):
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     eval: EvalConfig = EvalConfig()
     tracking: TrackingConfig = TrackingConfig()
-    sft: Annotated[SftConfig | None, doc("Warm start that makes model.path if it is missing.")] = None
+    warm_start: Annotated[WarmStartConfig | None, doc("Warm start that makes model.path if it is missing.")] = None
     finetune: Annotated[FinetuneConfig | None, doc("What `rl-async sft` trains model.path on, instead of tasks.")] = (
         None
     )

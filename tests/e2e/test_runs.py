@@ -301,7 +301,7 @@ def test_bad_data_is_one_clear_error(home: Path) -> None:
     bare.mkdir(exist_ok=True)
     for file in ("config.json", "model.safetensors"):
         (bare / file).write_bytes((home / "artifacts" / "calculator" / "model" / file).read_bytes())
-    one_clear_error(bad_launch(home, "model.path=bare", "sft=null"), "bare", "tokenizer")
+    one_clear_error(bad_launch(home, "model.path=bare", "warm_start=null"), "bare", "tokenizer")
 
 
 def rows_of(home: Path, name: str) -> list[dict[str, Any]]:

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from rl_async.configs.derived.transport import resolve_transport
+from rl_async.configs.load.fields import explain
 from rl_async.configs.load.loader import dump, load_config, load_resolved, preset_names
+from rl_async.configs.schema.renamed import MOVED
 from rl_async.errors import ConfigError
 
 MINIMAL = "model:\n  path: m\ndata:\n  path: d.parquet\n"
@@ -44,18 +46,18 @@ def test_overrides_are_yaml_values_in_order() -> None:
             "trainer.steps=3",
             "trainer.steps=4",
             "agent.tools=[a.py:f, calculator]",
-            "sft=null",
+            "warm_start=null",
         ],
     )
     assert config.trainer.learning_rate == 1e-4
     assert config.trainer.steps == 4
     assert config.agent.tools == ("a.py:f", "calculator")
-    assert config.sft is None
+    assert config.warm_start is None
 
 
 def test_an_override_may_fill_a_section_that_is_missing(write) -> None:
-    config = load_config(write(MINIMAL), ["sft.demos_path=demos.parquet", "queue.max_staleness=2"])
-    assert config.sft is not None and config.sft.demos_path == "demos.parquet"
+    config = load_config(write(MINIMAL), ["warm_start.demos_path=demos.parquet", "queue.max_staleness=2"])
+    assert config.warm_start is not None and config.warm_start.demos_path == "demos.parquet"
     assert config.queue.max_staleness == 2
 
 
@@ -117,6 +119,22 @@ def test_mistakes_in_an_argument_name_the_argument(override: str, expected: str)
         load_config("calculator", [override])
     assert expected in str(caught.value)
     assert repr(override) in str(caught.value)
+
+
+@pytest.mark.parametrize(("old", "new"), sorted(MOVED.items()))
+def test_an_old_key_is_answered_with_what_it_became(write, old: str, new: str) -> None:
+    with pytest.raises(ConfigError, match=f"{old}.*{new}"):
+        load_config("calculator", [f"{old}=null"])
+    with pytest.raises(ConfigError, match=f"{old}.*{new}"):
+        explain(old)
+
+
+def test_keys_of_a_renamed_section_are_answered_too(write) -> None:
+    for config in (["sft.steps=3"], ["sft=null"]):
+        with pytest.raises(ConfigError, match="warm_start"):
+            load_config("calculator", config)
+    with pytest.raises(ConfigError, match=r"my\.yaml:5.*warm_start"):
+        load_config(write(MINIMAL + "sft:\n  steps: 3\n"))
 
 
 def test_an_unknown_preset_is_answered_with_the_nearest() -> None:
