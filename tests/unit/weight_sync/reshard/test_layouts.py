@@ -8,8 +8,8 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 
 from rl_async.errors import WeightSyncError
 from rl_async.weight_sync.layout import Box, Layout, Shard, TensorSpec, fsdp2, slices, whole
+from rl_async.weight_sync.reshard.execute import split_fused
 from rl_async.weight_sync.reshard.model_layouts import engine, fused_parts, megatron
-from rl_async.weight_sync.reshard.run import split_fused
 from tests.unit.weight_sync.reshard.models import specs
 
 LAYER = "model.layers.0."
