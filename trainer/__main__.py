@@ -180,8 +180,7 @@ def _publisher(run: Run, publisher: WeightCoordinator | IdleCoordinator, wire: W
     phase = build_phase(
         run.config.mode, publisher, barrier=dist.barrier, onload=run.models.wake, offload=run.models.sleep
     )
-    bucket_bytes = int(run.config.weight_sync.bucket_mb * 2**20)
-    gathering = Gathering(wire, run.rank, bucket_bytes, run.config.trainer.collective_timeout_s)
+    gathering = Gathering(wire, run.rank, run.config.weight_sync.bucket_bytes, run.config.trainer.collective_timeout_s)
     return EnginePublisher(phase, gathering, run.config.trainer.lora if run.config.weight_sync.adapters else None)
 
 

@@ -99,7 +99,7 @@ def train(run: Run) -> bool:
         updated_at = time.perf_counter()
         metrics = updated.metrics
         metrics |= run.kl.after_step(metrics["loss/kl_reference"], sum(not h.baseline for h in batch.headers))
-        time.sleep(max(0.0, have_batch + config.trainer.min_train_s - time.perf_counter()))
+        time.sleep(max(0.0, have_batch + config.debug.min_train_s - time.perf_counter()))
         record(run, batch, updated.corrected)
         run.at(step, "meeting the ranks")
         stopping = run.stop.agreed()  # and all ranks have trained and recorded before anyone is told so
