@@ -76,7 +76,7 @@ async def test_logprobs_agree_with_a_plain_forward_pass(engine: VllmEngine, mode
 
 
 async def test_samples_of_one_prompt_are_asked_for_together(engine: VllmEngine, model_folder: Path) -> None:
-    client = VllmEngine(engine.url, together=8)
+    client = VllmEngine(engine.url, max_coalesced=8)
     requests = [ask(max_tokens=40) for _ in range(6)]
     answers = await asyncio.gather(*(client.generate(r) for r in requests))
     for request, got in zip(requests, answers, strict=True):

@@ -1,0 +1,72 @@
+"""The embedded engine as a process: the model, the engine's thread and the HTTP server, put together."""
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+from transformers import AutoModelForCausalLM
+
+from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import UserError
+from rl_async.rollout_server.embedded.core import EngineCore
+from rl_async.rollout_server.embedded.engine_thread import EngineThread
+from rl_async.rollout_server.embedded.server import EngineServer
+
+
+def serve(run: Path, index: int, host: str, port: int) -> None:
+    """Serve engine number ``index`` of the run in folder ``run`` until SIGTERM.
+
+    Raises UserError for a config, a model or an address that cannot be used.
+    """
+    config = load_resolved(run / "config.yaml")
+    torch.set_num_threads(config.launcher.threads)
+    torch.manual_seed(config.seed + 10_000 + index)
+    listener = bind(host, port)
+    core = EngineCore(
+        load_model(config),
+        max_batch=config.rollout.max_batch_size,
+        max_length=config.rollout.max_model_len,
+        min_iteration_s=config.rollout.min_iteration_s,
+    )
+    engine = EngineThread(core, on_crash=lambda _: os._exit(1))
+    server = EngineServer(engine, config.model.path)
+    settings = uvicorn.Config(
+        server.app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
+    )
+    try:
+        uvicorn.Server(settings).run(sockets=[listener])
+    finally:
+        engine.stop()
+
+
+def load_model(config: RunConfig) -> torch.nn.Module:
+    """Load the model of ``model.path`` onto its device. Raises UserError if there is none."""
+    if not Path(config.model.path).is_dir():  # Transformers would look for it on the Hub
+        raise UserError(f"model.path: there is no folder {config.model.path}")
+    device = config.model.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            config.model.path, dtype=getattr(torch, config.model.dtype), attn_implementation="sdpa"
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]  # Transformers adds paragraphs of advice
+        raise UserError(f"model.path: cannot load a causal LM from {config.model.path}: {reason}") from error
+    return model.to(device).eval()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a listening socket. Raises UserError if the address cannot be bound."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise UserError(f"rollout.port: cannot listen on {host}:{port}: {error.strerror}") from error
+    return listener
