@@ -41,8 +41,8 @@ from rl_async.trainer.backends.interface import Outputs
 from rl_async.trainer.batches.batching import collate
 from rl_async.trainer.batches.cost import row_cost_of
 from rl_async.weight_sync.layout import TensorSpec, fsdp2, whole
+from rl_async.weight_sync.reshard.execute import reshard
 from rl_async.weight_sync.reshard.plan import plan
-from rl_async.weight_sync.reshard.run import reshard
 from rl_async.weight_sync.reshard.wire import PointToPoint
 
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}  # NVIDIA's data sheets, SXM, dense bfloat16, FLOP/s

@@ -74,7 +74,7 @@ def main() -> None:
             load_model(config),
             max_batch=config.rollout.max_batch_size,
             max_length=config.rollout.max_model_len,
-            min_iteration_s=config.rollout.min_iteration_s,
+            min_iteration_s=config.debug.min_iteration_s,
         )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -33,7 +33,7 @@ from rl_async.trainer.batches.sources import BatchSource
 from rl_async.trainer.checkpoints.folder import FORMAT, CheckpointSchedule, CheckpointState
 from rl_async.trainer.checkpoints.saver import Saver
 from rl_async.trainer.monitoring.depth import QueueDepth
-from rl_async.trainer.monitoring.evaluation import EvalResult, Evaluations
+from rl_async.trainer.monitoring.evaluation import Evaluator, FinishedEvaluation
 from rl_async.trainer.monitoring.guard import Guard
 from rl_async.trainer.monitoring.records import append_evaluation, append_trained, write_trajectories
 from rl_async.trainer.monitoring.stopping import StopRequest
@@ -62,7 +62,7 @@ class Run:
     kl: KlController
     saver: Saver
     stop: StopRequest
-    evaluations: Evaluations | None = None
+    evaluations: Evaluator | None = None
     depth: QueueDepth | None = None
     tracking: Tracking | None = None
 
@@ -99,7 +99,7 @@ def train(run: Run) -> bool:
         updated_at = time.perf_counter()
         metrics = updated.metrics
         metrics |= run.kl.after_step(metrics["loss/kl_reference"], sum(not h.baseline for h in batch.headers))
-        time.sleep(max(0.0, have_batch + config.trainer.min_train_s - time.perf_counter()))
+        time.sleep(max(0.0, have_batch + config.debug.min_train_s - time.perf_counter()))
         record(run, batch, updated.corrected)
         run.at(step, "meeting the ranks")
         stopping = run.stop.agreed()  # and all ranks have trained and recorded before anyone is told so
@@ -182,7 +182,7 @@ def record(run: Run, batch: Batch, corrected: Corrected) -> None:
     append_trained(run.folder / "trained.jsonl", run.lineage, batch.step, rows)
 
 
-def record_evaluation(folder: Path, lineage: int, result: EvalResult, rows: list[Trajectory]) -> None:
+def record_evaluation(folder: Path, lineage: int, result: FinishedEvaluation, rows: list[Trajectory]) -> None:
     """Write the trajectories of an evaluation beside those that were trained, and its result as one line."""
     write_trajectories(folder / "trajectories" / f"eval-{result.step:06d}.jsonl.gz", rows)
     append_evaluation(folder / "evaluations.jsonl", lineage, result.metrics())

@@ -115,7 +115,7 @@ def rank_process(model: str, out: str, sizes: str) -> None:
         if number < STEPS:
             found[f"loss.{number}"], found[f"norm.{number}"] = step(backend, lengths)
     gathering = Gathering(PointToPoint(dist.HashStore()), dist.get_rank(), 1 << 30, DEADLINE_S)
-    for bucket in gathering.buckets(backend.parts()):
+    for bucket in gathering.buckets(backend.sharded_weights()):
         found |= {f"weights.{piece.name}": piece.data.view(piece.shape) for piece in unpack(bucket.data, bucket.info)}
     if dist.get_rank() == 0:
         save_file({name: tensor.contiguous() for name, tensor in found.items()}, out)

@@ -95,7 +95,9 @@ class RolloutConfig(Config, frozen=True):
         str, doc("Python that has vLLM or SGLang, and rl-async beside it (scripts/install_vllm_cpu); empty: this one.")
     ] = ""
     engine_args: Annotated[tuple[str, ...], doc("More flags for vLLM or SGLang, as on its command line.")] = ()
-    cpu_cache_gb: Annotated[Positive, doc("vLLM on a CPU: memory for its KV cache, in GiB.")] = 1
+    cpu_cache_bytes: Annotated[
+        Positive, doc("vLLM on a CPU: memory for its KV cache; rounded up to whole GiB, its own unit.")
+    ] = 1 << 30
     group_size: Annotated[Positive, doc("Trajectories sampled per task.")] = 16
     temperature: Annotated[float, Meta(gt=0, description="Sampling temperature for training.")] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1, description="Nucleus; below 1 is refused for training.")] = 1.0
@@ -107,9 +109,6 @@ class RolloutConfig(Config, frozen=True):
         Seconds, doc("Deadline of one generate request; time in which its engine sleeps does not count.")
     ] = 120.0
     start_timeout_s: Annotated[Seconds, doc("Deadline for an engine to answer its health probe.")] = 300.0
-    min_iteration_s: Annotated[
-        float, Meta(ge=0, description="Embedded engine: a decode iteration is stretched to this; for benchmarks.")
-    ] = 0.0
     port: Annotated[Count, doc("First engine's port, the others follow; 0: free ports.")] = 0
 
 
@@ -228,14 +227,11 @@ class TrainerConfig(Config, frozen=True):
     steps: Annotated[Positive, doc("Trainer steps in the run.")] = 100
     ranks: Annotated[Positive, doc("Trainer processes.")] = 1
     tensor_parallel: Annotated[
-        Positive, doc("Ranks that share each layer; above 1 needs the megatron backend, as do the next four.")
+        Positive, doc("Ranks that share each layer; above 1 needs the megatron backend, as do the next three.")
     ] = 1
     pipeline_parallel: Annotated[Positive, doc("Stages that share the layers out; they divide among them.")] = 1
     virtual_pipeline: Annotated[Positive, doc("Parts of the model per pipeline stage, interleaved.")] = 1
     expert_parallel: Annotated[Positive, doc("Data-parallel ranks that share the experts of each layer out.")] = 1
-    context_parallel: Annotated[
-        Positive, doc("Ranks that share each row; above 1 is refused: it needs Transformer Engine, on GPUs.")
-    ] = 1
     minibatches: Annotated[Positive, doc("Optimizer steps per pass over a batch.")] = 2
     epochs: Annotated[
         Positive, doc("Passes over each batch; old log-probabilities are computed once, before the first.")
@@ -296,9 +292,6 @@ class TrainerConfig(Config, frozen=True):
     collective_timeout_s: Annotated[
         Seconds, doc("A rank that waits longer for the others ends, and the run goes on from the last checkpoint.")
     ] = 600.0
-    min_train_s: Annotated[
-        float, Meta(ge=0, description="Training of a step is stretched to this; for benchmarks of overlap.")
-    ] = 0.0
 
 
 class WeightSyncConfig(Config, frozen=True):
@@ -320,7 +313,7 @@ class WeightSyncConfig(Config, frozen=True):
         doc("With trainer.lora: send adapters alone; engines add them to the base, of which each keeps a host copy."),
     ] = False
     waves: Annotated[Positive, doc("Update engines in this many groups, one after another, so that some decode.")] = 1
-    bucket_mb: Annotated[float, Meta(gt=0, description="Size of a bucket in MiB.")] = 64.0
+    bucket_bytes: Annotated[Positive, doc("Size of a bucket; a larger tensor is cut.")] = 64 << 20
     timeout_s: Annotated[Seconds, doc("Deadline of one engine's update; beyond it the engine is cut off.")] = 60.0
     sync_timeout_s: Annotated[
         Seconds, doc("Deadline of the update of all engines; those that are not done then are cut off.")
@@ -375,6 +368,15 @@ class LauncherConfig(Config, frozen=True):
     ] = 15.0
 
 
+class DebugConfig(Config, frozen=True):
+    """Slows parts of a run down; only for benchmarks and tests of how stages overlap."""
+
+    min_train_s: Annotated[float, Meta(ge=0, description="A training step lasts at least this long.")] = 0.0
+    min_iteration_s: Annotated[
+        float, Meta(ge=0, description="Embedded engine: a decode iteration lasts at least this long.")
+    ] = 0.0
+
+
 class RunConfig(Config, frozen=True):
     """The whole run. ``mode`` and ``name`` come from the command line."""
 
@@ -395,6 +397,7 @@ class RunConfig(Config, frozen=True):
         None
     )
     launcher: LauncherConfig = LauncherConfig()
+    debug: DebugConfig = DebugConfig()
     mode: Annotated[Literal["colocated", "disaggregated"], doc("Given by --mode.")] = "disaggregated"
     name: Annotated[str, doc("The run's folder below launcher.run_dir; given by --name.")] = ""
     seed: Annotated[int, doc("Seed of data order, sampling and training.")] = 0

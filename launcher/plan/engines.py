@@ -1,5 +1,6 @@
 """The processes of rollout engines, by kind."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,7 +53,10 @@ def _vllm(config: RunConfig, run_dir: Path, index: int, gpu: int | None) -> Comm
         argv += ("--enable-sleep-mode",)
     env = {}
     if gpu is None:  # nobind: else every vLLM takes the same, nearly all, cores and ignores launcher.threads
-        env = {"VLLM_CPU_KVCACHE_SPACE": str(rollout.cpu_cache_gb), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        env = {
+            "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(rollout.cpu_cache_bytes / 2**30)),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
     return (rollout.python or argv[0], *argv[1:], *rollout.engine_args), env
 
 

@@ -135,7 +135,9 @@ class SglangEngine:
         if not self._group:
             raise EngineRejected("an update before the transfer was initialised")
         if info.starts or info.numels:
-            raise EngineRejected("SGLang takes whole parameters only; the largest must fit into weight_sync.bucket_mb")
+            raise EngineRejected(
+                "SGLang takes whole parameters only; the largest must fit into weight_sync.bucket_bytes"
+            )
         if info.kind == "delta" or info.hold != "no":
             raise EngineRejected("SGLang keeps no copy of its weights; weight_sync.delta needs other engines")
         body = UpdateBody(names=info.names, dtypes=info.dtype_names, shapes=info.shapes, group_name=self._group)

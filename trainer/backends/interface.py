@@ -11,7 +11,7 @@ from torch import Tensor
 from rl_async.trainer.batches.batching import Tensors
 from rl_async.trainer.batches.cost import RowCost
 from rl_async.trainer.batches.data_parallel import DataParallel
-from rl_async.weight_sync.reshard.gather import Parts
+from rl_async.weight_sync.reshard.gather import ShardedWeights
 
 OutputName = Literal["entropy", "sum_squares", "distribution", "values"]
 Published = Literal["merged", "base", "adapters"]
@@ -75,7 +75,7 @@ class Backend(Protocol):
         """
         ...
 
-    def parts(self, what: Published = "merged") -> Parts:
+    def sharded_weights(self, what: Published = "merged") -> ShardedWeights:
         """Who holds what of the weights that engines get, under Hugging Face names, to travel in the model's dtype;
         tied duplicates left out, and a value head, which no engine knows. Of what is published as it is held, no
         copy is made. Of a backend that trains adapters: merged with them, without them, or they alone as

@@ -56,10 +56,10 @@ class EnginePublisher:
 
     def _gathered(self, backend: Backend) -> list[Bucket]:
         if self._lora is None:
-            return self._gathering.buckets(backend.parts())
+            return self._gathering.buckets(backend.sharded_weights())
         if self._base is None:
-            self._base = self._gathering.buckets(backend.parts("base"))
-        return self._base + as_adapters(self._gathering.buckets(backend.parts("adapters")), self._lora.scale)
+            self._base = self._gathering.buckets(backend.sharded_weights("base"))
+        return self._base + as_adapters(self._gathering.buckets(backend.sharded_weights("adapters")), self._lora.scale)
 
 
 class NoEngines:

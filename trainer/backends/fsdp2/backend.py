@@ -27,8 +27,8 @@ from rl_async.trainer.model.lora import adapters, attach, merged, without_adapte
 from rl_async.trainer.model.ulysses import join_groups
 from rl_async.weight_sync.buckets.buckets import dtype_name
 from rl_async.weight_sync.layout import Layout, TensorSpec, fsdp2
-from rl_async.weight_sync.reshard.gather import Parts
-from rl_async.weight_sync.reshard.run import one_box_each
+from rl_async.weight_sync.reshard.execute import one_box_each
+from rl_async.weight_sync.reshard.gather import ShardedWeights
 
 STEPS = "schedule|steps"
 
@@ -107,7 +107,7 @@ class Fsdp2Backend:
         self.optimizer.zero_grad()
         return total, norm
 
-    def parts(self, what: Published = "merged") -> Parts:
+    def sharded_weights(self, what: Published = "merged") -> ShardedWeights:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a pass without gradient leaves some of them whole
@@ -117,7 +117,7 @@ class Fsdp2Backend:
             layout = self._layout if what == "base" else self._adapter_layout
             named = without_adapters if what == "base" else adapters
             local = {name: _shard(parameter) for name, parameter in named(self.model.lm)}
-        return Parts(layout, one_box_each(layout, dist.get_rank(), local))
+        return ShardedWeights(layout, one_box_each(layout, dist.get_rank(), local))
 
     @functools.cached_property
     def _layout(self) -> Layout:

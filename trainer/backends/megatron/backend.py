@@ -37,7 +37,7 @@ from rl_async.trainer.batches.cost import row_cost_of
 from rl_async.trainer.checkpoints.export import MOMENT, WEIGHTS, WHOLE
 from rl_async.trainer.model.heads import MODEL_FOLDER
 from rl_async.weight_sync.layout import Layout
-from rl_async.weight_sync.reshard.gather import Parts
+from rl_async.weight_sync.reshard.gather import ShardedWeights
 
 OPTIMIZER_FILE = "optimizer.safetensors"  # with FSDP2's names, which then reads the same file
 
@@ -155,7 +155,7 @@ class MegatronBackend:
                 with torch.no_grad():
                     ran.take(number, found)
 
-    def parts(self, what: Published = "merged") -> Parts:
+    def sharded_weights(self, what: Published = "merged") -> ShardedWeights:
         assert what == "merged"  # it trains no adapters
         return parts_of(self._spread, self._layout)
 
