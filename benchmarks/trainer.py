@@ -44,7 +44,7 @@ from benchmarks.processes.trainer_arms import (
     rows_of,
     save_model,
 )
-from rl_async.configs.schema.run import TrainerConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import TrajectoryHeader
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import Outputs

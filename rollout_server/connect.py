@@ -1,6 +1,6 @@
 """The client of an engine, by its kind, and the pool of all of a run's engines."""
 
-from rl_async.configs.schema.run import RolloutConfig
+from rl_async.configs.schema.rollout import RolloutConfig
 from rl_async.errors import ProtocolError
 from rl_async.messages import EngineRecord, Version
 from rl_async.rollout_server.answers import ReadVersion

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import zmq
 
 from rl_async.agent_loop.data.prompts import make_sources
-from rl_async.configs.derived.closed import is_loopback
+from rl_async.configs.derived.queue import is_loopback
 from rl_async.configs.load.loader import load_resolved
 from rl_async.errors import EXIT_USER, UserError
 from rl_async.process.lifeline import watch_lifeline

@@ -21,7 +21,9 @@ from torch import Tensor
 
 from benchmarks.processes.ranks import run_ranks
 from benchmarks.processes.trainer_arms import long_tailed, micro_batches, rows_of, save_model
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backends.interface import Backend, Outputs
 from rl_async.trainer.step.models import build_models
 from rl_async.weight_sync.buckets.buckets import unpack

@@ -25,7 +25,8 @@ from rl_async.agent_loop.data.tasks import make_data
 from rl_async.agent_loop.data.tiny_tokenizer import read_demos, train_tokenizer
 from rl_async.agent_loop.episodes.loops import EpisodeRunner
 from rl_async.configs.load.loader import load_resolved
-from rl_async.configs.schema.run import EvalConfig, RunConfig, WarmStartConfig
+from rl_async.configs.schema.finetune import WarmStartConfig
+from rl_async.configs.schema.run import EvalConfig, RunConfig
 from rl_async.errors import UserError
 from rl_async.launcher.plan.artifacts import SFT_FILE, fingerprint, needs_data, needs_model
 from rl_async.launcher.plan.memory import tiny_shape

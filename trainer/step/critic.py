@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from rl_async.configs.schema.critic import CriticConfig
-from rl_async.configs.schema.run import RunConfig, TrainerConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged
 from rl_async.trainer.algorithms.advantages import AdvantageInputs
 from rl_async.trainer.algorithms.aggregation import count, token_mean

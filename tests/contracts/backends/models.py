@@ -23,7 +23,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from rl_async.configs.schema.run import TrainerConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backends.interface import LossFn, Outputs
 from rl_async.trainer.batches.batching import Tensors, collate
 from tests.conftest import VOCAB, make_rows

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from rl_async.configs.schema.algorithm import AdvantageOptions, AlgorithmConfig, ShapingConfig
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RewardConfig, RewardTerm, RunConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.reward import RewardConfig, RewardTerm
+from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import ToolCall, Trajectory, Turn
 from rl_async.trainer.algorithms.advantages import AdvantageInputs
 from rl_async.trainer.algorithms.estimators import ADVANTAGES

@@ -11,7 +11,9 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
 from rl_async.configs.schema.algorithm import AlgorithmConfig
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.checkpoints.export import MOMENT, SHARDS, export
 from rl_async.trainer.checkpoints.folder import FORMAT, CheckpointState, load_checkpoint, newest_whole

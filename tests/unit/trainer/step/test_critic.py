@@ -12,7 +12,7 @@ from torch import Tensor
 from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.algorithm import AdvantageOptions
 from rl_async.configs.schema.critic import CriticConfig
-from rl_async.configs.schema.run import TrainerConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged
 from rl_async.trainer.algorithms.advantages import AdvantageInputs
 from rl_async.trainer.algorithms.gae import gae

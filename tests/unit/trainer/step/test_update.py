@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.configs.schema.algorithm import AlgorithmConfig, ShapingConfig
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import RewardsMissing
 from rl_async.messages import Trajectory, Turn
 from rl_async.trainer.algorithms import shaping

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from rl_async.configs.schema.algorithm import AlgorithmConfig
 from rl_async.configs.schema.critic import CriticConfig
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.checkpoints.folder import FORMAT, CheckpointState, load_checkpoint
 from rl_async.trainer.checkpoints.saver import Saver

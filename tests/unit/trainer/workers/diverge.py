@@ -5,7 +5,9 @@ import sys
 
 import torch.distributed as dist
 
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend

@@ -16,7 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_async.configs.schema.algorithm import LOSSES, AlgorithmConfig, KlConfig, LossOptions
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import Trajectory
 from rl_async.trainer.algorithms.aggregation import AGGREGATIONS
 from rl_async.trainer.algorithms.algorithm import build

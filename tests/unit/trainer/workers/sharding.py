@@ -14,8 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rl_async.configs.schema.lora import LoraConfig
-from rl_async.configs.schema.run import TrainerConfig
+from rl_async.configs.schema.trainer import LoraConfig, TrainerConfig
 from rl_async.messages import Version
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.weight_sync.buckets.adapters import as_adapters

@@ -12,7 +12,9 @@ from safetensors.torch import save_file
 
 from rl_async.configs.schema.algorithm import AlgorithmConfig, KlConfig
 from rl_async.configs.schema.correction import CorrectionOptions
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.step.models import build_models
 from rl_async.trainer.step.update import Batch, plan_batch, row_keys, update
