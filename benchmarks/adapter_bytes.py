@@ -23,8 +23,7 @@ from benchmarks.processes.command_line import parser
 from benchmarks.processes.engine_process import Directory, serving
 from benchmarks.processes.trainer_arms import VOCAB, rows_of
 from rl_async.configs.load.loader import load_config
-from rl_async.configs.schema.lora import LoraConfig
-from rl_async.configs.schema.run import TrainerConfig
+from rl_async.configs.schema.trainer import LoraConfig, TrainerConfig
 from rl_async.messages import Version
 from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
@@ -77,12 +76,14 @@ def shares(folder: Path, lora: LoraConfig | None) -> list[float]:
     backend, versions = make(folder, lora), []
     for _ in range(STEPS):
         step(backend, 8)
-        versions.append([(name, rows.to(backend.dtype, copy=True)) for (name, _), rows in backend.parts().held.items()])
+        versions.append(
+            [(name, rows.to(backend.dtype, copy=True)) for (name, _), rows in backend.sharded_weights().held.items()]
+        )
     found, total = [], sum(tensor.nbytes for _, tensor in versions[-1])
     for size in BUCKETS_MIB:
         old, new = (list(make_buckets(version, size << 20)) for version in versions[-2:])
         found.append(sum(bucket.nbytes for bucket in deltas(new, old, "0")) / total)
-    adapters = (rows.nbytes for rows in backend.parts("adapters").held.values())
+    adapters = (rows.nbytes for rows in backend.sharded_weights("adapters").held.values())
     return [*found, sum(adapters) / total]
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from rl_async.configs.schema.run import EngineKind, RolloutConfig
+from rl_async.configs.schema.rollout import EngineKind, RolloutConfig
 from rl_async.errors import ProtocolError
 from rl_async.messages import EngineRecord, Version
 from rl_async.rollout_server.answers import ReadVersion

@@ -23,7 +23,7 @@ from rl_async.errors import ProtocolError
 from rl_async.messages import codec
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.client.async_client import SyncQueueClient
-from rl_async.transfer_queue.journal.interface import MemoryJournal
+from rl_async.transfer_queue.journal.memory import MemoryJournal
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.server.handlers import QueueServer
 from rl_async.transfer_queue.server.loop import bind, serve

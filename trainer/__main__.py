@@ -28,9 +28,8 @@ from rl_async.trainer.algorithms.kl import KlController
 from rl_async.trainer.batches import sources
 from rl_async.trainer.checkpoints.folder import drop_unfinished, folder_of, load_checkpoint, newest_whole, read_state
 from rl_async.trainer.checkpoints.saver import Saver
-from rl_async.trainer.models import build_models
 from rl_async.trainer.monitoring.depth import QueueDepth
-from rl_async.trainer.monitoring.evaluation import Evaluations
+from rl_async.trainer.monitoring.evaluation import Evaluator
 from rl_async.trainer.monitoring.guard import Guard
 from rl_async.trainer.monitoring.ranks import end_well_or_say_why, start_process_group
 from rl_async.trainer.monitoring.records import next_lineage
@@ -39,13 +38,14 @@ from rl_async.trainer.monitoring.trackers import Tracking
 from rl_async.trainer.publishing.canaries import PROMPT_TOKENS, Canaries
 from rl_async.trainer.publishing.mismatch import WatchedPublisher
 from rl_async.trainer.publishing.publisher import EnginePublisher, NoEngines, Publisher
+from rl_async.trainer.step.models import build_models
 from rl_async.trainer.step.update import Models
 from rl_async.trainer.train import Run, record_evaluation, train
 from rl_async.transfer_queue.auth.keys import client_keys
 from rl_async.transfer_queue.client.async_client import QueueClient, SyncQueueClient
 from rl_async.weight_sync.coordinator import WeightCoordinator
 from rl_async.weight_sync.options import SyncOptions
-from rl_async.weight_sync.phases import Bystander, build_phase
+from rl_async.weight_sync.phases import IdleCoordinator, build_phase
 from rl_async.weight_sync.reshard.gather import Gathering
 from rl_async.weight_sync.reshard.wire import PointToPoint, Wire
 
@@ -141,7 +141,7 @@ def _train_from_queue(run: Run, arguments: argparse.Namespace, snapshot: bytes, 
     with SyncQueueClient(address, role="trainer", name=f"trainer-{run.rank}", keys=keys) as queue:
         run.source = sources.QueueSource(queue, config.trainer.batch_timeout_s)
         if run.rank != 0:
-            run.publisher = _watched(run, _publisher(run, Bystander(), wire), None)
+            run.publisher = _watched(run, _publisher(run, IdleCoordinator(), wire), None)
             train(run)
             return
         if arguments.resume:
@@ -150,7 +150,7 @@ def _train_from_queue(run: Run, arguments: argparse.Namespace, snapshot: bytes, 
         run.depth = QueueDepth(queue)
         if config.data.eval_path:
             record = functools.partial(record_evaluation, run.folder, run.lineage)
-            run.evaluations = Evaluations(queue, config.eval.every, record)
+            run.evaluations = Evaluator(queue, config.eval.every, record)
         with WeightCoordinator(
             lambda: QueueClient(address, role="weights", name="coordinator", keys=keys),
             lambda record: connect(record.kind, record.url),
@@ -176,12 +176,11 @@ def _sync_options(run: Run, host: str) -> SyncOptions:
     )
 
 
-def _publisher(run: Run, publisher: WeightCoordinator | Bystander, wire: Wire) -> EnginePublisher:
+def _publisher(run: Run, publisher: WeightCoordinator | IdleCoordinator, wire: Wire) -> EnginePublisher:
     phase = build_phase(
         run.config.mode, publisher, barrier=dist.barrier, onload=run.models.wake, offload=run.models.sleep
     )
-    bucket_bytes = int(run.config.weight_sync.bucket_mb * 2**20)
-    gathering = Gathering(wire, run.rank, bucket_bytes, run.config.trainer.collective_timeout_s)
+    gathering = Gathering(wire, run.rank, run.config.weight_sync.bucket_bytes, run.config.trainer.collective_timeout_s)
     return EnginePublisher(phase, gathering, run.config.trainer.lora if run.config.weight_sync.adapters else None)
 
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import zmq
 
 from rl_async.agent_loop.data.prompts import make_sources
-from rl_async.configs.derived.closed import is_loopback
+from rl_async.configs.derived.queue import is_loopback
 from rl_async.configs.load.loader import load_resolved
 from rl_async.errors import EXIT_USER, UserError
 from rl_async.process.lifeline import watch_lifeline
@@ -21,7 +21,7 @@ from rl_async.process.log import setup_logging
 from rl_async.process.stacks import answer_with_stacks
 from rl_async.transfer_queue.auth.authenticator import Door
 from rl_async.transfer_queue.auth.keys import client_keys, server_keys
-from rl_async.transfer_queue.journal.interface import open_journal
+from rl_async.transfer_queue.journal.opener import open_journal
 from rl_async.transfer_queue.journal.recovery import Recorder, recover
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.reports.ledger import Ledger

@@ -15,12 +15,12 @@ from rl_async.weight_sync import wave
 from rl_async.weight_sync.buckets import adapters
 from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.buckets.delta import deltas
-from rl_async.weight_sync.groups import address, by_base, split
+from rl_async.weight_sync.buckets.numbering import numbered
 from rl_async.weight_sync.options import PLAIN, SyncOptions
 from rl_async.weight_sync.protocol import Backend, EngineControl, EngineDirectory, SyncReport
 from rl_async.weight_sync.transports import disk
 from rl_async.weight_sync.transports.interface import SENDERS, Sender
-from rl_async.weight_sync.wave import EngineFailed, Member, Outcome
+from rl_async.weight_sync.wave import EngineFailed, FleetMember, WaveOutcome
 
 log = logging.getLogger("rl_async.weight_sync")
 
@@ -50,7 +50,7 @@ class Fleet:
         self._directory, self._connect, self._transport = directory, connect, transport
         self._timeout_s, self._engine_wait_s = timeout_s, engine_wait_s
         self._lock = asyncio.Lock()
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, FleetMember] = {}
         self._revision = -1
         self._version: Version | None = None  # the last one published, kept with its buckets for late engines
         self._buckets: Sequence[Bucket] = ()
@@ -118,18 +118,18 @@ class Fleet:
 
     async def _take(self, version: Version, buckets: Sequence[Bucket]) -> None:
         """Make these the weights to send; where some engine may hold the last ones, adapters alone, or deltas."""
-        addressed = address(buckets, version, self._options.hold)
+        addressed = numbered(buckets, version, self._options.hold)
         self._base, self._deltas = None, ()
         if self._version not in (None, version):
             base, old = self._version, self._buckets
-            if added := adapters.alone(addressed):
+            if added := adapters.adapter_buckets(addressed):
                 self._base, self._deltas = base, added
             elif self._options.delta:
                 self._deltas = await wave.in_thread(lambda: list(deltas(addressed, old, str(base))))
                 self._base = base
         self._version, self._buckets = version, addressed
 
-    async def _bring_up_all(self, deadline: float) -> tuple[list[Member], list[EngineFailed], float]:
+    async def _bring_up_all(self, deadline: float) -> tuple[list[FleetMember], list[EngineFailed], float]:
         """All registered engines, wave after wave; if none is left, those that register before ``deadline``.
 
         Returns who took the weights, who failed, and the seconds in which nobody was there.
@@ -150,10 +150,10 @@ class Fleet:
             await self._refresh(after=self._revision, wait_s=min(left, POLL_S))
             waited += time.monotonic() - alone
 
-    async def _bring_up_in_time(self, members: list[Member], failures: list[EngineFailed]) -> list[Member]:
+    async def _bring_up_in_time(self, members: list[FleetMember], failures: list[EngineFailed]) -> list[FleetMember]:
         """The members in waves, one after another. Those that are not done at the deadline are cut off."""
-        done: list[Member] = []
-        waves = split(members, self._options.waves)
+        done: list[FleetMember] = []
+        waves = _split(members, self._options.waves)
         self._close_groups(but=waves)
         try:
             async with asyncio.timeout(self._options.sync_timeout_s):
@@ -174,14 +174,14 @@ class Fleet:
             await self._refresh()
             late = [member for member in self._members.values() if member.record.version != self._version]
             for member in late:
-                done: list[Member] = []
+                done: list[FleetMember] = []
                 await self._bring_up([member], done, [], keep_group=False)
                 if done:
                     await self._directory.confirm(member.engine_id, self._version)
                     log.info("%s caught up with version %s", member.engine_id, self._version)
 
     async def _bring_up(
-        self, members: Sequence[Member], done: list[Member], failures: list[EngineFailed], *, keep_group: bool
+        self, members: Sequence[FleetMember], done: list[FleetMember], failures: list[EngineFailed], *, keep_group: bool
     ) -> None:
         """Send the weights until each member serves them (and is in ``done``) or is cut off (and in ``failures``).
 
@@ -194,7 +194,7 @@ class Fleet:
         failures += silent
         together, rounds = True, 0
         while pending:
-            waves = by_base(pending, self._base) if together else [[member] for member in pending]
+            waves = _by_base(pending, self._base) if together else [[member] for member in pending]
             outcomes = await asyncio.gather(*(self._one_wave(w, keep_group and together) for w in waves))
             culprits = [f for w, outcome in zip(waves, outcomes) for f in await self._culprits(w, outcome)]
             await self._cut_off(culprits)
@@ -206,7 +206,7 @@ class Fleet:
             together = bool(culprits) and rounds == 0
             rounds += 1
 
-    async def _one_wave(self, members: Sequence[Member], keep_group: bool) -> Outcome:
+    async def _one_wave(self, members: Sequence[FleetMember], keep_group: bool) -> WaveOutcome:
         """Connect if the group is new, then transfer. A group that failed in any way is never used again."""
         ids = tuple(member.engine_id for member in members)
         sender = self._groups.pop(ids, None) if keep_group else None
@@ -214,7 +214,7 @@ class Fleet:
         if sender is None:
             name = f"weights-{next(self._generations)}"
             sender = SENDERS[self._transport](len(members), name, self._timeout_s / 2, self._options)
-        outcome = Outcome(sender_error=WeightSyncError("interrupted"))
+        outcome = WaveOutcome(sender_error=WeightSyncError("interrupted"))
         try:
             outcome = await self._through(sender, members, new)
         finally:
@@ -227,7 +227,7 @@ class Fleet:
                 log.warning("version %s to %s: %s", self._version, ", ".join(ids), problem)
         return outcome
 
-    async def _through(self, sender: Sender, members: Sequence[Member], new: bool) -> Outcome:
+    async def _through(self, sender: Sender, members: Sequence[FleetMember], new: bool) -> WaveOutcome:
         """One transfer, of deltas or adapters if all members hold their base; its failure is held against nobody."""
         assert self._version is not None
         if new:
@@ -244,7 +244,7 @@ class Fleet:
             self._sent = sum(bucket.nbytes for bucket in buckets)
         return outcome
 
-    async def _culprits(self, members: Sequence[Member], outcome: Outcome) -> list[EngineFailed]:
+    async def _culprits(self, members: Sequence[FleetMember], outcome: WaveOutcome) -> list[EngineFailed]:
         """The failures for which the engine itself answers.
 
         Alone with the sender every failure is its own. Among others it is if the engine no longer answers: an error
@@ -271,7 +271,7 @@ class Fleet:
             if engine_id in self._members:
                 self._members[engine_id].record = record
             else:
-                self._members[engine_id] = Member(record, self._connect(record))
+                self._members[engine_id] = FleetMember(record, self._connect(record))
 
     async def _cut_off(self, failures: Sequence[EngineFailed]) -> None:
         """Remove failed engines from the registry, so that nobody asks them again; the launcher replaces them."""
@@ -282,8 +282,22 @@ class Fleet:
             await self._directory.remove_engine(failure.engine_id, str(failure))
             await self._members.pop(failure.engine_id).control.close()
 
-    def _close_groups(self, but: Sequence[Sequence[Member]] = ()) -> None:
+    def _close_groups(self, but: Sequence[Sequence[FleetMember]] = ()) -> None:
         """Close the kept groups that are none of these."""
         kept = {tuple(member.engine_id for member in group) for group in but}
         for ids in self._groups.keys() - kept:
             self._groups.pop(ids).close()
+
+
+def _split(members: Sequence[FleetMember], waves: int) -> list[list[FleetMember]]:
+    """Deal ``members`` to at most ``waves`` non-empty groups of nearly equal size."""
+    return [group for i in range(waves) if (group := list(members[i::waves]))]
+
+
+def _by_base(members: Sequence[FleetMember], base: Version | None) -> list[list[FleetMember]]:
+    """Separate members that hold ``base`` from those that do not; without a base, keep all in one group."""
+    if base is None:
+        return [list(members)]
+    holders = [member for member in members if member.held == base]
+    others = [member for member in members if member.held != base]
+    return [group for group in (holders, others) if group]

@@ -11,7 +11,7 @@ from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.protocol import SyncReport
 
 
-class Publisher(Protocol):
+class EngineUpdater(Protocol):
     """What a phase needs of the coordinator."""
 
     def publish(self, version: Version, buckets: Sequence[Bucket]) -> SyncReport:
@@ -23,7 +23,7 @@ class Publisher(Protocol):
         ...
 
 
-class Bystander:
+class IdleCoordinator:
     """The publisher of every rank but 0, which has no engines to speak to."""
 
     def publish(self, version: Version, buckets: Sequence[Bucket]) -> SyncReport:
@@ -54,7 +54,7 @@ class Phase(Protocol):
 class Overlapped:
     """Engines and trainer have devices of their own: generation pauses only while weights are transferred."""
 
-    def __init__(self, publisher: Publisher) -> None:
+    def __init__(self, publisher: EngineUpdater) -> None:
         self._publisher = publisher
 
     def before_train(self) -> None:
@@ -75,7 +75,7 @@ class TakeTurns:
 
     def __init__(
         self,
-        publisher: Publisher,
+        publisher: EngineUpdater,
         barrier: Callable[[], None],
         onload: Callable[[], None],
         offload: Callable[[], None],
@@ -97,7 +97,7 @@ class TakeTurns:
 
 def build_phase(
     mode: Literal["colocated", "disaggregated"],
-    publisher: Publisher,
+    publisher: EngineUpdater,
     *,
     barrier: Callable[[], None],
     onload: Callable[[], None],

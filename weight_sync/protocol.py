@@ -59,19 +59,19 @@ class UpdateInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     next_bytes: int = 0  # that travel for the bucket after this one, which may arrive meanwhile; 0: none, or not known
 
 
-class InitBody(msgspec.Struct, frozen=True):
+class InitTransferBody(msgspec.Struct, frozen=True):
     """Body of ``POST /init_weight_transfer_engine``."""
 
     init_info: InitInfo
 
 
-class UpdateBody(msgspec.Struct, frozen=True):
+class UpdateWeightsBody(msgspec.Struct, frozen=True):
     """Body of ``POST /update_weights``, sent once per bucket."""
 
     update_info: UpdateInfo
 
 
-class FinishBody(msgspec.Struct, frozen=True):
+class FinishUpdateBody(msgspec.Struct, frozen=True):
     """Body of ``POST /finish_weight_update``; the version as ``lineage.step``."""
 
     weight_version: str

@@ -10,7 +10,7 @@ from rl_async.errors import WeightSyncError
 from rl_async.weight_sync.buckets.adapters import Addition
 from rl_async.weight_sync.buckets.assembly import Assembler
 from rl_async.weight_sync.buckets.buckets import Piece, unpack, verify
-from rl_async.weight_sync.buckets.shelf import Shelf
+from rl_async.weight_sync.buckets.retained import RetainedBuckets
 from rl_async.weight_sync.protocol import Backend, InitInfo, UpdateInfo
 from rl_async.weight_sync.transports.disk import DiskReceiver
 from rl_async.weight_sync.transports.gloo import GlooReceiver
@@ -48,7 +48,7 @@ class WeightReceiver:
     def __init__(self, load: Callable[[list[Piece]], None], device: str | torch.device = "cpu") -> None:
         self._load, self._device = load, torch.device(device)
         self._source: _Source | None = None
-        self._shelf, self._adapters = Shelf(), Shelf()
+        self._retained, self._adapters = RetainedBuckets(), RetainedBuckets()
         self._staged: UpdateInfo | None = None  # the last bucket of what ``finish`` loads
 
     def start(self) -> None:
@@ -70,8 +70,8 @@ class WeightReceiver:
             self._load(unpack(data, info))
             return
         if info.kind == "adapter":
-            self._shelf.require(info.base, f"adapters for {info.base}")
-        held = (self._adapters if info.kind == "adapter" else self._shelf).put(data, info)
+            self._retained.require(info.base, f"adapters for {info.base}")
+        held = (self._adapters if info.kind == "adapter" else self._retained).put(data, info)
         if info.hold == "stage":
             self._staged = info
         else:
@@ -83,12 +83,12 @@ class WeightReceiver:
         if staged is None:
             return
         if staged.kind != "adapter":
-            self._shelf.load(staged.version, self._load)
+            self._retained.load(staged.version, self._load)
             return
         named: dict[str, Tensor] = {}
         self._adapters.load(staged.version, Assembler(named.update))
         add = Addition(named, staged.scale, self._device)
-        self._shelf.load(staged.base, lambda pieces: self._load(add(pieces)))
+        self._retained.load(staged.base, lambda pieces: self._load(add(pieces)))
         add.require_all_met()
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ class EngineFailed(WeightSyncError):
 
 
 @dataclass
-class Member:
+class FleetMember:
     """An engine, and the state in which the coordinator has put it."""
 
     record: EngineRecord
@@ -60,10 +60,10 @@ class Member:
 
 
 @dataclass
-class Outcome:
+class WaveOutcome:
     """Members in neither list were interrupted by the failure of another, or of the sender."""
 
-    done: list[Member] = field(default_factory=list)
+    done: list[FleetMember] = field(default_factory=list)
     failures: list[EngineFailed] = field(default_factory=list)
     sender_error: WeightSyncError | None = None
     delta: bool = False  # whether deltas, or adapters without their base, were sent
@@ -74,7 +74,7 @@ class Outcome:
         return not self.failures and self.sender_error is None
 
 
-async def call(member: Member, phase: str, request: Awaitable[T], timeout_s: float) -> T:
+async def call(member: FleetMember, phase: str, request: Awaitable[T], timeout_s: float) -> T:
     """One request to one engine. Raises EngineFailed, naming the phase."""
     member.phase = phase
     try:
@@ -87,8 +87,8 @@ async def call(member: Member, phase: str, request: Awaitable[T], timeout_s: flo
 
 
 async def each(
-    members: Sequence[Member], action: Callable[[Member], Coroutine[Any, Any, object]]
-) -> tuple[list[Member], list[EngineFailed]]:
+    members: Sequence[FleetMember], action: Callable[[FleetMember], Coroutine[Any, Any, object]]
+) -> tuple[list[FleetMember], list[EngineFailed]]:
     """Run ``action`` on all members at once and wait for all. Returns who came through, and the failures."""
     results = await asyncio.gather(*(action(member) for member in members), return_exceptions=True)
     done, failures = [], []
@@ -102,40 +102,40 @@ async def each(
     return done, failures
 
 
-async def probe(members: Sequence[Member], timeout_s: float) -> tuple[list[Member], list[EngineFailed]]:
+async def probe(members: Sequence[FleetMember], timeout_s: float) -> tuple[list[FleetMember], list[EngineFailed]]:
     """Who answers at all; asked before a group is formed, since a dead member makes the others wait for it.
 
     One that serves another version than it acknowledged was restarted, and holds nothing.
     """
 
-    async def ask(member: Member) -> None:
+    async def ask(member: FleetMember) -> None:
         if await call(member, "probe", member.control.version(), timeout_s) != member.held:
             member.held = None
 
     return await each(members, ask)
 
 
-async def connect(members: Sequence[Member], sender: Sender, timeout_s: float) -> Outcome:
+async def connect(members: Sequence[FleetMember], sender: Sender, timeout_s: float) -> WaveOutcome:
     """Form the sender's group with all members."""
     meeting = asyncio.create_task(_sending(sender, sender.connect))
 
-    async def join(member: Member) -> None:
+    async def join(member: FleetMember) -> None:
         info = sender.init_info(members.index(member))
         await call(member, "init", member.control.init_transfer(info), timeout_s)
 
     _, failures = await each(members, join)
-    return Outcome(failures=failures, sender_error=await meeting)
+    return WaveOutcome(failures=failures, sender_error=await meeting)
 
 
 async def transfer(
-    members: Sequence[Member],
+    members: Sequence[FleetMember],
     sender: Sender,
     buckets: Sequence[Bucket],
     version: Version,
     timeout_s: float,
     *,
     staged: bool = False,
-) -> Outcome:
+) -> WaveOutcome:
     """Bring connected members from wherever they are to serving ``version``. Each request has ``timeout_s``.
 
     Raises WeightSyncError only for a fault of this process (a bucket cannot be staged).
@@ -144,15 +144,15 @@ async def transfer(
         member.held = None  # until it has acknowledged all of this version
     _, failures = await each(members, lambda member: _prepare(member, timeout_s, staged))
     if failures:
-        return Outcome(failures=failures)
+        return WaveOutcome(failures=failures)
     outcome = await _all_buckets(members, sender, buckets, timeout_s)
     if not outcome.clean:
         return outcome
     done, failures = await each(members, lambda member: _commit(member, version, timeout_s))
-    return Outcome(done=done, failures=failures)
+    return WaveOutcome(done=done, failures=failures)
 
 
-async def suspend(member: Member, timeout_s: float) -> None:
+async def suspend(member: FleetMember, timeout_s: float) -> None:
     """Pause a member, keeping its requests, and let it give up its device memory. Raises EngineFailed."""
     await _pause(member, timeout_s)
     if not await _asleep(member, timeout_s):
@@ -160,26 +160,26 @@ async def suspend(member: Member, timeout_s: float) -> None:
         member.asleep = set(TAGS)
 
 
-async def _prepare(member: Member, timeout_s: float, staged: bool) -> None:
+async def _prepare(member: FleetMember, timeout_s: float, staged: bool) -> None:
     await _asleep(member, timeout_s)  # before the pause, which it would lengthen
     if not staged:
         await _stop(member, timeout_s)
     await call(member, "start", member.control.start_update(staged), timeout_s)
 
 
-async def _stop(member: Member, timeout_s: float) -> None:
+async def _stop(member: FleetMember, timeout_s: float) -> None:
     """Nothing samples any more, and there is memory to load into."""
     await _pause(member, timeout_s)
     await _wake(member, "weights", timeout_s)
 
 
-async def _pause(member: Member, timeout_s: float) -> None:
+async def _pause(member: FleetMember, timeout_s: float) -> None:
     if member.paused_at is None:
         await call(member, "pause", member.control.pause("keep"), timeout_s)
         member.paused_at = time.monotonic()
 
 
-async def _asleep(member: Member, timeout_s: float) -> set[str]:
+async def _asleep(member: FleetMember, timeout_s: float) -> set[str]:
     """The tags that are to be woken. An engine can outlive the trainer that put it to sleep, so a new one asks."""
     if member.asleep is None:
         sleeping = await call(member, "is_sleeping", member.control.is_sleeping(), timeout_s)
@@ -187,7 +187,7 @@ async def _asleep(member: Member, timeout_s: float) -> set[str]:
     return member.asleep
 
 
-async def _wake(member: Member, tag: str, timeout_s: float) -> None:
+async def _wake(member: FleetMember, tag: str, timeout_s: float) -> None:
     asleep = await _asleep(member, timeout_s)
     if tag in asleep:
         await call(member, f"wake {tag}", member.control.wake([tag]), timeout_s)
@@ -195,8 +195,8 @@ async def _wake(member: Member, tag: str, timeout_s: float) -> None:
 
 
 async def _all_buckets(
-    members: Sequence[Member], sender: Sender, buckets: Sequence[Bucket], timeout_s: float
-) -> Outcome:
+    members: Sequence[FleetMember], sender: Sender, buckets: Sequence[Bucket], timeout_s: float
+) -> WaveOutcome:
     """One after another. While the engines receive and load a bucket, the next one is staged, and may arrive."""
     staged = await _stage(sender, next(iter(buckets), None))
     for index, (bucket, ahead) in enumerate(zip_longest(buckets, buckets[1:])):
@@ -210,7 +210,7 @@ async def _all_buckets(
         )
         if not outcome.clean:
             return outcome
-    return Outcome()
+    return WaveOutcome()
 
 
 async def _stage(sender: Sender, bucket: Bucket | None) -> UpdateInfo | WeightSyncError | None:
@@ -224,17 +224,17 @@ async def _stage(sender: Sender, bucket: Bucket | None) -> UpdateInfo | WeightSy
 
 
 async def _one_bucket(
-    members: Sequence[Member], sender: Sender, bucket: Bucket, info: UpdateInfo, phase: str, timeout_s: float
-) -> Outcome:
+    members: Sequence[FleetMember], sender: Sender, bucket: Bucket, info: UpdateInfo, phase: str, timeout_s: float
+) -> WaveOutcome:
     try:
         sending = asyncio.create_task(_sending(sender, lambda: sender.send(bucket)))
         _, failures = await each(members, lambda member: call(member, phase, member.control.update(info), timeout_s))
-        return Outcome(failures=failures, sender_error=await sending)
+        return WaveOutcome(failures=failures, sender_error=await sending)
     finally:
         sender.unstage()
 
 
-async def _commit(member: Member, version: Version, timeout_s: float) -> None:
+async def _commit(member: FleetMember, version: Version, timeout_s: float) -> None:
     await _stop(member, timeout_s)
     await call(member, "finish", member.control.finish_update(version), timeout_s)
     served = await call(member, "verify", member.control.version(), timeout_s)

@@ -17,7 +17,7 @@ from rl_async.agent_loop.gateway.episodes import Episodes
 from rl_async.agent_loop.gateway.server import Server
 from rl_async.configs.checks.gateway import gateway_problem
 from rl_async.configs.load.loader import load_resolved
-from rl_async.configs.schema.gateway import GatewayConfig
+from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_USER, ConfigError, QueueLost, RlAsyncError, UserError
 from rl_async.process.endpoints import read_endpoints

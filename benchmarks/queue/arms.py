@@ -18,10 +18,11 @@ import numpy as np
 import uvloop
 import zmq
 
-from rl_async.configs.schema.limits import QueueLimits
+from rl_async.configs.schema.queue import QueueLimits
 from rl_async.messages import LeasedGroup, Sampling, Task, Trajectory, Version, VersionRun, codec
 from rl_async.transfer_queue.client.async_client import QueueClient, SyncQueueClient
-from rl_async.transfer_queue.journal.interface import Journal, MemoryJournal
+from rl_async.transfer_queue.journal.interface import Journal
+from rl_async.transfer_queue.journal.memory import MemoryJournal
 from rl_async.transfer_queue.journal.recovery import Recorder, recover
 from rl_async.transfer_queue.journal.sqlite import SqliteJournal
 from rl_async.transfer_queue.policy.admission import QueueSettings

@@ -17,7 +17,7 @@ from rl_async import messages as m
 from rl_async.messages import codec
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.client.async_client import SyncQueueClient
-from rl_async.transfer_queue.journal.interface import MemoryJournal
+from rl_async.transfer_queue.journal.memory import MemoryJournal
 from rl_async.transfer_queue.journal.recovery import Recorder, recover
 from rl_async.transfer_queue.reports.ledger import Ledger
 from rl_async.transfer_queue.server.handlers import QueueServer

@@ -15,8 +15,8 @@ import numpy as np
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
+from rl_async.launcher.folder.tail import MetricsTail, Record
 from rl_async.launcher.plan.memory import ModelSize
-from rl_async.launcher.watch.view_model import MetricsTail, Record
 from rl_async.trainer.monitoring.records import read_trajectories
 
 SKIPPED = 1  # first steps of a run, in which everything warms up

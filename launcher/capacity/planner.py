@@ -20,8 +20,8 @@ from rl_async.launcher.capacity.costs import (
     training_token_s,
 )
 from rl_async.launcher.capacity.simulate import Layout, Outcome, Simulation
+from rl_async.launcher.folder.tail import MetricsTail
 from rl_async.launcher.plan.memory import engine_bytes, model_size, trainer_bytes
-from rl_async.launcher.watch.view_model import MetricsTail
 from rl_async.transfer_queue.policy.admission import QueueSettings
 
 STEPS = 12  # simulated per row of the table

@@ -2,6 +2,10 @@
 
 from pathlib import Path
 
+import msgspec
+
+Record = dict[str, float]  # one line of metrics.jsonl or evaluations.jsonl
+
 
 class LineTail:
     """Reads the complete lines that were added since the last call."""
@@ -18,3 +22,14 @@ class LineTail:
             whole, newline, _ = file.read().rpartition(b"\n")
         self._offset += len(whole) + len(newline)
         return whole.splitlines()
+
+
+class MetricsTail:
+    """Reads the records that were added to ``metrics.jsonl`` or ``evaluations.jsonl`` since the last call."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = LineTail(path)
+
+    def read(self) -> list[Record]:
+        """New records, oldest first."""
+        return [msgspec.json.decode(line, type=Record) for line in self._lines.read()]

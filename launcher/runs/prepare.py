@@ -25,7 +25,8 @@ from rl_async.agent_loop.data.tasks import make_data
 from rl_async.agent_loop.data.tiny_tokenizer import read_demos, train_tokenizer
 from rl_async.agent_loop.episodes.loops import EpisodeRunner
 from rl_async.configs.load.loader import load_resolved
-from rl_async.configs.schema.run import EvalConfig, RunConfig, SftConfig
+from rl_async.configs.schema.finetune import WarmStartConfig
+from rl_async.configs.schema.run import EvalConfig, RunConfig
 from rl_async.errors import UserError
 from rl_async.launcher.plan.artifacts import SFT_FILE, fingerprint, needs_data, needs_model
 from rl_async.launcher.plan.memory import tiny_shape
@@ -47,38 +48,38 @@ def prepare(config: RunConfig, report: Report) -> None:
         report(f"writing {config.data.make} tasks and demonstrations into {folder}")
         make_data(config.data.make, folder)
     if needs_model(config):
-        assert config.sft is not None
-        make_model(config, config.sft, report)
+        assert config.warm_start is not None
+        make_model(config, config.warm_start, report)
         needs_model(config)
 
 
-def make_model(config: RunConfig, sft: SftConfig, report: Report) -> None:
+def make_model(config: RunConfig, settings: WarmStartConfig, report: Report) -> None:
     """Train a tokenizer and a tiny model on the demonstrations, until the gate, and save both at ``model.path``."""
     torch.set_num_threads(config.launcher.threads)
-    torch.manual_seed(sft.seed)
-    demos = read_demos(sft.demos_path)
-    tokenizer = train_tokenizer(demos, sft.vocab_size, model_max_length=config.rollout.max_model_len)
-    model = tiny_model(sft, tokenizer)
+    torch.manual_seed(settings.seed)
+    demos = read_demos(settings.demos_path)
+    tokenizer = train_tokenizer(demos, settings.vocab_size, model_max_length=config.rollout.max_model_len)
+    model = tiny_model(settings, tokenizer)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     report(f"warm start: {parameters:,} parameters, {len(tokenizer)} tokens, {len(demos)} demonstrations")
     renderer = ChatRenderer(tokenizer)
     rows = [renderer.demo_row(demo) for demo in demos]
-    _, held_out = make_sources(msgspec.structs.replace(config, eval=_greedy(config, sft)))
+    _, held_out = make_sources(msgspec.structs.replace(config, eval=_greedy(config, settings)))
     if not held_out:
         raise UserError("data.eval_path: the warm start's gate needs held-out tasks")
-    result = warm_start(model, rows, lambda: greedy_reward(config, model, renderer, held_out), sft, report)
-    save(Path(config.model.path), model, tokenizer, sft, result)
+    result = warm_start(model, rows, lambda: greedy_reward(config, model, renderer, held_out), settings, report)
+    save(Path(config.model.path), model, tokenizer, settings, result)
     report(
         f"warm start: greedy reward {result.gate_reward:.2f} after {result.steps} steps, {result.seconds:.0f} s; "
         f"saved to {config.model.path}"
     )
 
 
-def tiny_model(sft: SftConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def tiny_model(settings: WarmStartConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """A Qwen3 of the size in the config, with random weights."""
     shape = Qwen3Config(
         vocab_size=len(tokenizer),
-        **tiny_shape(sft),
+        **tiny_shape(settings),
         max_position_embeddings=tokenizer.model_max_length,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -90,8 +91,8 @@ def tiny_model(sft: SftConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCa
 
 def greedy_reward(config: RunConfig, model: torch.nn.Module, renderer: ChatRenderer, tasks: Sequence[Task]) -> float:
     """Mean reward of one greedy episode per task, by the run's own loop and scorers."""
-    assert config.sft is not None
-    config = msgspec.structs.replace(config, eval=_greedy(config, config.sft))
+    assert config.warm_start is not None
+    config = msgspec.structs.replace(config, eval=_greedy(config, config.warm_start))
     model.eval()
     engine = LocalEngine(model, max_batch=config.rollout.max_batch_size, max_length=config.rollout.max_model_len)
     try:
@@ -117,12 +118,16 @@ async def _play(config: RunConfig, engine: LocalEngine, renderer: ChatRenderer, 
     return sum(scores) / len(scores)
 
 
-def _greedy(config: RunConfig, sft: SftConfig) -> EvalConfig:
-    return msgspec.structs.replace(config.eval, temperature=0.0, tasks=sft.gate_tasks)
+def _greedy(config: RunConfig, settings: WarmStartConfig) -> EvalConfig:
+    return msgspec.structs.replace(config.eval, temperature=0.0, tasks=settings.gate_tasks)
 
 
 def save(
-    path: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, sft: SftConfig, result: SftResult
+    path: Path,
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    settings: WarmStartConfig,
+    result: SftResult,
 ) -> None:
     """Write the model folder whole or not at all."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
@@ -131,7 +136,7 @@ def save(
     try:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        record = {"fingerprint": fingerprint(sft), "steps": result.steps, "gate_reward": result.gate_reward}
+        record = {"fingerprint": fingerprint(settings), "steps": result.steps, "gate_reward": result.gate_reward}
         (partial / SFT_FILE).write_text(json.dumps(record) + "\n")
         partial.rename(path)
     except OSError as error:

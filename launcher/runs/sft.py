@@ -32,7 +32,7 @@ def sft(arguments: argparse.Namespace) -> int:
         from rl_async.launcher.runs.finetune import finetune
 
         return finetune(config)
-    if config.sft is None and config.data.make is None:
+    if config.warm_start is None and config.data.make is None:
         raise UserError(
             f"--config: {arguments.config} has no section `finetune`; add --out PATH, or `finetune: {{out: PATH}}`, to "
             "fine-tune model.path on data.path"

@@ -1,6 +1,7 @@
 """The processes of a run, for who looks at it from outside: ``RUN/processes.json``, kept by the supervisor."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -8,10 +9,30 @@ import msgspec
 from rl_async.errors import UserError
 from rl_async.launcher.plan.spec import ProcessSpec
 from rl_async.launcher.supervise.process import Process
-from rl_async.launcher.watch.observation import ProcessRecord
-from rl_async.launcher.watch.view_model import ProcessState
 
 FILE = "processes.json"
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """One process as the supervisor sees it. ``state`` is one word, e.g. starting, running, restarting, ended."""
+
+    name: str
+    state: str
+    restarts: int = 0
+
+
+class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One process as its supervisor knows it; ``RUN/processes.json`` has all of them."""
+
+    name: str
+    role: str
+    pid: int
+    started: int  # of /proc/PID/stat, so that another process of that number is not taken for it
+    state: str  # running, restarting, ended, failed
+    restarts: int = 0
+    exit: int | None = None  # as Popen.returncode
+    host: str = ""  # empty: the launcher's own
 
 
 class Roster:

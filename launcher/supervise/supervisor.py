@@ -23,8 +23,7 @@ from rl_async.launcher.plan.planning import Plan
 from rl_async.launcher.plan.spec import ProcessSpec
 from rl_async.launcher.supervise.executor import Executor, url_of
 from rl_async.launcher.supervise.process import Process, RoleFailed, describe_exit, failure
-from rl_async.launcher.supervise.roster import Roster
-from rl_async.launcher.watch.view_model import ProcessState
+from rl_async.launcher.supervise.roster import ProcessState, Roster
 from rl_async.messages import EngineRecord, Status, StatusReport
 from rl_async.rollout_server.http import EngineHttp
 from rl_async.transfer_queue.auth.keys import ClientKeys

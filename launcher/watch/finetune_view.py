@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from rl_async.launcher.watch.view_model import MetricsTail, Record
+from rl_async.launcher.folder.tail import MetricsTail, Record
 
 POLL_S = 0.3
 LINES = 40  # of the whole run, besides those of measurements

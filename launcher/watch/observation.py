@@ -2,22 +2,10 @@
 
 import msgspec
 
+from rl_async.launcher.supervise.roster import ProcessRecord
 from rl_async.messages import GroupRecord, Inspection
 from rl_async.process.kernel import ENDED, HALTED
 from rl_async.process.stacks import Frame
-
-
-class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One process as its supervisor knows it; ``RUN/processes.json`` has all of them."""
-
-    name: str
-    role: str
-    pid: int
-    started: int  # of /proc/PID/stat, so that another process of that number is not taken for it
-    state: str  # running, restarting, ended, failed
-    restarts: int = 0
-    exit: int | None = None  # as Popen.returncode
-    host: str = ""  # empty: the launcher's own
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):

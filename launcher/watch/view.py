@@ -15,12 +15,11 @@ from rich.text import Text
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import QueueLost
+from rl_async.launcher.folder.tail import MetricsTail, Record
+from rl_async.launcher.supervise.roster import ProcessState
 from rl_async.launcher.watch.view_model import (
     Conversation,
     History,
-    MetricsTail,
-    ProcessState,
-    Record,
     arguments_text,
     bar,
     mean,

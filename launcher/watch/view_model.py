@@ -3,25 +3,14 @@
 import gzip
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from rl_async.launcher.folder.tail import LineTail
+from rl_async.launcher.folder.tail import MetricsTail, Record
 from rl_async.messages import Turn
 
 BARS = "▁▂▃▄▅▆▇█"
-Record = dict[str, float]  # one line of metrics.jsonl or evaluations.jsonl
-
-
-@dataclass(frozen=True)
-class ProcessState:
-    """One process as the supervisor sees it. ``state`` is one word, e.g. starting, running, restarting, ended."""
-
-    name: str
-    state: str
-    restarts: int = 0
 
 
 class Conversation(msgspec.Struct):
@@ -31,17 +20,6 @@ class Conversation(msgspec.Struct):
     reward: float
     finish_reason: str = ""
     error: str = ""
-
-
-class MetricsTail:
-    """Reads the records that were added to ``metrics.jsonl`` or ``evaluations.jsonl`` since the last call."""
-
-    def __init__(self, path: Path) -> None:
-        self._lines = LineTail(path)
-
-    def read(self) -> list[Record]:
-        """New records, oldest first."""
-        return [msgspec.json.decode(line, type=Record) for line in self._lines.read()]
 
 
 class History:

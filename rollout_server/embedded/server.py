@@ -19,7 +19,7 @@ from rl_async.rollout_server.embedded.engine_thread import EngineThread, checksu
 from rl_async.rollout_server.embedded.sequence import Sequence
 from rl_async.rollout_server.embedded.stream import SequenceEvents, SequenceStream
 from rl_async.rollout_server.vllm.client import MIN_VERSION_HEADER, REQUEST_PREFIX
-from rl_async.weight_sync.protocol import FinishBody, InitBody, UpdateBody
+from rl_async.weight_sync.protocol import FinishUpdateBody, InitTransferBody, UpdateWeightsBody
 from rl_async.weight_sync.receiver import WeightReceiver
 
 
@@ -162,7 +162,7 @@ class EngineServer:
         return _json({"is_paused": self.engine.paused})
 
     async def init_transfer(self, request: Request) -> Response:
-        body = msgspec.json.decode(await request.body(), type=InitBody)
+        body = msgspec.json.decode(await request.body(), type=InitTransferBody)
         async with self._transfer:
             await asyncio.to_thread(self._receiver.init, body.init_info)
         return _json({"message": "initialised"})
@@ -176,7 +176,7 @@ class EngineServer:
         return _json({"message": "started"})
 
     async def update(self, request: Request) -> Response:
-        body = msgspec.json.decode(await request.body(), type=UpdateBody)
+        body = msgspec.json.decode(await request.body(), type=UpdateWeightsBody)
         if not self._update_active:
             return _error(500, "no weight update was started")
         if body.update_info.hold != "stage" and not self._stopped():
@@ -190,7 +190,7 @@ class EngineServer:
         return _json({"message": "loaded"})
 
     async def finish_update(self, request: Request) -> Response:
-        body = msgspec.json.decode(await request.body(), type=FinishBody)
+        body = msgspec.json.decode(await request.body(), type=FinishUpdateBody)
         Version.parse(body.weight_version)
         if not self._update_active:
             return _error(500, "no weight update was started")

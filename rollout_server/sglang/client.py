@@ -136,7 +136,9 @@ class SglangEngine:
         if not self._group:
             raise EngineRejected("weight update: init_transfer has not been called")
         if info.starts or info.numels:
-            raise EngineRejected("SGLang loads whole parameters only; the largest must fit into weight_sync.bucket_mb")
+            raise EngineRejected(
+                "SGLang loads whole parameters only: the largest must fit into weight_sync.bucket_bytes"
+            )
         if info.kind == "delta" or info.hold != "no":
             raise EngineRejected("SGLang keeps no copy of its weights; weight_sync.delta needs another kind of engine")
         body = BucketBody(names=info.names, dtypes=info.dtype_names, shapes=info.shapes, group_name=self._group)

@@ -16,7 +16,7 @@ from rl_async.rollout_server.answers import EMPTY, IncomingAnswer, ReadVersion, 
 from rl_async.rollout_server.api import EngineLoad, FinishReason, GenerateRequest, GenerateResult, PauseMode
 from rl_async.rollout_server.http import EngineHttp
 from rl_async.rollout_server.vllm.coalesce import Coalescer, PendingRequest
-from rl_async.weight_sync.protocol import FinishBody, InitBody, InitInfo, UpdateBody, UpdateInfo
+from rl_async.weight_sync.protocol import FinishUpdateBody, InitInfo, InitTransferBody, UpdateInfo, UpdateWeightsBody
 
 MIN_VERSION_HEADER = "X-Min-Weight-Version"
 SLEEP_STATE = "vllm:engine_sleep_state"
@@ -175,7 +175,7 @@ class VllmEngine:
 
     async def init_transfer(self, init: InitInfo) -> None:
         """Join a weight-transfer group, leaving any earlier one."""
-        await self._http.call("POST", "/init_weight_transfer_engine", InitBody(init))
+        await self._http.call("POST", "/init_weight_transfer_engine", InitTransferBody(init))
 
     async def start_update(self, staged: bool = False) -> None:
         """Begin a weight update. ``staged``: the engine keeps decoding, and loads the buckets in ``finish_update``.
@@ -196,11 +196,11 @@ class VllmEngine:
 
     async def update(self, info: UpdateInfo) -> None:
         """Receive and load the bucket that ``info`` describes."""
-        await self._http.call("POST", "/update_weights", UpdateBody(info))
+        await self._http.call("POST", "/update_weights", UpdateWeightsBody(info))
 
     async def finish_update(self, version: Version) -> None:
         """End the update: all buckets were sent, and the weights are now ``version``."""
-        await self._http.call("POST", "/finish_weight_update", FinishBody(str(version)))
+        await self._http.call("POST", "/finish_weight_update", FinishUpdateBody(str(version)))
 
     async def version(self) -> Version | None:
         """Return the version that the engine serves; None before its first update."""

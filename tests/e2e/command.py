@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
-HARDLY_WARM = ["sft.min_steps=1", "sft.max_steps=2", "sft.check_every=1", "sft.gate=0"]
+HARDLY_WARM = ["warm_start.min_steps=1", "warm_start.max_steps=2", "warm_start.check_every=1", "warm_start.gate=0"]
 
 
 def succeed(cwd: Path, *arguments: str, timeout_s: float = 280) -> str:

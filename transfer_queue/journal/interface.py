@@ -1,19 +1,11 @@
-"""Where transitions and payloads are recorded, so that another process can go on from them.
-
-``memory`` keeps them as long as the process lives. ``sqlite_journal.py`` and ``redis_journal.py`` keep them longer;
-docs/transfer_queue.md says what each of them guarantees.
-"""
+"""The interface of a journal: the record of transitions and payloads from which another process can continue."""
 
 import secrets
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import ConfigError
 from rl_async.messages import RowKey
 from rl_async.messages.codec import Frame
-from rl_async.transfer_queue.journal.payloads import Payloads, freed_by
 from rl_async.transfer_queue.state.transitions import Transition
 
 JOURNAL_SCHEMA = 3  # raise it when an older process would misread a transition or a dump of the store
@@ -76,67 +68,6 @@ class Journal(Protocol):
         ...
 
 
-class MemoryJournal:
-    """The store's own memory is the record of transitions; payloads are kept beside it. Both end with the process."""
-
-    outgrown = False
-
-    def __init__(self, name: str = "memory") -> None:
-        self.run_id = new_run_id(name)
-        self._payloads = Payloads()
-
-    def recover(self) -> Recovered:
-        """Nothing was recorded."""
-        return Recovered(b"", 0, iter(()))
-
-    def append(self, transition: Transition) -> None:
-        """Only frees payloads: no later process could read the transition."""
-        self._payloads.free(freed_by(transition))
-
-    def put(self, group: int, sample: int, rows: Sequence[Frame]) -> None:
-        """Keep the rows."""
-        self._payloads.put(group, sample, rows)
-
-    def has(self, group: int, sample: int) -> bool:
-        """Whether rows of this sample are here."""
-        return self._payloads.get(group, sample, 0) is not None
-
-    def get(self, key: RowKey) -> Frame | None:
-        """One row; None if it is not here."""
-        return self._payloads.get(*key)
-
-    def flush(self) -> None:
-        """Nothing is durable here."""
-
-    def compact(self, dump: bytes) -> None:
-        """There is nothing to replace."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
 def new_run_id(name: str) -> str:
     """An id that no other queue has: clients that outlive a queue notice by it that the next one does not know them."""
     return f"{name}-{secrets.token_hex(8)}"
-
-
-def open_journal(config: RunConfig, run: Path) -> Journal:
-    """The journal that ``queue.journal`` names, held by this process alone.
-
-    Raises JournalError if another process holds it, or if it cannot be read or written; ConfigError without the package
-    that it needs.
-    """
-    match config.queue.journal:
-        case "sqlite":
-            from rl_async.transfer_queue.journal.sqlite import SqliteJournal
-
-            return SqliteJournal(run, config.name, config.queue.sqlite_synchronous)
-        case "redis":
-            try:
-                from rl_async.transfer_queue.journal.redis import RedisJournal
-            except ModuleNotFoundError as error:
-                if error.name != "redis":
-                    raise
-                raise ConfigError("queue.journal=redis needs a package: pip install 'rl-async[redis]'") from error
-            return RedisJournal(config.queue.redis_url, config.name)
-    return MemoryJournal(config.name)

@@ -27,9 +27,9 @@ from urllib.parse import urlsplit
 import zmq
 
 from rl_async import messages as m
-from rl_async.configs.derived.closed import is_loopback
+from rl_async.configs.derived.queue import is_loopback
 from rl_async.configs.load.loader import load_resolved
-from rl_async.configs.schema.limits import QueueLimits
+from rl_async.configs.schema.queue import QueueLimits
 from rl_async.errors import EXIT_FAILED, EXIT_USER, ProtocolError, QueueLost, UserError
 from rl_async.messages.codec import Frame
 from rl_async.process.lifeline import watch_lifeline

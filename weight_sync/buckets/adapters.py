@@ -41,7 +41,7 @@ def as_adapters(buckets: Iterable[Bucket], scale: float) -> list[Bucket]:
     return [Bucket(b.data, msgspec.structs.replace(b.info, kind="adapter", scale=scale)) for b in buckets]
 
 
-def alone(buckets: Iterable[Bucket]) -> list[Bucket]:
+def adapter_buckets(buckets: Iterable[Bucket]) -> list[Bucket]:
     """Those that hold adapters."""
     return [bucket for bucket in buckets if bucket.info.kind == "adapter"]
 

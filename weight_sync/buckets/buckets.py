@@ -49,19 +49,19 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Room:
+class EmptyBucket:
     """A bucket that is yet to be filled: ``boxes`` are views of ``data``, of each box's shape, in order."""
 
     data: Tensor
     boxes: list[tuple[str, Box, Tensor]]
     info: UpdateInfo  # without a checksum
 
-    def sealed(self) -> Bucket:
+    def seal(self) -> Bucket:
         """The bucket, once all boxes have their values."""
         return Bucket(data=self.data, info=msgspec.structs.replace(self.info, checksum=checksum(self.data)))
 
 
-class Part(NamedTuple):
+class PlannedPiece(NamedTuple):
     """A box of a tensor, as it will lie in a bucket."""
 
     name: str
@@ -69,14 +69,14 @@ class Part(NamedTuple):
     box: Box
 
 
-def divide(specs: Mapping[str, TensorSpec], max_bytes: int) -> list[list[Part]]:
+def divide(specs: Mapping[str, TensorSpec], max_bytes: int) -> list[list[PlannedPiece]]:
     """What goes into each bucket of at most ``max_bytes``, in the order given.
 
     A tensor that fits into a bucket is never cut. Raises ValueError if not even one element fits.
     """
     if max_bytes < 1:
         raise ValueError(f"a bucket needs at least one byte, not {max_bytes}")
-    buckets: list[list[Part]] = [[]]
+    buckets: list[list[PlannedPiece]] = [[]]
     end = 0
     for name, spec in specs.items():
         for box in _cut(name, spec, max_bytes):
@@ -85,24 +85,24 @@ def divide(specs: Mapping[str, TensorSpec], max_bytes: int) -> list[list[Part]]:
             if buckets[-1] and end > max_bytes:
                 buckets.append([])
                 end = size
-            buckets[-1].append(Part(name, spec, box))
+            buckets[-1].append(PlannedPiece(name, spec, box))
     return [bucket for bucket in buckets if bucket]
 
 
-def make_rooms(specs: Mapping[str, TensorSpec], max_bytes: int) -> list[Room]:
+def allocate_buckets(specs: Mapping[str, TensorSpec], max_bytes: int) -> list[EmptyBucket]:
     """Empty buckets for tensors, as ``divide`` says."""
     return [_room(parts) for parts in divide(specs, max_bytes)]
 
 
 def make_buckets(parameters: Iterable[tuple[str, Tensor]], max_bytes: int) -> list[Bucket]:
-    """Copies of whole tensors, from any device, in buckets of at most ``max_bytes``. Raises as ``make_rooms``."""
+    """Copies of whole tensors, from any device, in buckets of at most ``max_bytes``. Raises as ``allocate_buckets``."""
     tensors = dict(parameters)
     specs = {name: TensorSpec(tuple(t.shape), dtype_name(t.dtype)) for name, t in tensors.items()}
-    rooms = make_rooms(specs, max_bytes)
+    rooms = allocate_buckets(specs, max_bytes)
     for room in rooms:
         for name, box, place in room.boxes:
             place.copy_(tensors[name].detach()[slices(box, whole(tensors[name].shape))])
-    return [room.sealed() for room in rooms]
+    return [room.seal() for room in rooms]
 
 
 def unpack(data: Tensor, info: UpdateInfo) -> list[Piece]:
@@ -167,7 +167,7 @@ def _cut(name: str, spec: TensorSpec, max_bytes: int) -> Iterator[Box]:
         todo = [(*box[:dimension], part, *box[dimension + 1 :]) for part in ends] + todo
 
 
-def _room(parts: Sequence[Part]) -> Room:
+def _room(parts: Sequence[PlannedPiece]) -> EmptyBucket:
     dtypes = [_dtype(part.spec.dtype) for part in parts]
     numels = [volume(part.box) for part in parts]
     offsets, total = _layout(dtypes, numels)
@@ -185,7 +185,7 @@ def _room(parts: Sequence[Part]) -> Room:
         numels=numels if cut else [],
         checksum="",
     )
-    return Room(data, boxes, info)
+    return EmptyBucket(data, boxes, info)
 
 
 def _first(shape: Sequence[int], box: Box) -> int:

@@ -15,7 +15,9 @@ from pathlib import Path
 import aiohttp
 
 from rl_async.configs.load.loader import dump
-from rl_async.configs.schema.run import DataConfig, EngineKind, ModelConfig, RolloutConfig, RunConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.rollout import EngineKind, RolloutConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.engines import engine_spec
 from rl_async.rollout_server.answers import EMPTY, join
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult

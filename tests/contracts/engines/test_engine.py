@@ -20,7 +20,7 @@ from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.weight_sync.buckets.adapters import alone, as_adapters
 from rl_async.weight_sync.buckets.buckets import Bucket, make_buckets
 from rl_async.weight_sync.buckets.delta import deltas
-from rl_async.weight_sync.groups import address
+from rl_async.weight_sync.buckets.numbering import numbered
 from rl_async.weight_sync.protocol import Hold, InitInfo
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from tests.contracts.engines.engine_peers import MAX_LENGTH, Peer, metric, running, sampling
@@ -159,7 +159,7 @@ async def test_deltas_and_staged_updates_end_in_the_same_weights(
     changed = [(name, tensor.clone()) for name, tensor in weights]
     for _, tensor in changed:
         tensor.view(-1)[::50] *= 1.5
-    old, new = (list(address(list(make_buckets(w, 1 << 12)), v, hold)) for w, v in ((weights, V0), (changed, V1)))
+    old, new = (list(numbered(list(make_buckets(w, 1 << 12)), v, hold)) for w, v in ((weights, V0), (changed, V1)))
     await held(engine, old, V0, hold)
     sent = list(deltas(new, old, str(V0)))
     assert sum(bucket.nbytes for bucket in sent) < sum(bucket.nbytes for bucket in new) / 5
@@ -189,7 +189,7 @@ async def test_adapters_alone_end_in_the_bits_of_merged_weights(engine: VllmEngi
         sums = await engine.checksums()
         await send(engine, tensors(model_folder, 1.5), V0)  # kept by no engine, and forgotten in its sleep
         assert await engine.checksums() != sums
-        sent = address([*base, *as_adapters(make_buckets(named.items(), 1 << 12), 1.7)], version, "no")
+        sent = numbered([*base, *as_adapters(make_buckets(named.items(), 1 << 12), 1.7)], version, "no")
         await engine.pause("keep")
         await engine.sleep(2)
         await engine.wake(["weights"])
@@ -208,7 +208,7 @@ async def test_adapters_for_another_base_are_refused_and_an_update_with_theirs_i
     named, sums = adapters(tensors(model_folder), ("q_proj",), seed=1), []
     for scale in (1.0, 1.5):
         base = make_buckets(tensors(model_folder, scale), 1 << 12)
-        sent = address([*base, *as_adapters(make_buckets(named.items(), 1 << 12), 2.0)], V1, "no")
+        sent = numbered([*base, *as_adapters(make_buckets(named.items(), 1 << 12), 2.0)], V1, "no")
         await engine.pause("keep")
         if scale == 1.5:
             with pytest.raises(

@@ -18,7 +18,10 @@ from rl_async.agent_loop.gateway.__main__ import bind
 from rl_async.agent_loop.gateway.episodes import Episodes
 from rl_async.agent_loop.gateway.server import Server
 from rl_async.configs.load.loader import dump
-from rl_async.configs.schema.run import AgentConfig, DataConfig, ModelConfig, RewardConfig, RolloutConfig, RunConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.reward import RewardConfig
+from rl_async.configs.schema.rollout import AgentConfig, RolloutConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import Done, Leased, LeasedGroup, Trajectory, Version
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult

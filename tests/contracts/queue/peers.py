@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from rl_async.configs.schema.limits import QueueLimits
+from rl_async.configs.schema.queue import QueueLimits
 from rl_async.messages import (
     SCHEMA,
     Done,
@@ -23,7 +23,8 @@ from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.auth.authenticator import Door
 from rl_async.transfer_queue.auth.keys import ServerKeys
 from rl_async.transfer_queue.client.async_client import QueueClient
-from rl_async.transfer_queue.journal.interface import Journal, MemoryJournal
+from rl_async.transfer_queue.journal.interface import Journal
+from rl_async.transfer_queue.journal.memory import MemoryJournal
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.server.handlers import QueueServer
 from rl_async.transfer_queue.server.loop import bind, serve

@@ -16,7 +16,7 @@ from rl_async.errors import ProtocolError, QueueLost
 from rl_async.launcher.cli.__main__ import main
 from rl_async.messages import Delivered, Done, Refused, Subscription, Task, Version
 from rl_async.transfer_queue import SyncQueueClient, read_groups, serve
-from rl_async.transfer_queue.journal.interface import MemoryJournal
+from rl_async.transfer_queue.journal.memory import MemoryJournal
 from rl_async.transfer_queue.state.source import numbered
 from tests.contracts.queue.peers import trajectory
 from tests.contracts.queue_storage.journals import SETTINGS, Driver, OpenJournal, journals, payload

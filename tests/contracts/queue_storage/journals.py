@@ -14,7 +14,8 @@ import redis
 
 from rl_async.errors import JournalError
 from rl_async.messages import Done, LeasedGroup, Reserved, Task, TrajectoryHeader, Version, VersionRun
-from rl_async.transfer_queue.journal.interface import Journal, MemoryJournal
+from rl_async.transfer_queue.journal.interface import Journal
+from rl_async.transfer_queue.journal.memory import MemoryJournal
 from rl_async.transfer_queue.journal.redis import RedisJournal
 from rl_async.transfer_queue.journal.sqlite import SqliteJournal
 from rl_async.transfer_queue.policy.admission import QueueSettings

@@ -11,7 +11,7 @@ from rl_async.errors import EngineError, WeightSyncError
 from rl_async.messages import EngineRecord, Version
 from rl_async.weight_sync.buckets.buckets import Bucket, make_buckets
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
-from rl_async.weight_sync.wave import Member, transfer
+from rl_async.weight_sync.wave import FleetMember, transfer
 
 V1 = Version(0, 1)
 DEADLINE_S = 20.0
@@ -90,8 +90,8 @@ BUCKETS = list(make_buckets([(f"w{i}", torch.ones(4 + i)) for i in range(4)], 28
 SIZES = [bucket.nbytes for bucket in BUCKETS]
 
 
-def member(engine: Engine) -> Member:
-    return Member(EngineRecord(engine_id="e", url="e", kind="test"), engine)
+def member(engine: Engine) -> FleetMember:
+    return FleetMember(EngineRecord(engine_id="e", url="e", kind="test"), engine)
 
 
 async def test_a_bucket_is_staged_while_the_one_before_is_in_hand_and_no_more_than_that() -> None:

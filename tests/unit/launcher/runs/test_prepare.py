@@ -7,7 +7,13 @@ from rl_async.configs.load.loader import dump, load_config
 from rl_async.launcher.plan.artifacts import SFT_FILE, needs_preparation
 from tests.support.forked import Forked
 
-QUICK = ["sft.min_steps=0", "sft.check_every=1", "sft.batch_size=2", "sft.gate_tasks=2", "sft.hidden_size=32"]
+QUICK = [
+    "warm_start.min_steps=0",
+    "warm_start.check_every=1",
+    "warm_start.batch_size=2",
+    "warm_start.gate_tasks=2",
+    "warm_start.hidden_size=32",
+]
 
 
 def prepare(folder: Path, *overrides: str) -> tuple[int | None, str]:
@@ -19,7 +25,7 @@ def prepare(folder: Path, *overrides: str) -> tuple[int | None, str]:
 
 
 def test_data_and_model_are_made_once_and_whole(tmp_path: Path) -> None:
-    code, errors = prepare(tmp_path, "sft.gate=0")
+    code, errors = prepare(tmp_path, "warm_start.gate=0")
     assert code == 0, errors
     model = tmp_path / "artifacts" / "calculator" / "model"
     names = {file.name for file in model.iterdir()}
@@ -31,12 +37,15 @@ def test_data_and_model_are_made_once_and_whole(tmp_path: Path) -> None:
         for key, name in (("model.path", "model"), ("data.path", "train.parquet"), ("data.eval_path", "test.parquet"))
     ]
     assert not needs_preparation(
-        load_config("calculator", [*QUICK, "sft.gate=0", *paths, "sft.demos_path=artifacts/calculator/demos.parquet"])
+        load_config(
+            "calculator",
+            [*QUICK, "warm_start.gate=0", *paths, "warm_start.demos_path=artifacts/calculator/demos.parquet"],
+        )
     )
 
 
 def test_a_gate_that_is_never_reached_leaves_no_model(tmp_path: Path) -> None:
-    code, errors = prepare(tmp_path, "sft.gate=1.0", "sft.max_steps=2")
+    code, errors = prepare(tmp_path, "warm_start.gate=1.0", "warm_start.max_steps=2")
     assert code == 2
     assert errors.splitlines()[-1].startswith("error: the warm start reached a greedy reward of 0.00")
     assert "Traceback" not in errors

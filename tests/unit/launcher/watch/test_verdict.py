@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from rl_async.launcher.supervise.roster import ProcessRecord
 from rl_async.launcher.watch.doctor import report
-from rl_async.launcher.watch.observation import EngineSeen, Observation, ProcessRecord, QueueSeen, RankSeen, Seen
+from rl_async.launcher.watch.observation import EngineSeen, Observation, QueueSeen, RankSeen, Seen
 from rl_async.launcher.watch.verdict import judge
 from rl_async.messages import GroupRecord, Inspection, LeaseRecord, StatusReport, Version
 from rl_async.process.stacks import Frame

@@ -12,11 +12,11 @@ from rich.console import Console
 from rl_async.configs.load.loader import load_config
 from rl_async.errors import QueueLost
 from rl_async.launcher.folder.tail import LineTail
+from rl_async.launcher.supervise.roster import ProcessState
 from rl_async.launcher.watch.view import View, render_conversation
 from rl_async.launcher.watch.view_model import (
     Conversation,
     History,
-    ProcessState,
     arguments_text,
     bar,
     newest_conversation,

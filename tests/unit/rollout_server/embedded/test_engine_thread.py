@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EngineLost, UserError, WeightSyncError
 from rl_async.messages import Sampling
 from rl_async.rollout_server.api import GenerateRequest

@@ -274,7 +274,7 @@ async def test_only_what_sleeps_is_woken() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"starts": [0], "numels": [1]}, "bucket_mb"),
+        ({"starts": [0], "numels": [1]}, "bucket_bytes"),
         ({"kind": "delta", "base": "0.1", "payload_bytes": 8}, "weight_sync.delta"),
         ({"hold": "keep"}, "weight_sync.delta"),
     ],

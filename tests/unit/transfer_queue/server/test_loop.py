@@ -8,7 +8,7 @@ import zmq
 from rl_async import messages as m
 from rl_async.errors import JournalError
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.journal.interface import MemoryJournal
+from rl_async.transfer_queue.journal.memory import MemoryJournal
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.server.handlers import QueueServer
 from rl_async.transfer_queue.server.loop import MOST_REQUESTS, serve

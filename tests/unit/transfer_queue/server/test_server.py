@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from rl_async import messages as m
-from rl_async.configs.schema.limits import QueueLimits
+from rl_async.configs.schema.queue import QueueLimits
 from rl_async.errors import ProtocolError
 from rl_async.messages import codec
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.journal.interface import MemoryJournal
+from rl_async.transfer_queue.journal.memory import MemoryJournal
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.server.handlers import Outgoing, QueueServer
 from rl_async.transfer_queue.server.peers import IDLE_S

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from rl_async.errors import WeightSyncError
 from rl_async.weight_sync.buckets.assembly import Assembler
-from rl_async.weight_sync.buckets.buckets import checksum, make_buckets, make_rooms, manifest_bytes, unpack, verify
+from rl_async.weight_sync.buckets.buckets import (
+    allocate_buckets,
+    checksum,
+    make_buckets,
+    manifest_bytes,
+    unpack,
+    verify,
+)
 from rl_async.weight_sync.layout import TensorSpec, slices, whole
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int64, torch.bool]
@@ -57,18 +64,18 @@ def test_only_a_tensor_larger_than_the_bound_is_cut_and_its_end_shares_a_bucket(
 
 
 def test_rows_that_fit_stay_whole() -> None:
-    (room, *_) = make_rooms({"w": TensorSpec((5, 2, 3), "float32")}, 60)
+    (room, *_) = allocate_buckets({"w": TensorSpec((5, 2, 3), "float32")}, 60)
     assert [(box, tuple(place.shape)) for _, box, place in room.boxes] == [(((0, 2), (0, 2), (0, 3)), (2, 2, 3))]
 
 
 def test_a_room_is_sealed_with_what_was_written_into_it() -> None:
     weight = torch.arange(24.0).reshape(4, 6)
-    rooms = make_rooms({"w": TensorSpec((4, 6), "float32")}, 50)
+    rooms = allocate_buckets({"w": TensorSpec((4, 6), "float32")}, 50)
     for room in rooms:
         for _, box, place in room.boxes:
             place.copy_(weight[slices(box, whole((4, 6)))])
     for room, bucket in zip(rooms, make_buckets([("w", weight)], 50), strict=True):
-        assert room.sealed().info == bucket.info
+        assert room.seal().info == bucket.info
         assert torch.equal(room.data, bucket.data)
 
 

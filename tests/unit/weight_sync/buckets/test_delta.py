@@ -11,8 +11,8 @@ from rl_async.errors import WeightSyncError
 from rl_async.messages import Version
 from rl_async.weight_sync.buckets.buckets import Bucket, make_buckets
 from rl_async.weight_sync.buckets.delta import BLOCK, apply_delta, deltas
-from rl_async.weight_sync.buckets.shelf import Shelf
-from rl_async.weight_sync.groups import address
+from rl_async.weight_sync.buckets.numbering import numbered
+from rl_async.weight_sync.buckets.retained import RetainedBuckets
 from rl_async.weight_sync.protocol import UpdateInfo
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8]
@@ -40,11 +40,11 @@ def changed(named: list[tuple[str, torch.Tensor]], share: float, seed: int) -> l
 
 
 def version(named: list[tuple[str, torch.Tensor]], step: int, max_bytes: int = 256) -> list[Bucket]:
-    return list(address(list(make_buckets(named, max_bytes)), Version(0, step), "keep"))
+    return list(numbered(list(make_buckets(named, max_bytes)), Version(0, step), "keep"))
 
 
-def put(shelf: Shelf, buckets: list[Bucket]) -> list[torch.Tensor]:
-    return [shelf.put(bucket.data, bucket.info).clone() for bucket in buckets]
+def put(retained: RetainedBuckets, buckets: list[Bucket]) -> list[torch.Tensor]:
+    return [retained.put(bucket.data, bucket.info).clone() for bucket in buckets]
 
 
 @settings(deadline=None)
@@ -56,11 +56,11 @@ def test_the_result_is_the_new_version_bit_by_bit_and_no_bucket_grows(
     old, new = version(named, 0, max_bytes), version(changed(named, share, 1), 1, max_bytes)
     sent = list(deltas(new, old, "0.0"))
     assert all(s.nbytes <= n.nbytes for s, n in zip(sent, new, strict=True))
-    shelf = Shelf()
-    put(shelf, old)
+    retained = RetainedBuckets()
+    put(retained, old)
     wire = [Bucket(b.data.clone(), msgspec.json.decode(msgspec.json.encode(b.info), type=UpdateInfo)) for b in sent]
-    assert all(torch.equal(got, bucket.data) for got, bucket in zip(put(shelf, wire), new, strict=True))
-    assert shelf.version == "0.1"
+    assert all(torch.equal(got, bucket.data) for got, bucket in zip(put(retained, wire), new, strict=True))
+    assert retained.version == "0.1"
 
 
 def test_what_did_not_change_is_not_sent() -> None:
@@ -93,27 +93,27 @@ def test_a_delta_against_another_version_is_refused() -> None:
     named = bits([(torch.float32, 60)], 0)
     old, new = version(named, 0), version(changed(named, 0.01, 1), 1)
     (sent,) = deltas(new, old, "0.0")
-    shelf = Shelf()
+    retained = RetainedBuckets()
     with pytest.raises(WeightSyncError, match=r"against version 0\.0, but this engine holds no complete version"):
-        shelf.put(sent.data, sent.info)
-    put(shelf, version(named, 7))
+        retained.put(sent.data, sent.info)
+    put(retained, version(named, 7))
     with pytest.raises(WeightSyncError, match=r"against version 0\.0, but this engine holds 0\.7"):
-        shelf.put(sent.data, sent.info)
+        retained.put(sent.data, sent.info)
 
 
 def test_after_a_damaged_delta_only_a_full_update_is_taken() -> None:
     named = bits([(torch.float32, 60)], 0)
     old, new = version(named, 0), version(changed(named, 0.01, 1), 1)
     (sent,) = deltas(new, old, "0.0")
-    shelf = Shelf()
-    put(shelf, old)
+    retained = RetainedBuckets()
+    put(retained, old)
     damaged = sent.data.clone()
     damaged[-1] ^= 1
     with pytest.raises(WeightSyncError, match="checksum"):
-        shelf.put(damaged, sent.info)
+        retained.put(damaged, sent.info)
     with pytest.raises(WeightSyncError, match="no complete version"):
-        shelf.put(sent.data, sent.info)
-    assert torch.equal(put(shelf, new)[0], new[0].data)
+        retained.put(sent.data, sent.info)
+    assert torch.equal(put(retained, new)[0], new[0].data)
 
 
 @pytest.mark.parametrize("cut", [0, 3, 5])
@@ -133,13 +133,13 @@ def test_a_change_beyond_the_end_is_refused() -> None:
 
 
 def test_a_version_is_complete_only_with_all_its_buckets_in_order() -> None:
-    buckets, shelf = version(bits([(torch.float32, 200)], 0), 3), Shelf()
-    shelf.put(buckets[0].data, buckets[0].info)
+    buckets, retained = version(bits([(torch.float32, 200)], 0), 3), RetainedBuckets()
+    retained.put(buckets[0].data, buckets[0].info)
     with pytest.raises(WeightSyncError, match=r"asked to load 0\.3, but what is here complete is nothing"):
-        shelf.load("0.3", lambda _: None)
+        retained.load("0.3", lambda _: None)
     with pytest.raises(WeightSyncError, match=r"bucket 2 of 0\.3 came where bucket 1 of 0\.3"):
-        shelf.put(buckets[2].data, buckets[2].info)
-    put(shelf, buckets)
+        retained.put(buckets[2].data, buckets[2].info)
+    put(retained, buckets)
     loaded: list[torch.Tensor] = []
-    shelf.load("0.3", lambda pieces: loaded.extend(piece.data for piece in pieces))
+    retained.load("0.3", lambda pieces: loaded.extend(piece.data for piece in pieces))
     assert torch.equal(torch.cat(loaded).view(torch.int32), bits([(torch.float32, 200)], 0)[0][1].view(torch.int32))

@@ -21,7 +21,7 @@ class _Held:
     info: UpdateInfo
 
 
-class Shelf:
+class RetainedBuckets:
     """Buckets by place. ``version`` names them when all are of one version; else it is empty."""
 
     def __init__(self) -> None:

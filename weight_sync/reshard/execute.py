@@ -10,13 +10,13 @@ from torch import Tensor
 from rl_async.errors import WeightSyncError
 from rl_async.weight_sync.layout import Box, Layout, lengths, slices
 from rl_async.weight_sync.reshard.model_layouts import fused_parts
-from rl_async.weight_sync.reshard.plan import Message, Move, Plan, mail_of
+from rl_async.weight_sync.reshard.plan import Message, Move, ReshardPlan, messages_of
 from rl_async.weight_sync.reshard.wire import Wire
 
-Holding = Mapping[tuple[str, Box], Tensor]  # a rank's part of a layout: [lengths of the box] each, views or not
+LocalShards = Mapping[tuple[str, Box], Tensor]  # a rank's part of a layout: [lengths of the box] each, views or not
 
 
-class Done(NamedTuple):
+class Traffic(NamedTuple):
     """What one rank did, in bytes."""
 
     sent: int
@@ -25,7 +25,9 @@ class Done(NamedTuple):
     buffers: int  # beside both holdings
 
 
-def reshard(made: Plan, rank: int, source: Holding, target: Holding, wire: Wire, timeout_s: float) -> Done:
+def reshard(
+    made: ReshardPlan, rank: int, source: LocalShards, target: LocalShards, wire: Wire, timeout_s: float
+) -> Traffic:
     """Fill ``target``, in place, with what ``made`` brings from ``source``; every rank of the plan calls it alike.
 
     Elements are converted to their spec's type before they travel and to the target's where they arrive. Blocks for
@@ -35,26 +37,26 @@ def reshard(made: Plan, rank: int, source: Holding, target: Holding, wire: Wire,
     deadline = time.monotonic() + timeout_s
     _check(made.source, rank, source, "source")
     _check(made.target, rank, target, "target")
-    mails = [mail_of(bucket, rank) for bucket in made.buckets]
-    outgoing = max((mail.outgoing_bytes for mail in mails), default=0)
-    wire.open(outgoing, max((mail.outgoing_bytes + mail.incoming_bytes for mail in mails), default=0))
+    traffic = [messages_of(exchange, rank) for exchange in made.exchanges]
+    outgoing = max((messages.outgoing_bytes for messages in traffic), default=0)
+    wire.open(outgoing, max((messages.outgoing_bytes + messages.incoming_bytes for messages in traffic), default=0))
     copied = 0
     for move in made.local:
         if move.source.rank == rank:
             _slice(move, target, move.target.box).copy_(_slice(move, source, move.source.box))
             copied += move.nbytes
-    for number, (bucket, mail) in enumerate(zip(made.buckets, mails, strict=True)):
-        if not mail.outgoing and not mail.incoming:
+    for number, (exchange, messages) in enumerate(zip(made.exchanges, traffic, strict=True)):
+        if not messages.outgoing and not messages.incoming:
             continue
-        for letter, room in zip(mail.outgoing, wire.outboxes(mail), strict=True):
-            _pack(bucket.messages[rank, letter.peer], source, room, made.source)
-        arrived = wire.exchange(mail, f"bucket {number + 1} of {len(made.buckets)}", deadline)
-        for letter, room in zip(mail.incoming, arrived, strict=True):
-            _unpack(bucket.messages[letter.peer, rank], target, room, made.target)
-        wire.release(mail, deadline)
-    sent = sum(letter.nbytes for mail in mails for letter in mail.outgoing)
-    received = sum(letter.nbytes for mail in mails for letter in mail.incoming)
-    return Done(sent, received, copied, wire.held_bytes)
+        for span, room in zip(messages.outgoing, wire.send_buffers(messages), strict=True):
+            _pack(exchange.messages[rank, span.peer], source, room, made.source)
+        arrived = wire.exchange(messages, f"exchange {number + 1} of {len(made.exchanges)}", deadline)
+        for span, room in zip(messages.incoming, arrived, strict=True):
+            _unpack(exchange.messages[span.peer, rank], target, room, made.target)
+        wire.release(messages, deadline)
+    sent = sum(span.nbytes for messages in traffic for span in messages.outgoing)
+    received = sum(span.nbytes for messages in traffic for span in messages.incoming)
+    return Traffic(sent, received, copied, wire.held_bytes)
 
 
 def one_box_each(
@@ -76,7 +78,7 @@ def split_fused(fused: Tensor, layout: Layout, rank: int, names: Sequence[str]) 
     return dict(zip(parts, fused.split(rows), strict=True))
 
 
-def _check(layout: Layout, rank: int, holding: Holding, what: str) -> None:
+def _check(layout: Layout, rank: int, holding: LocalShards, what: str) -> None:
     for name, box in layout.held(rank):
         tensor = holding.get((name, box))
         if tensor is None or tuple(tensor.shape) != lengths(box):
@@ -84,16 +86,16 @@ def _check(layout: Layout, rank: int, holding: Holding, what: str) -> None:
             raise WeightSyncError(f"the {what} of rank {rank} should have {box} of {name}, and has {found}")
 
 
-def _slice(move: Move, holding: Holding, shard: Box) -> Tensor:
+def _slice(move: Move, holding: LocalShards, shard: Box) -> Tensor:
     return holding[move.tensor, shard][slices(move.box, shard)]
 
 
-def _pack(message: Message, source: Holding, room: Tensor, layout: Layout) -> None:
+def _pack(message: Message, source: LocalShards, room: Tensor, layout: Layout) -> None:
     for move, place in _places(message, room, layout):
         place.copy_(_slice(move, source, move.source.box))
 
 
-def _unpack(message: Message, target: Holding, room: Tensor, layout: Layout) -> None:
+def _unpack(message: Message, target: LocalShards, room: Tensor, layout: Layout) -> None:
     for move, place in _places(message, room, layout):
         _slice(move, target, move.target.box).copy_(place)
 

@@ -1,0 +1,30 @@
+"""Opens the journal that a run's configuration names."""
+
+from pathlib import Path
+
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import ConfigError
+from rl_async.transfer_queue.journal.interface import Journal
+from rl_async.transfer_queue.journal.memory import MemoryJournal
+
+
+def open_journal(config: RunConfig, run: Path) -> Journal:
+    """The journal that ``queue.journal`` names, held by this process alone.
+
+    Raises JournalError if another process holds it, or if it cannot be read or written; ConfigError without the package
+    that it needs.
+    """
+    match config.queue.journal:
+        case "sqlite":
+            from rl_async.transfer_queue.journal.sqlite import SqliteJournal
+
+            return SqliteJournal(run, config.name, config.queue.sqlite_synchronous)
+        case "redis":
+            try:
+                from rl_async.transfer_queue.journal.redis import RedisJournal
+            except ModuleNotFoundError as error:
+                if error.name != "redis":
+                    raise
+                raise ConfigError("queue.journal=redis needs a package: pip install 'rl-async[redis]'") from error
+            return RedisJournal(config.queue.redis_url, config.name)
+    return MemoryJournal(config.name)
