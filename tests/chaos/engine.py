@@ -1,9 +1,11 @@
 """The embedded engine with a fault in its HTTP server."""
 
+import sys
 from typing import Any
 from unittest.mock import patch
 
-from rl_async.rollout_server import __main__ as engine
+from rl_async.rollout_server.__main__ import main
+from rl_async.rollout_server.embedded import process
 from rl_async.rollout_server.embedded.server import Server
 from tests.chaos.faults import Faulty
 
@@ -15,5 +17,5 @@ class FaultyServer(Server):
 
 
 if __name__ == "__main__":
-    with patch.object(engine, "Server", FaultyServer):
-        engine.main()
+    with patch.object(process, "Server", FaultyServer):
+        sys.exit(main())

@@ -9,18 +9,26 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EngineLost, UserError, WeightSyncError
 from rl_async.messages import Sampling
-from rl_async.rollout_server.__main__ import load_model
 from rl_async.rollout_server.api import GenerateRequest
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.dialect import GenerateBody, SamplingParams, choice, delta
 from rl_async.rollout_server.embedded.engine import Engine
 from rl_async.rollout_server.embedded.local import LocalEngine
+from rl_async.rollout_server.embedded.process import load_model
 from rl_async.rollout_server.embedded.sequence import Sequence
 from rl_async.weight_sync.buckets.buckets import Piece
 
@@ -181,7 +189,7 @@ def test_a_missing_or_broken_model_is_one_line(tmp_path: Path, monkeypatch: pyte
     def from_pretrained(*args: object, **more: object) -> None:
         raise OSError("no such model\nIf this is a private repository, ...")
 
-    monkeypatch.setattr("rl_async.rollout_server.__main__.AutoModelForCausalLM.from_pretrained", from_pretrained)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
     missing = RunConfig(model=ModelConfig(path=str(tmp_path / "nothing")), data=DataConfig(path="none"))
     with pytest.raises(UserError, match=r"model\.path: there is no folder .*nothing"):
         load_model(missing)
