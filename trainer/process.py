@@ -20,7 +20,6 @@ from rl_async.trainer.algorithms.kl import KlController
 from rl_async.trainer.batches import sources
 from rl_async.trainer.checkpoints.folder import drop_unfinished, folder_of, load_checkpoint, newest_whole, read_state
 from rl_async.trainer.checkpoints.saver import Saver
-from rl_async.trainer.models import build_models
 from rl_async.trainer.monitoring.depth import QueueDepth
 from rl_async.trainer.monitoring.evaluation import Evaluator
 from rl_async.trainer.monitoring.guard import Guard
@@ -31,6 +30,7 @@ from rl_async.trainer.monitoring.trackers import Tracking
 from rl_async.trainer.publishing.canaries import PROMPT_TOKENS, Canaries
 from rl_async.trainer.publishing.mismatch import WatchedPublisher
 from rl_async.trainer.publishing.publisher import EnginePublisher, NoEngines, Publisher
+from rl_async.trainer.step.models import build_models
 from rl_async.trainer.step.update import Models
 from rl_async.trainer.train import Run, record_evaluation, train
 from rl_async.transfer_queue.auth.keys import client_keys

@@ -18,11 +18,11 @@ from rl_async.trainer.checkpoints.folder import drop_unfinished, folder_of, load
 from rl_async.trainer.checkpoints.saver import Saver
 from rl_async.trainer.finetune.loop import Finetuning, finetune
 from rl_async.trainer.finetune.rows import HELD_OUT, ROWS, ChatRows, keep_lines, total_steps
-from rl_async.trainer.models import build_models
 from rl_async.trainer.monitoring.ranks import ranks_joined
 from rl_async.trainer.monitoring.records import next_lineage
 from rl_async.trainer.monitoring.stopping import StopRequest
 from rl_async.trainer.monitoring.trackers import Tracking
+from rl_async.trainer.step.models import build_models
 
 log = logging.getLogger("rl_async.trainer")
 

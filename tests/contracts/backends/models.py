@@ -89,9 +89,9 @@ def micro_batches(rows: Sequence[int]) -> list[Tensors]:
     ]
 
 
-def cell_rows(dp_rank: int, dp_size: int) -> list[int]:
-    """The rows of the batch that a cell trains."""
-    return list(range(ROWS))[dp_rank::dp_size]
+def cell_rows(rank: int, size: int) -> list[int]:
+    """The rows of the batch that a data-parallel rank trains."""
+    return list(range(ROWS))[rank::size]
 
 
 def loss_of(batches: Sequence[Tensors]) -> LossFn:

@@ -26,7 +26,7 @@ if __name__ == "__main__":
     rows[0].reward = math.inf
     headers = [row.header() for row in rows]
     batch = Batch(
-        7, headers, plan_batch(headers, 7, config, 1, backend.work), dict(zip(row_keys(headers), rows, strict=True))
+        7, headers, plan_batch(headers, 7, config, 1, backend.row_cost), dict(zip(row_keys(headers), rows, strict=True))
     )
     try:
         update(Models(backend), batch, build(config), config)

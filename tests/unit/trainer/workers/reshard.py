@@ -15,7 +15,7 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.checkpoints.folder import FORMAT, CheckpointState, load_checkpoint
 from rl_async.trainer.checkpoints.saver import Saver
-from rl_async.trainer.models import build_models
+from rl_async.trainer.step.models import build_models
 from tests.unit.trainer.workers.critic import train
 
 
