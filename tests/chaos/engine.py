@@ -1,5 +1,6 @@
 """The embedded engine with a fault in its HTTP server."""
 
+import sys
 from typing import Any
 from unittest.mock import patch
 
@@ -17,4 +18,4 @@ class FaultyServer(EngineServer):
 
 if __name__ == "__main__":
     with patch.object(process, "EngineServer", FaultyServer):
-        main()
+        sys.exit(main())

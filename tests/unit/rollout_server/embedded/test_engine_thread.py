@@ -9,7 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
@@ -181,9 +189,7 @@ def test_a_missing_or_broken_model_is_one_line(tmp_path: Path, monkeypatch: pyte
     def from_pretrained(*args: object, **more: object) -> None:
         raise OSError("no such model\nIf this is a private repository, ...")
 
-    monkeypatch.setattr(
-        "rl_async.rollout_server.embedded.process.AutoModelForCausalLM.from_pretrained", from_pretrained
-    )
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
     missing = RunConfig(model=ModelConfig(path=str(tmp_path / "nothing")), data=DataConfig(path="none"))
     with pytest.raises(UserError, match=r"model\.path.*nothing"):
         load_model(missing)
