@@ -26,7 +26,7 @@ def prepare(config: RunConfig, report: Report) -> None:
         report(f"writing {config.data.make} tasks and demonstrations into {folder}")
         make_data(config.data.make, folder)
     if needs_model(config):
-        from rl_async.launcher.runs.preset_model import make_model
+        from rl_async.launcher.runs.tiny_model import make_model
 
         assert config.warm_start is not None
         make_model(config, config.warm_start, report)
