@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from rl_async.errors import RlAsyncError, WeightSyncError
 from rl_async.messages import EngineRecord, Version
+from rl_async.threads import in_daemon_thread
 from rl_async.weight_sync import wave
 from rl_async.weight_sync.buckets import adapters
 from rl_async.weight_sync.buckets.buckets import Bucket
@@ -125,7 +126,9 @@ class Fleet:
             if added := adapters.adapter_buckets(addressed):
                 self._base, self._deltas = base, added
             elif self._options.delta:
-                self._deltas = await wave.in_thread(lambda: list(deltas(addressed, old, str(base))))
+                self._deltas = await asyncio.wrap_future(
+                    in_daemon_thread(lambda: list(deltas(addressed, old, str(base))), "weight-deltas")
+                )
                 self._base = base
         self._version, self._buckets = version, addressed
 

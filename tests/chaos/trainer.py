@@ -20,7 +20,9 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from rl_async.configs.load.loader import dump
-from rl_async.configs.schema.run import DataConfig, DebugConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import DebugConfig, RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.monitoring.records import write_trajectories
 from tests.conftest import make_model, make_rows
 

@@ -14,7 +14,9 @@ from torch import Tensor
 from rl_async.configs.load.loader import dump
 from rl_async.configs.schema.algorithm import AlgorithmConfig
 from rl_async.configs.schema.critic import CriticConfig
-from rl_async.configs.schema.run import DataConfig, DebugConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import DebugConfig, RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.checkpoints.folder import list_checkpoints
 from rl_async.trainer.monitoring.records import write_trajectories
 from tests.conftest import make_rows

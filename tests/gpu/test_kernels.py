@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.utils import is_flash_attn_2_available
 
 from benchmarks.processes.ranks import run_ranks
-from rl_async.configs.schema.run import TrainerConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.batches.batching import collate
 from tests.conftest import make_rows

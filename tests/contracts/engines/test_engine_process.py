@@ -12,7 +12,9 @@ import pytest
 from aiohttp import ClientSession
 
 from rl_async.configs.load.loader import dump
-from rl_async.configs.schema.run import DataConfig, DebugConfig, ModelConfig, RolloutConfig, RunConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.rollout import RolloutConfig
+from rl_async.configs.schema.run import DebugConfig, RunConfig
 from tests.support.forked import Forked
 
 START_S = 60.0

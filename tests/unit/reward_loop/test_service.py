@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rl_async.agent_loop.data.dataset import open_rows, to_task
-from rl_async.configs.schema.run import RewardConfig, RewardTerm
+from rl_async.configs.schema.reward import RewardConfig, RewardTerm
 from rl_async.errors import ConfigError
 from rl_async.reward_loop.api import Score, ScorerFailed, to_score
 from rl_async.reward_loop.limits import RateLimit

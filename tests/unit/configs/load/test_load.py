@@ -8,7 +8,7 @@ import pytest
 from rl_async.configs.derived.transport import resolve_transport
 from rl_async.configs.load.fields import all_keys, explain
 from rl_async.configs.load.loader import dump, load_config, load_resolved, preset_names
-from rl_async.configs.schema.renamed import GONE, MOVED
+from rl_async.configs.load.renamed import GONE, MOVED
 from rl_async.errors import ConfigError
 
 MINIMAL = "model:\n  path: m\ndata:\n  path: d.parquet\n"

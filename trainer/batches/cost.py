@@ -5,7 +5,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Work:
+class RowCost:
     """A row of T tokens costs linear * T + quadratic * T^2; ``padded`` rows are computed as long as the longest."""
 
     linear: int = 1
@@ -17,7 +17,7 @@ class Work:
         return self.linear * tokens + self.quadratic * tokens * tokens
 
 
-def work_of(config: Any, padded: bool = False) -> Work:
+def row_cost_of(config: Any, padded: bool = False) -> RowCost:
     """A decoder's work from its Hugging Face config.
 
     Linear: 2 operations per weight that a token meets, the chosen experts' and the last layer's included. Quadratic:
@@ -29,7 +29,7 @@ def work_of(config: Any, padded: bool = False) -> Work:
     dense, sparse = _mlp_layers(config)
     weights = layers * attention + dense * 3 * hidden * config.intermediate_size
     weights += sparse * _expert_weights(config) + hidden * config.vocab_size
-    return Work(linear=2 * weights, quadratic=layers * heads * score_width, padded=padded)
+    return RowCost(linear=2 * weights, quadratic=layers * heads * score_width, padded=padded)
 
 
 def _latent(config: Any) -> bool:

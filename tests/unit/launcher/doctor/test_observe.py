@@ -12,10 +12,10 @@ import pytest
 
 from rl_async.configs.load.loader import dump, load_config
 from rl_async.errors import UserError
+from rl_async.launcher.doctor.diagnosis import FILE, diagnose, doctor
+from rl_async.launcher.doctor.observe import launcher_of, look_at, observe, oldest_groups
 from rl_async.launcher.folder.run_folder import hold
 from rl_async.launcher.supervise.roster import ProcessRecord
-from rl_async.launcher.watch.doctor import FILE, diagnose, doctor
-from rl_async.launcher.watch.observe import launcher_of, look_at, observe, oldest_groups
 from rl_async.messages import GroupRecord
 from rl_async.process.heartbeat import beat
 from rl_async.process.kernel import read_stat

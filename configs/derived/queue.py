@@ -1,9 +1,11 @@
-"""Whether a run's queue is closed to strangers, and where its keys are; roles and launcher must agree on both."""
+"""What the section `queue` implies: whether clients need keys, where these are, and how many steps of the staleness
+bound are left to the sampling policy."""
 
 import ipaddress
 from pathlib import Path
 
-from rl_async.configs.schema.run import QueueConfig, RunConfig
+from rl_async.configs.schema.queue import QueueConfig
+from rl_async.configs.schema.run import RunConfig
 
 
 def is_loopback(host: str) -> bool:
@@ -24,3 +26,10 @@ def key_folder(config: RunConfig, run: Path) -> Path | None:
     if not is_closed(config.queue):
         return None
     return Path(config.queue.keys) if config.queue.keys else run / "keys"
+
+
+def slack(queue: QueueConfig) -> int:
+    """``queue.slack``; if it is null, none for first in first out, and 1 for a policy that chooses."""
+    if queue.slack is not None:
+        return queue.slack
+    return 0 if queue.sampling == "fifo" else 1

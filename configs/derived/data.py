@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from rl_async.configs.schema.run import DataConfig, DataSource
+from rl_async.configs.schema.data import DataConfig, DataSource
 
 Points = tuple[tuple[int, float], ...]  # (step, weight) by step
 
