@@ -38,10 +38,11 @@ HOME_OF = {
 FILES = sorted(path for folder in MAY_IMPORT for path in (ROOT / folder).rglob("*.py"))
 
 
-def imports(path: Path) -> set[str]:
-    """Every module that a file imports, at any depth of its code."""
+def imports(path: Path, *, at_once: bool = False) -> set[str]:
+    """Every module that a file imports, at any depth of its code; ``at_once``: only those that importing it imports."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for node in tree.body if at_once else ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -109,6 +110,31 @@ def test_heavy_packages_are_imported_at_home_alone(imported: dict[Path, set[str]
             at_home = any(where == home or where.startswith(home + "/") for home in HOME_OF[heavy])
             composition_root = path.name == "__main__.py" or where.startswith("launcher/")
             assert at_home or (composition_root and heavy != "ray"), f"{where}: {heavy}"
+
+
+ROLES = {  # every role's own process; vLLM's and SGLang's --help are theirs
+    *("transfer_queue", "transfer_queue/shard", "trainer", "trainer/finetune", "rollout_server"),
+    *("agent_loop", "agent_loop/gateway", "reward_loop/server", "launcher/cli"),
+}
+SLOW = {*HOME_OF, "transformers", "peft", "accelerate"}  # each takes seconds to import
+
+
+@pytest.mark.parametrize("role", sorted(ROLES))
+def test_help_imports_nothing_slow(role: str) -> None:
+    main = ROOT / role / "__main__.py"
+    reached, left = {main}, [main]
+    while left:
+        path = left.pop()
+        modules = imports(path, at_once=True)
+        assert not {module.split(".")[0] for module in modules} & SLOW, f"--help of {role} imports {path}"
+        new = our_files(modules) - reached
+        reached |= new
+        left += new
+
+
+def test_every_role_is_known() -> None:
+    theirs = {"rollout_server/vllm", "rollout_server/sglang"}
+    assert {path.parent.relative_to(ROOT).as_posix() for path in FILES if path.name == "__main__.py"} == ROLES | theirs
 
 
 def _node(path: Path) -> str:
