@@ -1,4 +1,4 @@
-"""Walks the config structs by dotted key: names, types, defaults, descriptions."""
+"""Looks config keys up by dotted name, for error messages and `rl-async config explain`: type, default, meaning."""
 
 import difflib
 import functools
@@ -13,11 +13,12 @@ from rl_async.configs.load.renamed import replacement
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
 
-MORE: dict[str, Callable[[], str]] = {"algorithm.correction": correction_text.explanation}  # below the key's own lines
+# keys whose explanation goes on below type and default
+MORE: dict[str, Callable[[], str]] = {"algorithm.correction": correction_text.explanation}
 
 
 def _struct(kind: inspect.Type) -> inspect.StructType | None:
-    """The struct behind a type: itself, or the one member of an optional."""
+    """Return the struct that a type is or, for an optional, contains."""
     if isinstance(kind, inspect.Metadata):
         return _struct(kind.type)
     if isinstance(kind, inspect.UnionType):
@@ -27,12 +28,12 @@ def _struct(kind: inspect.Type) -> inspect.StructType | None:
 
 @functools.cache
 def _root() -> inspect.StructType | None:
-    """The whole config's type; working it out takes milliseconds, and every look-up starts here."""
+    """Return the type of the whole config, cached: every look-up starts here, and inspecting it takes milliseconds."""
     return _struct(inspect.type_info(RunConfig))
 
 
 def struct_at(key: str) -> inspect.StructType | None:
-    """The struct at a dotted key ('' is the whole config), or None if there is no section of that name."""
+    """Return the struct at a dotted key ('' is the whole config), or None if there is no such section."""
     current = _root()
     for part in key.split(".") if key else ():
         field = next((f for f in current.fields if f.name == part), None) if current else None
@@ -40,17 +41,22 @@ def struct_at(key: str) -> inspect.StructType | None:
     return current
 
 
+def field_at(key: str) -> inspect.Field | None:
+    """Return the field of a dotted key, or None if there is none."""
+    parent, _, leaf = key.rpartition(".")
+    struct = struct_at(parent)
+    return next((f for f in struct.fields if f.name == leaf), None) if struct else None
+
+
 def field_names(section: str) -> list[str]:
-    """Keys of a section; empty if there is none."""
+    """List the keys of a section; empty if there is none of that name."""
     struct = struct_at(section)
     return [field.name for field in struct.fields] if struct else []
 
 
 def choices(key: str) -> list[str]:
-    """The values that a key takes, if they are names of a list; of a key that takes several kinds, those."""
-    parent, _, leaf = key.rpartition(".")
-    struct = struct_at(parent)
-    field = next((f for f in struct.fields if f.name == leaf), None) if struct else None
+    """List the values of a key that takes one of several names, directly, in a list or beside other types."""
+    field = field_at(key)
     return [str(value) for value in _literals(field.type)] if field else []
 
 
@@ -63,54 +69,45 @@ def _literals(kind: inspect.Type) -> list[Any]:
     return list(kind.values) if isinstance(kind, inspect.LiteralType) else []
 
 
-def all_keys() -> list[str]:
-    """Every dotted key, sections before their keys."""
-
-    def walk(prefix: str) -> list[str]:
-        keys = []
-        for name in field_names(prefix):
-            key = f"{prefix}.{name}" if prefix else name
-            keys.append(key)
-            keys.extend(walk(key))
-        return keys
-
-    return walk("")
+def all_keys(prefix: str = "") -> list[str]:
+    """List every dotted key below ``prefix``, sections before their keys."""
+    keys = []
+    for name in field_names(prefix):
+        key = f"{prefix}.{name}" if prefix else name
+        keys += [key, *all_keys(key)]
+    return keys
 
 
 def explain(key: str) -> str:
-    """What a key means, its type, its default and its bounds; for a section, one line per key.
+    """Describe a key with its type, default and bounds, or a section with one line per key.
 
-    Raises ConfigError with the nearest valid key.
+    Raises ConfigError, naming the nearest keys, if there is none.
     """
-    if moved := replacement(key):
-        raise ConfigError(f"unknown key {key!r}{moved}")
-    if key not in all_keys():
-        leaf = key.rpartition(".")[2]
-        close = difflib.get_close_matches(key, all_keys(), n=3, cutoff=0.5)
-        close += [k for k in all_keys() if k.rpartition(".")[2] == leaf and k not in close]
-        hint = f"; did you mean {' or '.join(close)}?" if close else "; `rl-async config explain` lists the sections"
-        raise ConfigError(f"unknown key {key!r}{hint}")
+    field = field_at(key)
+    if field is None:
+        raise ConfigError(f"unknown key {key!r}{replacement(key) or _suggestion(key)}")
     if struct_at(key) is not None:
         return f"{key}\n" + "\n".join(f"  {_line(f'{key}.{name}')}" for name in field_names(key))
-    parent, _, leaf = key.rpartition(".")
-    struct = struct_at(parent)
-    assert struct is not None
-    field = next(f for f in struct.fields if f.name == leaf)
     kind, description = _unwrap(field.type)
     more = f"\n\n{MORE[key]()}" if key in MORE else ""
     return f"{key}\n  {description}\n  type: {_type_name(kind)}\n  default: {_default(field)}{more}"
 
 
+def _suggestion(key: str) -> str:
+    leaf = key.rpartition(".")[2]
+    close = difflib.get_close_matches(key, all_keys(), n=3, cutoff=0.5)
+    close += [k for k in all_keys() if k.rpartition(".")[2] == leaf and k not in close]
+    return f"; did you mean {' or '.join(close)}?" if close else "; `rl-async config explain` lists the sections"
+
+
 def _line(key: str) -> str:
-    parent, _, leaf = key.rpartition(".")
-    struct = struct_at(parent)
-    assert struct is not None
-    field = next(f for f in struct.fields if f.name == leaf)
-    return f"{leaf:<26} {_default(field):<22} {_unwrap(field.type)[1]}"
+    field = field_at(key)
+    assert field is not None
+    return f"{field.name:<26} {_default(field):<22} {_unwrap(field.type)[1]}"
 
 
 def _unwrap(kind: inspect.Type) -> tuple[inspect.Type, str]:
-    """The bare type, and the outermost description."""
+    """Strip the annotations off a type; return it with the outermost description."""
     description = ""
     while isinstance(kind, inspect.Metadata):
         description = description or (kind.extra_json_schema or {}).get("description", "")

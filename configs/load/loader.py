@@ -1,4 +1,8 @@
-"""From a preset or a file, plus ``a.b=c`` arguments, to a checked RunConfig. Every mistake names where it stands."""
+"""Loads a RunConfig from a preset or a file and ``a.b=c`` overrides, and checks it. Errors name file, line or argument.
+
+PyYAML reads YAML 1.1, so `1e-3` and bands such as `0.5_5` need the resolvers below. ruamel.yaml would not remove them
+(its YAML 1.2 still reads 0.5_5 as 0.55), nor the walk that collects line numbers, and would make `yes` and `on` text.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -20,7 +24,16 @@ Places = dict[str, str]  # dotted key -> where it was given: file:line, or the a
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 0_5 as an octal 5 and 0.5_5 as 0.55; here they stay text, for they mean bands."""
+    """Reads `1e-3` as a number, and `0_5` and `0.5_5` as text: with an underscore they are bands, low_high."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that `_Loader` would read as a number."""
+
+
+_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, [*"-+0123456789"])
 
 
 def _number_or_band(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
@@ -34,7 +47,7 @@ for _tag in ("int", "float"):
 
 
 def preset_names() -> list[str]:
-    """Names that ``--config`` accepts besides paths."""
+    """List the presets, which ``--config`` accepts by name."""
     folder = resources.files("rl_async.configs.presets")
     return sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
 
@@ -44,7 +57,7 @@ def load_config(
 ) -> RunConfig:
     """Read a preset or a YAML file, if one is given, apply overrides in order, and check the result.
 
-    Raises ConfigError for unknown keys (with the nearest valid one), wrong types and impossible combinations.
+    Raises ConfigError for unknown keys (naming the nearest valid one), wrong types and impossible combinations.
     """
     places: Places = {}
     values = {} if name_or_path is None else _read(name_or_path, places)
@@ -67,24 +80,32 @@ def load_resolved(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def dump(config: RunConfig) -> str:
-    """The resolved config as YAML."""
-    return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False)
+    """Write the complete config as YAML that ``load_resolved`` reads back."""
+    return yaml.dump(msgspec.to_builtins(config), Dumper=_Dumper, sort_keys=False)
 
 
 def _read(name_or_path: str, places: Places) -> dict[str, Any]:
-    """Values of a preset or file. ``extends: NAME`` at the top names a preset whose values it changes."""
+    """Read a preset or file. A key ``extends: NAME`` at the top names a preset or file whose values it changes."""
     text, origin = _find(name_or_path)
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        values = yaml.load(text, Loader=_Loader)  # a SafeLoader
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{origin}: not valid YAML: {error}") from error
+    values, node = _parse(text, origin)
     if not isinstance(values, dict) or not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{origin}: expected sections such as `trainer:`, found {type(values).__name__}")
     parent = values.pop("extends", None)
     base = _read(str(parent), places) if parent is not None else {}
     places.update({key: f"{origin}:{line}" for key, line in _lines(node, "")})
     return _merge(base, values)
+
+
+def _parse(text: str, origin: str) -> tuple[Any, yaml.Node | None]:
+    """Parse YAML into plain values and the node tree, which has line numbers. Raises ConfigError, naming ``origin``."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        return (None if node is None else loader.construct_document(node)), node
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{origin}: not valid YAML: {error}") from error
+    finally:
+        loader.dispose()
 
 
 def _find(name_or_path: str) -> tuple[str, str]:
@@ -99,12 +120,12 @@ def _find(name_or_path: str) -> tuple[str, str]:
     if name_or_path not in preset_names():
         hint = nearest(name_or_path, preset_names())
         raise ConfigError(f"--config: no preset {name_or_path!r}{hint}; `rl-async config list` shows all")
-    return resources.files("rl_async.configs.presets").joinpath(
-        f"{name_or_path}.yaml"
-    ).read_text(), f"{name_or_path}.yaml"
+    file = f"{name_or_path}.yaml"
+    return resources.files("rl_async.configs.presets").joinpath(file).read_text(), file
 
 
 def _lines(node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, int]]:
+    """Yield each dotted key with its line, counted from 1."""
     for key, value in node.value:
         path = f"{prefix}{key.value}"
         yield path, key.start_mark.line + 1
@@ -121,16 +142,13 @@ def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _apply(values: dict[str, Any], override: str, places: Places) -> None:
+    """Set the key of an override ``a.b=c`` in ``values``, creating missing sections."""
+    place = f"argument {override!r}"
     key, equals, text = override.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", key):
-        raise ConfigError(f"argument {override!r}: overrides are written a.b=c, e.g. trainer.steps=10")
-    try:
-        value = yaml.load(text, Loader=_Loader)  # a SafeLoader
-    except yaml.YAMLError as error:
-        raise ConfigError(f"argument {override!r}: the value is not valid YAML: {error}") from error
-    if isinstance(value, str):
-        value = _number(value)
-    _refuse_unknown(key, f"argument {override!r}")
+        raise ConfigError(f"{place}: overrides are written a.b=c, e.g. trainer.steps=10")
+    value, _ = _parse(text, place)
+    _refuse_unknown(key, place)
     *sections, leaf = key.split(".")
     target = values
     for section in sections:
@@ -139,18 +157,11 @@ def _apply(values: dict[str, Any], override: str, places: Places) -> None:
             inner = target[section] = {}
         target = inner
     target[leaf] = value
-    places[key] = f"argument {override!r}"
-
-
-def _number(text: str) -> Any:
-    """YAML 1.1 reads 1e-3 as a string; everyone who types it means a number."""
-    if re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", text):
-        return float(text)
-    return text
+    places[key] = place
 
 
 def _refuse_unknown(key: str, place: str) -> None:
-    """Raise ConfigError if no such key exists, naming what it is called now or the nearest key that exists."""
+    """Raise ConfigError if there is no such key, naming what replaced it or the nearest key that exists."""
     if moved := replacement(key):
         raise ConfigError(f"{place}: unknown key {key!r}{moved}")
     parent, _, leaf = key.rpartition(".")
@@ -163,7 +174,7 @@ def _refuse_unknown(key: str, place: str) -> None:
 
 
 def _convert(values: dict[str, Any], places: Places) -> RunConfig:
-    values = _numbers(values)
+    """Convert to a RunConfig. Raises ConfigError with the place of the key whose value does not fit."""
     for key in _keys(values, ""):
         _refuse_unknown(key, places.get(key, "config"))
     try:
@@ -177,13 +188,8 @@ def _convert(values: dict[str, Any], places: Places) -> RunConfig:
         raise ConfigError(f"{_place(dotted, places)}: {key}: {message[0].lower()}{message[1:]}{hint}") from error
 
 
-def _numbers(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _numbers(inner) for key, inner in value.items()}
-    return _number(value) if isinstance(value, str) else value
-
-
 def _keys(values: dict[str, Any], prefix: str) -> Iterator[str]:
+    """Yield the dotted keys of ``values``, sections before their keys."""
     for key, value in values.items():
         yield f"{prefix}{key}"
         if isinstance(value, dict) and struct_at(f"{prefix}{key}") is not None:
@@ -191,7 +197,7 @@ def _keys(values: dict[str, Any], prefix: str) -> Iterator[str]:
 
 
 def _place(key: str, places: Places) -> str:
-    """Where ``key``, or the nearest section around it, was given."""
+    """Return where ``key``, or the nearest section around it, was given."""
     while key:
         if key in places:
             return places[key]
