@@ -1,4 +1,4 @@
-"""What every config struct is made of."""
+"""The base class of config structs, and the types and descriptions that their fields share."""
 
 from typing import Annotated
 
@@ -12,9 +12,9 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 
 def doc(text: str) -> Meta:
-    """The description that ``rl-async config explain KEY`` prints."""
+    """Describe a key, for ``rl-async config explain KEY``."""
     return Meta(description=text)
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base: frozen, keyword-only, unknown keys refused."""
+    """Base class of all sections: frozen, keyword-only, and unknown keys are refused."""

@@ -1,9 +1,9 @@
-"""Rules for ``rl-async sft`` with a section ``finetune``: keys of reinforcement learning that would do nothing."""
+"""Rules for the section `finetune`: keys of reinforcement learning would have no effect."""
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 
-ELSEWHERE = {
+INSTEAD = {  # key of trainer -> the key that fine-tuning reads
     "learning_rate": "finetune.learning_rate",
     "schedule": "finetune.schedule",
     "warmup_steps": "finetune.warmup",
@@ -14,14 +14,14 @@ ELSEWHERE = {
 
 
 def finetune(c: RunConfig) -> str | None:
-    """The rule."""
+    """Refuse keys that supervised fine-tuning ignores, naming those that take their place."""
     if c.finetune is None:
         return None
-    for key, other in ELSEWHERE.items():
+    for key, other in INSTEAD.items():
         if getattr(c.trainer, key) != getattr(TrainerConfig(), key):
-            return f"trainer.{key}={getattr(c.trainer, key)} is not for fine-tuning (section finetune); set {other}"
+            return f"trainer.{key}={getattr(c.trainer, key)} has no effect on fine-tuning; set {other}"
     if not isinstance(c.data.path, str):
-        return "data.path lists several data sets, and finetune reads one file; put the conversations into one"
+        return "data.path lists several data sets, and finetune reads one; put the conversations into one file"
     if c.critic is not None:
-        return "finetune trains a causal LM alone; leave critic out"
+        return "critic has no effect on fine-tuning (section finetune); leave it out"
     return None

@@ -1,9 +1,9 @@
-"""Rules for what only ``trainer.backend=fsdp2`` does: how it spreads, keeps and computes a model."""
+"""Rules for the options of ``trainer.backend=fsdp2``."""
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 
-OWN = (
+FSDP2_ONLY = (  # keys of trainer
     "activation_checkpointing",
     "cpu_offload",
     "replicas",
@@ -16,31 +16,28 @@ OWN = (
 
 
 def fsdp2(c: RunConfig) -> str | None:
-    """The rule for its options."""
+    """Refuse its options with another backend, and sizes that do not divide the ranks."""
     t = c.trainer
     if t.backend != "fsdp2":
-        asked = next((key for key in OWN if getattr(t, key) != getattr(TrainerConfig(), key)), None)
-        return asked and f"trainer.{asked} needs trainer.backend=fsdp2; trainer.backend={t.backend} does without it"
+        changed = next((key for key in FSDP2_ONLY if getattr(t, key) != getattr(TrainerConfig(), key)), None)
+        return changed and f"trainer.{changed} needs trainer.backend=fsdp2, not {t.backend}"
     if t.ranks % t.replicas:
-        return (
-            f"trainer.replicas={t.replicas} copies of the model do not divide trainer.ranks={t.ranks} among them; use "
-            "a multiple"
-        )
+        return f"trainer.ranks={t.ranks} must be a multiple of trainer.replicas={t.replicas}, the copies of the model"
     if t.ranks % t.sequence_parallel:
         return (
-            f"trainer.sequence_parallel={t.sequence_parallel} ranks share each row, and trainer.ranks={t.ranks} does "
-            "not divide into so many each; use a multiple"
+            f"trainer.ranks={t.ranks} must be a multiple of trainer.sequence_parallel={t.sequence_parallel}, the ranks "
+            "that share each row"
         )
     if t.cpu_offload and c.model.device != "cuda":
         return (
-            f"trainer.cpu_offload would do nothing on a CPU, which has weights and optimizer in its memory anyway, and "
-            f"model.device={c.model.device}; set model.device=cuda, or leave it out"
+            f"trainer.cpu_offload has no effect with model.device={c.model.device}: without a GPU, weights and "
+            "optimizer are in host memory anyway; set model.device=cuda, or leave it out"
         )
     return None
 
 
 def kernels(c: RunConfig) -> str | None:
-    """The rule for kernels that only GPUs have."""
+    """Refuse kernels that need a GPU where there is none, and combinations of kernels that do not work."""
     t = c.trainer
     if t.attention == "flash" and (c.model.device == "cpu" or c.model.dtype != "bfloat16"):
         return (
@@ -49,11 +46,11 @@ def kernels(c: RunConfig) -> str | None:
         )
     if t.attention == "flash" and t.sequence_parallel > 1:
         return (
-            f"trainer.attention=flash does not go with trainer.sequence_parallel={t.sequence_parallel}: ranks that "
-            "share rows have packed attention between their exchanges; use trainer.attention=packed or auto"
+            f"trainer.attention=flash does not work with trainer.sequence_parallel={t.sequence_parallel}: ranks that "
+            "share rows use packed attention; use trainer.attention=packed or auto"
         )
     if t.kernels == "liger" and c.model.device == "cpu":
         return "trainer.kernels=liger needs a GPU, and model.device=cpu; use trainer.kernels=torch"
     if t.kernels == "liger" and t.compile:
-        return "trainer.kernels=liger does not go with trainer.compile, which makes kernels of its own; leave one out"
+        return "trainer.kernels=liger does not work with trainer.compile, which makes its own kernels; leave one out"
     return None

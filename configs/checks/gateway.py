@@ -1,35 +1,35 @@
-"""Which algorithms cannot learn from a gateway's episodes: those that take a row for an episode."""
+"""Rules for runs with a gateway: its episodes may have several rows, which some algorithms would take for episodes."""
 
 from rl_async.configs.schema.algorithm import ShapingConfig
 from rl_async.configs.schema.run import RunConfig
 
-ONE_ROW_EACH = ("grpo_passk", "remax", "optimal_token_baseline", "tir_optimal_token_baseline")
-OF_ROWS = ("overlong_max_tokens", "overlong_filter", "reward_scale", "resample")  # of algorithm.shaping
+PER_ROW_ADVANTAGES = ("grpo_passk", "remax", "optimal_token_baseline", "tir_optimal_token_baseline")
+PER_ROW_SHAPING = ("overlong_max_tokens", "overlong_filter", "reward_scale", "resample")  # of algorithm.shaping
 
 
 def gateway_problem(c: RunConfig) -> str | None:
-    """Why agent programs cannot play the episodes of this config, if they cannot."""
+    """Say why agent programs cannot play the episodes of this config; None if they can."""
     name = c.algorithm.advantage
-    if name in ONE_ROW_EACH:
+    if name in PER_ROW_ADVANTAGES:
         return (
-            f"algorithm.advantage={name} compares rows one by one, and an agent program's episode may be several; use "
-            "another estimator with a gateway, such as grpo or rloo"
+            f"algorithm.advantage={name} compares single rows, and an agent program's episode may have several; with a "
+            "gateway use another estimator, such as grpo or rloo"
         )
     if name == "gdpo":
         return (
-            "algorithm.advantage=gdpo needs every part of the reward by name, and an agent program may post a reward "
-            "without them; use another estimator with a gateway, such as grpo or rloo"
+            "algorithm.advantage=gdpo needs every named part of the reward, and an agent program may post a reward "
+            "without parts; with a gateway use another estimator, such as grpo or rloo"
         )
     default = ShapingConfig()
-    for key in OF_ROWS:
+    for key in PER_ROW_SHAPING:
         if getattr(c.algorithm.shaping, key) != getattr(default, key):
             return (
-                f"algorithm.shaping.{key} takes every row for an episode, and an agent program's episode may be "
+                f"algorithm.shaping.{key} treats every row as an episode, and an agent program's episode may have "
                 "several; leave it out with a gateway"
             )
     return None
 
 
-def gateway_rule(c: RunConfig) -> str | None:
-    """The rule for configs that start a gateway."""
+def gateway(c: RunConfig) -> str | None:
+    """Apply ``gateway_problem`` to configs that start a gateway themselves."""
     return None if c.agent.gateway is None else gateway_problem(c)

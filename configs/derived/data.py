@@ -1,4 +1,4 @@
-"""The data sets of ``data.path`` by name, and what share of the tasks each of them has at a step: pure functions."""
+"""The data sets of ``data.path``: their names, and each one's share of the tasks at a step."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -10,28 +10,28 @@ Points = tuple[tuple[int, float], ...]  # (step, weight) by step
 
 
 def parts(data: DataConfig) -> tuple[DataSource, ...]:
-    """The data sets in their order."""
+    """List the data sets of ``data.path``, also if it is a single path."""
     return (DataSource(path=data.path),) if isinstance(data.path, str) else data.path
 
 
 def label_of(path: str) -> str:
-    """The name that a data set has in task ids, where there is only one."""
+    """Return the name in task ids of a data set that is the only one."""
     return path.replace(":", ".") if path.startswith("reasoning_gym:") else Path(path).stem
 
 
 def labels(data: DataConfig) -> list[str]:
-    """The names of the data sets, all different: ``Task.source`` of their tasks."""
+    """Return a unique name for each data set: ``Task.source`` of its tasks."""
     paths = [part.path for part in parts(data)]
     return [label_of(path) if len(paths) == 1 else f"{n}-{label_of(path)}" for n, path in enumerate(paths)]
 
 
 def points_of(source: DataSource) -> Points:
-    """A data set's weights by step; without a schedule it has the same always."""
+    """Return a data set's weights by step: its schedule, or its constant weight."""
     return source.schedule or ((0, source.weight),)
 
 
 def weight_at(points: Points, step: int) -> float:
-    """On the straight line between the two points around ``step``; that of the first before, of the last behind."""
+    """Interpolate linearly between the points around ``step``; constant before the first and after the last."""
     for (before, low), (after, high) in pairwise(points):
         if before <= step < after:
             return low + (high - low) * (step - before) / (after - before)
@@ -39,12 +39,12 @@ def weight_at(points: Points, step: int) -> float:
 
 
 def shares_at(weights: Sequence[Points], step: int) -> list[float]:
-    """What part of the tasks each data set has at ``step``; together 1."""
+    """Return each data set's share of the tasks at ``step``; they sum to 1."""
     now = [weight_at(points, step) for points in weights]
     total = sum(now)
     return [weight / total for weight in now]
 
 
 def shares_by_label(weights: Mapping[str, Points], step: int) -> dict[str, float]:
-    """The same by name."""
+    """Return ``shares_at`` as a mapping from the data sets' names."""
     return dict(zip(weights, shares_at(list(weights.values()), step), strict=True))

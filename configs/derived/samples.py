@@ -1,13 +1,13 @@
-"""How many trajectories a task becomes, and which of them is there only to be compared with."""
+"""How many trajectories a task becomes, and which of them is only a baseline to compare with."""
 
 from rl_async.configs.schema.run import RunConfig
 
 
 def samples_per_group(config: RunConfig) -> int:
-    """Trajectories of one training group: ``rollout.group_size``, and a greedy one if the estimator asks for it."""
+    """Return how many trajectories a training group has: ``rollout.group_size``, plus the baseline of remax."""
     return config.rollout.group_size + (config.algorithm.advantage == "remax")
 
 
 def is_baseline(config: RunConfig, partition: str, sample: int) -> bool:
-    """Whether this sample of a group is the greedy episode, which is never trained."""
+    """Return whether this sample of a group is the greedy episode, which is never trained on."""
     return partition == "train" and sample >= config.rollout.group_size

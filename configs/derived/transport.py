@@ -1,4 +1,4 @@
-"""Which transport ``weight_sync.transport: auto`` means."""
+"""The transport that ``weight_sync.transport: auto`` stands for."""
 
 from typing import Literal
 
@@ -8,9 +8,9 @@ Transport = Literal["gloo", "ipc", "disk", "nccl"]
 
 
 def resolve_transport(config: RunConfig) -> Transport:
-    """``ipc`` (shared memory) where engines and trainer share a device, else ``gloo``.
+    """Choose ``ipc`` (shared memory) if engines and trainer share devices, else ``gloo``.
 
-    ``nccl`` is never chosen by itself: nobody has run it yet.
+    ``nccl`` is never chosen automatically, because it has never been run.
     """
     if config.weight_sync.transport != "auto":
         return config.weight_sync.transport

@@ -1,1 +1,1 @@
-"""Shipped run configurations, by name: `rl-async launch --config NAME`."""
+"""Configs to start from by name (`rl-async launch --config NAME`). To add one, add a YAML file; tests parse them all."""

@@ -1,4 +1,4 @@
-"""Sections `model` and `data`: the model that a run starts from, and its tasks."""
+"""Sections `model` and `data`: the model that a run starts from, and the tasks it trains on."""
 
 from typing import Annotated, Literal
 
@@ -8,9 +8,13 @@ from rl_async.configs.base import Config, Count, Positive, doc
 
 
 class ModelConfig(Config, frozen=True):
-    path: Annotated[str, doc("Folder of a Hugging Face causal LM with its tokenizer; `sft` makes it if it is missing.")]
-    dtype: Annotated[Literal["float32", "bfloat16"], doc("Type of the weights in trainer and engines.")] = "float32"
-    device: Annotated[Literal["auto", "cpu", "cuda"], doc("auto: cuda if there is one.")] = "auto"
+    path: Annotated[
+        str, doc("Folder of a Hugging Face causal LM with its tokenizer; warm_start makes it if it is missing.")
+    ]
+    dtype: Annotated[Literal["float32", "bfloat16"], doc("Type of the weights in the trainer and in the engines.")] = (
+        "float32"
+    )
+    device: Annotated[Literal["auto", "cpu", "cuda"], doc("auto: cuda if there is a GPU.")] = "auto"
 
 
 Weight = Annotated[float, Meta(ge=0)]
@@ -21,7 +25,7 @@ class DataSource(Config, frozen=True):
     weight: Annotated[float, Meta(gt=0, description="Share of the tasks drawn from this source.")] = 1.0
     schedule: Annotated[
         tuple[tuple[Count, Weight], ...],
-        doc("Curriculum: [[step, weight], ...] in place of weight, with a straight line between these steps."),
+        doc("Curriculum in place of weight: [[step, weight], ...], interpolated linearly between these steps."),
     ] = ()
 
 
@@ -35,8 +39,9 @@ class DataConfig(Config, frozen=True):
     ]
     eval_path: Annotated[str | None, doc("Held-out tasks; null: no evaluation.")] = None
     make: Annotated[
-        Literal["calculator", "shop", "sort"] | None, doc("Generator that writes path and eval_path if missing.")
+        Literal["calculator", "shop", "sort"] | None,
+        doc("Generator that writes path and eval_path if they are missing."),
     ] = None
     train_batch_groups: Annotated[Positive, doc("Groups (tasks) per trainer step.")] = 24
-    shuffle: Annotated[bool, doc("Shuffle with the run's seed, differently in each epoch.")] = True
-    max_prompt_tokens: Annotated[Positive, doc("Longer prompts are refused, naming the row.")] = 1024
+    shuffle: Annotated[bool, doc("Shuffle tasks, in another order each epoch, from the run's seed.")] = True
+    max_prompt_tokens: Annotated[Positive, doc("A longer prompt is an error that names its row.")] = 1024

@@ -8,19 +8,24 @@ from rl_async.configs.base import Config, Count, Positive, Seconds, doc
 
 
 class QueueLimits(Config, frozen=True):
-    # The lower bounds are what the clients' own messages need (transfer_queue/client/outbox.py).
+    """What one client may send, so that no client harms the others.
+
+    The lower bounds are what our own clients' messages need (transfer_queue/client/outbox.py).
+    """
+
     frame_bytes: Annotated[
         int, Meta(ge=1 << 22, description="Largest frame; the connection that sends a larger one is closed.")
     ] = 1 << 28
     message_bytes: Annotated[
         int, Meta(ge=1 << 23, description="Largest message, all frames together; a larger one is refused.")
     ] = 1 << 29
-    frames: Annotated[
-        int, Meta(ge=1026, description="Most frames of a message; each row that is put is one of them.")
+    frames: Annotated[int, Meta(ge=1026, description="Most frames of a message; each row of a put is one.")] = 4096
+    clients: Annotated[
+        Positive, doc("Most connections; a further one waits until another has been silent for two minutes.")
     ] = 4096
-    clients: Annotated[Positive, doc("Most connections; more wait until one is silent for two minutes.")] = 4096
     requests_per_s: Annotated[
-        float, Meta(gt=0, description="Per connection, after a burst of one second's worth; more are told to wait.")
+        float,
+        Meta(gt=0, description="Per connection, after a burst of one second's worth; beyond it requests are delayed."),
     ] = 5000.0
 
 
@@ -31,15 +36,15 @@ class QueueConfig(Config, frozen=True):
     journal: Annotated[
         Literal["memory", "sqlite", "redis"],
         doc(
-            "Where the queue's state is recorded: nowhere, in the run folder, or on a Redis server. With these two a "
-            "killed queue is started again and the run goes on (docs/transfer_queue.md)."
+            "Where the queue's state is recorded: nowhere, in the run folder, or on a Redis server. With sqlite and "
+            "redis, a queue that was killed is restarted and the run goes on (docs/transfer_queue.md)."
         ),
     ] = "sqlite"
     sqlite_synchronous: Annotated[
         Literal["normal", "full", "off"],
         doc(
-            "normal: what was acknowledged survives the queue's death at any instant, a power cut may cost the last "
-            "moments. full: it survives both; each flush waits for the disk. off: a power cut may cost the whole file."
+            "normal: whatever was acknowledged survives a crash of the queue; a power cut may lose the last moments. "
+            "full: it survives both, and each flush waits for the disk. off: a power cut may corrupt the whole file."
         ),
     ] = "normal"
     redis_url: Annotated[
@@ -52,28 +57,28 @@ class QueueConfig(Config, frozen=True):
     sampling: Annotated[
         Literal["fifo", "freshest", "priority", "quota"],
         doc(
-            "Which of the ready groups a batch takes, after those that the bound forces: the oldest, the newest, those "
-            "of the highest priority (column priority of the data), or of each data set of data.path its share. All "
-            "but fifo need max_staleness of at least 2."
+            "Which ready groups a batch takes, after those that the staleness bound forces: the oldest, the newest, "
+            "those of the highest priority (column priority of the data), or each data set's share of data.path. All "
+            "but fifo need a max_staleness of at least 2."
         ),
     ] = "fifo"
     slack: Annotated[
         Count | None,
         doc(
-            "Steps of the bound left to the sampling policy: groups are admitted for max_staleness - slack, so a ready "
-            "one may be passed for this many steps. With 0 and enough engines every seat is forced by a deadline. "
+            "Steps of the bound left to the sampling policy: groups are admitted for max_staleness - slack, so a batch "
+            "may pass over a ready one for this many steps. With 0 and enough engines, deadlines decide every batch. "
             "null: 0 with fifo, else 1."
         ),
     ] = None
     window: Annotated[
         Count,
         doc(
-            "A batch is taken from this many groups at the head of the line, and waits for those that are unfinished "
-            "instead of passing them. At least data.train_batch_groups; 0: whatever is ready, within the bound."
+            "A batch is taken from the oldest this many groups, and waits for unfinished ones among them instead of "
+            "passing them over. At least data.train_batch_groups; 0: whatever is ready, within the bound."
         ),
     ] = 0
-    lease_s: Annotated[Seconds, doc("A worker silent for this long loses its leases.")] = 15.0
-    max_attempts: Annotated[Positive, doc("A group failing this often is dead-lettered with its error.")] = 3
+    lease_s: Annotated[Seconds, doc("A worker that is silent for this long loses its leases.")] = 15.0
+    max_attempts: Annotated[Positive, doc("A group that fails this often is dead-lettered with its error.")] = 3
     max_bytes: Annotated[
         Positive,
         doc(
@@ -84,12 +89,12 @@ class QueueConfig(Config, frozen=True):
     consumer_bytes: Annotated[
         Count,
         doc(
-            "Bytes kept of trained groups that the trainer needs no more and a consumer (rl-async queue tail) has not "
-            "read; beyond it the oldest are skipped, counted as consumers_missed. Training never waits for a consumer."
+            "Bytes kept of trained groups that the trainer no longer needs and a consumer (rl-async queue tail) has "
+            "not read. Beyond it the oldest are skipped (counted as consumers_missed); training never waits for one."
         ),
     ] = 1 << 28
     host: Annotated[
-        str, doc("IPv4 address to listen on, 0.0.0.0 for all; anything but loopback is closed to clients without keys.")
+        str, doc("IPv4 address to listen on; 0.0.0.0: all. Clients need keys on any address but loopback.")
     ] = "127.0.0.1"
     port: Annotated[Count, doc("0: a free port.")] = 0
     curve: Annotated[Literal["auto", "always"], doc("auto: clients need CURVE keys if queue.host is not loopback.")] = (
@@ -100,17 +105,19 @@ class QueueConfig(Config, frozen=True):
         doc("Folder made by `rl-async queue keygen`; turns CURVE on. Empty: keys/ in the run folder, if needed."),
     ] = ""
     clients: Annotated[
-        tuple[str, ...], doc("Public keys (Z85) that are allowed beside those in clients/ of the key folder.")
+        tuple[str, ...], doc("Public keys (Z85) that are allowed besides those in clients/ of the key folder.")
     ] = ()
     shards: Annotated[
         Count,
         doc(
-            "Processes that keep the payloads, so that these pass no other process. 0: the queue keeps them itself. A "
-            "lost shard's trajectories are generated again, or read from a copy."
+            "Processes that keep the payloads, so that these pass through no other process; 0: the queue keeps them. "
+            "Trajectories of a lost shard are read from a replica or generated again."
         ),
     ] = 0
-    replicas: Annotated[Positive, doc("Shards that keep each payload; 2: one may be lost without loss.")] = 1
+    replicas: Annotated[
+        Positive, doc("Shards that keep each payload; with 2, one shard may be lost without losing data.")
+    ] = 1
     limits: QueueLimits = QueueLimits()
     metrics_port: Annotated[
-        Count, doc("Where Prometheus reads the queue's metrics, http://127.0.0.1:PORT/metrics. 0: nowhere.")
+        Count, doc("Port of the queue's Prometheus metrics, http://127.0.0.1:PORT/metrics; 0: none.")
     ] = 0

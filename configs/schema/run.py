@@ -22,7 +22,7 @@ from rl_async.configs.schema.weight_sync import WeightSyncConfig
 
 class EvalConfig(Config, frozen=True):
     every: Annotated[Count, doc("Steps between evaluations on the held-out tasks; 0: only at the end.")] = 10
-    tasks: Annotated[Positive, doc("Held-out tasks used, from the top of the file.")] = 64
+    tasks: Annotated[Positive, doc("Held-out tasks used, from the start of the file.")] = 64
     samples: Annotated[Positive, doc("Trajectories per held-out task.")] = 1
     temperature: Annotated[float, Meta(ge=0, description="0: greedy.")] = 0.0
 
@@ -31,26 +31,28 @@ TrackerName = Literal["console", "jsonl", "tensorboard", "swanlab", "wandb", "ml
 
 
 class TrackingConfig(Config, frozen=True):
-    backends: Annotated[tuple[TrackerName, ...], doc("Where metrics go; metrics.jsonl is always written.")] = ()
+    backends: Annotated[
+        tuple[TrackerName, ...], doc("Trackers that metrics go to; metrics.jsonl is always written.")
+    ] = ()
     project: Annotated[str, doc("Project name for trackers that have one.")] = "rl-async"
-    offline: Annotated[bool, doc("Keep swanlab and wandb on this machine.")] = True
+    offline: Annotated[bool, doc("Record swanlab and wandb runs on this machine only.")] = True
 
 
 class LauncherConfig(Config, frozen=True):
-    run_dir: Annotated[str, doc("Folder of all runs.")] = "runs"
+    run_dir: Annotated[str, doc("Folder that holds all runs.")] = "runs"
     max_restarts: Annotated[Count, doc("Restarts per process before the run fails.")] = 3
     threads: Annotated[Positive, doc("Torch threads per process on CPU.")] = 1
     stop_timeout_s: Annotated[
         Seconds,
         doc(
-            "Processes get this long to end before they are killed. The trainer ends its step and saves in four fifths "
-            "of it; one that is killed goes on from its last checkpoint."
+            "Processes get this long to end before they are killed. The trainer finishes its step and saves within "
+            "four fifths of it; one that is killed resumes from its last checkpoint."
         ),
     ] = 15.0
 
 
 class DebugConfig(Config, frozen=True):
-    """Slows parts of a run down; only for benchmarks and tests of how stages overlap."""
+    """Slows stages of a run down, for benchmarks and tests of how they overlap."""
 
     min_train_s: Annotated[float, Meta(ge=0, description="A training step lasts at least this long.")] = 0.0
     min_iteration_s: Annotated[
@@ -59,7 +61,7 @@ class DebugConfig(Config, frozen=True):
 
 
 class RunConfig(Config, frozen=True):
-    """The whole run. ``mode`` and ``name`` come from the command line."""
+    """The whole config of a run. ``mode`` and ``name`` come from the command line."""
 
     model: ModelConfig
     data: DataConfig
@@ -73,12 +75,12 @@ class RunConfig(Config, frozen=True):
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     eval: EvalConfig = EvalConfig()
     tracking: TrackingConfig = TrackingConfig()
-    warm_start: Annotated[WarmStartConfig | None, doc("Warm start that makes model.path if it is missing.")] = None
-    finetune: Annotated[FinetuneConfig | None, doc("What `rl-async sft` trains model.path on, instead of tasks.")] = (
-        None
-    )
+    warm_start: Annotated[WarmStartConfig | None, doc("Makes model.path, a tiny model, if it is missing.")] = None
+    finetune: Annotated[FinetuneConfig | None, doc("Supervised fine-tuning of model.path by `rl-async sft`.")] = None
     launcher: LauncherConfig = LauncherConfig()
     debug: DebugConfig = DebugConfig()
-    mode: Annotated[Literal["colocated", "disaggregated"], doc("Given by --mode.")] = "disaggregated"
-    name: Annotated[str, doc("The run's folder below launcher.run_dir; given by --name.")] = ""
+    mode: Annotated[
+        Literal["colocated", "disaggregated"], doc("Whether engines and trainer share devices; given by --mode.")
+    ] = "disaggregated"
+    name: Annotated[str, doc("Name of the run's folder in launcher.run_dir; given by --name.")] = ""
     seed: Annotated[int, doc("Seed of data order, sampling and training.")] = 0

@@ -13,8 +13,8 @@ MEGATRON = ("trainer.backend=megatron",)
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["rollout.engine=[embedded, vllm]"], ["rollout.engine lists 2 kinds", "rollout.engines=1"]),
-        (["rollout.engine_args=[--block-size, '32']"], ["rollout.engine_args", "rollout.engine starts none"]),
+        (["rollout.engine=[embedded, vllm]"], ["rollout.engine", "rollout.engines=1"]),
+        (["rollout.engine_args=[--block-size, '32']"], ["rollout.engine_args", "rollout.engine "]),
         (
             ["rollout.engine=vllm", "rollout.engine_args=['--logprobs-mode=raw_logprobs']"],
             ["rollout.engine_args: --logprobs-mode=raw_logprobs", "would break training"],
@@ -28,7 +28,7 @@ MEGATRON = ("trainer.backend=megatron",)
         (["rollout.engine=sglang", "weight_sync.delta=true"], ["rollout.engine=sglang", "weight_sync.delta"]),
         (
             ["rollout.engine=sglang", "weight_sync.adapters=true"],
-            ["rollout.engine=sglang", "weight_sync.adapters", "SGLang keeps no copy"],
+            ["rollout.engine=sglang", "weight_sync.adapters"],
         ),
         (["weight_sync.adapters=true"], ["weight_sync.adapters", "trainer.lora"]),
         (
@@ -41,25 +41,31 @@ MEGATRON = ("trainer.backend=megatron",)
             ["rollout.engines=2", "rollout.engine=[vllm, sglang]", "rollout.engine_args=['--foo']"],
             ["rollout.engine_args", "vLLM", "SGLang"],
         ),
-        (["queue.sampling=freshest", "queue.max_staleness=1"], ["queue.max_staleness=1", "queue.slack=1", "above it"]),
-        (["queue.sampling=freshest", "queue.max_staleness=3", "queue.slack=0"], ["queue.slack=0", "nothing to choose"]),
-        (["queue.sampling=quota", "queue.max_staleness=2"], ["queue.sampling=quota", "data.path as a list"]),
+        (["queue.sampling=freshest", "queue.max_staleness=1"], ["queue.max_staleness=1", "queue.slack=1"]),
+        (
+            ["queue.sampling=freshest", "queue.max_staleness=3", "queue.slack=0"],
+            ["queue.sampling=freshest", "queue.slack=0"],
+        ),
+        (["queue.sampling=quota", "queue.max_staleness=2"], ["queue.sampling=quota", "data.path"]),
         (["queue.slack=2", "queue.max_staleness=1"], ["queue.slack=2", "queue.max_staleness=1"]),
         (
             ["queue.sampling=priority", "queue.max_staleness=2", "weight_sync.every=3"],
             ["weight_sync.every=3", "queue.slack + 1 = 2"],
         ),
         (["queue.window=1", "data.train_batch_groups=8"], ["queue.window=1", "data.train_batch_groups=8"]),
-        (["queue.window=16", "data.train_batch_groups=8", "queue.max_staleness=1"], ["queue.window=16", "16 groups"]),
-        ([f"data.path=[{EASY}, {{path: h.jsonl}}]"], ["schedule of 0-e must rise: [5, 0]"]),
-        (["data.path=[{path: e.jsonl, schedule: [[0, 1]]}]"], ["schedule of e would do nothing"]),
+        (
+            ["queue.window=16", "data.train_batch_groups=8", "queue.max_staleness=1"],
+            ["queue.window=16", "data.train_batch_groups=8"],
+        ),
+        ([f"data.path=[{EASY}, {{path: h.jsonl}}]"], ["data.path", "0-e", "[5, 0]"]),
+        (["data.path=[{path: e.jsonl, schedule: [[0, 1]]}]"], ["data.path", "schedule of e"]),
         (
             ["data.path=[{path: e.jsonl, weight: 2, schedule: [[0, 1]]}, {path: h.jsonl}]"],
-            ["0-e has a schedule", "weight=2"],
+            ["data.path", "0-e", "weight=2"],
         ),
         (
             ["data.path=[{path: e.jsonl, schedule: [[0, 1], [9, 0]]}, {path: h.jsonl, schedule: [[9, 0], [12, 1]]}]"],
-            ["at step 9 every data set has weight 0"],
+            ["data.path", "step 9"],
         ),
         (["queue.replicas=2"], ["queue.replicas=2", "queue.shards=0"]),
         (["queue.shards=1", "queue.replicas=2"], ["queue.replicas=2", "queue.shards=1"]),
@@ -78,11 +84,11 @@ MEGATRON = ("trainer.backend=megatron",)
         ([*MEGATRON, "trainer.tensor_parallel=2"], ["trainer.ranks=1", "trainer.tensor_parallel=2"]),
         (
             [*MEGATRON, "trainer.ranks=6", "trainer.tensor_parallel=2", "trainer.pipeline_parallel=2"],
-            ["trainer.ranks=6", "a multiple of 4"],
+            ["trainer.ranks=6", "multiple of 4"],
         ),
         (
             [*MEGATRON, "trainer.ranks=4", "trainer.pipeline_parallel=2", "trainer.expert_parallel=4"],
-            ["trainer.expert_parallel=4", "leaves 2"],
+            ["trainer.expert_parallel=4", "trainer.ranks=4"],
         ),
         (
             [*MEGATRON, "trainer.ranks=2", "trainer.pipeline_parallel=2", "trainer.virtual_pipeline=2"],
@@ -91,8 +97,8 @@ MEGATRON = ("trainer.backend=megatron",)
         (["trainer.ranks=3", "trainer.replicas=2"], ["trainer.replicas=2", "trainer.ranks=3"]),
         ([*MEGATRON, "trainer.ranks=2", "trainer.replicas=2"], ["trainer.replicas", "trainer.backend=fsdp2"]),
         ([*MEGATRON, "trainer.activation_checkpointing=true"], ["trainer.activation_checkpointing", "megatron"]),
-        (["trainer.cpu_offload=true"], ["trainer.cpu_offload would do nothing on a CPU", "model.device=auto"]),
-        (["trainer.cpu_offload=true", "model.device=cpu"], ["trainer.cpu_offload would do nothing", "device=cpu"]),
+        (["trainer.cpu_offload=true"], ["trainer.cpu_offload", "model.device=auto"]),
+        (["trainer.cpu_offload=true", "model.device=cpu"], ["trainer.cpu_offload", "device=cpu"]),
         (["trainer.ranks=3", "trainer.sequence_parallel=2"], ["trainer.sequence_parallel=2", "trainer.ranks=3"]),
         (["trainer.sequence_parallel=2"], ["trainer.sequence_parallel=2", "trainer.ranks=1"]),
         (
@@ -151,10 +157,10 @@ MEGATRON = ("trainer.backend=megatron",)
         (["reward.functions=[{name: reward_model}]"], ["reward.functions", "reward.model.path"]),
         (["reward.functions=[{name: judge}]"], ["reward.functions", "reward.judge.url"]),
         (["reward.model.path=rm", "reward.model.url=localhost:8000"], ["reward.model.url", "http://"]),
-        (["reward.judge={url: 'https://me:secret@x/v1', model: m}"], ["reward.judge.url", "password"]),
-        (["reward.judge={url: 'https://x/v1?key=secret', model: m}"], ["reward.judge.url", "query"]),
-        (["reward.judge={url: 'http://x', model: m, api_key_env: sk-secret}"], ["reward.judge.api_key_env", "NAME"]),
-        (["reward.judge={url: 'http://x', model: m, api_key_env: secret0}"], ["reward.judge.api_key_env", "NAME"]),
+        (["reward.judge={url: 'https://me:secret@x/v1', model: m}"], ["reward.judge.url"]),
+        (["reward.judge={url: 'https://x/v1?key=secret', model: m}"], ["reward.judge.url"]),
+        (["reward.judge={url: 'http://x', model: m, api_key_env: sk-secret}"], ["reward.judge.api_key_env"]),
+        (["reward.judge={url: 'http://x', model: m, api_key_env: secret0}"], ["reward.judge.api_key_env"]),
         (["reward.judge={url: 'http://x', model: m, template: hello}"], ["reward.judge.template", "{response}"]),
         (["reward.judge={url: 'http://x', model: m, lowest: 10}"], ["reward.judge.highest", "reward.judge.lowest"]),
     ],
@@ -205,13 +211,13 @@ def test_users_own_functions_are_looked_for_only_where_torch_is() -> None:
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["queue.host=localhost"], "queue.host=localhost must be an IPv4 address"),
-        (["queue.clients=[" + "x" * 40 + "]"], "queue.clients has no effect"),
-        (["queue.curve=always", "queue.clients=[short]"], "queue.clients: 'short' is not a public key"),
+        (["queue.host=localhost"], "queue.host=localhost"),
+        (["queue.clients=[" + "x" * 40 + "]"], "queue.clients"),
+        (["queue.curve=always", "queue.clients=[short]"], "queue.clients: 'short'"),
         (["queue.limits.frames=2"], "queue.limits.frames"),
     ],
 )
-def test_a_queue_that_cannot_be_closed_as_asked_is_refused(overrides: list[str], named: str) -> None:
+def test_access_that_cannot_be_restricted_as_configured_is_refused(overrides: list[str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         load_config("calculator", overrides)
 

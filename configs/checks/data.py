@@ -1,0 +1,30 @@
+"""Rules for the section `data`: schedules that mean something, and a single path where one file is written."""
+
+from rl_async.configs.derived.data import labels, parts, points_of, weight_at
+from rl_async.configs.schema.run import RunConfig
+
+
+def curriculum(c: RunConfig) -> str | None:
+    sources = parts(c.data)
+    for name, source in zip(labels(c.data), sources, strict=True):
+        steps = [step for step, _ in source.schedule]
+        if steps != sorted(set(steps)):
+            return f"data.path: the schedule of {name} must have increasing steps, not {steps}"
+        if steps and source.weight != 1.0:
+            return f"data.path: {name} has a schedule, so its weight={source.weight:g} has no effect; leave it out"
+        if steps and len(sources) == 1:
+            return f"data.path: the schedule of {name} has no effect, since there is no other data set"
+    # Between these steps interpolation cannot give 0.
+    for step in sorted({step for source in sources for step, _ in points_of(source)}):
+        if not any(weight_at(points_of(source), step) for source in sources):
+            return f"data.path: at step {step} every data set has weight 0; give one a positive weight"
+    return None
+
+
+def make(c: RunConfig) -> str | None:
+    if c.data.make and not isinstance(c.data.path, str):
+        return "data.make writes one file, so data.path must be a single path"
+    return None
+
+
+DATA_RULES = (curriculum, make)

@@ -1,0 +1,36 @@
+"""Rules for the section `reward`: scorers that ask a server have one, with a URL that holds no secret."""
+
+import re
+
+from rl_async.configs.schema.run import RunConfig
+
+
+def servers(c: RunConfig) -> str | None:
+    """Require the sections of the scorers that ask a server, and URLs without secrets."""
+    used = {term.name for term in c.reward.functions}
+    if "reward_model" in used and c.reward.model is None:
+        return "reward.functions: reward_model needs reward.model.path, the folder of a sequence classifier"
+    if "judge" in used and c.reward.judge is None:
+        return "reward.functions: judge needs reward.judge.url and reward.judge.model"
+    model, judge = c.reward.model, c.reward.judge
+    urls = {"reward.model.url": model.url if model else "", "reward.judge.url": judge.url if judge else ""}
+    for key, url in urls.items():
+        if url and not re.fullmatch(r"https?://[^\s@?#]+", url):
+            return f"{key} must be http://... or https://..., without a password and without a query"
+    return None
+
+
+def judge(c: RunConfig) -> str | None:
+    judge = c.reward.judge
+    if judge is None:
+        return None
+    if judge.api_key_env and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", judge.api_key_env):
+        return "reward.judge.api_key_env is the NAME of an environment variable (capitals), never the key itself"
+    if "{response}" not in judge.template and "{conversation}" not in judge.template:
+        return "reward.judge.template must contain {response} or {conversation}, else the judge sees nothing to grade"
+    if judge.highest <= judge.lowest:
+        return f"reward.judge.highest={judge.highest:g} must be above reward.judge.lowest={judge.lowest:g}"
+    return None
+
+
+REWARD_RULES = (servers, judge)
