@@ -22,7 +22,7 @@ from rl_async import messages as m
 from rl_async.errors import ProtocolError
 from rl_async.messages import codec
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.client.async_client import SyncQueueClient
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.journal.memory import MemoryJournal
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.server.handlers import QueueServer

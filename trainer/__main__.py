@@ -42,7 +42,8 @@ from rl_async.trainer.publishing.publisher import EnginePublisher, NoEngines, Pu
 from rl_async.trainer.step.update import Models
 from rl_async.trainer.train import Run, record_evaluation, train
 from rl_async.transfer_queue.auth.keys import client_keys
-from rl_async.transfer_queue.client.async_client import QueueClient, SyncQueueClient
+from rl_async.transfer_queue.client.async_client import QueueClient
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.weight_sync.coordinator import WeightCoordinator
 from rl_async.weight_sync.options import SyncOptions
 from rl_async.weight_sync.phases import Bystander, build_phase

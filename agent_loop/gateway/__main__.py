@@ -27,7 +27,8 @@ from rl_async.process.stacks import answer_with_stacks
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.connect import engine_pool
 from rl_async.transfer_queue.auth.keys import client_keys
-from rl_async.transfer_queue.client.async_client import QueueClient, SyncQueueClient
+from rl_async.transfer_queue.client.async_client import QueueClient
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 
 log = logging.getLogger("rl_async.gateway")
 

@@ -16,7 +16,7 @@ from benchmarks.queue.arms import BATCH, lengths, row, settings
 from rl_async import messages as m
 from rl_async.messages import codec
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.client.async_client import SyncQueueClient
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.journal.memory import MemoryJournal
 from rl_async.transfer_queue.journal.recovery import Recorder, recover
 from rl_async.transfer_queue.reports.ledger import Ledger

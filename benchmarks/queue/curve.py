@@ -27,7 +27,8 @@ from rl_async.configs.schema.run import DataConfig, ModelConfig, QueueConfig, Ru
 from rl_async.messages import LeasedGroup, Reserved, Sampling, Trajectory, Version, VersionRun
 from rl_async.transfer_queue.auth.authenticator import Door
 from rl_async.transfer_queue.auth.keys import ClientKeys, client_keys, make_keys, server_keys
-from rl_async.transfer_queue.client.async_client import QueueClient, SyncQueueClient
+from rl_async.transfer_queue.client.async_client import QueueClient
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.journal.memory import MemoryJournal
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.server.handlers import QueueServer

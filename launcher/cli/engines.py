@@ -20,7 +20,7 @@ from rl_async.messages import EngineList, EngineRecord
 from rl_async.process.endpoints import read_endpoints
 from rl_async.rollout_server.connect import connect
 from rl_async.transfer_queue.auth.keys import client_keys
-from rl_async.transfer_queue.client.async_client import SyncQueueClient
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 
 ANSWER_S = 5.0
 LOOPBACK = (HOST, "localhost")

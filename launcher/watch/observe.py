@@ -29,7 +29,7 @@ from rl_async.process.stacks import ASK, Frame, main_thread
 from rl_async.rollout_server.connect import connect
 from rl_async.rollout_server.http import EngineHttp
 from rl_async.transfer_queue.auth.keys import client_keys
-from rl_async.transfer_queue.client.async_client import SyncQueueClient
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 
 ANSWER_S = 3.0
 STACK_S = 1.0

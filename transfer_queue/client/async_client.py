@@ -35,9 +35,6 @@ from rl_async.transfer_queue.client.session import (
     send,
     wait_of,
 )
-from rl_async.transfer_queue.client.sync_client import SyncQueueClient
-
-__all__ = ["QueueClient", "SyncQueueClient"]
 
 R = TypeVar("R", bound=m.Reply)
 S = TypeVar("S", bound=m.Reply)

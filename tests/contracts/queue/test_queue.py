@@ -16,7 +16,7 @@ from rl_async.messages import (
     Reserved,
     Version,
 )
-from rl_async.transfer_queue.client.async_client import SyncQueueClient
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from tests.contracts.queue.peers import RunningQueue, put_all, trajectory, worker
 

@@ -11,8 +11,9 @@ import zmq
 from rl_async import messages as m
 from rl_async.errors import RowsLost
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.client.async_client import QueueClient, SyncQueueClient
+from rl_async.transfer_queue.client.async_client import QueueClient
 from rl_async.transfer_queue.client.readers import read_groups, rows_of
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.state.source import numbered
 from tests.contracts.queue.peers import HELLO, ID, RunningQueue, ask, put_all, trajectory

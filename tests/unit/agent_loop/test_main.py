@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rl_async.agent_loop.data.tasks import make_data
 from rl_async.configs.schema.run import AgentConfig, DataConfig, ModelConfig, RunConfig
-from rl_async.transfer_queue.client.async_client import SyncQueueClient
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 
 
 def start(module: str, *arguments: str) -> subprocess.Popen[str]:

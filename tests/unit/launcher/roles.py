@@ -65,7 +65,7 @@ def queue(folder: Path, port: int) -> None:
 
 def trainer(folder: Path, port: int, resumed: bool) -> None:
     """Trains until ``FOLDER/go`` exists."""
-    from rl_async.transfer_queue.client.async_client import SyncQueueClient
+    from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 
     with (folder / "trainer.resumed").open("a") as file:
         file.write(f"{resumed}\n")
