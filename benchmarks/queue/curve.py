@@ -31,10 +31,10 @@ from rl_async.transfer_queue.client.async_client import QueueClient
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.journal.memory import MemoryJournal
 from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.server.handlers import QueueServer
 from rl_async.transfer_queue.server.loop import bind, serve
-from rl_async.transfer_queue.state.source import Counted
+from rl_async.transfer_queue.server.queue_server import QueueServer
 from rl_async.transfer_queue.state.store import Store
+from rl_async.transfer_queue.state.tasks import Counted
 from rl_async.transfer_queue.state.transitions import Feed
 
 GROUP_SIZE = 8
