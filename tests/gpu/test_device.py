@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_async.configs.schema.algorithm import AlgorithmConfig
-from rl_async.configs.schema.critic import CriticConfig
+from rl_async.configs.schema.algorithm import AlgorithmConfig, CriticConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
