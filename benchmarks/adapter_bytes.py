@@ -23,8 +23,8 @@ from benchmarks.processes.command_line import parser
 from benchmarks.processes.engine_process import Directory, serving
 from benchmarks.processes.trainer_arms import VOCAB, rows_of
 from rl_async.configs.load.loader import load_config
-from rl_async.configs.schema.lora import LoraConfig
-from rl_async.configs.schema.run import TrainerConfig, WeightSyncConfig
+from rl_async.configs.schema.trainer import LoraConfig, TrainerConfig
+from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.messages import Version
 from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend

@@ -29,12 +29,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.processes.command_line import parser, save
 from benchmarks.processes.engine_process import Directory
-from rl_async.configs.schema.run import WeightSyncConfig
+from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.messages import Version
-from rl_async.rollout_server.__main__ import bind
+from rl_async.process.role import bind
 from rl_async.rollout_server.embedded.core import EngineCore
-from rl_async.rollout_server.embedded.engine import Engine
-from rl_async.rollout_server.embedded.server import Server
+from rl_async.rollout_server.embedded.engine_thread import EngineThread
+from rl_async.rollout_server.embedded.server import EngineServer
 from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.weight_sync.buckets.buckets import Bucket, checksum, unpack
 from rl_async.weight_sync.buckets.delta import deltas
@@ -75,9 +75,11 @@ def engine_process() -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.bfloat16)
     model = Qwen3ForCausalLM(shape(21, 1024)).eval()
-    engine = Engine(EngineCore(model, max_batch=1, max_length=64), on_crash=lambda _: sys.exit(1))
-    listener = bind("127.0.0.1", 0)
-    settings = uvicorn.Config(Server(engine, "benchmark").app, log_level="warning", lifespan="off", access_log=False)
+    engine = EngineThread(EngineCore(model, max_batch=1, max_length=64), on_crash=lambda _: sys.exit(1))
+    listener = bind("127.0.0.1", 0, "port")
+    settings = uvicorn.Config(
+        EngineServer(engine, "benchmark").app, log_level="warning", lifespan="off", access_log=False
+    )
     threading.Thread(target=uvicorn.Server(settings).run, kwargs={"sockets": [listener]}, daemon=True).start()
     print(listener.getsockname()[1], flush=True)
     receiver: GlooReceiver | None = None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from typing import Any, Self, TypeVar
 
-from rl_async.configs.schema.run import WeightSyncConfig
+from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import WeightSyncError
 from rl_async.messages import EngineRecord, Version
 from rl_async.weight_sync.buckets.buckets import Bucket

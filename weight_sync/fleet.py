@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rl_async.configs.schema.run import WeightSyncConfig
+from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import RlAsyncError, WeightSyncError
 from rl_async.messages import EngineRecord, Version
+from rl_async.threads import in_daemon_thread
 from rl_async.weight_sync import wave
 from rl_async.weight_sync.buckets import adapters
 from rl_async.weight_sync.buckets.buckets import Bucket
@@ -129,7 +130,9 @@ class Fleet:
             if added := adapters.adapter_buckets(addressed):
                 self._base, self._deltas = base, added
             elif self._sync.delta:
-                self._deltas = await wave.in_thread(lambda: list(deltas(addressed, old, str(base))))
+                self._deltas = await asyncio.wrap_future(
+                    in_daemon_thread(lambda: list(deltas(addressed, old, str(base))), "weight-deltas")
+                )
                 self._base = base
         self._version, self._buckets = version, addressed
 

@@ -12,8 +12,6 @@ wave succeeds. From ``finish`` on, the failure of one engine does not affect the
 """
 
 import asyncio
-import concurrent.futures
-import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +22,7 @@ import msgspec
 
 from rl_async.errors import RlAsyncError, WeightSyncError
 from rl_async.messages import EngineRecord, Version
+from rl_async.threads import in_daemon_thread
 from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.protocol import EngineControl, UpdateInfo
 from rl_async.weight_sync.transports.interface import Sender
@@ -218,7 +217,7 @@ async def _stage(sender: Sender, bucket: Bucket | None) -> UpdateInfo | WeightSy
     if bucket is None:
         return None
     try:
-        return await in_thread(lambda: sender.stage(bucket))
+        return await asyncio.wrap_future(in_daemon_thread(lambda: sender.stage(bucket), "weight-transfer"))
     except WeightSyncError as error:
         return error
 
@@ -251,26 +250,8 @@ async def _commit(member: FleetMember, version: Version, timeout_s: float) -> No
 async def _sending(sender: Sender, block: Callable[[], None]) -> WeightSyncError | None:
     """Run the sender's side in a thread. Return its error: only the engines' answers tell whose fault it is."""
     try:
-        await in_thread(block)
+        await asyncio.wrap_future(in_daemon_thread(block, "weight-transfer"))
     except WeightSyncError as error:
         sender.close()  # so that peers stop waiting for it
         return error
     return None
-
-
-async def in_thread(block: Callable[[], T]) -> T:
-    """Run ``block`` off the event loop in a daemon thread.
-
-    Unlike an executor's thread it does not hold up the end of the process, were it to wait for a dead peer.
-    """
-    future: concurrent.futures.Future[T] = concurrent.futures.Future()
-    future.set_running_or_notify_cancel()  # from here on only the thread settles it
-
-    def run() -> None:
-        try:
-            future.set_result(block())
-        except Exception as error:  # handed to whoever awaits, as an executor does
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="weight-transfer", daemon=True).start()
-    return await asyncio.wrap_future(future)

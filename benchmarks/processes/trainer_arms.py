@@ -62,7 +62,7 @@ def micro_batches(rows: Sequence[Trajectory], parts: Sequence[Sequence[int]]) ->
 
 
 def in_arrival_order(lengths: Sequence[int]) -> list[list[int]]:
-    """Micro-batches of rows as they come, padded size within the budget."""
+    """MicroBatch-batches of rows as they come, padded size within the budget."""
     parts, longest = list[list[int]](), 0
     for i, length in enumerate(lengths):
         longest = max(longest, length)

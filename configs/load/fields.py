@@ -9,7 +9,7 @@ import msgspec
 from msgspec import inspect
 
 from rl_async.configs.load import correction_text
-from rl_async.configs.schema.renamed import replacement
+from rl_async.configs.load.renamed import replacement
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
 

@@ -11,8 +11,8 @@ import yaml
 
 from rl_async.configs.checks.rules import check
 from rl_async.configs.load.fields import choices, field_names, struct_at
+from rl_async.configs.load.renamed import replacement
 from rl_async.configs.nearest import nearest
-from rl_async.configs.schema.renamed import replacement
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from rl_async.configs.schema.base import Config, Fraction, Positive, doc
+from rl_async.configs.base import Config, Fraction, Positive, doc
 from rl_async.configs.schema.correction import CorrectionOptions
 
 ADVANTAGES = (

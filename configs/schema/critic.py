@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from rl_async.configs.schema.base import Config, Count, doc
+from rl_async.configs.base import Config, Count, doc
 
 NEEDS_CRITIC = ("gae",)  # advantage estimators that read a critic's values
 

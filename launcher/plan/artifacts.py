@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from rl_async.configs.schema.run import RunConfig, WarmStartConfig
+from rl_async.configs.schema.finetune import WarmStartConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError, UserError
 from rl_async.launcher.plan.planning import serves_reward_model
 

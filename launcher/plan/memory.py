@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_async.configs.checks.megatron import data_parallel
+from rl_async.configs.schema.finetune import WarmStartConfig
 from rl_async.configs.schema.reward import RewardModelConfig
-from rl_async.configs.schema.run import RunConfig, WarmStartConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 
 HEAD_DIM = 32  # vLLM's attention on the CPU refuses 16

@@ -68,8 +68,8 @@ SMALL = [
         "warm_start.check_every=1",
         "warm_start.gate=0",
     ),
-    *("launcher.stop_timeout_s=5", "launcher.max_restarts=1000", "trainer.min_train_s=0.3"),
-    *("weight_sync.bucket_mb=0.1", "queue.max_attempts=1000", "queue.max_staleness=0"),
+    *("launcher.stop_timeout_s=5", "launcher.max_restarts=1000", "debug.min_train_s=0.3"),
+    *("weight_sync.bucket_bytes=100000", "queue.max_attempts=1000", "queue.max_staleness=0"),
     f"weight_sync.sync_timeout_s={SYNC_S}",
 ]
 SYNC_TIMEOUT_S = {"embedded": 6, "vllm": 15}  # of each request of a sync

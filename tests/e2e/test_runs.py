@@ -192,7 +192,7 @@ def test_two_trainer_ranks_take_turns_with_the_engine(home: Path, start: Callabl
 
 
 def test_killed_engine_and_worker(home: Path, start: Callable[..., Any]) -> None:
-    run = start("killed", "trainer.min_train_s=0.5")
+    run = start("killed", "debug.min_train_s=0.5")
     wait_for_steps(home, "killed", 2, run)
     role(home, "killed", "rl_async.rollout_server").kill()
     wait_for_steps(home, "killed", 4, run)
@@ -202,7 +202,7 @@ def test_killed_engine_and_worker(home: Path, start: Callable[..., Any]) -> None
 
 
 def test_killed_trainer_goes_on_from_its_checkpoint(home: Path, start: Callable[..., Any]) -> None:
-    run = start("trainer", "trainer.min_train_s=0.5")
+    run = start("trainer", "debug.min_train_s=0.5")
     wait_for_steps(home, "trainer", 5, run)
     role(home, "trainer", "rl_async.trainer").kill()
     finish(run)
@@ -213,7 +213,7 @@ def test_killed_trainer_goes_on_from_its_checkpoint(home: Path, start: Callable[
 
 @pytest.mark.slow
 def test_a_killed_colocated_trainer_wakes_the_engines_it_left_asleep(home: Path, start: Callable[..., Any]) -> None:
-    run = start("asleep", "trainer.min_train_s=0.5", mode="colocated", config="calculator-sync")
+    run = start("asleep", "debug.min_train_s=0.5", mode="colocated", config="calculator-sync")
     wait_for_steps(home, "asleep", 5, run)
     engine = role(home, "asleep", "rl_async.rollout_server").pid
     role(home, "asleep", "rl_async.trainer").kill()  # most of a step is training, while the engine sleeps
@@ -224,7 +224,7 @@ def test_a_killed_colocated_trainer_wakes_the_engines_it_left_asleep(home: Path,
 
 
 def test_interrupt_and_resume_everything(home: Path, start: Callable[..., Any]) -> None:
-    run = start("resumed", "trainer.min_train_s=0.3", "launcher.stop_timeout_s=40")
+    run = start("resumed", "debug.min_train_s=0.3", "launcher.stop_timeout_s=40")
     wait_for_steps(home, "resumed", 5, run)
     run.send_signal(signal.SIGINT)
     finish(run, code=130)
@@ -370,7 +370,7 @@ def test_a_run_goes_on_when_its_queue_is_killed_three_times(home: Path, start: C
 @pytest.mark.slow
 def test_two_ranks_go_on_when_the_only_payload_shard_is_killed(home: Path, start: Callable[..., Any]) -> None:
     """Twice, and then the trainer, whose batches since the checkpoint are partly lost. All keep their members."""
-    run = start("shards", "queue.shards=1", "trainer.ranks=2", "trainer.min_train_s=0.3")
+    run = start("shards", "queue.shards=1", "trainer.ranks=2", "debug.min_train_s=0.3")
     for steps in (2, 4):
         wait_for_steps(home, "shards", steps, run)
         role(home, "shards", "rl_async.transfer_queue.shard").kill()

@@ -26,7 +26,7 @@ from benchmarks.processes.ranks import free_ports
 ROOT = Path(__file__).parents[2]
 IMPORTED = [
     *("transformers.models.qwen3.modeling_qwen3", "aiohttp.web", "tests.conftest"),
-    *("rl_async.trainer.models", "rl_async.trainer.train", "rl_async.weight_sync.coordinator"),
+    *("rl_async.trainer.step.models", "rl_async.trainer.train", "rl_async.weight_sync.coordinator"),
     *("rl_async.rollout_server.connect", "rl_async.transfer_queue.client.async_client"),
 ]
 NUMBERS = itertools.count()

@@ -1,4 +1,4 @@
-"""The algorithm that a config names, as functions: looked up once, before training begins."""
+"""The algorithm that a config names, as functions: precomputed up once, before training begins."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from rl_async.trainer.algorithms.kl import ESTIMATORS
 from rl_async.trainer.algorithms.loss_inputs import PolicyLoss
 from rl_async.trainer.algorithms.losses import LOSSES
 from rl_async.trainer.algorithms.user_functions import Correct, load_advantage, load_correction, load_loss
-from rl_async.trainer.backends.interface import Want
+from rl_async.trainer.backends.interface import OutputName
 from rl_async.userload import is_user_reference
 
 
@@ -32,8 +32,8 @@ class Algorithm:
     decoupled: bool
     aggregate: Callable[[Tensor, Tensor, Tensor, Counts], Tensor]
     kl: Callable[[Tensor, Tensor], Tensor]
-    looks: frozenset[Want]  # what the pass for pi_old must bring beside log-probabilities
-    wants: frozenset[Want]  # what the passes with gradient must
+    precompute: frozenset[OutputName]  # outputs that the pass for pi_old must compute beside log-probabilities
+    train_outputs: frozenset[OutputName]  # that the passes with gradient must compute
 
 
 def build(config: RunConfig) -> Algorithm:
@@ -42,15 +42,15 @@ def build(config: RunConfig) -> Algorithm:
     correction = Correction()  # a user's is decoupled, and goes with any loss
     if not is_user_reference(algorithm.correction):
         correction = resolve(algorithm.correction, algorithm.correction_options)
-    looks: set[Want] = set(LOOKS.get(algorithm.advantage, ()))
-    wants: set[Want] = set()
+    precompute: set[OutputName] = set(LOOKS.get(algorithm.advantage, ()))
+    train_outputs: set[OutputName] = set()
     if algorithm.entropy_coef > 0:
-        wants.add("entropy")
+        train_outputs.add("entropy")
     if algorithm.kl.coef > 0 and algorithm.kl.estimator == "full":
-        wants.add("distribution")
+        train_outputs.add("distribution")
     if config.critic is not None and config.critic.shared:
-        looks.add("values")
-        wants.add("values")
+        precompute.add("values")
+        train_outputs.add("values")
     return Algorithm(
         advantage=_advantage(algorithm, critic=config.critic is not None),
         loss=_loss(algorithm, correction),
@@ -60,8 +60,8 @@ def build(config: RunConfig) -> Algorithm:
         decoupled=correction.proximal == "recompute",
         aggregate=AGGREGATIONS[algorithm.aggregation],
         kl=ESTIMATORS[algorithm.kl.estimator],
-        looks=frozenset(looks),
-        wants=frozenset(wants),
+        precompute=frozenset(precompute),
+        train_outputs=frozenset(train_outputs),
     )
 
 

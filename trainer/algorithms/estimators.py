@@ -18,7 +18,7 @@ from rl_async.trainer.algorithms.token_advantages import (
     reinforce_plus_plus,
     tir_optimal_token_baseline,
 )
-from rl_async.trainer.backends.interface import Want
+from rl_async.trainer.backends.interface import OutputName
 
 ADVANTAGES: dict[str, Advantage] = {
     "grpo": grpo,
@@ -36,7 +36,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "tir_optimal_token_baseline": tir_optimal_token_baseline,
 }
 
-LOOKS: dict[str, frozenset[Want]] = {
+LOOKS: dict[str, frozenset[OutputName]] = {
     "optimal_token_baseline": frozenset({"sum_squares"}),
     "tir_optimal_token_baseline": frozenset({"sum_squares"}),
 }

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_async.configs.schema.mismatch import MismatchConfig
+from rl_async.configs.schema.weight_sync import MismatchConfig
 from rl_async.errors import WeightSyncError
 from rl_async.messages import Version
 from rl_async.trainer.backends.interface import Backend

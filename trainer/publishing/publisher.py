@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from rl_async.configs.schema.lora import LoraConfig
+from rl_async.configs.schema.trainer import LoraConfig
 from rl_async.messages import Version
 from rl_async.trainer.backends.interface import Backend
 from rl_async.weight_sync.buckets.adapters import as_adapters

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rl_async import messages as m
-from rl_async.configs.schema.limits import QueueLimits
+from rl_async.configs.schema.queue import QueueLimits
 from rl_async.errors import ProtocolError
 from rl_async.messages.codec import Frame
 from rl_async.transfer_queue import wire

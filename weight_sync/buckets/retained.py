@@ -41,7 +41,7 @@ class RetainedBuckets:
             coming = self._coming or "none"
             self._coming = ""
             raise WeightSyncError(
-                f"bucket {info.index} of version {info.version} arrived, but bucket {self._next} of {coming} was expected"
+                f"bucket {info.index} of version {info.version} arrived, expected was bucket {self._next} of {coming}"
             )
         try:
             data = self._patched(wire, info) if info.kind == "delta" else self._copied(wire, info)

@@ -4,7 +4,6 @@ A file holds one tensor, ``bucket`` uint8[nbytes]. It appears under its name onl
 is deleted as soon as every engine has read it. Files that a killed trainer left are deleted by the next one.
 """
 
-import os
 import shutil
 from collections import deque
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rl_async.errors import WeightSyncError
+from rl_async.files import force_to_disk, written_whole
 from rl_async.weight_sync.buckets.buckets import Bucket, wire_bytes
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 
@@ -108,16 +108,7 @@ def clear(folder: Path) -> None:
 
 def _write(path: Path, bucket: Bucket) -> None:
     """Complete and durable before it has its name, on other hosts too."""
-    unfinished = path.with_suffix(".tmp")
-    save_file({KEY: bucket.data}, unfinished)
-    _flush(unfinished)
-    unfinished.rename(path)
-    _flush(path.parent)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with written_whole(path) as unfinished:
+        save_file({KEY: bucket.data}, unfinished)
+        force_to_disk(unfinished)
+    force_to_disk(path.parent)

@@ -96,7 +96,7 @@ def new_segment(nbytes: int) -> SharedMemory:
             segment.unlink()
         raise WeightSyncError(
             f"cannot allocate {nbytes} bytes of shared memory: {error}; make /dev/shm larger (docker run --shm-size), "
-            "lower weight_sync.bucket_mb, or choose another weight_sync.transport"
+            "lower weight_sync.bucket_bytes, or choose another weight_sync.transport"
         ) from error
     return segment
 

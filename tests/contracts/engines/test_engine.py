@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rl_async.errors import EngineLost, EngineRejected
-from rl_async.launcher.cli.verify import verify
+from rl_async.launcher.cli.engine.verification import verify
 from rl_async.messages import Sampling, Version, VersionRun
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.vllm.client import VllmEngine
@@ -77,7 +77,7 @@ async def test_logprobs_agree_with_a_plain_forward_pass(engine: VllmEngine, mode
 
 
 async def test_samples_of_one_prompt_are_asked_for_together(engine: VllmEngine, model_folder: Path) -> None:
-    client = VllmEngine(engine.url, together=8)
+    client = VllmEngine(engine.url, max_coalesced=8)
     requests = [ask(max_tokens=40) for _ in range(6)]
     answers = await asyncio.gather(*(client.generate(r) for r in requests))
     for request, got in zip(requests, answers, strict=True):

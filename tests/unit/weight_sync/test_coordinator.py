@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rl_async.configs.schema.run import WeightSyncConfig
+from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import QueueLost, WeightSyncError
 from rl_async.messages import EngineList, Version
 from rl_async.weight_sync.coordinator import WeightCoordinator

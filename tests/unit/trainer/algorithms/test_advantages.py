@@ -229,7 +229,7 @@ OPTIONS = AdvantageOptions(gamma=0.9, lam=0.8, gdpo_weights={"b": 0.5})
 
 def test_names_registry_and_references_agree() -> None:
     assert set(NAMES) == ADVANTAGES.keys() == REFERENCES.keys()
-    assert {name for name, wants in LOOKS.items() if "sum_squares" in wants} == set(NEEDS_DISTRIBUTION)
+    assert {name for name, requested in LOOKS.items() if "sum_squares" in requested} == set(NEEDS_DISTRIBUTION)
     assert set(WITHOUT_GROUPS) < set(NAMES)
 
 

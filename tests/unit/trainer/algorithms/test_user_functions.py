@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from rl_async.configs.schema.algorithm import AdvantageOptions, AlgorithmConfig
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.algorithms.user_functions import load_advantage, load_correction, load_loss

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rl_async.configs.schema.lora import LoraConfig
-from rl_async.configs.schema.run import TrainerConfig
+from rl_async.configs.schema.trainer import LoraConfig, TrainerConfig
 from rl_async.messages import Version
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.weight_sync.buckets.adapters import as_adapters
@@ -31,7 +30,7 @@ BUCKET = 1 << 14
 def gradients(backend: Fsdp2Backend) -> dict[str, Tensor]:
     """Of the test batch, summed over all ranks, by the names of the parameters."""
     world = dist.get_world_size()
-    batches = micro_batches(cell_rows(backend.cell.dp_rank, backend.cell.dp_size))
+    batches = micro_batches(cell_rows(backend.data_parallel.rank, backend.data_parallel.size))
     loss_fn = loss_of(batches)
     for number, batch in enumerate(batches):
         backend.model.set_requires_gradient_sync(number == len(batches) - 1)

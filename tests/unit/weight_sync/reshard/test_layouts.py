@@ -102,7 +102,8 @@ def test_a_tied_embedding_is_on_megatrons_first_and_last_stage() -> None:
 @pytest.mark.parametrize(("tp", "dp", "pp"), [(2, 2, 2), (4, 1, 1), (1, 4, 2), (2, 4, 1)])
 @pytest.mark.parametrize(("ep", "expert_tp"), [(1, 1), (2, 1), (4, 1), (2, 2)])
 def test_ranks_are_numbered_as_by_megatron(tp: int, dp: int, pp: int, ep: int, expert_tp: int) -> None:
-    generator = pytest.importorskip("megatron.core.parallel_state").RankGenerator
+    reason = "install Megatron-Core with pip install 'rl-async[megatron]'"
+    generator = pytest.importorskip("megatron.core.parallel_state", reason=reason).RankGenerator
     order, world = {"cp": 1, "order": "tp-cp-ep-dp-pp"}, tp * dp * pp
     dense = generator(tp=tp, ep=1, dp=dp, pp=pp, **order)
     sparse = generator(tp=expert_tp, ep=ep, dp=tp * dp // (ep * expert_tp), pp=pp, **order)
