@@ -12,6 +12,7 @@ from rl_async.launcher.plan.machine import check_sglang
 
 
 def test_sglang_must_be_installed_where_it_is_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     bare = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True, timeout=60)
