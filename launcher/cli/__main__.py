@@ -321,7 +321,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _gateway(arguments: argparse.Namespace) -> int:
-    from rl_async.agent_loop.gateway.__main__ import attach
+    from rl_async.agent_loop.gateway.process import attach
 
     return attach(arguments.run, arguments.host, arguments.port)
 
