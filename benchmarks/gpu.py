@@ -35,7 +35,7 @@ from benchmarks.processes.trainer_arms import rows_of
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.launcher.plan.memory import LOGITS_CHUNK, size_of
 from rl_async.rollout_server.embedded.core import EngineCore
-from rl_async.rollout_server.embedded.engine import Engine
+from rl_async.rollout_server.embedded.engine_thread import EngineThread
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import Outputs
 from rl_async.trainer.batches.batching import collate
@@ -153,7 +153,7 @@ def measure_reshard(device: str, kind: str, store: dist.Store) -> float:
 def measure_engine(folder: str, device: str) -> float | None:
     """Share of the device memory of weights and cache that sleep gives back."""
     model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    engine = Engine(EngineCore(model.to(device).eval(), max_batch=8, max_length=256), _crashed)
+    engine = EngineThread(EngineCore(model.to(device).eval(), max_batch=8, max_length=256), _crashed)
     awake = allocated(device)
     engine.sleep(2).result(60)
     share = given_back(awake, allocated(device))

@@ -21,7 +21,7 @@ from benchmarks.processes.trainer_arms import resident, rows_of
 from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.memory import model_size, tiny_shape, trainer_bytes
-from rl_async.trainer import __main__ as trainer_process  # what a rank imports
+from rl_async.trainer import process as trainer_process  # what a rank imports
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.step.models import build_models
 from rl_async.trainer.step.update import Batch, plan_batch, row_keys, update

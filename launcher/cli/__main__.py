@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rl_async.errors import EXIT_USER, RlAsyncError, UserError
-from rl_async.launcher.cli.queue import add_queue_commands
+from rl_async.launcher.cli.queue.commands import add_queue_commands
 
 MODES = ("colocated", "disaggregated")
 LAUNCHERS = ("local", "ray")
@@ -321,13 +321,13 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _gateway(arguments: argparse.Namespace) -> int:
-    from rl_async.agent_loop.gateway.__main__ import attach
+    from rl_async.agent_loop.gateway.process import attach
 
     return attach(arguments.run, arguments.host, arguments.port)
 
 
 def _engine_verify(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.cli.verify import verify
+    from rl_async.launcher.cli.engine.verification import verify
 
     agreement = verify(arguments.url, arguments.model, arguments.prompts, arguments.tolerance, kind=arguments.engine)
     print(agreement.text())
@@ -335,14 +335,14 @@ def _engine_verify(arguments: argparse.Namespace) -> int:
 
 
 def _engine_list(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.cli.engines import list_engines, table
+    from rl_async.launcher.cli.engine.membership import list_engines, table
 
     print(table(list_engines(arguments.run)))
     return 0
 
 
 def _engine_add(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.cli.engines import add_engine
+    from rl_async.launcher.cli.engine.membership import add_engine
 
     record = add_engine(arguments.run, arguments.url, arguments.engine, arguments.wait)
     print(f"{record.engine_id} serves version {record.version} and gets requests from now on")
@@ -350,7 +350,7 @@ def _engine_add(arguments: argparse.Namespace) -> int:
 
 
 def _engine_remove(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.cli.engines import remove_engine
+    from rl_async.launcher.cli.engine.membership import remove_engine
 
     remove_engine(arguments.run, arguments.engine)
     print(f"{arguments.engine} gets no more requests; stop its process when you like")
@@ -359,14 +359,14 @@ def _engine_remove(arguments: argparse.Namespace) -> int:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.run is None:
-        from rl_async.launcher.watch.surroundings import check_machine
+        from rl_async.launcher.doctor.machine_check import check_machine
 
         if arguments.json:
             raise UserError("doctor: --json is of a run; give its folder, or leave --json out")
         return check_machine(arguments.config)
     if arguments.config is not None:
         raise UserError("doctor: a run has its own config; leave --config out, or RUN to check this machine for it")
-    from rl_async.launcher.watch.doctor import doctor
+    from rl_async.launcher.doctor.diagnosis import doctor
 
     return doctor(arguments.run, as_json=arguments.json)
 

@@ -1,9 +1,7 @@
 """``rl-async reward-model``: from preference pairs and a model folder to a reward model folder."""
 
 import json
-import os
 import random
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rl_async.agent_loop.data.pairs import Pair, read_pairs
 from rl_async.errors import DataError, UserError
+from rl_async.files import written_whole
 from rl_async.reward_loop.render import conversation_ids, load_tokenizer
 from rl_async.reward_loop.server.classifier import longest, pick_device
 from rl_async.trainer.finetune.reward_model import PairTraining, TokenPair, accuracy, train_pairs
@@ -111,13 +110,9 @@ def _to_tokens(pair: Pair, tokenizer: Any, limit: int | None, margin: float) -> 
 
 def _save(path: Path, model: Any, tokenizer: Any, record: dict[str, Any]) -> None:
     """Write the folder whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # training padded with other tokens
-    try:
+    with written_whole(path) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         (partial / RECORD_FILE).write_text(json.dumps(record) + "\n")
-        partial.rename(path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

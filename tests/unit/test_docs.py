@@ -20,6 +20,7 @@ CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)#:]*)(?:#([^)]*))?\)")
 PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(map(re.escape, sorted(FOLDERS)))})/[\w./-]*\w")
 MODULE = re.compile(r"python -m ((?:rl_async|benchmarks|tests)[\w.]*)")
+IMPORT = re.compile(r"from rl_async[\w.]* import ")
 KEY = re.compile(r"^([a-z_]+(?:\.[a-z_0-9]+)+)(?:=.*)?$")
 SUFFIXES = (".md", ".sqlite", ".py", ".yaml", ".json", ".jsonl", ".txt")
 
@@ -85,3 +86,8 @@ def test_every_config_key_is_one(page: Path) -> None:
     named = {match[1] for code in CODE.findall(page.read_text()) if (match := KEY.match(code))}
     wrong = {name for name in named if name.split(".")[0] in sections and not name.endswith(SUFFIXES)} - keys
     assert wrong == set()
+
+
+@pytest.mark.parametrize("line", sorted({line for page in PAGES for line in lines(page) if IMPORT.match(line)}))
+def test_every_import_works(line: str) -> None:
+    exec(line, {})

@@ -1,8 +1,6 @@
 """The command line as users meet it: exit codes and one clear line for each mistake."""
 
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,19 +9,11 @@ import pytest
 
 from rl_async.launcher.cli.__main__ import main
 
-HEAVY = {"torch", "transformers", "pyarrow", "zmq", "aiohttp", "rich", "numpy"}
-
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Relative paths of the presets lead nowhere."""
     monkeypatch.chdir(tmp_path)
-
-
-def cli(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "rl_async.launcher.cli", *arguments], capture_output=True, text=True, timeout=120
-    )
 
 
 def only_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -34,33 +24,6 @@ def only_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert captured.err.startswith("error: ")
     assert captured.err.count("\n") == 1
     return captured.err
-
-
-@pytest.mark.parametrize("command", [[], ["reward-model"]])
-def test_help_imports_nothing_heavy(command: list[str]) -> None:
-    code = (
-        "import sys\nfrom rl_async.launcher.cli.__main__ import main\n"
-        f"try:\n    main({[*command, '--help']})\nexcept SystemExit as end:\n    assert end.code == 0\n"
-        f"found = {HEAVY!r} & sys.modules.keys()\nassert not found, found"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0, result.stderr
-    assert "usage: rl-async" in result.stdout
-
-
-def test_neither_planning_nor_launching_imports_torch() -> None:
-    code = (
-        "import sys, rl_async.launcher.runs.launch, rl_async.launcher.plan.dry_run\nassert 'torch' not in sys.modules"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0, result.stderr
-
-
-def test_a_mistake_ends_the_process_with_2_and_no_traceback() -> None:
-    result = cli("launch", "--config", "calculator", "queue.max_stalness=2")
-    assert result.returncode == 2
-    assert "did you mean queue.max_staleness?" in result.stderr
-    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -117,15 +80,6 @@ def test_a_model_without_tokenizer_is_refused(tmp_path: Path, capsys: pytest.Cap
 def test_the_existing_name_of_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     assert "so delete it" in only_error(capsys, "launch", "--config", "calculator", "--name", "mine")
-
-
-def test_a_reader_that_has_enough_is_no_error() -> None:
-    command = [sys.executable, "-m", "rl_async.launcher.cli", "config", "explain", "algorithm.correction"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stderr is not None
-        process.stdout.close()
-        assert process.stderr.read() == b""
-        assert process.wait(60) == 0
 
 
 def test_an_evaluation_makes_no_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from rl_async.errors import EngineLost, EngineRejected
 from rl_async.messages import Sampling, Version
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
-from rl_async.rollout_server.vllm.together import Asked, Together
+from rl_async.rollout_server.vllm.coalesce import Coalescer, PendingRequest
 
 REQUEST = GenerateRequest(request_id="", token_ids=[1, 2], sampling=Sampling(), max_tokens=4, stop_token_ids=[9])
 
@@ -22,8 +22,8 @@ def tokens(*ids: int) -> GenerateResult:
     return GenerateResult(token_ids=list(ids), logprobs=[0.0] * len(ids), versions=[], finish_reason="abort")
 
 
-async def answer(together: Together, one: GenerateRequest) -> list[list[int]]:
-    return [part.token_ids async for part in together.ask(one)]
+async def answer(coalescer: Coalescer, one: GenerateRequest) -> list[list[int]]:
+    return [part.token_ids async for part in coalescer.stream(one)]
 
 
 class Engine:
@@ -33,7 +33,7 @@ class Engine:
         self.calls: list[list[str]] = []
         self._error = error
 
-    async def sample(self, group: Sequence[Asked]) -> None:
+    async def sample(self, group: Sequence[PendingRequest]) -> None:
         self.calls.append([asked.request.request_id for asked in group])
         for i, asked in enumerate(group):
             asked.add(tokens(i))
@@ -48,11 +48,11 @@ class Engine:
 
 async def test_one_prompt_is_asked_for_once_and_each_gets_its_own_answer() -> None:
     engine = Engine()
-    together = Together(engine.sample, most=8)
-    answers = await asyncio.gather(*(answer(together, request(name)) for name in "abc"))
+    coalescer = Coalescer(engine.sample, max_size=8)
+    answers = await asyncio.gather(*(answer(coalescer, request(name)) for name in "abc"))
     assert engine.calls == [["a", "b", "c"]]
     assert answers == [[[0], [0, 0]], [[1], [1, 1]], [[2], [2, 2]]]
-    await answer(together, request("d"))
+    await answer(coalescer, request("d"))
     assert engine.calls[1:] == [["d"]], "what was asked for is over"
 
 
@@ -70,23 +70,23 @@ async def test_one_prompt_is_asked_for_once_and_each_gets_its_own_answer() -> No
 )
 async def test_what_differs_in_more_than_its_id_is_asked_for_alone(change: dict[str, object]) -> None:
     engine = Engine()
-    together = Together(engine.sample, most=8)
-    await asyncio.gather(answer(together, request("a")), answer(together, request("b", **change)))
+    coalescer = Coalescer(engine.sample, max_size=8)
+    await asyncio.gather(answer(coalescer, request("a")), answer(coalescer, request("b", **change)))
     assert engine.calls == [["a"], ["b"]]
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"sampling": Sampling(temperature=0.0)}], ids=str)
 async def test_what_has_no_other_sample_is_asked_for_alone(change: dict[str, object]) -> None:
     engine = Engine()
-    together = Together(engine.sample, most=8)
-    await asyncio.gather(*(answer(together, request(name, **change)) for name in "ab"))
+    coalescer = Coalescer(engine.sample, max_size=8)
+    await asyncio.gather(*(answer(coalescer, request(name, **change)) for name in "ab"))
     assert engine.calls == [["a"], ["b"]]
 
 
 async def test_what_is_refused_together_is_asked_for_one_by_one() -> None:
     calls = []
 
-    async def sample(group: Sequence[Asked]) -> None:
+    async def sample(group: Sequence[PendingRequest]) -> None:
         calls.append([asked.request.request_id for asked in group])
         if len(group) > 1:
             raise EngineRejected("n must be at most 1")
@@ -95,8 +95,8 @@ async def test_what_is_refused_together_is_asked_for_one_by_one() -> None:
         group[0].add(tokens(len(calls)))
         group[0].end()
 
-    together = Together(sample, most=8)
-    first, second = await asyncio.gather(*(answer(together, request(name)) for name in "ab"), return_exceptions=True)
+    coalescer = Coalescer(sample, max_size=8)
+    first, second = await asyncio.gather(*(answer(coalescer, request(name)) for name in "ab"), return_exceptions=True)
     assert calls == [["a", "b"], ["a"], ["b"]]
     assert first == [[2]] and str(second) == "b alone is refused too"
 
@@ -104,38 +104,38 @@ async def test_what_is_refused_together_is_asked_for_one_by_one() -> None:
 async def test_the_rest_of_an_answer_is_read_when_all_have_theirs() -> None:
     read = asyncio.Event()
 
-    async def sample(group: Sequence[Asked]) -> None:
+    async def sample(group: Sequence[PendingRequest]) -> None:
         group[0].add(tokens(5))
         group[0].end()
         await asyncio.sleep(0.01)
         read.set()
 
-    assert await answer(Together(sample, most=8), request("a")) == [[5]]
+    assert await answer(Coalescer(sample, max_size=8), request("a")) == [[5]]
     async with asyncio.timeout(5):
         await read.wait()
 
 
 async def test_no_more_than_the_engine_takes() -> None:
     engine = Engine()
-    together = Together(engine.sample, most=2)
-    await asyncio.gather(*(answer(together, request(name)) for name in "abcde"))
+    coalescer = Coalescer(engine.sample, max_size=2)
+    await asyncio.gather(*(answer(coalescer, request(name)) for name in "abcde"))
     assert engine.calls == [["a", "b"], ["c", "d"], ["e"]]
 
 
 async def test_a_failure_reaches_those_who_still_wait() -> None:
-    together = Together(Engine(EngineRejected("too long")).sample, most=8)
-    first, *others = await asyncio.gather(*(answer(together, request(name)) for name in "abc"), return_exceptions=True)
+    coalescer = Coalescer(Engine(EngineRejected("too long")).sample, max_size=8)
+    first, *others = await asyncio.gather(*(answer(coalescer, request(name)) for name in "abc"), return_exceptions=True)
     assert first == [[0], [0, 0]]
     assert [str(error) for error in others] == ["too long", "too long"]
 
 
 async def test_an_answer_without_an_end_has_broken_off() -> None:
-    async def sample(group: Sequence[Asked]) -> None:
+    async def sample(group: Sequence[PendingRequest]) -> None:
         group[0].add(tokens(5))
 
     given = []
-    with pytest.raises(EngineLost, match="broke off"):
-        async for part in Together(sample, most=8).ask(request("a")):
+    with pytest.raises(EngineLost):
+        async for part in Coalescer(sample, max_size=8).stream(request("a")):
             given.append(part.token_ids)
     assert given == [[5]]
 
@@ -143,15 +143,15 @@ async def test_an_answer_without_an_end_has_broken_off() -> None:
 async def test_the_others_go_on_when_one_leaves_and_the_engine_stops_when_all_have() -> None:
     begun, stopped = asyncio.Event(), asyncio.Event()
 
-    async def sample(group: Sequence[Asked]) -> None:
+    async def sample(group: Sequence[PendingRequest]) -> None:
         begun.set()
         try:
             await asyncio.Event().wait()
         finally:
             stopped.set()
 
-    together = Together(sample, most=8)
-    first, second = (asyncio.create_task(answer(together, request(name))) for name in "ab")
+    coalescer = Coalescer(sample, max_size=8)
+    first, second = (asyncio.create_task(answer(coalescer, request(name))) for name in "ab")
     async with asyncio.timeout(5):
         await begun.wait()
         first.cancel()

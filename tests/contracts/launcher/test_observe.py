@@ -12,11 +12,9 @@ import pytest
 
 from rl_async.configs.load.loader import dump, load_config
 from rl_async.errors import UserError
-from rl_async.launcher.folder.run_folder import hold
+from rl_async.launcher.doctor.diagnosis import FILE, diagnose, doctor
+from rl_async.launcher.doctor.observe import look_at, observe
 from rl_async.launcher.supervise.roster import ProcessRecord
-from rl_async.launcher.watch.doctor import FILE, diagnose, doctor
-from rl_async.launcher.watch.observe import launcher_of, look_at, observe, oldest_groups
-from rl_async.messages import GroupRecord
 from rl_async.process.heartbeat import beat
 from rl_async.process.kernel import read_stat
 from rl_async.process.stacks import STACKS
@@ -90,14 +88,6 @@ def test_a_process_on_another_machine_is_not_looked_for_here(run: Path, role: "s
     assert ended.ended
 
 
-def test_the_launcher_is_who_holds_the_lock(run: Path) -> None:
-    assert launcher_of(run) is None
-    with hold(run):
-        assert launcher_of(run) == os.getpid()
-    run.with_name(".run.lock").write_text("999999999\n")
-    assert launcher_of(run) is None
-
-
 def test_a_run_that_was_killed_is_diagnosed_from_what_it_left(
     run: Path, role: "subprocess.Popen[str]", capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,26 +105,3 @@ def test_a_run_that_was_killed_is_diagnosed_from_what_it_left(
     assert (run / FILE).read_text().count("verdict: the run is not going on") == 1
     assert doctor(run) == 1
     assert f"what it said of itself while it ran: {run / FILE}" in capsys.readouterr().out
-
-
-def test_the_oldest_group_of_each_state_is_listed() -> None:
-    def group(number: int, state: str, age: float, partition: str = "train") -> GroupRecord:
-        return GroupRecord(
-            group_id=number,
-            partition=partition,
-            state=state,
-            task_id="t",
-            samples=4,
-            here=0,
-            workers=[],
-            age_s=age,
-            nbytes=0,
-        )
-
-    groups = [
-        group(1, "ready", 0.0),
-        group(2, "leased", 3.0),
-        group(3, "leased", 9.0),
-        group(4, "leased", 99.0, "eval"),
-    ]
-    assert [g.group_id for g in oldest_groups(groups)] == [1, 3]

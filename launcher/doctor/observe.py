@@ -18,9 +18,9 @@ import msgspec
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EngineError, QueueLost, UserError
+from rl_async.launcher.doctor.observation import Deadlines, EngineSeen, Observation, QueueSeen, RankSeen, Seen
 from rl_async.launcher.folder.tail import MetricsTail, Record
 from rl_async.launcher.supervise.roster import ProcessRecord, read_roster
-from rl_async.launcher.watch.observation import Deadlines, EngineSeen, Observation, QueueSeen, RankSeen, Seen
 from rl_async.messages import EngineRecord, GroupRecord
 from rl_async.process.endpoints import read_endpoints
 from rl_async.process.heartbeat import read_beats

@@ -13,7 +13,7 @@ import msgspec
 
 from rl_async.configs.load.loader import load_resolved
 from rl_async.errors import QueueLost, UserError
-from rl_async.launcher.cli.queue_text import groups_text, inspection_text, trained_line, trajectory_text
+from rl_async.launcher.cli.queue.text import groups_text, inspection_text, trained_line, trajectory_text
 from rl_async.launcher.plan.ports import HOST
 from rl_async.messages import GroupRecord, Refused, Task
 from rl_async.process.endpoints import FILE as ENDPOINTS

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from rl_async.launcher.doctor.diagnosis import report
+from rl_async.launcher.doctor.observation import EngineSeen, Observation, QueueSeen, RankSeen, Seen
+from rl_async.launcher.doctor.verdict import judge
 from rl_async.launcher.supervise.roster import ProcessRecord
-from rl_async.launcher.watch.doctor import report
-from rl_async.launcher.watch.observation import EngineSeen, Observation, QueueSeen, RankSeen, Seen
-from rl_async.launcher.watch.verdict import judge
 from rl_async.messages import GroupRecord, Inspection, LeaseRecord, StatusReport, Version
 from rl_async.process.stacks import Frame
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import msgspec
 
-from rl_async.launcher.watch.observation import Observation, Seen
-from rl_async.launcher.watch.observe import observe
-from rl_async.launcher.watch.verdict import Verdict, judge
+from rl_async.launcher.doctor.observation import Observation, Seen
+from rl_async.launcher.doctor.observe import observe
+from rl_async.launcher.doctor.verdict import Verdict, judge
 
 FILE = "doctor.txt"
 FRAMES = 6  # of a stack

@@ -15,7 +15,7 @@ import msgspec
 from rl_async.configs.derived.engines import engine_kinds
 from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.run import RunConfig
-from rl_async.launcher.folder.versions import RANGES, holds
+from rl_async.launcher.doctor.versions import RANGES, holds
 from rl_async.launcher.plan.machine import count_gpus, has_megatron
 from rl_async.launcher.plan.memory import engine_bytes, model_size, queue_bytes, trainer_bytes, worker_bytes
 from rl_async.launcher.plan.ports import HOST

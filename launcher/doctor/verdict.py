@@ -11,8 +11,8 @@ from typing import Literal
 import msgspec
 
 from rl_async.errors import EXIT_FAILED, EXIT_USER
+from rl_async.launcher.doctor.observation import Observation, RankSeen, Seen
 from rl_async.launcher.supervise.process import describe_exit
-from rl_async.launcher.watch.observation import Observation, RankSeen, Seen
 from rl_async.process.kernel import HALTED, describe
 
 LEAST_FREE = 64 << 20  # bytes; below it a checkpoint or the journal fails

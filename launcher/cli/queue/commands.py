@@ -85,37 +85,37 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.cli.queue_commands import status
+    from rl_async.launcher.cli.queue.actions import status
 
     return status(arguments.run, as_json=arguments.json, every_s=arguments.watch)
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.cli.queue_commands import ls
+    from rl_async.launcher.cli.queue.actions import ls
 
     return ls(arguments.run, arguments.state, as_json=arguments.json)
 
 
 def _peek(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.cli.queue_commands import peek
+    from rl_async.launcher.cli.queue.actions import peek
 
     return peek(arguments.run, arguments.group, arguments.sample)
 
 
 def _requeue(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.cli.queue_commands import requeue
+    from rl_async.launcher.cli.queue.actions import requeue
 
     return requeue(arguments.run, arguments.group)
 
 
 def _drain(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.cli.queue_commands import drain
+    from rl_async.launcher.cli.queue.actions import drain
 
     return drain(arguments.run, on=not arguments.undo)
 
 
 def _tail(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.cli.queue_commands import forget, tail
+    from rl_async.launcher.cli.queue.actions import forget, tail
 
     if arguments.forget:
         return forget(arguments.run, arguments.consumer)
@@ -123,19 +123,19 @@ def _tail(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.cli.queue_commands import write
+    from rl_async.launcher.cli.queue.actions import write
 
     return write(arguments.run, arguments.file)
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.cli.queue_commands import bring
+    from rl_async.launcher.cli.queue.actions import bring
 
     return bring(arguments.run, arguments.file, arguments.kind, arguments.timeout)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.cli.queue_commands import serve
+    from rl_async.launcher.cli.queue.actions import serve
     from rl_async.transfer_queue.standalone import alone
 
     settings = alone(

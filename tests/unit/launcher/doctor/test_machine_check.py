@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rl_async.configs.load.loader import load_config
-from rl_async.launcher.folder.versions import RANGES, holds
-from rl_async.launcher.watch import surroundings as s
+from rl_async.launcher.doctor import machine_check as s
+from rl_async.launcher.doctor.versions import RANGES, holds
 
 HERE = {"torch": "2.13.0+cpu", "transformers": "5.1.0", "vllm": "", "sglang": ""}
 

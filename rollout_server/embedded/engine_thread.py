@@ -1,7 +1,7 @@
 """The engine's thread: runs iterations, and executes commands between them, so that nothing races with a forward pass.
 
-Consumes submitted sequences and commands; produces finished sequences (``deliver``) and command results. Waits for
-either when there is nothing to decode, when paused or asleep. Unblocked by ``submit`` and ``call``.
+Consumes submitted sequences and commands; produces finished sequences (``deliver``) and results of commands. Waits for
+a command when there is nothing to decode, and while paused or asleep. Unblocked by ``submit``, ``call`` and ``stop``.
 """
 
 import concurrent.futures
@@ -25,8 +25,8 @@ T = TypeVar("T")
 log = logging.getLogger("rl_async.engine")
 
 
-class Engine:
-    """One EngineCore in a thread of its own. All methods may be called from any thread.
+class EngineThread:
+    """An EngineCore in its own thread. All methods may be called from any thread.
 
     ``on_crash`` is called in that thread when an iteration fails; nothing is decoded afterwards.
     """
@@ -36,8 +36,8 @@ class Engine:
         self.paused = False
         self._weights_changed = False
         self._cache_asleep = False
-        self._shapes: dict[str, torch.Size] = {}  # of the parameters, while their memory is given up
-        self._unsent: set[str] = set()  # parameters whose memory came back and whose values did not yet
+        self._shapes: dict[str, torch.Size] = {}  # of the parameters, while their memory is freed
+        self._unsent: set[str] = set()  # parameters whose memory is back but whose values have not been sent
         self._condition = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
         self._drained: list[concurrent.futures.Future[None]] = []
@@ -47,11 +47,11 @@ class Engine:
 
     @property
     def asleep(self) -> bool:
-        """Whether the memory of the cache or of the weights is given up."""
+        """Whether the memory of the cache or of the weights is freed."""
         return self._cache_asleep or bool(self._shapes)
 
     def submit(self, *sequences: Sequence) -> None:
-        """Queue sequences that ``core.refusal`` did not refuse; they are taken together."""
+        """Queue sequences that ``core.refusal`` has accepted, all in the same iteration."""
 
         def command() -> None:
             for sequence in sequences:
@@ -65,10 +65,10 @@ class Engine:
 
         def command() -> None:
             if not future.set_running_or_notify_cancel():
-                return  # nobody waits any more
+                return  # cancelled
             try:
                 future.set_result(action())
-            except Exception as error:  # belongs to the caller, who waits for it
+            except Exception as error:  # raised where the result is awaited
                 future.set_exception(error)
 
         self._enqueue(command)
@@ -82,25 +82,27 @@ class Engine:
             self._condition.notify()
 
     def stop(self) -> None:
-        """End the thread; sequences in flight are dropped."""
+        """Stop the thread, dropping sequences in flight."""
         with self._condition:
             self._stopping = True
             self._condition.notify()
         self._thread.join(10)
 
     def abort(self, which: str | Sequence | None) -> "concurrent.futures.Future[int]":
-        """Finish the requests of an id, one sequence, or all, delivering what was sampled. The result is how many."""
+        """Finish the requests of an id, one sequence, or all (None), delivering what was sampled. The result is their
+        number."""
 
         def action() -> int:
-            gone = self.core.abort(which)
-            for sequence in gone:
+            aborted = self.core.abort(which)
+            for sequence in aborted:
                 sequence.deliver(sequence)
-            return len(gone)
+            return len(aborted)
 
         return self.call(action)
 
     def pause(self, mode: Literal["keep", "wait", "abort"]) -> "concurrent.futures.Future[None]":
-        """Stop decoding; done when decoding has stopped: with ``wait``, after all requests taken so far have ended.
+        """Stop decoding. The future is done when decoding has stopped: with ``wait``, after all requests submitted so
+        far have finished.
 
         New requests are held until ``resume``.
         """
@@ -124,7 +126,7 @@ class Engine:
         return self.call(action)
 
     def resume(self) -> "concurrent.futures.Future[None]":
-        """Go on. Caches that older weights computed are computed again first. A pause that still waits is over."""
+        """Continue decoding, recomputing caches of older weights first. Ends a pause that is still waiting."""
 
         def action() -> None:
             self._end_drain()
@@ -137,15 +139,15 @@ class Engine:
         return self.call(action)
 
     def load_weights(self, pieces: Items[Piece]) -> None:
-        """Copy pieces into the parameters of the same Hugging Face name; returns when that is done.
+        """Copy pieces into the parameters of the same Hugging Face name, blocking until that is done.
 
-        Raises WeightSyncError for an unknown name or a wrong shape.
+        Raises WeightSyncError for an unknown name, a wrong shape, or weights whose memory is freed.
         """
 
         def action() -> None:
             with torch.no_grad():
                 if self._shapes:
-                    raise WeightSyncError("the engine has given up its weights' memory; wake it up for weights first")
+                    raise WeightSyncError("the engine sleeps without its weights; wake it up for weights first")
                 parameters = dict(self.core.model.named_parameters())
                 for piece in pieces:
                     name, end = piece.name, piece.start + piece.data.numel()
@@ -163,20 +165,23 @@ class Engine:
         self.call(action).result()
 
     def set_version(self, version: str) -> "concurrent.futures.Future[None]":
-        """Name the weights that later tokens come from.
+        """Set the version that later tokens carry.
 
-        The result is WeightSyncError if some of them are still to be sent after a sleep that gave them up.
+        The future fails with WeightSyncError if some weights, dropped by a sleep, have not been sent again.
         """
 
         def action() -> None:
             if self._unsent:
-                raise WeightSyncError(f"still without values: {', '.join(sorted(self._unsent)[:3])}, ...")
+                raise WeightSyncError(
+                    f"{len(self._unsent)} parameters have not been sent since the engine slept: "
+                    f"{', '.join(sorted(self._unsent)[:3])}, ..."
+                )
             self.core.version = version
 
         return self.call(action)
 
     def sleep(self, level: int) -> "concurrent.futures.Future[None]":
-        """Free the cache, at level 2 the weights too. Requests are held, and computed again after ``wake``."""
+        """Free the cache, at level 2 the weights too. Requests are kept, and recomputed after ``wake``."""
 
         def action() -> None:
             self._cache_asleep = True
@@ -186,14 +191,14 @@ class Engine:
                 for parameter in self.core.model.parameters():
                     parameter.data = parameter.data.new_empty(0)
             if self.core.device.type == "cuda":
-                torch.cuda.empty_cache()  # other processes cannot use what PyTorch keeps
+                torch.cuda.empty_cache()  # PyTorch would keep the memory for itself
 
         return self.call(action)
 
     def wake(self, tags: Items[str]) -> "concurrent.futures.Future[None]":
-        """Take memory back: ``weights`` and ``kv_cache``; no tags: both.
+        """Allocate memory again for ``weights`` and ``kv_cache``; no tags: both.
 
-        Weights that were given up must then be sent; nothing is decoded before.
+        Decoding continues only after weights that were freed have been sent again.
         """
 
         def action() -> None:
@@ -210,8 +215,8 @@ class Engine:
     def _main(self) -> None:
         try:
             self._run()
-        except Exception as error:  # an engine that cannot decode must not look alive
-            log.exception("the engine's thread has failed")
+        except Exception as error:  # an engine that cannot decode must not appear alive
+            log.exception("the engine's thread failed")
             with self._condition:
                 self._stopping = True
             self._on_crash(error)
@@ -234,7 +239,7 @@ class Engine:
                 self._end_drain()
 
     def _end_drain(self) -> None:
-        """Answer those who wait for the running sequences to end."""
+        """Complete the pauses that wait for running sequences to finish."""
         for future in self._drained:
             future.set_result(None)
         self._drained = []
@@ -246,7 +251,7 @@ class Engine:
 
 
 def checksums(model: nn.Module) -> dict[str, str]:
-    """xxh3_128 of every parameter's bytes."""
+    """Return xxh3_128 of the bytes of each parameter, by name."""
     return {
         name: xxhash.xxh3_128_hexdigest(p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         for name, p in model.named_parameters()
