@@ -1,10 +1,13 @@
 # make demo: set up .venv and train a tiny model by reinforcement learning.  make test: set up .venv and pass the tests.
+# TESTS=PATHS narrows it.
 # make test-slow: more tests, of faults in the middle of runs, and of vLLM and SGLang where they are installed.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUN_NAME ?=
-LONGEST_FIRST := --dist loadfile --no-loadscope-reorder
+# Whole runs come first, since they take longest; a worker that has nothing left takes over tests of the other.
+TESTS ?= tests/e2e tests/contracts tests/gpu tests/unit
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: demo test test-slow check setup setup-test clean
 
@@ -12,11 +15,10 @@ demo: setup
 	$(BIN)/rl-async launch --mode disaggregated --config calculator $(if $(RUN_NAME),--name $(RUN_NAME))
 
 test: setup-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(LONGEST_FIRST) -m "not slow" tests/e2e tests/contracts tests/gpu
+	$(PYTEST) -m "not slow" $(TESTS)
 
 test-slow: setup-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(LONGEST_FIRST) -m slow tests/e2e tests/contracts
+	$(PYTEST) -m slow tests/e2e tests/contracts
 
 check: setup-test
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check

@@ -7,7 +7,7 @@ gradients and AdamW's moments). With ``--device cpu`` a tiny one, so that this f
 nothing then.
 
 step_tokens_per_s        tokens of the rows over the seconds of a whole optimizer step, the median of some
-mfu                      3 x the operations of a forward pass (trainer/batches/work.py) over seconds and the data
+mfu                      3 x the operations of a forward pass (trainer/batches/cost.py) over seconds and the data
                          sheet's dense bfloat16 peak (Chowdhery et al., arXiv:2204.02311, appendix B); null for an
                          unknown device
 step_vs_matmul           the same over what one large matmul in bfloat16 reaches here
@@ -32,17 +32,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.processes.trainer_arms import rows_of
-from rl_async.configs.schema.run import TrainerConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.launcher.plan.memory import LOGITS_CHUNK, size_of
 from rl_async.rollout_server.embedded.core import EngineCore
-from rl_async.rollout_server.embedded.engine import Engine
+from rl_async.rollout_server.embedded.engine_thread import EngineThread
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import Outputs
 from rl_async.trainer.batches.batching import collate
-from rl_async.trainer.batches.work import work_of
+from rl_async.trainer.batches.cost import row_cost_of
 from rl_async.weight_sync.layout import TensorSpec, fsdp2, whole
+from rl_async.weight_sync.reshard.execute import reshard
 from rl_async.weight_sync.reshard.plan import plan
-from rl_async.weight_sync.reshard.run import reshard
 from rl_async.weight_sync.reshard.wire import PointToPoint
 
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}  # NVIDIA's data sheets, SXM, dense bfloat16, FLOP/s
@@ -126,8 +126,8 @@ def measure_step(backend: Fsdp2Backend, device: str, kind: str) -> tuple[float, 
         return -torch.where(batches[number].mask, outputs.logprobs, 0.0).sum() / sum(lengths)
 
     seconds = seconds_of(device, lambda: backend.step(batches, loss_fn))
-    work = work_of(backend.hf_config)
-    return sum(lengths) / seconds, 3 * sum(work.of(length) for length in lengths) / seconds
+    cost = row_cost_of(backend.hf_config)
+    return sum(lengths) / seconds, 3 * sum(cost.of(length) for length in lengths) / seconds
 
 
 def measure_reshard(device: str, kind: str, store: dist.Store) -> float:
@@ -153,7 +153,7 @@ def measure_reshard(device: str, kind: str, store: dist.Store) -> float:
 def measure_engine(folder: str, device: str) -> float | None:
     """Share of the device memory of weights and cache that sleep gives back."""
     model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    engine = Engine(EngineCore(model.to(device).eval(), max_batch=8, max_length=256), _crashed)
+    engine = EngineThread(EngineCore(model.to(device).eval(), max_batch=8, max_length=256), _crashed)
     awake = allocated(device)
     engine.sleep(2).result(60)
     share = given_back(awake, allocated(device))

@@ -47,10 +47,10 @@ def run(mode: str, staleness: int, arguments: argparse.Namespace) -> dict[str, f
     overrides = [
         f"queue.max_staleness={staleness}",
         f"trainer.steps={arguments.steps}",
-        f"trainer.min_train_s={arguments.seconds}",
+        f"debug.min_train_s={arguments.seconds}",
         f"model.path={random_model(arguments.runs)}",
-        "sft=null",
-        f"rollout.min_iteration_s={arguments.seconds / ITERATIONS}",
+        "warm_start=null",
+        f"debug.min_iteration_s={arguments.seconds / ITERATIONS}",
         f"rollout.max_tokens={ITERATIONS + 1}",
         "rollout.max_model_len=64",
         "agent.max_tokens=64",

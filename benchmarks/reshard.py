@@ -25,9 +25,9 @@ from torch import Tensor
 from benchmarks.processes.command_line import parser, save
 from benchmarks.processes.ranks import free_ports, run_ranks
 from rl_async.weight_sync.layout import Box, Layout, TensorSpec, fsdp2, joined, slices, volume, whole
+from rl_async.weight_sync.reshard.execute import reshard
 from rl_async.weight_sync.reshard.model_layouts import engine, megatron
-from rl_async.weight_sync.reshard.plan import Plan, plan
-from rl_async.weight_sync.reshard.run import reshard
+from rl_async.weight_sync.reshard.plan import ReshardPlan, plan
 from rl_async.weight_sync.reshard.wire import PointToPoint, SharedMemoryWire, Wire
 
 MB = 1 << 20
@@ -100,7 +100,7 @@ def larger() -> dict[str, tuple[Layout, Layout]]:
     }
 
 
-def small_plan() -> Plan:
+def small_plan() -> ReshardPlan:
     """What the processes carry out."""
     named = SMALL.specs()
     target = engine(named, tp=TARGETS, kv_heads=SMALL.kv_heads).placed(range(SOURCES, SOURCES + TARGETS))

@@ -44,12 +44,12 @@ from benchmarks.processes.trainer_arms import (
     rows_of,
     save_model,
 )
-from rl_async.configs.schema.run import TrainerConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import TrajectoryHeader
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import Outputs
 from rl_async.trainer.batches.batching import Tensors, layout
-from rl_async.trainer.batches.work import Work
+from rl_async.trainer.batches.cost import RowCost
 from rl_async.trainer.model.attention import NAME as PACKED_ATTENTION
 from rl_async.trainer.model.families import LogitForm
 from rl_async.trainer.model.logprobs import Head, token_stats
@@ -83,9 +83,9 @@ def packed_vs_padded() -> float:
         save_model(Path(folder))
         backend = Fsdp2Backend(folder, "float32", "cpu", TrainerConfig())
         arms: dict[str, tuple[bool, list[list[int]]]] = {"padded": (False, in_arrival_order(lengths))}
-        for name, work in (("padded, similar lengths together", Work(padded=True)), ("packed", backend.work)):
-            plan = layout(headers, step=0, minibatches=1, ranks=1, max_tokens=BUDGET, seed=0, work=work)
-            arms[name] = not work.padded, plan[0].ranks[0]
+        for name, cost in (("padded, similar lengths together", RowCost(padded=True)), ("packed", backend.row_cost)):
+            plan = layout(headers, step=0, minibatches=1, ranks=1, max_tokens=BUDGET, seed=0, cost=cost)
+            arms[name] = not cost.padded, plan[0].ranks[0]
         seconds = {}
         for name, (packs, parts) in arms.items():
             backend.model.packs = packs
@@ -135,7 +135,7 @@ def fsdp2_gradients(folder: str) -> None:
     rows = rows_of([min(length, 256) for length in long_tailed(32)])
     headers = [row.header() for row in rows]
     backend = Fsdp2Backend(folder, "float32", "cpu", TrainerConfig())
-    plan = layout(headers, step=0, minibatches=1, ranks=ranks, max_tokens=1024, seed=0, work=backend.work)
+    plan = layout(headers, step=0, minibatches=1, ranks=ranks, max_tokens=1024, seed=0, cost=backend.row_cost)
     total = sum(header.sampled for header in headers)
     loss = torch.zeros(1)
     for batch in micro_batches(rows, plan[0].ranks[dist.get_rank()]):

@@ -124,7 +124,7 @@ def ours(folder: Path, mode: str, name: str) -> tuple[list[float], dict[str, flo
     reward = f"{Path(__file__).parent / 'processes' / 'step_reward.py'}:scored"
     overrides = [
         f"model.path={folder / 'model'}",
-        "sft=null",
+        "warm_start=null",
         "data.make=null",
         f"data.path={folder / 'prompts.jsonl'}",
         "data.eval_path=null",

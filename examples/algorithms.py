@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl_async.configs.schema.algorithm import ADVANTAGES, LOSSES
+from rl_async.configs.schema.formulas import ADVANTAGES, LOSSES
 
 # The preset's learning rate of 1e-3 is for losses that limit how far one step may go.
 SLOWER = "trainer.learning_rate=3e-4"

@@ -42,7 +42,7 @@ def run_arm(arm: str, seed: int, arguments: argparse.Namespace) -> list[dict[str
         f"trainer.steps={arguments.steps}",
         f"trainer.minibatches={arguments.minibatches}",
         f"trainer.learning_rate={arguments.learning_rate}",
-        f"trainer.min_train_s={arguments.min_train_s}",
+        f"debug.min_train_s={arguments.min_train_s}",
         "eval.every=0",
         *arguments.override,
     ]

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rl_async.configs.schema.run import RewardConfig
+from rl_async.configs.schema.reward import RewardConfig
 from rl_async.messages import Task, Trajectory
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed, to_score
 from rl_async.reward_loop.limits import MINUTE_S, RateLimit

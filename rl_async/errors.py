@@ -21,7 +21,8 @@ RlAsyncError
 └── PolicyDrifted        the data is too far from the policy; names the metric, its value, the limit and the step
 """
 
-# Exit codes of processes that would fail in the same way if they were started again.
+# Exit codes. Starting a process again helps after EXIT_RESTART only.
+EXIT_RESTART = 1  # it lost another process, or crashed
 EXIT_USER = 2  # UserError; one line `error: ...` on standard error, no traceback
 EXIT_FAILED = 3  # a named error ended the process: divergence, or a deadline that passed
 

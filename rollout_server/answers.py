@@ -1,7 +1,10 @@
-"""What makes an engine's answer fit to be trained on, whatever its dialect."""
+"""Answers of engines, whatever their dialect: the checks that make one fit to be trained on, how the parts of a stream
+are joined, and the request that continues a partial answer on another engine."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
+
+import msgspec
 
 from rl_async.errors import EngineLost, EngineRejected
 from rl_async.messages import Version, VersionRun
@@ -9,9 +12,11 @@ from rl_async.rollout_server.api import FinishReason, GenerateRequest, GenerateR
 
 ReadVersion = Callable[[str], Version]  # raises ValueError for a name that is not ours
 
+EMPTY = GenerateResult(token_ids=[], logprobs=[], versions=[], finish_reason="abort")
+
 
 class Span(Protocol):
-    """Sampled tokens number ``start`` to ``end`` (exclusive) came from weights of this name."""
+    """The weights named ``version`` sampled the tokens from ``start`` to ``end`` (exclusive)."""
 
     version: str
     start: int
@@ -19,37 +24,40 @@ class Span(Protocol):
 
 
 class IncomingAnswer:
-    """The answer to ``request`` as it comes in, in one part or in several.
+    """Collects the answer to ``request`` as it arrives, in one part or in several.
 
-    Tokens that come without a word on their weights are held back until it is known which sampled them: the embedded
-    engine, and vLLM with our plugin, tell it with every part; vLLM by itself and SGLang only with the last one.
+    Tokens whose weight version is not yet known are held back. The embedded engine, and vLLM with our plugin, report
+    versions with every part; plain vLLM and SGLang only with the last one.
     """
 
     def __init__(self, url: str, request: GenerateRequest, read_version: ReadVersion) -> None:
         self._url, self._oldest, self._read_version = url, request.min_version, read_version
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
-        self._given = 0  # how many were handed out
+        self._returned = 0  # tokens that earlier parts held
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Sampled tokens, in order. Raises EngineRejected unless each has one log-probability."""
+        """Append sampled tokens. Raises EngineRejected unless each has one log-probability."""
         if len(logprobs) != len(tokens):
             raise EngineRejected(f"{self._url} answered without one log-probability per sampled token")
         self._tokens += tokens
         self._logprobs += logprobs
 
     def part(self, spans: Sequence[Span], finish_reason: FinishReason) -> GenerateResult:
-        """What was held back, given ``spans`` over all tokens so far; reason ``abort`` if more is to come.
+        """Return the tokens held back, given ``spans`` over all tokens so far; reason ``abort`` if more will follow.
 
-        Raises EngineRejected unless each token has one version, EngineLost for versions that this run did not send, or
-        older than the request's ``min_version``: engines have no such gate, so they may have sampled.
+        Raises EngineRejected unless each token has exactly one version. Raises EngineLost for versions that this run
+        did not send, and for versions older than the request's ``min_version``: vLLM and SGLang do not enforce it.
         """
-        runs = [VersionRun(parse(self._url, span.version, self._read_version), span.start, span.end) for span in spans]
+        runs = [
+            VersionRun(parse_version(self._url, span.version, self._read_version), span.start, span.end)
+            for span in spans
+        ]
         if [run.start for run in runs] + [len(self._tokens)] != [0] + [run.end for run in runs]:
             raise EngineRejected(f"{self._url} answered without the weight version of every token")
         if runs and runs[0].version < self._oldest:
             raise EngineLost(f"{self._url} sampled with {runs[0].version}, older than {self._oldest}")
-        start, self._given = self._given, len(self._tokens)
+        start, self._returned = self._returned, len(self._tokens)
         return GenerateResult(
             token_ids=self._tokens[start:],
             logprobs=self._logprobs[start:],
@@ -58,9 +66,41 @@ class IncomingAnswer:
         )
 
 
-def parse(url: str, name: str, read_version: ReadVersion = Version.parse) -> Version:
-    """The version behind an engine's name for its weights. Raises EngineLost if this run did not send it."""
+def parse_version(url: str, name: str, read_version: ReadVersion = Version.parse) -> Version:
+    """Return the version behind an engine's name for its weights. Raises EngineLost if this run did not send it."""
     try:
         return read_version(name)
     except ValueError as error:
         raise EngineLost(f"{url} serves weights {name!r} that this run did not send") from error
+
+
+def join(first: GenerateResult, second: GenerateResult) -> GenerateResult:
+    """Append ``second`` to the ``first`` part of the same answer; the result has the finish reason of ``second``."""
+    offset = len(first.token_ids)
+    runs = list(first.versions)
+    for run in second.versions:
+        if runs and runs[-1].version == run.version:
+            runs[-1] = VersionRun(run.version, runs[-1].start, run.end + offset)
+        else:
+            runs.append(VersionRun(run.version, run.start + offset, run.end + offset))
+    return GenerateResult(
+        token_ids=first.token_ids + second.token_ids,
+        logprobs=first.logprobs + second.logprobs,
+        versions=runs,
+        finish_reason=second.finish_reason,
+    )
+
+
+def continuation(request: GenerateRequest, done: GenerateResult) -> GenerateRequest:
+    """Build the request for the tokens that ``done`` lacks: the prompt is extended by what was sampled.
+
+    The request id changes with the prompt, so that an engine never takes it for the request that it already knows.
+    """
+    if not done.token_ids:
+        return request
+    return msgspec.structs.replace(
+        request,
+        request_id=f"{request.request_id}+{len(done.token_ids)}",
+        token_ids=request.token_ids + done.token_ids,
+        max_tokens=request.max_tokens - len(done.token_ids),
+    )

@@ -1,8 +1,8 @@
-"""What the system needs from any rollout engine, and the request and result of one generation.
+"""One generation: its request, its result, and the Protocol by which agent loops ask for it.
 
-Narrow Protocols, one per consumer: agent loops generate (below), the pool streams and probes (``pool.py``), the
-weight-sync coordinator updates (``weight_sync/protocol.py``). ``vllm.py`` implements all of them over HTTP; the
-embedded engine serves the same dialect.
+Every consumer of an engine has a narrow Protocol of its own: agent loops generate (``Generator`` below), the pool
+streams and probes (``pool.py``), the weight-sync coordinator updates (``weight_sync/protocol.py``). The clients in
+``vllm/`` and ``sglang/`` implement all of them.
 """
 
 from typing import Literal, Protocol
@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Token ids in. ``max_tokens`` bounds the sampled tokens of this request."""
+    """A prompt as token ids, and how to continue it. ``max_tokens`` bounds the sampled tokens of this request."""
 
     request_id: str
     token_ids: list[int]
@@ -28,10 +28,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Token ids out: ``token_ids`` and ``logprobs`` have one entry per sampled token, the stop token included.
+    """Sampled tokens: ``token_ids`` and ``logprobs`` have one entry per sampled token, the stop token included.
 
-    ``versions`` covers ``[0, len(token_ids))`` in order. ``abort``: this is what was sampled so far; a part of a stream
-    has that reason too while more is to come.
+    ``versions`` covers ``[0, len(token_ids))`` in order. ``finish_reason`` is ``abort`` for a request that was given
+    up, whose result is what had been sampled by then, and for every part of a stream but the last.
     """
 
     token_ids: list[int]
@@ -41,19 +41,19 @@ class GenerateResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """How busy an engine says it is, over all its clients."""
+    """How busy an engine reports to be, over all its clients."""
 
     requests: int  # running and waiting
     cache_usage: float  # share of the KV cache in use, 0 to 1
-    preemptions: int  # requests put back since the start; paused engines count theirs too
+    preemptions: int  # requests preempted since the start, those preempted by a pause included
 
 
 class Generator(Protocol):
-    """What an agent loop sees: it cannot tell where generation runs."""
+    """What an agent loop samples from: one engine, a pool of them, or an engine in its own process."""
 
     async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
         """Sample a continuation. ``session`` names the conversation, for stickiness.
 
-        Raises EngineRejected for a request that no engine will take, EngineLost when none could serve it in time.
+        Raises EngineRejected for a request that no engine will accept, EngineLost when none could serve it in time.
         """
         ...

@@ -1,6 +1,8 @@
 """The client of an engine, by its kind, and the pool of all of a run's engines."""
 
-from rl_async.configs.schema.run import RolloutConfig
+from collections.abc import Callable, Mapping
+
+from rl_async.configs.schema.rollout import EngineKind, RolloutConfig
 from rl_async.errors import ProtocolError
 from rl_async.messages import EngineRecord, Version
 from rl_async.rollout_server.answers import ReadVersion
@@ -10,7 +12,11 @@ from rl_async.rollout_server.vllm.client import VllmEngine
 
 EngineClient = VllmEngine | SglangEngine
 
-KINDS = ("embedded", "vllm", "sglang")
+CLIENTS: Mapping[EngineKind, Callable[[str, float | None, ReadVersion, int], EngineClient]] = {
+    "embedded": VllmEngine,
+    "vllm": VllmEngine,
+    "sglang": lambda url, timeout_s, read_version, _: SglangEngine(url, timeout_s, read_version),
+}
 
 
 def connect(
@@ -18,24 +24,23 @@ def connect(
     url: str,
     timeout_s: float | None = 600.0,
     read_version: ReadVersion = Version.parse,
-    together: int = 1,
+    max_coalesced: int = 1,
 ) -> EngineClient:
-    """A client of the engine at ``url``; nothing is sent yet. Raises ProtocolError for a kind that is not known.
+    """Return a client of the engine at ``url``; nothing is sent yet. Raises ProtocolError for an unknown kind.
 
-    Up to ``together`` requests for one prompt are sent as one, where the client can.
+    Up to ``max_coalesced`` requests for one prompt are sent as one, where the dialect has such requests.
     """
-    if kind not in KINDS:
-        raise ProtocolError(f"the engine at {url} is of kind {kind!r}; known: {', '.join(KINDS)}")
-    if kind == "sglang":
-        return SglangEngine(url, timeout_s, read_version)
-    return VllmEngine(url, timeout_s, read_version, together)
+    for known, client in CLIENTS.items():
+        if known == kind:
+            return client(url, timeout_s, read_version, max_coalesced)
+    raise ProtocolError(f"the engine at {url} is of kind {kind!r}; known: {', '.join(CLIENTS)}")
 
 
 def engine_pool(config: RolloutConfig) -> EnginePool:
-    """A pool without engines yet: ``watch`` finds them."""
+    """Return a pool without engines; its ``watch`` finds them."""
 
     def client(record: EngineRecord) -> EngineClient:
-        # The pool knows which time counts.
-        return connect(record.kind, record.url, timeout_s=None, together=config.max_batch_size)
+        # No timeout of its own: the pool keeps the deadline, in which the time that engines sleep does not count.
+        return connect(record.kind, record.url, timeout_s=None, max_coalesced=config.max_batch_size)
 
     return EnginePool(client, config.request_timeout_s, config.max_batch_size)

@@ -1,4 +1,5 @@
-"""The HTTP side of engine clients, whatever their dialect: one session, and every failure as one of our two errors."""
+"""The HTTP side of engine clients, whatever their dialect: one session, and EngineLost or EngineRejected for every
+failure."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,7 +10,7 @@ import msgspec
 
 from rl_async.errors import EngineError, EngineLost, EngineRejected
 
-KEEP_ALIVE_S = 4.0  # servers hang up on idle connections after 5 s; a request that meets that would be lost
+KEEP_ALIVE_S = 4.0  # servers close idle connections after 5 s; a request sent at that moment would be lost
 HEALTH_S = 5.0
 FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
 
@@ -25,22 +26,23 @@ class EngineHttp:
     async def call(
         self, method: str, path: str, body: Any = None, *, params: Any = None, headers: dict[str, str] | None = None
     ) -> bytes:
-        """The answer's body; ``body`` is sent as JSON.
+        """Send ``body`` as JSON and return the body of the answer.
 
-        Raises EngineRejected for 4xx answers but 409, EngineLost for everything else that is not 200.
+        Raises EngineRejected for 4xx answers other than 409, EngineLost for everything else that is not 200.
         """
         async with await self._open(method, path, body, params=params, headers=headers) as response:
-            return await self._whole(path, response)
+            return await self._read(path, response)
 
-    async def sample(self, path: str, body: Any, headers: dict[str, str] | None = None) -> AsyncIterator[bytes]:
-        """As ``call`` with POST, piece by piece, on a connection that is kept.
+    async def stream(self, path: str, body: Any, headers: dict[str, str] | None = None) -> AsyncIterator[bytes]:
+        """POST ``body`` and yield the answer as it arrives, on a connection that is kept for the next request.
 
-        If the server had closed it already it is asked once more, on a new one: sampling changes nothing.
+        A connection that the server had closed already is replaced and the request sent once more, which is safe
+        because sampling changes nothing. Raises as ``call`` does.
         """
         try:
             opened = await self._open("POST", path, body, headers={**(headers or {}), "Connection": "keep-alive"})
         except EngineLost as error:
-            if not _broke(error.__cause__):
+            if not _connection_dropped(error.__cause__):
                 raise
             opened = await self._open("POST", path, body, headers=headers)
         async with opened as response:
@@ -50,21 +52,22 @@ class EngineHttp:
             except FAILURES as error:
                 raise self._lost(path, error) from error
 
-    def failure(self, path: str, status: int, message: str) -> EngineError:
-        """What an answer with this status means; 409: too old, another engine may do."""
+    def error_for(self, path: str, status: int, message: str) -> EngineError:
+        """Return the error for an answer with this status; 409 (weights too old) is EngineLost, since another engine
+        may be able to serve the request."""
         refused = 400 <= status < 500 and status != 409
         return (EngineRejected if refused else EngineLost)(f"{self.url}{path} answered {status}: {message}")
 
     async def _open(
         self, method: str, path: str, body: Any = None, *, params: Any = None, headers: dict[str, str] | None = None
     ) -> aiohttp.ClientResponse:
-        """The answer's head, if its status is 200; the caller reads and closes it."""
+        """Return an answer with status 200, its body unread; the caller reads and closes it."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             )
         data = None if body is None else msgspec.json.encode(body)
-        # vLLM hangs up after it answered 500, which a next request on the same connection would learn too late.
+        # vLLM closes the connection after a 500, which the next request on it would find out too late.
         sent = {"Content-Type": "application/json", "Connection": "close", **(headers or {})}
         try:
             response = await self._session.request(method, self.url + path, data=data, params=params, headers=sent)
@@ -73,10 +76,10 @@ class EngineHttp:
         if response.status == 200:
             return response
         async with response:
-            raw = await self._whole(path, response)
-        raise self.failure(path, response.status, raw[:500].decode(errors="replace"))
+            raw = await self._read(path, response)
+        raise self.error_for(path, response.status, raw[:500].decode(errors="replace"))
 
-    async def _whole(self, path: str, response: aiohttp.ClientResponse) -> bytes:
+    async def _read(self, path: str, response: aiohttp.ClientResponse) -> bytes:
         try:
             return await response.read()
         except FAILURES as error:
@@ -86,14 +89,14 @@ class EngineHttp:
         return EngineLost(f"{self.url}{path}: {type(error).__name__}: {error}")
 
     def decode(self, raw: bytes, kind: Any) -> Any:
-        """``raw`` as the struct ``kind``. Raises EngineLost if it is something else."""
+        """Decode JSON as the struct ``kind``. Raises EngineLost if it does not fit."""
         try:
             return msgspec.json.decode(raw, type=kind)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise EngineLost(f"{self.url} answered what is not {kind.__name__.strip('_')}: {error}") from error
+            raise EngineLost(f"{self.url}: the answer is not a valid {kind.__name__.strip('_')}: {error}") from error
 
     async def healthy(self) -> bool:
-        """Whether ``/health`` answers 200 within 5 s."""
+        """Return whether ``/health`` answers 200 within HEALTH_S seconds."""
         try:
             async with asyncio.timeout(HEALTH_S):
                 await self.call("GET", "/health")
@@ -102,13 +105,13 @@ class EngineHttp:
         return True
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections; a later request opens new ones."""
         if self._session is not None:
             await self._session.close()
             self._session = None
 
 
-def _broke(error: BaseException | None) -> bool:
-    """Whether a connection that was there broke before the answer's head came."""
+def _connection_dropped(error: BaseException | None) -> bool:
+    """Return whether an established connection broke before the head of the answer arrived."""
     broke = isinstance(error, (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError))
     return broke and not isinstance(error, aiohttp.ClientConnectorError)

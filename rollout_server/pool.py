@@ -1,8 +1,8 @@
-"""Many engines as one Generator: routing, version gate, probes, and replay of what an engine lost.
+"""Many engines as one Generator: routing, version gate, probes, and replay of requests lost with an engine.
 
-Answers come in parts; what an engine had sampled before it was lost is kept, and only the rest is asked for elsewhere,
-or of the same machine when it comes back, until the request's deadline. A request is never with two engines at once:
-the first to finish would favour short answers. ``routing.py`` chooses the engine.
+Answers arrive in parts. What an engine sampled before it was lost is kept; only the rest is requested from another
+engine, or from the same one when it is back, until the request's deadline. A request is never sent to two engines at
+once: taking the first to finish would favour short answers. ``routing.py`` chooses the engine.
 """
 
 import asyncio
@@ -16,21 +16,21 @@ import msgspec
 
 from rl_async.errors import EngineLost, EngineRejected, QueueLost
 from rl_async.messages import EngineList, EngineRecord, Version
+from rl_async.rollout_server.answers import EMPTY, continuation, join
 from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult
-from rl_async.rollout_server.parts import NOTHING, continuation, join
-from rl_async.rollout_server.routing import Member, Router
+from rl_async.rollout_server.routing import PoolMember, Router
 
-SET_ASIDE_S = 1.0
+BACKOFF_S = 1.0  # in which an engine that failed a request gets no other
 PROBE_EVERY_S = 2.0
 PROBE_S = 5.0
-SILENT_PROBES = 2  # so many in a row without an answer, and its requests go elsewhere
+MAX_MISSED_PROBES = 2  # after so many in a row the engine's requests go elsewhere
 WATCH_S = 10.0
 
 log = logging.getLogger("rl_async.pool")
 
 
-class Engine(Protocol):
-    """What the pool needs of an engine client. Methods raise EngineLost and EngineRejected."""
+class StreamingClient(Protocol):
+    """What the pool needs of an engine's client. Methods raise EngineLost and EngineRejected."""
 
     def stream(self, request: GenerateRequest, *, session: str) -> AsyncGenerator[GenerateResult, None]: ...
     async def load(self) -> EngineLoad: ...
@@ -38,34 +38,34 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
-class Directory(Protocol):
-    """Where the registry of engines is kept."""
+class RegistryReader(Protocol):
+    """What the pool needs of the registry of engines, which the transfer queue keeps."""
 
     async def engines(self, after: int = -1, wait_s: float = 0.0) -> EngineList: ...
 
 
 class _Progress:
-    """A request: what was sampled for it so far, and when it is given up unless more comes."""
+    """A request, what was sampled for it so far, and its deadline, which every new token extends."""
 
     def __init__(self, request: GenerateRequest, session: str, timeout_s: float) -> None:
         self.request, self.session, self._timeout_s = request, session, timeout_s
-        self.done = NOTHING
-        self.move_on()
+        self.done = EMPTY
+        self.extend_deadline()
 
     @property
     def unfinished(self) -> bool:
-        """Whether more is to be sampled. Its engine may have been lost between the last token and the word that it was
-        the last."""
+        """Whether more is to be sampled. The tokens are examined too, since an engine may be lost after the last token
+        and before it reported the finish reason."""
         return self.done.finish_reason == "abort" and not (self._full or self._stopped)
 
     @property
     def rest(self) -> GenerateRequest:
-        """The request for what is missing."""
+        """The request for the tokens that are still missing."""
         return continuation(self.request, self.done)
 
     @property
     def result(self) -> GenerateResult:
-        """The whole answer."""
+        """The joined parts, with the finish reason that the tokens imply if no engine reported one."""
         if self.done.finish_reason != "abort":
             return self.done
         return msgspec.structs.replace(self.done, finish_reason="stop" if self._stopped else "length")
@@ -78,29 +78,29 @@ class _Progress:
     def _stopped(self) -> bool:
         return self.done.token_ids[-1:] != [] and self.done.token_ids[-1] in self.request.stop_token_ids
 
-    def take(self, part: GenerateResult) -> None:
-        """More of the answer."""
+    def add(self, part: GenerateResult) -> None:
+        """Append a part of the answer."""
         self.done = join(self.done, part)
         if part.token_ids:
-            self.move_on()
+            self.extend_deadline()
 
-    def move_on(self) -> None:
-        """Something happened, or nothing could have: the deadline starts again."""
+    def extend_deadline(self) -> None:
+        """Start the timeout again: a token arrived, or none could have."""
         self._deadline = time.monotonic() + self._timeout_s
 
     @property
-    def left_s(self) -> float:
-        """Seconds to the deadline; never none at all."""
+    def remaining_s(self) -> float:
+        """Seconds to the deadline, at least a millisecond."""
         return max(0.001, self._deadline - time.monotonic())
 
     @property
-    def late(self) -> bool:
-        """Whether the deadline has passed."""
+    def expired(self) -> bool:
         return time.monotonic() >= self._deadline
 
 
-class _Place:
-    """Of a request in the line, from where it is called when an engine has room and is new enough."""
+class _Waiter:
+    """A request that waits for an engine with room and with at least ``version``; ``called`` is set when there is
+    one."""
 
     def __init__(self, version: Version) -> None:
         self.version = version
@@ -108,23 +108,26 @@ class _Place:
 
 
 class EnginePool:
-    """See the module. ``connect`` makes the client of a newly registered engine, which decodes ``most`` at once;
-    ``timeout_s`` is how long a request may go without a new token while its engine is awake."""
+    """Sends each request to one of the registered engines, whatever happens to the others.
 
-    def __init__(self, connect: Callable[[EngineRecord], Engine], timeout_s: float, most: int) -> None:
-        self._connect, self._timeout_s, self._most = connect, timeout_s, most
-        self._members: dict[str, Member[Engine]] = {}
-        self._router: Router[Engine] = Router()
-        self._line: dict[_Place, None] = {}  # of requests that wait for an engine, in their order
+    ``connect`` makes the client of a newly registered engine, which decodes ``max_batch`` requests at once.
+    ``timeout_s`` is how long a request may go without a new token while its engine is awake.
+    """
+
+    def __init__(self, connect: Callable[[EngineRecord], StreamingClient], timeout_s: float, max_batch: int) -> None:
+        self._connect, self._timeout_s, self._max_batch = connect, timeout_s, max_batch
+        self._members: dict[str, PoolMember[StreamingClient]] = {}
+        self._router: Router[StreamingClient] = Router()
+        self._waiters: dict[_Waiter, None] = {}  # an ordered set, first come first served
         self._closing: set[asyncio.Task[None]] = set()
         self.replayed = 0
 
     def update(self, engines: EngineList) -> None:
-        """Take over a registry: new engines join, missing ones leave, versions advance."""
+        """Adopt a registry: new engines join, missing ones leave, versions advance."""
         current = {record.engine_id: record for record in engines.engines}
         for engine_id in self._members.keys() - current.keys():
             member = self._members.pop(engine_id)
-            member.lose()
+            member.mark_gone()
             task = asyncio.ensure_future(member.client.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
@@ -132,172 +135,178 @@ class EnginePool:
             if engine_id in self._members:
                 self._members[engine_id].record = record
             else:
-                self._members[engine_id] = Member(record, self._connect(record), self._most)
-        self._announce()
+                self._members[engine_id] = PoolMember(record, self._connect(record), self._max_batch)
+        self._wake_waiters()
 
-    async def watch(self, directory: Directory) -> None:
-        """Follow the registry for ever, and the health of its engines.
+    async def watch(self, registry: RegistryReader) -> None:
+        """Follow the registry, and the health of its engines, until cancelled.
 
         Consumes the queue's engine list and the engines' load; produces routes; waits for a change of the list, at most
-        WATCH_S a time, and for the clock. Ends only by cancellation, or with ProtocolError in an ExceptionGroup.
+        WATCH_S at a time, and for the clock. A ProtocolError ends it too, in an ExceptionGroup.
         """
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._follow(directory), name="engine registry")
+            group.create_task(self._follow(registry), name="engine registry")
             group.create_task(self._probe_all(), name="engine probes")
 
     async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
-        """Sample on engines that serve at least ``request.min_version``.
+        """Sample on engines that serve at least ``request.min_version``, keeping the tokens of engines that were lost
+        or gave the request up.
 
-        What an engine had sampled when it was lost or gave the request up (abort) is kept. Raises EngineRejected at
-        once, EngineLost when there was no new token within the deadline.
+        Raises EngineRejected at once, and EngineLost when no token arrived within the deadline.
         """
         progress = _Progress(request, session, self._timeout_s)
         while progress.unfinished:
             member = await self._route(progress)
             try:
-                with member.carrying(progress.rest):
-                    await self._answer(member, progress)
+                with member.in_flight(progress.rest):
+                    await self._read_answer(member, progress)
             except (EngineLost, TimeoutError) as error:
-                engine = member.engine_id
                 log.warning(
-                    "request %s: %s after %d tokens: %s",
+                    "request %s: lost engine %s after %d tokens: %s",
                     request.request_id,
-                    engine,
+                    member.engine_id,
                     len(progress.done.token_ids),
                     error,
                 )
-                if progress.late:
-                    raise EngineLost(f"no engine answered within {self._timeout_s:.0f} s: {error}") from error
-                member.set_aside_until = time.monotonic() + SET_ASIDE_S
+                if progress.expired:
+                    raise EngineLost(
+                        f"request {request.request_id}: no new token within {self._timeout_s:.0f} s "
+                        f"(rollout.request_timeout_s): {error}"
+                    ) from error
+                member.backoff_until = time.monotonic() + BACKOFF_S
                 self.replayed += 1
             finally:
-                self._announce()  # there is room for another
+                self._wake_waiters()
         return progress.result
 
     async def close(self) -> None:
-        """Close all clients."""
+        """Close the clients of all engines, those that have left included."""
         for member in self._members.values():
             await member.client.close()
         await asyncio.gather(*self._closing)
 
-    def _announce(self) -> None:
-        """Wake those at the head of the line for whom there is room now, and no others: waking everybody for every
-        request that ends would cost its square."""
+    def _wake_waiters(self) -> None:
+        """Wake as many waiters, in their order, as there is room for. Waking all of them for every request that ends
+        would cost the square of their number."""
         now = time.monotonic()
         room = {member: member.room for member in self._members.values() if member.room}
-        for place in self._line:
+        for waiter in self._waiters:
             if not room:
                 break
-            member = next((member for member in room if member.serves(place.version, now)), None)
+            member = next((member for member in room if member.serves(waiter.version, now)), None)
             if member is None:
                 continue
-            place.called.set()
+            waiter.called.set()
             room[member] -= 1
             if not room[member]:
                 del room[member]
 
-    async def _follow(self, directory: Directory) -> None:
-        """The registry's half of ``watch``."""
+    async def _follow(self, registry: RegistryReader) -> None:
+        """Keep the members equal to the registry; see ``watch``."""
         revision = -1
         while True:
             try:
-                engines = await directory.engines(revision, WATCH_S)
+                engines = await registry.engines(revision, WATCH_S)
             except QueueLost as error:
-                log.warning("the engine registry is out of reach, keeping the last one: %s", error)
+                log.warning("cannot reach the engine registry, keeping the engines known so far: %s", error)
                 continue
             if engines.revision != revision:
                 revision = engines.revision
                 self.update(engines)
 
     async def _probe_all(self) -> None:
-        """The engines' half of ``watch``."""
+        """Probe every member each PROBE_EVERY_S seconds; see ``watch``."""
         while True:
             await asyncio.sleep(PROBE_EVERY_S)
             await asyncio.gather(*(self._probe(member) for member in list(self._members.values())))
 
-    async def _probe(self, member: Member[Engine]) -> None:
-        """Ask for its load. One that is silent for long loses its requests to others until it answers again."""
+    async def _probe(self, member: PoolMember[StreamingClient]) -> None:
+        """Read the engine's load. After MAX_MISSED_PROBES its requests go elsewhere until it answers again."""
         try:
             async with asyncio.timeout(PROBE_S):
                 member.observe(await member.client.load())
         except (EngineLost, EngineRejected, TimeoutError) as error:
-            member.silent += 1
-            if member.silent == SILENT_PROBES and not member.gone.is_set():
-                log.warning("%s answers no probe: %s", member.engine_id, error or type(error).__name__)
-                member.lose()
+            member.missed_probes += 1
+            if member.missed_probes == MAX_MISSED_PROBES and not member.gone.is_set():
+                reason = error or type(error).__name__
+                log.warning("%s missed %d probes: %s", member.engine_id, MAX_MISSED_PROBES, reason)
+                member.mark_gone()
             return
-        member.silent = 0
+        member.missed_probes = 0
         if member.gone.is_set() and self._members.get(member.engine_id) is member:
-            log.info("%s answers again", member.engine_id)
+            log.info("%s answers probes again", member.engine_id)
             member.gone = asyncio.Event()
-            self._announce()
+            self._wake_waiters()
 
-    async def _answer(self, member: Member[Engine], progress: _Progress) -> None:
-        """Take the engine's answer. While it sleeps (the trainer has its device) the deadline moves on; a hung engine
-        does not say that it sleeps. Raises EngineLost, EngineRejected or TimeoutError."""
-        answer = asyncio.ensure_future(_read(member.client, progress))
-        member.answers.add(answer)
+    async def _read_answer(self, member: PoolMember[StreamingClient], progress: _Progress) -> None:
+        """Read the engine's answer. While the engine sleeps (the trainer has its device) the deadline is extended; a
+        hung engine does not report that it sleeps.
+
+        Raises EngineLost, EngineRejected, or TimeoutError after the deadline.
+        """
+        read = asyncio.ensure_future(_read(member.client, progress))
+        member.pending.add(read)
         try:
             while True:
-                await asyncio.wait((answer,), timeout=progress.left_s)
-                if answer.cancelled():
-                    raise EngineLost("it is gone")
-                if answer.done():
-                    return answer.result()
-                if not progress.late:
-                    continue  # a part came meanwhile
+                await asyncio.wait((read,), timeout=progress.remaining_s)
+                if read.cancelled():
+                    raise EngineLost("the engine left the registry or does not answer probes")
+                if read.done():
+                    return read.result()
+                if not progress.expired:
+                    continue  # a part arrived meanwhile
                 if not await _sleeps(member.client):
                     raise TimeoutError(f"no token in {self._timeout_s:g} s")
-                progress.move_on()
+                progress.extend_deadline()
         finally:
-            member.answers.discard(answer)
-            answer.cancel()
+            member.pending.discard(read)
+            read.cancel()
 
-    async def _route(self, progress: _Progress) -> Member[Engine]:
-        place = _Place(progress.request.min_version)
+    async def _route(self, progress: _Progress) -> PoolMember[StreamingClient]:
+        waiter = _Waiter(progress.request.min_version)
         try:
-            return await self._wait_in(place, progress)
+            return await self._wait_for_room(waiter, progress)
         finally:
-            self._line.pop(place, None)
-            if place.called.is_set():
-                self._announce()  # it leaves, or found room elsewhere: the next one has it
+            self._waiters.pop(waiter, None)
+            if waiter.called.is_set():
+                self._wake_waiters()  # it leaves, or found room elsewhere: the next one may have its room
 
-    async def _wait_in(self, place: _Place, progress: _Progress) -> Member[Engine]:
-        version = place.version
+    async def _wait_for_room(self, waiter: _Waiter, progress: _Progress) -> PoolMember[StreamingClient]:
+        version = waiter.version
         while True:
             members, now = self._members.values(), time.monotonic()
             member = self._router.choose(members, progress.rest, progress.session, now)
             if member is not None:
                 return member
-            self._line[place] = None
+            self._waiters[waiter] = None
             if any(other.serves(version, now) for other in members):
-                progress.move_on()  # it only waits for its turn
-            elif progress.late:
+                progress.extend_deadline()  # engines are there and busy
+            elif progress.expired:
                 known = ", ".join(f"{m.record.engine_id} at {m.record.version}" for m in members)
                 raise EngineLost(
                     f"no engine serves version {version} after {self._timeout_s:.0f} s (rollout.request_timeout_s); "
                     f"known: {known or 'none'}"
                 )
             try:
-                async with asyncio.timeout(min(progress.left_s, SET_ASIDE_S)):
-                    await place.called.wait()
+                async with asyncio.timeout(min(progress.remaining_s, BACKOFF_S)):
+                    await waiter.called.wait()
             except TimeoutError:
-                continue  # an engine that was set aside may be back
-            place.called.clear()
+                continue  # the back-off of an engine may be over
+            waiter.called.clear()
 
 
-async def _read(engine: Engine, progress: _Progress) -> None:
+async def _read(client: StreamingClient, progress: _Progress) -> None:
     before = len(progress.done.token_ids)
-    async with aclosing(engine.stream(progress.rest, session=progress.session)) as parts:
+    async with aclosing(client.stream(progress.rest, session=progress.session)) as parts:
         async for part in parts:
-            progress.take(part)
+            progress.add(part)
     if progress.unfinished and len(progress.done.token_ids) == before:
-        raise EngineLost("it gave the request up without a token")
+        raise EngineLost("the engine gave the request up before its first token")
 
 
-async def _sleeps(engine: Engine) -> bool:
+async def _sleeps(client: StreamingClient) -> bool:
     try:
         async with asyncio.timeout(PROBE_S):
-            return await engine.is_sleeping()
+            return await client.is_sleeping()
     except (EngineLost, EngineRejected, TimeoutError):
         return False

@@ -28,12 +28,12 @@ from rl_async.process.heartbeat import Phase, beat
 from rl_async.trainer.algorithms.algorithm import Algorithm
 from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.algorithms.kl import KlController
-from rl_async.trainer.batches.cell import Cell
+from rl_async.trainer.batches.data_parallel import DataParallel
 from rl_async.trainer.batches.sources import BatchSource
 from rl_async.trainer.checkpoints.folder import FORMAT, CheckpointSchedule, CheckpointState
 from rl_async.trainer.checkpoints.saver import Saver
 from rl_async.trainer.monitoring.depth import QueueDepth
-from rl_async.trainer.monitoring.evaluation import EvalResult, Evaluations
+from rl_async.trainer.monitoring.evaluation import Evaluator, FinishedEvaluation
 from rl_async.trainer.monitoring.guard import Guard
 from rl_async.trainer.monitoring.records import append_evaluation, append_trained, write_trajectories
 from rl_async.trainer.monitoring.stopping import StopRequest
@@ -62,7 +62,7 @@ class Run:
     kl: KlController
     saver: Saver
     stop: StopRequest
-    evaluations: Evaluations | None = None
+    evaluations: Evaluator | None = None
     depth: QueueDepth | None = None
     tracking: Tracking | None = None
 
@@ -99,7 +99,7 @@ def train(run: Run) -> bool:
         updated_at = time.perf_counter()
         metrics = updated.metrics
         metrics |= run.kl.after_step(metrics["loss/kl_reference"], sum(not h.baseline for h in batch.headers))
-        time.sleep(max(0.0, have_batch + config.trainer.min_train_s - time.perf_counter()))
+        time.sleep(max(0.0, have_batch + config.debug.min_train_s - time.perf_counter()))
         record(run, batch, updated.corrected)
         run.at(step, "meeting the ranks")
         stopping = run.stop.agreed()  # and all ranks have trained and recorded before anyone is told so
@@ -119,7 +119,9 @@ def train(run: Run) -> bool:
             checkpoint(run, version.step)
         forget(run)
         run.at(step, "reporting")
-        metrics |= batch_metrics(batch.headers, step, mask_bound(config)) | conversations(run.models.cell, batch)
+        metrics |= batch_metrics(batch.headers, step, mask_bound(config)) | conversations(
+            run.models.data_parallel, batch
+        )
         metrics |= {
             "time/wait_batch_s": have_batch - began,
             "time/train_s": trained - have_batch,
@@ -138,19 +140,19 @@ def train(run: Run) -> bool:
 
 
 def take_batch(run: Run, step: int) -> Batch | None:
-    """Wait for the batch of ``step`` and fetch the rows of it that this rank's cell trains; again if rows went with
-    a payload shard.
+    """Wait for the batch of ``step`` and fetch the rows of it that this rank trains; again if rows went with a
+    payload shard.
 
     None if any rank was asked to stop.
     """
-    cell = run.models.cell
+    data_parallel = run.models.data_parallel
     while True:
         reserved = run.source.reserve(step, lambda: run.stop.asked)
         if run.stop.agreed() or reserved is None:
             return None
-        plan = plan_batch(reserved.headers, step, run.config, cell.dp_size, run.models.work)
+        plan = plan_batch(reserved.headers, step, run.config, data_parallel.size, run.models.row_cost)
         keys = row_keys(reserved.headers)
-        mine = sorted(keys[i] for mini in plan for micro in mini.ranks[cell.dp_rank] for i in micro)
+        mine = sorted(keys[i] for mini in plan for micro in mini.ranks[data_parallel.rank] for i in micro)
         try:
             rows = run.source.fetch(mine)
         except RowsLost as error:
@@ -169,8 +171,8 @@ def agreed(headers: Sequence[TrajectoryHeader], fetched: bool) -> bool:
 
 
 def record(run: Run, batch: Batch, corrected: Corrected) -> None:
-    """Write what this cell trained: trajectories for people and replays, ``trained.jsonl`` for the audit."""
-    if not run.models.cell.is_recorder:
+    """Write what this rank trained: trajectories for people and replays, ``trained.jsonl`` for the audit."""
+    if not run.models.data_parallel.is_recorder:
         return
     places = {key: index for index, key in enumerate(row_keys(batch.headers))}
     rows = [batch.rows[key] for key in sorted(batch.rows)]
@@ -180,16 +182,16 @@ def record(run: Run, batch: Batch, corrected: Corrected) -> None:
     append_trained(run.folder / "trained.jsonl", run.lineage, batch.step, rows)
 
 
-def record_evaluation(folder: Path, lineage: int, result: EvalResult, rows: list[Trajectory]) -> None:
+def record_evaluation(folder: Path, lineage: int, result: FinishedEvaluation, rows: list[Trajectory]) -> None:
     """Write the trajectories of an evaluation beside those that were trained, and its result as one line."""
     write_trajectories(folder / "trajectories" / f"eval-{result.step:06d}.jsonl.gz", rows)
     append_evaluation(folder / "evaluations.jsonl", lineage, result.metrics())
 
 
-def conversations(cell: Cell, batch: Batch) -> dict[str, float]:
-    """Turns and tool calls per trajectory, over all cells."""
+def conversations(data_parallel: DataParallel, batch: Batch) -> dict[str, float]:
+    """Turns and tool calls per trajectory, over all ranks."""
     sums = torch.tensor(conversation_sums(list(batch.rows.values())), dtype=torch.float64)
-    cell.add_up(sums)
+    data_parallel.all_reduce(sums)
     return conversation_metrics(sums.tolist())
 
 

@@ -1,6 +1,5 @@
 """The transfer queue process: ``python -m rl_async.transfer_queue --run RUN --address tcp://127.0.0.1:PORT``."""
 
-import argparse
 import contextlib
 import logging
 import signal
@@ -13,12 +12,10 @@ from urllib.parse import urlsplit
 import zmq
 
 from rl_async.agent_loop.data.prompts import make_sources
-from rl_async.configs.derived.closed import is_loopback
+from rl_async.configs.derived.queue import is_loopback
 from rl_async.configs.load.loader import load_resolved
-from rl_async.errors import EXIT_USER, UserError
-from rl_async.process.lifeline import watch_lifeline
-from rl_async.process.log import setup_logging
-from rl_async.process.stacks import answer_with_stacks
+from rl_async.errors import UserError
+from rl_async.process.role import add_run, role_parser, run_role
 from rl_async.transfer_queue.auth.authenticator import Door
 from rl_async.transfer_queue.auth.keys import client_keys, server_keys
 from rl_async.transfer_queue.journal.opener import open_journal
@@ -76,8 +73,8 @@ def run_queue(run: Path, address: str, *, relaunched: bool, stopped: threading.E
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m rl_async.transfer_queue", description=__doc__)
-    parser.add_argument("--run", type=Path, required=True, help="run folder with config.yaml")
+    parser = role_parser("transfer_queue", __doc__)
+    add_run(parser)
     parser.add_argument("--address", required=True, help="where to listen, e.g. tcp://127.0.0.1:5555")
     parser.add_argument(
         "--relaunched",
@@ -88,16 +85,10 @@ def main(argv: list[str] | None = None) -> int:
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
-    try:
-        run_queue(arguments.run, arguments.address, relaunched=arguments.relaunched, stopped=stopped)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER
-    return 0
+    return run_role(
+        "queue", lambda: run_queue(arguments.run, arguments.address, relaunched=arguments.relaunched, stopped=stopped)
+    )
 
 
 if __name__ == "__main__":
-    watch_lifeline()
-    answer_with_stacks()
-    setup_logging("queue")
     sys.exit(main())

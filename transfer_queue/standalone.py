@@ -17,10 +17,9 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from rl_async.configs.derived.closed import is_loopback
-from rl_async.configs.derived.slack import slack
+from rl_async.configs.derived.queue import is_loopback, slack
 from rl_async.configs.nearest import nearest
-from rl_async.configs.schema.run import QueueConfig
+from rl_async.configs.schema.queue import QueueConfig
 from rl_async.errors import UserError
 from rl_async.messages import Task, Version
 from rl_async.transfer_queue.journal.interface import Journal

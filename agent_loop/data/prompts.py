@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from rl_async.agent_loop.data.dataset import Rows, open_rows, to_task
-from rl_async.configs.derived.sources import Points, label_of, labels, parts, points_of, shares_at
+from rl_async.configs.derived.data import Points, label_of, labels, parts, points_of, shares_at
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError
 from rl_async.messages import Task

@@ -10,7 +10,6 @@ and reinforcement learning has something to improve.
 """
 
 import json
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ import pyarrow.parquet as pq
 from rl_async.agent_loop.chat_formats.hermes import BAD_CALL, CALL_END, CALL_START
 from rl_async.agent_loop.tools.arithmetic import evaluate
 from rl_async.errors import ConfigError
+from rl_async.files import written_whole
 
 Message = dict[str, str]
 ITEMS = ("apple", "plum", "kiwi", "fig", "lime", "pear")
@@ -126,9 +126,8 @@ def _row(name: str, split: str, index: int, sample: Sample) -> dict[str, Any]:
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write whole or not at all: another process may be waiting for the file to appear."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    pq.write_table(pa.Table.from_pylist(rows), partial)
-    os.replace(partial, path)
+    with written_whole(path) as partial:
+        pq.write_table(pa.Table.from_pylist(rows), partial)
 
 
 # --- what the demonstrations are made of ----------------------------------------------------------------------------

@@ -1,145 +1,29 @@
 """The gateway process: ``python -m rl_async.agent_loop.gateway --run RUN --queue ADDRESS --port P``."""
 
 import argparse
-import asyncio
-import contextlib
-import logging
-import signal
-import socket
 import sys
-from pathlib import Path
 
-import uvicorn
-import uvloop
-
-from rl_async.agent_loop.chat_formats.render import load_renderer
-from rl_async.agent_loop.gateway.episodes import Episodes
-from rl_async.agent_loop.gateway.server import Server
-from rl_async.configs.checks.gateway import gateway_problem
-from rl_async.configs.load.loader import load_resolved
-from rl_async.configs.schema.gateway import GatewayConfig
-from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import EXIT_USER, ConfigError, QueueLost, RlAsyncError, UserError
-from rl_async.process.endpoints import read_endpoints
-from rl_async.process.lifeline import watch_lifeline
-from rl_async.process.log import setup_logging
-from rl_async.process.stacks import answer_with_stacks
-from rl_async.reward_loop.service import RewardService
-from rl_async.rollout_server.connect import engine_pool
-from rl_async.transfer_queue.auth.keys import client_keys
-from rl_async.transfer_queue.client.async_client import QueueClient
-from rl_async.transfer_queue.client.sync_client import SyncQueueClient
-
-log = logging.getLogger("rl_async.gateway")
-
-ANSWER_S = 5.0
-LINGER_S = 10.0  # in which agent programs hear that the run is over
+from rl_async.errors import EXIT_RESTART, RlAsyncError
+from rl_async.process.role import add_run, role_parser, run_role
 
 
-async def run_gateway(
-    config: RunConfig, listener: socket.socket, queue_address: str, *, folder: Path, reward_model: str
-) -> None:
-    """Serve until the run is over, or SIGTERM or SIGINT comes.
-
-    Raises UserError for names in the config that do not exist, in an ExceptionGroup QueueLost or ProtocolError when
-    the queue is gone.
-    """
-    this = asyncio.current_task()
-    if this is not None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, this.cancel)
-
-    async with contextlib.AsyncExitStack() as stack:
-        pool = engine_pool(config.rollout)
-        renderer = load_renderer(config.model.path)
-        rewards = await stack.enter_async_context(RewardService(config.reward, model_url=reward_model, folder=folder))
-        client = QueueClient(queue_address, role="agent", name="gateway", keys=client_keys(config, folder))
-        queue = await stack.enter_async_context(client)
-        stack.push_async_callback(pool.close)
-        episodes = Episodes(config, renderer, pool, queue, rewards)
-        settings = uvicorn.Config(
-            Server(config, episodes).app,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=1,
-        )
-        server = uvicorn.Server(settings)
-        async with asyncio.TaskGroup() as group:
-            watching = group.create_task(pool.watch(queue), name="engine registry")
-            # uvicorn takes the signals over while it serves, and raises them again at its end
-            serving = group.create_task(server.serve(sockets=[listener]), name="server")
-            await episodes.run()
-            await asyncio.wait([serving], timeout=LINGER_S)
-            server.should_exit = True
-            await serving
-            watching.cancel()
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises UserError if the address cannot be had."""
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen()
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise UserError(f"agent.gateway: cannot listen on {host}:{port}: {error}") from error
-    return listener
-
-
-def serve(run: Path, queue: str, reward_model: str, host: str, port: int) -> int:
-    """Run a gateway of the run in ``run``; the exit code. Raises UserError."""
-    config = load_resolved(run / "config.yaml")
-    if problem := gateway_problem(config):
-        raise ConfigError(problem)
-    listener = bind(host or (config.agent.gateway or GatewayConfig()).host, port)
-    address, number = listener.getsockname()[:2]
-    print(f"gateway: http://{address}:{number}", flush=True)
-    try:
-        with contextlib.suppress(asyncio.CancelledError):
-            uvloop.run(run_gateway(config, listener, queue, folder=run, reward_model=reward_model))
-    except BaseExceptionGroup as group:  # what ended the gateway's tasks
-        expected, other = group.split(RlAsyncError)
-        if expected is None or other is not None:
-            raise
-        log.error("the gateway ended: %s", expected.exceptions)
-        return 1
-    return 0
-
-
-def attach(run: Path, host: str, port: int) -> int:
-    """Run a gateway beside the processes of a run that is going on; the exit code. Raises UserError."""
-    setup_logging("gateway")
-    places = read_endpoints(run)
-    keys = client_keys(load_resolved(run / "config.yaml"), run)
-    try:
-        with SyncQueueClient(places.queue, role="agent", name="gateway-probe", timeout_s=ANSWER_S, keys=keys) as queue:
-            queue.status()
-    except QueueLost as error:
-        raise UserError(f"{run} is not going on: its queue at {places.queue} does not answer") from error
-    return serve(run, places.queue, places.reward_model, host, port)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Entry point; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m rl_async.agent_loop.gateway", description=__doc__)
-    parser.add_argument("--run", type=Path, required=True, help="run folder with config.yaml")
+def main() -> int:
+    """Run a gateway until the run is over; return the exit code."""
+    parser = role_parser("agent_loop.gateway", __doc__)
+    add_run(parser)
     parser.add_argument("--queue", required=True, help="address of the transfer queue, e.g. tcp://127.0.0.1:5555")
     parser.add_argument("--host", default="", help="default: agent.gateway.host")
     parser.add_argument("--port", type=int, default=0, help="default: a free one")
     parser.add_argument("--reward-model", default="", help="URL of the run's own reward model, if it has one")
-    arguments = parser.parse_args(argv)
-    setup_logging("gateway")
-    try:
-        return serve(arguments.run, arguments.queue, arguments.reward_model, arguments.host, arguments.port)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER
+    given = parser.parse_args()
+    return run_role("gateway", lambda: _work(given), {RlAsyncError: EXIT_RESTART})
+
+
+def _work(given: argparse.Namespace) -> None:
+    from rl_async.agent_loop.gateway.process import serve
+
+    serve(given.run, given.queue, given.reward_model, given.host, given.port)
 
 
 if __name__ == "__main__":
-    watch_lifeline()
-    answer_with_stacks()
     sys.exit(main())

@@ -15,7 +15,7 @@ import msgspec
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.gateway.episode import GatewayEpisode, give_reward, share_reward
-from rl_async.configs.schema.gateway import GatewayConfig
+from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RequestRefused
 from rl_async.messages import Done, Leased, LeasedGroup, Refused, Task, Trajectory

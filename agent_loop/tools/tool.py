@@ -1,12 +1,10 @@
 """Typed functions as tools: their schema for the model, their call with a deadline."""
 
 import asyncio
-import contextlib
 import copy
 import functools
 import inspect
 import logging
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self, get_type_hints
 
@@ -14,6 +12,7 @@ import msgspec
 
 from rl_async.agent_loop.tools.arithmetic import evaluate
 from rl_async.errors import ConfigError
+from rl_async.threads import in_daemon_thread
 from rl_async.userload import is_user_reference, load_user_object
 
 log = logging.getLogger("rl_async.agent_loop")
@@ -74,39 +73,14 @@ class Tool:
         async with asyncio.timeout(timeout_s):
             if inspect.iscoroutinefunction(self.function):
                 return await self.function(**named)
-            return await _in_thread(functools.partial(self.function, **named))
+            # a thread of its own: a call that never returns takes no place from others, nor at exit
+            return await asyncio.wrap_future(in_daemon_thread(lambda: self.function(**named), "tool"))
 
     def bound(self, function: Callable[..., Any]) -> Self:
         """The same tool with another function behind it, such as an environment's method."""
         other = copy.copy(self)
         other.function = function
         return other
-
-
-async def _in_thread(function: Callable[[], Any]) -> Any:
-    """Run a function in a thread of its own: a call that never returns takes no place from others, nor at exit."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(value: Any, error: Exception | None) -> None:
-        if future.done():  # the deadline came first
-            return
-        if error is None:
-            future.set_result(value)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        value, failure = None, None
-        try:
-            value = function()
-        except Exception as error:  # the user's code; raised again where it is awaited
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, value, failure)
-
-    threading.Thread(target=run, name="tool", daemon=True).start()
-    return await future
 
 
 def _failed(reason: str) -> ToolResult:

@@ -21,9 +21,11 @@ from torch import Tensor
 
 from benchmarks.processes.ranks import run_ranks
 from benchmarks.processes.trainer_arms import long_tailed, micro_batches, rows_of, save_model
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backends.interface import Backend, Outputs
-from rl_async.trainer.models import build_models
+from rl_async.trainer.step.models import build_models
 from rl_async.weight_sync.buckets.buckets import unpack
 from rl_async.weight_sync.reshard.gather import Gathering
 from rl_async.weight_sync.reshard.wire import PointToPoint
@@ -81,9 +83,9 @@ def numbers_of(folder: Path, ranks: int, sizes: dict[str, Any]) -> dict[str, Ten
 
 
 def step(backend: Backend, lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """One policy gradient step on this cell's rows; the loss of all cells and the gradient's norm."""
-    cell, rows = backend.cell, rows_of(lengths)
-    mine = list(range(ROWS))[cell.dp_rank :: cell.dp_size]
+    """One policy gradient step on this rank's rows; the loss over all ranks and the gradient's norm."""
+    data_parallel, rows = backend.data_parallel, rows_of(lengths)
+    mine = list(range(ROWS))[data_parallel.rank :: data_parallel.size]
     parts = [mine[at : at + TOGETHER] for at in range(0, len(mine), TOGETHER)]
     batches, count = micro_batches(rows, parts), sum(row.header().sampled for row in rows)
 
@@ -94,7 +96,7 @@ def step(backend: Backend, lengths: list[int]) -> tuple[Tensor, Tensor]:
 
     loss, norm = backend.step(batches, loss_fn)
     total = torch.tensor([loss], dtype=torch.float64)
-    cell.add_up(total)
+    data_parallel.all_reduce(total)
     return total, torch.tensor([norm], dtype=torch.float64)
 
 
@@ -115,7 +117,7 @@ def rank_process(model: str, out: str, sizes: str) -> None:
         if number < STEPS:
             found[f"loss.{number}"], found[f"norm.{number}"] = step(backend, lengths)
     gathering = Gathering(PointToPoint(dist.HashStore()), dist.get_rank(), 1 << 30, DEADLINE_S)
-    for bucket in gathering.buckets(backend.parts()):
+    for bucket in gathering.buckets(backend.sharded_weights()):
         found |= {f"weights.{piece.name}": piece.data.view(piece.shape) for piece in unpack(bucket.data, bucket.info)}
     if dist.get_rank() == 0:
         save_file({name: tensor.contiguous() for name, tensor in found.items()}, out)

@@ -19,9 +19,9 @@ BUDGET = 16384  # tokens per forward pass
 def save_model(folder: Path) -> None:
     """The demo's model with random weights."""
     torch.manual_seed(0)
-    sft = load_config("calculator").sft
-    assert sft is not None
-    config = Qwen3Config(vocab_size=VOCAB, tie_word_embeddings=True, **tiny_shape(sft))
+    settings = load_config("calculator").warm_start
+    assert settings is not None
+    config = Qwen3Config(vocab_size=VOCAB, tie_word_embeddings=True, **tiny_shape(settings))
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
@@ -62,7 +62,7 @@ def micro_batches(rows: Sequence[Trajectory], parts: Sequence[Sequence[int]]) ->
 
 
 def in_arrival_order(lengths: Sequence[int]) -> list[list[int]]:
-    """Micro-batches of rows as they come, padded size within the budget."""
+    """MicroBatch-batches of rows as they come, padded size within the budget."""
     parts, longest = list[list[int]](), 0
     for i, length in enumerate(lengths):
         longest = max(longest, length)

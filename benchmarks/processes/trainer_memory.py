@@ -21,17 +21,18 @@ from benchmarks.processes.trainer_arms import resident, rows_of
 from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.memory import model_size, tiny_shape, trainer_bytes
-from rl_async.trainer import __main__ as trainer_process  # what a rank imports
+from rl_async.trainer import process as trainer_process  # what a rank imports
 from rl_async.trainer.algorithms.algorithm import build
-from rl_async.trainer.models import build_models
+from rl_async.trainer.step.models import build_models
 from rl_async.trainer.step.update import Batch, plan_batch, row_keys, update
 
 DEADLINE_S = 600
 
 
 def save_model(config: RunConfig, folder: Path) -> None:
-    assert config.sft is not None
-    model = Qwen3Config(vocab_size=config.sft.vocab_size, tie_word_embeddings=True, **tiny_shape(config.sft))
+    settings = config.warm_start
+    assert settings is not None
+    model = Qwen3Config(vocab_size=settings.vocab_size, tie_word_embeddings=True, **tiny_shape(settings))
     Qwen3ForCausalLM(model).save_pretrained(folder)
 
 
@@ -47,7 +48,7 @@ def measure(name: str, folder: str, count: int, overrides: list[str]) -> None:
     )
     headers = [row.header() for row in rows]
     for step in range(2):
-        plan = plan_batch(headers, step, config, models.cell.dp_size, models.work)
+        plan = plan_batch(headers, step, config, models.data_parallel.size, models.row_cost)
         update(
             models, Batch(step, headers, plan, dict(zip(row_keys(headers), rows, strict=True))), build(config), config
         )

@@ -18,7 +18,7 @@ import numpy as np
 import uvloop
 import zmq
 
-from rl_async.configs.schema.limits import QueueLimits
+from rl_async.configs.schema.queue import QueueLimits
 from rl_async.messages import LeasedGroup, Sampling, Task, Trajectory, Version, VersionRun, codec
 from rl_async.transfer_queue.client.async_client import QueueClient
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient

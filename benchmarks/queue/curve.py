@@ -23,7 +23,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import zmq
 
-from rl_async.configs.schema.run import DataConfig, ModelConfig, QueueConfig, RunConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.queue import QueueConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import LeasedGroup, Reserved, Sampling, Trajectory, Version, VersionRun
 from rl_async.transfer_queue.auth.authenticator import Door
 from rl_async.transfer_queue.auth.keys import ClientKeys, client_keys, make_keys, server_keys

@@ -2,7 +2,8 @@
 engine would no longer be one worker whose weights change while it listens on loopback."""
 
 from rl_async.configs.derived.engines import engine_kinds
-from rl_async.configs.schema.run import EngineKind, RunConfig
+from rl_async.configs.schema.rollout import EngineKind
+from rl_async.configs.schema.run import RunConfig
 
 BREAKS = "it would break training"
 

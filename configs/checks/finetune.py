@@ -1,6 +1,7 @@
 """Rules for ``rl-async sft`` with a section ``finetune``: keys of reinforcement learning that would do nothing."""
 
-from rl_async.configs.schema.run import RunConfig, TrainerConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 
 ELSEWHERE = {
     "learning_rate": "finetune.learning_rate",

@@ -1,6 +1,7 @@
 """Rules for what only ``trainer.backend=fsdp2`` does: how it spreads, keeps and computes a model."""
 
-from rl_async.configs.schema.run import RunConfig, TrainerConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 
 OWN = (
     "activation_checkpointing",

@@ -1,24 +1,25 @@
 """Which algorithms cannot learn from a gateway's episodes: those that take a row for an episode."""
 
 from rl_async.configs.schema.algorithm import ShapingConfig
+from rl_async.configs.schema.formulas import ADVANTAGES, Advantage
 from rl_async.configs.schema.run import RunConfig
 
-ONE_ROW_EACH = ("grpo_passk", "remax", "optimal_token_baseline", "tir_optimal_token_baseline")
 OF_ROWS = ("overlong_max_tokens", "overlong_filter", "reward_scale", "resample")  # of algorithm.shaping
 
 
 def gateway_problem(c: RunConfig) -> str | None:
     """Why agent programs cannot play the episodes of this config, if they cannot."""
     name = c.algorithm.advantage
-    if name in ONE_ROW_EACH:
+    traits = ADVANTAGES.get(name, Advantage())
+    if traits.row_is_episode:
         return (
             f"algorithm.advantage={name} compares rows one by one, and an agent program's episode may be several; use "
             "another estimator with a gateway, such as grpo or rloo"
         )
-    if name == "gdpo":
+    if "parts" in traits.needs:
         return (
-            "algorithm.advantage=gdpo needs every part of the reward by name, and an agent program may post a reward "
-            "without them; use another estimator with a gateway, such as grpo or rloo"
+            f"algorithm.advantage={name} needs every part of the reward by name, and an agent program may post a "
+            "reward without them; use another estimator with a gateway, such as grpo or rloo"
         )
     default = ShapingConfig()
     for key in OF_ROWS:

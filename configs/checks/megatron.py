@@ -2,7 +2,7 @@
 
 from rl_async.configs.schema.run import RunConfig
 
-SHARING = ("tensor_parallel", "pipeline_parallel", "virtual_pipeline", "expert_parallel", "context_parallel")
+SHARING = ("tensor_parallel", "pipeline_parallel", "virtual_pipeline", "expert_parallel")
 
 
 def data_parallel(c: RunConfig) -> int:
@@ -23,12 +23,6 @@ def sharing(c: RunConfig) -> str | None:
                 "all trainer.ranks by itself"
             )
         return None
-    if t.context_parallel > 1:
-        return (
-            f"trainer.context_parallel={t.context_parallel} is not here: Megatron-Core's context parallelism needs the "
-            "attention of Transformer Engine, on GPUs, and this backend's attention keeps rows whole; use "
-            "trainer.tensor_parallel"
-        )
     cell = t.tensor_parallel * t.pipeline_parallel
     if t.ranks % cell:
         return (

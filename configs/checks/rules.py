@@ -10,10 +10,9 @@ from rl_async.configs.checks.finetune import finetune
 from rl_async.configs.checks.fsdp2 import fsdp2, kernels
 from rl_async.configs.checks.gateway import gateway_rule
 from rl_async.configs.checks.megatron import data_parallel, megatron, sharing
-from rl_async.configs.derived.closed import is_closed
+from rl_async.configs.derived.data import labels, parts, points_of, weight_at
 from rl_async.configs.derived.engines import engine_kinds
-from rl_async.configs.derived.slack import slack
-from rl_async.configs.derived.sources import labels, parts, points_of, weight_at
+from rl_async.configs.derived.queue import is_closed, slack
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
 

@@ -1,6 +1,7 @@
 """Which kind of engine each engine process of a run is."""
 
-from rl_async.configs.schema.run import EngineKind, RunConfig
+from rl_async.configs.schema.rollout import EngineKind
+from rl_async.configs.schema.run import RunConfig
 
 
 def engine_kinds(config: RunConfig) -> tuple[EngineKind, ...]:

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import inspect
 
 from rl_async.configs.load import correction_text
+from rl_async.configs.load.renamed import replacement
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
 
@@ -81,6 +82,8 @@ def explain(key: str) -> str:
 
     Raises ConfigError with the nearest valid key.
     """
+    if moved := replacement(key):
+        raise ConfigError(f"unknown key {key!r}{moved}")
     if key not in all_keys():
         leaf = key.rpartition(".")[2]
         close = difflib.get_close_matches(key, all_keys(), n=3, cutoff=0.5)

@@ -11,6 +11,7 @@ import yaml
 
 from rl_async.configs.checks.rules import check
 from rl_async.configs.load.fields import choices, field_names, struct_at
+from rl_async.configs.load.renamed import replacement
 from rl_async.configs.nearest import nearest
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
@@ -149,7 +150,9 @@ def _number(text: str) -> Any:
 
 
 def _refuse_unknown(key: str, place: str) -> None:
-    """Raise ConfigError if no such key exists, naming the nearest one that does."""
+    """Raise ConfigError if no such key exists, naming what it is called now or the nearest key that exists."""
+    if moved := replacement(key):
+        raise ConfigError(f"{place}: unknown key {key!r}{moved}")
     parent, _, leaf = key.rpartition(".")
     if struct_at(parent) is None:
         _refuse_unknown(parent, place)

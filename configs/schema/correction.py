@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from rl_async.configs.schema.base import Config, Count, doc
+from rl_async.configs.base import Config, Count, doc
 from rl_async.errors import ConfigError
 
 Weight = Literal["none", "token", "sequence"]

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from rl_async.configs.schema.base import Config, Count, Fraction, Positive, doc
+from rl_async.configs.base import Config, Count, Fraction, Positive, doc
 
 
 class FinetuneConfig(Config, frozen=True):
@@ -33,3 +33,20 @@ class FinetuneConfig(Config, frozen=True):
     too_long: Annotated[
         Literal["refuse", "skip"], doc("What becomes of longer conversations; skipped ones are counted.")
     ] = "refuse"
+
+
+class WarmStartConfig(Config, frozen=True):
+    demos_path: Annotated[str, doc("Demonstrations: a `messages` column of chat messages.")]
+    learning_rate: Annotated[
+        float, Meta(gt=0, description="AdamW, after 30 steps of warm-up; halved when greedy reward stops rising.")
+    ] = 3e-3
+    batch_size: Annotated[Positive, doc("Demonstrations per step.")] = 48
+    max_steps: Annotated[Positive, doc("Give up after this many steps.")] = 1500
+    min_steps: Annotated[Count, doc("No check before this many steps.")] = 200
+    check_every: Annotated[Positive, doc("Steps between greedy checks.")] = 50
+    gate: Annotated[Fraction, doc("Stop when greedy reward on held-out tasks reaches this.")] = 0.9
+    gate_tasks: Annotated[Positive, doc("Held-out tasks per check.")] = 64
+    hidden_size: Annotated[Positive, doc("Width of the tiny model.")] = 64
+    layers: Annotated[Positive, doc("Layers of the tiny model.")] = 2
+    vocab_size: Annotated[Positive, doc("Largest size of the tokenizer trained on the demonstrations.")] = 200
+    seed: Annotated[int, doc("Seed of the tiny model and of the demonstrations' order.")] = 0

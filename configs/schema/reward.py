@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from rl_async.configs.schema.base import Config, Count, Positive, Seconds, doc
+from rl_async.configs.base import Config, Count, Positive, Seconds, doc
 
 TEMPLATE = """\
 Grade the response to the task below.
@@ -68,3 +68,20 @@ class JudgeConfig(Config, frozen=True):
         Literal["disk", "memory", "none"],
         doc("Equal requests get one verdict; disk: kept in the run folder, so that a resume does not pay twice."),
     ] = "disk"
+
+
+class RewardTerm(Config, frozen=True):
+    name: Annotated[str, doc("exact_answer, math, reasoning_gym, reward_model, judge, or your own as path.py:name.")]
+    weight: Annotated[float, doc("Factor of this part in the reward.")] = 1.0
+
+
+class RewardConfig(Config, frozen=True):
+    functions: Annotated[tuple[RewardTerm, ...], doc("The reward is the weighted sum of these.")] = (
+        RewardTerm(name="exact_answer"),
+    )
+    timeout_s: Annotated[Seconds, doc("Deadline of one scorer; beyond it the trajectory is marked.")] = 10.0
+    processes: Annotated[Positive, doc("Processes for blocking scorers, per worker.")] = 1
+    max_concurrent: Annotated[Positive, doc("Scorings at once, per worker.")] = 64
+    per_minute: Annotated[Count, doc("Scorings started per minute and worker; 0: no limit.")] = 0
+    model: Annotated[RewardModelConfig | None, doc("What the scorer reward_model asks.")] = None
+    judge: Annotated[JudgeConfig | None, doc("What the scorer judge asks.")] = None

@@ -15,6 +15,7 @@ from rl_async.configs.checks.rules import check
 from rl_async.configs.load.loader import dump, load_config, load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
+from rl_async.files import replace_file
 
 
 def new_run(
@@ -115,9 +116,7 @@ def _refuse_another_run(before: RunConfig, config: RunConfig, preset: RunConfig,
 def create(config: RunConfig, folder: Path) -> None:
     """Make the folder, if it is new, and write the resolved config into it."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    temporary = folder / "config.yaml.part"
-    temporary.write_text(dump(config))
-    temporary.replace(folder / "config.yaml")  # roles never see half a file
+    replace_file(folder / "config.yaml", dump(config).encode())
 
 
 @contextmanager

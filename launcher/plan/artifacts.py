@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from rl_async.configs.schema.run import RunConfig, SftConfig
+from rl_async.configs.schema.finetune import WarmStartConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError, UserError
 from rl_async.launcher.plan.planning import serves_reward_model
 
@@ -51,24 +52,25 @@ def needs_model(config: RunConfig) -> bool:
     """Whether the warm start is still to be done. Raises UserError if the model there is cannot be used."""
     path = Path(config.model.path)
     if not path.exists():
-        if config.sft is None:
+        if config.warm_start is None:
             raise UserError(
-                f"model.path: no folder {path}; give the folder of a Hugging Face model, or set sft.demos_path to warm "
-                "up a tiny one"
+                f"model.path: no folder {path}; give the folder of a Hugging Face model, or set warm_start.demos_path "
+                "to warm up a tiny one"
             )
         if Path(config.launcher.run_dir).resolve() in path.resolve().parents:
             raise UserError(f"model.path: no folder {path}; no model is made in a folder of runs")
         return True
     check_model_folder(path, "model.path")
     record = path / SFT_FILE
-    if config.sft is not None and record.is_file():
+    if config.warm_start is not None and record.is_file():
         try:
             made_with = json.loads(record.read_text())["fingerprint"]
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"model.path: {record} cannot be read ({error}); delete {path} to make it again") from error
-        if made_with != fingerprint(config.sft):
+        if made_with != fingerprint(config.warm_start):
             raise UserError(
-                f"model.path: {path} was warmed up with other sft settings; delete it, or choose another model.path"
+                f"model.path: {path} was made with other settings of warm_start; delete it, or choose another "
+                "model.path"
             )
     return False
 
@@ -84,9 +86,9 @@ def _check_reward_model(config: RunConfig, warm_start: bool) -> None:
         )
 
 
-def fingerprint(sft: SftConfig) -> str:
+def fingerprint(settings: WarmStartConfig) -> str:
     """Equal for equal settings of the warm start."""
-    return hashlib.sha256(msgspec.json.encode(sft, order="sorted")).hexdigest()[:16]
+    return hashlib.sha256(msgspec.json.encode(settings, order="sorted")).hexdigest()[:16]
 
 
 def _data_files(config: RunConfig) -> Iterator[tuple[str, Path]]:
@@ -96,8 +98,8 @@ def _data_files(config: RunConfig) -> Iterator[tuple[str, Path]]:
     named = [("data.path", source) for source in sources]
     if data.eval_path is not None:
         named.append(("data.eval_path", data.eval_path))
-    if config.sft is not None and not Path(config.model.path).exists():
-        named.append(("sft.demos_path", config.sft.demos_path))
+    if config.warm_start is not None and not Path(config.model.path).exists():
+        named.append(("warm_start.demos_path", config.warm_start.demos_path))
     for key, path in named:
         if not path.startswith(GENERATED_PREFIX):
             yield key, Path(path)

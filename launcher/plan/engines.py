@@ -1,10 +1,12 @@
 """The processes of rollout engines, by kind."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 from rl_async.configs.derived.engines import engine_kinds
-from rl_async.configs.schema.run import EngineKind, RunConfig
+from rl_async.configs.schema.rollout import EngineKind
+from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.memory import ModelSize, engine_bytes
 from rl_async.launcher.plan.spec import ProcessSpec, environment, module
 
@@ -52,7 +54,10 @@ def _vllm(config: RunConfig, run_dir: Path, index: int, gpu: int | None) -> Comm
         argv += ("--enable-sleep-mode",)
     env = {}
     if gpu is None:  # nobind: else every vLLM takes the same, nearly all, cores and ignores launcher.threads
-        env = {"VLLM_CPU_KVCACHE_SPACE": str(rollout.cpu_cache_gb), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        env = {
+            "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(rollout.cpu_cache_bytes / 2**30)),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
     return (rollout.python or argv[0], *argv[1:], *rollout.engine_args), env
 
 

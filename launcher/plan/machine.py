@@ -107,7 +107,7 @@ def check_sharing(config: RunConfig) -> None:
     file, ranks = Path(config.model.path) / "config.json", config.trainer.sequence_parallel
     if ranks == 1:
         return
-    shape = tiny_shape(config.sft) | {"model_type": "qwen3"} if config.sft else {}
+    shape = tiny_shape(config.warm_start) | {"model_type": "qwen3"} if config.warm_start else {}
     if file.is_file():
         shape = json.loads(file.read_text())
     if {"model_type", "num_attention_heads"} <= shape.keys() and (

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_async.configs.checks.megatron import data_parallel
+from rl_async.configs.schema.finetune import WarmStartConfig
 from rl_async.configs.schema.reward import RewardModelConfig
-from rl_async.configs.schema.run import RunConfig, SftConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 
 HEAD_DIM = 32  # vLLM's attention on the CPU refuses 16
@@ -61,24 +62,24 @@ def _policy_size(config: RunConfig) -> ModelSize | None:
     folder = Path(config.model.path)
     if (folder / "config.json").is_file():
         return _read_size("model.path", folder)
-    if config.sft is None:
+    if config.warm_start is None:
         return None
     return size_of(
         {
-            **tiny_shape(config.sft),
-            "vocab_size": config.sft.vocab_size,
+            **tiny_shape(config.warm_start),
+            "vocab_size": config.warm_start.vocab_size,
             "tie_word_embeddings": True,
         }
     )
 
 
-def tiny_shape(sft: SftConfig) -> dict[str, Any]:
+def tiny_shape(settings: WarmStartConfig) -> dict[str, Any]:
     """Sizes of the model that a warm start makes, under the names of Hugging Face's configs."""
-    heads = max(2, sft.hidden_size // 16)
+    heads = max(2, settings.hidden_size // 16)
     return {
-        "hidden_size": sft.hidden_size,
-        "intermediate_size": 3 * sft.hidden_size,
-        "num_hidden_layers": sft.layers,
+        "hidden_size": settings.hidden_size,
+        "intermediate_size": 3 * settings.hidden_size,
+        "num_hidden_layers": settings.layers,
         "num_attention_heads": heads,
         "num_key_value_heads": heads // 2,
         "head_dim": HEAD_DIM,

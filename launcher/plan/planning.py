@@ -116,7 +116,7 @@ def queue_host(config: RunConfig) -> str:
 
 
 def _prepare(config: RunConfig, run_dir: Path) -> ProcessSpec | None:
-    if config.data.make is None and config.sft is None:
+    if config.data.make is None and config.warm_start is None:
         return None
     argv = module("launcher.runs.prepare", "--config", str(run_dir / "config.yaml"))
     return ProcessSpec(name="prepare", role="prepare", argv=argv, env=environment(config))

@@ -23,7 +23,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError,
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from rl_async.configs.derived.closed import is_closed, is_loopback
+from rl_async.configs.derived.queue import is_closed, is_loopback
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RlAsyncError, UserError
 from rl_async.launcher.plan.planning import RENDEZVOUS, Plan

@@ -21,6 +21,7 @@ import msgspec
 import psutil
 
 from rl_async.errors import UserError
+from rl_async.files import written_whole
 from rl_async.launcher.plan.machine import check_sglang_python, check_vllm_python
 from rl_async.launcher.plan.ports import PortWish, hold_ports
 from rl_async.launcher.ray.placement import interface_of
@@ -125,11 +126,9 @@ class Keeper:
                     "away"
                 )
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            temporary = path.with_name(f".{path.name}.{os.getpid()}")
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with open(descriptor, "wb") as file:
-                file.write(content)
-            temporary.replace(path)  # other processes of this node read the same files
+            with written_whole(path) as temporary:  # other processes of this node read the same files
+                temporary.touch(0o600)
+                temporary.write_bytes(content)
             self._exits.callback(path.unlink, missing_ok=True)
 
     async def start(self, argv: Sequence[str], env: Mapping[str, str]) -> Started:

@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from rl_async.configs.schema.run import RunConfig, TrainerConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import ConfigError, RlAsyncError
 from rl_async.launcher.folder.run_folder import hold, next_folder
 from rl_async.launcher.runs.launch import EXIT_SIGNAL, announce, log_into, make_ready, prepare

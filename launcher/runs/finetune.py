@@ -21,6 +21,7 @@ from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.finetune import FinetuneConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError, UserError
+from rl_async.files import replace_file
 from rl_async.launcher.folder.run_folder import checkpoints, create, hold
 from rl_async.launcher.plan.artifacts import check_model_folder
 from rl_async.launcher.plan.machine import check_trainer, count_gpus
@@ -159,9 +160,7 @@ def _encode_once(config: RunConfig, folder: Path) -> DataRecord:
             raise DataError(f"{changed[0]} is not what {folder} was begun with; restore it, or delete {folder}")
         done.unlink()
     record = _encode(config, folder, checksums)
-    temporary = folder / f".{DATA_FILE}.tmp"
-    temporary.write_bytes(msgspec.json.encode(record))
-    temporary.replace(done)  # last: what it tells of is there
+    replace_file(done, msgspec.json.encode(record))  # last: the files it describes are complete
     return record
 
 

@@ -14,6 +14,8 @@ from rich.console import Console
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RlAsyncError, UserError
+from rl_async.launcher.doctor.diagnosis import FILE as DIAGNOSIS
+from rl_async.launcher.doctor.diagnosis import diagnose
 from rl_async.launcher.folder.run_folder import checkpoints, create, hold
 from rl_async.launcher.plan.artifacts import needs_preparation
 from rl_async.launcher.plan.machine import check_sglang, plan_here
@@ -21,8 +23,6 @@ from rl_async.launcher.plan.planning import Plan, endpoints
 from rl_async.launcher.plan.ports import assign_ports
 from rl_async.launcher.supervise.executor import Executor, ThisMachine
 from rl_async.launcher.supervise.supervisor import Interrupted, Supervisor
-from rl_async.launcher.watch.doctor import FILE as DIAGNOSIS
-from rl_async.launcher.watch.doctor import diagnose
 from rl_async.launcher.watch.view import View
 from rl_async.process.endpoints import write_endpoints
 from rl_async.transfer_queue.auth.keys import client_keys, provide_keys

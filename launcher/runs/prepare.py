@@ -3,38 +3,15 @@
 ``python -m rl_async.launcher.runs.prepare --config FILE`` does so in a process of its own, because it imports torch.
 """
 
-import argparse
-import asyncio
-import errno
-import json
-import os
-import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-import torch
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from transformers.utils.logging import disable_progress_bar
-
-from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.data.prompts import make_sources
-from rl_async.agent_loop.data.tasks import make_data
-from rl_async.agent_loop.data.tiny_tokenizer import read_demos, train_tokenizer
-from rl_async.agent_loop.episodes.loops import EpisodeRunner
 from rl_async.configs.load.loader import load_resolved
-from rl_async.configs.schema.run import EvalConfig, RunConfig, SftConfig
-from rl_async.errors import UserError
-from rl_async.launcher.plan.artifacts import SFT_FILE, fingerprint, needs_data, needs_model
-from rl_async.launcher.plan.memory import tiny_shape
-from rl_async.messages import LeasedGroup, Task, Version
-from rl_async.process.lifeline import watch_lifeline
-from rl_async.process.stacks import answer_with_stacks
-from rl_async.reward_loop.service import RewardService
-from rl_async.rollout_server.embedded.local import LocalEngine
-from rl_async.trainer.finetune.warm_start import SftResult, warm_start
+from rl_async.configs.schema.run import RunConfig
+from rl_async.launcher.plan.artifacts import needs_data, needs_model
+from rl_async.process.role import role_parser, run_role
 
 Report = Callable[[str], None]
 
@@ -42,119 +19,27 @@ Report = Callable[[str], None]
 def prepare(config: RunConfig, report: Report) -> None:
     """Write missing data, then make the missing model. Raises UserError if that is impossible."""
     if needs_data(config):
+        from rl_async.agent_loop.data.tasks import make_data
+
         assert config.data.make is not None and isinstance(config.data.path, str)
         folder = Path(config.data.path).parent
         report(f"writing {config.data.make} tasks and demonstrations into {folder}")
         make_data(config.data.make, folder)
     if needs_model(config):
-        assert config.sft is not None
-        make_model(config, config.sft, report)
+        from rl_async.launcher.runs.tiny_model import make_model
+
+        assert config.warm_start is not None
+        make_model(config, config.warm_start, report)
         needs_model(config)
-
-
-def make_model(config: RunConfig, sft: SftConfig, report: Report) -> None:
-    """Train a tokenizer and a tiny model on the demonstrations, until the gate, and save both at ``model.path``."""
-    torch.set_num_threads(config.launcher.threads)
-    torch.manual_seed(sft.seed)
-    demos = read_demos(sft.demos_path)
-    tokenizer = train_tokenizer(demos, sft.vocab_size, model_max_length=config.rollout.max_model_len)
-    model = tiny_model(sft, tokenizer)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    report(f"warm start: {parameters:,} parameters, {len(tokenizer)} tokens, {len(demos)} demonstrations")
-    renderer = ChatRenderer(tokenizer)
-    rows = [renderer.demo_row(demo) for demo in demos]
-    _, held_out = make_sources(msgspec.structs.replace(config, eval=_greedy(config, sft)))
-    if not held_out:
-        raise UserError("data.eval_path: the warm start's gate needs held-out tasks")
-    result = warm_start(model, rows, lambda: greedy_reward(config, model, renderer, held_out), sft, report)
-    save(Path(config.model.path), model, tokenizer, sft, result)
-    report(
-        f"warm start: greedy reward {result.gate_reward:.2f} after {result.steps} steps, {result.seconds:.0f} s; "
-        f"saved to {config.model.path}"
-    )
-
-
-def tiny_model(sft: SftConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A Qwen3 of the size in the config, with random weights."""
-    shape = Qwen3Config(
-        vocab_size=len(tokenizer),
-        **tiny_shape(sft),
-        max_position_embeddings=tokenizer.model_max_length,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return Qwen3ForCausalLM(shape)
-
-
-def greedy_reward(config: RunConfig, model: torch.nn.Module, renderer: ChatRenderer, tasks: Sequence[Task]) -> float:
-    """Mean reward of one greedy episode per task, by the run's own loop and scorers."""
-    assert config.sft is not None
-    config = msgspec.structs.replace(config, eval=_greedy(config, config.sft))
-    model.eval()
-    engine = LocalEngine(model, max_batch=config.rollout.max_batch_size, max_length=config.rollout.max_model_len)
-    try:
-        return asyncio.run(_play(config, engine, renderer, tasks))
-    finally:
-        model.train()
-
-
-async def _play(config: RunConfig, engine: LocalEngine, renderer: ChatRenderer, tasks: Sequence[Task]) -> float:
-    runner = EpisodeRunner(config, renderer, engine)
-
-    async def play(number: int, task: Task, rewards: RewardService) -> float:
-        group = LeasedGroup(group_id=number, partition="eval", attempt=0, samples=[0], task=task, min_version=Version())
-        trajectory = await runner.run(group, 0)
-        await rewards.score(task, trajectory)
-        return trajectory.reward
-
-    try:
-        async with RewardService(config.reward) as rewards:
-            scores = await asyncio.gather(*(play(number, task, rewards) for number, task in enumerate(tasks)))
-    finally:
-        engine.close()  # its thread delivers to this event loop
-    return sum(scores) / len(scores)
-
-
-def _greedy(config: RunConfig, sft: SftConfig) -> EvalConfig:
-    return msgspec.structs.replace(config.eval, temperature=0.0, tasks=sft.gate_tasks)
-
-
-def save(
-    path: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, sft: SftConfig, result: SftResult
-) -> None:
-    """Write the model folder whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.mkdir(parents=True)
-    disable_progress_bar()  # of a file that takes milliseconds
-    try:
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        record = {"fingerprint": fingerprint(sft), "steps": result.steps, "gate_reward": result.gate_reward}
-        (partial / SFT_FILE).write_text(json.dumps(record) + "\n")
-        partial.rename(path)
-    except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-            raise  # else another launch was faster; `prepare` looks at what it made
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def main() -> int:
     """Entry point; the exit code."""
-    watch_lifeline()
-    answer_with_stacks()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unlike a role, a half-done preparation is a failure
-    parser = argparse.ArgumentParser(prog="python -m rl_async.launcher.runs.prepare", description=__doc__)
+    parser = role_parser("launcher.runs.prepare", __doc__)
     parser.add_argument("--config", type=Path, required=True, help="a resolved config.yaml")
     arguments = parser.parse_args()
-    try:
-        prepare(load_resolved(arguments.config), lambda line: print(line, flush=True))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_role("prepare", lambda: prepare(load_resolved(arguments.config), lambda line: print(line, flush=True)))
 
 
 if __name__ == "__main__":

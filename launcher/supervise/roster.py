@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from rl_async.errors import UserError
+from rl_async.files import replace_file
 from rl_async.launcher.plan.spec import ProcessSpec
 from rl_async.launcher.supervise.process import Process
 
@@ -64,9 +65,7 @@ class Roster:
                     exit=child.returncode,
                 )
             )
-        temporary = self._run / f".{FILE}.tmp"
-        temporary.write_bytes(msgspec.json.encode(records) + b"\n")
-        temporary.replace(self._run / FILE)
+        replace_file(self._run / FILE, msgspec.json.encode(records) + b"\n")
 
 
 def read_roster(run: Path) -> list[ProcessRecord]:

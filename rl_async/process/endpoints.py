@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 
 from rl_async.errors import UserError
+from rl_async.files import replace_file
 
 FILE = "endpoints.json"
 
@@ -19,9 +20,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
 
 def write_endpoints(run: Path, endpoints: Endpoints) -> None:
     """Tell others where the run is, in one step."""
-    temporary = run / f".{FILE}.tmp"
-    temporary.write_bytes(msgspec.json.encode(endpoints) + b"\n")
-    temporary.replace(run / FILE)
+    replace_file(run / FILE, msgspec.json.encode(endpoints) + b"\n")
 
 
 def read_endpoints(run: Path) -> Endpoints:

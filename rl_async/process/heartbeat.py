@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from rl_async.files import replace_file
 from rl_async.process.kernel import AFAR, ENDED, GONE, HALTED, describe, state_of
 
 Phase = Literal[
@@ -37,9 +38,7 @@ def beat(run: Path, rank: int, step: int, phase: Phase) -> None:
     folder = run / "ranks"
     folder.mkdir(exist_ok=True)
     said = Beat(rank=rank, pid=os.getpid(), step=step, phase=phase, since=time.time(), host=socket.gethostname())
-    temporary = folder / f".{rank}.tmp"
-    temporary.write_bytes(msgspec.json.encode(said) + b"\n")
-    temporary.replace(folder / f"{rank}.json")
+    replace_file(folder / f"{rank}.json", msgspec.json.encode(said) + b"\n")
 
 
 def read_beats(run: Path) -> list[Beat]:

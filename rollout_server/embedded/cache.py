@@ -1,6 +1,6 @@
-"""The KV cache: one slot per running sequence, slots 0 to n-1 in use, each at its own length.
+"""The KV cache: one slot per running sequence, slots 0 to n-1 in use, each filled to its own length.
 
-Kept contiguous by moving the last slots into freed ones, so that a decode step reads plain views and copies nothing.
+The last slots are moved into freed ones, so that slots in use stay contiguous and a decode step reads plain views.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 
 class _SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer, [slots, kv_heads, length, head_dim]. Where to write is the cache's business."""
+    """Keys and values of one layer, [slots, kv_heads, length, head_dim]. The owning cache determines where to write."""
 
     keys: Tensor
     values: Tensor
@@ -22,13 +22,13 @@ class _SlotLayer(CacheLayerMixin):
         self._owner = owner
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate for the first keys that are seen; their type and device are the model's."""
+        """Allocate keys and values in the dtype and on the device of the first ones to be written."""
         shape = (self._owner.slots, key_states.shape[1], self._owner.length, key_states.shape[3])
         self.keys, self.values = key_states.new_zeros(shape), value_states.new_zeros(shape)
         self.is_initialized = True
 
     def grow(self) -> None:
-        """Reallocate to the owner's new size, keeping what is held."""
+        """Reallocate to the owner's new size, keeping the contents."""
         if not self.is_initialized:
             return
         for name in ("keys", "values"):
@@ -38,7 +38,8 @@ class _SlotLayer(CacheLayerMixin):
             setattr(self, name, new)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Prefill: write whole prompts into new slots. Decode: write one position per slot and return all of them."""
+        """Write whole prompts into new slots (prefill), or one position per slot (decode), and return what to attend
+        to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         owner = self._owner
@@ -59,7 +60,7 @@ class _SlotLayer(CacheLayerMixin):
         self.values[target, :, :width] = self.values[source, :, :width]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Prefill attends to its own keys only; decode brings a mask of its own."""
+        """Return the mask size for prefill, which attends to its own keys only; decode passes its own mask."""
         return query_length, 0
 
     def get_seq_length(self) -> int:
@@ -70,7 +71,7 @@ class _SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """All layers' slots. ``prefill_at`` or ``decode_at`` says where the next forward pass writes."""
+    """Cache of all layers. ``prefill_at`` or ``decode_at`` determines where the next forward pass writes."""
 
     def __init__(self, layers: int, max_slots: int, max_length: int, device: torch.device) -> None:
         self.max_slots, self.max_length, self.device = max_slots, max_length, device
@@ -83,7 +84,7 @@ class SlotCache(Cache):
         super().__init__(layers=list(self._slot_layers))
 
     def reserve(self, slots: int, length: int) -> None:
-        """Make room, in doublings up to the maximum."""
+        """Grow to at least this size, in doublings up to the maximum."""
         if slots <= self.slots and length <= self.length:
             return
         while self.slots < slots:
@@ -94,21 +95,20 @@ class SlotCache(Cache):
             layer.grow()
 
     def prefill_at(self, first: int, rows: Tensor) -> None:
-        """The next pass fills slots from ``first`` on, from position 0, slot ``first + i`` with what its row
-        ``rows[i]`` brings."""
+        """Have the next pass write row ``rows[i]`` of its batch into slot ``first + i``, from position 0."""
         self.first, self.rows, self.positions = first, rows, None
 
     def decode_at(self, positions: Tensor, view: int) -> None:
-        """The next pass writes slot i at ``positions[i]`` and reads positions below ``view``."""
+        """Have the next pass write slot i at ``positions[i]`` and read positions below ``view``."""
         self.positions, self.view = positions, view
 
     def move(self, source: list[int], target: list[int], width: int) -> None:
-        """Copy slots onto freed ones."""
+        """Copy the ``source`` slots onto the ``target`` ones, positions below ``width``."""
         if source:
             a, b = torch.tensor(source, device=self.device), torch.tensor(target, device=self.device)
             for layer in self._slot_layers:
                 layer.move(a, b, width)
 
     def nbytes(self) -> int:
-        """Bytes allocated."""
+        """Return the bytes allocated for keys and values of all layers."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self._slot_layers if layer.is_initialized)

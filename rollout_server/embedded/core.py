@@ -1,8 +1,8 @@
 """Continuous batching around a Transformers causal LM, one iteration at a time. No threads and no sockets.
 
-An iteration admits waiting sequences and prefills them in one padded pass, a prompt that several have only once, then
-decodes all running ones in another.
-Log-probabilities are those of a plain forward pass; what shares a batch does not matter.
+An iteration admits waiting sequences and prefills them in one padded pass, in which equal prompts are computed once,
+then decodes all running sequences in another. Log-probabilities are those of a plain forward pass, whatever shares the
+batch.
 """
 
 import time
@@ -18,12 +18,12 @@ from rl_async.rollout_server.embedded.sampler import Sampler
 from rl_async.rollout_server.embedded.sequence import Sequence
 
 PREFILL_TOKENS = 32_768  # padded tokens per prefill pass
-SERVED = ("llama", "qwen2", "qwen3")  # log-probabilities are the plain log-softmax of lm_head(model(...))
-ROPES = ("default", "linear", "llama3", "yarn")  # others turn by the longest sequence that shares the batch
+SERVED = ("llama", "qwen2", "qwen3")  # whose log-probabilities are the log-softmax of lm_head(model(...))
+ROPES = ("default", "linear", "llama3", "yarn")  # others depend on the longest sequence of the batch
 
 
 def _check_served(model: nn.Module) -> None:
-    """Raise UserError for a model whose results in a batch would not be those of a plain forward pass."""
+    """Raise UserError for a model whose batched results would differ from a plain forward pass."""
     config: Any = model.config
     found = None
     if config.model_type not in SERVED:
@@ -42,7 +42,7 @@ def _check_served(model: nn.Module) -> None:
 
 
 class EngineCore:
-    """Waiting and running sequences, their cache, and ``step``. ``version`` names the weights in use."""
+    """The scheduler: waiting and running sequences, and their cache. ``version`` names the weights in use."""
 
     def __init__(self, model: nn.Module, *, max_batch: int, max_length: int, min_iteration_s: float = 0.0) -> None:
         _check_served(model)
@@ -52,7 +52,7 @@ class EngineCore:
         self.vocab_size: int = config.vocab_size
         self.version = "default"
         self.waiting: deque[Sequence] = deque()
-        self.held: list[Sequence] = []  # came while ``holding``; not taken before ``release``
+        self.held: list[Sequence] = []  # arrived while ``holding``, not admitted before ``release``
         self.holding = False
         self.running: list[Sequence] = []
         self.sampled_tokens = self.preemptions = 0
@@ -67,32 +67,32 @@ class EngineCore:
 
     @property
     def unfinished(self) -> int:
-        """Sequences that are running or will be."""
+        """The number of sequences that are running, waiting or held."""
         return len(self.running) + len(self.waiting) + len(self.held)
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes that the cache holds."""
+        """The bytes allocated for the KV cache."""
         return self._cache.nbytes()
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that the cache can come to hold; it never runs out before."""
+        """The tokens that the cache holds at its largest; it grows to that before it is ever full."""
         return self.max_batch * self.max_length
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence that ``check`` accepted."""
+        """Queue a sequence that ``refusal`` has accepted."""
         if sequence.seed is not None:
             self._generators[sequence] = torch.Generator(self.device).manual_seed(sequence.seed)
         (self.held if self.holding else self.waiting).append(sequence)
 
     def release(self) -> None:
-        """End ``holding``: what came meanwhile joins the queue."""
+        """End ``holding``: sequences that arrived meanwhile join the queue."""
         self.waiting.extend(self.held)
         self.held, self.holding = [], False
 
     def refusal(self, tokens: list[int], max_tokens: int) -> str | None:
-        """Why a request cannot be served, or None."""
+        """Return why a request cannot be served, or None."""
         if not tokens:
             return "token_ids is empty"
         if len(tokens) + 1 > self.max_length:
@@ -105,7 +105,7 @@ class EngineCore:
 
     @torch.inference_mode()
     def abort(self, which: str | Sequence | None) -> list[Sequence]:
-        """Finish the requests of an id, one sequence, or all, with reason ``abort``; returns them."""
+        """Finish the requests of an id, one sequence, or all (None) with reason ``abort``, and return them."""
         everyone = (*self.running, *self.waiting, *self.held)
         gone = [s for s in everyone if which is None or s is which or s.request_id == which]
         for sequence in gone:
@@ -118,20 +118,20 @@ class EngineCore:
         return gone
 
     def preempt(self) -> None:
-        """Send all running sequences back to the head of the queue; their caches are computed again."""
+        """Move all running sequences back to the head of the queue; their caches will be recomputed."""
         self.preemptions += len(self.running)
         self.waiting.extendleft(reversed(self.running))
         self.running = []
         self._sampler = None
 
     def free_cache(self) -> None:
-        """Give the cache's memory back; running sequences are preempted."""
+        """Free the cache's memory, preempting the running sequences."""
         self.preempt()
         self._new_cache()
 
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
-        """One iteration. Returns the sequences that it finished."""
+        """Run one iteration and return the sequences that it finished."""
         began = time.monotonic()
         finished: list[Sequence] = []
         if admitted := self._admit():
@@ -155,7 +155,7 @@ class EngineCore:
         return batch
 
     def _prefill(self, batch: list[Sequence]) -> list[Sequence]:
-        prompts: dict[tuple[int, ...], int] = {}  # each with its row in the pass
+        prompts: dict[tuple[int, ...], int] = {}  # prompt -> its row in the pass
         rows = torch.tensor([prompts.setdefault(tuple(s.tokens), len(prompts)) for s in batch], device=self.device)
         width = max(map(len, prompts))
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
@@ -175,7 +175,7 @@ class EngineCore:
         tokens, logprobs = sampler.sample(self.model.lm_head(last)[rows])
         self._last = torch.cat([self._last[:first].to(self.device), tokens])
         self._sampler = None
-        return self._take(batch, tokens, logprobs)
+        return self._append(batch, tokens, logprobs)
 
     def _decode(self) -> list[Sequence]:
         count = len(self.running)
@@ -196,12 +196,12 @@ class EngineCore:
             self._sampler = self._make_sampler(self.running)
         tokens, logprobs = self._sampler.sample(self.model.lm_head(hidden[:, 0]))
         self._last = tokens
-        return self._take(self.running, tokens, logprobs)
+        return self._append(self.running, tokens, logprobs)
 
     def _make_sampler(self, batch: list[Sequence]) -> Sampler:
         return Sampler([s.sampling for s in batch], [self._generators.get(s) for s in batch], self.device)
 
-    def _take(self, batch: list[Sequence], tokens: Tensor, logprobs: Tensor) -> list[Sequence]:
+    def _append(self, batch: list[Sequence], tokens: Tensor, logprobs: Tensor) -> list[Sequence]:
         self.sampled_tokens += len(batch)
         finished = []
         for sequence, token, logprob in zip(batch, tokens.tolist(), logprobs.tolist(), strict=True):
@@ -215,7 +215,7 @@ class EngineCore:
         return finished
 
     def _drop_finished(self) -> None:
-        """Free the slots of finished sequences; the last running ones move into the gaps."""
+        """Free the slots of finished sequences, moving the last running ones into the gaps."""
         keep = [s.finish_reason is None for s in self.running]
         count = sum(keep)
         if count == len(keep):

@@ -1,4 +1,4 @@
-"""Bodies of vLLM's dialect as the embedded engine accepts and answers them. Unknown sampling keys are refused."""
+"""Bodies of vLLM's dialect, as the embedded engine accepts and answers them. Unknown sampling keys are refused."""
 
 from typing import Annotated, Literal
 
@@ -8,11 +8,9 @@ from msgspec import Meta
 from rl_async.messages import Sampling
 from rl_async.rollout_server.embedded.sequence import Sequence
 
-REQUEST_PREFIX = "generate-tokens-"
-
 
 class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
-    """``sampling_params`` of a generate request; values out of range are refused, as they would fail in the engine."""
+    """``sampling_params`` of a generate request; values out of range are refused before they reach the engine."""
 
     max_tokens: int = 16
     temperature: Annotated[float, Meta(ge=0)] = 1.0
@@ -22,13 +20,13 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
-    logprobs: Literal[0] | None = 0  # the sampled token's
+    logprobs: Literal[0] | None = 0  # of the sampled token only
     n: Annotated[int, Meta(ge=1)] = 1  # samples of the prompt
     stream_interval: Annotated[int, Meta(ge=1)] = 1  # tokens per part of a stream
 
 
 class GenerateBody(msgspec.Struct):
-    """``POST /inference/v1/generate``."""
+    """Request of ``POST /inference/v1/generate``, for ``n`` samples of one prompt."""
 
     token_ids: list[int]
     sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
@@ -36,28 +34,28 @@ class GenerateBody(msgspec.Struct):
     stream: bool = False
 
     def sampling(self) -> Sampling:
-        """The distribution asked for."""
+        """Return the sampling parameters that fix the distribution of each token."""
         p = self.sampling_params
         return Sampling(p.temperature, p.top_p, max(p.top_k, 0), p.min_p)
 
 
 class AbortBody(msgspec.Struct):
-    """``POST /abort_requests``; no ids: all requests."""
+    """Request of ``POST /abort_requests``; without ids, all requests are aborted."""
 
     request_ids: list[str] | None = None
 
 
 class CheckerBody(msgspec.Struct):
-    """``POST /weight_checker``: ``checksum``, or ``compare`` with a baseline."""
+    """Request of ``POST /weight_checker``: ``checksum``, or ``compare`` with a baseline."""
 
     action: str
     baseline: dict[str, str] = {}
 
 
 def delta(sequence: Sequence, start: int, end: int) -> dict[str, object]:
-    """One entry of ``choices`` while the sequence still runs: its samples from ``start`` to ``end`` (exclusive).
+    """Build an entry of ``choices`` for a sequence that still runs: its samples from ``start`` to ``end`` (exclusive).
 
-    The engine's thread may be adding samples meanwhile, so nothing beyond ``end`` is looked at.
+    The engine's thread may be appending samples meanwhile, so nothing beyond ``end`` is read.
     """
     tokens, logprobs = sequence.sampled[start:end], sequence.logprobs[start:end]
     return {
@@ -70,7 +68,7 @@ def delta(sequence: Sequence, start: int, end: int) -> dict[str, object]:
 
 
 def choice(sequence: Sequence, start: int = 0) -> dict[str, object]:
-    """One entry of ``choices`` of a finished sequence: its samples from ``start`` on, and how it ended."""
+    """Build an entry of ``choices`` for a finished sequence: its samples from ``start`` on, and its finish reason."""
     return delta(sequence, start, len(sequence.logprobs)) | {
         "finish_reason": sequence.finish_reason,
         "stop_reason": sequence.tokens[-1] if sequence.finish_reason == "stop" else None,
@@ -78,7 +76,7 @@ def choice(sequence: Sequence, start: int = 0) -> dict[str, object]:
 
 
 def answer(sequences: list[Sequence], model: str) -> dict[str, object]:
-    """The whole answer of a generate request."""
+    """Build the answer to a generate request that is not streamed."""
     prompt, sampled = sequences[0].prompt_length, sum(len(sequence.logprobs) for sequence in sequences)
     usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
     choices = [choice(sequence) for sequence in sequences]

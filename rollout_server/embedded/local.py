@@ -1,4 +1,4 @@
-"""The engine inside this process, as a Generator: for the warm start's greedy check, where no server is wanted."""
+"""The embedded engine inside this process, as a Generator without a server: for the warm start's greedy check."""
 
 import asyncio
 import itertools
@@ -9,20 +9,20 @@ from rl_async.errors import EngineLost, EngineRejected
 from rl_async.messages import Version, VersionRun
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.embedded.core import EngineCore
-from rl_async.rollout_server.embedded.engine import Engine
+from rl_async.rollout_server.embedded.engine_thread import EngineThread
 from rl_async.rollout_server.embedded.sequence import Sequence
 
 
 class LocalEngine:
-    """Samples from ``model`` as it is at that moment; close it before the model is trained on."""
+    """Samples from the current weights of ``model``; close it before the model is trained further."""
 
     def __init__(self, model: nn.Module, *, max_batch: int, max_length: int) -> None:
-        self._engine = Engine(EngineCore(model, max_batch=max_batch, max_length=max_length), self._crashed)
+        self._engine = EngineThread(EngineCore(model, max_batch=max_batch, max_length=max_length), self._crashed)
         self._waiting: set[asyncio.Future[Sequence]] = set()
         self._numbers = itertools.count()
 
     async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
-        """See ``rollout_server.api.Generator``; every token carries version 0.0."""
+        """Sample a continuation, as ``api.Generator`` says; every token carries version 0.0."""
         if (refusal := self._engine.core.refusal(request.token_ids, request.max_tokens)) is not None:
             raise EngineRejected(refusal)
         loop = asyncio.get_running_loop()
@@ -57,7 +57,7 @@ class LocalEngine:
         )
 
     def close(self) -> None:
-        """End the engine's thread."""
+        """Stop the engine's thread, dropping requests in flight."""
         self._engine.stop()
 
     def _crashed(self, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""Draws one token per row and reports its log-probability under the distribution that it was drawn from."""
+"""Draws one token per row, with its log-probability under the distribution that it was drawn from."""
 
 from collections.abc import Sequence as Rows
 
@@ -9,7 +9,7 @@ from rl_async.messages import Sampling
 
 
 class Sampler:
-    """Sampling parameters of the running rows, prepared once per change of the batch, not once per token."""
+    """Sampling parameters of the running rows, as tensors that are built once per change of the batch."""
 
     def __init__(self, rows: Rows[Sampling], generators: Rows[torch.Generator | None], device: torch.device) -> None:
         def column(values: list[float]) -> Tensor:
@@ -49,20 +49,24 @@ class Sampler:
         return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
 
     def _draw(self, logprobs: Tensor) -> Tensor:
-        """A token of each row, by inverting its distribution function. One number is drawn per row, not per token of
-        the vocabulary; in float64, where the sum over a large vocabulary has no error that a sample could show."""
+        """Draw a token of each row by inverting its cumulative distribution, with one random number per row.
+
+        In float64, in which the rounding error of a sum over a large vocabulary is too small to bias samples.
+        """
         cumulated = logprobs.exp().cumsum(-1, dtype=torch.float64)
         total = cumulated[:, -1:]
         drawn = torch.rand_like(total)
         for row, generator in enumerate(self._generators or ()):
             if generator is not None:
                 drawn[row].uniform_(generator=generator)
-        below = torch.minimum(drawn * total, torch.nextafter(total, torch.zeros_like(total)))  # a product may round up
-        found = torch.searchsorted(cumulated, below, right=True).squeeze(1)  # never a token of probability zero
-        return found.clamp_(max=logprobs.shape[1] - 1)  # of NaNs there is none: their log-probability tells
+        below = torch.minimum(
+            drawn * total, torch.nextafter(total, torch.zeros_like(total))
+        )  # the product may round up
+        found = torch.searchsorted(cumulated, below, right=True).squeeze(1)  # right: never a token of probability 0
+        return found.clamp_(max=logprobs.shape[1] - 1)  # a row of NaNs finds none; its log-probability is NaN
 
     def _truncate(self, logits: Tensor) -> Tensor:
-        """Minus infinity for tokens outside top-k, top-p and min-p; the most likely token always stays."""
+        """Set logits outside top-k, top-p and min-p to minus infinity; the most likely token always stays."""
         ordered, index = logits.sort(-1, descending=True)
         rank = torch.arange(logits.shape[1], device=logits.device)
         dropped = rank >= self._top_k

@@ -1,17 +1,15 @@
-"""One request on its way through the engine."""
+"""One sample of one request, from submission to its finish reason."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
 from rl_async.messages import Sampling
-
-FinishReason = Literal["stop", "length", "abort"]
+from rl_async.rollout_server.api import FinishReason
 
 
 @dataclass(eq=False)
 class Sequence:
-    """A prompt with what was sampled for it so far; ``index`` numbers the samples of one request.
+    """A prompt and the tokens sampled for it so far; ``index`` numbers the samples of one request.
 
     ``tokens`` holds prompt and samples; ``logprobs`` and ``runs`` count samples only. ``deliver`` is called in the
     engine's thread, once, when the sequence is finished; ``progress``, if set, after every ``stream_interval`` tokens.
@@ -37,11 +35,11 @@ class Sequence:
 
     @property
     def sampled(self) -> list[int]:
-        """The sampled tokens."""
+        """The sampled tokens, without the prompt."""
         return self.tokens[self.prompt_length :]
 
     def append(self, token: int, logprob: float, version: str, max_length: int) -> bool:
-        """Take one sampled token. Returns whether the sequence is now finished."""
+        """Append one sampled token. Returns whether the sequence is now finished."""
         if not self.runs or self.runs[-1][0] != version:
             self.runs.append((version, len(self.logprobs)))
         self.tokens.append(token)
@@ -53,12 +51,12 @@ class Sequence:
         return self.finish_reason is not None
 
     def spans(self, count: int) -> list[tuple[str, int, int]]:
-        """(version, start, end) over the first ``count`` sampled tokens."""
+        """Return (version, start, end) over the first ``count`` sampled tokens."""
         runs = [(version, start) for version, start in self.runs if start < count]
         ends = [start for _, start in runs[1:]] + [count] * bool(runs)
         return [(version, start, end) for (version, start), end in zip(runs, ends, strict=True)]
 
     @property
     def part_is_full(self) -> bool:
-        """Whether as many tokens were sampled as go into the parts of a stream."""
+        """Whether the tokens sampled so far fill the parts of a stream."""
         return len(self.logprobs) % self.stream_interval == 0

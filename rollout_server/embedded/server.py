@@ -1,9 +1,9 @@
-"""The embedded engine's HTTP application, in vLLM's dialect, so that one client serves both."""
+"""The embedded engine's HTTP application, in vLLM's dialect, so that one client works with both."""
 
 import asyncio
 import itertools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -15,14 +15,12 @@ from rl_async.errors import WeightSyncError
 from rl_async.messages import Version
 from rl_async.rollout_server.api import PauseMode
 from rl_async.rollout_server.embedded import dialect
-from rl_async.rollout_server.embedded.engine import Engine, checksums
+from rl_async.rollout_server.embedded.engine_thread import EngineThread, checksums
 from rl_async.rollout_server.embedded.sequence import Sequence
-from rl_async.rollout_server.embedded.stream import News, SequenceStream
-from rl_async.weight_sync.protocol import FinishBody, InitBody, UpdateBody
+from rl_async.rollout_server.embedded.stream import SequenceEvents, SequenceStream
+from rl_async.rollout_server.vllm.client import MIN_VERSION_HEADER, REQUEST_PREFIX
+from rl_async.weight_sync.protocol import FinishUpdateBody, InitTransferBody, UpdateWeightsBody
 from rl_async.weight_sync.receiver import WeightReceiver
-
-T = TypeVar("T")
-MIN_VERSION_HEADER = "x-min-weight-version"
 
 
 def _json(value: Any, status: int = 200) -> Response:
@@ -34,15 +32,15 @@ def _error(status: int, message: str) -> Response:
     return _json({"error": {"message": message, "type": kind, "code": status}}, status)
 
 
-class Server:
-    """Routes over one engine. ``app`` is the ASGI application."""
+class EngineServer:
+    """HTTP routes of one engine. ``app`` is the ASGI application."""
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
+    def __init__(self, engine: EngineThread, model_name: str) -> None:
         self.engine, self.model_name = engine, model_name
         self._receiver = WeightReceiver(engine.load_weights, engine.core.device)
         self._update_active = False
-        self._mixed = False  # an update was started and none has been finished since
-        self._transfer = asyncio.Lock()  # the receiver takes one call at a time
+        self._mixed = False  # an update was started, and none has finished since
+        self._transfer = asyncio.Lock()  # the receiver handles one call at a time
         self._numbers = itertools.count()
         routes: dict[str, Callable[[Request], Any]] = {
             "POST /inference/v1/generate": self.generate,
@@ -68,7 +66,7 @@ class Server:
         )
 
     def _guarded(self, handler: Callable[[Request], Any]) -> Callable[[Request], Any]:
-        """Bad bodies are the client's fault (400); a failed weight transfer is an error of this request (500)."""
+        """Answer 400 for a bad body and 500 for a failed weight transfer, which only this request is told of."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -81,17 +79,17 @@ class Server:
         return guarded
 
     async def generate(self, request: Request) -> Response | SequenceStream:
-        """Sample; 409 when the weights are older than the request accepts, 400 when it cannot be served."""
+        """Sample; 409 if the weights are older than the request accepts, 400 if it can never be served."""
         body = msgspec.json.decode(await request.body(), type=dialect.GenerateBody)
         core = self.engine.core
         if (refusal := core.refusal(body.token_ids, body.sampling_params.max_tokens)) is not None:
             return _error(400, refusal)
         if body.sampling_params.n > core.max_batch:
-            return _error(400, f"n must be at most {core.max_batch}, the sequences that are decoded at once")
+            return _error(400, f"n must be at most {core.max_batch}, the number of sequences decoded at once")
         if (wanted := request.headers.get(MIN_VERSION_HEADER)) is not None and not self._serves(wanted):
             return _error(409, f"the weights are {core.version}, older than {wanted}")
         loop = asyncio.get_running_loop()
-        events: News = asyncio.Queue()
+        events: SequenceEvents = asyncio.Queue()
 
         def post(sequence: Sequence) -> None:
             loop.call_soon_threadsafe(events.put_nowait, sequence)
@@ -101,13 +99,13 @@ class Server:
         if body.stream:
             return SequenceStream(sequences, events, self.engine.abort)
         if not await self._until_finished(request, sequences, events):
-            return _error(400, "the client has gone")
+            return _error(400, "the client disconnected")
         return _json(dialect.answer(sequences, self.model_name))
 
     def _sequences(self, body: dialect.GenerateBody, post: Callable[[Sequence], None]) -> list[Sequence]:
-        """One per sample asked for. A seed is counted up from one to the next, as vLLM does."""
+        """Make one sequence per requested sample; sample i has the seed of the request plus i, as in vLLM."""
         params = body.sampling_params
-        name = dialect.REQUEST_PREFIX + (body.request_id or f"unnamed-{next(self._numbers)}")
+        name = REQUEST_PREFIX + (body.request_id or f"unnamed-{next(self._numbers)}")
         return [
             Sequence(
                 request_id=name,
@@ -124,17 +122,17 @@ class Server:
             for index in range(params.n)
         ]
 
-    async def _until_finished(self, request: Request, sequences: list[Sequence], events: News) -> bool:
-        """Wait for the sequences; abort them when the client hangs up. Returns whether the client is still there."""
-        gone = asyncio.ensure_future(request.receive())  # after the body, the only message is the disconnect
-        gone.add_done_callback(lambda _: events.put_nowait(None))
+    async def _until_finished(self, request: Request, sequences: list[Sequence], events: SequenceEvents) -> bool:
+        """Wait for the sequences, and abort them if the client disconnects. Returns whether it is still connected."""
+        disconnect = asyncio.ensure_future(request.receive())  # after the body, the only message is the disconnect
+        disconnect.add_done_callback(lambda _: events.put_nowait(None))
         try:
             for _ in sequences:
                 if await events.get() is None:
                     await asyncio.gather(*(asyncio.wrap_future(self.engine.abort(s)) for s in sequences))
                     return False
         finally:
-            gone.cancel()
+            disconnect.cancel()
         return True
 
     def _serves(self, wanted: str) -> bool:
@@ -154,9 +152,9 @@ class Server:
         return _json({"status": "paused"})
 
     async def resume(self, request: Request) -> Response:
-        """Refused while the weights are those of an unfinished update: their samples would belong to no version."""
+        """Continue decoding; 409 after an unfinished update, whose weights belong to no version."""
         if self._mixed:
-            return _error(409, "a weight update was started and not finished; finish one before resuming")
+            return _error(409, "a weight update was started and did not finish; finish one before resuming")
         await asyncio.wrap_future(self.engine.resume())
         return _json({"status": "resumed"})
 
@@ -164,7 +162,7 @@ class Server:
         return _json({"is_paused": self.engine.paused})
 
     async def init_transfer(self, request: Request) -> Response:
-        body = msgspec.json.decode(await request.body(), type=InitBody)
+        body = msgspec.json.decode(await request.body(), type=InitTransferBody)
         async with self._transfer:
             await asyncio.to_thread(self._receiver.init, body.init_info)
         return _json({"message": "initialised"})
@@ -178,11 +176,11 @@ class Server:
         return _json({"message": "started"})
 
     async def update(self, request: Request) -> Response:
-        body = msgspec.json.decode(await request.body(), type=UpdateBody)
+        body = msgspec.json.decode(await request.body(), type=UpdateWeightsBody)
         if not self._update_active:
             return _error(500, "no weight update was started")
         if body.update_info.hold != "stage" and not self._stopped():
-            return _error(400, "only buckets to stage are taken before the engine is paused")
+            return _error(400, "pause the engine first: only buckets to stage are accepted while it decodes")
         async with self._transfer:
             try:
                 await asyncio.to_thread(self._receiver.update, body.update_info)
@@ -192,12 +190,12 @@ class Server:
         return _json({"message": "loaded"})
 
     async def finish_update(self, request: Request) -> Response:
-        body = msgspec.json.decode(await request.body(), type=FinishBody)
+        body = msgspec.json.decode(await request.body(), type=FinishUpdateBody)
         Version.parse(body.weight_version)
         if not self._update_active:
             return _error(500, "no weight update was started")
         if not self._stopped():
-            return _error(400, "pause the engine before the end of an update: it would sample from mixed weights")
+            return _error(400, "pause the engine before finishing an update: it would sample from mixed weights")
         self._mixed = True
         async with self._transfer:
             await asyncio.to_thread(self._receiver.finish)
@@ -243,7 +241,7 @@ class Server:
         return _json({"server_load": self.engine.core.unfinished})
 
     async def metrics(self, request: Request) -> Response:
-        """Prometheus text."""
+        """Report the engine's load as Prometheus text, under vLLM's names."""
         core = self.engine.core
         values = {
             "vllm:num_requests_running": len(core.running),

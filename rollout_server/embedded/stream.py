@@ -1,7 +1,7 @@
-"""A request's samples as server-sent events, part by part while they run.
+"""A request's samples as server-sent events, part by part while they are being sampled.
 
-Starlette's StreamingResponse opens a task group for each answer, which takes longer than anything else that the server
-does for a short one.
+Not Starlette's StreamingResponse, which opens a task group for each answer: for a short answer that would take longer
+than all else that the server does.
 """
 
 import asyncio
@@ -21,43 +21,43 @@ HEAD = {
 }
 END = b"data: [DONE]\n\n"
 
-News: TypeAlias = "asyncio.Queue[Sequence | None]"  # an item: there may be more of the sequence; None: nobody listens
+SequenceEvents: TypeAlias = "asyncio.Queue[Sequence | None]"  # a sequence that may have grown; None: disconnected
 
 
 class SequenceStream:
-    """An ASGI answer. ``abort`` is called with each sequence that has not ended when the client hangs up."""
+    """An ASGI response. ``abort`` is called with each sequence that is unfinished when the client disconnects."""
 
-    def __init__(self, sequences: list[Sequence], news: News, abort: Callable[[Sequence], object]) -> None:
-        self._news, self._abort = news, abort
-        self._sent = dict.fromkeys(sequences, 0)  # tokens of each whose end was not sent
+    def __init__(self, sequences: list[Sequence], events: SequenceEvents, abort: Callable[[Sequence], object]) -> None:
+        self._events, self._abort = events, abort
+        self._sent = dict.fromkeys(sequences, 0)  # tokens sent, of each sequence whose last part was not
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the sequences are finished or the client is gone."""
-        gone = asyncio.ensure_future(receive())  # after the request's body, the only message is the disconnect
-        gone.add_done_callback(lambda _: self._news.put_nowait(None))
+        """Send parts until all sequences are finished or the client disconnects."""
+        disconnect = asyncio.ensure_future(receive())  # after the request's body, the only message is the disconnect
+        disconnect.add_done_callback(lambda _: self._events.put_nowait(None))
         try:
             await send(HEAD)
             while self._sent:
-                changed = {await self._news.get(): None}  # in this order, each once
-                while not self._news.empty():
-                    changed[self._news.get_nowait()] = None
+                changed = {await self._events.get(): None}  # an ordered set
+                while not self._events.empty():
+                    changed[self._events.get_nowait()] = None
                 if None in changed:
                     return
                 if parts := [part for sequence in changed if sequence and (part := self._part(sequence))]:
                     await send(self._message(parts))
         finally:
-            gone.cancel()
+            disconnect.cancel()
             for sequence in self._sent:
                 if sequence.finish_reason is None:
                     self._abort(sequence)
 
     def _part(self, sequence: Sequence) -> dict[str, object] | None:
-        """What is new of it; None if nothing is."""
+        """Build the entry for the tokens that were not sent yet; None if there are none."""
         start = self._sent.get(sequence)
         if start is None:
             return None
         finished = sequence.finish_reason is not None
-        count = len(sequence.logprobs)  # the engine's thread adds the log-probability after its token
+        count = len(sequence.logprobs)  # the engine's thread appends the log-probability after its token
         if finished:
             del self._sent[sequence]
             return dialect.choice(sequence, start)

@@ -1,6 +1,6 @@
-"""An SGLang server as this project needs it: ``PYTHON -m rl_async.rollout_server.sglang [flags of sglang serve]``.
+"""Start an SGLang server for training: ``PYTHON -m rl_async.rollout_server.sglang [flags of sglang serve]``.
 
-PYTHON has SGLang, and rl-async beside it. Ends with the launcher that started it.
+PYTHON needs SGLang, and rl-async beside it. The server ends with the launcher that started it.
 """
 
 import os
@@ -8,24 +8,22 @@ import runpy
 import sys
 from importlib.util import find_spec
 
-from rl_async.process.lifeline import watch_lifeline
-from rl_async.process.stacks import answer_with_stacks
+from rl_async.process.role import join_supervisor
 
-FLAGS = ("--skip-tokenizer-init",)  # token ids in and out; a tokenizer would add stop tokens of its own
+FLAGS = ("--skip-tokenizer-init",)  # requests are token ids; a tokenizer would add its own stop tokens
 VARIABLES = {
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # else /health samples, which a paused engine cannot
-    "HF_HUB_OFFLINE": "1",  # a model is a folder here; nothing is ever looked up
+    "HF_HUB_OFFLINE": "1",  # models are local folders
 }
 UNWANTED = (
     "SGLANG_RETURN_ORIGINAL_LOGPROB",  # log-probabilities before the temperature
-    "SGLANG_RUST_SERVER",  # another server, whose routes have not been looked at
+    "SGLANG_RUST_SERVER",  # another server, whose routes have not been tested
 )
 
 
 def main() -> None:
-    """Become the server."""
-    watch_lifeline()
-    answer_with_stacks()
+    """Check that SGLang is installed and run its server in this process."""
+    join_supervisor()
     if find_spec("sglang") is None:
         sys.exit(f"{sys.executable} has no SGLang; install rl-async[sglang] there")
     os.environ.update(VARIABLES)

@@ -1,4 +1,4 @@
-"""Bodies of SGLang's routes (0.5.23), as far as this project uses them. ``sglang.py`` sends and reads them."""
+"""Bodies of SGLang's routes (0.5.23), as far as ``client.py`` uses them."""
 
 from typing import ClassVar
 
@@ -8,7 +8,7 @@ from rl_async.rollout_server.api import FinishReason
 
 
 class SamplingBody(msgspec.Struct):
-    """Every key that changes what is sampled, each one explicitly, so that no default of the server's counts.
+    """Every key that changes what is sampled, always sent, so that no default of the server applies.
 
     SGLang refuses unknown keys here. ``ignore_eos`` switches off ``stop_token_ids`` as well.
     """
@@ -25,12 +25,12 @@ class SamplingBody(msgspec.Struct):
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     min_new_tokens: int = 0
-    no_stop_trim: bool = True  # the stop token was sampled too
+    no_stop_trim: bool = True  # the answer includes the stop token
     n: int = 1
 
 
-class GenerateBody(msgspec.Struct):
-    """``POST /generate``."""
+class SampleBody(msgspec.Struct):
+    """Request of ``POST /generate``, one sample of one prompt."""
 
     rid: str
     input_ids: list[int]
@@ -41,7 +41,7 @@ class GenerateBody(msgspec.Struct):
 
 
 class GroupBody(msgspec.Struct):
-    """``POST /init_weights_update_group``."""
+    """Request of ``POST /init_weights_update_group``, the torch process group that weights arrive by."""
 
     master_address: str
     master_port: int
@@ -51,8 +51,8 @@ class GroupBody(msgspec.Struct):
     backend: str
 
 
-class UpdateBody(msgspec.Struct):
-    """``POST /update_weights_from_distributed``: one broadcast of uint8, tensors one after the other.
+class BucketBody(msgspec.Struct):
+    """Request of ``POST /update_weights_from_distributed``: one broadcast of uint8, tensors one after the other.
 
     The cache is flushed once, after the last bucket, and no request is aborted.
     """
@@ -67,39 +67,39 @@ class UpdateBody(msgspec.Struct):
 
 
 class VersionBody(msgspec.Struct):
-    """``POST /update_weight_version``, which by itself would abort all requests."""
+    """Request of ``POST /update_weight_version``, whose default is to abort all requests."""
 
     new_version: str
     abort_all_requests: bool = False
 
 
-class Outcome(msgspec.Struct):
-    """Answer of the control routes."""
+class ControlReply(msgspec.Struct):
+    """Reply of the control routes. A refusal has status 200 too, with ``success`` false."""
 
     success: bool
     message: str = ""
 
 
 class ModelInfo(msgspec.Struct):
-    """``GET /model_info``."""
+    """Reply of ``GET /model_info``; unknown fields are ignored."""
 
     weight_version: str | None = None
 
 
 class RankChecksums(msgspec.Struct):
-    """Of one worker: a checksum by the name of each tensor."""
+    """Checksums of one worker's tensors, by name."""
 
     checksums: dict[str, str]
 
 
-class Checksums(msgspec.Struct):
-    """``POST /weights_checker``."""
+class ChecksumReply(msgspec.Struct):
+    """Reply of ``POST /weights_checker``, one entry per worker."""
 
     ranks: list[RankChecksums]
 
 
-class Span(msgspec.Struct):
-    """Sampled tokens from ``start`` to ``end`` came from weights of this name."""
+class WeightSpan(msgspec.Struct):
+    """The weights named ``version`` sampled the tokens from ``start`` to ``end`` (exclusive)."""
 
     version: str
     start: int
@@ -107,19 +107,19 @@ class Span(msgspec.Struct):
 
 
 class Stopped(msgspec.Struct, tag_field="type", tag="stop"):
-    """A stop token was sampled."""
+    """Finish reason: the last token is a stop token."""
 
     name: ClassVar[FinishReason] = "stop"
 
 
 class Full(msgspec.Struct, tag_field="type", tag="length"):
-    """``max_new_tokens`` were sampled, or the context is full."""
+    """Finish reason: ``max_new_tokens`` were sampled, or the context is full."""
 
     name: ClassVar[FinishReason] = "length"
 
 
 class Aborted(msgspec.Struct, tag_field="type", tag="abort"):
-    """Given up; with a status, because of an error."""
+    """Finish reason: the request was aborted, because of an error if there is a status."""
 
     message: str | None = None
     status_code: int | None = None
@@ -127,36 +127,36 @@ class Aborted(msgspec.Struct, tag_field="type", tag="abort"):
 
 
 class MetaInfo(msgspec.Struct):
-    """What came with the sampled tokens."""
+    """Finish reason, log-probabilities and weight versions of the sampled tokens."""
 
     finish_reason: Stopped | Full | Aborted
     output_token_logprobs: list[tuple[float, int, str | None]] | None = None  # log-probability, token, its text
-    weight_versions: list[Span] | None = None
+    weight_versions: list[WeightSpan] | None = None
 
 
-class Answer(msgspec.Struct):
-    """Answer of ``POST /generate``."""
+class SampleReply(msgspec.Struct):
+    """Reply of ``POST /generate``, the sampled tokens alone."""
 
     output_ids: list[int]
     meta_info: MetaInfo
 
 
-class Queues(msgspec.Struct):
-    """Of a scheduler's load."""
+class QueueCounts(msgspec.Struct):
+    """Requests that a scheduler has put back into its queue (retracted)."""
 
     retracted: int = 0
 
 
-class Load(msgspec.Struct):
-    """One scheduler's load, ``LoadSnapshot`` in ``sglang/srt/managers/load_snapshot.py``."""
+class SchedulerLoad(msgspec.Struct):
+    """Load of one scheduler: ``LoadSnapshot`` in ``sglang/srt/managers/load_snapshot.py``."""
 
     num_running_reqs: int
     num_waiting_reqs: int
     token_usage: float  # share of the KV cache, 0 to 1
-    queues: Queues | None = None
+    queues: QueueCounts | None = None
 
 
-class Loads(msgspec.Struct):
-    """Answer of ``GET /v1/loads``."""
+class LoadReply(msgspec.Struct):
+    """Reply of ``GET /v1/loads``, one entry per scheduler."""
 
-    loads: list[Load]
+    loads: list[SchedulerLoad]

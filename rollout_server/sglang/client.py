@@ -1,8 +1,8 @@
-"""Client of one engine that speaks SGLang's HTTP dialect (0.5.23): the control routes of its native API.
+"""Client of one engine that speaks SGLang's native HTTP API (0.5.23).
 
-SGLang stops at a token only where it may also stop at the model's own end of sequence, reports log-probabilities after
-the temperature but before top-k, top-p and min-p, and takes weights from a torch process group. Routes, fields and the
-states between them are those of ``sglang/srt/entrypoints/http_server.py`` and ``sglang/srt/managers``.
+SGLang honours stop tokens only if it may also stop at the model's own end of sequence, reports log-probabilities after
+the temperature but before top-k, top-p and min-p, and receives weights through a torch process group. Routes, fields
+and the states between them are those of ``sglang/srt/entrypoints/http_server.py`` and ``sglang/srt/managers``.
 """
 
 import uuid
@@ -10,79 +10,79 @@ from collections.abc import AsyncGenerator, Sequence
 
 from rl_async.errors import EngineLost, EngineRejected
 from rl_async.messages import Version
-from rl_async.rollout_server.answers import IncomingAnswer, ReadVersion, parse
+from rl_async.rollout_server.answers import IncomingAnswer, ReadVersion, parse_version
 from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult, PauseMode
 from rl_async.rollout_server.http import EngineHttp
 from rl_async.rollout_server.sglang.bodies import (
     Aborted,
-    Answer,
-    Checksums,
-    GenerateBody,
+    BucketBody,
+    ChecksumReply,
+    ControlReply,
     GroupBody,
-    Loads,
+    LoadReply,
     ModelInfo,
-    Outcome,
+    SampleBody,
+    SampleReply,
     SamplingBody,
-    UpdateBody,
     VersionBody,
 )
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 
 GENERATE = "/generate"
-NO_VERSION = "default"  # what SGLang calls weights that nobody named
+NO_VERSION = "default"  # SGLang's name for the weights that it started with
 NO_TOP_K = -1
-BACKENDS = {"gloo": "gloo", "nccl": "nccl"}  # ours to torch's, which makes SGLang's side of the group
-PAUSE_MODES = {"keep": "retract", "abort": "abort"}  # retract: caches are given up, and recomputed on resume
+BACKENDS = ("gloo", "nccl")  # as torch names them too
+PAUSE_MODES = {"keep": "retract", "abort": "abort"}  # retract: caches are dropped, and recomputed on resume
 
 
 class SglangEngine:
-    """One engine at ``url``. Methods raise EngineRejected for 4xx answers and for what SGLang cannot do, EngineLost for
-    everything that fails.
+    """Client of one engine at ``url``. Methods raise EngineRejected for 4xx answers and for what SGLang cannot do,
+    EngineLost for any other failure.
 
-    ``timeout_s`` bounds every call; a caller with a shorter deadline cancels it. ``read_version`` reads the names of
-    weights that the engine answers.
+    ``timeout_s`` bounds every call; a caller with a shorter deadline cancels it. ``read_version`` parses the engine's
+    names of its weights.
     """
 
     def __init__(self, url: str, timeout_s: float | None = 600.0, read_version: ReadVersion = Version.parse) -> None:
         self._http, self._read_version = EngineHttp(url, timeout_s), read_version
         self.url = self._http.url
-        self._running: dict[str, str] = {}  # SGLang's id of each request that this client waits for
+        self._running: dict[str, str] = {}  # request id -> SGLang's id, of requests in flight
         self._group = ""  # the weight-transfer group that this client made the engine join
         self._asleep: set[str] = set()
 
     async def generate(self, request: GenerateRequest, *, session: str = "") -> GenerateResult:
-        """Sample once. Raises EngineLost also when the engine was older than ``request.min_version``.
+        """Sample once. Raises EngineLost also when the engine's weights were older than ``request.min_version``.
 
-        Raises EngineRejected for truncating samplers: the log-probabilities would be those of another distribution.
+        Raises EngineRejected for truncating samplers, of whose distribution SGLang reports no log-probabilities.
         """
         if request.sampling.truncating:
             raise EngineRejected(
-                "SGLang's log-probabilities are those before top_p, top_k and min_p cut tokens off; use top_p=1, "
-                "top_k=0 and min_p=0, or another kind of engine"
+                "SGLang reports log-probabilities of the distribution before top_p, top_k and min_p truncate it; use "
+                "top_p=1, top_k=0 and min_p=0, or another kind of engine"
             )
-        # New for each attempt: SGLang refuses an id until it has noticed that an earlier client hung up. Of one length:
-        # it also aborts all ids that the given one is a prefix of.
+        # Unique per attempt, since SGLang refuses an id until it has noticed that an earlier client disconnected; of a
+        # fixed suffix length, since aborting an id also aborts the ids that it is a prefix of.
         rid = f"{request.request_id};{uuid.uuid4().hex}"
         self._running[request.request_id] = rid
         try:
-            raw = b"".join([data async for data in self._http.sample(GENERATE, _body(rid, request))])
+            raw = b"".join([data async for data in self._http.stream(GENERATE, _body(rid, request))])
         finally:
             self._running.pop(request.request_id, None)
-        return self._result(request, self._http.decode(raw, Answer))
+        return self._result(request, self._http.decode(raw, SampleReply))
 
     async def stream(self, request: GenerateRequest, *, session: str = "") -> AsyncGenerator[GenerateResult, None]:
-        """As ``generate``, in one part: SGLang tells which weights sampled which tokens only at the end."""
+        """As ``generate``, in a single part: SGLang reports the weight versions of the tokens only at the end."""
         yield await self.generate(request, session=session)
 
     async def abort(self, request_id: str | None = None) -> None:
-        """Abort one request that this client sent, or all. One that has ended already is none."""
+        """Abort one request that this client has in flight, or all of the engine's."""
         if request_id is None:
             await self._http.call("POST", "/abort_request", {"abort_all": True})
         elif request_id in self._running:
             await self._http.call("POST", "/abort_request", {"rid": self._running[request_id]})
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop decoding: keep requests (their caches are recomputed) or abort them.
+        """Stop decoding: ``keep`` the requests (their caches are recomputed) or ``abort`` them.
 
         Raises EngineRejected for ``wait``: SGLang has no pause that lets running requests finish.
         """
@@ -91,13 +91,14 @@ class SglangEngine:
         await self._http.call("POST", "/pause_generation", {"mode": PAUSE_MODES[mode]})
 
     async def resume(self) -> None:
-        """Go on decoding."""
+        """Continue decoding after ``pause``."""
         await self._http.call("POST", "/continue_generation", {})
 
     async def init_transfer(self, init: InitInfo) -> None:
-        """Join a weight-transfer group, leaving the earlier one, and one of the same name that another trainer left."""
+        """Join a weight-transfer group, leaving the earlier one, and one of the same name that another trainer left
+        behind."""
         if init.backend not in BACKENDS:
-            raise EngineRejected(f"SGLang takes weights by {' or '.join(BACKENDS)}, not by {init.backend}")
+            raise EngineRejected(f"SGLang receives weights by {' or '.join(BACKENDS)}, not by {init.backend}")
         for name in {self._group, init.group_name} - {""}:
             await self._leave(name)
         self._group = ""
@@ -107,18 +108,18 @@ class SglangEngine:
             rank_offset=init.rank_offset,
             world_size=init.world_size,
             group_name=init.group_name,
-            backend=BACKENDS[init.backend],
+            backend=init.backend,
         )
         await self._control("/init_weights_update_group", body)
         self._group = init.group_name
 
     async def start_update(self, staged: bool = False) -> None:
-        """Begin a weight update. SGLang refuses while one is unfinished, so that one is ended first.
+        """Begin a weight update, ending first one that was left unfinished, which SGLang would refuse.
 
-        Raises EngineRejected for ``staged``: SGLang loads what it receives.
+        Raises EngineRejected for ``staged``: SGLang loads buckets as they arrive.
         """
         if staged:
-            raise EngineRejected("SGLang cannot keep weights aside; weight_sync.staged needs other engines")
+            raise EngineRejected("SGLang cannot stage weights; weight_sync.staged needs another kind of engine")
         try:
             await self._control("/begin_weight_update", {})
         except EngineRejected as error:
@@ -128,61 +129,66 @@ class SglangEngine:
             await self._control("/begin_weight_update", {})
 
     async def update(self, info: UpdateInfo) -> None:
-        """Receive one bucket. SGLang knows no checksums; that of ``info`` is not verified.
+        """Receive one bucket. SGLang has no checksums, so that of ``info`` is not verified.
 
-        Raises EngineRejected for what SGLang cannot put together: pieces of a parameter, and deltas.
+        Raises EngineRejected for what SGLang cannot load: pieces of a parameter, deltas, and buckets to hold.
         """
         if not self._group:
-            raise EngineRejected("an update before the transfer was initialised")
+            raise EngineRejected("weight update: init_transfer has not been called")
         if info.starts or info.numels:
-            raise EngineRejected("SGLang takes whole parameters only; the largest must fit into weight_sync.bucket_mb")
+            raise EngineRejected(
+                "SGLang loads whole parameters only: the largest must fit into weight_sync.bucket_bytes"
+            )
         if info.kind == "delta" or info.hold != "no":
-            raise EngineRejected("SGLang keeps no copy of its weights; weight_sync.delta needs other engines")
-        body = UpdateBody(names=info.names, dtypes=info.dtype_names, shapes=info.shapes, group_name=self._group)
+            raise EngineRejected("SGLang keeps no copy of its weights; weight_sync.delta needs another kind of engine")
+        body = BucketBody(names=info.names, dtypes=info.dtype_names, shapes=info.shapes, group_name=self._group)
         await self._control("/update_weights_from_distributed", body)
 
     async def finish_update(self, version: Version) -> None:
-        """All buckets were sent; the weights are ``version``. No cache of the old ones is kept.
+        """End the update: all buckets were sent and the weights are now ``version``. Flushes caches of the old ones.
 
-        The engine must be paused: SGLang flushes no cache while requests run.
+        The engine must be paused, since SGLang refuses to flush its cache while requests run.
         """
         await self._control("/end_weight_update", {})
         await self._http.call("POST", "/flush_cache")
         await self._control("/update_weight_version", VersionBody(new_version=str(version)))
 
     async def version(self) -> Version | None:
-        """The version that the engine serves; None before its first update."""
+        """Return the version that the engine serves; None before its first update."""
         name = self._http.decode(await self._http.call("GET", "/model_info"), ModelInfo).weight_version
-        return None if name is None or name == NO_VERSION else parse(self.url, name, self._read_version)
+        return None if name is None or name == NO_VERSION else parse_version(self.url, name, self._read_version)
 
     async def checksums(self) -> dict[str, str]:
-        """A checksum per loaded tensor."""
+        """Return the engine's checksum of each loaded tensor, by name."""
         raw = await self._control("/weights_checker", {"action": "checksum"})
-        ranks = self._http.decode(raw, Checksums).ranks
+        ranks = self._http.decode(raw, ChecksumReply).ranks
         return {name: value for rank in ranks for name, value in rank.checksums.items()}
 
     async def sleep(self, level: int) -> None:
-        """Free device memory: 1 the KV cache, 2 the weights too. The engine must be paused."""
+        """Free device memory: level 1 the KV cache, level 2 the weights too. The engine must be paused."""
         tags = ["kv_cache"] if level == 1 else ["kv_cache", "weights"]
         await self._http.call("POST", "/release_memory_occupation", {"tags": tags})
         self._asleep |= set(tags)
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Take memory back for ``weights`` and/or ``kv_cache``. What is awake is not asked for: SGLang would end."""
+        """Take back the memory that ``sleep`` freed; ``tags`` are ``weights``, ``kv_cache`` or both.
+
+        Tags that are awake are left out, since SGLang would exit.
+        """
         asleep = [tag for tag in tags if tag in self._asleep]
         if asleep:
             await self._http.call("POST", "/resume_memory_occupation", {"tags": asleep})
             self._asleep -= set(asleep)
 
     async def is_sleeping(self) -> bool:
-        """Whether this client put the engine to sleep and has not woken it. SGLang itself does not tell."""
+        """Return whether this client put the engine to sleep and has not woken it; SGLang has no route that tells."""
         return bool(self._asleep)
 
     async def load(self) -> EngineLoad:
-        """How busy it is. SGLang tells how many requests it has put back and not resumed, which stands for how many it
-        ever put back."""
+        """Read the engine's load. SGLang reports the requests that are retracted now, which stand in for the number of
+        preemptions since its start."""
         raw = await self._http.call("GET", "/v1/loads", params={"include": "core,queues"})
-        loads = self._http.decode(raw, Loads).loads
+        loads = self._http.decode(raw, LoadReply).loads
         return EngineLoad(
             requests=sum(load.num_running_reqs + load.num_waiting_reqs for load in loads),
             cache_usage=max((load.token_usage for load in loads), default=0.0),
@@ -190,11 +196,11 @@ class SglangEngine:
         )
 
     async def health(self) -> bool:
-        """Whether the engine answers its probe within 5 s."""
+        """Return whether the engine answers its health probe in time."""
         return await self._http.healthy()
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the engine."""
         await self._http.close()
 
     async def _leave(self, group: str) -> None:
@@ -205,31 +211,31 @@ class SglangEngine:
                 raise
 
     async def _control(self, path: str, body: object) -> bytes:
-        """POST to a route that answers ``{"success", "message"}``. Raises EngineRejected, with the message."""
+        """POST to a route that answers with a ControlReply. Raises EngineRejected, with its message, if it failed."""
         raw = await self._http.call("POST", path, body)
-        outcome = self._http.decode(raw, Outcome)
-        if not outcome.success:
-            raise EngineRejected(f"{self.url}{path}: {outcome.message}")
+        reply = self._http.decode(raw, ControlReply)
+        if not reply.success:
+            raise EngineRejected(f"{self.url}{path}: {reply.message}")
         return raw
 
-    def _result(self, request: GenerateRequest, answer: Answer) -> GenerateResult:
-        meta = answer.meta_info
+    def _result(self, request: GenerateRequest, reply: SampleReply) -> GenerateResult:
+        meta = reply.meta_info
         if isinstance(meta.finish_reason, Aborted) and meta.finish_reason.status_code is not None:
             rejected = 400 <= meta.finish_reason.status_code < 500
             kind = EngineRejected if rejected else EngineLost
             raise kind(f"{self.url} aborted with {meta.finish_reason.status_code}: {meta.finish_reason.message}")
         sampled = meta.output_token_logprobs or []
-        if [token for _, token, _ in sampled] != answer.output_ids:
+        if [token for _, token, _ in sampled] != reply.output_ids:
             raise EngineRejected(f"{self.url} answered without one log-probability per sampled token")
         incoming = IncomingAnswer(self.url, request, self._read_version)
-        incoming.add(answer.output_ids, [logprob for logprob, _, _ in sampled])
+        incoming.add(reply.output_ids, [logprob for logprob, _, _ in sampled])
         spans = [span for span in meta.weight_versions or [] if span.end > span.start]
         return incoming.part(spans, meta.finish_reason.name)
 
 
-def _body(rid: str, request: GenerateRequest) -> GenerateBody:
+def _body(rid: str, request: GenerateRequest) -> SampleBody:
     sampling = request.sampling
-    return GenerateBody(
+    return SampleBody(
         rid=rid,
         input_ids=request.token_ids,
         sampling_params=SamplingBody(

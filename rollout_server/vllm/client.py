@@ -1,7 +1,8 @@
 """Client of one engine that speaks vLLM's HTTP dialect: vLLM itself, or the embedded engine.
 
-Routes under /inference need vLLM's ``--enable-scale-out``, the control routes its development mode; start it with
-``--logprobs-mode processed_logprobs``, so that log-probabilities are those of the sampling distribution.
+The server must be started as ``__main__.py`` does: ``--enable-scale-out`` for the routes under /inference, development
+mode for the control routes, and ``--logprobs-mode processed_logprobs``, so that log-probabilities are those of the
+sampling distribution.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -11,12 +12,11 @@ import msgspec
 
 from rl_async.errors import EngineLost, EngineRejected
 from rl_async.messages import Version
-from rl_async.rollout_server.answers import IncomingAnswer, ReadVersion, parse
+from rl_async.rollout_server.answers import EMPTY, IncomingAnswer, ReadVersion, join, parse_version
 from rl_async.rollout_server.api import EngineLoad, FinishReason, GenerateRequest, GenerateResult, PauseMode
 from rl_async.rollout_server.http import EngineHttp
-from rl_async.rollout_server.parts import NOTHING, join
-from rl_async.rollout_server.vllm.together import Asked, Together
-from rl_async.weight_sync.protocol import FinishBody, InitBody, InitInfo, UpdateBody, UpdateInfo
+from rl_async.rollout_server.vllm.coalesce import Coalescer, PendingRequest
+from rl_async.weight_sync.protocol import FinishUpdateBody, InitInfo, InitTransferBody, UpdateInfo, UpdateWeightsBody
 
 MIN_VERSION_HEADER = "X-Min-Weight-Version"
 SLEEP_STATE = "vllm:engine_sleep_state"
@@ -27,13 +27,13 @@ LOAD = (
     "vllm:num_preemptions_total",
 )
 GENERATE = "/inference/v1/generate"
-STREAM_INTERVAL = 16  # tokens per part of an answer: at most so many of a request are lost with its engine
-REQUEST_PREFIX = "generate-tokens-"  # vLLM puts it before the ids of this route, and aborts only by the full id
+STREAM_INTERVAL = 16  # tokens per part of an answer, the most that are lost with an engine
+REQUEST_PREFIX = "generate-tokens-"  # vLLM puts it before the ids of GENERATE, and aborts only by the full id
 
 
 class _SamplingBody(msgspec.Struct):
-    """Every sampling key that is ever sent, each one explicitly: vLLM ignores unknown keys without a word, and fills in
-    missing ones from the model's generation config."""
+    """Every sampling key that we use, always sent: vLLM fills in missing ones from the model's generation config, and
+    silently ignores unknown ones."""
 
     max_tokens: int
     temperature: float
@@ -44,7 +44,7 @@ class _SamplingBody(msgspec.Struct):
     min_p: float
     seed: int | None
     n: int
-    ignore_eos: bool = True  # whoever asks says where to stop, by stop_token_ids
+    ignore_eos: bool = True  # the request names its stop tokens
     stream_interval: int = STREAM_INTERVAL
 
 
@@ -63,18 +63,18 @@ class _Logprobs(msgspec.Struct):
     content: list[_Logprob]
 
 
-class _Span(msgspec.Struct):
+class _WeightSpan(msgspec.Struct):
     version: str
     start: int
     end: int
 
 
-class _Choice(msgspec.Struct, kw_only=True):
+class _StreamChoice(msgspec.Struct, kw_only=True):
     index: int = 0
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     logprobs: _Logprobs | None = None
-    weight_versions: list[_Span] | None = None  # of all tokens so far; None: not told yet
+    weight_versions: list[_WeightSpan] | None = None  # of all tokens so far; None: not known yet
 
 
 class _Error(msgspec.Struct):
@@ -83,8 +83,8 @@ class _Error(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    error: _Error | None = None  # vLLM begins a stream before it has looked at the request
+    choices: list[_StreamChoice] = []
+    error: _Error | None = None  # vLLM starts the stream before it has validated the request
 
 
 class _WeightInfo(msgspec.Struct):
@@ -96,11 +96,11 @@ class _Checksums(msgspec.Struct):
 
 
 class VllmEngine:
-    """One engine at ``url``. Methods raise EngineRejected for 4xx answers, EngineLost for everything that fails.
+    """Client of one engine at ``url``. Methods raise EngineRejected for 4xx answers, EngineLost for any other failure.
 
-    ``timeout_s`` bounds every call; a caller with a shorter deadline cancels it. ``read_version`` reads the names of
-    weights that the engine answers. Up to ``together`` requests for one prompt, made at the same moment, are sent as
-    one; vLLM takes no more than it decodes at once.
+    ``timeout_s`` bounds every call; a caller with a shorter deadline cancels it. ``read_version`` parses the engine's
+    names of its weights. Up to ``max_coalesced`` requests for one prompt, made at the same moment, are sent as one;
+    vLLM accepts no more than it decodes at once.
     """
 
     def __init__(
@@ -108,79 +108,80 @@ class VllmEngine:
         url: str,
         timeout_s: float | None = 600.0,
         read_version: ReadVersion = Version.parse,
-        together: int = 1,
+        max_coalesced: int = 1,
     ) -> None:
         self._http, self._read_version = EngineHttp(url, timeout_s), read_version
         self.url = self._http.url
-        self._together = Together(self._sample, together)
+        self._coalescer = Coalescer(self._send, max_coalesced)
 
     async def generate(self, request: GenerateRequest, *, session: str = "") -> GenerateResult:
-        """Sample once; the parts of ``stream`` as one."""
-        done = NOTHING
+        """Sample once, joining the parts of ``stream``."""
+        done = EMPTY
         async for part in self.stream(request, session=session):
             done = join(done, part)
         return done
 
     async def stream(self, request: GenerateRequest, *, session: str = "") -> AsyncGenerator[GenerateResult, None]:
-        """Sample, and give every STREAM_INTERVAL tokens as soon as they are here; only the last part says how it ended.
+        """Sample, yielding every STREAM_INTERVAL tokens as they arrive; only the last part has the finish reason.
 
-        Raises EngineLost also when the engine is older than ``request.min_version`` (409).
+        Raises EngineLost also when the engine's weights are older than ``request.min_version`` (409).
         """
-        async with aclosing(self._together.ask(request)) as parts:
+        async with aclosing(self._coalescer.stream(request)) as parts:
             async for part in parts:
                 yield part
 
-    async def _sample(self, group: Sequence[Asked]) -> None:
-        """The answer to requests that differ in their ids alone: choice ``i`` of it is for the ``i``-th."""
+    async def _send(self, group: Sequence[PendingRequest]) -> None:
+        """Request one sample for each of ``group`` and distribute the answer: choice ``i`` goes to ``group[i]``."""
         request = group[0].request
         answers = [IncomingAnswer(self.url, request, self._read_version) for _ in group]
         headers = {MIN_VERSION_HEADER: str(request.min_version)}
         rest = b""
-        async for data in self._http.sample(GENERATE, _body(request, len(group)), headers):
+        async for data in self._http.stream(GENERATE, _body(request, len(group)), headers):
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 if not line.startswith(b"data: {"):  # an empty line, or the end
                     continue
                 for choice in self._choices(line.removeprefix(b"data: "), len(group)):
-                    asked, answer = group[choice.index], answers[choice.index]
+                    pending, answer = group[choice.index], answers[choice.index]
                     logprobs = [item.logprob for item in choice.logprobs.content] if choice.logprobs else []
                     answer.add(choice.token_ids, logprobs)
                     ended = choice.finish_reason is not None
                     if ended or choice.weight_versions is not None:
-                        asked.add(answer.part(choice.weight_versions or [], choice.finish_reason or "abort"))
+                        pending.add(answer.part(choice.weight_versions or [], choice.finish_reason or "abort"))
                     if ended:
-                        asked.end()
+                        pending.end()
 
-    def _choices(self, raw: bytes, wanted: int) -> list[_Choice]:
+    def _choices(self, raw: bytes, count: int) -> list[_StreamChoice]:
         chunk: _Chunk = self._http.decode(raw, _Chunk)
         if chunk.error is not None:
-            raise self._http.failure(GENERATE, chunk.error.code, chunk.error.message)
-        if not chunk.choices or any(not 0 <= choice.index < wanted for choice in chunk.choices):
+            raise self._http.error_for(GENERATE, chunk.error.code, chunk.error.message)
+        if not chunk.choices or any(not 0 <= choice.index < count for choice in chunk.choices):
             numbers = ", ".join(str(choice.index) for choice in chunk.choices) or "none"
-            raise EngineRejected(f"{self.url} answered with choices {numbers}; {wanted} were asked for")
+            raise EngineRejected(f"{self.url} answered with choices {numbers}, but {count} were requested")
         return chunk.choices
 
     async def abort(self, request_id: str | None = None) -> None:
-        """Abort one request, or all."""
+        """Abort one request, or all of them; its waiting caller gets what was sampled so far."""
         body = {"request_ids": [REQUEST_PREFIX + request_id]} if request_id is not None else {}
         await self._http.call("POST", "/abort_requests", body)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop decoding: keep requests (their caches are recomputed), wait for them, or abort them."""
+        """Stop decoding: ``keep`` the requests (their caches are recomputed), ``wait`` for them, or ``abort`` them."""
         await self._http.call("POST", "/pause", params={"mode": mode})
 
     async def resume(self) -> None:
-        """Go on decoding."""
+        """Continue decoding after ``pause``."""
         await self._http.call("POST", "/resume")
 
     async def init_transfer(self, init: InitInfo) -> None:
-        """Join a weight-transfer group."""
-        await self._http.call("POST", "/init_weight_transfer_engine", InitBody(init))
+        """Join a weight-transfer group, leaving any earlier one."""
+        await self._http.call("POST", "/init_weight_transfer_engine", InitTransferBody(init))
 
     async def start_update(self, staged: bool = False) -> None:
-        """Begin a weight update. ``staged``: buckets are kept for ``finish``, so it may go on decoding.
+        """Begin a weight update. ``staged``: the engine keeps decoding, and loads the buckets in ``finish_update``.
 
-        vLLM refuses while one is unfinished, and forgets that one only when it fails.
+        vLLM refuses a second update while one is active, and drops an active one only when it fails, so an update left
+        unfinished is made to fail first.
         """
         start = ("POST", "/start_weight_update")
         params = {"staged": "true"} if staged else None
@@ -194,44 +195,44 @@ class VllmEngine:
             await self._http.call(*start, params=params)
 
     async def update(self, info: UpdateInfo) -> None:
-        """Receive one bucket."""
-        await self._http.call("POST", "/update_weights", UpdateBody(info))
+        """Receive and load the bucket that ``info`` describes."""
+        await self._http.call("POST", "/update_weights", UpdateWeightsBody(info))
 
     async def finish_update(self, version: Version) -> None:
-        """All buckets were sent; the weights are ``version``."""
-        await self._http.call("POST", "/finish_weight_update", FinishBody(str(version)))
+        """End the update: all buckets were sent, and the weights are now ``version``."""
+        await self._http.call("POST", "/finish_weight_update", FinishUpdateBody(str(version)))
 
     async def version(self) -> Version | None:
-        """The version that the engine serves; None before its first update."""
+        """Return the version that the engine serves; None before its first update."""
         info = self._http.decode(await self._http.call("GET", "/weight_info"), _WeightInfo)
         if info.weight_version is None or info.weight_version == "default":
             return None
-        return parse(self.url, info.weight_version, self._read_version)
+        return parse_version(self.url, info.weight_version, self._read_version)
 
     async def checksums(self) -> dict[str, str]:
-        """A checksum per loaded tensor."""
+        """Return the engine's checksum of each loaded tensor, by name."""
         raw = await self._http.call("POST", "/weight_checker", {"action": "checksum"})
         return self._http.decode(raw, _Checksums).checksums
 
     async def sleep(self, level: int) -> None:
-        """Free device memory: 1 the KV cache, 2 the weights too. Requests are kept; vLLM would abort them by itself."""
+        """Free device memory: level 1 the KV cache, level 2 the weights too. Requests are kept (vLLM's default is to
+        abort them)."""
         await self._http.call("POST", "/sleep", params={"level": str(level), "mode": "keep"})
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Take memory back for ``weights`` and/or ``kv_cache``."""
+        """Take back the memory that ``sleep`` freed; ``tags`` are ``weights``, ``kv_cache`` or both."""
         await self._http.call("POST", "/wake_up", params=[("tags", tag) for tag in tags])
 
     async def is_sleeping(self) -> bool:
-        """Whether it gave up device memory and has not taken all of it back.
+        """Return whether the engine has freed device memory and not taken all of it back.
 
-        Read from the metrics: to ``/is_sleeping`` vLLM says yes also when it is only paused, and waking it would then
-        resume it.
+        Read from the metrics, since vLLM's ``/is_sleeping`` is true of a paused engine too, which waking would resume.
         """
         states = await self._metrics()
         return any(value == 0 for key, value in states if key.startswith(SLEEP_STATE) and 'sleep_state="awake"' in key)
 
     async def load(self) -> EngineLoad:
-        """How busy it is."""
+        """Read the engine's load from its metrics."""
         total = dict.fromkeys(LOAD, 0.0)
         for key, value in await self._metrics():
             name = key.partition("{")[0]
@@ -241,17 +242,17 @@ class VllmEngine:
         return EngineLoad(requests=int(running + waiting), cache_usage=usage, preemptions=int(preemptions))
 
     async def _metrics(self) -> list[tuple[str, float]]:
-        """Name with labels, and value, of each line of its Prometheus text."""
+        """Parse the Prometheus text into (name with labels, value)."""
         lines = (await self._http.call("GET", "/metrics")).decode().splitlines()
         pairs = [line.rsplit(None, 1) for line in lines if line.startswith("vllm:")]
         return [(key, float(value)) for key, value in pairs]
 
     async def health(self) -> bool:
-        """Whether the engine answers its probe within 5 s."""
+        """Return whether the engine answers its health probe in time."""
         return await self._http.healthy()
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the engine."""
         await self._http.close()
 
 

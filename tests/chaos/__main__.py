@@ -61,9 +61,15 @@ SMALL = [
         "eval.every=0",
         "eval.tasks=4",
     ),
-    *("queue.lease_s=10", "sft.min_steps=1", "sft.max_steps=2", "sft.check_every=1", "sft.gate=0"),
-    *("launcher.stop_timeout_s=5", "launcher.max_restarts=1000", "trainer.min_train_s=0.3"),
-    *("weight_sync.bucket_mb=0.1", "queue.max_attempts=1000", "queue.max_staleness=0"),
+    *(
+        "queue.lease_s=10",
+        "warm_start.min_steps=1",
+        "warm_start.max_steps=2",
+        "warm_start.check_every=1",
+        "warm_start.gate=0",
+    ),
+    *("launcher.stop_timeout_s=5", "launcher.max_restarts=1000", "debug.min_train_s=0.3"),
+    *("weight_sync.bucket_bytes=100000", "queue.max_attempts=1000", "queue.max_staleness=0"),
     f"weight_sync.sync_timeout_s={SYNC_S}",
 ]
 SYNC_TIMEOUT_S = {"embedded": 6, "vllm": 15}  # of each request of a sync

@@ -17,7 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from rl_async.configs.load.loader import dump
-from rl_async.configs.schema.run import DataConfig, ModelConfig, QueueConfig, RolloutConfig, RunConfig, TrainerConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.queue import QueueConfig
+from rl_async.configs.schema.rollout import RolloutConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH, GROUP, STALENESS, STEPS = 2, 2, 1, 1_000_000

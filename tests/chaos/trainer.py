@@ -20,7 +20,9 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from rl_async.configs.load.loader import dump
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import DebugConfig, RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.monitoring.records import write_trajectories
 from tests.conftest import make_model, make_rows
 
@@ -132,7 +134,8 @@ def main() -> int:
     config = RunConfig(
         model=ModelConfig(path=str(make_model(home / "model"))),
         data=DataConfig(path="none"),
-        trainer=TrainerConfig(ranks=RANKS, steps=steps, checkpoint_every=1, learning_rate=1e-3, min_train_s=0.3),
+        trainer=TrainerConfig(ranks=RANKS, steps=steps, checkpoint_every=1, learning_rate=1e-3),
+        debug=DebugConfig(min_train_s=0.3),
     )
     undisturbed, disturbed = home / "undisturbed", home / "disturbed"
     for run in (undisturbed, disturbed):

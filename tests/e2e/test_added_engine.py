@@ -16,7 +16,7 @@ from tests.e2e.command import HARDLY_WARM, RL_ASYNC
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 SMALL = [
-    *("data.train_batch_groups=4", "rollout.group_size=4", "trainer.steps=1000", "trainer.min_train_s=0.3"),
+    *("data.train_batch_groups=4", "rollout.group_size=4", "trainer.steps=1000", "debug.min_train_s=0.3"),
     *HARDLY_WARM,
     "eval.tasks=4",
     *("weight_sync.timeout_s=5", "launcher.stop_timeout_s=5"),

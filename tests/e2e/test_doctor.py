@@ -15,7 +15,7 @@ from tests.e2e.command import HARDLY_WARM, RL_ASYNC
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 SMALL = [
     *("data.train_batch_groups=2", "rollout.group_size=2", "trainer.steps=12", "trainer.checkpoint_every=2"),
-    *("trainer.ranks=2", "trainer.collective_timeout_s=20", "trainer.min_train_s=0.5", "eval.every=0", "eval.tasks=2"),
+    *("trainer.ranks=2", "trainer.collective_timeout_s=20", "debug.min_train_s=0.5", "eval.every=0", "eval.tasks=2"),
     *HARDLY_WARM,
     "launcher.stop_timeout_s=5",
 ]

@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rl_async.configs.load.loader import dump
-from rl_async.configs.schema.algorithm import AlgorithmConfig
-from rl_async.configs.schema.critic import CriticConfig
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.configs.schema.algorithm import AlgorithmConfig, CriticConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import DebugConfig, RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.checkpoints.folder import list_checkpoints
 from rl_async.trainer.monitoring.records import write_trajectories
 from tests.conftest import make_rows
@@ -39,6 +40,7 @@ def start(
     model: Path,
     *more: str,
     critic: CriticConfig | None = None,
+    min_train_s: float = 0.0,
     **options: Any,
 ) -> Forked:
     config = RunConfig(
@@ -47,6 +49,7 @@ def start(
         algorithm=AlgorithmConfig(advantage="gae" if critic else "grpo"),
         critic=critic,
         trainer=TrainerConfig(learning_rate=1e-3, steps=STEPS, checkpoint_every=2, **options),
+        debug=DebugConfig(min_train_s=min_train_s),
     )
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(dump(config))

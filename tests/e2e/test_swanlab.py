@@ -9,7 +9,8 @@ import pytest
 CODE = """
 import sys
 from pathlib import Path
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrackingConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig, TrackingConfig
 from rl_async.trainer.monitoring.trackers import Tracking
 config = RunConfig(model=ModelConfig(path="m"), data=DataConfig(path="d"),
                    tracking=TrackingConfig(backends=("swanlab",)), name="test")

@@ -6,18 +6,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_async.configs.schema.algorithm import AlgorithmConfig
-from rl_async.configs.schema.critic import CriticConfig
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.configs.schema.algorithm import AlgorithmConfig, CriticConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import Sampling
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.sequence import Sequence
 from rl_async.trainer.algorithms.algorithm import build
-from rl_async.trainer.batches.work import Work
-from rl_async.trainer.models import build_models
+from rl_async.trainer.batches.cost import RowCost
+from rl_async.trainer.step.models import build_models
 from rl_async.trainer.step.update import Batch, plan_batch, row_keys, update
-from rl_async.weight_sync.buckets.buckets import make_buckets, unpack
+from rl_async.weight_sync.buckets.buckets import unpack
 from tests.conftest import make_rows
+from tests.support.buckets import make_buckets
 from tests.support.whole_weights import whole_weights
 
 pytestmark = [
@@ -41,7 +43,7 @@ def test_training_step_and_export_on_cuda(model_folder: Path, critic: CriticConf
         rows = make_rows(0)
         headers = [row.header() for row in rows]
         batch = Batch(
-            0, headers, plan_batch(headers, 0, config, 1, Work()), dict(zip(row_keys(headers), rows, strict=True))
+            0, headers, plan_batch(headers, 0, config, 1, RowCost()), dict(zip(row_keys(headers), rows, strict=True))
         )
         metrics = update(models, batch, build(config), config).metrics
         assert metrics["loss/grad_norm"] > 0

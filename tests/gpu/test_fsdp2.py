@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_async.configs.schema.run import TrainerConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import Outputs
 from rl_async.trainer.batches.batching import Tensors, collate

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.utils import is_flash_attn_2_available
 
 from benchmarks.processes.ranks import run_ranks
-from rl_async.configs.schema.run import TrainerConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.batches.batching import collate
 from tests.conftest import make_rows
@@ -42,7 +42,7 @@ def logprobs(folder: Path, dtype: str, config: TrainerConfig) -> tuple[Tensor, f
 
 @pytest.mark.skipif(
     importlib.util.find_spec("liger_kernel") is None,
-    reason=NO_GPU or "Liger is not here; pip install 'rl-async[liger]'",
+    reason=NO_GPU or "Liger is not here; install it with pip install 'rl-async[liger]'",
 )
 def test_ligers_kernels_compute_the_same(model_folder: Path, one_rank: None) -> None:
     expected, norm = logprobs(model_folder, "float32", TrainerConfig())  # first: Liger stays for the whole process
@@ -53,7 +53,8 @@ def test_ligers_kernels_compute_the_same(model_folder: Path, one_rank: None) -> 
 
 @pytest.mark.skipif(
     not is_flash_attn_2_available(),
-    reason=NO_GPU or "FlashAttention 2 is not here; pip install --no-build-isolation 'rl-async[flash-attn]'",
+    reason=NO_GPU
+    or "FlashAttention 2 is not here; install it with pip install --no-build-isolation 'rl-async[flash-attn]'",
 )
 def test_flash_attention_computes_the_same(model_folder: Path, one_rank: None) -> None:
     expected, norm = logprobs(model_folder, "bfloat16", TrainerConfig(attention="packed"))

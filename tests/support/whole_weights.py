@@ -6,8 +6,8 @@ from torch import Tensor
 
 from rl_async.trainer.backends.interface import Backend
 from rl_async.weight_sync.layout import Layout, Shard, whole
+from rl_async.weight_sync.reshard.execute import reshard
 from rl_async.weight_sync.reshard.plan import plan
-from rl_async.weight_sync.reshard.run import reshard
 from rl_async.weight_sync.reshard.wire import PointToPoint
 
 BUCKET, DEADLINE_S = 1 << 20, 60.0
@@ -15,7 +15,7 @@ BUCKET, DEADLINE_S = 1 << 20, 60.0
 
 def whole_weights(backend: Backend) -> dict[str, Tensor]:
     """Copies, by name, in the type in which they travel. A collective."""
-    layout, held = backend.parts()
+    layout, held = backend.sharded_weights()
     ranks = range(dist.get_world_size())
     everywhere = {
         name: tuple(Shard(rank, whole(spec.shape)) for rank in ranks) for name, spec in layout.tensors.items()

@@ -7,16 +7,15 @@ from torch import Tensor
 
 from rl_async.configs.schema.algorithm import AlgorithmConfig
 from rl_async.configs.schema.correction import Correction, resolve, rules
+from rl_async.configs.schema.formulas import advantage_needs
 from rl_async.configs.schema.run import RunConfig
-from rl_async.trainer.algorithms.advantages import Advantage
+from rl_async.trainer.algorithms.advantages import ADVANTAGES, AdvantageFn
 from rl_async.trainer.algorithms.aggregation import AGGREGATIONS, Counts
 from rl_async.trainer.algorithms.correction import Corrected, correct, normalise
-from rl_async.trainer.algorithms.estimators import ADVANTAGES, LOOKS
 from rl_async.trainer.algorithms.kl import ESTIMATORS
-from rl_async.trainer.algorithms.loss_inputs import PolicyLoss
-from rl_async.trainer.algorithms.losses import LOSSES
+from rl_async.trainer.algorithms.losses import LOSSES, PolicyLoss
 from rl_async.trainer.algorithms.user_functions import Correct, load_advantage, load_correction, load_loss
-from rl_async.trainer.backends.interface import Want
+from rl_async.trainer.backends.interface import OutputName
 from rl_async.userload import is_user_reference
 
 
@@ -24,33 +23,38 @@ from rl_async.userload import is_user_reference
 class Algorithm:
     """What ``update`` calls. ``decoupled``: pi_old is recomputed before the first mini-batch, else it is mu."""
 
-    advantage: Advantage
+    advantage: AdvantageFn
     loss: PolicyLoss
     correct: Correct  # target, behaviour, mask, age; all [B, T]
-    finish: Callable[[Corrected], Corrected]  # of a whole batch, once all of it is corrected; identity when bypassed
+    finish: Callable[[Corrected], Corrected]  # normalises a whole corrected batch; identity if not asked to
     rules: tuple[str, ...]  # that the correction may apply to a token
     decoupled: bool
     aggregate: Callable[[Tensor, Tensor, Tensor, Counts], Tensor]
     kl: Callable[[Tensor, Tensor], Tensor]
-    looks: frozenset[Want]  # what the pass for pi_old must bring beside log-probabilities
-    wants: frozenset[Want]  # what the passes with gradient must
+    precompute: frozenset[OutputName]  # outputs that the pass for pi_old must compute beside log-probabilities
+    train_outputs: frozenset[OutputName]  # that the passes with gradient must compute
 
 
 def build(config: RunConfig) -> Algorithm:
-    """Raises ConfigError naming the key for a name that is not there, or a user's function that does not fit."""
+    """Look up the functions that ``config`` names, and try a user's own on a tiny batch.
+
+    Raises ConfigError naming the key if a name is unknown or a user's function does not fit.
+    """
     algorithm = config.algorithm
-    correction = Correction()  # a user's is decoupled, and goes with any loss
+    correction = Correction()  # a user's own is decoupled and goes with any loss
     if not is_user_reference(algorithm.correction):
         correction = resolve(algorithm.correction, algorithm.correction_options)
-    looks: set[Want] = set(LOOKS.get(algorithm.advantage, ()))
-    wants: set[Want] = set()
+    precompute: set[OutputName] = set()
+    if "sum_squares" in advantage_needs(algorithm.advantage):
+        precompute.add("sum_squares")
+    train_outputs: set[OutputName] = set()
     if algorithm.entropy_coef > 0:
-        wants.add("entropy")
+        train_outputs.add("entropy")
     if algorithm.kl.coef > 0 and algorithm.kl.estimator == "full":
-        wants.add("distribution")
+        train_outputs.add("distribution")
     if config.critic is not None and config.critic.shared:
-        looks.add("values")
-        wants.add("values")
+        precompute.add("values")
+        train_outputs.add("values")
     return Algorithm(
         advantage=_advantage(algorithm, critic=config.critic is not None),
         loss=_loss(algorithm, correction),
@@ -60,12 +64,12 @@ def build(config: RunConfig) -> Algorithm:
         decoupled=correction.proximal == "recompute",
         aggregate=AGGREGATIONS[algorithm.aggregation],
         kl=ESTIMATORS[algorithm.kl.estimator],
-        looks=frozenset(looks),
-        wants=frozenset(wants),
+        precompute=frozenset(precompute),
+        train_outputs=frozenset(train_outputs),
     )
 
 
-def _advantage(algorithm: AlgorithmConfig, *, critic: bool) -> Advantage:
+def _advantage(algorithm: AlgorithmConfig, *, critic: bool) -> AdvantageFn:
     if is_user_reference(algorithm.advantage):
         return load_advantage(algorithm.advantage, algorithm.advantage_options, critic=critic)
     return ADVANTAGES[algorithm.advantage]

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.trainer.batches.batching import Tensors
-from rl_async.trainer.batches.cell import Cell
-from rl_async.trainer.batches.work import Work
-from rl_async.weight_sync.reshard.gather import Parts
+from rl_async.trainer.batches.cost import RowCost
+from rl_async.trainer.batches.data_parallel import DataParallel
+from rl_async.weight_sync.reshard.gather import ShardedWeights
 
-Want = Literal["entropy", "sum_squares", "distribution", "values"]
+OutputName = Literal["entropy", "sum_squares", "distribution", "values"]
 Published = Literal["merged", "base", "adapters"]
 
 
@@ -32,18 +32,18 @@ class Outputs(msgspec.Struct, frozen=True):
     values: Tensor | None = None  # [B, T-1] value of the state in which each token was chosen
 
 
-def policy_outputs(logits: Tensor, chosen: Tensor, wants: frozenset[Want]) -> Outputs:
+def policy_outputs(logits: Tensor, chosen: Tensor, requested: frozenset[OutputName]) -> Outputs:
     """Outputs from logits [B, T, V] and the tokens that follow them, int64 [B, T]."""
     normaliser = logits.logsumexp(-1)
     logprobs = logits.gather(2, chosen[..., None]).squeeze(2) - normaliser
-    if not wants:
+    if not requested:
         return Outputs(logprobs)  # a distribution over the vocabulary is never built
     distribution = logits - normaliser[..., None]
     return Outputs(
         logprobs=logprobs,
-        entropy=-(distribution.exp() * distribution).sum(-1) if "entropy" in wants else None,
-        sum_squares=(2 * distribution).exp().sum(-1) if "sum_squares" in wants else None,
-        distribution=distribution if "distribution" in wants else None,
+        entropy=-(distribution.exp() * distribution).sum(-1) if "entropy" in requested else None,
+        sum_squares=(2 * distribution).exp().sum(-1) if "sum_squares" in requested else None,
+        distribution=distribution if "distribution" in requested else None,
     )
 
 
@@ -53,29 +53,29 @@ LossFn = Callable[[int, Outputs], Tensor]  # (micro-batch number, outputs that c
 class Backend(Protocol):
     """One model, sharded over the ranks of a process group. Every method is a collective.
 
-    The ranks of a cell pass the same micro-batches. In ``step`` each of them calls ``loss_fn`` on every micro-batch in
-    turn, on equal numbers, though only where the logits are do these carry gradient: a loss may keep account of what it
-    sees, and all ranks come to the same account.
+    The processes of one data-parallel rank pass the same micro-batches. In ``step`` each of them calls ``loss_fn`` on
+    every micro-batch in turn, on equal numbers; these carry gradient only where the logits are. A loss may therefore
+    keep sums of what it sees, and all processes get the same sums.
     """
 
     device: str
-    work: Work  # what a row costs it
-    cell: Cell
+    row_cost: RowCost  # what a row costs it
+    data_parallel: DataParallel
 
-    def forward(self, batch: Tensors, wants: frozenset[Want] = frozenset()) -> Outputs:
+    def forward(self, batch: Tensors, requested: frozenset[OutputName] = frozenset()) -> Outputs:
         """Outputs without gradient."""
         ...
 
     def step(
-        self, batches: Sequence[Tensors], loss_fn: LossFn, wants: frozenset[Want] = frozenset()
+        self, batches: Sequence[Tensors], loss_fn: LossFn, requested: frozenset[OutputName] = frozenset()
     ) -> tuple[float, float]:
-        """One optimizer step over micro-batches. Returns the summed loss of this cell and the global gradient norm.
+        """Take one optimizer step. Returns the loss, summed over this data-parallel rank, and the global gradient norm.
 
         Raises TrainingDiverged, before any weight changes, when either is not finite.
         """
         ...
 
-    def parts(self, what: Published = "merged") -> Parts:
+    def sharded_weights(self, what: Published = "merged") -> ShardedWeights:
         """Who holds what of the weights that engines get, under Hugging Face names, to travel in the model's dtype;
         tied duplicates left out, and a value head, which no engine knows. Of what is published as it is held, no
         copy is made. Of a backend that trains adapters: merged with them, without them, or they alone as

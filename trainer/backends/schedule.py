@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from rl_async.configs.schema.run import TrainerConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 
 
 def learning_rate_factor(config: TrainerConfig) -> Callable[[int], float]:

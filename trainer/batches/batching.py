@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from rl_async.messages import Trajectory, TrajectoryHeader, VersionRun
+from rl_async.trainer.batches.cost import RowCost
 from rl_async.trainer.batches.partition import imbalance, karmarkar_karp
-from rl_async.trainer.batches.work import Work
 
 
 class Sized(Protocol):
@@ -56,13 +56,13 @@ def layout(
     ranks: int,
     max_tokens: int,
     seed: int,
-    work: Work,
+    cost: RowCost,
 ) -> list[MiniBatch]:
     """Split a batch into mini-batches, ranks and token-budget micro-batches.
 
     Rows are permuted with (seed, step) and cut into ``minibatches`` equal parts; greedy episodes, which do not train,
     are dealt out to them afterwards, so that no part has nothing else. Within a part ranks get nearly
-    equal ``work``, and so do the micro-batches of a rank, none of which holds more than ``max_tokens`` tokens (a
+    equal cost, and so do the micro-batches of a rank, none of which holds more than ``max_tokens`` tokens (a
     single longer row stands alone). For a model that pads, a micro-batch holds rows of similar length, and padding
     counts.
     """
@@ -73,13 +73,13 @@ def layout(
         parts[number % len(parts)].append(row)
     result = []
     for part in parts:
-        shares = _balance(part, headers, ranks, work)
-        if work.padded:
+        shares = _balance(part, headers, ranks, cost)
+        if cost.padded:
             per_rank = [_similar(rows, headers, max_tokens) for rows in shares]
         else:
             first_fit = [_first_fit(rows, headers, max_tokens) for rows in shares]
             deepest = max(len(micro) for micro in first_fit)
-            per_rank = [_even(micro, deepest, headers, max_tokens, work) for micro in first_fit]
+            per_rank = [_even(micro, deepest, headers, max_tokens, cost) for micro in first_fit]
         deepest = max(len(micro) for micro in per_rank)
         for micro in per_rank:
             micro.extend([] for _ in range(deepest - len(micro)))
@@ -87,21 +87,21 @@ def layout(
     return result
 
 
-def _balance(rows: list[int], headers: Sequence[Sized], parts: int, work: Work) -> list[list[int]]:
-    """Parts of nearly equal work, each with its longest row first."""
-    shares = karmarkar_karp([work.of(headers[row].tokens) for row in rows], parts)
+def _balance(rows: list[int], headers: Sequence[Sized], parts: int, cost: RowCost) -> list[list[int]]:
+    """Parts of nearly equal cost, each with its longest row first."""
+    shares = karmarkar_karp([cost.of(headers[row].tokens) for row in rows], parts)
     return [[rows[index] for index in share] for share in shares]
 
 
 def token_imbalance(plan: Sequence[MiniBatch], headers: Sequence[Sized]) -> float:
     """By how much the rank with the most tokens is above the mean, in the worst mini-batch; 0 for one rank."""
-    return work_imbalance(plan, headers, Work())
+    return cost_imbalance(plan, headers, RowCost())
 
 
-def work_imbalance(plan: Sequence[MiniBatch], headers: Sequence[Sized], work: Work) -> float:
-    """By how much the rank with the most work is above the mean, in the worst mini-batch; 0 for one rank."""
+def cost_imbalance(plan: Sequence[MiniBatch], headers: Sequence[Sized], cost: RowCost) -> float:
+    """By how much the rank with the highest cost is above the mean, in the worst mini-batch; 0 for one rank."""
     return max(
-        imbalance([sum(work.of(headers[row].tokens) for micro in micros for row in micro) for micros in mini.ranks])
+        imbalance([sum(cost.of(headers[row].tokens) for micro in micros for row in micro) for micros in mini.ranks])
         for mini in plan
     )
 
@@ -122,11 +122,11 @@ def _first_fit(rows: list[int], headers: Sequence[Sized], max_tokens: int) -> li
 
 
 def _even(
-    micros: list[list[int]], count: int, headers: Sequence[Sized], max_tokens: int, work: Work
+    micros: list[list[int]], count: int, headers: Sequence[Sized], max_tokens: int, cost: RowCost
 ) -> list[list[int]]:
-    """The rows of ``micros`` over ``count`` micro-batches of nearly equal work, or as they are if those overflow."""
+    """The rows of ``micros`` over ``count`` micro-batches of nearly equal cost, or as they are if those overflow."""
     rows = [row for micro in micros for row in micro]
-    even = _balance(rows, headers, count, work)
+    even = _balance(rows, headers, count, cost)
     fits = all(len(micro) <= 1 or sum(headers[row].tokens for row in micro) <= max_tokens for micro in even)
     return even if fits else micros
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rl_async.configs.schema.lora import LoraConfig
+from rl_async.configs.schema.trainer import LoraConfig
 from rl_async.errors import CheckpointDamaged, UserError
 from rl_async.trainer.checkpoints.manifest import FileDigest, digest
 from rl_async.trainer.checkpoints.shards import write_tensors, write_whole

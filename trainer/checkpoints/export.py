@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 from rl_async.errors import UserError
+from rl_async.files import written_whole
 from rl_async.trainer.checkpoints.adapters import ADAPTER_FOLDER, write_merged
 from rl_async.trainer.checkpoints.folder import damage_of, list_checkpoints
 from rl_async.trainer.checkpoints.shards import write_whole
@@ -50,12 +51,10 @@ def export(run: Path, out: Path, step: int | None = None, part: str = ".") -> in
         raise UserError(f"checkpoint {folder} has no model in {part}")
     if out.exists():
         raise UserError(f"{out} exists; give a folder that does not")
-    temporary = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(folder / part / MODEL_FOLDER, temporary)
-    if not (temporary / WHOLE).is_file():
-        write_model(folder / part, temporary / WHOLE)
-    if part != "." and (folder / part / VALUE_HEAD_FILE).is_file():
-        shutil.copy(folder / part / VALUE_HEAD_FILE, temporary)
-    temporary.rename(out)
+    with written_whole(out) as temporary:
+        shutil.copytree(folder / part / MODEL_FOLDER, temporary)
+        if not (temporary / WHOLE).is_file():
+            write_model(folder / part, temporary / WHOLE)
+        if part != "." and (folder / part / VALUE_HEAD_FILE).is_file():
+            shutil.copy(folder / part / VALUE_HEAD_FILE, temporary)
     return chosen

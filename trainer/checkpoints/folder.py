@@ -14,7 +14,6 @@ Format 1 had whole tensors in optimizer.safetensors and no manifest. It can stil
 """
 
 import logging
-import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ from safetensors.torch import load_file
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import CheckpointDamaged
+from rl_async.files import force_to_disk
 from rl_async.trainer.backends.interface import Backend
 from rl_async.trainer.checkpoints.manifest import MANIFEST, damage
 
@@ -170,12 +170,3 @@ def load_checkpoint(folder: Path, backends: Mapping[str, Backend]) -> tuple[Chec
     if random.is_file():
         torch.set_rng_state(load_file(random)["torch"])
     return read_state(folder), (folder / "queue.msgpack").read_bytes()
-
-
-def force_to_disk(path: Path) -> None:
-    """Return when the file, or the folder's list of names, would survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

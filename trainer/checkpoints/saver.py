@@ -7,7 +7,6 @@ Every rank has one ``Saver``; its background thread speaks to the others' throug
 """
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -21,8 +20,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from rl_async.errors import CheckpointFailed
+from rl_async.files import force_to_disk
+from rl_async.threads import in_daemon_thread
 from rl_async.trainer.backends.interface import Backend
-from rl_async.trainer.checkpoints.folder import CheckpointState, begin, force_to_disk, publish, temporary_folder
+from rl_async.trainer.checkpoints.folder import CheckpointState, begin, publish, temporary_folder
 from rl_async.trainer.checkpoints.manifest import FileDigest, digest, files_in, write_manifest
 
 log = logging.getLogger("rl_async.checkpoint")
@@ -71,7 +72,7 @@ class Saver:
             self._together(lambda: self._publish(temporary, state.step))
             log.info("checkpoint after step %d, written in %.1f s", state.step, time.monotonic() - began)
 
-        self._step, self._flight = state.step, _in_background(write)
+        self._step, self._flight = state.step, in_daemon_thread(write, "checkpoint")
 
     def durable(self) -> int | None:
         """The step of a checkpoint that became durable since the last call. Raises CheckpointFailed if it did not."""
@@ -132,19 +133,3 @@ class Saver:
             raise CheckpointFailed(f"rank {dist.get_rank()}: {failure}") from failure
         if failed.item():
             raise CheckpointFailed("another rank could not write; its log says why")
-
-
-def _in_background(work: Callable[[], None]) -> "Future[None]":
-    """Run it in a thread that does not keep a dying process alive."""
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:  # raised again where somebody waits
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
-    return future

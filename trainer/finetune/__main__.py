@@ -1,126 +1,31 @@
-"""One rank of supervised fine-tuning. Builds the parts from the run's config and hands them to the loop.
+"""One rank of supervised fine-tuning: ``python -m rl_async.trainer.finetune --run OUT.run``.
 
-``python -m rl_async.trainer.finetune --run OUT.run`` trains on the conversations that `rl-async sft` encoded there,
-from the newest checkpoint if there is one, and writes the model when the last step is done.
+It trains on the conversations that ``rl-async sft`` encoded there, from the newest checkpoint if there is one, and
+writes the model when the last step is done.
 """
 
-import argparse
-import logging
 import os
+import sys
 from pathlib import Path
 
-import msgspec
-import torch
-import torch.distributed as dist
-from transformers.utils.logging import disable_progress_bar
-
-from rl_async.configs.load.loader import load_resolved
-from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import ConfigError
-from rl_async.process.heartbeat import beat
-from rl_async.process.lifeline import watch_lifeline
-from rl_async.process.log import setup_logging
-from rl_async.process.stacks import answer_with_stacks
-from rl_async.trainer.checkpoints.export import export
-from rl_async.trainer.checkpoints.folder import drop_unfinished, folder_of, load_checkpoint, newest_whole, read_state
-from rl_async.trainer.checkpoints.saver import Saver
-from rl_async.trainer.finetune.loop import Finetuning, finetune
-from rl_async.trainer.finetune.rows import HELD_OUT, ROWS, ChatRows, keep_lines, total_steps
-from rl_async.trainer.models import build_models
-from rl_async.trainer.monitoring.ranks import end_well_or_say_why, start_process_group
-from rl_async.trainer.monitoring.records import next_lineage
-from rl_async.trainer.monitoring.stopping import StopRequest
-from rl_async.trainer.monitoring.trackers import Tracking
-
-log = logging.getLogger("rl_async.trainer")
+from rl_async.errors import EXIT_FAILED, EXIT_RESTART, RanksLost, RlAsyncError
+from rl_async.process.role import role_parser, run_role
 
 
-def main() -> None:
+def main() -> int:
     """Entry point; the exit code is 0 when the model is written, or when the rank was asked to stop and saved."""
-    watch_lifeline()
-    answer_with_stacks()
-    stop = StopRequest()
-    stop.listen()
-    parser = argparse.ArgumentParser(prog="python -m rl_async.trainer.finetune", description=__doc__)
+    parser = role_parser("trainer.finetune", __doc__)
     parser.add_argument("--run", type=Path, required=True, help="folder that `rl-async sft` made")
     folder: Path = parser.parse_args().run
-    setup_logging(f"trainer-{os.environ.get('RANK', '0')}")
-    disable_progress_bar()
-    end_well_or_say_why(folder, lambda: _run(folder, stop))
+    exits = {RanksLost: EXIT_RESTART, RlAsyncError: EXIT_FAILED}
+    return run_role(f"trainer-{os.environ.get('RANK', '0')}", lambda: _run(folder), exits)
 
 
-def training(config: RunConfig, rows: int) -> RunConfig:
-    """The config with what the optimizer and the checkpoints follow, for ``rows`` conversations."""
-    own = config.finetune
-    if own is None:
-        raise ConfigError("finetune: the config has no such section; `rl-async sft` writes one that has")
-    steps = total_steps(rows, own)
-    trainer = msgspec.structs.replace(
-        config.trainer,
-        learning_rate=own.learning_rate,
-        schedule=own.schedule,
-        warmup_steps=round(own.warmup * steps),
-        steps=steps,
-        epochs=1,
-        minibatches=1,
-    )
-    return msgspec.structs.replace(config, trainer=trainer)
+def _run(folder: Path) -> None:
+    from rl_async.trainer.finetune.process import run_rank
 
-
-def _run(folder: Path, stop: StopRequest) -> None:
-    rows, held_out = ChatRows.map(folder / ROWS), ChatRows.map(folder / HELD_OUT)
-    config = training(load_resolved(folder / "config.yaml"), len(rows))
-    assert config.finetune is not None
-    beat(folder, int(os.environ.get("RANK", "0")), 0, "starting")
-    device, _ = start_process_group(config)
-    try:
-        trainer = config.trainer
-        policy = build_models(config, device).policy
-        saver = Saver(folder / "checkpoints", trainer.keep_checkpoints, trainer.collective_timeout_s)
-        step, lineage = _chosen(folder)
-        if step:
-            load_checkpoint(folder_of(folder / "checkpoints", step), {".": policy})
-            log.info("going on after step %d as lineage %d", step, lineage)
-        run = Finetuning(
-            config=config,
-            finetune=config.finetune,
-            folder=folder,
-            rows=rows,
-            held_out=held_out,
-            policy=policy,
-            saver=saver,
-            stop=stop,
-            start_step=step,
-            lineage=lineage,
-            tracking=Tracking(config, folder) if dist.get_rank() == 0 else None,
-        )
-        ended, writes = finetune(run), dist.get_rank() == 0
-    finally:
-        dist.destroy_process_group()
-    out = Path(config.finetune.out)
-    if ended and writes and not out.exists():  # without the others, whose patience has an end
-        out.parent.mkdir(parents=True, exist_ok=True)
-        export(folder, out)
-
-
-def _chosen(folder: Path) -> tuple[int, int]:
-    """The step of the newest whole checkpoint, 0 if there is none, and a new lineage, on all ranks.
-
-    What was written down of later steps goes: they are trained again. A collective.
-    """
-    chosen = torch.zeros(2, dtype=torch.int64)
-    if dist.get_rank() == 0:
-        root = folder / "checkpoints"
-        drop_unfinished(root)
-        newest = newest_whole(root)
-        step = 0 if newest is None else read_state(newest).step
-        keep_lines(folder / "metrics.jsonl", "step", step - 1)
-        keep_lines(folder / "evaluations.jsonl", "eval/step", step if step else -1)
-        chosen = torch.tensor([step, next_lineage(folder, True)])
-    dist.broadcast(chosen, 0)
-    step, lineage = chosen.tolist()
-    return step, lineage
+    run_rank(folder)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -126,7 +126,7 @@ def train_step(run: Finetuning, step: int, rows: Sequence[int]) -> tuple[float, 
     except TrainingDiverged as error:
         raise TrainingDiverged(f"step {step}, conversations {sorted(rows)[:8]}...: {error}") from error
     total = torch.tensor([loss], dtype=torch.float64)
-    run.policy.cell.add_up(total)
+    run.policy.data_parallel.all_reduce(total)
     return total.item(), norm
 
 
@@ -146,7 +146,7 @@ def evaluate(run: Finetuning, completed: int) -> dict[str, float]:
         for batch in micro_batches(run, run.held_out, everything[start : start + size]):
             loss = negative_log_likelihood(run.policy.forward(batch), batch)
             sums += torch.tensor([loss.item(), batch.mask.sum().item()], dtype=torch.float64)
-    run.policy.cell.add_up(sums)
+    run.policy.data_parallel.all_reduce(sums)
     metrics = {"eval/loss": sums[0].item() / max(sums[1].item(), 1.0)}
     if dist.get_rank() == 0:
         append_evaluation(run.folder / "evaluations.jsonl", run.lineage, {"eval/step": completed, **metrics})
@@ -160,17 +160,17 @@ def is_measured(config: FinetuneConfig, completed: int, steps: int) -> bool:
 
 def micro_batches(run: Finetuning, data: ChatRows, rows: Sequence[int]) -> Iterator[Tensors]:
     """This rank's, within the token budget; every rank gets as many, for each forward pass is a collective."""
-    cell = run.policy.cell
+    data_parallel = run.policy.data_parallel
     (plan,) = batching.layout(
         [data.size(row) for row in rows],
         step=0,
         minibatches=1,
-        ranks=cell.dp_size,
+        ranks=data_parallel.size,
         max_tokens=run.config.trainer.max_tokens_per_microbatch,
         seed=run.config.seed,
-        work=run.policy.work,
+        cost=run.policy.row_cost,
     )
-    for places in plan.ranks[cell.dp_rank]:
+    for places in plan.ranks[data_parallel.rank]:
         yield collate(data, [rows[place] for place in places], run.policy.device)
 
 

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from rl_async.configs.schema.finetune import FinetuneConfig
-from rl_async.files import drop_torn_line
+from rl_async.files import drop_torn_line, replace_file
 
 ROWS, HELD_OUT = "rows", "held-out"  # folders in the run folder
 
@@ -93,6 +93,4 @@ def keep_lines(path: Path, key: str, highest: int) -> None:
         return
     drop_torn_line(path)
     lines = path.read_bytes().splitlines(keepends=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(b"".join(line for line in lines if msgspec.json.decode(line)[key] <= highest))
-    temporary.replace(path)
+    replace_file(path, b"".join(line for line in lines if msgspec.json.decode(line)[key] <= highest))

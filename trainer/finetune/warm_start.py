@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from rl_async.configs.schema.run import SftConfig
+from rl_async.configs.schema.finetune import WarmStartConfig
 from rl_async.errors import UserError
 
 WARMUP_STEPS = 30
@@ -51,7 +51,7 @@ def warm_start(
     model: torch.nn.Module,
     rows: Sequence[TokenRow],
     check: Callable[[], float],
-    config: SftConfig,
+    config: WarmStartConfig,
     report: Callable[[str], None],
 ) -> SftResult:
     """Train ``model`` on demonstrations until ``check()`` (greedy reward on held-out tasks) reaches ``config.gate``.
@@ -79,8 +79,8 @@ def warm_start(
                 return SftResult(step, reward, time.perf_counter() - began)
             plateau.observe(reward)
     raise UserError(
-        f"the warm start reached a greedy reward of {plateau.best:.2f}, not sft.gate={config.gate}, in sft.max_steps="
-        f"{config.max_steps} steps; raise sft.max_steps, or try another sft.seed"
+        f"the warm start reached a greedy reward of {plateau.best:.2f}, not warm_start.gate={config.gate}, in "
+        f"warm_start.max_steps={config.max_steps} steps; raise warm_start.max_steps, or try another warm_start.seed"
     )
 
 

@@ -33,7 +33,7 @@ def packed_attention(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """One layer's attention of [1, heads, N, D], the result [1, N, heads, D], as ``AttentionInterface`` wants it.
+    """One layer's attention of [1, heads, N, D], and its result [1, N, heads, D], as ``AttentionInterface`` calls it.
 
     A token sees those of its own sequence up to itself, or the last ``sliding_window`` of them. With ``softcap`` c
     scores are c * tanh(score / c) (Gemma 2, arXiv:2408.00118, section 2). With ``sharing_ranks`` N are this rank's

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from rl_async.configs.schema.run import TrainerConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import UserError
-from rl_async.trainer.backends.interface import Outputs, Want, policy_outputs
+from rl_async.trainer.backends.interface import OutputName, Outputs, policy_outputs
 from rl_async.trainer.batches.batching import Tensors
 from rl_async.trainer.batches.packing import Packed, pack
 from rl_async.trainer.model.families import logit_form, why_not_shared, why_padded
@@ -56,27 +56,29 @@ class Headed(torch.nn.Module):
         self.packs = why_padded(lm.config) is None
         self.sharing = sharing
 
-    def outputs(self, batch: Tensors, wants: frozenset[Want]) -> Outputs:
+    def outputs(self, batch: Tensors, requested: frozenset[OutputName]) -> Outputs:
         """One pass over a micro-batch: packed if the model can be, else padded."""
         if not self.packs:
-            return Outputs(**self(batch, wants))
+            return Outputs(**self(batch, requested))
         packed = pack(batch)
         flat: dict[str, Tensor | None]
         if self.sharing is None:
-            flat = self(packed, wants)
+            flat = self(packed, requested)
         else:
             own, group = packed.share(self.sharing.rank, self.sharing.size), self.sharing.group
-            flat = {name: None if part is None else gathered(part, group) for name, part in self(own, wants).items()}
+            flat = {
+                name: None if part is None else gathered(part, group) for name, part in self(own, requested).items()
+            }
         return Outputs(**{name: None if part is None else packed.unpack(part) for name, part in flat.items()})
 
-    def forward(self, batch: Packed | Tensors, wants: frozenset[Want]) -> dict[str, Tensor | None]:
+    def forward(self, batch: Packed | Tensors, requested: frozenset[OutputName]) -> dict[str, Tensor | None]:
         """The fields of ``Outputs``, [N, ...] of a packed batch, [B, T-1, ...] of a padded one; none is a view.
 
         Log-probabilities are made in here, where FSDP has gathered lm_head's weight, once for all chunks.
         """
-        return self._packed(batch, wants) if isinstance(batch, Packed) else self._padded(batch, wants)
+        return self._packed(batch, requested) if isinstance(batch, Packed) else self._padded(batch, requested)
 
-    def _packed(self, packed: Packed, wants: frozenset[Want]) -> dict[str, Tensor | None]:
+    def _packed(self, packed: Packed, requested: frozenset[OutputName]) -> dict[str, Tensor | None]:
         inputs = packed.backbone_inputs()
         if self.sharing is not None:
             inputs["sharing_ranks"] = self.sharing.group
@@ -84,22 +86,22 @@ class Headed(torch.nn.Module):
         outputs: dict[str, Tensor | None] = {}
         if self.has_logits:
             head = LogitHead(self.lm.lm_head.weight, self.lm.lm_head.bias, logit_form(self.lm.config))
-            outputs = token_stats(hidden, head, packed.targets, packed.temperature, wants)._asdict()
-            if "distribution" in wants:
+            outputs = token_stats(hidden, head, packed.targets, packed.temperature, requested)._asdict()
+            if "distribution" in requested:
                 outputs["distribution"] = head_logits(hidden, head, packed.temperature).log_softmax(-1)
-        if not self.has_logits or "values" in wants:
+        if not self.has_logits or "values" in requested:
             outputs["values"] = self._values(hidden)
         return outputs
 
-    def _padded(self, batch: Tensors, wants: frozenset[Want]) -> dict[str, Tensor | None]:
+    def _padded(self, batch: Tensors, requested: frozenset[OutputName]) -> dict[str, Tensor | None]:
         """Padding stands behind every real token, where causal attention never looks."""
         if not self.has_logits:
             hidden = self.lm(input_ids=batch.tokens, use_cache=False).last_hidden_state
             return {"values": self._values(hidden[:, :-1])}
-        out = self.lm(input_ids=batch.tokens, use_cache=False, output_hidden_states="values" in wants)
+        out = self.lm(input_ids=batch.tokens, use_cache=False, output_hidden_states="values" in requested)
         logits = out.logits[:, :-1].float() / batch.temperature
-        outputs = policy_outputs(logits, batch.tokens[:, 1:], wants - {"values"})
-        values = self._values(out.hidden_states[-1][:, :-1]) if "values" in wants else None
+        outputs = policy_outputs(logits, batch.tokens[:, 1:], requested - {"values"})
+        values = self._values(out.hidden_states[-1][:, :-1]) if "values" in requested else None
         return {name: getattr(outputs, name) for name in outputs.__struct_fields__} | {"values": values}
 
     def _values(self, hidden: Tensor) -> Tensor:

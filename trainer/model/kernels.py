@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers.utils import is_flash_attn_2_available
 
-from rl_async.configs.schema.run import TrainerConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import UserError
 from rl_async.trainer.model import attention as packed_attention
 from rl_async.trainer.model.families import why_padded

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from rl_async.trainer.model.families import LogitForm
 
-CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26}  # on the CPU the fastest of those measured; a GPU wants larger matrices
+CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26}  # on the CPU the fastest of those measured; a GPU needs larger matrices
 
 
 class TokenStats(NamedTuple):
@@ -36,7 +36,7 @@ def token_stats(
     head: Head,
     targets: Tensor,
     temperature: Tensor,
-    wants: frozenset[str] = frozenset(),
+    requested: frozenset[str] = frozenset(),
     chunk_logits: int | None = None,
 ) -> TokenStats:
     """What the distributions softmax(logits / temperature) say of ``targets``; gradient flows to hidden, weight, bias.
@@ -45,11 +45,11 @@ def token_stats(
         hidden: [N, H].
         targets: int64 [N].
         temperature: float32 [N].
-        wants: of "entropy" and "sum_squares"; other names are not looked at.
+        requested: of "entropy" and "sum_squares"; other names are ignored.
         chunk_logits: logits in memory at once; None: what suits the device.
     """
     chunk = max(1, (chunk_logits or CHUNK_LOGITS[hidden.device.type]) // head.weight.shape[0])
-    flags = "entropy" in wants, "sum_squares" in wants
+    flags = "entropy" in requested, "sum_squares" in requested
     result: Any = _Chunked.apply(hidden, head.weight, head.bias, targets, temperature, head.form, flags, chunk)
     return TokenStats(*result)
 

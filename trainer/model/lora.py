@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_async.configs.schema.lora import LoraConfig
+from rl_async.configs.schema.trainer import LoraConfig
 from rl_async.errors import UserError
 from rl_async.weight_sync.buckets.adapters import add
 

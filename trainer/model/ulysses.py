@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_async.trainer.batches.cell import Cell, lone_ranks, neighbours
+from rl_async.trainer.batches.data_parallel import DataParallel, adjacent_and_strided, pure_data_parallel
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,18 @@ class Sharing:
     group: dist.ProcessGroup
 
 
-def join_groups(size: int, timeout_s: float) -> tuple[Cell, Sharing | None]:
-    """Neighbouring ranks, ``size`` of them, share rows: they are a cell. None if each has its own. A collective.
+def join_groups(size: int, timeout_s: float) -> tuple[DataParallel, Sharing | None]:
+    """Neighbouring ranks, ``size`` of them, share rows and are one data-parallel rank; the second
+    result is None if each has rows of its own. A collective.
 
     Exchanges wait no longer than ``timeout_s``. ``size`` divides the number of ranks.
     """
     if size == 1:
-        return lone_ranks(), None
-    inside, across = neighbours(size, timeout_s)
+        return pure_data_parallel(), None
+    inside, across = adjacent_and_strided(size, timeout_s)
     number, place = divmod(dist.get_rank(), size)
-    cell = Cell(number, dist.get_world_size() // size, is_recorder=place == 0, group=across)
-    return cell, Sharing(place, size, inside)
+    data_parallel = DataParallel(number, dist.get_world_size() // size, is_recorder=place == 0, group=across)
+    return data_parallel, Sharing(place, size, inside)
 
 
 def to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -21,7 +21,7 @@ class EvalVerbs(Protocol):
     def fetch(self, rows: Sequence[RowKey]) -> list[Trajectory]: ...
 
 
-class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
+class FinishedEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     """A finished evaluation, as it stands in ``evaluations.jsonl``."""
 
     step: int  # of the version that was published when it was asked for: no token is older
@@ -34,19 +34,21 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
         return {f"eval/{name}": float(value) for name, value in msgspec.structs.asdict(self).items()}
 
 
-class Evaluations:
+class Evaluator:
     """Asks the queue to sample the held-out tasks (partition ``eval``) and reports their mean reward.
 
     An evaluation is named by the step of the published version. One runs at a time; one that falls due while another
     runs, or whose version was evaluated before, is skipped, except the last. ``record`` keeps each result.
     """
 
-    def __init__(self, queue: EvalVerbs, every: int, record: Callable[[EvalResult, list[Trajectory]], None]) -> None:
+    def __init__(
+        self, queue: EvalVerbs, every: int, record: Callable[[FinishedEvaluation, list[Trajectory]], None]
+    ) -> None:
         self._queue, self._every, self._record = queue, every, record
         self._running: int | None = None
         self._newest = -1  # asked for last
 
-    def after_step(self, completed: int, published: int) -> EvalResult | None:
+    def after_step(self, completed: int, published: int) -> FinishedEvaluation | None:
         """Call after each step with the number of completed steps and the step of the version that engines serve.
 
         Returns the result of an evaluation that is done.
@@ -56,7 +58,7 @@ class Evaluations:
             self._start(published)
         return result
 
-    def finish(self, published: int, timeout_s: float) -> list[EvalResult]:
+    def finish(self, published: int, timeout_s: float) -> list[FinishedEvaluation]:
         """Wait for the evaluation that runs, and evaluate the final weights. Raises RlAsyncError after ``timeout_s``.
 
         Returns the results that ``after_step`` has not returned, oldest first.
@@ -72,7 +74,7 @@ class Evaluations:
         self._queue.evaluate(published)
         self._running = self._newest = published
 
-    def _wait(self, deadline: float) -> EvalResult | None:
+    def _wait(self, deadline: float) -> FinishedEvaluation | None:
         result = None
         while self._running is not None:
             result = self._collect(1.0)
@@ -80,7 +82,7 @@ class Evaluations:
                 raise RlAsyncError(f"the evaluation of version step {self._running} did not finish in time")
         return result
 
-    def _collect(self, wait_s: float) -> EvalResult | None:
+    def _collect(self, wait_s: float) -> FinishedEvaluation | None:
         if self._running is None:
             return None
         reply = self._queue.eval_result(self._running, wait_s)
@@ -96,7 +98,7 @@ class Evaluations:
             log.warning("the evaluation after step %d produced no trajectory; see the ledger for its errors", step)
             return None
         episodes = [row for row in rows if row.segment == 0]
-        result = EvalResult(
+        result = FinishedEvaluation(
             step=step,
             newest_step=max((run.version.step for row in rows for run in row.versions), default=step),
             reward=sum(row.reward for row in episodes) / len(episodes),

@@ -27,7 +27,7 @@ class Breach(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GuardAction:
     """What to do after a step: a warning to log, or a bound on staleness to ask the queue for."""
 
     warning: str = ""
@@ -53,13 +53,13 @@ class Guard:
         """The run's guard. Weights published every k steps need slots for k batches, a bound of k - 1."""
         return cls(config.algorithm.guard, config.queue.max_staleness, config.weight_sync.every - 1)
 
-    def observe(self, step: int, metrics: Mapping[str, float]) -> Verdict:
+    def observe(self, step: int, metrics: Mapping[str, float]) -> GuardAction:
         """Take in a step's metrics. Raises PolicyDrifted if the guard is to stop the run and its patience is over.
 
         A step without the metrics, which trained no token, says nothing.
         """
         if self._config.action == "off" or "correction/ess" not in metrics:
-            return Verdict()
+            return GuardAction()
         breaches = self._breaches(metrics)
         if not breaches:
             return self._in_band()
@@ -74,20 +74,20 @@ class Guard:
         warning = f"off-policy: {what}" if self._outside == self._config.patience else ""
         if self._config.action == "adapt" and self._outside % self._config.patience == 0:
             return self._want(max(self._wanted // 2, self._least), warning)
-        return Verdict(warning)
+        return GuardAction(warning)
 
-    def _in_band(self) -> Verdict:
+    def _in_band(self) -> GuardAction:
         self._outside = 0
         self._inside += 1
         if self._config.action == "adapt" and self._inside % self._config.patience == 0:
             return self._want(min(self._wanted + 1, self._configured), "")
-        return Verdict()
+        return GuardAction()
 
-    def _want(self, max_staleness: int, warning: str) -> Verdict:
+    def _want(self, max_staleness: int, warning: str) -> GuardAction:
         if max_staleness == self._wanted:
-            return Verdict(warning)
+            return GuardAction(warning)
         self._wanted = max_staleness
-        return Verdict(warning, max_staleness)
+        return GuardAction(warning, max_staleness)
 
     def _breaches(self, metrics: Mapping[str, float]) -> list[Breach]:
         found = []

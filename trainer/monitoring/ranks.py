@@ -1,10 +1,9 @@
-"""What every rank process does first and last: it joins the others, and says why it ended."""
+"""What every rank does first and last: join the process group, and name the ranks that failed it."""
 
-import logging
 import os
 import random
-import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,35 +11,29 @@ import torch
 import torch.distributed as dist
 
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import EXIT_FAILED, EXIT_USER, RanksLost, RlAsyncError, UserError
+from rl_async.errors import RanksLost
 from rl_async.process.heartbeat import who_is_missing
 
-log = logging.getLogger("rl_async.trainer")
 
-EXIT_RANKS_LOST = 1  # not this rank's fault: all of them start again from the last checkpoint
+@contextmanager
+def ranks_joined(config: RunConfig, folder: Path) -> Iterator[tuple[str, dist.Store]]:
+    """Be a member of the trainer's process group inside the block; yields this rank's device and the ranks' store.
 
-
-def end_well_or_say_why(folder: Path, work: Callable[[], None]) -> None:
-    """Do the rank's work. Exits with the code that says whether starting the ranks again could help."""
+    Raises RanksLost, naming the ranks that did not arrive, when a collective of the block fails.
+    """
     try:
-        work()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_USER)
-    except RanksLost as error:
-        log.error("%s", error)
-        sys.exit(EXIT_RANKS_LOST)
-    except RlAsyncError as error:
-        log.error("%s: %s", type(error).__name__, error)
-        sys.exit(EXIT_FAILED)
+        device, store = start_process_group(config)
+        try:
+            yield device, store
+        finally:
+            dist.destroy_process_group()
     except RuntimeError as error:
         if not is_collective_failure(error):
             raise
         rank = os.environ.get("RANK", "0")
         missing = who_is_missing(folder, int(rank), int(os.environ.get("WORLD_SIZE", "1")))
         hint = "one died, or hung for trainer.collective_timeout_s"
-        log.error("rank %s lost the other ranks (%s): %s: %s", rank, hint, missing, error)
-        sys.exit(EXIT_RANKS_LOST)
+        raise RanksLost(f"rank {rank} lost the other ranks ({hint}): {missing}: {error}") from error
 
 
 def is_collective_failure(error: RuntimeError) -> bool:

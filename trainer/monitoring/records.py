@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rl_async.files import append_lines
+from rl_async.files import append_lines, replace_file, written_whole
 from rl_async.messages import Explanation, Trajectory
 
 
@@ -61,14 +61,12 @@ def write_trajectories(
     Read them with ``import gzip, json`` and ``rows = [json.loads(line) for line in gzip.open(path, "rt")]``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    with gzip.open(temporary, "wb", compresslevel=1) as file:
+    with written_whole(path) as temporary, gzip.open(temporary, "wb", compresslevel=1) as file:
         for number, row in enumerate(rows):
             line = msgspec.structs.asdict(row)
             if explanations is not None:
                 line["correction"] = explanations[number]
             file.write(msgspec.json.encode(line, enc_hook=_array_to_list) + b"\n")
-    temporary.replace(path)
 
 
 def read_trajectories(path: Path) -> list[Trajectory]:
@@ -101,7 +99,5 @@ def next_lineage(run: Path, resuming: bool) -> int:
     """
     path = run / "lineage"
     lineage = int(path.read_text()) + 1 if resuming and path.exists() else 0
-    temporary = path.with_name(".lineage.tmp")
-    temporary.write_text(f"{lineage}\n")
-    temporary.replace(path)
+    replace_file(path, f"{lineage}\n".encode())
     return lineage

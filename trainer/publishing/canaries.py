@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import numpy as np
 from rl_async.errors import EngineError
 from rl_async.messages import EngineList, EngineRecord, Sampling, Version
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
+from rl_async.threads import in_daemon_thread
 
 PROMPT_TOKENS = 8
 
@@ -56,17 +56,8 @@ class Canaries:
     def send(self, version: Version) -> None:
         """Ask the engines that serve exactly this version, in a thread of its own. Raises QueueLost."""
         engines = [record for record in self._directory().engines if record.version == version]
-        asked: Future[list[Canary]] = Future()
         self.asked = len(engines)
-
-        def run() -> None:
-            try:
-                asked.set_result(asyncio.run(self._ask_all(engines, version)))
-            except Exception as error:  # handed to whoever collects, as an executor does
-                asked.set_exception(error)
-
-        threading.Thread(target=run, name="canaries", daemon=True).start()
-        self._asked = asked
+        self._asked = in_daemon_thread(lambda: asyncio.run(self._ask_all(engines, version)), "canaries")
 
     def collect(self) -> list[Canary]:
         """Of the engines that answered since ``send``; none if nobody was asked. Waits until the deadline."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_async.configs.schema.mismatch import MismatchConfig
+from rl_async.configs.schema.weight_sync import MismatchConfig
 from rl_async.errors import WeightSyncError
 from rl_async.messages import Version
 from rl_async.trainer.backends.interface import Backend
@@ -28,7 +28,7 @@ log = logging.getLogger("rl_async.mismatch")
 
 
 @dataclass(frozen=True)
-class Agreement:
+class Mismatch:
     """Of all engines: d = log pi(trainer) - log mu(engine) over the canaries' tokens."""
 
     means: list[float]  # of |d|, per engine
@@ -110,7 +110,7 @@ class WatchedPublisher:
         return self._resynced
 
 
-def compare(backend: Backend, drawn: Sequence[Canary], temperature: float) -> Agreement | None:
+def compare(backend: Backend, drawn: Sequence[Canary], temperature: float) -> Mismatch | None:
     """Rank 0's canaries under the backend's weights, on all ranks; None if there are none. A collective."""
     tokens, lengths, behaviour, mask = _broadcast(drawn)
     if len(tokens) == 0:
@@ -135,7 +135,7 @@ def compare(backend: Backend, drawn: Sequence[Canary], temperature: float) -> Ag
     found = torch.tensor([sampled.abs().max().item(), (sampled.exp() - 1 - sampled).mean().item(), *means])
     dist.broadcast(found, 0)  # rounding differs between ranks, and all must come to the same verdict
     largest, kl, *means = found.tolist()
-    return Agreement(means, largest, kl)
+    return Mismatch(means, largest, kl)
 
 
 def _broadcast(drawn: Sequence[Canary]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from rl_async.configs.schema.lora import LoraConfig
+from rl_async.configs.schema.trainer import LoraConfig
 from rl_async.messages import Version
 from rl_async.trainer.backends.interface import Backend
 from rl_async.weight_sync.buckets.adapters import as_adapters
@@ -56,10 +56,10 @@ class EnginePublisher:
 
     def _gathered(self, backend: Backend) -> list[Bucket]:
         if self._lora is None:
-            return self._gathering.buckets(backend.parts())
+            return self._gathering.buckets(backend.sharded_weights())
         if self._base is None:
-            self._base = self._gathering.buckets(backend.parts("base"))
-        return self._base + as_adapters(self._gathering.buckets(backend.parts("adapters")), self._lora.scale)
+            self._base = self._gathering.buckets(backend.sharded_weights("base"))
+        return self._base + as_adapters(self._gathering.buckets(backend.sharded_weights("adapters")), self._lora.scale)
 
 
 class NoEngines:

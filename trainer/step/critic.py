@@ -7,16 +7,16 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rl_async.configs.schema.critic import CriticConfig
-from rl_async.configs.schema.run import RunConfig, TrainerConfig
+from rl_async.configs.schema.algorithm import CriticConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged
 from rl_async.trainer.algorithms.advantages import AdvantageInputs
 from rl_async.trainer.algorithms.aggregation import count, token_mean
-from rl_async.trainer.algorithms.gae import gae
-from rl_async.trainer.algorithms.value_loss import explained_variance, value_loss
+from rl_async.trainer.algorithms.values import explained_variance, gae, value_loss
 from rl_async.trainer.backends.interface import Backend, LossFn, Outputs
-from rl_async.trainer.batches.cell import Cell
-from rl_async.trainer.step.whole_batch import Micro
+from rl_async.trainer.batches.data_parallel import DataParallel
+from rl_async.trainer.step.whole_batch import MicroBatch
 
 
 def policy_training(config: RunConfig) -> TrainerConfig:
@@ -38,13 +38,13 @@ def critic_training(trainer: TrainerConfig, critic: CriticConfig) -> TrainerConf
 
 
 @dataclass
-class Lesson:
+class CriticUpdate:
     """What the critic is to learn from a batch, [N, T], and a tally of this cell's mini-batches.
 
     Every sampled token of a scored row teaches, also those that the correction takes from the policy.
     """
 
-    cell: Cell
+    data_parallel: DataParallel
     config: CriticConfig
     values: Tensor  # float32, before the step
     returns: Tensor  # float32
@@ -53,7 +53,9 @@ class Lesson:
     norms: list[float] = field(default_factory=list)  # by mini-batch; none when shared
     minibatches: int = 0
 
-    def teach(self, critic: Backend | None, policy_loss: LossFn, parts: Sequence[Micro], rows: Sequence[int]) -> LossFn:
+    def wrap_loss(
+        self, critic: Backend | None, policy_loss: LossFn, parts: Sequence[MicroBatch], rows: Sequence[int]
+    ) -> LossFn:
         """Train on this rank's ``parts`` of the mini-batch ``rows``. Returns the loss for the policy's model.
 
         A critic of its own takes its optimizer step here; a shared one adds its loss to the policy's. Raises
@@ -72,7 +74,7 @@ class Lesson:
         self.norms.append(norm)
         return policy_loss
 
-    def _minibatch(self, parts: Sequence[Micro], rows: Sequence[int]) -> LossFn:
+    def _minibatch(self, parts: Sequence[MicroBatch], rows: Sequence[int]) -> LossFn:
         """The mean over the mini-batch's tokens, of all ranks, whatever the policy's aggregation is."""
         mask = self.mask[rows]
         counts = count(mask, torch.ones(len(rows)), width=mask.shape[1])
@@ -94,7 +96,7 @@ class Lesson:
     def metrics(self) -> dict[str, float]:
         """Equal on all ranks. A collective. The gradient norm of a shared critic is part of loss/grad_norm."""
         losses = torch.tensor([sum(self.losses)], dtype=torch.float64)
-        self.cell.add_up(losses)
+        self.data_parallel.all_reduce(losses)
         seen = max(int(self.mask.sum()), 1)
         metrics = {
             "critic/loss": losses.item() / self.minibatches,
@@ -107,11 +109,11 @@ class Lesson:
         return metrics
 
 
-def lesson(cell: Cell, x: AdvantageInputs, config: CriticConfig | None) -> Lesson | None:
+def critic_update(data_parallel: DataParallel, x: AdvantageInputs, config: CriticConfig | None) -> CriticUpdate | None:
     """The returns of the batch as targets for the values that the critic gave before the step."""
     if config is None:
         return None
     assert x.values is not None
     mask = x.mask & x.scored[:, None]
     _, returns = gae(x.token_rewards, x.values, mask, x.options.gamma, x.options.lam)
-    return Lesson(cell, config, x.values.to(torch.float32), returns.to(torch.float32), mask)
+    return CriticUpdate(data_parallel, config, x.values.to(torch.float32), returns.to(torch.float32), mask)

@@ -10,16 +10,16 @@ from rl_async.configs.schema.algorithm import AlgorithmConfig
 from rl_async.trainer.algorithms.aggregation import count
 from rl_async.trainer.algorithms.algorithm import Algorithm
 from rl_async.trainer.algorithms.correction import Corrected
-from rl_async.trainer.algorithms.loss_inputs import LossInputs, SelectInputs
+from rl_async.trainer.algorithms.losses import LossInputs, SelectInputs
 from rl_async.trainer.backends.interface import Backend, LossFn, Outputs
-from rl_async.trainer.batches.cell import Cell
-from rl_async.trainer.step.whole_batch import Micro, WholeBatch, gather
+from rl_async.trainer.batches.data_parallel import DataParallel
+from rl_async.trainer.step.whole_batch import MicroBatch, WholeBatch, gather
 
 SUMS = ("kl", "entropy", "clipped", "tokens")
 
 
 @dataclass(frozen=True)
-class Looked:
+class Precomputed:
     """What the passes without gradient found, [N, T]."""
 
     proximal: Tensor  # log pi_old; log mu when bypassed
@@ -29,10 +29,10 @@ class Looked:
 
 
 @dataclass
-class Tally:
+class LossSums:
     """What the loss saw: sums over this cell's tokens, and log pi_theta of the first pass over each row."""
 
-    cell: Cell
+    data_parallel: DataParallel
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0.0))
     first: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # rows -> [B, T-1]
 
@@ -40,15 +40,15 @@ class Tally:
         """Add the tokens where ``mask`` is true."""
         self.sums[name] += torch.where(mask, values.detach().double(), 0.0).sum().item()
 
-    def first_pass(self, micros: Sequence[Micro], shape: tuple[int, int]) -> Tensor:
+    def first_pass(self, micros: Sequence[MicroBatch], shape: tuple[int, int]) -> Tensor:
         """log pi_theta [N, T] of every token when its mini-batch was first trained. A collective."""
         parts = [self.first[tuple(m.rows)] if m.rows else m.tensors.behaviour for m in micros]
-        return gather(self.cell, micros, parts, shape)
+        return gather(self.data_parallel, micros, parts, shape)
 
     def metrics(self) -> dict[str, float]:
         """Means per token over all cells. A collective."""
         totals = torch.tensor([self.sums[name] for name in SUMS], dtype=torch.float64)
-        self.cell.add_up(totals)
+        self.data_parallel.all_reduce(totals)
         kl, entropy, clipped, tokens = totals.tolist()
         return {
             "loss/kl_reference": kl / max(tokens, 1),
@@ -62,16 +62,16 @@ class Objective:
     """The policy's loss on any mini-batch of a step."""
 
     whole: WholeBatch
-    looked: Looked
+    precomputed: Precomputed
     advantages: Tensor  # float32 [N, T]
     corrected: Corrected | None  # None: bypassed, so judged by log pi_theta as the loss sees it
     algorithm: Algorithm
     config: AlgorithmConfig
-    tally: Tally
+    tally: LossSums
     kl_coef: float = 0.0
     reference: Backend | None = None  # asked for whole distributions as the loss goes, micro-batch by micro-batch
 
-    def minibatch(self, parts: Sequence[Micro], rows: Sequence[int], width: int, seed: int) -> LossFn:
+    def minibatch(self, parts: Sequence[MicroBatch], rows: Sequence[int], width: int, seed: int) -> LossFn:
         """The loss of this rank's ``parts`` of the mini-batch ``rows`` (of all ranks).
 
         Args:
@@ -90,7 +90,7 @@ class Objective:
             corrected = self._corrected(micro, logprobs)
             inputs = LossInputs(
                 logprobs=torch.where(corrected.keep, logprobs, 0.0),
-                proximal=torch.where(corrected.keep, micro.cut(self.looked.proximal), 0.0),
+                proximal=torch.where(corrected.keep, micro.cut(self.precomputed.proximal), 0.0),
                 behaviour=torch.where(corrected.keep, micro.tensors.behaviour, 0.0),
                 advantages=micro.cut(self.advantages),
                 weights=corrected.weights,
@@ -112,7 +112,7 @@ class Objective:
         selected = torch.zeros_like(self.whole.mask)
         selected[rows] = self.algorithm.loss.select(
             SelectInputs(
-                proximal=self.looked.proximal[rows],
+                proximal=self.precomputed.proximal[rows],
                 behaviour=self.whole.behaviour[rows],
                 advantages=self.advantages[rows],
                 mask=mask[rows],
@@ -122,7 +122,7 @@ class Objective:
         )
         return selected
 
-    def _corrected(self, micro: Micro, logprobs: Tensor) -> Corrected:
+    def _corrected(self, micro: MicroBatch, logprobs: Tensor) -> Corrected:
         """The batch's verdict on this micro-batch, or one by the policy as it is now."""
         if self.corrected is None:
             x = micro.tensors
@@ -131,7 +131,7 @@ class Objective:
             *(micro.cut(part) for part in (self.corrected.weights, self.corrected.keep, self.corrected.rule))
         )
 
-    def _regularisation(self, micro: Micro, outputs: Outputs, inputs: LossInputs) -> Tensor:
+    def _regularisation(self, micro: MicroBatch, outputs: Outputs, inputs: LossInputs) -> Tensor:
         """KL to the reference and entropy bonus per token [B, T]."""
         total = torch.zeros_like(inputs.logprobs)
         kl = self._kl(micro, outputs, inputs)
@@ -143,7 +143,7 @@ class Objective:
             total = total - self.config.entropy_coef * outputs.entropy
         return total
 
-    def _kl(self, micro: Micro, outputs: Outputs, inputs: LossInputs) -> Tensor | None:
+    def _kl(self, micro: MicroBatch, outputs: Outputs, inputs: LossInputs) -> Tensor | None:
         """KL to the reference [B, T], if it belongs into the loss."""
         if self.config.kl.place == "reward":
             return None
@@ -151,9 +151,9 @@ class Objective:
             reference = self.reference.forward(micro.tensors, frozenset({"distribution"})).distribution
             assert outputs.distribution is not None and reference is not None
             return self.algorithm.kl(outputs.distribution, reference)
-        if self.looked.reference is None:
+        if self.precomputed.reference is None:
             return None
-        return self.algorithm.kl(inputs.logprobs, torch.where(inputs.mask, micro.cut(self.looked.reference), 0.0))
+        return self.algorithm.kl(inputs.logprobs, torch.where(inputs.mask, micro.cut(self.precomputed.reference), 0.0))
 
     def _notice(self, x: LossInputs) -> None:
         ratio = (x.logprobs.detach() - x.proximal).exp()

@@ -21,15 +21,15 @@ from rl_async.trainer.algorithms.advantages import AdvantageInputs
 from rl_async.trainer.algorithms.algorithm import Algorithm
 from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.algorithms.correction_metrics import correction_metrics
-from rl_async.trainer.backends.interface import Backend, LossFn, Want
+from rl_async.trainer.backends.interface import Backend, LossFn, OutputName
 from rl_async.trainer.batches import batching
 from rl_async.trainer.batches.batching import MiniBatch
-from rl_async.trainer.batches.cell import Cell
-from rl_async.trainer.batches.work import Work
-from rl_async.trainer.step.critic import Lesson, lesson
+from rl_async.trainer.batches.cost import RowCost
+from rl_async.trainer.batches.data_parallel import DataParallel
+from rl_async.trainer.step.critic import CriticUpdate, critic_update
 from rl_async.trainer.step.explanation import attributed
-from rl_async.trainer.step.objective import Looked, Objective, Tally
-from rl_async.trainer.step.whole_batch import Micro, WholeBatch, assemble, gather
+from rl_async.trainer.step.objective import LossSums, Objective, Precomputed
+from rl_async.trainer.step.whole_batch import MicroBatch, WholeBatch, assemble, gather
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class Models:
     critic: Backend | None = None
 
     @property
-    def work(self) -> Work:
+    def row_cost(self) -> RowCost:
         """What a row costs the policy, and whether any of them pads rows, which then are grouped by length."""
-        return replace(self.policy.work, padded=any(model.work.padded for model in self._all()))
+        return replace(self.policy.row_cost, padded=any(model.row_cost.padded for model in self._all()))
 
     @property
-    def cell(self) -> Cell:
+    def data_parallel(self) -> DataParallel:
         """Of this rank; the same for all of them."""
-        return self.policy.cell
+        return self.policy.data_parallel
 
     def trained(self) -> dict[str, Backend]:
         """Those whose weights change, by their folder in a checkpoint."""
@@ -92,7 +92,7 @@ def row_keys(headers: Sequence[TrajectoryHeader]) -> list[RowKey]:
 
 
 def plan_batch(
-    headers: Sequence[TrajectoryHeader], step: int, config: RunConfig, ranks: int, work: Work
+    headers: Sequence[TrajectoryHeader], step: int, config: RunConfig, ranks: int, cost: RowCost
 ) -> list[MiniBatch]:
     """The layout of a batch over this many data-parallel ranks; the same on every rank."""
     return batching.layout(
@@ -102,7 +102,7 @@ def plan_batch(
         ranks=ranks,
         max_tokens=config.trainer.max_tokens_per_microbatch,
         seed=config.seed,
-        work=work,
+        cost=cost,
     )
 
 
@@ -118,21 +118,21 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     number is not finite; no weight of that model has changed in the mini-batch that failed.
     """
     require_rewards(batch)
-    cell = models.cell
-    minis = [_collate(batch, mini.ranks[cell.dp_rank], models.policy.device, config) for mini in batch.plan]
+    data_parallel = models.data_parallel
+    minis = [_collate(batch, mini.ranks[data_parallel.rank], models.policy.device, config) for mini in batch.plan]
     micros = [micro for mini in minis for micro in mini]
-    whole = assemble(cell, batch.headers, micros)
-    looked = look(models, whole, micros, algorithm)
-    inputs, kl = penalised(advantage_inputs(whole, looked, config), looked, algorithm, config.algorithm.kl, kl_coef)
+    whole = assemble(data_parallel, batch.headers, micros)
+    before = precompute(models, whole, micros, algorithm)
+    inputs, kl = penalised(advantage_inputs(whole, before, config), before, algorithm, config.algorithm.kl, kl_coef)
     gains = algorithm.advantage(inputs)
     gains = (gains * shaping.repeats(batch.headers, config.algorithm.shaping, config.seed, batch.step)[:, None]).float()
     corrected = None
     if algorithm.decoupled:
-        corrected = algorithm.finish(algorithm.correct(looked.proximal, whole.behaviour, whole.mask, whole.age))
-    tally = Tally(cell)
+        corrected = algorithm.finish(algorithm.correct(before.proximal, whole.behaviour, whole.mask, whole.age))
+    tally = LossSums(data_parallel)
     objective = Objective(
         whole=whole,
-        looked=looked,
+        precomputed=before,
         advantages=gains,
         corrected=corrected,
         algorithm=algorithm,
@@ -141,8 +141,10 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
         kl_coef=kl_coef,
         reference=models.reference if config.algorithm.kl.estimator == "full" else None,
     )
-    metrics = train_minibatches(models, objective, lesson(cell, inputs, config.critic), batch, minis, config)
-    target = looked.proximal
+    metrics = train_minibatches(
+        models, objective, critic_update(data_parallel, inputs, config.critic), batch, minis, config
+    )
+    target = before.proximal
     if corrected is None:
         target = tally.first_pass(micros, whole.shape)
         corrected = algorithm.correct(target, whole.behaviour, whole.mask, whole.age)
@@ -152,7 +154,7 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     filtered = ~shaping.trains(batch.headers, config.algorithm.shaping)
     metrics["tokens/trained"] = float(corrected.keep.sum())
     metrics["batch/token_imbalance"] = batching.token_imbalance(batch.plan, batch.headers)
-    metrics["batch/work_imbalance"] = batching.work_imbalance(batch.plan, batch.headers, models.policy.work)
+    metrics["batch/work_imbalance"] = batching.cost_imbalance(batch.plan, batch.headers, models.policy.row_cost)
     return Updated(metrics, attributed(corrected, whole, filtered))
 
 
@@ -170,29 +172,29 @@ def require_rewards(batch: Batch) -> None:
     )
 
 
-def look(models: Models, whole: WholeBatch, micros: Sequence[Micro], algorithm: Algorithm) -> Looked:
+def precompute(models: Models, whole: WholeBatch, micros: Sequence[MicroBatch], algorithm: Algorithm) -> Precomputed:
     """The passes without gradient. A collective."""
 
     def whole_batch(parts: Sequence[Tensor | None]) -> Tensor:
-        return gather(models.cell, micros, [part for part in parts if part is not None], whole.shape)
+        return gather(models.data_parallel, micros, [part for part in parts if part is not None], whole.shape)
 
-    looked = Looked(proximal=whole.behaviour)
-    if algorithm.decoupled or algorithm.looks:
-        outputs = [models.policy.forward(micro.tensors, algorithm.looks) for micro in micros]
+    before = Precomputed(proximal=whole.behaviour)
+    if algorithm.decoupled or algorithm.precompute:
+        outputs = [models.policy.forward(micro.tensors, algorithm.precompute) for micro in micros]
         if algorithm.decoupled:
-            looked = replace(looked, proximal=whole_batch([o.logprobs for o in outputs]))
-        if "sum_squares" in algorithm.looks:
-            looked = replace(looked, sum_squares=whole_batch([o.sum_squares for o in outputs]))
-        if "values" in algorithm.looks:
-            looked = replace(looked, values=whole_batch([o.values for o in outputs]))
-    if models.reference is not None and "distribution" not in algorithm.wants:
-        looked = replace(looked, reference=whole_batch([models.reference.forward(m.tensors).logprobs for m in micros]))
+            before = replace(before, proximal=whole_batch([o.logprobs for o in outputs]))
+        if "sum_squares" in algorithm.precompute:
+            before = replace(before, sum_squares=whole_batch([o.sum_squares for o in outputs]))
+        if "values" in algorithm.precompute:
+            before = replace(before, values=whole_batch([o.values for o in outputs]))
+    if models.reference is not None and "distribution" not in algorithm.train_outputs:
+        before = replace(before, reference=whole_batch([models.reference.forward(m.tensors).logprobs for m in micros]))
     if models.critic is not None:
-        looked = replace(looked, values=whole_batch([models.critic.forward(m.tensors).values for m in micros]))
-    return looked
+        before = replace(before, values=whole_batch([models.critic.forward(m.tensors).values for m in micros]))
+    return before
 
 
-def advantage_inputs(whole: WholeBatch, looked: Looked, config: RunConfig) -> AdvantageInputs:
+def advantage_inputs(whole: WholeBatch, before: Precomputed, config: RunConfig) -> AdvantageInputs:
     """The batch as an advantage estimator sees it."""
     headers = whole.headers
     outcomes = shaping.rewards(headers, config.algorithm.shaping)
@@ -216,19 +218,19 @@ def advantage_inputs(whole: WholeBatch, looked: Looked, config: RunConfig) -> Ad
             name: torch.tensor([h.reward_parts.get(name, 0.0) for h in headers], dtype=torch.float64)
             for name in weights
         },
-        values=None if looked.values is None else looked.values.double(),
-        logprobs=looked.proximal.double(),
-        sum_squares=None if looked.sum_squares is None else looked.sum_squares.double(),
+        values=None if before.values is None else before.values.double(),
+        logprobs=before.proximal.double(),
+        sum_squares=None if before.sum_squares is None else before.sum_squares.double(),
     )
 
 
 def penalised(
-    x: AdvantageInputs, looked: Looked, algorithm: Algorithm, kl: KlConfig, coef: float
+    x: AdvantageInputs, before: Precomputed, algorithm: Algorithm, kl: KlConfig, coef: float
 ) -> tuple[AdvantageInputs, dict[str, float]]:
     """With ``kl.place=reward``, every token's reward less coef * KL(pi_old || reference), and the mean of that KL."""
-    if kl.place != "reward" or looked.reference is None:
+    if kl.place != "reward" or before.reference is None:
         return x, {}
-    penalty = torch.where(x.mask, algorithm.kl(looked.proximal.double(), looked.reference.double()), 0.0)
+    penalty = torch.where(x.mask, algorithm.kl(before.proximal.double(), before.reference.double()), 0.0)
     mean = penalty.sum().item() / max(int(x.mask.sum()), 1)
     rewards = x.rewards - coef * penalty.sum(1)
     return replace(x, rewards=rewards, token_rewards=x.token_rewards - coef * penalty), {"loss/kl_reference": mean}
@@ -247,9 +249,9 @@ def greedy_baselines(headers: Sequence[TrajectoryHeader], rewards: Tensor) -> tu
 def train_minibatches(
     models: Models,
     objective: Objective,
-    learns: Lesson | None,
+    learns: CriticUpdate | None,
     batch: Batch,
-    minis: Sequence[Sequence[Micro]],
+    minis: Sequence[Sequence[MicroBatch]],
     config: RunConfig,
 ) -> dict[str, float]:
     """Every epoch's optimizer steps. Returns the loss, summed over cells, and the gradient norm, as means, and what
@@ -262,8 +264,8 @@ def train_minibatches(
             loss_fn = objective.minibatch(parts, mini.rows, config.rollout.max_model_len, seed)
             try:
                 if learns is not None:
-                    loss_fn = learns.teach(models.critic, loss_fn, parts, mini.rows)
-                loss, norm = train_policy(models.policy, parts, loss_fn, objective.algorithm.wants)
+                    loss_fn = learns.wrap_loss(models.critic, loss_fn, parts, mini.rows)
+                loss, norm = train_policy(models.policy, parts, loss_fn, objective.algorithm.train_outputs)
             except TrainingDiverged as error:
                 groups = sorted({h.group_id for h in batch.headers})
                 raise TrainingDiverged(
@@ -272,18 +274,22 @@ def train_minibatches(
             losses += loss
             norms.append(norm)
     losses -= learns.shared_loss() if learns else 0.0
-    models.cell.add_up(losses)
+    models.data_parallel.all_reduce(losses)
     metrics = {"loss/policy": losses.item() / len(norms), "loss/grad_norm": sum(norms) / len(norms)}
     return metrics | (learns.metrics() if learns else {})
 
 
-def _step(policy: Backend, parts: Sequence[Micro], loss_fn: LossFn, wants: frozenset[Want]) -> tuple[float, float]:
-    return policy.step([part.tensors for part in parts], loss_fn, wants)
+def _step(
+    policy: Backend, parts: Sequence[MicroBatch], loss_fn: LossFn, requested: frozenset[OutputName]
+) -> tuple[float, float]:
+    return policy.step([part.tensors for part in parts], loss_fn, requested)
 
 
-def _observe(policy: Backend, parts: Sequence[Micro], loss_fn: LossFn, wants: frozenset[Want]) -> tuple[float, float]:
+def _observe(
+    policy: Backend, parts: Sequence[MicroBatch], loss_fn: LossFn, requested: frozenset[OutputName]
+) -> tuple[float, float]:
     """The loss that ``_step`` would have stepped on, while only the critic trains."""
-    outputs = (policy.forward(part.tensors, wants) for part in parts)
+    outputs = (policy.forward(part.tensors, requested) for part in parts)
     return sum(loss_fn(number, out).item() for number, out in enumerate(outputs)), 0.0
 
 
@@ -293,7 +299,7 @@ def on_last_token(rows: Tensor, mask: Tensor) -> Tensor:
     return torch.where(last, rows[:, None], 0.0)
 
 
-def _collate(batch: Batch, parts: Sequence[list[int]], device: str, config: RunConfig) -> list[Micro]:
+def _collate(batch: Batch, parts: Sequence[list[int]], device: str, config: RunConfig) -> list[MicroBatch]:
     keys = row_keys(batch.headers)
     trains = shaping.trains(batch.headers, config.algorithm.shaping)
     micros = []
@@ -304,5 +310,5 @@ def _collate(batch: Batch, parts: Sequence[list[int]], device: str, config: RunC
                 [batch.rows[keys[i]] for i in rows], step=batch.step, max_staleness=mask_bound(config), device=device
             )
             tensors.mask &= trains[rows].to(device)[:, None]
-        micros.append(Micro(rows, tensors))
+        micros.append(MicroBatch(rows, tensors))
     return micros

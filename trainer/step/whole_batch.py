@@ -13,11 +13,11 @@ from torch import Tensor
 
 from rl_async.messages import TrajectoryHeader
 from rl_async.trainer.batches.batching import Tensors
-from rl_async.trainer.batches.cell import Cell
+from rl_async.trainer.batches.data_parallel import DataParallel
 
 
 @dataclass(frozen=True)
-class Micro:
+class MicroBatch:
     """One forward pass of this rank: indexes of its rows in the batch, and their tensors on the device."""
 
     rows: list[int]
@@ -52,7 +52,9 @@ class WholeBatch:
         return torch.tensor([1.0 / rows[h.episode_id] for h in self.headers], dtype=torch.float64)
 
 
-def gather(cell: Cell, micros: Sequence[Micro], parts: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
+def gather(
+    data_parallel: DataParallel, micros: Sequence[MicroBatch], parts: Sequence[Tensor], shape: tuple[int, int]
+) -> Tensor:
     """One tensor [B, T-1] per micro-batch of each cell, as [N, T] on every rank: float64 if they are, else float32.
 
     A collective. Every row is held by exactly one cell, so adding up is exact.
@@ -62,19 +64,21 @@ def gather(cell: Cell, micros: Sequence[Micro], parts: Sequence[Tensor], shape: 
     for micro, part in zip(micros, parts, strict=True):
         if micro.rows:
             whole[micro.rows, : part.shape[1]] = part.detach().to("cpu", whole.dtype)
-    cell.add_up(whole)
+    data_parallel.all_reduce(whole)
     return whole
 
 
-def assemble(cell: Cell, headers: Sequence[TrajectoryHeader], micros: Sequence[Micro]) -> WholeBatch:
+def assemble(
+    data_parallel: DataParallel, headers: Sequence[TrajectoryHeader], micros: Sequence[MicroBatch]
+) -> WholeBatch:
     """Gather what the rows themselves say. A collective."""
     shape = (len(headers), max(max(h.tokens for h in headers) - 1, 1))
     tensors = [micro.tensors for micro in micros]
     return WholeBatch(
         headers=headers,
-        mask=gather(cell, micros, [t.mask for t in tensors], shape).bool(),
-        behaviour=gather(cell, micros, [t.behaviour for t in tensors], shape),
-        age=gather(cell, micros, [t.age for t in tensors], shape).long(),
-        turns=gather(cell, micros, [t.turns + 1 for t in tensors], shape).long() - 1,
-        turn_rewards=gather(cell, micros, [t.turn_rewards for t in tensors], shape),
+        mask=gather(data_parallel, micros, [t.mask for t in tensors], shape).bool(),
+        behaviour=gather(data_parallel, micros, [t.behaviour for t in tensors], shape),
+        age=gather(data_parallel, micros, [t.age for t in tensors], shape).long(),
+        turns=gather(data_parallel, micros, [t.turns + 1 for t in tensors], shape).long() - 1,
+        turn_rewards=gather(data_parallel, micros, [t.turn_rewards for t in tensors], shape),
     )

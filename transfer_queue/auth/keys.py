@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from rl_async.configs.derived.closed import is_closed, key_folder
+from rl_async.configs.derived.queue import is_closed, key_folder
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 

@@ -19,9 +19,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from rl_async.configs.derived.data import Points, labels, parts, points_of
+from rl_async.configs.derived.queue import slack
 from rl_async.configs.derived.samples import samples_per_group
-from rl_async.configs.derived.slack import slack
-from rl_async.configs.derived.sources import Points, labels, parts, points_of
 from rl_async.configs.schema.run import RunConfig
 from rl_async.transfer_queue.policy.sampling import Candidate, Later, Sampling, select, urgency
 

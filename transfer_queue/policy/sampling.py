@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from rl_async.configs.derived.sources import Points, shares_by_label
+from rl_async.configs.derived.data import Points, shares_by_label
 
 Sampling = Literal["fifo", "freshest", "priority", "quota"]
 

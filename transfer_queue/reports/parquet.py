@@ -5,7 +5,6 @@ tokens, sampled, reward, finish_reason, oldest_version, newest_version, token_id
 JSON. ``rest`` is what else a Trajectory has, as its own encoding without the arrays; so nothing is lost on the way.
 """
 
-import os
 import time
 from collections.abc import Iterator
 from itertools import groupby
@@ -18,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rl_async.errors import DataError, ProtocolError, UserError
+from rl_async.files import written_whole
 from rl_async.messages import GroupRecord, Leased, LeasedGroup, Refused, Task, Trajectory, TrajectoryHeader, codec
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 
@@ -72,9 +72,8 @@ def export(queue: SyncQueueClient, path: Path) -> Moved:
     Raises UserError if it cannot be written.
     """
     groups = rows = skipped = 0
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with pq.ParquetWriter(partial, SCHEMA) as writer:
+        with written_whole(path) as partial, pq.ParquetWriter(partial, SCHEMA) as writer:
             for record in _groups(queue):
                 lines = _lines(queue, record)
                 if lines:
@@ -82,11 +81,8 @@ def export(queue: SyncQueueClient, path: Path) -> Moved:
                     groups, rows = groups + 1, rows + len(lines)
                 else:
                     skipped += 1
-        partial.replace(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
     return Moved(groups, rows, skipped)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import zmq
 
-from rl_async.configs.schema.limits import QueueLimits
+from rl_async.configs.schema.queue import QueueLimits
 from rl_async.errors import UserError
 from rl_async.messages.codec import Frame
 from rl_async.transfer_queue import wire

@@ -10,7 +10,6 @@ It knows rows and nothing else: which of them count, and for how long, is the qu
 its process; the queue then has the trajectories generated again, or names another shard's copy.
 """
 
-import argparse
 import logging
 import queue
 import secrets
@@ -27,14 +26,12 @@ from urllib.parse import urlsplit
 import zmq
 
 from rl_async import messages as m
-from rl_async.configs.derived.closed import is_loopback
+from rl_async.configs.derived.queue import is_loopback
 from rl_async.configs.load.loader import load_resolved
-from rl_async.configs.schema.limits import QueueLimits
-from rl_async.errors import EXIT_FAILED, EXIT_USER, ProtocolError, QueueLost, UserError
+from rl_async.configs.schema.queue import QueueLimits
+from rl_async.errors import EXIT_FAILED, ProtocolError, QueueLost, UserError
 from rl_async.messages.codec import Frame
-from rl_async.process.lifeline import watch_lifeline
-from rl_async.process.log import setup_logging
-from rl_async.process.stacks import answer_with_stacks
+from rl_async.process.role import add_run, role_parser, run_role
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.auth.authenticator import Door
 from rl_async.transfer_queue.auth.keys import ClientKeys, client_keys, server_keys
@@ -226,8 +223,8 @@ def _nothing() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m rl_async.transfer_queue.shard", description=__doc__)
-    parser.add_argument("--run", type=Path, required=True, help="run folder with config.yaml")
+    parser = role_parser("transfer_queue.shard", __doc__)
+    add_run(parser)
     parser.add_argument("--queue", required=True, help="address of the transfer queue")
     parser.add_argument("--address", required=True, help="where to listen; workers and trainer ranks must reach it")
     parser.add_argument("--name", required=True, help="the same again after a restart")
@@ -235,19 +232,12 @@ def main(argv: list[str] | None = None) -> int:
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
-    try:
-        run_shard(arguments.address, arguments.queue, arguments.name, run=arguments.run, stopped=ended.is_set)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER
-    except (QueueLost, ProtocolError) as error:
-        log.error("%s: %s", type(error).__name__, error)
-        return EXIT_FAILED
-    return 0
+    return run_role(
+        "shard",
+        lambda: run_shard(arguments.address, arguments.queue, arguments.name, run=arguments.run, stopped=ended.is_set),
+        {QueueLost: EXIT_FAILED, ProtocolError: EXIT_FAILED},
+    )
 
 
 if __name__ == "__main__":
-    watch_lifeline()
-    answer_with_stacks()
-    setup_logging("shard")
     sys.exit(main())

@@ -60,7 +60,7 @@ class Slot(NamedTuple):
         return range(start, start + base + (self.number < more))
 
 
-class Place(NamedTuple):
+class RankPosition(NamedTuple):
     """Where a rank stands: its part of dense tensors, of the layers, of the experts, and of each of those."""
 
     dense: Slot
@@ -80,7 +80,7 @@ def engine(
     """
     _divides(tp, ep, "ep", "tp")
     inner = tp // ep
-    places = [Place(Slot(rank, tp), Slot(rank // inner, ep), Slot(rank % inner, inner)) for rank in range(tp)]
+    places = [RankPosition(Slot(rank, tp), Slot(rank // inner, ep), Slot(rank % inner, inner)) for rank in range(tp)]
     model = _Model(tensors, kv_heads, vocab_multiple)
 
     def attention(name: str, heads: int, at: Slot) -> list[Box]:
@@ -115,7 +115,7 @@ def megatron(
     per_stage = tp * dp
     _divides(per_stage, ep * expert_tp, "ep * expert_tp", "tp * dp")
     places = [
-        Place(
+        RankPosition(
             dense=Slot(rank % tp, tp),
             experts=Slot(rank // expert_tp % ep, ep),
             expert=Slot(rank % expert_tp, expert_tp),
@@ -172,7 +172,7 @@ class _Attention(Protocol):
     def __call__(self, name: str, heads: int, at: Slot) -> list[Box]: ...
 
 
-def _layout(model: _Model, places: Sequence[Place], attention: _Attention, virtual_stages: int = 1) -> Layout:
+def _layout(model: _Model, places: Sequence[RankPosition], attention: _Attention, virtual_stages: int = 1) -> Layout:
     experts, layers, head_dim = model.experts, model.layers, model.head_dim()
     tied = not any(name.endswith("lm_head.weight") for name in model.tensors)
     stages = places[0].stage.of
@@ -184,7 +184,7 @@ def _layout(model: _Model, places: Sequence[Place], attention: _Attention, virtu
         is_input = name.endswith("embed_tokens.weight")
         return (is_input and stage == 0) or ((not is_input or tied) and stage == stages - 1)
 
-    def boxes(name: str, at: Place) -> Iterable[Box]:
+    def boxes(name: str, at: RankPosition) -> Iterable[Box]:
         shape, number = model.tensors[name].shape, EXPERT.search(name)
         if not is_here(name, at.stage.number) or (number and int(number[1]) not in at.experts.uneven(experts)):
             return []
@@ -211,7 +211,7 @@ def _dense(kind: Kind, name: str, shape: Sequence[int], at: Slot, vocab_multiple
     return cut(shape, dimension, at.part(shape[dimension], name))
 
 
-def _stacked(name: str, shape: Sequence[int], at: Place) -> list[Box]:
+def _stacked(name: str, shape: Sequence[int], at: RankPosition) -> list[Box]:
     """Of [experts, gate and up, hidden] the gate's part and the up projection's; of [experts, hidden, inner] one."""
     mine = cut(shape, 0, at.experts.uneven(shape[0]))
     if name.endswith("down_proj"):

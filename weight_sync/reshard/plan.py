@@ -32,7 +32,7 @@ class Move(NamedTuple):
 Message = tuple[Move, ...]  # from one rank to another, packed in this order without gaps
 
 
-class Bucket(NamedTuple):
+class Exchange(NamedTuple):
     """What travels at the same time. Messages by (source rank, target rank)."""
 
     messages: Mapping[tuple[int, int], Message]
@@ -43,12 +43,12 @@ class Bucket(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReshardPlan:
     """``local`` moves stay on their rank and need no bucket."""
 
     source: Layout
     target: Layout
-    buckets: tuple[Bucket, ...]
+    exchanges: tuple[Exchange, ...]
     local: tuple[Move, ...]
 
     @cached_property
@@ -68,7 +68,7 @@ class Figures(NamedTuple):
     peak_extra: int  # on the rank and in the bucket where it is largest
 
 
-class Letter(NamedTuple):
+class MessageSpan(NamedTuple):
     """One message of a bucket; ``start`` is where it begins among all that its sender sends, in bytes."""
 
     peer: int
@@ -81,38 +81,38 @@ class Letter(NamedTuple):
         return _aligned(self.nbytes)
 
 
-class Mail(NamedTuple):
+class RankMessages(NamedTuple):
     """All messages of one rank in a bucket."""
 
-    outgoing: tuple[Letter, ...]
-    incoming: tuple[Letter, ...]
+    outgoing: tuple[MessageSpan, ...]
+    incoming: tuple[MessageSpan, ...]
 
     @property
     def outgoing_bytes(self) -> int:
         """Of a buffer for all outgoing messages."""
-        return sum(letter.room for letter in self.outgoing)
+        return sum(span.room for span in self.outgoing)
 
     @property
     def incoming_bytes(self) -> int:
         """Of a buffer for all incoming messages."""
-        return sum(letter.room for letter in self.incoming)
+        return sum(span.room for span in self.incoming)
 
 
-def mail_of(bucket: Bucket, rank: int) -> Mail:
+def messages_of(exchange: Exchange, rank: int) -> RankMessages:
     """A rank's messages of a bucket, and where each lies among those of its sender."""
     outgoing, incoming = [], []
     ends: dict[int, int] = defaultdict(int)
-    for sender, receiver in sorted(bucket.messages):
-        letter = Letter(receiver if sender == rank else sender, ends[sender], bucket.nbytes(sender, receiver))
-        ends[sender] += letter.room
+    for sender, receiver in sorted(exchange.messages):
+        span = MessageSpan(receiver if sender == rank else sender, ends[sender], exchange.nbytes(sender, receiver))
+        ends[sender] += span.room
         if sender == rank:
-            outgoing.append(letter)
+            outgoing.append(span)
         elif receiver == rank:
-            incoming.append(letter)
-    return Mail(tuple(outgoing), tuple(incoming))
+            incoming.append(span)
+    return RankMessages(tuple(outgoing), tuple(incoming))
 
 
-def plan(source: Layout, target: Layout, bucket_bytes: int) -> Plan:
+def plan(source: Layout, target: Layout, bucket_bytes: int) -> ReshardPlan:
     """The slices that make ``target`` out of ``source``.
 
     Raises WeightSyncError if the two are not of the same tensors or nobody holds something that is wanted, ValueError
@@ -133,7 +133,7 @@ def plan(source: Layout, target: Layout, bucket_bytes: int) -> Plan:
             sent[move.source.rank] += move.nbytes
             for part in _pieces(move, bucket_bytes // MOVES_PER_BUCKET // ALIGNMENT * ALIGNMENT):
                 schedule.add(part)
-    return Plan(source, target, schedule.buckets(), tuple(local))
+    return ReshardPlan(source, target, schedule.exchanges(), tuple(local))
 
 
 def _moves(name: str, source: Layout, target: Layout, sent: Mapping[int, int]) -> Iterator[Move]:
@@ -197,10 +197,10 @@ class _Schedule:
             while self._used[self._first[rank], rank] > self._bucket_bytes * (1 - 1 / MOVES_PER_BUCKET):
                 self._first[rank] += 1
 
-    def buckets(self) -> tuple[Bucket, ...]:
+    def exchanges(self) -> tuple[Exchange, ...]:
         """Wide elements first in a message, so that none needs padding before it."""
         return tuple(
-            Bucket({ends: tuple(sorted(moves, key=_width)) for ends, moves in sorted(messages.items())})
+            Exchange({ends: tuple(sorted(moves, key=_width)) for ends, moves in sorted(messages.items())})
             for _, messages in sorted(self._moves.items())
         )
 
@@ -209,16 +209,16 @@ def _width(move: Move) -> int:
     return -(move.nbytes // volume(move.box))
 
 
-def _figures(made: Plan) -> Figures:
+def _figures(made: ReshardPlan) -> Figures:
     target = made.target
     wanted = sum(target.nbytes(name, shard.box) for name, shards in target.shards.items() for shard in shards)
     sent: dict[int, int] = defaultdict(int)
     peak = 0
-    for bucket in made.buckets:
-        for ends in bucket.messages:
-            sent[ends[0]] += bucket.nbytes(*ends)
-        mails = [mail_of(bucket, rank) for rank in {rank for ends in bucket.messages for rank in ends}]
-        peak = max(peak, *(mail.outgoing_bytes + mail.incoming_bytes for mail in mails))
+    for exchange in made.exchanges:
+        for ends in exchange.messages:
+            sent[ends[0]] += exchange.nbytes(*ends)
+        traffic = [messages_of(exchange, rank) for rank in {rank for ends in exchange.messages for rank in ends}]
+        peak = max(peak, *(messages.outgoing_bytes + messages.incoming_bytes for messages in traffic))
     return Figures(
         moved=sum(sent.values()),
         local=sum(move.nbytes for move in made.local),

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.errors import RanksLost
-from rl_async.weight_sync.reshard.plan import Mail
+from rl_async.weight_sync.reshard.plan import RankMessages
 from rl_async.weight_sync.transports.ipc import mapped, new_segment
 
 GRACE_S = 1.0  # others notice a failure at their own deadline, which may be a little later than ours
 
 
 class Wire(Protocol):
-    """One rank's end. For each bucket in turn ``outboxes``, ``exchange``, ``release``.
+    """One rank's end. For each bucket in turn ``send_buffers``, ``exchange``, ``release``.
 
     Methods raise WeightSyncError; if a peer is gone, RanksLost.
 
@@ -38,15 +38,15 @@ class Wire(Protocol):
         """Make room for so many bytes to send, and to send and receive, of the largest bucket."""
         ...
 
-    def outboxes(self, mail: Mail) -> list[Tensor]:
+    def send_buffers(self, messages: RankMessages) -> list[Tensor]:
         """Where to pack each outgoing message, uint8[nbytes]."""
         ...
 
-    def exchange(self, mail: Mail, what: str, deadline: float) -> list[Tensor]:
+    def exchange(self, messages: RankMessages, what: str, deadline: float) -> list[Tensor]:
         """Send what was packed, and return what came, uint8[nbytes] each, valid until ``release``."""
         ...
 
-    def release(self, mail: Mail, deadline: float) -> None:
+    def release(self, messages: RankMessages, deadline: float) -> None:
         """What came was copied; returns when what went may be overwritten."""
         ...
 
@@ -76,27 +76,27 @@ class PointToPoint:
         if self._arena.numel() < both:
             self._arena = torch.empty(both, dtype=torch.uint8, device=self._device)
 
-    def outboxes(self, mail: Mail) -> list[Tensor]:
-        return [self._arena[letter.start : letter.start + letter.nbytes] for letter in mail.outgoing]
+    def send_buffers(self, messages: RankMessages) -> list[Tensor]:
+        return [self._arena[span.start : span.start + span.nbytes] for span in messages.outgoing]
 
-    def exchange(self, mail: Mail, what: str, deadline: float) -> list[Tensor]:
-        at, inboxes = mail.outgoing_bytes, []
-        for letter in mail.incoming:
-            inboxes.append(self._arena[at : at + letter.nbytes])
-            at += letter.room
+    def exchange(self, messages: RankMessages, what: str, deadline: float) -> list[Tensor]:
+        at, inboxes = messages.outgoing_bytes, []
+        for span in messages.incoming:
+            inboxes.append(self._arena[at : at + span.nbytes])
+            at += span.room
         receives = [
-            dist.P2POp(dist.irecv, room, group=self._group, group_peer=letter.peer)
-            for letter, room in zip(mail.incoming, inboxes, strict=True)
+            dist.P2POp(dist.irecv, room, group=self._group, group_peer=span.peer)
+            for span, room in zip(messages.incoming, inboxes, strict=True)
         ]
         sends = [
-            dist.P2POp(dist.isend, room, group=self._group, group_peer=letter.peer)
-            for letter, room in zip(mail.outgoing, self.outboxes(mail), strict=True)
+            dist.P2POp(dist.isend, room, group=self._group, group_peer=span.peer)
+            for span, room in zip(messages.outgoing, self.send_buffers(messages), strict=True)
         ]
-        peers = [letter.peer for letter in (*mail.incoming, *mail.outgoing)]
+        peers = [span.peer for span in (*messages.incoming, *messages.outgoing)]
         self._wait([*receives, *sends], peers, what, deadline)
         return inboxes
 
-    def release(self, mail: Mail, deadline: float) -> None:
+    def release(self, messages: RankMessages, deadline: float) -> None:
         """The buffer is this rank's own, and both ends are through with it."""
 
     def close(self) -> None:
@@ -142,24 +142,24 @@ class SharedMemoryWire:
         self._room = mapped(self._segment.name, outgoing, shared=True)
         self._store.set(self._key("segment", self._rank), f"{self._segment.name} {outgoing}")
 
-    def outboxes(self, mail: Mail) -> list[Tensor]:
-        return [self._room[letter.start : letter.start + letter.nbytes] for letter in mail.outgoing]
+    def send_buffers(self, messages: RankMessages) -> list[Tensor]:
+        return [self._room[span.start : span.start + span.nbytes] for span in messages.outgoing]
 
-    def exchange(self, mail: Mail, what: str, deadline: float) -> list[Tensor]:
+    def exchange(self, messages: RankMessages, what: str, deadline: float) -> list[Tensor]:
         self._what = what
-        for letter in mail.outgoing:
-            self._store.set(self._key(what, self._rank, letter.peer), "packed")
+        for span in messages.outgoing:
+            self._store.set(self._key(what, self._rank, span.peer), "packed")
         arrived = []
-        for letter in mail.incoming:
-            self._take(self._key(what, letter.peer, self._rank), letter.peer, deadline)
-            arrived.append(self._peer(letter.peer, deadline)[letter.start : letter.start + letter.nbytes])
+        for span in messages.incoming:
+            self._take(self._key(what, span.peer, self._rank), span.peer, deadline)
+            arrived.append(self._peer(span.peer, deadline)[span.start : span.start + span.nbytes])
         return arrived
 
-    def release(self, mail: Mail, deadline: float) -> None:
-        for letter in mail.incoming:
-            self._store.set(self._key(self._what, "copied", letter.peer, self._rank), "")
-        for letter in mail.outgoing:
-            self._take(self._key(self._what, "copied", self._rank, letter.peer), letter.peer, deadline)
+    def release(self, messages: RankMessages, deadline: float) -> None:
+        for span in messages.incoming:
+            self._store.set(self._key(self._what, "copied", span.peer, self._rank), "")
+        for span in messages.outgoing:
+            self._take(self._key(self._what, "copied", self._rank, span.peer), span.peer, deadline)
 
     def close(self) -> None:
         """Unlink this rank's segment; may be called twice."""

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from rl_async.configs.schema.run import TrainerConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backends.interface import LossFn, Outputs
 from rl_async.trainer.batches.batching import Tensors, collate
 from tests.conftest import VOCAB, make_rows
@@ -89,9 +89,9 @@ def micro_batches(rows: Sequence[int]) -> list[Tensors]:
     ]
 
 
-def cell_rows(dp_rank: int, dp_size: int) -> list[int]:
-    """The rows of the batch that a cell trains."""
-    return list(range(ROWS))[dp_rank::dp_size]
+def cell_rows(rank: int, size: int) -> list[int]:
+    """The rows of the batch that a data-parallel rank trains."""
+    return list(range(ROWS))[rank::size]
 
 
 def loss_of(batches: Sequence[Tensors]) -> LossFn:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rl_async.configs.schema.run import TrainerConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import Backend, Outputs
@@ -39,21 +39,21 @@ def exported(backend: Backend, stage: str) -> dict[str, Tensor]:
 
 
 def step(backend: Backend) -> tuple[float, float]:
-    """One step on this cell's rows; returns the loss of all cells, and the norm."""
-    batches = micro_batches(cell_rows(backend.cell.dp_rank, backend.cell.dp_size))
+    """One step on this rank's rows; returns the loss over all ranks, and the norm."""
+    batches = micro_batches(cell_rows(backend.data_parallel.rank, backend.data_parallel.size))
     loss, norm = backend.step(batches, loss_of(batches), ENTROPY)
     total = torch.tensor([loss], dtype=torch.float64)
-    backend.cell.add_up(total)
+    backend.data_parallel.all_reduce(total)
     return total.item(), norm
 
 
 def diverge(backend: Backend) -> str:
-    """A step in which the first cell's last micro-batch has no finite loss; returns what was raised."""
-    batches = micro_batches(cell_rows(backend.cell.dp_rank, backend.cell.dp_size))
+    """A step in which the first data-parallel rank's last micro-batch has no finite loss; returns what was raised."""
+    batches = micro_batches(cell_rows(backend.data_parallel.rank, backend.data_parallel.size))
     sound = loss_of(batches)
 
     def loss_fn(number: int, outputs: Outputs) -> Tensor:
-        broken = backend.cell.dp_rank == 0 and number == len(batches) - 1
+        broken = backend.data_parallel.rank == 0 and number == len(batches) - 1
         return sound(number, outputs) * (math.nan if broken else 1.0)
 
     try:

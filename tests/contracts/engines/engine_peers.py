@@ -15,10 +15,12 @@ from pathlib import Path
 import aiohttp
 
 from rl_async.configs.load.loader import dump
-from rl_async.configs.schema.run import DataConfig, EngineKind, ModelConfig, RolloutConfig, RunConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.rollout import EngineKind, RolloutConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.engines import engine_spec
+from rl_async.rollout_server.answers import EMPTY, join
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
-from rl_async.rollout_server.parts import NOTHING, join
 from rl_async.rollout_server.vllm.client import VllmEngine
 from tests.conftest import vllm_python
 
@@ -98,7 +100,7 @@ async def sampling(engine: VllmEngine, *requests: GenerateRequest) -> AsyncItera
     begun = [asyncio.Event() for _ in requests]
 
     async def generate(request: GenerateRequest, first: asyncio.Event) -> GenerateResult:
-        done = NOTHING
+        done = EMPTY
         async for part in engine.stream(request):
             done = join(done, part)
             first.set()

@@ -13,18 +13,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rl_async.errors import EngineLost, EngineRejected
-from rl_async.launcher.cli.verify import verify
+from rl_async.launcher.cli.engine.verification import verify
 from rl_async.messages import Sampling, Version, VersionRun
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.weight_sync.buckets.adapters import alone, as_adapters
-from rl_async.weight_sync.buckets.buckets import Bucket, make_buckets
+from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.buckets.delta import deltas
-from rl_async.weight_sync.groups import address
+from rl_async.weight_sync.buckets.numbering import numbered
 from rl_async.weight_sync.protocol import Hold, InitInfo
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from tests.contracts.engines.engine_peers import MAX_LENGTH, Peer, metric, running, sampling
 from tests.contracts.engines.engine_weights import deliver, differences, log_probabilities, scaled, send, tensors
+from tests.support.buckets import make_buckets
 from tests.support.received import adapters, merged
 
 V0, V1 = Version(0, 0), Version(0, 1)
@@ -76,7 +77,7 @@ async def test_logprobs_agree_with_a_plain_forward_pass(engine: VllmEngine, mode
 
 
 async def test_samples_of_one_prompt_are_asked_for_together(engine: VllmEngine, model_folder: Path) -> None:
-    client = VllmEngine(engine.url, together=8)
+    client = VllmEngine(engine.url, max_coalesced=8)
     requests = [ask(max_tokens=40) for _ in range(6)]
     answers = await asyncio.gather(*(client.generate(r) for r in requests))
     for request, got in zip(requests, answers, strict=True):
@@ -140,7 +141,7 @@ async def held(client: VllmEngine, buckets: list[Bucket], version: Version, hold
     if hold == "keep":
         await client.pause("keep")
     await client.start_update(hold == "stage")
-    sender = SharedMemorySender(1, "", 10.0)
+    sender = SharedMemorySender()
     for bucket in buckets:
         await client.update(sender.stage(bucket))
     sender.close()
@@ -159,7 +160,7 @@ async def test_deltas_and_staged_updates_end_in_the_same_weights(
     changed = [(name, tensor.clone()) for name, tensor in weights]
     for _, tensor in changed:
         tensor.view(-1)[::50] *= 1.5
-    old, new = (list(address(list(make_buckets(w, 1 << 12)), v, hold)) for w, v in ((weights, V0), (changed, V1)))
+    old, new = (list(numbered(list(make_buckets(w, 1 << 12)), v, hold)) for w, v in ((weights, V0), (changed, V1)))
     await held(engine, old, V0, hold)
     sent = list(deltas(new, old, str(V0)))
     assert sum(bucket.nbytes for bucket in sent) < sum(bucket.nbytes for bucket in new) / 5
@@ -173,7 +174,7 @@ async def test_deltas_and_staged_updates_end_in_the_same_weights(
     assert (expected - torch.tensor(got.logprobs)).abs().max() < 1e-5
     await engine.pause("keep")
     await engine.start_update()
-    sender = SharedMemorySender(1, "", 10.0)
+    sender = SharedMemorySender()
     with pytest.raises(EngineLost, match=r"a delta against version 0\.0, but this engine holds 0\.1"):
         await engine.update(sender.stage(sent[0]))
     sender.close()
@@ -189,7 +190,7 @@ async def test_adapters_alone_end_in_the_bits_of_merged_weights(engine: VllmEngi
         sums = await engine.checksums()
         await send(engine, tensors(model_folder, 1.5), V0)  # kept by no engine, and forgotten in its sleep
         assert await engine.checksums() != sums
-        sent = address([*base, *as_adapters(make_buckets(named.items(), 1 << 12), 1.7)], version, "no")
+        sent = numbered([*base, *as_adapters(make_buckets(named.items(), 1 << 12), 1.7)], version, "no")
         await engine.pause("keep")
         await engine.sleep(2)
         await engine.wake(["weights"])
@@ -208,7 +209,7 @@ async def test_adapters_for_another_base_are_refused_and_an_update_with_theirs_i
     named, sums = adapters(tensors(model_folder), ("q_proj",), seed=1), []
     for scale in (1.0, 1.5):
         base = make_buckets(tensors(model_folder, scale), 1 << 12)
-        sent = address([*base, *as_adapters(make_buckets(named.items(), 1 << 12), 2.0)], V1, "no")
+        sent = numbered([*base, *as_adapters(make_buckets(named.items(), 1 << 12), 2.0)], V1, "no")
         await engine.pause("keep")
         if scale == 1.5:
             with pytest.raises(
@@ -240,7 +241,7 @@ async def test_checksums_follow_the_weights(engine: VllmEngine, model_folder: Pa
 async def test_a_failed_update_can_be_started_again(engine: VllmEngine, model_folder: Path) -> None:
     buckets = list(make_buckets(tensors(model_folder, 3.0), 1 << 12))
     half = len(buckets) // 2
-    sender = SharedMemorySender(1, "", 10.0)
+    sender = SharedMemorySender()
     await engine.init_transfer(InitInfo(backend="ipc"))
     await engine.pause("keep")
     await engine.start_update()
@@ -258,7 +259,7 @@ async def test_a_failed_update_can_be_started_again(engine: VllmEngine, model_fo
 async def test_an_unfinished_update_is_forgotten(engine: VllmEngine, model_folder: Path) -> None:
     weights = [(name, tensor) for name, tensor in tensors(model_folder, 3.0) if "gate_proj" in name or "q_proj" in name]
     (bucket,) = make_buckets(weights, 1 << 20)  # parts of what vLLM fuses
-    sender = SharedMemorySender(1, "", 10.0)
+    sender = SharedMemorySender()
     await engine.init_transfer(InitInfo(backend="ipc"))
     await engine.pause("keep")
     await engine.start_update()

@@ -12,7 +12,9 @@ import pytest
 from aiohttp import ClientSession
 
 from rl_async.configs.load.loader import dump
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RolloutConfig, RunConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.rollout import RolloutConfig
+from rl_async.configs.schema.run import DebugConfig, RunConfig
 from tests.support.forked import Forked
 
 START_S = 60.0
@@ -23,7 +25,8 @@ def run_folder(folder: Path, model: Path) -> Path:
     config = RunConfig(
         model=ModelConfig(path=str(model)),
         data=DataConfig(path="none"),
-        rollout=RolloutConfig(max_batch_size=4, max_model_len=4096, min_iteration_s=0.002),
+        rollout=RolloutConfig(max_batch_size=4, max_model_len=4096),
+        debug=DebugConfig(min_iteration_s=0.002),
     )
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(dump(config))

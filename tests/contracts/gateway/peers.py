@@ -14,12 +14,15 @@ import uvicorn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.gateway.__main__ import bind
 from rl_async.agent_loop.gateway.episodes import Episodes
 from rl_async.agent_loop.gateway.server import Server
 from rl_async.configs.load.loader import dump
-from rl_async.configs.schema.run import AgentConfig, DataConfig, ModelConfig, RewardConfig, RolloutConfig, RunConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.reward import RewardConfig
+from rl_async.configs.schema.rollout import AgentConfig, RolloutConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import Done, Leased, LeasedGroup, Trajectory, Version
+from rl_async.process.role import bind
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.vllm.client import VllmEngine
@@ -77,7 +80,7 @@ class RunningGateway:
     def __init__(self, config: RunConfig, group: LeasedGroup, renderer: ChatRenderer, says: Sequence[str]) -> None:
         self._config, self._renderer = config, renderer
         self.queue, self.engine = Queue(group), Engine(renderer, says)
-        self._listener = bind("127.0.0.1", 0)
+        self._listener = bind("127.0.0.1", 0, "port")
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready = threading.Event()

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
-from rl_async.agent_loop.gateway.__main__ import bind
 from rl_async.agent_loop.gateway.client import Episode, Gateway, GatewayError
 from rl_async.errors import UserError
 from rl_async.messages import Version
+from rl_async.process.role import bind
 from tests.contracts.engines.engine_peers import running
 from tests.contracts.gateway.peers import RunningGateway, gateway_process, make_model, serve_as_version_0
 from tests.contracts.queue.peers import RunningQueue, worker
@@ -256,9 +256,9 @@ def check_logprobs(model: Any, row: Any) -> None:
 
 def test_a_port_that_is_taken_is_a_user_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match=r"agent\.gateway"):
-        bind("127.0.0.1", taken.getsockname()[1])
+        bind("127.0.0.1", taken.getsockname()[1], "agent.gateway")
     with pytest.raises(UserError, match=r"agent\.gateway"):
-        bind("127.0.0.1", 1 << 16)
+        bind("127.0.0.1", 1 << 16, "agent.gateway")
 
 
 def test_a_gateway_that_is_gone_has_ended_with_its_run(start: Any) -> None:

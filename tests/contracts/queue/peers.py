@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from rl_async.configs.schema.limits import QueueLimits
+from rl_async.configs.schema.queue import QueueLimits
 from rl_async.messages import (
     SCHEMA,
     Done,

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import zmq
 
-from rl_async.configs.schema.run import DataConfig, ModelConfig, QueueConfig, RunConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.queue import QueueConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import QueueLost
 from rl_async.messages import Reserved, Status, StatusReport, Version
 from rl_async.transfer_queue.auth.keys import ClientKeys, make_keys, read_client_keys, server_keys

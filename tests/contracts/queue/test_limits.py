@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import zmq
 
-from rl_async.configs.schema.limits import QueueLimits
+from rl_async.configs.schema.queue import QueueLimits
 from rl_async.errors import ProtocolError, QueueLost
 from rl_async.messages import Done, Refused, Reserved, Status, StatusReport, Version
 from rl_async.transfer_queue import wire

@@ -94,7 +94,7 @@ def test_listing_and_peeking_take_nothing_away(address, queue, capsys):
 
 
 def test_a_queue_that_is_not_there_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("rl_async.launcher.cli.queue_commands.ANSWER_S", 0.2)
+    monkeypatch.setattr("rl_async.launcher.cli.queue.actions.ANSWER_S", 0.2)
     assert "is not the folder of a run that is going on" in said(capsys, "status", str(tmp_path), code=2)
     write_endpoints(tmp_path, Endpoints(queue="tcp://127.0.0.1:9"))
     assert "queue at tcp://127.0.0.1:9 did not answer" in said(capsys, "ls", str(tmp_path), code=2)

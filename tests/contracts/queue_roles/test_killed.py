@@ -15,7 +15,11 @@ import numpy as np
 import pytest
 
 from rl_async.configs.load.loader import dump
-from rl_async.configs.schema.run import DataConfig, ModelConfig, QueueConfig, RolloutConfig, RunConfig, TrainerConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.queue import QueueConfig
+from rl_async.configs.schema.rollout import RolloutConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import (
     Commit,
     Done,

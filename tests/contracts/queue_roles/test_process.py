@@ -13,7 +13,9 @@ import msgspec
 import pytest
 
 from rl_async.configs.load.loader import dump
-from rl_async.configs.schema.run import DataConfig, EvalConfig, ModelConfig, QueueConfig, RunConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.queue import QueueConfig
+from rl_async.configs.schema.run import EvalConfig, RunConfig
 from rl_async.errors import QueueLost
 from rl_async.messages import NotReady, Version
 from rl_async.transfer_queue.auth.keys import client_keys, provide_keys

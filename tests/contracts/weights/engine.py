@@ -16,7 +16,7 @@ from aiohttp import web
 
 from rl_async.errors import WeightSyncError
 from rl_async.weight_sync.buckets.assembly import Assembler
-from rl_async.weight_sync.protocol import FinishBody, InitBody, UpdateBody
+from rl_async.weight_sync.protocol import FinishUpdateBody, InitTransferBody, UpdateWeightsBody
 from rl_async.weight_sync.receiver import WeightReceiver
 
 FAULTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -33,11 +33,11 @@ class Engine:
         self.buckets, self.fault, self.at = 0, fault, at
 
     async def init(self, request: web.Request) -> web.Response:
-        body = msgspec.json.decode(await request.read(), type=InitBody)
+        body = msgspec.json.decode(await request.read(), type=InitTransferBody)
         return await self._run(lambda: self.receiver.init(body.init_info))
 
     async def update(self, request: web.Request) -> web.Response:
-        body = msgspec.json.decode(await request.read(), type=UpdateBody)
+        body = msgspec.json.decode(await request.read(), type=UpdateWeightsBody)
         assert self.paused or body.update_info.hold == "stage"
         self.buckets += 1
         if self.fault and self.buckets == self.at:
@@ -46,7 +46,7 @@ class Engine:
 
     async def finish(self, request: web.Request) -> web.Response:
         assert self.paused
-        self.version = msgspec.json.decode(await request.read(), type=FinishBody).weight_version
+        self.version = msgspec.json.decode(await request.read(), type=FinishUpdateBody).weight_version
         return await self._run(self.receiver.finish)
 
     async def pause(self, request: web.Request) -> web.Response:

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from rl_async.errors import WeightSyncError
 from rl_async.weight_sync.layout import Box, Layout, TensorSpec, fsdp2
+from rl_async.weight_sync.reshard.execute import one_box_each, reshard, split_fused
 from rl_async.weight_sync.reshard.model_layouts import engine, megatron
 from rl_async.weight_sync.reshard.plan import plan
-from rl_async.weight_sync.reshard.run import one_box_each, reshard, split_fused
 from rl_async.weight_sync.reshard.wire import PointToPoint, SharedMemoryWire, Wire
 from tests.unit.weight_sync.reshard.models import specs
 
@@ -173,7 +173,7 @@ def run(scenario: Scenario, wire: Wire, meshes: dict[int, DeviceMesh], timeout_s
         "minimal": made.figures.minimal,
         "local": made.figures.local,
         "full_gather": made.figures.full_gather,
-        "buckets": len(made.buckets),
+        "buckets": len(made.exchanges),
     }
 
 

@@ -32,7 +32,7 @@ SMALL = [
     "agent.workers=2",
     f"trainer.steps={STEPS}",
     "trainer.checkpoint_every=2",
-    "trainer.min_train_s=1",
+    "debug.min_train_s=1",
     "eval.tasks=4",
     "queue.lease_s=3",
     *HARDLY_WARM,

@@ -17,7 +17,9 @@ from transformers import AutoModelForCausalLM
 from rl_async.configs.load.loader import dump
 from rl_async.configs.schema.algorithm import AlgorithmConfig
 from rl_async.configs.schema.correction import CorrectionOptions
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import Sampling, Trajectory
 from rl_async.trainer.monitoring.records import write_trajectories
 from tests.conftest import make_rows

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from rl_async.configs.load.loader import dump
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import DebugConfig, RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.checkpoints.folder import damage_of, list_checkpoints, read_state
 from rl_async.trainer.monitoring.records import write_trajectories
 from tests.conftest import make_rows
@@ -25,7 +27,8 @@ def start(folder: Path, model: Path, *more: str) -> list[Forked]:
     config = RunConfig(
         model=ModelConfig(path=str(model)),
         data=DataConfig(path="none"),
-        trainer=TrainerConfig(ranks=2, steps=STEPS, min_train_s=0.5, collective_timeout_s=15),
+        trainer=TrainerConfig(ranks=2, steps=STEPS, collective_timeout_s=15),
+        debug=DebugConfig(min_train_s=0.5),
     )
     (folder / "config.yaml").write_text(dump(config))
     return start_ranks("rl_async.trainer", "--run", str(folder), "--replay", str(folder), *more, ranks=2)

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.configs.schema.run import AgentConfig, DataConfig, ModelConfig, RolloutConfig, RunConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.rollout import AgentConfig, RolloutConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import LeasedGroup, Task, Version, VersionRun
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 

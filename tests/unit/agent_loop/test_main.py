@@ -14,7 +14,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rl_async.agent_loop.data.tasks import make_data
-from rl_async.configs.schema.run import AgentConfig, DataConfig, ModelConfig, RunConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.rollout import AgentConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 
 

@@ -9,7 +9,7 @@ import pytest
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.episodes.loops import EpisodeRunner
 from rl_async.agent_loop.worker import AgentWorker
-from rl_async.configs.schema.run import RewardConfig
+from rl_async.configs.schema.reward import RewardConfig
 from rl_async.errors import EngineLost, QueueLost
 from rl_async.messages import Done, Leased, LeasedGroup, Refused, Trajectory, Version, VersionRun
 from rl_async.reward_loop.service import RewardService

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from rl_async.configs.schema.reward import JudgeConfig
-from rl_async.configs.schema.run import RewardConfig, RewardTerm
+from rl_async.configs.schema.reward import JudgeConfig, RewardConfig, RewardTerm
 from rl_async.errors import ConfigError, UserError
 from rl_async.messages import Turn
 from rl_async.reward_loop.api import Conversation, ScorerFailed

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
-from rl_async.configs.schema.reward import RewardModelConfig
-from rl_async.configs.schema.run import RewardConfig, RewardTerm
+from rl_async.configs.schema.reward import RewardConfig, RewardModelConfig, RewardTerm
 from rl_async.reward_loop.render import conversation_ids, load_tokenizer
 from rl_async.reward_loop.service import RewardService
 from tests.unit.reward_loop.outside import Answer, Outside

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rl_async.agent_loop.data.dataset import open_rows, to_task
-from rl_async.configs.schema.run import RewardConfig, RewardTerm
+from rl_async.configs.schema.reward import RewardConfig, RewardTerm
 from rl_async.errors import ConfigError
 from rl_async.reward_loop.api import Score, ScorerFailed, to_score
 from rl_async.reward_loop.limits import RateLimit
@@ -122,7 +122,7 @@ def test_scorers_that_do_not_exist_are_refused_at_once(name: str, message: str) 
 
 
 async def test_math_compares_meaning() -> None:
-    pytest.importorskip("math_verify")
+    pytest.importorskip("math_verify", reason="install it with pip install 'rl-async[math]'")
     async with RewardService(config("math", timeout_s=60.0)) as service:
         for answer, reward in [("It is \\boxed{\\frac{1}{2}}", 1.0), ("0.5", 1.0), ("1/3", 0.0), ("", 0.0)]:
             scored = await score(service, answer, task("\\frac{1}{2}"))
@@ -130,7 +130,7 @@ async def test_math_compares_meaning() -> None:
 
 
 async def test_reasoning_gym_scores_the_rows_of_its_source() -> None:
-    pytest.importorskip("reasoning_gym")
+    pytest.importorskip("reasoning_gym", reason="install it with pip install 'rl-async[reasoning-gym]'")
     generated = to_task(open_rows("reasoning_gym:gcd", seed=3)[5], "row 5", "t")
     async with RewardService(config("reasoning_gym", timeout_s=60.0)) as service:
         right = await score(service, generated.ground_truth, generated)

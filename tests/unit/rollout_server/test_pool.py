@@ -152,7 +152,7 @@ async def test_it_waits_for_an_engine_that_comes_back() -> None:
 async def test_the_deadline_names_what_is_known() -> None:
     pool, _ = make_pool(timeout_s=0.2, a=lose)
     pool.update(registry(a=Version(0, 0)))
-    with pytest.raises(EngineLost, match=r"no engine serves version 0\.1.*a at 0\.0"):
+    with pytest.raises(EngineLost, match=r"version 0\.1.*rollout\.request_timeout_s.*a at 0\.0"):
         await pool.generate(request(), session="s")
 
 
@@ -177,7 +177,7 @@ async def test_an_engine_that_hangs_awake_is_given_up() -> None:
     engine = engines["a"]
     engine.hold.clear()
     async with asyncio.timeout(5):
-        with pytest.raises(EngineLost, match=r"no engine answered within 0 s: no token in 0\.1 s"):
+        with pytest.raises(EngineLost, match=r"rollout\.request_timeout_s"):
             await pool.generate(request(), session="s")
 
 
@@ -253,7 +253,7 @@ async def test_engines_that_answer_probes_and_nothing_else_are_given_up_at_the_d
     pool, engines = make_pool(timeout_s=2.5, a=behaviour, b=behaviour)
     pool.update(registry(a=V1, b=V1))
     async with asyncio.timeout(10):
-        with pytest.raises(EngineLost, match=r"(within|after) 2 s"):
+        with pytest.raises(EngineLost, match=r"rollout\.request_timeout_s"):
             await pool.generate(request(), session="s")
     assert 2 <= len(engines["a"].seen) + len(engines["b"].seen) < 10, "they are set aside in between"
 

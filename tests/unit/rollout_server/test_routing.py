@@ -5,13 +5,13 @@ import pytest
 from rl_async.messages import EngineRecord, Sampling, Version
 from rl_async.rollout_server import routing
 from rl_async.rollout_server.api import EngineLoad, GenerateRequest
-from rl_async.rollout_server.routing import Member, Router
+from rl_async.rollout_server.routing import PoolMember, Router
 
 V1 = Version(0, 1)
 
 
-def member(name: str, version: Version | None = V1, most: int = 8) -> Member[None]:
-    return Member(EngineRecord(engine_id=name, url=name, kind="embedded", version=version), None, most)
+def member(name: str, version: Version | None = V1, max_batch: int = 8) -> PoolMember[None]:
+    return PoolMember(EngineRecord(engine_id=name, url=name, kind="embedded", version=version), None, max_batch)
 
 
 def request(prompt: int = 10, max_tokens: int = 20) -> GenerateRequest:
@@ -29,16 +29,16 @@ def load(requests: int = 0, usage: float = 0.0, preemptions: int = 0) -> EngineL
     return EngineLoad(requests=requests, cache_usage=usage, preemptions=preemptions)
 
 
-def chosen(router: Router[None], members: list[Member[None]], session: str, prompt: int = 10) -> str | None:
+def chosen(router: Router[None], members: list[PoolMember[None]], session: str, prompt: int = 10) -> str | None:
     best = router.choose(members, request(prompt), session, 0.0)
     return None if best is None else best.engine_id
 
 
 def test_a_conversation_stays_while_its_prefix_is_worth_the_wait() -> None:
     a, b, router = member("a"), member("b"), Router[None]()
-    with b.carrying(request()):
+    with b.in_flight(request()):
         assert chosen(router, [a, b], "s") == "a"
-    with a.carrying(request(max_tokens=20)):  # 30 tokens in line
+    with a.in_flight(request(max_tokens=20)):  # 30 tokens in line
         assert chosen(router, [a, b], "s", prompt=31) == "a"
         assert chosen(router, [a, b], "s", prompt=29) == "b"
         assert chosen(router, [a, b], "s", prompt=10) == "b", "it lives there now"
@@ -47,7 +47,7 @@ def test_a_conversation_stays_while_its_prefix_is_worth_the_wait() -> None:
 
 def test_requests_of_others_count_by_number() -> None:
     a, b, router = member("a"), member("b"), Router[None]()
-    with a.carrying(request()), b.carrying(request(max_tokens=40)):
+    with a.in_flight(request()), b.in_flight(request(max_tokens=40)):
         assert chosen(router, [a, b], "s") == "a"
         a.observe(load(requests=4))  # three of another client
         assert chosen(router, [a, b], "t") == "b"
@@ -56,13 +56,13 @@ def test_requests_of_others_count_by_number() -> None:
 def test_an_engine_that_only_others_use_is_not_free() -> None:
     a, b, router = member("a"), member("b"), Router[None]()
     a.observe(load(requests=3))
-    with b.carrying(request()):
+    with b.in_flight(request()):
         assert chosen(router, [a, b], "s") == "b"
 
 
 def test_a_full_cache_makes_an_engine_expensive() -> None:
     a, b, router = member("a"), member("b"), Router[None]()
-    with a.carrying(request()), b.carrying(request(max_tokens=40)):
+    with a.in_flight(request()), b.in_flight(request(max_tokens=40)):
         a.observe(load(requests=1, usage=0.9))
         assert chosen(router, [a, b], "s") == "b"
 
@@ -72,7 +72,7 @@ def test_old_full_and_lost_engines_get_nothing() -> None:
     old, none, aside, gone, full = (member(name) for name in ("old", "none", "aside", "gone", "full"))
     old.record = EngineRecord(engine_id="old", url="", kind="embedded", version=Version(0, 0))
     none.record = EngineRecord(engine_id="none", url="", kind="embedded", version=None)
-    aside.set_aside_until = 1.0
+    aside.backoff_until = 1.0
     gone.gone.set()
     full.requests = int(full.limit)
     assert chosen(router, [old, none, aside, gone, full], "s") is None
@@ -80,11 +80,11 @@ def test_old_full_and_lost_engines_get_nothing() -> None:
     assert chosen(router, [old, none, aside, gone, full], "s") == "full"
 
 
-def test_the_limit_falls_when_the_cache_is_full_and_grows_when_it_is_reached() -> None:
-    a = member("a", most=80)
+def test_the_limit_shrinks_when_the_cache_is_full_and_grows_when_it_is_reached() -> None:
+    a = member("a", max_batch=80)
     assert a.limit == 100
     a.observe(load(usage=1.0, preemptions=5))
-    assert a.limit == 100, "what was preempted before it was first asked is nobody's fault"
+    assert a.limit == 100, "preemptions before the first probe do not count"
     a.observe(load(usage=1.0, preemptions=6))
     assert a.limit == 100, "a weight update preempts too, once"
     a.observe(load(usage=1.0, preemptions=7))
@@ -101,15 +101,15 @@ def test_the_limit_falls_when_the_cache_is_full_and_grows_when_it_is_reached() -
     assert a.limit == 100
     for preemptions in range(10, 40):
         a.observe(load(usage=0.95, preemptions=preemptions))
-    assert a.limit == routing.FEWEST
+    assert a.limit == routing.MIN_LIMIT
 
 
 def test_old_conversations_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "SESSIONS_REMEMBERED", 2)
     a, b, router = member("a"), member("b"), Router[None]()
-    with b.carrying(request()):
+    with b.in_flight(request()):
         for session in ("s", "t", "s", "u"):
             assert chosen(router, [a, b], session) == "a"
-    with a.carrying(request(max_tokens=5)):
+    with a.in_flight(request(max_tokens=5)):
         assert chosen(router, [a, b], "s", prompt=20) == "a"
-        assert chosen(router, [a, b], "t", prompt=20) == "b", "it is not known where it was"
+        assert chosen(router, [a, b], "t", prompt=20) == "b", "its last engine is forgotten"

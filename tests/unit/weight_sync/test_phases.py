@@ -7,7 +7,7 @@ import pytest
 
 from rl_async.messages import Version
 from rl_async.weight_sync.buckets.buckets import Bucket
-from rl_async.weight_sync.phases import Bystander, build_phase
+from rl_async.weight_sync.phases import IdleCoordinator, build_phase
 from rl_async.weight_sync.protocol import SyncReport
 
 
@@ -48,7 +48,9 @@ def test_order(mode: Literal["colocated", "disaggregated"], before: list[str], a
 
 def test_other_ranks_move_their_optimizer_but_speak_to_no_engine() -> None:
     record = Recorder()
-    phase = build_phase("colocated", Bystander(), barrier=record.barrier, onload=record.onload, offload=record.offload)
+    phase = build_phase(
+        "colocated", IdleCoordinator(), barrier=record.barrier, onload=record.onload, offload=record.offload
+    )
     phase.before_train()
     assert phase.after_train(Version(0, 1), []).engines == []
     assert record.calls == ["barrier", "onload", "offload", "barrier"]

@@ -12,13 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
-from rl_async.configs.schema.run import TrainerConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged
 from rl_async.trainer.backends.fsdp2.sharding import mesh_of, prepare, shard
-from rl_async.trainer.backends.interface import LossFn, Outputs, Published, Want
+from rl_async.trainer.backends.interface import LossFn, OutputName, Outputs, Published
 from rl_async.trainer.backends.schedule import learning_rate_factor
 from rl_async.trainer.batches.batching import Tensors
-from rl_async.trainer.batches.work import work_of
+from rl_async.trainer.batches.cost import row_cost_of
 from rl_async.trainer.checkpoints.adapters import base_of, require_adapters, require_whole, write_adapter
 from rl_async.trainer.checkpoints.export import MOMENT, SHARDS, WEIGHTS, write_model
 from rl_async.trainer.checkpoints.shards import host_copy, read_shards, stored, write_shards
@@ -27,8 +27,8 @@ from rl_async.trainer.model.lora import adapters, attach, merged, without_adapte
 from rl_async.trainer.model.ulysses import join_groups
 from rl_async.weight_sync.buckets.buckets import dtype_name
 from rl_async.weight_sync.layout import Layout, TensorSpec, fsdp2
-from rl_async.weight_sync.reshard.gather import Parts
-from rl_async.weight_sync.reshard.run import one_box_each
+from rl_async.weight_sync.reshard.execute import one_box_each
+from rl_async.weight_sync.reshard.gather import ShardedWeights
 
 STEPS = "schedule|steps"
 
@@ -53,14 +53,14 @@ class Fsdp2Backend:
         config = config if trains else None
         self.device, self.path, self.config = device, path, config
         self.dtype = getattr(torch, dtype)
-        self.cell, sharing = join_groups(options.sequence_parallel, options.collective_timeout_s)
+        self.data_parallel, sharing = join_groups(options.sequence_parallel, options.collective_timeout_s)
         model = load_headed(path, head, device, self.dtype, options, sharing)
         self._lora = config.lora if config else None
         if self._lora is not None:
             self._base = base_of(path)
             self._targets = attach(model.lm, self._lora, self.dtype)
         self.hf_config = model.lm.config
-        self.work = work_of(self.hf_config, padded=not model.packs)
+        self.row_cost = row_cost_of(self.hf_config, padded=not model.packs)
         self._offloads = options.cpu_offload
         prepare(model.lm.base_model.layers, options)
         self._replicas = options.replicas
@@ -79,19 +79,19 @@ class Fsdp2Backend:
             )
             self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_factor(config))
 
-    def forward(self, batch: Tensors, wants: frozenset[Want] = frozenset()) -> Outputs:
+    def forward(self, batch: Tensors, requested: frozenset[OutputName] = frozenset()) -> Outputs:
         with torch.no_grad():
-            return self.model.outputs(batch, wants)
+            return self.model.outputs(batch, requested)
 
     def step(
-        self, batches: Sequence[Tensors], loss_fn: LossFn, wants: frozenset[Want] = frozenset()
+        self, batches: Sequence[Tensors], loss_fn: LossFn, requested: frozenset[OutputName] = frozenset()
     ) -> tuple[float, float]:
         assert self.optimizer is not None and self.schedule is not None and self.config is not None
         world = dist.get_world_size()
         total = 0.0
         for number, batch in enumerate(batches):
             self.model.set_requires_gradient_sync(number == len(batches) - 1)
-            loss = loss_fn(number, self.model.outputs(batch, wants))
+            loss = loss_fn(number, self.model.outputs(batch, requested))
             total += loss.item()
             # FSDP averages over ranks. The loss is already divided by the global count, and of ranks that share rows
             # each has its own part of the gradient (ulysses.py).
@@ -107,7 +107,7 @@ class Fsdp2Backend:
         self.optimizer.zero_grad()
         return total, norm
 
-    def parts(self, what: Published = "merged") -> Parts:
+    def sharded_weights(self, what: Published = "merged") -> ShardedWeights:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a pass without gradient leaves some of them whole
@@ -117,7 +117,7 @@ class Fsdp2Backend:
             layout = self._layout if what == "base" else self._adapter_layout
             named = without_adapters if what == "base" else adapters
             local = {name: _shard(parameter) for name, parameter in named(self.model.lm)}
-        return Parts(layout, one_box_each(layout, dist.get_rank(), local))
+        return ShardedWeights(layout, one_box_each(layout, dist.get_rank(), local))
 
     @functools.cached_property
     def _layout(self) -> Layout:

@@ -9,8 +9,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from rl_async.configs.schema.run import TrainerConfig
-from rl_async.trainer.batches.cell import neighbours
+from rl_async.configs.schema.trainer import TrainerConfig
+from rl_async.trainer.batches.data_parallel import adjacent_and_strided
 from rl_async.trainer.model import attention as packed_attention
 
 
@@ -20,7 +20,7 @@ def mesh_of(device: str, ranks: int, replicas: int, timeout_s: float) -> DeviceM
     kind = device.partition(":")[0]
     if replicas == 1:
         return init_device_mesh(kind, (ranks,))  # the process group of all, with its deadline
-    sharing, same_shard = neighbours(ranks // replicas, timeout_s)
+    sharing, same_shard = adjacent_and_strided(ranks // replicas, timeout_s)
     rows = torch.arange(ranks).view(replicas, -1)
     return DeviceMesh.from_group([same_shard, sharing], kind, mesh=rows, mesh_dim_names=("replicate", "shard"))
 

@@ -1,8 +1,8 @@
 """The Megatron-Core backend: tensor-, pipeline-, data- and expert-parallel ranks, with the distributed optimizer.
 
-A micro-batch's rows are packed one behind the other. All ranks of a cell get the same micro-batches; the last pipeline
-stage differentiates the loss, and the others evaluate it on the numbers that it found, so that whatever a loss keeps
-account of is the same on all of them.
+A micro-batch's rows are packed one behind the other. All processes of one data-parallel rank get the same
+micro-batches; the last pipeline stage differentiates the loss, and the others evaluate it on the numbers that it
+found, so that whatever sums a loss keeps are the same on all of them.
 """
 
 import functools
@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
-from rl_async.configs.schema.run import TrainerConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged, UserError
-from rl_async.trainer.backends.interface import LossFn, Outputs, Published, Want
+from rl_async.trainer.backends.interface import LossFn, OutputName, Outputs, Published
 from rl_async.trainer.backends.megatron.attention import row_places
 from rl_async.trainer.backends.megatron.cpu import megatron_on_cpu
 from rl_async.trainer.backends.megatron.model import build_chunks, require_divisible, shape_of, transformer_config
@@ -33,11 +33,11 @@ from rl_async.trainer.backends.megatron.parallel import Parallel, join_groups
 from rl_async.trainer.backends.megatron.parts import layout_of, parts_of
 from rl_async.trainer.backends.megatron.weights import Spread, fill, open_weights, stream
 from rl_async.trainer.batches.batching import Tensors, empty_tensors
-from rl_async.trainer.batches.work import work_of
+from rl_async.trainer.batches.cost import row_cost_of
 from rl_async.trainer.checkpoints.export import MOMENT, WEIGHTS, WHOLE
 from rl_async.trainer.model.heads import MODEL_FOLDER
 from rl_async.weight_sync.layout import Layout
-from rl_async.weight_sync.reshard.gather import Parts
+from rl_async.weight_sync.reshard.gather import ShardedWeights
 
 OPTIMIZER_FILE = "optimizer.safetensors"  # with FSDP2's names, which then reads the same file
 
@@ -53,10 +53,10 @@ class MegatronBackend:
         self.device, self.path = device, path
         self.dtype = getattr(torch, dtype)
         self.hf_config = _hf_config(path)
-        self.work = work_of(self.hf_config)
+        self.row_cost = row_cost_of(self.hf_config)
         with self._megatron():
             parallel = join_groups(config)
-            self.cell = parallel.cell
+            self.data_parallel = parallel.data_parallel
             shape = shape_of(self.hf_config, path)
             require_divisible(shape, parallel)
             model = transformer_config(self.hf_config, shape, parallel, on_cpu=device == "cpu")
@@ -78,15 +78,15 @@ class MegatronBackend:
     def _parallel(self) -> Parallel:
         return self._spread.parallel
 
-    def forward(self, batch: Tensors, wants: frozenset[Want] = frozenset()) -> Outputs:
+    def forward(self, batch: Tensors, requested: frozenset[OutputName] = frozenset()) -> Outputs:
         with torch.no_grad():
-            return self._run([batch], None, wants)[0][0]
+            return self._run([batch], None, requested)[0][0]
 
     def step(
-        self, batches: Sequence[Tensors], loss_fn: LossFn, wants: frozenset[Want] = frozenset()
+        self, batches: Sequence[Tensors], loss_fn: LossFn, requested: frozenset[OutputName] = frozenset()
     ) -> tuple[float, float]:
         assert self._optimizer is not None
-        _, total = self._run(batches, loss_fn, wants)
+        _, total = self._run(batches, loss_fn, requested)
         with self._megatron():
             norm = self._optimizer.norm()
         finite = torch.tensor([float(math.isfinite(total) and math.isfinite(norm))])
@@ -100,14 +100,14 @@ class MegatronBackend:
         return total, norm
 
     def _run(
-        self, batches: Sequence[Tensors], loss_fn: LossFn | None, wants: frozenset[Want]
+        self, batches: Sequence[Tensors], loss_fn: LossFn | None, requested: frozenset[OutputName]
     ) -> tuple[list[Outputs], float]:
         """Pass the micro-batches through the pipeline, and back if there is a loss. Returns detached outputs and the
         summed loss, on all stages."""
         pipeline = self._parallel.pipeline
         missing = -len(batches) % pipeline.size if self._parallel.virtual_stages > 1 else 0
         passed = [*batches, *(empty_tensors(self.device) for _ in range(missing))]
-        ran = _Pass(loss_fn, len(batches), wants, functools.partial(self._outputs, wants=wants))
+        ran = _Pass(loss_fn, len(batches), requested, functools.partial(self._outputs, requested=requested))
         chunks = self._chunks
         with self._megatron():
             get_forward_backward_func()(
@@ -123,12 +123,12 @@ class MegatronBackend:
             self._share(ran, passed)
         return ran.outputs[: len(batches)], ran.total
 
-    def _outputs(self, logits: Tensor, batch: Tensors, *, wants: frozenset[Want]) -> Outputs:
+    def _outputs(self, logits: Tensor, batch: Tensors, *, requested: frozenset[OutputName]) -> Outputs:
         """Outputs [B, T-1] from this rank's columns of the packed logits [1, N, V / ranks]; 0 beyond a row's end."""
         rows, places = _packed_places(batch)
         following = batch.tokens.roll(-1, 1)[rows, places]
         logits = logits[0].float() / batch.temperature[rows, 0]
-        packed = vocab_parallel_outputs(logits, following, wants, self._parallel.tensor, self._spread.shape.vocab)
+        packed = vocab_parallel_outputs(logits, following, requested, self._parallel.tensor, self._spread.shape.vocab)
         inside = places < batch.lengths.to(self.device)[rows] - 1
         index = rows[inside], places[inside]
 
@@ -155,7 +155,7 @@ class MegatronBackend:
                 with torch.no_grad():
                     ran.take(number, found)
 
-    def parts(self, what: Published = "merged") -> Parts:
+    def sharded_weights(self, what: Published = "merged") -> ShardedWeights:
         assert what == "merged"  # it trains no adapters
         return parts_of(self._spread, self._layout)
 
@@ -224,9 +224,9 @@ class MegatronBackend:
 class _Pass:
     """One walk of micro-batches through the pipeline, as Megatron's schedules call it."""
 
-    def __init__(self, loss_fn: LossFn | None, count: int, wants: frozenset[Want], outputs_of: Any) -> None:
+    def __init__(self, loss_fn: LossFn | None, count: int, requested: frozenset[OutputName], outputs_of: Any) -> None:
         self._loss_fn, self._count, self._outputs_of = loss_fn, count, outputs_of
-        self.gives = (True, "entropy" in wants, "sum_squares" in wants)
+        self.gives = (True, "entropy" in requested, "sum_squares" in requested)
         self.outputs: list[Outputs] = []
         self.total = 0.0
 

@@ -9,7 +9,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rl_async.configs.schema.run import TrainerConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backends.schedule import learning_rate_factor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

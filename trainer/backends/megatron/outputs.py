@@ -10,12 +10,12 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
 from torch import Tensor
 
-from rl_async.trainer.backends.interface import Outputs, Want
+from rl_async.trainer.backends.interface import OutputName, Outputs
 from rl_async.trainer.backends.megatron.parallel import Axis
 
 
 def vocab_parallel_outputs(
-    logits: Tensor, chosen: Tensor, wants: frozenset[Want], tensor: Axis, vocabulary: int
+    logits: Tensor, chosen: Tensor, requested: frozenset[OutputName], tensor: Axis, vocabulary: int
 ) -> Outputs:
     """Outputs [N], equal on all ranks of ``tensor``, from this rank's columns of the logits [N, V / ranks].
 
@@ -29,14 +29,14 @@ def vocab_parallel_outputs(
     logits = logits - largest[:, None]
     normaliser = _sum(logits.exp().sum(1), tensor).log()
     logprobs = _sum(_pick(logits, chosen - first), tensor) - normaliser
-    if not wants:
+    if not requested:
         return Outputs(logprobs)
     distribution = logits - mappings.copy_to_tensor_model_parallel_region(normaliser, group=tensor.group)[:, None]
     distribution = distribution.masked_fill(padding, torch.finfo(logits.dtype).min / 4)  # exp is 0 and 0 * it is 0
     return Outputs(
         logprobs=logprobs,
-        entropy=-_sum((distribution.exp() * distribution).sum(1), tensor) if "entropy" in wants else None,
-        sum_squares=_sum((2 * distribution).exp().sum(1), tensor) if "sum_squares" in wants else None,
+        entropy=-_sum((distribution.exp() * distribution).sum(1), tensor) if "entropy" in requested else None,
+        sum_squares=_sum((2 * distribution).exp().sum(1), tensor) if "sum_squares" in requested else None,
     )
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from rl_async.configs.schema.run import TrainerConfig
-from rl_async.trainer.batches.cell import Cell
+from rl_async.configs.schema.trainer import TrainerConfig
+from rl_async.trainer.batches.data_parallel import DataParallel
 
 SEED = 1  # of Megatron's own random state: nothing is drawn from it, all weights are read
 
@@ -40,10 +40,10 @@ class Parallel:
         return self.pipeline.rank == self.pipeline.size - 1
 
     @property
-    def cell(self) -> Cell:
-        """The tensor- and pipeline-parallel ranks that hold one copy of the model are a cell."""
+    def data_parallel(self) -> DataParallel:
+        """The tensor- and pipeline-parallel processes that hold one copy of the model are one data-parallel rank."""
         first = self.tensor.rank == 0 and self.pipeline.rank == 0
-        return Cell(self.data.rank, self.data.size, is_recorder=first, group=self.data.group)
+        return DataParallel(self.data.rank, self.data.size, is_recorder=first, group=self.data.group)
 
 
 def join_groups(config: TrainerConfig) -> Parallel:

@@ -9,9 +9,9 @@ from torch import Tensor
 from rl_async.trainer.backends.megatron.weights import Spread, held, names_of, shapes_in
 from rl_async.weight_sync.buckets.buckets import dtype_name
 from rl_async.weight_sync.layout import Box, Layout, TensorSpec, lengths
-from rl_async.weight_sync.reshard.gather import Parts
+from rl_async.weight_sync.reshard.execute import split_fused
+from rl_async.weight_sync.reshard.gather import ShardedWeights
 from rl_async.weight_sync.reshard.model_layouts import fused_parts, megatron
-from rl_async.weight_sync.reshard.run import split_fused
 
 
 def layout_of(spread: Spread, folder: Path, dtype: torch.dtype) -> Layout:
@@ -30,7 +30,7 @@ def layout_of(spread: Spread, folder: Path, dtype: torch.dtype) -> Layout:
     )
 
 
-def parts_of(spread: Spread, layout: Layout) -> Parts:
+def parts_of(spread: Spread, layout: Layout) -> ShardedWeights:
     """This rank's parameters as views under Hugging Face names."""
     rank = dist.get_rank()
     found: dict[tuple[str, Box], Tensor] = {}
@@ -38,4 +38,4 @@ def parts_of(spread: Spread, layout: Layout) -> Parts:
         values = parameter.detach()
         rows = sum(lengths(box)[0] for _, box in fused_parts(layout, rank, names))
         found |= split_fused(values[:rows], layout, rank, names)  # below may be rows that pad a vocabulary
-    return Parts(layout, found)
+    return ShardedWeights(layout, found)

@@ -12,8 +12,8 @@ from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.gateway.chat import ChatMessage, ChatRequest
 from rl_async.agent_loop.gateway.episode import GatewayEpisode
 from rl_async.agent_loop.gateway.episodes import Ending, Episodes
-from rl_async.configs.schema.gateway import GatewayConfig
-from rl_async.configs.schema.run import RewardConfig
+from rl_async.configs.schema.reward import RewardConfig
+from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.errors import EngineLost, QueueLost, RequestRefused
 from rl_async.messages import Done, Leased, LeasedGroup, Refused, Trajectory
 from rl_async.reward_loop.service import RewardService

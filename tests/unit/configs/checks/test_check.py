@@ -111,7 +111,6 @@ MEGATRON = ("trainer.backend=megatron",)
         (["trainer.kernels=liger", "model.device=cpu"], ["trainer.kernels=liger", "model.device=cpu"]),
         (["trainer.kernels=liger", "trainer.compile=true"], ["trainer.kernels=liger", "trainer.compile"]),
         ([*MEGATRON, "trainer.kernels=liger"], ["trainer.kernels", "trainer.backend=fsdp2"]),
-        ([*MEGATRON, "trainer.context_parallel=2"], ["trainer.context_parallel=2", "Transformer Engine"]),
         ([*MEGATRON, "model.dtype=bfloat16"], ["trainer.backend=megatron", "model.dtype=bfloat16"]),
         ([*MEGATRON, "algorithm.advantage=gae", "critic={}"], ["trainer.backend=megatron", "critic"]),
         (

@@ -1,11 +1,14 @@
 """Every mistake in a config is answered with where it stands and what would be right."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from rl_async.configs.derived.transport import resolve_transport
+from rl_async.configs.load.fields import all_keys, explain
 from rl_async.configs.load.loader import dump, load_config, load_resolved, preset_names
+from rl_async.configs.load.renamed import GONE, MOVED
 from rl_async.errors import ConfigError
 
 MINIMAL = "model:\n  path: m\ndata:\n  path: d.parquet\n"
@@ -44,18 +47,18 @@ def test_overrides_are_yaml_values_in_order() -> None:
             "trainer.steps=3",
             "trainer.steps=4",
             "agent.tools=[a.py:f, calculator]",
-            "sft=null",
+            "warm_start=null",
         ],
     )
     assert config.trainer.learning_rate == 1e-4
     assert config.trainer.steps == 4
     assert config.agent.tools == ("a.py:f", "calculator")
-    assert config.sft is None
+    assert config.warm_start is None
 
 
 def test_an_override_may_fill_a_section_that_is_missing(write) -> None:
-    config = load_config(write(MINIMAL), ["sft.demos_path=demos.parquet", "queue.max_staleness=2"])
-    assert config.sft is not None and config.sft.demos_path == "demos.parquet"
+    config = load_config(write(MINIMAL), ["warm_start.demos_path=demos.parquet", "queue.max_staleness=2"])
+    assert config.warm_start is not None and config.warm_start.demos_path == "demos.parquet"
     assert config.queue.max_staleness == 2
 
 
@@ -117,6 +120,23 @@ def test_mistakes_in_an_argument_name_the_argument(override: str, expected: str)
         load_config("calculator", [override])
     assert expected in str(caught.value)
     assert repr(override) in str(caught.value)
+
+
+@pytest.mark.parametrize(("old", "new"), sorted((MOVED | GONE).items()))
+def test_an_old_key_is_answered_with_what_it_became(old: str, new: str) -> None:
+    assert old not in all_keys() and (old in GONE or new.partition(" ")[0] in all_keys())
+    with pytest.raises(ConfigError, match=re.escape(old) + ".*" + re.escape(new)):
+        load_config("calculator", [f"{old}=null"])
+    with pytest.raises(ConfigError, match=re.escape(old) + ".*" + re.escape(new)):
+        explain(old)
+
+
+def test_keys_of_a_renamed_section_are_answered_too(write) -> None:
+    for config in (["sft.steps=3"], ["sft=null"]):
+        with pytest.raises(ConfigError, match="warm_start"):
+            load_config("calculator", config)
+    with pytest.raises(ConfigError, match=r"my\.yaml:5.*warm_start"):
+        load_config(write(MINIMAL + "sft:\n  steps: 3\n"))
 
 
 def test_an_unknown_preset_is_answered_with_the_nearest() -> None:

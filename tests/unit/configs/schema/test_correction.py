@@ -6,7 +6,8 @@ from rl_async.configs.checks.rules import problems
 from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.algorithm import AlgorithmConfig
 from rl_async.configs.schema.correction import band, limits
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
 
 OPTIONS = "algorithm.correction_options"

@@ -16,7 +16,7 @@ def config(root: Path, *overrides: str) -> RunConfig:
         f"model.path={root}/model",
         f"data.path={root}/train.parquet",
         f"data.eval_path={root}/test.parquet",
-        f"sft.demos_path={root}/demos.parquet",
+        f"warm_start.demos_path={root}/demos.parquet",
     ]
     return load_config("calculator", [*paths, *overrides])
 
@@ -55,7 +55,7 @@ def test_demonstrations_are_needed_only_for_a_warm_start(tmp_path: Path) -> None
     ("override", "named"),
     [
         ("data.eval_path=nowhere.parquet", "data.eval_path: no file nowhere.parquet"),
-        ("sft.demos_path=nowhere.parquet", "sft.demos_path: no file nowhere.parquet"),
+        ("warm_start.demos_path=nowhere.parquet", "warm_start.demos_path: no file nowhere.parquet"),
         ("data.make=null", "data.path: no file"),
     ],
 )
@@ -66,13 +66,13 @@ def test_a_file_that_nothing_makes_is_named(tmp_path: Path, override: str, named
 
 def test_generated_sources_are_not_files(tmp_path: Path) -> None:
     assert not needs_data(
-        config(tmp_path, "data.make=null", "data.path=reasoning_gym:gcd", "data.eval_path=null", "sft=null")
+        config(tmp_path, "data.make=null", "data.path=reasoning_gym:gcd", "data.eval_path=null", "warm_start=null")
     )
 
 
 def test_a_missing_model_without_warm_start_is_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model\.path: no folder"):
-        needs_model(config(tmp_path, "sft=null"))
+        needs_model(config(tmp_path, "warm_start=null"))
 
 
 @pytest.mark.parametrize(
@@ -113,12 +113,12 @@ def test_a_warm_start_cannot_ask_the_runs_own_reward_model(tmp_path: Path) -> No
 
 def test_a_model_of_other_warm_start_settings_is_not_taken(tmp_path: Path) -> None:
     here = config(tmp_path)
-    assert here.sft is not None
+    assert here.warm_start is not None
     record = write_model(tmp_path) / SFT_FILE
-    record.write_text(json.dumps({"fingerprint": fingerprint(here.sft)}))
+    record.write_text(json.dumps({"fingerprint": fingerprint(here.warm_start)}))
     assert not needs_model(here)
-    with pytest.raises(UserError, match="other sft settings; delete it, or choose another"):
-        needs_model(config(tmp_path, "sft.seed=5"))
+    with pytest.raises(UserError, match="warm_start"):
+        needs_model(config(tmp_path, "warm_start.seed=5"))
     record.write_text("torn")
     with pytest.raises(UserError, match="cannot be read"):
         needs_model(here)

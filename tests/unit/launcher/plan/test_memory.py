@@ -40,7 +40,7 @@ def test_a_config_of_another_kind_is_unknown() -> None:
 
 
 def test_no_model_folder_and_no_warm_start_is_unknown(tmp_path: Path) -> None:
-    assert model_size(load_config("calculator", [f"model.path={tmp_path}/none", "sft=null"])) is None
+    assert model_size(load_config("calculator", [f"model.path={tmp_path}/none", "warm_start=null"])) is None
 
 
 def test_a_model_that_is_yet_to_be_made_has_the_size_in_the_config(tmp_path: Path) -> None:

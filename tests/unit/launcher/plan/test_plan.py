@@ -174,7 +174,7 @@ def test_a_shard_of_the_trainer_is_smaller() -> None:
 
 def test_nothing_to_make_means_no_preparation(tmp_path: Path) -> None:
     assert plan(load_config("calculator"), RUN).prepare is not None
-    assert plan(load_config("calculator", ["sft=null", "data.make=null"]), RUN).prepare is None
+    assert plan(load_config("calculator", ["warm_start=null", "data.make=null"]), RUN).prepare is None
 
 
 def test_only_known_names_in_braces_are_ports() -> None:

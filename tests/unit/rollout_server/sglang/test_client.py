@@ -87,23 +87,23 @@ async def test_nothing_is_left_to_the_servers_defaults_and_no_stop_token_to_igno
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "said"),
+    ("change", "error"),
     [
-        ({"weight_versions": [{"version": "0.0", "start": 0, "end": 2}]}, EngineLost, "older than 0.1"),
-        ({"weight_versions": [{"version": "default", "start": 0, "end": 2}]}, EngineLost, "did not send"),
-        ({"weight_versions": None}, EngineRejected, "weight version of every token"),
-        ({"weight_versions": SPANS[:1]}, EngineRejected, "weight version of every token"),
-        ({"output_token_logprobs": None}, EngineRejected, "one log-probability per sampled token"),
-        ({"output_token_logprobs": [[-1.0, 5, None]]}, EngineRejected, "one log-probability per sampled token"),
-        ({"output_token_logprobs": [[-1.0, 9, None], [-2.0, 5, None]]}, EngineRejected, "one log-probability per"),
-        ({"finish_reason": {"type": "bored"}}, EngineLost, "not Answer"),
-        ({"finish_reason": {"type": "abort", "status_code": 503, "message": "out of time"}}, EngineLost, "out of time"),
-        ({"finish_reason": {"type": "abort", "status_code": 400, "message": "too long"}}, EngineRejected, "too long"),
+        ({"weight_versions": [{"version": "0.0", "start": 0, "end": 2}]}, EngineLost),
+        ({"weight_versions": [{"version": "default", "start": 0, "end": 2}]}, EngineLost),
+        ({"weight_versions": None}, EngineRejected),
+        ({"weight_versions": SPANS[:1]}, EngineRejected),
+        ({"output_token_logprobs": None}, EngineRejected),
+        ({"output_token_logprobs": [[-1.0, 5, None]]}, EngineRejected),
+        ({"output_token_logprobs": [[-1.0, 9, None], [-2.0, 5, None]]}, EngineRejected),
+        ({"finish_reason": {"type": "bored"}}, EngineLost),
+        ({"finish_reason": {"type": "abort", "status_code": 503, "message": "out of time"}}, EngineLost),
+        ({"finish_reason": {"type": "abort", "status_code": 400, "message": "too long"}}, EngineRejected),
     ],
 )
-async def test_answers_that_cannot_be_trained_on_are_refused(change: Any, error: type[Exception], said: str) -> None:
+async def test_answers_that_cannot_be_trained_on_are_refused(change: Any, error: type[Exception]) -> None:
     async with answering(lambda path, body: (200, {"output_ids": [5, 9], "meta_info": META | change})) as client:
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=client.url):
             await client.generate(REQUEST)
 
 
@@ -117,7 +117,7 @@ async def test_an_aborted_request_keeps_what_was_sampled() -> None:
 @pytest.mark.parametrize("sampling", [Sampling(top_p=0.9), Sampling(top_k=20), Sampling(min_p=0.1)])
 async def test_samplers_whose_logprobs_sglang_does_not_tell_are_refused(sampling: Sampling) -> None:
     async with answering(lambda path, body: (200, {"output_ids": [5, 9], "meta_info": META})) as client:
-        with pytest.raises(EngineRejected, match="before top_p, top_k and min_p"):
+        with pytest.raises(EngineRejected, match=r"top_p.*top_k.*min_p"):
             await client.generate(msgspec.structs.replace(REQUEST, sampling=sampling))
 
 
@@ -166,9 +166,9 @@ async def test_a_no_is_an_error_with_its_message(status: int) -> None:
 
 async def test_an_update_without_a_group_is_refused() -> None:
     async with answering(lambda path, body: (200, DONE)) as client:
-        with pytest.raises(EngineRejected, match="before the transfer"):
+        with pytest.raises(EngineRejected, match="init_transfer"):
             await client.update(UPDATE)
-        with pytest.raises(EngineRejected, match="not by ipc"):
+        with pytest.raises(EngineRejected, match="ipc"):
             await client.init_transfer(InitInfo(backend="ipc"))
 
 
@@ -231,7 +231,7 @@ async def test_the_version_served(name: str | None, version: Version | None) -> 
 
 async def test_a_version_that_is_not_ours_is_an_error() -> None:
     async with answering(lambda path, body: (200, {"weight_version": "step-7"})) as client:
-        with pytest.raises(EngineLost, match="did not send"):
+        with pytest.raises(EngineLost, match="step-7"):
             await client.version()
 
 
@@ -245,7 +245,7 @@ async def test_what_sglang_has_no_pause_for_is_refused() -> None:
     async with answering(serve) as client:
         await client.pause("keep")
         await client.pause("abort")
-        with pytest.raises(EngineRejected, match="mode 'wait'"):
+        with pytest.raises(EngineRejected, match="wait"):
             await client.pause("wait")
     assert modes == ["retract", "abort"]
 
@@ -274,7 +274,7 @@ async def test_only_what_sleeps_is_woken() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"starts": [0], "numels": [1]}, "bucket_mb"),
+        ({"starts": [0], "numels": [1]}, "bucket_bytes"),
         ({"kind": "delta", "base": "0.1", "payload_bytes": 8}, "weight_sync.delta"),
         ({"hold": "keep"}, "weight_sync.delta"),
     ],

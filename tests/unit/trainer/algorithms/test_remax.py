@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from rl_async.configs.schema.algorithm import AdvantageOptions, AlgorithmConfig, ShapingConfig
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RewardConfig, RewardTerm, RunConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.reward import RewardConfig, RewardTerm
+from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import ToolCall, Trajectory, Turn
-from rl_async.trainer.algorithms.advantages import AdvantageInputs
-from rl_async.trainer.algorithms.estimators import ADVANTAGES
+from rl_async.trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs
 from rl_async.trainer.batches.batching import collate
 from rl_async.trainer.step.metrics import batch_metrics, conversation_sums
-from rl_async.trainer.step.objective import Looked
+from rl_async.trainer.step.objective import Precomputed
 from rl_async.trainer.step.update import advantage_inputs
 from rl_async.trainer.step.whole_batch import WholeBatch
 from tests.conftest import make_rows
@@ -42,7 +43,7 @@ def inputs(made: Sequence[Trajectory], config: RunConfig) -> AdvantageInputs:
     """What an estimator sees of these rows."""
     x = collate(made, step=0, max_staleness=None, device="cpu")
     whole = WholeBatch([r.header() for r in made], x.mask, x.behaviour, x.age.long(), x.turns.long(), x.turn_rewards)
-    return advantage_inputs(whole, Looked(proximal=whole.behaviour), config)
+    return advantage_inputs(whole, Precomputed(proximal=whole.behaviour), config)
 
 
 def test_no_token_of_a_greedy_episode_trains() -> None:

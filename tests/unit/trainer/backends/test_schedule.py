@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_async.configs.schema.run import TrainerConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backends.schedule import learning_rate_factor
 
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_async.messages import TrajectoryHeader, Version, VersionRun
-from rl_async.trainer.batches.batching import collate, layout, token_imbalance, work_imbalance
-from rl_async.trainer.batches.work import Work
+from rl_async.trainer.batches.batching import collate, cost_imbalance, layout, token_imbalance
+from rl_async.trainer.batches.cost import RowCost
 from tests.conftest import make_rows
 
 
@@ -34,11 +34,11 @@ def header(i: int, tokens: int) -> TrajectoryHeader:
     st.integers(1, 3),
     st.integers(20, 200),
     st.integers(0, 5),
-    st.sampled_from([Work(), Work(50, 1), Work(padded=True)]),
+    st.sampled_from([RowCost(), RowCost(50, 1), RowCost(padded=True)]),
 )
-def test_every_row_is_trained_once_within_the_budget(lengths, minibatches, ranks, budget, step, work) -> None:
+def test_every_row_is_trained_once_within_the_budget(lengths, minibatches, ranks, budget, step, cost) -> None:
     headers = [header(i, n) for i, n in enumerate(lengths)]
-    plan = layout(headers, step=step, minibatches=minibatches, ranks=ranks, max_tokens=budget, seed=1, work=work)
+    plan = layout(headers, step=step, minibatches=minibatches, ranks=ranks, max_tokens=budget, seed=1, cost=cost)
     rows = sorted(i for mini in plan for micros in mini.ranks for micro in micros for i in micro)
     assert rows == list(range(len(lengths)))
     for mini in plan:
@@ -47,27 +47,27 @@ def test_every_row_is_trained_once_within_the_budget(lengths, minibatches, ranks
         for micros in mini.ranks:
             for micro in micros:
                 sizes = [lengths[i] for i in micro]
-                assert len(micro) <= 1 or (max(sizes) * len(micro) if work.padded else sum(sizes)) <= budget
+                assert len(micro) <= 1 or (max(sizes) * len(micro) if cost.padded else sum(sizes)) <= budget
 
 
 def test_ranks_and_micro_batches_get_equal_work_and_not_equal_tokens() -> None:
     lengths = [100] * 2 + [10] * 200
-    headers, work = [header(i, n) for i, n in enumerate(lengths)], Work(linear=10, quadratic=1)
-    plan = layout(headers, step=0, minibatches=1, ranks=2, max_tokens=800, seed=0, work=work)
-    assert work_imbalance(plan, headers, work) < 0.01
+    headers, cost = [header(i, n) for i, n in enumerate(lengths)], RowCost(linear=10, quadratic=1)
+    plan = layout(headers, step=0, minibatches=1, ranks=2, max_tokens=800, seed=0, cost=cost)
+    assert cost_imbalance(plan, headers, cost) < 0.01
     alone = [header(0, 100), *(header(i, 10) for i in range(1, 61))]  # 11,000 and 60 times 200
-    uneven = layout(alone, step=0, minibatches=1, ranks=2, max_tokens=10_000, seed=0, work=work)
-    assert work_imbalance(uneven, alone, work) < 0.02 < 0.3 < token_imbalance(uneven, alone)
+    uneven = layout(alone, step=0, minibatches=1, ranks=2, max_tokens=10_000, seed=0, cost=cost)
+    assert cost_imbalance(uneven, alone, cost) < 0.02 < 0.3 < token_imbalance(uneven, alone)
     for micros in plan[0].ranks:
-        costs = [sum(work.of(lengths[i]) for i in micro) for micro in micros]
+        costs = [sum(cost.of(lengths[i]) for i in micro) for micro in micros]
         assert len(costs) > 1
         assert max(costs) < 1.1 * min(costs)
 
 
 def test_the_layout_depends_on_seed_and_step_only() -> None:
     headers = [header(i, 10 + i) for i in range(16)]
-    same = [layout(headers, step=2, minibatches=2, ranks=2, max_tokens=99, seed=5, work=Work()) for _ in range(2)]
-    other = layout(headers, step=3, minibatches=2, ranks=2, max_tokens=99, seed=5, work=Work())
+    same = [layout(headers, step=2, minibatches=2, ranks=2, max_tokens=99, seed=5, cost=RowCost()) for _ in range(2)]
+    other = layout(headers, step=3, minibatches=2, ranks=2, max_tokens=99, seed=5, cost=RowCost())
     assert same[0] == same[1]
     assert same[0] != other
 
@@ -76,7 +76,7 @@ def test_every_mini_batch_has_rows_that_train() -> None:
     made = [header(i, 10) for i in range(16)]
     made[1::2] = [msgspec.structs.replace(h, baseline=True) for h in made[1::2]]
     for step in range(50):
-        minis = layout(made, step=step, minibatches=4, ranks=2, max_tokens=64, seed=0, work=Work())
+        minis = layout(made, step=step, minibatches=4, ranks=2, max_tokens=64, seed=0, cost=RowCost())
         assert [sum(not made[row].baseline for row in mini.rows) for mini in minis] == [2] * 4
         assert [len(mini.rows) for mini in minis] == [4] * 4
 

@@ -4,7 +4,10 @@ import logging
 
 import pytest
 
-from rl_async.configs.schema.run import DataConfig, ModelConfig, QueueConfig, RunConfig, TrainerConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.queue import QueueConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.checkpoints.folder import CheckpointSchedule
 
 

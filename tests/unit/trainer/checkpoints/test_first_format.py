@@ -11,13 +11,15 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
 from rl_async.configs.schema.algorithm import AlgorithmConfig
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.checkpoints.export import MOMENT, SHARDS, export
 from rl_async.trainer.checkpoints.folder import FORMAT, CheckpointState, load_checkpoint, newest_whole
 from rl_async.trainer.checkpoints.saver import Saver
 from rl_async.trainer.checkpoints.shards import write_whole
-from rl_async.trainer.models import build_models
+from rl_async.trainer.step.models import build_models
 from rl_async.trainer.step.update import Models
 from tests.unit.trainer.workers.critic import CRITICS, state, train
 

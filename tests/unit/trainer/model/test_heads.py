@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rl_async.configs.schema.run import TrainerConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import UserError
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import Outputs
@@ -43,9 +43,9 @@ def towards_one(_: int, outputs: Outputs) -> Tensor:
 def trained(folder: Path, head: Head, dtype: str = "float32") -> Fsdp2Backend:
     """A model of which two steps moved the values."""
     backend = Fsdp2Backend(str(folder), dtype, "cpu", TRAINING, head)
-    wants = frozenset({"values"} if head == "both" else ())
+    requested = frozenset({"values"} if head == "both" else ())
     for _ in range(2):
-        backend.step([batch()], towards_one, wants)  # type: ignore[arg-type]
+        backend.step([batch()], towards_one, requested)  # type: ignore[arg-type]
     return backend
 
 
@@ -93,11 +93,11 @@ def test_a_value_head_changes_neither_log_probabilities_nor_what_engines_get(mod
     policy = Fsdp2Backend(str(model_folder), "float32", "cpu", TRAINING)
     both = Fsdp2Backend(str(model_folder), "float32", "cpu", TRAINING, "both")
     expected = policy.forward(x).logprobs
-    for wants in (frozenset(), frozenset({"values"})):
-        got = both.forward(x, wants)  # type: ignore[arg-type]
+    for requested in (frozenset(), frozenset({"values"})):
+        got = both.forward(x, requested)  # type: ignore[arg-type]
         assert got.logprobs is not None and expected is not None
         assert got.logprobs.equal(expected)
-        assert (got.values is not None) == bool(wants)
+        assert (got.values is not None) == bool(requested)
     exported, plain = whole_weights(both), whole_weights(policy)
     assert exported.keys() == plain.keys() == load_file(model_folder / "model.safetensors").keys()
     for name, tensor in plain.items():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from rl_async.configs.schema.run import TrainerConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import UserError
 from rl_async.trainer.model import attention as packed_attention
 from rl_async.trainer.model import kernels

@@ -32,13 +32,15 @@ def dense(hidden: Tensor, weight: Tensor, bias: Tensor | None, form: LogitForm, 
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("wants", [(), ("entropy",), ("sum_squares",), ("entropy", "sum_squares")])
+@pytest.mark.parametrize("requested", [(), ("entropy",), ("sum_squares",), ("entropy", "sum_squares")])
 @pytest.mark.parametrize("rows_at_once", [1, 3, ROWS, 100])
-def test_values_and_gradients_equal_the_dense_ones(form: LogitForm, wants: tuple[str, ...], rows_at_once: int) -> None:
+def test_values_and_gradients_equal_the_dense_ones(
+    form: LogitForm, requested: tuple[str, ...], rows_at_once: int
+) -> None:
     hidden, weight, bias, targets, temperature = inputs()
     weights = torch.randn(3, ROWS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     got = token_stats(
-        hidden, Head(weight, bias, form), targets, temperature, frozenset(wants), chunk_logits=rows_at_once * VOCAB
+        hidden, Head(weight, bias, form), targets, temperature, frozenset(requested), chunk_logits=rows_at_once * VOCAB
     )
     logp = dense(hidden, weight, bias, form, temperature)
     expected = {
@@ -47,7 +49,7 @@ def test_values_and_gradients_equal_the_dense_ones(form: LogitForm, wants: tuple
         "sum_squares": (2 * logp).exp().sum(-1),
     }
     found = {name: value for name, value in got._asdict().items() if value is not None}
-    assert found.keys() == {"logprobs", *wants}
+    assert found.keys() == {"logprobs", *requested}
     for name, value in found.items():
         assert torch.allclose(value, expected[name], atol=1e-12), name
     gradients = [

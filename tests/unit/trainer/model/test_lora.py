@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rl_async.configs.schema.lora import LoraConfig
-from rl_async.configs.schema.run import TrainerConfig
+from rl_async.configs.schema.trainer import LoraConfig, TrainerConfig
 from rl_async.errors import UserError
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.checkpoints.export import write_model

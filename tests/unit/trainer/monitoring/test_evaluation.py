@@ -7,7 +7,7 @@ import pytest
 
 from rl_async.errors import RlAsyncError
 from rl_async.messages import Done, NotReady, Reserved, RowKey, Trajectory, Version, VersionRun
-from rl_async.trainer.monitoring.evaluation import EvalResult, Evaluations
+from rl_async.trainer.monitoring.evaluation import Evaluator, FinishedEvaluation
 from tests.conftest import make_rows
 
 ROWS = [msgspec.structs.replace(row, reward=0.5) for row in make_rows(0)[:2]]
@@ -49,16 +49,16 @@ class Recorder:
     """Keeps what it is told."""
 
     def __init__(self) -> None:
-        self.results: list[EvalResult] = []
+        self.results: list[FinishedEvaluation] = []
 
-    def __call__(self, result: EvalResult, rows: list[Trajectory]) -> None:
+    def __call__(self, result: FinishedEvaluation, rows: list[Trajectory]) -> None:
         assert len({row.episode_id for row in rows}) == result.trajectories
         self.results.append(result)
 
 
 def test_the_name_is_the_published_step_and_no_version_is_evaluated_twice() -> None:
     queue, recorder = Queue(done=True), Recorder()
-    evaluations = Evaluations(queue, 1, recorder)
+    evaluations = Evaluator(queue, 1, recorder)
     results = [
         evaluations.after_step(completed, published) for completed, published in ((3, 2), (4, 4), (5, 4), (6, 4))
     ]
@@ -75,7 +75,7 @@ def test_the_name_is_the_published_step_and_no_version_is_evaluated_twice() -> N
 
 
 def test_training_that_goes_on_meanwhile_shows_in_the_newest_step() -> None:
-    evaluations = Evaluations(Queue(done=True, steps=(2, 3)), 1, Recorder())
+    evaluations = Evaluator(Queue(done=True, steps=(2, 3)), 1, Recorder())
     evaluations.after_step(2, 2)
     result = evaluations.after_step(3, 2)
     assert result is not None and (result.step, result.newest_step) == (2, 3)
@@ -83,7 +83,7 @@ def test_training_that_goes_on_meanwhile_shows_in_the_newest_step() -> None:
 
 def test_the_end_returns_the_pending_and_the_final_evaluation() -> None:
     queue, recorder = Queue(done=False), Recorder()
-    evaluations = Evaluations(queue, 2, recorder)
+    evaluations = Evaluator(queue, 2, recorder)
     assert evaluations.after_step(4, 4) is None and evaluations.after_step(5, 5) is None
     queue.done = True
     assert [result.step for result in evaluations.finish(5, 10.0)] == [4, 5]
@@ -92,7 +92,7 @@ def test_the_end_returns_the_pending_and_the_final_evaluation() -> None:
 
 def test_the_end_does_not_ask_again_for_what_runs() -> None:
     queue = Queue(done=False)
-    evaluations = Evaluations(queue, 2, Recorder())
+    evaluations = Evaluator(queue, 2, Recorder())
     evaluations.after_step(4, 4)
     queue.done = True
     assert [result.step for result in evaluations.finish(4, 10.0)] == [4]
@@ -101,10 +101,10 @@ def test_the_end_does_not_ask_again_for_what_runs() -> None:
 
 def test_an_evaluation_that_does_not_end_is_named() -> None:
     with pytest.raises(RlAsyncError, match="version step 7"):
-        Evaluations(Queue(done=False), 0, Recorder()).finish(7, 0.0)
+        Evaluator(Queue(done=False), 0, Recorder()).finish(7, 0.0)
 
 
 def test_an_episode_of_several_rows_counts_once() -> None:
     recorder = Recorder()
-    (result,) = Evaluations(Branching(done=True), 0, recorder).finish(7, 1.0)
+    (result,) = Evaluator(Branching(done=True), 0, recorder).finish(7, 1.0)
     assert (result.reward, result.trajectories) == (0.5, 2)

@@ -10,7 +10,7 @@ import pytest
 from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.algorithm import GuardConfig
 from rl_async.errors import PolicyDrifted
-from rl_async.trainer.monitoring.guard import Guard, Verdict
+from rl_async.trainer.monitoring.guard import Guard, GuardAction
 from rl_async.trainer.train import Run, watch
 
 IN = {"correction/ess": 0.9, "correction/k3": 0.01}
@@ -18,7 +18,7 @@ LOW_ESS = {"correction/ess": 0.1, "correction/k3": 0.01}
 HIGH_KL = {"correction/ess": 0.9, "correction/k3": 0.5}
 
 
-def observe(guard: Guard, steps: Iterable[dict[str, float]]) -> list[Verdict]:
+def observe(guard: Guard, steps: Iterable[dict[str, float]]) -> list[GuardAction]:
     return [guard.observe(number, metrics) for number, metrics in enumerate(steps)]
 
 
@@ -36,7 +36,7 @@ def test_a_warning_comes_once_per_excursion_and_only_after_patience() -> None:
 
 
 def test_off_sees_nothing() -> None:
-    assert observe(Guard(config("off"), 4), [LOW_ESS] * 9) == [Verdict()] * 9
+    assert observe(Guard(config("off"), 4), [LOW_ESS] * 9) == [GuardAction()] * 9
 
 
 def test_stop_raises_after_patience_naming_metric_value_limit_and_step() -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrackingConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig, TrackingConfig
 from rl_async.errors import ConfigError
 from rl_async.trainer.monitoring.trackers import TRACKERS, Tracking
 

@@ -1,4 +1,4 @@
-"""A critic's lesson: which tokens teach it, how its loss joins the policy's, and what its optimizer follows."""
+"""A critic's critic_update: which tokens teach it, how its loss joins the policy's, and what its optimizer follows."""
 
 import math
 from collections.abc import Sequence
@@ -10,21 +10,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.configs.load.loader import load_config
-from rl_async.configs.schema.algorithm import AdvantageOptions
-from rl_async.configs.schema.critic import CriticConfig
-from rl_async.configs.schema.run import TrainerConfig
+from rl_async.configs.schema.algorithm import AdvantageOptions, CriticConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged
 from rl_async.trainer.algorithms.advantages import AdvantageInputs
-from rl_async.trainer.algorithms.gae import gae
+from rl_async.trainer.algorithms.values import gae
 from rl_async.trainer.backends.interface import Backend, LossFn, Outputs
 from rl_async.trainer.backends.schedule import learning_rate_factor
 from rl_async.trainer.batches.batching import Tensors, empty_tensors
-from rl_async.trainer.batches.cell import Cell
-from rl_async.trainer.step.critic import Lesson, critic_training, lesson, policy_training
-from rl_async.trainer.step.whole_batch import Micro
+from rl_async.trainer.batches.data_parallel import DataParallel
+from rl_async.trainer.step.critic import CriticUpdate, critic_training, critic_update, policy_training
+from rl_async.trainer.step.whole_batch import MicroBatch
 
 ROWS, WIDTH = 6, 5
-ALONE = Cell(0, 1, is_recorder=True)
+ALONE = DataParallel(0, 1, is_recorder=True)
 
 
 def inputs() -> AdvantageInputs:
@@ -49,17 +48,17 @@ def inputs() -> AdvantageInputs:
     )
 
 
-def micro(rows: list[int]) -> Micro:
+def micro(rows: list[int]) -> MicroBatch:
     tensors = empty_tensors("cpu")
     if rows:
         tensors = msgspec.structs.replace(tensors, mask=torch.zeros((len(rows), WIDTH), dtype=torch.bool))
-    return Micro(rows, tensors)
+    return MicroBatch(rows, tensors)
 
 
 class FakeCritic:
     """Gives ``values`` of each row and steps without learning; keeps the loss and its gradient."""
 
-    def __init__(self, values: Tensor, parts: Sequence[Micro]) -> None:
+    def __init__(self, values: Tensor, parts: Sequence[MicroBatch]) -> None:
         self.values, self.parts = values.clone().requires_grad_(), parts
 
     def step(self, batches: Sequence[Tensors], loss_fn: LossFn) -> tuple[float, float]:
@@ -68,19 +67,19 @@ class FakeCritic:
         total.backward()
         return total.item(), 2.5
 
-    def outputs(self, part: Micro) -> Outputs:
+    def outputs(self, part: MicroBatch) -> Outputs:
         return Outputs(values=self.values[part.rows] if part.rows else self.values[:1, :1])
 
 
-def teach(learns: Lesson, critic: FakeCritic, rows: list[int]) -> None:
+def teach(learns: CriticUpdate, critic: FakeCritic, rows: list[int]) -> None:
     fake: Backend = critic  # type: ignore[assignment]
-    learns.teach(fake, lambda *_: torch.zeros(()), critic.parts, rows)
+    learns.wrap_loss(fake, lambda *_: torch.zeros(()), critic.parts, rows)
 
 
 @pytest.mark.parametrize("split", [[[0, 1, 2, 3, 4, 5]], [[3, 1], [0], [], [5, 2, 4]]])
 def test_every_sampled_token_of_a_scored_row_counts_the_same_in_any_split(split: list[list[int]]) -> None:
     x = inputs()
-    learns = lesson(ALONE, x, CriticConfig(clip=0.2))
+    learns = critic_update(ALONE, x, CriticConfig(clip=0.2))
     assert learns is not None and x.values is not None
     now = learns.values + torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
     critic = FakeCritic(torch.where(x.mask, now, 7e7), [micro(rows) for rows in split])
@@ -101,11 +100,11 @@ def test_every_sampled_token_of_a_scored_row_counts_the_same_in_any_split(split:
 
 
 def test_a_shared_critic_adds_its_weighted_loss_and_takes_it_out_of_the_report() -> None:
-    learns = lesson(ALONE, inputs(), CriticConfig(shared=True, value_coef=0.25))
+    learns = critic_update(ALONE, inputs(), CriticConfig(shared=True, value_coef=0.25))
     assert learns is not None
     parts = [micro([0, 1]), micro([2, 4])]
     critic = FakeCritic(torch.ones(ROWS, WIDTH), parts)
-    joined = learns.teach(None, lambda number, _: torch.tensor(10.0 + number), parts, [0, 1, 2, 4])
+    joined = learns.wrap_loss(None, lambda number, _: torch.tensor(10.0 + number), parts, [0, 1, 2, 4])
     total = sum(joined(number, critic.outputs(part)).item() for number, part in enumerate(parts))
     assert sum(learns.losses) > 0.1
     assert total == pytest.approx(21.0 + 0.25 * sum(learns.losses), rel=1e-6)
@@ -113,7 +112,7 @@ def test_a_shared_critic_adds_its_weighted_loss_and_takes_it_out_of_the_report()
 
 
 def test_a_critic_of_its_own_leaves_the_policy_loss_alone() -> None:
-    learns = lesson(ALONE, inputs(), CriticConfig())
+    learns = critic_update(ALONE, inputs(), CriticConfig())
     assert learns is not None
     parts = [micro([0, 1])]
 
@@ -121,14 +120,14 @@ def test_a_critic_of_its_own_leaves_the_policy_loss_alone() -> None:
         return torch.tensor(3.0)
 
     fake: Backend = FakeCritic(torch.ones(ROWS, WIDTH), parts)  # type: ignore[assignment]
-    assert learns.teach(fake, policy_loss, parts, [0, 1]) is policy_loss
+    assert learns.wrap_loss(fake, policy_loss, parts, [0, 1]) is policy_loss
     assert learns.shared_loss() == 0.0
 
 
 def test_metrics_are_over_the_values_before_the_step() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        learns = lesson(ALONE, inputs(), CriticConfig())
+        learns = critic_update(ALONE, inputs(), CriticConfig())
         assert learns is not None
         parts = [micro([0, 1, 2, 3, 4, 5])]
         for _ in range(2):
@@ -152,15 +151,15 @@ class Diverging:
 
 
 def test_a_critic_that_diverges_is_named() -> None:
-    learns = lesson(ALONE, inputs(), CriticConfig())
+    learns = critic_update(ALONE, inputs(), CriticConfig())
     assert learns is not None
     fake: Backend = Diverging()  # type: ignore[assignment]
     with pytest.raises(TrainingDiverged, match="critic: loss nan"):
-        learns.teach(fake, lambda *_: torch.zeros(()), [micro([0])], [0])
+        learns.wrap_loss(fake, lambda *_: torch.zeros(()), [micro([0])], [0])
 
 
 def test_without_a_critic_there_is_no_lesson() -> None:
-    assert lesson(ALONE, inputs(), None) is None
+    assert critic_update(ALONE, inputs(), None) is None
 
 
 def test_the_policy_s_schedule_leaves_out_the_critic_s_warm_up() -> None:

@@ -13,7 +13,7 @@ from rl_async.configs.schema.algorithm import AdvantageOptions, AlgorithmConfig,
 from rl_async.trainer.algorithms.advantages import AdvantageInputs
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.algorithms.losses import LOSSES
-from rl_async.trainer.step.objective import Looked
+from rl_async.trainer.step.objective import Precomputed
 from rl_async.trainer.step.update import penalised
 from tests.support.forked import run_ranks
 from tests.unit.trainer.workers.objective import KL_COEF, LEARNING_RATE, SPLITS, Table, recorded, run_config, variants
@@ -105,9 +105,9 @@ def test_a_kl_in_the_reward_is_taken_from_each_sampled_token_and_from_the_rows_o
     kl = KlConfig(coef=KL_COEF, place="reward", estimator=estimator)  # type: ignore[arg-type]
     algorithm = build(run_config(AlgorithmConfig(kl=kl)))
     reference = torch.full((2, 3), -1.0, dtype=torch.float64)
-    looked = Looked(reference + torch.tensor(difference, dtype=torch.float64), reference)
+    precomputed = Precomputed(reference + torch.tensor(difference, dtype=torch.float64), reference)
     x = inputs()
-    got, metrics = penalised(x, looked, algorithm, kl, 0.2)
+    got, metrics = penalised(x, precomputed, algorithm, kl, 0.2)
 
     formula = formulas[estimator]
     sampled = [
@@ -122,13 +122,13 @@ def test_a_kl_in_the_reward_is_taken_from_each_sampled_token_and_from_the_rows_o
 
 def test_a_kl_in_the_loss_leaves_rewards_alone() -> None:
     kl = KlConfig(coef=KL_COEF)
-    looked = Looked(torch.zeros(2, 3), torch.ones(2, 3))
+    precomputed = Precomputed(torch.zeros(2, 3), torch.ones(2, 3))
     x = inputs()
-    got, metrics = penalised(x, looked, build(run_config(AlgorithmConfig(kl=kl))), kl, 0.2)
+    got, metrics = penalised(x, precomputed, build(run_config(AlgorithmConfig(kl=kl))), kl, 0.2)
     assert got is x and metrics == {}
     nobody = KlConfig(place="reward")
     got, metrics = penalised(
-        x, replace(looked, reference=None), build(run_config(AlgorithmConfig(kl=nobody))), nobody, 0.0
+        x, replace(precomputed, reference=None), build(run_config(AlgorithmConfig(kl=nobody))), nobody, 0.0
     )
     assert got is x and metrics == {}
 
@@ -136,5 +136,5 @@ def test_a_kl_in_the_loss_leaves_rewards_alone() -> None:
 def test_only_a_full_kl_asks_for_distributions() -> None:
     for estimator, wanted in (("full", True), ("k3", False)):
         kl = KlConfig(coef=KL_COEF, estimator=estimator)  # type: ignore[arg-type]
-        assert ("distribution" in build(run_config(AlgorithmConfig(kl=kl))).wants) is wanted
-    assert "distribution" not in build(run_config(AlgorithmConfig(kl=KlConfig(estimator="full")))).wants
+        assert ("distribution" in build(run_config(AlgorithmConfig(kl=kl))).train_outputs) is wanted
+    assert "distribution" not in build(run_config(AlgorithmConfig(kl=KlConfig(estimator="full")))).train_outputs

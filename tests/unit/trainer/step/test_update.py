@@ -11,15 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.configs.schema.algorithm import AlgorithmConfig, ShapingConfig
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import RewardsMissing
 from rl_async.messages import Trajectory, Turn
 from rl_async.trainer.algorithms import shaping
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.backends.interface import LossFn, Outputs
 from rl_async.trainer.batches.batching import Tensors
-from rl_async.trainer.batches.cell import lone_ranks
-from rl_async.trainer.batches.work import Work
+from rl_async.trainer.batches.cost import RowCost
+from rl_async.trainer.batches.data_parallel import pure_data_parallel
 from rl_async.trainer.step.explanation import explain
 from rl_async.trainer.step.update import Batch, Models, Updated, plan_batch, row_keys, update
 from tests.conftest import VOCAB, make_rows
@@ -31,23 +33,23 @@ class Table:
     """A policy without context: log pi of a token stands in a table, which plain gradient descent changes."""
 
     device = "cpu"
-    work = Work()
+    row_cost = RowCost()
 
     def __init__(self) -> None:
         self.table = torch.full((VOCAB,), -4.0, dtype=torch.float64, requires_grad=True)
         self.events: list[str] = []
-        self.cell = lone_ranks()
+        self.data_parallel = pure_data_parallel()
 
     def _outputs(self, batch: Tensors) -> Outputs:
         return Outputs(logprobs=self.table[batch.tokens[:, 1:]])
 
-    def forward(self, batch: Tensors, wants: frozenset[str] = frozenset()) -> Outputs:
+    def forward(self, batch: Tensors, requested: frozenset[str] = frozenset()) -> Outputs:
         self.events.append("look")
         with torch.no_grad():
             return self._outputs(batch)
 
     def step(
-        self, batches: Sequence[Tensors], loss_fn: LossFn, wants: frozenset[str] = frozenset()
+        self, batches: Sequence[Tensors], loss_fn: LossFn, requested: frozenset[str] = frozenset()
     ) -> tuple[float, float]:
         self.events.append("step")
         loss = torch.stack([loss_fn(number, self._outputs(batch)) for number, batch in enumerate(batches)]).sum()
@@ -75,7 +77,7 @@ def train(
     )
     headers = [row.header() for row in rows]
     batch = Batch(
-        0, headers, plan_batch(headers, 0, config, 1, Work()), dict(zip(row_keys(headers), rows, strict=True))
+        0, headers, plan_batch(headers, 0, config, 1, RowCost()), dict(zip(row_keys(headers), rows, strict=True))
     )
     policy = Table()
     return policy, update(Models(policy), batch, build(config), config)  # type: ignore[arg-type]

@@ -10,13 +10,14 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import AlgorithmConfig
-from rl_async.configs.schema.critic import CriticConfig
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.configs.schema.algorithm import AlgorithmConfig, CriticConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.checkpoints.folder import FORMAT, CheckpointState, load_checkpoint
 from rl_async.trainer.checkpoints.saver import Saver
-from rl_async.trainer.models import build_models
+from rl_async.trainer.step.models import build_models
 from rl_async.trainer.step.update import Batch, Models, plan_batch, row_keys, update
 from tests.conftest import make_rows
 from tests.support.whole_weights import whole_weights
@@ -55,7 +56,7 @@ def run(model: Path, out: Path, tokens: int, kind: str, correction: str) -> None
 def train(models: Models, step: int, config: RunConfig) -> dict[str, float]:
     rows = make_rows(step)
     headers = [row.header() for row in rows]
-    plan = plan_batch(headers, step, config, dist.get_world_size(), models.work)
+    plan = plan_batch(headers, step, config, dist.get_world_size(), models.row_cost)
     batch = Batch(step, headers, plan, dict(zip(row_keys(headers), rows, strict=True)))
     return update(models, batch, build(config), config).metrics
 

@@ -5,7 +5,9 @@ import sys
 
 import torch.distributed as dist
 
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
@@ -24,7 +26,7 @@ if __name__ == "__main__":
     rows[0].reward = math.inf
     headers = [row.header() for row in rows]
     batch = Batch(
-        7, headers, plan_batch(headers, 7, config, 1, backend.work), dict(zip(row_keys(headers), rows, strict=True))
+        7, headers, plan_batch(headers, 7, config, 1, backend.row_cost), dict(zip(row_keys(headers), rows, strict=True))
     )
     try:
         update(Models(backend), batch, build(config), config)

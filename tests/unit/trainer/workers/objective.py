@@ -15,15 +15,18 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import LOSSES, AlgorithmConfig, KlConfig, LossOptions
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.configs.schema.algorithm import AlgorithmConfig, KlConfig, LossOptions
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.formulas import LOSSES
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import Trajectory
 from rl_async.trainer.algorithms.aggregation import AGGREGATIONS
 from rl_async.trainer.algorithms.algorithm import build
-from rl_async.trainer.backends.interface import LossFn, Outputs, Want, policy_outputs
+from rl_async.trainer.backends.interface import LossFn, OutputName, Outputs, policy_outputs
 from rl_async.trainer.batches.batching import MiniBatch, Tensors
-from rl_async.trainer.batches.cell import Cell, lone_ranks
-from rl_async.trainer.batches.work import Work
+from rl_async.trainer.batches.cost import RowCost
+from rl_async.trainer.batches.data_parallel import DataParallel, pure_data_parallel
 from rl_async.trainer.step.update import Batch, Models, row_keys, update
 from tests.conftest import VOCAB, make_rows
 
@@ -52,7 +55,7 @@ class Table:
     """A backend on one table [V, V]: the logits of the next token, by the token before. Keeps its gradients."""
 
     device = "cpu"
-    work = Work()
+    row_cost = RowCost()
 
     def __init__(self, seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -60,22 +63,22 @@ class Table:
         self.gradients: list[Tensor] = []
 
     @property
-    def cell(self) -> Cell:
-        return lone_ranks()
+    def data_parallel(self) -> DataParallel:
+        return pure_data_parallel()
 
-    def outputs(self, batch: Tensors, wants: frozenset[Want]) -> Outputs:
-        return policy_outputs(self.table[batch.tokens[:, :-1]] / batch.temperature, batch.tokens[:, 1:], wants)
+    def outputs(self, batch: Tensors, requested: frozenset[OutputName]) -> Outputs:
+        return policy_outputs(self.table[batch.tokens[:, :-1]] / batch.temperature, batch.tokens[:, 1:], requested)
 
-    def forward(self, batch: Tensors, wants: frozenset[Want] = frozenset()) -> Outputs:
+    def forward(self, batch: Tensors, requested: frozenset[OutputName] = frozenset()) -> Outputs:
         with torch.no_grad():
-            return self.outputs(batch, wants)
+            return self.outputs(batch, requested)
 
     def step(
-        self, batches: Sequence[Tensors], loss_fn: LossFn, wants: frozenset[Want] = frozenset()
+        self, batches: Sequence[Tensors], loss_fn: LossFn, requested: frozenset[OutputName] = frozenset()
     ) -> tuple[float, float]:
         total = 0.0
         for number, batch in enumerate(batches):
-            loss = loss_fn(number, self.outputs(batch, wants))
+            loss = loss_fn(number, self.outputs(batch, requested))
             loss.backward()
             total += loss.item()
         gradient = self.table.grad

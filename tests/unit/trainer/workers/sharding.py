@@ -14,12 +14,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rl_async.configs.schema.lora import LoraConfig
-from rl_async.configs.schema.run import TrainerConfig
+from rl_async.configs.schema.trainer import LoraConfig, TrainerConfig
 from rl_async.messages import Version
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.weight_sync.buckets.adapters import as_adapters
-from rl_async.weight_sync.groups import address
+from rl_async.weight_sync.buckets.numbering import numbered
 from rl_async.weight_sync.reshard.gather import Gathering
 from rl_async.weight_sync.reshard.wire import PointToPoint
 from tests.contracts.backends.models import cell_rows, loss_of, micro_batches
@@ -31,7 +30,7 @@ BUCKET = 1 << 14
 def gradients(backend: Fsdp2Backend) -> dict[str, Tensor]:
     """Of the test batch, summed over all ranks, by the names of the parameters."""
     world = dist.get_world_size()
-    batches = micro_batches(cell_rows(backend.cell.dp_rank, backend.cell.dp_size))
+    batches = micro_batches(cell_rows(backend.data_parallel.rank, backend.data_parallel.size))
     loss_fn = loss_of(batches)
     for number, batch in enumerate(batches):
         backend.model.set_requires_gradient_sync(number == len(batches) - 1)
@@ -46,10 +45,12 @@ def published(backend: Fsdp2Backend, lora: LoraConfig) -> dict[str, Tensor]:
     backend.optimizer.step()
     wire = PointToPoint(dist.HashStore(), device="cpu")
     gathering = Gathering(wire, dist.get_rank(), BUCKET, 60.0)
-    merged, base, adapters = (gathering.buckets(backend.parts(what)) for what in ("merged", "base", "adapters"))
+    merged, base, adapters = (
+        gathering.buckets(backend.sharded_weights(what)) for what in ("merged", "base", "adapters")
+    )
     if dist.get_rank() > 0:
         return {}
-    ways = {"merged": merged, "alone": address([*base, *as_adapters(adapters, lora.scale)], Version(), "no")}
+    ways = {"merged": merged, "alone": numbered([*base, *as_adapters(adapters, lora.scale)], Version(), "no")}
     return {f"{way}|{name}": t for way, sent in ways.items() for name, t in Received().take(sent).items()}
 
 

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_async.configs.schema.run import TrainerConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.backends.interface import Outputs, Want
+from rl_async.trainer.backends.interface import OutputName, Outputs
 from rl_async.trainer.batches.batching import Tensors, empty_tensors
 from rl_async.trainer.model.heads import Head
 
 LENGTHS = [23, 2, 9, 9, 14, 23, 5, 1, 3]  # 89 tokens: cut within the second of 23, and filled up by one
-HEADS: dict[str, tuple[Head, frozenset[Want]]] = {
+HEADS: dict[str, tuple[Head, frozenset[OutputName]]] = {
     "value": ("value", frozenset()),
     "both": ("both", frozenset({"values"})),
     "policy": ("policy", frozenset({"entropy", "sum_squares", "distribution"})),
@@ -50,14 +50,14 @@ def loss_of(outputs: Outputs, lengths: Tensor) -> Tensor:
 
 def computed(folder: Path, ranks_per_row: int, device: str) -> dict[str, Tensor]:
     """The loss, the outputs and the gradients, by name, of one micro-batch that both ranks have."""
-    head, wants = HEADS.get(folder.name.partition(" ")[0], HEADS["policy"])
+    head, requested = HEADS.get(folder.name.partition(" ")[0], HEADS["policy"])
     backend = Fsdp2Backend(str(folder), "float32", device, TrainerConfig(sequence_parallel=ranks_per_row), head)
     if backend.model.value_head is not None:
         torch.nn.init.constant_(backend.model.value_head.weight, 0.1)
     seen: list[int] = []
     backend.model.lm.get_input_embeddings().register_forward_hook(lambda *call: seen.append(call[1][0].shape[1]))
     x = batch(backend.hf_config.vocab_size, device)
-    outputs = backend.model.outputs(x, wants)
+    outputs = backend.model.outputs(x, requested)
     loss = loss_of(outputs, x.lengths)
     (loss * ranks_per_row).backward()  # FSDP averages over both ranks, of which each has all of it, or a part
     assert seen == [-(-sum(LENGTHS) // ranks_per_row)], "tokens of this rank"

@@ -12,9 +12,11 @@ from safetensors.torch import save_file
 
 from rl_async.configs.schema.algorithm import AlgorithmConfig, KlConfig
 from rl_async.configs.schema.correction import CorrectionOptions
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.algorithms.algorithm import build
-from rl_async.trainer.models import build_models
+from rl_async.trainer.step.models import build_models
 from rl_async.trainer.step.update import Batch, plan_batch, row_keys, update
 from tests.conftest import make_rows
 from tests.support.whole_weights import whole_weights
@@ -39,7 +41,7 @@ def run(model: Path, out: Path, minibatch_tokens: int, correction: str, sizes: d
     for step in range(3):
         rows = make_rows(step)
         headers = [row.header() for row in rows]
-        plan = plan_batch(headers, step, config, models.cell.dp_size, models.work)
+        plan = plan_batch(headers, step, config, models.data_parallel.size, models.row_cost)
         batch = Batch(step, headers, plan, dict(zip(row_keys(headers), rows, strict=True)))
         metrics = update(models, batch, build(config), config).metrics
     weights = whole_weights(models.policy)

@@ -8,7 +8,9 @@ import msgspec
 import pytest
 import zmq
 
-from rl_async.configs.schema.run import DataConfig, ModelConfig, QueueConfig, RunConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.queue import QueueConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.transfer_queue.auth.keys import (
     AllowList,

@@ -5,7 +5,9 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_async.configs.schema.run import DataConfig, ModelConfig, QueueConfig, RunConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.queue import QueueConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.transfer_queue.policy.admission import (
     Candidate,
     Choice,

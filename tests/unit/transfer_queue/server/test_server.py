@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from rl_async import messages as m
-from rl_async.configs.schema.limits import QueueLimits
+from rl_async.configs.schema.queue import QueueLimits
 from rl_async.errors import ProtocolError
 from rl_async.messages import codec
 from rl_async.transfer_queue import wire

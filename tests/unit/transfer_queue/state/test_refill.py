@@ -5,7 +5,8 @@ import math
 import pytest
 
 from rl_async.configs.schema.algorithm import AlgorithmConfig, ShapingConfig
-from rl_async.configs.schema.run import DataConfig, ModelConfig, RunConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import Done, NotReady, Reserved, Resumed
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.state.delivery import NO_SIGNAL

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from rl_async.errors import WeightSyncError
 from rl_async.messages import Version
-from rl_async.weight_sync.buckets.adapters import CACHED, add, alone, as_adapters
-from rl_async.weight_sync.buckets.buckets import Bucket, make_buckets
-from rl_async.weight_sync.groups import address
+from rl_async.weight_sync.buckets.adapters import CACHED, adapter_buckets, add, as_adapters
+from rl_async.weight_sync.buckets.buckets import Bucket
+from rl_async.weight_sync.buckets.numbering import numbered
 from rl_async.weight_sync.protocol import UpdateInfo
+from tests.support.buckets import make_buckets
 from tests.support.received import Received, adapters, merged
 
 SCALE, RANK = 1.7, 5
@@ -39,7 +40,7 @@ def publication(
 ) -> list[Bucket]:
     """The base and what is added to it, as they travel."""
     added = as_adapters(make_buckets(named.items(), max_bytes), SCALE)
-    addressed = address([*make_buckets(weights.items(), max_bytes), *added], Version(0, step), "no")
+    addressed = numbered([*make_buckets(weights.items(), max_bytes), *added], Version(0, step), "no")
     return [Bucket(b.data, msgspec.json.decode(msgspec.json.encode(b.info), type=UpdateInfo)) for b in addressed]
 
 
@@ -72,20 +73,20 @@ def test_an_engine_ends_with_the_bits_of_merged_weights(max_bytes: int, dtype: t
     for step in range(3):  # each from the base anew
         named = trained(step)
         sent = publication(weights, named, step, max_bytes)
-        found = engine.take(sent if step == 0 else alone(sent))
+        found = engine.take(sent if step == 0 else adapter_buckets(sent))
         assert bits(found) == bits(dict(merged(weights.items(), named, SCALE)))
 
 
 def test_adapters_for_another_base_are_refused_and_both_are_named() -> None:
     sent, other = publication(base(0), trained()), publication(base(1), trained())
-    name, held = alone(sent)[0].info.base, alone(other)[0].info.base
+    name, held = adapter_buckets(sent)[0].info.base, adapter_buckets(other)[0].info.base
     assert name != held
     engine = Received()
-    with pytest.raises(WeightSyncError, match=f"adapters for {name}, but what is here complete is nothing"):
-        engine.take(alone(sent))
+    with pytest.raises(WeightSyncError, match=name):
+        engine.take(adapter_buckets(sent))
     engine.take(other)
-    with pytest.raises(WeightSyncError, match=f"adapters for {name}, but what is here complete is {held}"):
-        engine.take(alone(sent))
+    with pytest.raises(WeightSyncError, match=f"{name}.*{held}"):
+        engine.take(adapter_buckets(sent))
 
 
 def test_a_base_has_another_name_with_other_names_of_its_weights() -> None:
@@ -98,7 +99,7 @@ def test_a_base_has_another_name_with_other_names_of_its_weights() -> None:
 def test_damaged_adapters_are_refused_and_nothing_is_loaded() -> None:
     engine, weights = Received(), base()
     before = bits(engine.take(publication(weights, trained(1))))
-    (damaged,) = alone(publication(weights, trained(2), 1))
+    (damaged,) = adapter_buckets(publication(weights, trained(2), 1))
     damaged.data[0] ^= 1
     with pytest.raises(WeightSyncError, match="checksum"):
         engine.take([damaged])
@@ -109,12 +110,12 @@ def test_damaged_adapters_are_refused_and_nothing_is_loaded() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"up.lora_A.weight": None}, "other names than those of pairs"),
-        ({"up.lora_A.weight": torch.zeros(RANK, 19)}, r"up.weight has shape \[48, 20\], its adapter A \[5, 19\]"),
-        ({"up.lora_B.weight": torch.zeros(48, 4)}, r"up.weight has shape \[48, 20\], .* and B \[48, 4\]"),
+        ({"up.lora_A.weight": None}, "up.lora_A.weight"),
+        ({"up.lora_A.weight": torch.zeros(RANK, 19)}, r"up.weight .*\[48, 20\], .*A \[5, 19\]"),
+        ({"up.lora_B.weight": torch.zeros(48, 4)}, r"up.weight .*\[48, 20\], .*B \[48, 4\]"),
         (
             {"no.lora_A.weight": torch.zeros(RANK, 2), "no.lora_B.weight": torch.zeros(2, RANK)},
-            "adapters for weights that the base has not: no.weight",
+            "no.weight",
         ),
     ],
 )

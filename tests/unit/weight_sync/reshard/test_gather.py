@@ -5,11 +5,12 @@ import torch
 from torch.distributed import HashStore
 
 from rl_async.errors import RanksLost
-from rl_async.weight_sync.buckets.buckets import Bucket, make_buckets
+from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.layout import Layout, TensorSpec, fsdp2
-from rl_async.weight_sync.reshard.gather import Gathering, Parts
-from rl_async.weight_sync.reshard.run import one_box_each
+from rl_async.weight_sync.reshard.execute import one_box_each
+from rl_async.weight_sync.reshard.gather import Gathering, ShardedWeights
 from rl_async.weight_sync.reshard.wire import SharedMemoryWire
+from tests.support.buckets import make_buckets
 
 SPECS = {"a": TensorSpec((5, 3)), "b": TensorSpec((4,)), "c": TensorSpec((7, 2, 3))}
 
@@ -22,11 +23,11 @@ def gathering(rank: int = 0) -> Gathering:
     return Gathering(SharedMemoryWire(HashStore(), rank), rank, 64, 0.2)
 
 
-def parts(layout: Layout, scale: float) -> Parts:
+def parts(layout: Layout, scale: float) -> ShardedWeights:
     tensors = {
         name: torch.arange(torch.Size(spec.shape).numel()).view(spec.shape) * scale for name, spec in SPECS.items()
     }
-    return Parts(layout, one_box_each(layout, 0, tensors))
+    return ShardedWeights(layout, one_box_each(layout, 0, tensors))
 
 
 def test_one_rank_fills_its_buckets_with_what_it_holds_now() -> None:
@@ -41,11 +42,11 @@ def test_another_layout_gets_another_plan() -> None:
     gather, other = gathering(), fsdp2({"a": TensorSpec((2, 3))}, 1)
     gather.buckets(parts(fsdp2(SPECS, 1), 1.0))
     ((key, tensor),) = held = [(("a", box), torch.randn(2, 3)) for _, box in other.held(0)]
-    assert same(gather.buckets(Parts(other, dict(held))), make_buckets([(key[0], tensor.bfloat16())], 64))
+    assert same(gather.buckets(ShardedWeights(other, dict(held))), make_buckets([(key[0], tensor.bfloat16())], 64))
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
     layout = fsdp2({"a": TensorSpec((2, 8))}, 2)
-    held = Parts(layout, {("a", box): torch.zeros(1, 8) for _, box in layout.held(0)})
+    held = ShardedWeights(layout, {("a", box): torch.zeros(1, 8) for _, box in layout.held(0)})
     with pytest.raises(RanksLost, match="rank 0 lost rank 1"):
         gathering().buckets(held)

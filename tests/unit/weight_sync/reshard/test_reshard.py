@@ -21,7 +21,7 @@ from rl_async.weight_sync.layout import (
     without,
 )
 from rl_async.weight_sync.reshard.model_layouts import engine, megatron
-from rl_async.weight_sync.reshard.plan import Plan, mail_of, plan
+from rl_async.weight_sync.reshard.plan import ReshardPlan, messages_of, plan
 from tests.unit.weight_sync.reshard.models import specs
 
 DTYPES = st.sampled_from(["float32", "bfloat16", "uint8"])
@@ -111,14 +111,14 @@ def part(array: np.ndarray, box: Box) -> np.ndarray:
     return array[slices(box, whole(array.shape))]
 
 
-def check(source: Layout, target: Layout, bucket_bytes: int) -> Plan:
+def check(source: Layout, target: Layout, bucket_bytes: int) -> ReshardPlan:
     """All that a plan has to be, against arrays instead of boxes."""
     made = plan(source, target, bucket_bytes)
     weights = filled(source)
     held = {(r, n, b): part(weights[n], b) for r in source.ranks for n, b in source.held(r)}
     got = {(r, n, b): np.full([e - s for s, e in b], -1) for r in target.ranks for n, b in target.held(r)}
     times = {key: np.zeros(array.shape, int) for key, array in got.items()}
-    travelling = [move for bucket in made.buckets for message in bucket.messages.values() for move in message]
+    travelling = [move for exchange in made.exchanges for message in exchange.messages.values() for move in message]
     for move in (*made.local, *travelling):
         end = (move.target.rank, move.tensor, move.target.box)
         into = slices(move.box, move.target.box)
@@ -129,16 +129,16 @@ def check(source: Layout, target: Layout, bucket_bytes: int) -> Plan:
         assert (times[rank, name, box] == 1).all(), "each element comes exactly once"
         assert (array == part(weights[name], box)).all(), "gather, then slice"
     check_figures(made, held, got)
-    for bucket in made.buckets:
-        for rank in {rank for ends in bucket.messages for rank in ends}:
-            mail = mail_of(bucket, rank)
-            assert mail.outgoing_bytes + mail.incoming_bytes <= made.figures.peak_extra <= bucket_bytes
-            ends = [0, *(letter.start + letter.nbytes for letter in mail.outgoing)]
-            assert all(end <= letter.start for end, letter in zip(ends, mail.outgoing, strict=False))
+    for exchange in made.exchanges:
+        for rank in {rank for ends in exchange.messages for rank in ends}:
+            messages = messages_of(exchange, rank)
+            assert messages.outgoing_bytes + messages.incoming_bytes <= made.figures.peak_extra <= bucket_bytes
+            ends = [0, *(span.start + span.nbytes for span in messages.outgoing)]
+            assert all(end <= span.start for end, span in zip(ends, messages.outgoing, strict=False))
     return made
 
 
-def check_figures(made: Plan, held: dict, got: dict) -> None:
+def check_figures(made: ReshardPlan, held: dict, got: dict) -> None:
     """Bytes counted element by element: what a rank wants, and what of that it holds."""
     minimal = local = gather = 0
     for rank in made.target.ranks:
@@ -154,10 +154,10 @@ def check_figures(made: Plan, held: dict, got: dict) -> None:
     assert (figures.moved, figures.minimal, figures.local) == (minimal, minimal, local)
     assert figures.full_gather == gather >= figures.moved
     sent = Counter(dict.fromkeys(made.source.ranks, 0))
-    for bucket in made.buckets:
-        for source, target in bucket.messages:
+    for exchange in made.exchanges:
+        for source, target in exchange.messages:
             assert source != target
-            sent[source] += bucket.nbytes(source, target)
+            sent[source] += exchange.nbytes(source, target)
     assert sum(sent.values()) == figures.moved
     assert max(sent.values()) == figures.sent_by_busiest
 
@@ -179,7 +179,7 @@ def test_a_trainer_to_engines(layouts: tuple[Layout, Layout], bucket_bytes: int)
 def test_a_plan_is_the_same_on_every_rank() -> None:
     named = specs(experts=4)
     source, target = fsdp2(named, 3, 2), engine(named, tp=2, kv_heads=2)
-    assert plan(source, target, 200).buckets == plan(source, target, 200).buckets
+    assert plan(source, target, 200).exchanges == plan(source, target, 200).exchanges
 
 
 def test_replicas_share_the_sending_and_buckets_are_full() -> None:
@@ -187,27 +187,27 @@ def test_replicas_share_the_sending_and_buckets_are_full() -> None:
     source, target = fsdp2(named, 1, 4), fsdp2(named, 1, 2).placed([8, 9])
     made = check(source, target, 2048)
     assert made.figures.sent_by_busiest == 2 * 8192 // 4
-    assert len(made.buckets) == 8192 // 2048, "both targets receive as much as they may in each bucket"
+    assert len(made.exchanges) == 8192 // 2048, "both targets receive as much as they may in each bucket"
 
 
 def test_what_stays_on_its_rank_is_not_sent() -> None:
     named = specs()
     layout = engine(named, tp=2, kv_heads=2)
     made = check(layout, layout, 64)
-    assert not made.buckets
+    assert not made.exchanges
     assert made.figures.minimal == 0 < made.figures.local
 
 
 def test_what_no_source_holds_is_refused() -> None:
     named = {"t": TensorSpec((4, 2), "float32")}
     half = Layout(named, {"t": (Shard(0, ((0, 2), (0, 2))),)})
-    with pytest.raises(WeightSyncError, match=r"t: rank 1 wants \(\(2, 4\), \(0, 2\)\), which no source holds"):
+    with pytest.raises(WeightSyncError, match=r"t: .*rank 1 .*\(\(2, 4\), \(0, 2\)\)"):
         plan(half, fsdp2(named, 1).placed([1]), 64)
 
 
 def test_other_tensors_are_refused() -> None:
     wide, narrow = ({"t": TensorSpec((4, 2), dtype)} for dtype in ("float32", "bfloat16"))
-    with pytest.raises(WeightSyncError, match=r"t: .*bfloat16.* is wanted, .*float32.* is there"):
+    with pytest.raises(WeightSyncError, match=r"t: .*bfloat16.*float32"):
         plan(fsdp2(wide, 2), fsdp2(narrow, 1), 64)
-    with pytest.raises(ValueError, match="the least is 64"):
+    with pytest.raises(ValueError, match=r"63 .*64"):
         plan(fsdp2(wide, 2), fsdp2(wide, 1), 63)

@@ -1,0 +1,95 @@
+"""The composition root of a gateway: connects it to engines, reward service and queue, and serves it."""
+
+import asyncio
+import contextlib
+import socket
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from rl_async.agent_loop.chat_formats.render import load_renderer
+from rl_async.agent_loop.gateway.episodes import Episodes
+from rl_async.agent_loop.gateway.server import Server
+from rl_async.agent_loop.process import cancel_on_signals
+from rl_async.configs.checks.gateway import gateway_problem
+from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.schema.rollout import GatewayConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import EXIT_RESTART, ConfigError, QueueLost, RlAsyncError, UserError
+from rl_async.process.endpoints import read_endpoints
+from rl_async.process.role import bind, run_role
+from rl_async.reward_loop.service import RewardService
+from rl_async.rollout_server.connect import engine_pool
+from rl_async.transfer_queue.auth.keys import client_keys
+from rl_async.transfer_queue.client.async_client import QueueClient
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
+
+ANSWER_S = 5.0
+LINGER_S = 10.0  # in which agent programs hear that the run is over
+
+
+async def run_gateway(
+    config: RunConfig, listener: socket.socket, queue_address: str, *, folder: Path, reward_model: str
+) -> None:
+    """Serve until the run is over, or SIGTERM or SIGINT comes.
+
+    Raises UserError for names in the config that do not exist, in an ExceptionGroup QueueLost or ProtocolError when
+    the queue is gone.
+    """
+    cancel_on_signals()
+    async with contextlib.AsyncExitStack() as stack:
+        pool = engine_pool(config.rollout)
+        renderer = load_renderer(config.model.path)
+        rewards = await stack.enter_async_context(RewardService(config.reward, model_url=reward_model, folder=folder))
+        client = QueueClient(queue_address, role="agent", name="gateway", keys=client_keys(config, folder))
+        queue = await stack.enter_async_context(client)
+        stack.push_async_callback(pool.close)
+        episodes = Episodes(config, renderer, pool, queue, rewards)
+        settings = uvicorn.Config(
+            Server(config, episodes).app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+        )
+        server = uvicorn.Server(settings)
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(pool.watch(queue), name="engine registry")
+            # uvicorn takes the signals over while it serves, and raises them again at its end
+            serving = group.create_task(server.serve(sockets=[listener]), name="server")
+            await episodes.run()
+            await asyncio.wait([serving], timeout=LINGER_S)
+            server.should_exit = True
+            await serving
+            watching.cancel()
+
+
+def serve(run: Path, queue: str, reward_model: str, host: str, port: int) -> None:
+    """Run a gateway of the run in ``run`` until the run is over. Raises UserError, and what ``run_gateway`` does."""
+    config = load_resolved(run / "config.yaml")
+    if problem := gateway_problem(config):
+        raise ConfigError(problem)
+    listener = bind(host or (config.agent.gateway or GatewayConfig()).host, port, "agent.gateway")
+    listener.listen()
+    address, number = listener.getsockname()[:2]
+    print(f"gateway: http://{address}:{number}", flush=True)
+    with contextlib.suppress(asyncio.CancelledError):
+        uvloop.run(run_gateway(config, listener, queue, folder=run, reward_model=reward_model))
+
+
+def attach(run: Path, host: str, port: int) -> int:
+    """Run a gateway beside the processes of a run that is going on; the exit code."""
+
+    def work() -> None:
+        places = read_endpoints(run)
+        keys = client_keys(load_resolved(run / "config.yaml"), run)
+        probe = SyncQueueClient(places.queue, role="agent", name="gateway-probe", timeout_s=ANSWER_S, keys=keys)
+        try:
+            with probe as queue:
+                queue.status()
+        except QueueLost as error:
+            raise UserError(f"{run} is not running: its queue at {places.queue} does not answer") from error
+        serve(run, places.queue, places.reward_model, host, port)
+
+    return run_role("gateway", work, {RlAsyncError: EXIT_RESTART})

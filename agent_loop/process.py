@@ -1,0 +1,63 @@
+"""The composition root of an agent worker: connects it to engines, reward service and queue, and runs it."""
+
+import asyncio
+import contextlib
+import signal
+from pathlib import Path
+
+import uvloop
+
+from rl_async.agent_loop.chat_formats.render import load_renderer
+from rl_async.agent_loop.episodes.loops import EpisodeRunner
+from rl_async.agent_loop.worker import AgentWorker
+from rl_async.configs.derived.samples import samples_per_group
+from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.schema.run import RunConfig
+from rl_async.reward_loop.service import RewardService
+from rl_async.rollout_server.connect import engine_pool
+from rl_async.transfer_queue.auth.keys import client_keys
+from rl_async.transfer_queue.client.async_client import QueueClient
+
+
+async def run_worker(config: RunConfig, index: int, address: str, *, folder: Path, reward_model: str = "") -> None:
+    """Run one worker until the run is over, or SIGTERM or SIGINT comes. ``reward_model``: where the run's own answers.
+
+    Raises UserError for names in the config that do not exist, in an ExceptionGroup QueueLost or ProtocolError when
+    the queue is gone.
+    """
+    cancel_on_signals()
+    async with contextlib.AsyncExitStack() as stack:
+        pool = engine_pool(config.rollout)
+        runner = EpisodeRunner(config, load_renderer(config.model.path), pool)
+        rewards = await stack.enter_async_context(RewardService(config.reward, model_url=reward_model, folder=folder))
+        client = QueueClient(address, role="agent", name=f"agent-{index}", keys=client_keys(config, folder))
+        queue = await stack.enter_async_context(client)
+        stack.push_async_callback(pool.close)
+        worker = AgentWorker(
+            queue,
+            runner,
+            rewards,
+            concurrency=config.agent.concurrency,
+            group_size=samples_per_group(config),
+            lease_s=config.queue.lease_s,
+            episode_timeout_s=config.agent.episode_timeout_s,
+        )
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(pool.watch(queue), name="engine registry")
+            await worker.run()
+            watching.cancel()
+
+
+def cancel_on_signals() -> None:
+    """Cancel the current task when SIGTERM or SIGINT comes."""
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+
+
+def work(folder: Path, index: int, queue: str, reward_model: str) -> None:
+    """Run one worker of the run in ``folder``. Raises what ``run_worker`` does."""
+    config = load_resolved(folder / "config.yaml")
+    with contextlib.suppress(asyncio.CancelledError):
+        uvloop.run(run_worker(config, index, queue, folder=folder, reward_model=reward_model))

@@ -1,0 +1,116 @@
+"""Section `queue`: the transfer queue, its staleness bound, journal, access and limits."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from rl_async.configs.base import Config, Count, Positive, Seconds, doc
+
+
+class QueueLimits(Config, frozen=True):
+    # The lower bounds are what the clients' own messages need (transfer_queue/client/outbox.py).
+    frame_bytes: Annotated[
+        int, Meta(ge=1 << 22, description="Largest frame; the connection that sends a larger one is closed.")
+    ] = 1 << 28
+    message_bytes: Annotated[
+        int, Meta(ge=1 << 23, description="Largest message, all frames together; a larger one is refused.")
+    ] = 1 << 29
+    frames: Annotated[
+        int, Meta(ge=1026, description="Most frames of a message; each row that is put is one of them.")
+    ] = 4096
+    clients: Annotated[Positive, doc("Most connections; more wait until one is silent for two minutes.")] = 4096
+    requests_per_s: Annotated[
+        float, Meta(gt=0, description="Per connection, after a burst of one second's worth; more are told to wait.")
+    ] = 5000.0
+
+
+class QueueConfig(Config, frozen=True):
+    max_staleness: Annotated[
+        Count, doc("Bound on the staleness of any trained token, in steps. 0: on-policy, 1: one-step-off-policy.")
+    ] = 1
+    journal: Annotated[
+        Literal["memory", "sqlite", "redis"],
+        doc(
+            "Where the queue's state is recorded: nowhere, in the run folder, or on a Redis server. With these two a "
+            "killed queue is started again and the run goes on (docs/transfer_queue.md)."
+        ),
+    ] = "sqlite"
+    sqlite_synchronous: Annotated[
+        Literal["normal", "full", "off"],
+        doc(
+            "normal: what was acknowledged survives the queue's death at any instant, a power cut may cost the last "
+            "moments. full: it survives both; each flush waits for the disk. off: a power cut may cost the whole file."
+        ),
+    ] = "normal"
+    redis_url: Annotated[
+        str, doc("Server of queue.journal=redis; a password comes from the variable RL_ASYNC_REDIS_PASSWORD.")
+    ] = "redis://127.0.0.1:6379/0"
+    on_straggler: Annotated[
+        Literal["wait", "drop", "mask"],
+        doc("When passing an unfinished group would break the bound: wait for it, drop it, or mask its stale tokens."),
+    ] = "wait"
+    sampling: Annotated[
+        Literal["fifo", "freshest", "priority", "quota"],
+        doc(
+            "Which of the ready groups a batch takes, after those that the bound forces: the oldest, the newest, those "
+            "of the highest priority (column priority of the data), or of each data set of data.path its share. All "
+            "but fifo need max_staleness of at least 2."
+        ),
+    ] = "fifo"
+    slack: Annotated[
+        Count | None,
+        doc(
+            "Steps of the bound left to the sampling policy: groups are admitted for max_staleness - slack, so a ready "
+            "one may be passed for this many steps. With 0 and enough engines every seat is forced by a deadline. "
+            "null: 0 with fifo, else 1."
+        ),
+    ] = None
+    window: Annotated[
+        Count,
+        doc(
+            "A batch is taken from this many groups at the head of the line, and waits for those that are unfinished "
+            "instead of passing them. At least data.train_batch_groups; 0: whatever is ready, within the bound."
+        ),
+    ] = 0
+    lease_s: Annotated[Seconds, doc("A worker silent for this long loses its leases.")] = 15.0
+    max_attempts: Annotated[Positive, doc("A group failing this often is dead-lettered with its error.")] = 3
+    max_bytes: Annotated[
+        Positive,
+        doc(
+            "Payload bytes held: of unfinished groups, and of those trained since the last checkpoint. Beyond it, "
+            "groups are admitted only for the next batch (counted as queue/short_of_bytes)."
+        ),
+    ] = 1 << 30
+    consumer_bytes: Annotated[
+        Count,
+        doc(
+            "Bytes kept of trained groups that the trainer needs no more and a consumer (rl-async queue tail) has not "
+            "read; beyond it the oldest are skipped, counted as consumers_missed. Training never waits for a consumer."
+        ),
+    ] = 1 << 28
+    host: Annotated[
+        str, doc("IPv4 address to listen on, 0.0.0.0 for all; anything but loopback is closed to clients without keys.")
+    ] = "127.0.0.1"
+    port: Annotated[Count, doc("0: a free port.")] = 0
+    curve: Annotated[Literal["auto", "always"], doc("auto: clients need CURVE keys if queue.host is not loopback.")] = (
+        "auto"
+    )
+    keys: Annotated[
+        str,
+        doc("Folder made by `rl-async queue keygen`; turns CURVE on. Empty: keys/ in the run folder, if needed."),
+    ] = ""
+    clients: Annotated[
+        tuple[str, ...], doc("Public keys (Z85) that are allowed beside those in clients/ of the key folder.")
+    ] = ()
+    shards: Annotated[
+        Count,
+        doc(
+            "Processes that keep the payloads, so that these pass no other process. 0: the queue keeps them itself. A "
+            "lost shard's trajectories are generated again, or read from a copy."
+        ),
+    ] = 0
+    replicas: Annotated[Positive, doc("Shards that keep each payload; 2: one may be lost without loss.")] = 1
+    limits: QueueLimits = QueueLimits()
+    metrics_port: Annotated[
+        Count, doc("Where Prometheus reads the queue's metrics, http://127.0.0.1:PORT/metrics. 0: nowhere.")
+    ] = 0

@@ -1,0 +1,73 @@
+"""Sections `agent` and `rollout`: how episodes are played, and the engines that sample them."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from rl_async.configs.base import Config, Count, Fraction, Positive, Seconds, doc
+
+
+class GatewayConfig(Config, frozen=True):
+    host: Annotated[
+        str, doc("Address to listen on. Whoever reaches it can lease episodes; nothing but loopback is safe by itself.")
+    ] = "127.0.0.1"
+    port: Annotated[Count, doc("0: a free port.")] = 0
+    max_answers: Annotated[Positive, doc("Answers per episode; further requests are refused.")] = 64
+
+
+class AgentConfig(Config, frozen=True):
+    loop: Annotated[str, doc("single_turn, tool_agent, or your own as path.py:name; a row's agent_name wins.")] = (
+        "single_turn"
+    )
+    tools: Annotated[tuple[str, ...], doc("Built-in tool names, or typed functions as path.py:name.")] = ()
+    environment: Annotated[str | None, doc("Built-in environment, or your own as path.py:name; lives one episode.")] = (
+        None
+    )
+    max_turns: Annotated[Positive, doc("Assistant turns per episode.")] = 4
+    max_tokens: Annotated[Positive, doc("Tokens per episode, prompt and tool results included.")] = 256
+    max_parallel_calls: Annotated[Positive, doc("Tool calls executed per turn; further ones get an error.")] = 4
+    episode_timeout_s: Annotated[
+        Seconds,
+        doc(
+            "Deadline of one episode; it must outlast a training step when colocated. Beyond it the sample has failed."
+        ),
+    ] = 1800.0
+    tool_timeout_s: Annotated[Seconds, doc("Deadline of one tool call.")] = 10.0
+    tool_response_tokens: Annotated[Positive, doc("Longer tool results are cut.")] = 128
+    workers: Annotated[Positive, doc("Agent worker processes.")] = 1
+    concurrency: Annotated[Positive, doc("Conversations at once per worker.")] = 256
+    check_rendering: Annotated[
+        Fraction, doc("Share of episodes whose tokens are compared with the full chat template.")
+    ] = 0.02
+    gateway: Annotated[
+        GatewayConfig | None, doc("Agent programs play the episodes through an OpenAI-compatible gateway, no workers.")
+    ] = None
+
+
+EngineKind = Literal["embedded", "vllm", "sglang"]
+
+
+class RolloutConfig(Config, frozen=True):
+    engine: Annotated[
+        EngineKind | tuple[EngineKind, ...], doc("Kind of rollout engine; a list has one kind per engine.")
+    ] = "embedded"
+    engines: Annotated[Positive, doc("Engine processes.")] = 1
+    python: Annotated[
+        str, doc("Python that has vLLM or SGLang, and rl-async beside it (scripts/install_vllm_cpu); empty: this one.")
+    ] = ""
+    engine_args: Annotated[tuple[str, ...], doc("More flags for vLLM or SGLang, as on its command line.")] = ()
+    cpu_cache_bytes: Annotated[
+        Positive, doc("vLLM on a CPU: memory for its KV cache; rounded up to whole GiB, its own unit.")
+    ] = 1 << 30
+    group_size: Annotated[Positive, doc("Trajectories sampled per task.")] = 16
+    temperature: Annotated[float, Meta(gt=0, description="Sampling temperature for training.")] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1, description="Nucleus; below 1 is refused for training.")] = 1.0
+    top_k: Annotated[Count, doc("0: off; a truncating sampler is refused for training.")] = 0
+    max_tokens: Annotated[Positive, doc("Sampled tokens per turn.")] = 64
+    max_batch_size: Annotated[Positive, doc("Sequences decoded at once per engine.")] = 256
+    max_model_len: Annotated[Positive, doc("Longest sequence that an engine accepts, in tokens.")] = 256
+    request_timeout_s: Annotated[
+        Seconds, doc("Deadline of one generate request; time in which its engine sleeps does not count.")
+    ] = 120.0
+    start_timeout_s: Annotated[Seconds, doc("Deadline for an engine to answer its health probe.")] = 300.0
+    port: Annotated[Count, doc("First engine's port, the others follow; 0: free ports.")] = 0

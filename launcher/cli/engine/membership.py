@@ -1,0 +1,117 @@
+"""Engines of a run that is going on: ``rl-async engine list | add | remove``.
+
+An added engine is one that somebody else started and looks after. It gets the published weights from the trainer, as a
+restarted one does, and requests only after that. When it fails it is cut off, and nobody starts it again.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.schema.rollout import EngineKind
+from rl_async.errors import QueueLost, UserError
+from rl_async.launcher.plan.ports import HOST
+from rl_async.messages import EngineList, EngineRecord
+from rl_async.process.endpoints import read_endpoints
+from rl_async.rollout_server.connect import connect
+from rl_async.transfer_queue.auth.keys import client_keys
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
+
+ANSWER_S = 5.0
+LOOPBACK = (HOST, "localhost")
+ADDED = "added-"
+
+
+def table(engines: EngineList) -> str:
+    """One line per engine."""
+    lines = [f"{'engine':24}{'kind':10}{'version':12}url"]
+    for engine in engines.engines:
+        version = "none yet" if engine.version is None else str(engine.version)
+        lines.append(f"{engine.engine_id:24}{engine.kind:10}{version:12}{engine.url}")
+    return "\n".join([*lines, f"published: version {engines.published}"])
+
+
+def list_engines(run: Path) -> EngineList:
+    """Those that the run knows now. Raises UserError if it is not going on."""
+    with _queue(run) as queue:
+        return queue.engines()
+
+
+def add_engine(run: Path, url: str, kind: EngineKind, wait_s: float) -> EngineRecord:
+    """Register the engine at ``url`` and wait until it has confirmed the published weights.
+
+    Raises UserError if the run is not going on, if no engine answers there, if the run has it already, or if it was cut
+    off or has no weights after ``wait_s``.
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "http" or parts.hostname is None or parts.port is None:
+        raise UserError(f"{url}: give the engine's address as http://HOST:PORT")
+    if parts.hostname not in LOOPBACK and urlsplit(read_endpoints(run).queue).hostname in LOOPBACK:
+        raise UserError(
+            f"{url}: an address on this machine is needed, http://{HOST}:PORT: this run's weights travel on it only"
+        )
+    if not asyncio.run(_answers(url, kind)):
+        raise UserError(f"{url}: no {kind} engine answers GET /health there within {ANSWER_S:g} s")
+    engine_id = f"{ADDED}{parts.port}-{secrets.token_hex(2)}"  # never used again: a name stands for one process
+    with _queue(run) as queue:
+        known = queue.engines()
+        for engine in known.engines:
+            if _place(engine.url) == _place(url):
+                raise UserError(f"{url}: the run has it already, as {engine.engine_id}")
+        queue.register_engine(engine_id, url.rstrip("/"), kind)
+        deadline = time.monotonic() + wait_s
+        while True:
+            left = deadline - time.monotonic()
+            known = queue.engines(after=known.revision, wait_s=max(0.0, min(left, ANSWER_S)))
+            record = next((engine for engine in known.engines if engine.engine_id == engine_id), None)
+            if record is not None and record.version is not None:
+                return record
+            if record is None or left <= 0:
+                queue.remove_engine(engine_id, "it took no weights")
+                what = "was cut off" if record is None else f"took no weights within {wait_s:g} s"
+                raise UserError(f"{url}: the engine {what}; {run}/logs/trainer-0.log says why. It was removed again")
+
+
+def _place(url: str) -> tuple[str | None, int | None]:
+    parts = urlsplit(url)
+    return HOST if parts.hostname in LOOPBACK else parts.hostname, parts.port
+
+
+def remove_engine(run: Path, engine_id: str) -> None:
+    """Send it no more requests; what it is working on goes to others, with the tokens that it has sampled.
+
+    Raises UserError if the run has no such engine, or looks after it itself.
+    """
+    with _queue(run) as queue:
+        known = [engine.engine_id for engine in queue.engines().engines]
+        if engine_id not in known:
+            raise UserError(f"no engine {engine_id}; there are: {', '.join(known) or 'none'}")
+        if not engine_id.startswith(ADDED):
+            raise UserError(
+                f"{engine_id} belongs to the launcher, which would start it again; rollout.engines sets how many"
+            )
+        queue.remove_engine(engine_id, "removed by hand")
+
+
+async def _answers(url: str, kind: EngineKind) -> bool:
+    client = connect(kind, url, timeout_s=ANSWER_S)
+    try:
+        return await client.health()
+    finally:
+        await client.close()
+
+
+@contextmanager
+def _queue(run: Path) -> Iterator[SyncQueueClient]:
+    address = read_endpoints(run).queue
+    keys = client_keys(load_resolved(run / "config.yaml"), run)
+    try:
+        with SyncQueueClient(address, role="launcher", name="engines-by-hand", timeout_s=ANSWER_S, keys=keys) as client:
+            yield client
+    except QueueLost as error:
+        raise UserError(f"{run} is not going on: its queue at {address} does not answer") from error

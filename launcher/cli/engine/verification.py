@@ -1,0 +1,127 @@
+"""``rl-async engine verify``: does a server sample from the model that we think it does?
+
+It is asked to sample, and its log-probabilities are compared with those of a plain forward pass over the same tokens.
+Sampling is not at temperature 1, so that log-probabilities of another distribution than the sampled one show.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rl_async.configs.schema.rollout import EngineKind
+from rl_async.errors import EngineError, UserError
+from rl_async.messages import Sampling, Version
+from rl_async.rollout_server.api import GenerateRequest, GenerateResult
+from rl_async.rollout_server.connect import connect
+
+TEMPERATURE = 0.7
+PROMPT_TOKENS = (1, 4, 16, 31)
+SAMPLED_TOKENS = 32
+CONCURRENT = 16
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """|log pi of the engine - log pi of the forward pass| over the sampled tokens."""
+
+    tokens: int
+    largest: float
+    mean: float
+    raw_largest: float  # had the engine not applied the temperature
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether every token is within the tolerance."""
+        return self.largest <= self.tolerance
+
+    def text(self) -> str:
+        """What was compared, and the verdict with its most likely reason."""
+        lines = [
+            f"tokens compared          {self.tokens}, sampled at temperature {TEMPERATURE}",
+            f"log-probability, largest {self.largest:.2e}   mean {self.mean:.2e}   (tolerance {self.tolerance:.0e})",
+        ]
+        if self.ok:
+            return "\n".join([*lines, "verdict: the engine samples from this model"])
+        if self.raw_largest <= self.tolerance:
+            why = (
+                "it reports log-probabilities before the temperature; start vLLM with --logprobs-mode "
+                "processed_logprobs"
+            )
+        else:
+            why = "other weights, another model, a lower precision (then raise --tolerance), or a fault in the engine"
+        return "\n".join([*lines, f"verdict: the engine does NOT agree with this model: {why}"])
+
+
+def verify(url: str, folder: Path, prompts: int, tolerance: float, kind: EngineKind = "vllm") -> Agreement:
+    """Compare the engine of this kind at ``url`` with the model in ``folder`` on this many random prompts.
+
+    Raises UserError if the model cannot be loaded or the engine cannot be asked.
+    """
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"--model: cannot load a causal LM from {folder}: {reason}") from error
+    requests = make_requests(prompts, int(model.config.vocab_size))
+    try:
+        answers = asyncio.run(_ask(kind, url, requests))
+    except EngineError as error:
+        raise UserError(f"{url}: {error}") from error
+    scaled, raw = [], []
+    for request, answer in zip(requests, answers, strict=True):
+        told = torch.tensor(answer.logprobs, dtype=torch.float32)
+        scaled.append((logprobs(model, request, answer, TEMPERATURE) - told).abs())
+        raw.append((logprobs(model, request, answer, 1.0) - told).abs())
+    apart = torch.cat(scaled)
+    return Agreement(
+        tokens=len(apart),
+        largest=apart.max().item(),
+        mean=apart.mean().item(),
+        raw_largest=torch.cat(raw).max().item(),
+        tolerance=tolerance,
+    )
+
+
+def make_requests(count: int, vocabulary: int) -> list[GenerateRequest]:
+    """Prompts of random tokens, of several lengths; the same ones every time."""
+    draw = torch.Generator().manual_seed(0)
+    return [
+        GenerateRequest(
+            request_id=f"verify-{number}",
+            token_ids=torch.randint(vocabulary, (PROMPT_TOKENS[number % len(PROMPT_TOKENS)],), generator=draw).tolist(),
+            sampling=Sampling(temperature=TEMPERATURE),
+            max_tokens=SAMPLED_TOKENS,
+            stop_token_ids=[],
+        )
+        for number in range(count)
+    ]
+
+
+@torch.inference_mode()
+def logprobs(model: Any, request: GenerateRequest, answer: GenerateResult, temperature: float) -> Tensor:
+    """Of the sampled tokens by a plain forward pass, float32 [sampled]."""
+    ids = torch.tensor(request.token_ids + answer.token_ids)
+    start = len(request.token_ids)
+    logits = model(ids[None]).logits[0, start - 1 : -1].float() / temperature
+    return logits.log_softmax(-1).gather(1, ids[start:, None])[:, 0]
+
+
+async def _ask(kind: EngineKind, url: str, requests: list[GenerateRequest]) -> list[GenerateResult]:
+    # A server that never got weights from us calls them what it likes.
+    engine = connect(kind, url, read_version=lambda name: Version())
+    places = asyncio.Semaphore(CONCURRENT)
+
+    async def ask(request: GenerateRequest) -> GenerateResult:
+        async with places:
+            return await engine.generate(request)
+
+    try:
+        return await asyncio.gather(*map(ask, requests))
+    finally:
+        await engine.close()

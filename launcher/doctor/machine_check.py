@@ -1,0 +1,247 @@
+"""``rl-async doctor`` without a run: what this machine has, and what a config needs of it."""
+
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from rl_async.configs.derived.engines import engine_kinds
+from rl_async.configs.load.loader import load_config
+from rl_async.configs.schema.run import RunConfig
+from rl_async.launcher.doctor.versions import RANGES, holds
+from rl_async.launcher.plan.machine import count_gpus, has_megatron
+from rl_async.launcher.plan.memory import engine_bytes, model_size, queue_bytes, trainer_bytes, worker_bytes
+from rl_async.launcher.plan.ports import HOST
+
+Level = Literal["ok", "warning", "missing"]
+PROBE_S = 120.0
+DEMO_BYTES = 2 << 30  # of the preset calculator, by `rl-async launch --dry-run`
+PORTS = 8  # tried
+FILES = 1024
+CGROUP = Path("/sys/fs/cgroup")
+PROBE = """
+import importlib.metadata as m, json
+def version(name):
+    try: return m.version(name)
+    except m.PackageNotFoundError: return ""
+found = {name: version(name) for name in ("torch", "transformers", "vllm", "sglang", "py-spy")}
+gpus, nccl = [], ""
+try:
+    import torch
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""
+except ImportError as error:
+    found["error"] = str(error)
+print("PROBE" + json.dumps({"versions": found, "gpus": gpus, "nccl": nccl}))
+"""
+
+
+class Line(msgspec.Struct, frozen=True):
+    """One thing that was looked at. ``what_to_do`` is empty if it is ok."""
+
+    level: Level
+    what: str
+    what_to_do: str = ""
+
+    @property
+    def text(self) -> str:
+        return f"{self.level:8} {self.what}" + (f"; {self.what_to_do}" if self.what_to_do else "")
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """What a Python of this machine says of itself. Empty strings: not there."""
+
+    versions: dict[str, str]
+    gpus: list[str] = []
+    nccl: str = ""
+
+
+def check_machine(config: str | None) -> int:
+    """Print one line per thing; 1 if something is missing that the config, or without one the demo, needs.
+
+    Raises UserError if there is no such config.
+    """
+    wanted = None if config is None else load_config(config)
+    lines = look(wanted)
+    print("\n".join(line.text for line in lines))
+    missing = sum(line.level == "missing" for line in lines)
+    for_what = "the demo" if config is None else config
+    print(f"{missing} missing for {for_what}" if missing else f"nothing is missing for {for_what}")
+    return 1 if missing else 0
+
+
+def look(config: RunConfig | None) -> list[Line]:
+    """All lines, for a config or (None) for the demo on CPU."""
+    here = probe(sys.executable)
+    checks: list[Callable[[], list[Line]]] = [
+        lambda: package_lines(here, ("torch", "transformers"), "here"),
+        lambda: device_lines(here, count_gpus(), config),
+        lambda: engine_lines(here, config),
+        lambda: backend_lines(config, installed=has_megatron()),
+        lambda: [memory_line(available_bytes(), needed_bytes(config)), cores_line(cores())],
+        lambda: [shm_line(shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0)],
+        lambda: [files_line(*resource.getrlimit(resource.RLIMIT_NOFILE)), ports_line(free_ports())],
+        lambda: redis_lines(config, shutil.which("redis-server")),
+    ]
+    return [line for check in checks for line in check()]
+
+
+def probe(python: str) -> Probe:
+    """Ask a Python, in a process of its own: importing torch takes seconds and its memory stays."""
+    try:
+        done = subprocess.run([python, "-P", "-c", PROBE], capture_output=True, text=True, timeout=PROBE_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return Probe({"error": f"{python} cannot be asked: {error}"})
+    return msgspec.json.decode(done.stdout.rpartition("PROBE")[2], type=Probe)
+
+
+def package_lines(found: Probe, names: tuple[str, ...], where: str) -> list[Line]:
+    """Each package that must be there, in a version that is supported."""
+    if "error" in found.versions:
+        way_out = "pip install -e ." if where == "here" else "give a Python that has it with rollout.python"
+        return [Line("missing", f"torch cannot be imported {where}: {found.versions['error']}", way_out)]
+    lines = []
+    for name in names:
+        version, wanted = found.versions.get(name, ""), RANGES[name]
+        if not version:
+            lines.append(Line("missing", f"{name}: not {where}", f"pip install '{name}{wanted}'"))
+        elif not holds(version, wanted):
+            lines.append(Line("warning", f"{name} {version}: {wanted} is supported", f"pip install '{name}{wanted}'"))
+        else:
+            lines.append(Line("ok", f"{name} {version} (supported: {wanted})"))
+    return lines
+
+
+def device_lines(found: Probe, files: int, config: RunConfig | None) -> list[Line]:
+    """GPUs as torch sees them, and NCCL. ``files`` counts devices in /dev."""
+    if found.gpus:
+        nccl = Line("ok", f"NCCL {found.nccl}") if found.nccl else Line("warning", "torch has no NCCL", "use gloo")
+        return [Line("ok", f"{len(found.gpus)} GPUs: {', '.join(sorted(set(found.gpus)))}"), nccl]
+    if files:
+        return [Line("warning", f"/dev has {files} GPUs, and torch sees none", "install a torch built for CUDA")]
+    if config is not None and config.model.device == "cuda":
+        return [Line("missing", "no GPU, and model.device=cuda", "use model.device=auto, or a machine with a GPU")]
+    return [Line("ok", "no GPU: everything runs on the CPU")]
+
+
+def engine_lines(here: Probe, config: RunConfig | None) -> list[Line]:
+    """The engines' packages: those that the config wants must be in rollout.python."""
+    kinds = set() if config is None else set(engine_kinds(config)) - {"embedded"}
+    python = "" if config is None else config.rollout.python
+    there = probe(python) if kinds and python else here
+    lines = package_lines(there, tuple(sorted(kinds)), f"in {python or sys.executable}") if kinds else []
+    for name in sorted({"vllm", "sglang"} - kinds):
+        version = here.versions.get(name, "")
+        if version and not holds(version, RANGES[name]):
+            lines.append(Line("warning", f"{name} {version}: {RANGES[name]} is supported", "it is not used here"))
+        else:
+            lines.append(Line("ok", f"{name} {version or 'is not here'}; this config does not use it"))
+    return lines
+
+
+def backend_lines(config: RunConfig | None, *, installed: bool) -> list[Line]:
+    """Megatron-Core, if the trainer is to use it."""
+    if config is None or config.trainer.backend != "megatron":
+        return []
+    if installed:
+        return [Line("ok", "Megatron-Core is here")]
+    return [Line("missing", "Megatron-Core: not here", "pip install 'rl-async[megatron]'")]
+
+
+def needed_bytes(config: RunConfig | None) -> int:
+    """Most memory of all processes together, as ``--dry-run`` has it."""
+    if config is None:
+        return DEMO_BYTES
+    size = model_size(config)
+    parts = [(config.rollout.engines, engine_bytes(config, size)), (config.trainer.ranks, trainer_bytes(config, size))]
+    known = sum(count * nbytes for count, nbytes in parts if nbytes is not None)
+    return known + config.agent.workers * worker_bytes(config) + queue_bytes(config)
+
+
+def available_bytes(root: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Memory that may still be taken: what the kernel has, within this group's limit (cgroup v2 or v1)."""
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) << 10
+    pairs = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+    for limit, used in pairs:
+        if (root / limit).is_file() and (said := (root / limit).read_text().strip()) != "max":
+            free = min(free, int(said) - int((root / used).read_text()))
+    return free
+
+
+def memory_line(free: int, needed: int) -> Line:
+    """Memory against what the run may take at most."""
+    what = f"{free / 2**30:.1f} GiB of memory free, at most about {needed / 2**30:.1f} GiB needed"
+    return Line("ok", what) if free >= needed else Line("warning", what, "use a smaller model or fewer processes")
+
+
+def cores(root: Path = CGROUP) -> float:
+    """Cores that this process may use at once."""
+    allowed = float(len(os.sched_getaffinity(0)))
+    quota = root / "cpu.max"
+    if quota.is_file() and (words := quota.read_text().split())[0] != "max":
+        return min(allowed, int(words[0]) / int(words[1]))
+    return allowed
+
+
+def cores_line(count: float) -> Line:
+    """Engine and trainer want a core each."""
+    if count >= 2:
+        return Line("ok", f"{count:g} cores")
+    return Line("warning", f"{count:g} cores", "engine and trainer share one: nothing overlaps")
+
+
+def shm_line(free: int) -> Line:
+    """Colocated weights cross by shared memory."""
+    what = f"/dev/shm: {free / 2**20:.0f} MiB free"
+    if free >= 256 << 20:
+        return Line("ok", what)
+    return Line("warning", what, "weight_sync.transport=ipc needs two buckets there; docker run --shm-size=2g")
+
+
+def files_line(soft: int, hard: int) -> Line:
+    """Open files: one per connection."""
+    what = f"{soft} open files allowed"
+    return Line("ok", what) if soft >= FILES else Line("warning", what, f"ulimit -n {min(hard, 65536)}")
+
+
+def free_ports() -> int:
+    """How many of PORTS ports can be bound on loopback at once."""
+    opened: list[socket.socket] = []
+    try:
+        for _ in range(PORTS):
+            opened.append(socket.socket())
+            opened[-1].bind((HOST, 0))
+        return PORTS
+    except OSError:
+        return len(opened) - 1
+    finally:
+        for one in opened:
+            one.close()
+
+
+def ports_line(count: int) -> Line:
+    """Every process listens on loopback."""
+    if count == PORTS:
+        return Line("ok", f"ports on {HOST} can be bound")
+    return Line("missing", f"only {count} of {PORTS} ports on {HOST} could be bound", "is the loopback interface up?")
+
+
+def redis_lines(config: RunConfig | None, server: str | None) -> list[Line]:
+    """Redis, if the queue's journal is there."""
+    if config is None or config.queue.journal != "redis":
+        return []
+    host, _, port = config.queue.redis_url.partition("://")[2].partition("/")[0].rpartition("@")[2].partition(":")
+    try:
+        with socket.create_connection((host, int(port or 6379)), timeout=5.0):
+            return [Line("ok", f"something listens at {config.queue.redis_url}")]
+    except OSError as error:
+        how = "start redis-server" if server else "install redis-server and start it"
+        return [Line("missing", f"nothing answers at {config.queue.redis_url}: {error}", how)]

@@ -1,0 +1,252 @@
+"""Looks at a run from outside: the kernel, its files, its queue, its engines. Changes nothing.
+
+Every question has a deadline (ANSWER_S), so that the whole look takes seconds however stuck the run is.
+"""
+
+import asyncio
+import os
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import EngineError, QueueLost, UserError
+from rl_async.launcher.doctor.observation import Deadlines, EngineSeen, Observation, QueueSeen, RankSeen, Seen
+from rl_async.launcher.folder.tail import MetricsTail, Record
+from rl_async.launcher.supervise.roster import ProcessRecord, read_roster
+from rl_async.messages import EngineRecord, GroupRecord
+from rl_async.process.endpoints import read_endpoints
+from rl_async.process.heartbeat import read_beats
+from rl_async.process.kernel import AFAR, ENDED, GONE, HALTED, ProcStat, age_s, catches, read_stat, state_of, waits_in
+from rl_async.process.stacks import ASK, Frame, main_thread
+from rl_async.rollout_server.connect import connect
+from rl_async.rollout_server.http import EngineHttp
+from rl_async.transfer_queue.auth.keys import client_keys
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
+
+ANSWER_S = 3.0
+STACK_S = 1.0
+POLL_S = 0.05
+TAIL_BYTES = 8192
+USUAL_STEPS = 10  # of which the usual length of a step is the median
+LISTED = 1000
+
+
+def observe(run: Path) -> Observation:
+    """Look at the run in this folder. Raises UserError if no run was ever started there."""
+    records = read_roster(run)
+    config = load_resolved(run / "config.yaml")
+    launcher = launcher_of(run)
+    trouble: list[str] = []
+    queue, engines = (None, ()) if launcher is None else _ask_queue(run, config, trouble)
+    metrics = _metrics(run)
+    return Observation(
+        run=str(run),
+        launcher=launcher,
+        launcher_state=GONE if launcher is None else state_of(launcher),
+        processes=look_at(run, records),
+        ranks=_ranks(run, {record.pid for record in records}),
+        queue=queue,
+        engines=asyncio.run(_ask_engines(engines)),
+        deadlines=Deadlines(
+            batch=config.trainer.batch_timeout_s,
+            collective=config.trainer.collective_timeout_s,
+            lease=config.queue.lease_s,
+            sync=config.weight_sync.sync_timeout_s,
+        ),
+        steps=config.trainer.steps,
+        steps_done=int(max((record["step"] + 1 for record in metrics), default=0)),
+        usual_step_s=_usual(metrics),
+        disk_free=shutil.disk_usage(run).free,
+        shm_free=shutil.disk_usage("/dev/shm").free,
+        trouble=tuple(trouble),
+    )
+
+
+def launcher_of(run: Path) -> int | None:
+    """The process that holds the run's lock (``runs.hold``); None if none lives."""
+    with suppress(FileNotFoundError, ValueError):
+        pid = int(run.with_name(f".{run.name}.lock").read_text())
+        return pid if state_of(pid) not in ENDED else None
+    return None
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def look_at(run: Path, records: Sequence[ProcessRecord]) -> tuple[Seen, ...]:
+    """Every process as it is now, with its main thread's stack if it answers within STACK_S."""
+    before = {record.pid: _stat(record) for record in records}
+    began = time.monotonic()
+    stacks = ask_stacks(run, [record for record in records if before[record.pid].state not in (AFAR, *ENDED, *HALTED)])
+    time.sleep(max(0.0, 0.3 - (time.monotonic() - began)))
+    elapsed = (time.monotonic() - began) * os.sysconf("SC_CLK_TCK")
+    seen = []
+    for record in records:
+        stat = _stat(record)
+        log_age, log_line = _log(run / "logs" / f"{record.name}.log")
+        seen.append(
+            Seen(
+                record=record,
+                state=stat.state,
+                waits_in=waits_in(record.pid) if stat.state not in (AFAR, GONE) else "",
+                age_s=age_s(stat),
+                cpu=max(0, stat.cpu_ticks - before[record.pid].cpu_ticks) / elapsed,
+                log_age_s=log_age,
+                log_line=log_line,
+                stack=stacks.get(record.name) or _py_spy(record.pid, stat.state),
+            )
+        )
+    return tuple(seen)
+
+
+def _stat(record: ProcessRecord) -> ProcStat:
+    """The process, or a gone one if its number belongs to another by now. Of one on another machine nothing is seen."""
+    if record.host:
+        return ProcStat(AFAR if record.exit is None else GONE)
+    stat = read_stat(record.pid)
+    return stat if stat.started == record.started else ProcStat()
+
+
+def ask_stacks(run: Path, records: Iterable[ProcessRecord]) -> dict[str, tuple[Frame, ...]]:
+    """Signal each process that listens for it, and read what it wrote within STACK_S, by name."""
+    asked: dict[str, tuple[Path, int]] = {}
+    for record in records:
+        file = run / "stacks" / f"{record.name}.txt"
+        if file.is_file() and catches(record.pid, ASK):  # a process without a handler would die of it
+            asked[record.name] = (file, file.stat().st_size)
+            with suppress(ProcessLookupError):
+                os.kill(record.pid, ASK)
+    deadline = time.monotonic() + STACK_S
+    found: dict[str, tuple[Frame, ...]] = {}
+    while len(found) < len(asked) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        for name, (file, start) in asked.items():
+            with file.open("rb") as opened:
+                opened.seek(start)
+                frames = main_thread(opened.read().decode(errors="replace"))
+            if frames:
+                found[name] = frames
+    return found
+
+
+def _py_spy(pid: int, state: str) -> tuple[Frame, ...]:
+    """The main thread of a process that cannot answer, if py-spy is installed and allowed to look."""
+    tool = shutil.which("py-spy")
+    if tool is None or state in (AFAR, *ENDED):
+        return ()
+    command = [tool, "dump", "--nonblocking", "--json", "--pid", str(pid)]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=ANSWER_S, check=True)
+    except (subprocess.SubprocessError, OSError):
+        return ()  # the table shows that there is no stack
+    threads = msgspec.json.decode(done.stdout, type=list[_SpyThread])
+    main = next((thread for thread in threads if thread.os_thread_id == pid), None)
+    return () if main is None else tuple(Frame(f.filename, str(f.line), f.name) for f in main.frames)
+
+
+class _SpyFrame(msgspec.Struct):
+    name: str
+    filename: str
+    line: int
+
+
+class _SpyThread(msgspec.Struct):
+    frames: list[_SpyFrame]
+    os_thread_id: int | None = None  # names cannot be read of a stopped process
+
+
+def _log(path: Path) -> tuple[float | None, str]:
+    """Seconds since the log grew, and its last line."""
+    if not path.is_file() or path.stat().st_size == 0:
+        return None, ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    return max(0.0, time.time() - path.stat().st_mtime), lines[-1] if lines else ""
+
+
+def _ranks(run: Path, pids: set[int]) -> tuple[RankSeen, ...]:
+    """What the ranks of these processes said; files of earlier ones may lie beside theirs."""
+    now = time.time()
+    return tuple(
+        RankSeen(rank=said.rank, pid=said.pid, step=said.step, phase=said.phase, for_s=max(0.0, now - said.since))
+        for said in read_beats(run)
+        if said.pid in pids
+    )
+
+
+# --- queue and engines ------------------------------------------------------------------------------------------------
+
+
+def _ask_queue(run: Path, config: RunConfig, trouble: list[str]) -> tuple[QueueSeen | None, tuple[EngineRecord, ...]]:
+    try:
+        address = read_endpoints(run).queue
+        keys = client_keys(config, run)
+        with SyncQueueClient(address, role="person", name="doctor", timeout_s=ANSWER_S, keys=keys) as queue:
+            report = queue.inspect()
+            groups = queue.group_list(-1, LISTED).groups
+            return QueueSeen(report=report, oldest=oldest_groups(groups)), tuple(queue.engines().engines)
+    except (QueueLost, UserError) as error:
+        trouble.append(f"queue: {error}")
+        return None, ()
+
+
+def oldest_groups(groups: Sequence[GroupRecord]) -> tuple[GroupRecord, ...]:
+    """The training group that has been longest in its state, for each state that has one."""
+    oldest: dict[str, GroupRecord] = {}
+    for group in groups:
+        if group.partition == "train" and group.age_s > (oldest[group.state].age_s if group.state in oldest else -1):
+            oldest[group.state] = group
+    return tuple(oldest.values())
+
+
+async def _ask_engines(records: Sequence[EngineRecord]) -> tuple[EngineSeen, ...]:
+    return tuple(await asyncio.gather(*(_ask_engine(record) for record in records)))
+
+
+async def _ask_engine(record: EngineRecord) -> EngineSeen:
+    version = "none yet" if record.version is None else str(record.version)
+    silent = EngineSeen(engine_id=record.engine_id, url=record.url, answers=False, version=version)
+    client = connect(record.kind, record.url, timeout_s=ANSWER_S)
+    http = EngineHttp(record.url, ANSWER_S)
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            if not await client.health():
+                return silent
+        answering = msgspec.structs.replace(silent, answers=True)
+        async with asyncio.timeout(ANSWER_S):
+            paused = None
+            if record.kind != "sglang":  # it has no such route
+                paused = http.decode(await http.call("GET", "/is_paused"), _Paused).is_paused
+            return msgspec.structs.replace(answering, paused=paused, requests=(await client.load()).requests)
+    except TimeoutError:
+        return silent
+    except EngineError:
+        return answering  # alive, and of a version that does not tell
+    finally:
+        await client.close()
+        await http.close()
+
+
+class _Paused(msgspec.Struct):
+    is_paused: bool
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def _metrics(run: Path) -> list[Record]:
+    return MetricsTail(run / "metrics.jsonl").read()
+
+
+def _usual(metrics: Sequence[Record]) -> float | None:
+    last = [record["time/step_s"] for record in metrics[-USUAL_STEPS:] if "time/step_s" in record]
+    return statistics.median(last) if last else None

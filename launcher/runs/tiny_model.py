@@ -1,0 +1,117 @@
+"""Makes the tiny model of a preset: a tokenizer, random weights, and a warm start on demonstrations."""
+
+import asyncio
+import errno
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.data.prompts import make_sources
+from rl_async.agent_loop.data.tiny_tokenizer import read_demos, train_tokenizer
+from rl_async.agent_loop.episodes.loops import EpisodeRunner
+from rl_async.configs.schema.finetune import WarmStartConfig
+from rl_async.configs.schema.run import EvalConfig, RunConfig
+from rl_async.errors import UserError
+from rl_async.files import written_whole
+from rl_async.launcher.plan.artifacts import SFT_FILE, fingerprint
+from rl_async.launcher.plan.memory import tiny_shape
+from rl_async.messages import LeasedGroup, Task, Version
+from rl_async.reward_loop.service import RewardService
+from rl_async.rollout_server.embedded.local import LocalEngine
+from rl_async.trainer.finetune.warm_start import SftResult, warm_start
+
+
+def make_model(config: RunConfig, settings: WarmStartConfig, report: Callable[[str], None]) -> None:
+    """Train a tokenizer and a tiny model on the demonstrations, until the gate, and save both at ``model.path``."""
+    torch.set_num_threads(config.launcher.threads)
+    torch.manual_seed(settings.seed)
+    demos = read_demos(settings.demos_path)
+    tokenizer = train_tokenizer(demos, settings.vocab_size, model_max_length=config.rollout.max_model_len)
+    model = tiny_model(settings, tokenizer)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    report(f"warm start: {parameters:,} parameters, {len(tokenizer)} tokens, {len(demos)} demonstrations")
+    renderer = ChatRenderer(tokenizer)
+    rows = [renderer.demo_row(demo) for demo in demos]
+    _, held_out = make_sources(msgspec.structs.replace(config, eval=_greedy(config, settings)))
+    if not held_out:
+        raise UserError("data.eval_path: the warm start's gate needs held-out tasks")
+    result = warm_start(model, rows, lambda: greedy_reward(config, model, renderer, held_out), settings, report)
+    save(Path(config.model.path), model, tokenizer, settings, result)
+    report(
+        f"warm start: greedy reward {result.gate_reward:.2f} after {result.steps} steps, {result.seconds:.0f} s; "
+        f"saved to {config.model.path}"
+    )
+
+
+def tiny_model(settings: WarmStartConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """A Qwen3 of the size in the config, with random weights."""
+    shape = Qwen3Config(
+        vocab_size=len(tokenizer),
+        **tiny_shape(settings),
+        max_position_embeddings=tokenizer.model_max_length,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen3ForCausalLM(shape)
+
+
+def greedy_reward(config: RunConfig, model: torch.nn.Module, renderer: ChatRenderer, tasks: Sequence[Task]) -> float:
+    """Mean reward of one greedy episode per task, by the run's own loop and scorers."""
+    assert config.warm_start is not None
+    config = msgspec.structs.replace(config, eval=_greedy(config, config.warm_start))
+    model.eval()
+    engine = LocalEngine(model, max_batch=config.rollout.max_batch_size, max_length=config.rollout.max_model_len)
+    try:
+        return asyncio.run(_play(config, engine, renderer, tasks))
+    finally:
+        model.train()
+
+
+async def _play(config: RunConfig, engine: LocalEngine, renderer: ChatRenderer, tasks: Sequence[Task]) -> float:
+    runner = EpisodeRunner(config, renderer, engine)
+
+    async def play(number: int, task: Task, rewards: RewardService) -> float:
+        group = LeasedGroup(group_id=number, partition="eval", attempt=0, samples=[0], task=task, min_version=Version())
+        trajectory = await runner.run(group, 0)
+        await rewards.score(task, trajectory)
+        return trajectory.reward
+
+    try:
+        async with RewardService(config.reward) as rewards:
+            scores = await asyncio.gather(*(play(number, task, rewards) for number, task in enumerate(tasks)))
+    finally:
+        engine.close()  # its thread delivers to this event loop
+    return sum(scores) / len(scores)
+
+
+def _greedy(config: RunConfig, settings: WarmStartConfig) -> EvalConfig:
+    return msgspec.structs.replace(config.eval, temperature=0.0, tasks=settings.gate_tasks)
+
+
+def save(
+    path: Path,
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    settings: WarmStartConfig,
+    result: SftResult,
+) -> None:
+    """Write the model folder whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    disable_progress_bar()  # of a file that takes milliseconds
+    try:
+        with written_whole(path) as partial:
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+            record = {"fingerprint": fingerprint(settings), "steps": result.steps, "gate_reward": result.gate_reward}
+            (partial / SFT_FILE).write_text(json.dumps(record) + "\n")
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise  # else another launch was faster; `prepare` looks at what it made

@@ -1,0 +1,76 @@
+"""What all roles have in common at their start and end: supervision, logging, arguments and exit codes.
+
+A role's ``__main__.py`` parses its arguments and calls ``run_role``; what imports torch stands in another module, which
+is imported only then, so that ``--help`` answers at once.
+"""
+
+import argparse
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from rl_async.errors import EXIT_USER, RlAsyncError, UserError
+from rl_async.process.lifeline import watch_lifeline
+from rl_async.process.log import setup_logging
+from rl_async.process.stacks import answer_with_stacks
+
+
+def role_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser for ``python -m rl_async.MODULE`` without arguments."""
+    return argparse.ArgumentParser(prog=f"python -m rl_async.{module}", description=description)
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Add ``--run``, which every role of a run takes."""
+    parser.add_argument("--run", type=Path, required=True, help="run folder with config.yaml")
+
+
+def join_supervisor() -> None:
+    """End with the supervisor and write stacks when it asks. Does nothing in a process that was started by hand."""
+    watch_lifeline()
+    answer_with_stacks()
+
+
+def run_role(name: str, work: Callable[[], None], exits: Mapping[type[RlAsyncError], int] | None = None) -> int:
+    """Do the work of the role ``name`` and return its exit code: 0 at its end, EXIT_USER for a mistake of the user.
+
+    ``exits`` has the codes of other errors that are expected, the most specific first; they may come in an
+    ExceptionGroup. Any other error is a bug and propagates.
+    """
+    join_supervisor()
+    log, exits = setup_logging(name), exits or {}
+    expected: tuple[type[BaseException], ...] = (*exits, BaseExceptionGroup)
+    try:
+        work()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER
+    except expected as error:
+        causes = list(_causes(error))
+        codes = [next((code for kind, code in exits.items() if isinstance(cause, kind)), None) for cause in causes]
+        if None in codes:
+            raise
+        log.error("%s", "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes))
+        return max(code for code in codes if code is not None)
+    return 0
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _causes(inner)
+    else:
+        yield error
+
+
+def bind(host: str, port: int, key: str) -> socket.socket:
+    """Bind a socket for an HTTP server; port 0 takes a free one. Raises UserError, naming ``key``, on failure."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise UserError(f"{key}: cannot listen on {host}:{port}: {error}") from error
+    return listener

@@ -1,0 +1,258 @@
+"""The engine's thread: runs iterations, and executes commands between them, so that nothing races with a forward pass.
+
+Consumes submitted sequences and commands; produces finished sequences (``deliver``) and results of commands. Waits for
+a command when there is nothing to decode, and while paused or asleep. Unblocked by ``submit``, ``call`` and ``stop``.
+"""
+
+import concurrent.futures
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import Literal, TypeVar
+
+import torch
+import xxhash
+from torch import nn
+
+from rl_async.errors import EngineLost, WeightSyncError
+from rl_async.rollout_server.embedded.core import EngineCore
+from rl_async.rollout_server.embedded.sequence import Sequence
+from rl_async.weight_sync.buckets.buckets import Piece
+
+T = TypeVar("T")
+log = logging.getLogger("rl_async.engine")
+
+
+class EngineThread:
+    """An EngineCore in its own thread. All methods may be called from any thread.
+
+    ``on_crash`` is called in that thread when an iteration fails; nothing is decoded afterwards.
+    """
+
+    def __init__(self, core: EngineCore, on_crash: Callable[[Exception], None]) -> None:
+        self.core, self._on_crash = core, on_crash
+        self.paused = False
+        self._weights_changed = False
+        self._cache_asleep = False
+        self._shapes: dict[str, torch.Size] = {}  # of the parameters, while their memory is freed
+        self._unsent: set[str] = set()  # parameters whose memory is back but whose values have not been sent
+        self._condition = threading.Condition()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._drained: list[concurrent.futures.Future[None]] = []
+        self._stopping = False
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the memory of the cache or of the weights is freed."""
+        return self._cache_asleep or bool(self._shapes)
+
+    def submit(self, *sequences: Sequence) -> None:
+        """Queue sequences that ``core.refusal`` has accepted, all in the same iteration."""
+
+        def command() -> None:
+            for sequence in sequences:
+                self.core.add(sequence)
+
+        self._enqueue(command)
+
+    def call(self, action: Callable[[], T]) -> "concurrent.futures.Future[T]":
+        """Run ``action`` in the engine's thread between two iterations."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def command() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # cancelled
+            try:
+                future.set_result(action())
+            except Exception as error:  # raised where the result is awaited
+                future.set_exception(error)
+
+        self._enqueue(command)
+        return future
+
+    def _enqueue(self, command: Callable[[], None]) -> None:
+        with self._condition:
+            if self._stopping:
+                raise EngineLost("the engine has stopped")
+            self._commands.append(command)
+            self._condition.notify()
+
+    def stop(self) -> None:
+        """Stop the thread, dropping sequences in flight."""
+        with self._condition:
+            self._stopping = True
+            self._condition.notify()
+        self._thread.join(10)
+
+    def abort(self, which: str | Sequence | None) -> "concurrent.futures.Future[int]":
+        """Finish the requests of an id, one sequence, or all (None), delivering what was sampled. The result is their
+        number."""
+
+        def action() -> int:
+            aborted = self.core.abort(which)
+            for sequence in aborted:
+                sequence.deliver(sequence)
+            return len(aborted)
+
+        return self.call(action)
+
+    def pause(self, mode: Literal["keep", "wait", "abort"]) -> "concurrent.futures.Future[None]":
+        """Stop decoding. The future is done when decoding has stopped: with ``wait``, after all requests submitted so
+        far have finished.
+
+        New requests are held until ``resume``.
+        """
+        if mode == "wait":
+            done: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+            def drain() -> None:
+                if done.set_running_or_notify_cancel():
+                    self.core.holding = True
+                    self._drained.append(done)
+
+            self._enqueue(drain)
+            return done
+
+        def action() -> None:
+            if mode == "abort":
+                for sequence in self.core.abort(None):
+                    sequence.deliver(sequence)
+            self.paused = True
+
+        return self.call(action)
+
+    def resume(self) -> "concurrent.futures.Future[None]":
+        """Continue decoding, recomputing caches of older weights first. Ends a pause that is still waiting."""
+
+        def action() -> None:
+            self._end_drain()
+            if self._weights_changed:
+                self.core.preempt()
+                self._weights_changed = False
+            self.paused = False
+            self.core.release()
+
+        return self.call(action)
+
+    def load_weights(self, pieces: Items[Piece]) -> None:
+        """Copy pieces into the parameters of the same Hugging Face name, blocking until that is done.
+
+        Raises WeightSyncError for an unknown name, a wrong shape, or weights whose memory is freed.
+        """
+
+        def action() -> None:
+            with torch.no_grad():
+                if self._shapes:
+                    raise WeightSyncError("the engine sleeps without its weights; wake it up for weights first")
+                parameters = dict(self.core.model.named_parameters())
+                for piece in pieces:
+                    name, end = piece.name, piece.start + piece.data.numel()
+                    if name not in parameters:
+                        raise WeightSyncError(f"the engine's model has no parameter {name!r}")
+                    if parameters[name].shape != piece.shape:
+                        raise WeightSyncError(
+                            f"{name} has shape {list(piece.shape)}, the engine's has {list(parameters[name].shape)}"
+                        )
+                    parameters[name].view(-1)[piece.start : end].copy_(piece.data)
+                    if end == parameters[name].numel():  # pieces come in order
+                        self._unsent.discard(name)
+            self._weights_changed = True
+
+        self.call(action).result()
+
+    def set_version(self, version: str) -> "concurrent.futures.Future[None]":
+        """Set the version that later tokens carry.
+
+        The future fails with WeightSyncError if some weights, dropped by a sleep, have not been sent again.
+        """
+
+        def action() -> None:
+            if self._unsent:
+                raise WeightSyncError(
+                    f"{len(self._unsent)} parameters have not been sent since the engine slept: "
+                    f"{', '.join(sorted(self._unsent)[:3])}, ..."
+                )
+            self.core.version = version
+
+        return self.call(action)
+
+    def sleep(self, level: int) -> "concurrent.futures.Future[None]":
+        """Free the cache, at level 2 the weights too. Requests are kept, and recomputed after ``wake``."""
+
+        def action() -> None:
+            self._cache_asleep = True
+            self.core.free_cache()
+            if level >= 2 and not self._shapes:
+                self._shapes = {name: p.shape for name, p in self.core.model.named_parameters()}
+                for parameter in self.core.model.parameters():
+                    parameter.data = parameter.data.new_empty(0)
+            if self.core.device.type == "cuda":
+                torch.cuda.empty_cache()  # PyTorch would keep the memory for itself
+
+        return self.call(action)
+
+    def wake(self, tags: Items[str]) -> "concurrent.futures.Future[None]":
+        """Allocate memory again for ``weights`` and ``kv_cache``; no tags: both.
+
+        Decoding continues only after weights that were freed have been sent again.
+        """
+
+        def action() -> None:
+            if (not tags or "weights" in tags) and self._shapes:
+                for name, parameter in self.core.model.named_parameters():
+                    parameter.data = parameter.data.new_empty(self._shapes[name])
+                self._unsent = set(self._shapes)
+                self._shapes = {}
+            if not tags or "kv_cache" in tags:
+                self._cache_asleep = False
+
+        return self.call(action)
+
+    def _main(self) -> None:
+        try:
+            self._run()
+        except Exception as error:  # an engine that cannot decode must not appear alive
+            log.exception("the engine's thread failed")
+            with self._condition:
+                self._stopping = True
+            self._on_crash(error)
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                while not self._commands and not self._stopping and not self._may_step():
+                    self._condition.wait()
+                if self._stopping:
+                    return
+                commands, self._commands = self._commands, deque()
+            for command in commands:
+                command()
+            if self._may_step():
+                for sequence in self.core.step():
+                    sequence.deliver(sequence)
+            if self._drained and not (self.core.running or self.core.waiting):
+                self.paused = True
+                self._end_drain()
+
+    def _end_drain(self) -> None:
+        """Complete the pauses that wait for running sequences to finish."""
+        for future in self._drained:
+            future.set_result(None)
+        self._drained = []
+
+    def _may_step(self) -> bool:
+        if self.paused or self.asleep or self._unsent:
+            return False
+        return bool(self.core.running or self.core.waiting)
+
+
+def checksums(model: nn.Module) -> dict[str, str]:
+    """Return xxh3_128 of the bytes of each parameter, by name."""
+    return {
+        name: xxhash.xxh3_128_hexdigest(p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        for name, p in model.named_parameters()
+    }

@@ -1,0 +1,21 @@
+#!/usr/bin/env python3
+"""Fail if basedpyright cannot resolve an import on the plain checkout, as an editor would have to."""
+
+import json
+import subprocess
+import sys
+
+# Packages that `make setup-test` leaves out.
+OPTIONAL = {"liger_kernel", "megatron", "mlflow", "ray", "sglang", "vllm", "wandb"}  # extras
+OPTIONAL |= {"datasets", "pydantic_ai", "tensordict", "trl"}  # of one test, and of the benchmarks that compare with TRL
+
+command = ["basedpyright", "--outputjson", "--pythonpath", sys.executable]
+report = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=False).stdout)
+if not report["summary"]["filesAnalyzed"]:
+    sys.exit("basedpyright found no file to analyze")
+errors = []
+for found in report["generalDiagnostics"]:
+    package = found["message"].partition('"')[2].partition('"')[0].partition(".")[0]
+    if found["severity"] == "error" and not (found.get("rule") == "reportMissingImports" and package in OPTIONAL):
+        errors.append(f"{found['file']}:{found['range']['start']['line'] + 1}: {found['message']}")
+sys.exit("\n".join(errors) or None)

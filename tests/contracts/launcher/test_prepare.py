@@ -1,0 +1,56 @@
+"""The preparation as a process: data, tokenizer, model, gate. One optimizer step is enough here."""
+
+import json
+from pathlib import Path
+
+from rl_async.configs.load.loader import dump, load_config
+from rl_async.launcher.plan.artifacts import SFT_FILE, needs_preparation
+from tests.support.forked import Forked
+
+QUICK = [
+    "warm_start.min_steps=0",
+    "warm_start.check_every=1",
+    "warm_start.batch_size=2",
+    "warm_start.gate_tasks=2",
+    "warm_start.hidden_size=32",
+]
+
+
+def prepare(folder: Path, *overrides: str) -> tuple[int | None, str]:
+    """Its exit code, and what it said on standard error."""
+    (folder / "config.yaml").write_text(dump(load_config("calculator", [*QUICK, *overrides])))
+    process = Forked("rl_async.launcher.runs.prepare", "--config", "config.yaml", cwd=folder)
+    _, errors = process.communicate(timeout=150)
+    return process.returncode, errors
+
+
+def test_data_and_model_are_made_once_and_whole(tmp_path: Path) -> None:
+    code, errors = prepare(tmp_path, "warm_start.gate=0")
+    assert code == 0, errors
+    model = tmp_path / "artifacts" / "calculator" / "model"
+    names = {file.name for file in model.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", SFT_FILE} <= names
+    assert json.loads((model / SFT_FILE).read_text())["steps"] == 1
+    assert [path.name for path in model.parent.iterdir() if path.name.startswith(".")] == []
+    paths = [
+        f"{key}={tmp_path}/artifacts/calculator/{name}"
+        for key, name in (("model.path", "model"), ("data.path", "train.parquet"), ("data.eval_path", "test.parquet"))
+    ]
+    assert not needs_preparation(
+        load_config(
+            "calculator",
+            [*QUICK, "warm_start.gate=0", *paths, "warm_start.demos_path=artifacts/calculator/demos.parquet"],
+        )
+    )
+
+
+def test_a_gate_that_is_never_reached_leaves_no_model(tmp_path: Path) -> None:
+    code, errors = prepare(tmp_path, "warm_start.gate=1.0", "warm_start.max_steps=2")
+    assert code == 2
+    assert errors.splitlines()[-1].startswith("error: the warm start reached a greedy reward of 0.00")
+    assert "Traceback" not in errors
+    assert {path.name for path in (tmp_path / "artifacts" / "calculator").iterdir()} == {
+        "train.parquet",
+        "test.parquet",
+        "demos.parquet",
+    }

@@ -1,0 +1,338 @@
+"""The supervisor with fake roles as real processes: restarts, failures, signals, and that nothing is left behind."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_async.errors import UserError
+from rl_async.launcher.plan.ports import assign_ports
+from rl_async.launcher.supervise.executor import ThisMachine
+from rl_async.launcher.supervise.roster import read_roster
+from rl_async.launcher.supervise.supervisor import RoleFailed, Supervisor
+
+DRIVER = Path(__file__).with_name("supervisor_process.py")
+
+
+async def supervise(
+    rig: Any,
+    plan: Any,
+    meddle: Callable[[Supervisor], Awaitable[None]] | None = None,
+    on_trouble: Callable[[str], Awaitable[None]] | None = None,
+) -> Supervisor:
+    """Run a plan to its end while ``meddle`` does harm. Whatever happens, nothing may be left running."""
+    ports = assign_ports(plan.ports)
+    with Supervisor(plan, ThisMachine(ports, rig.folder), rig.folder, on_trouble=on_trouble) as supervisor:
+        meddling = asyncio.create_task(meddle(supervisor)) if meddle else None
+        try:
+            await supervisor.run()
+        finally:
+            if meddling is not None:
+                meddling.cancel()
+                await asyncio.wait([meddling])
+    assert rig.alive() == []
+    for port in ports.values():
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+    if meddling is not None and not meddling.cancelled():
+        meddling.result()
+    return supervisor
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - processes set no event
+            await asyncio.sleep(0.02)
+
+
+def state(supervisor: Supervisor, name: str) -> tuple[str, int]:
+    return next((s.state, s.restarts) for s in supervisor.states() if s.name == name)
+
+
+async def registered(supervisor: Supervisor) -> list[str]:
+    return [record.engine_id for record in (await supervisor.queue.engines()).engines]
+
+
+async def test_a_run_ends_with_its_trainer(rig: Any, make_plan: Any) -> None:
+    async def meddle(supervisor: Supervisor) -> None:
+        await eventually(lambda: state(supervisor, "engine-0") == ("running", 0))
+        assert await registered(supervisor) == ["engine-0"]
+        rig.go()
+
+    supervisor = await supervise(rig, make_plan(rig.folder), meddle)
+    assert {s.state for s in supervisor.states()} == {"ended"}
+    assert (rig.folder / "logs" / "engine-0.log").read_text() == "engine has started\n"
+    assert (rig.folder / "trainer.resumed").read_text() == "False\n"
+
+
+async def test_a_killed_engine_comes_back_under_another_name(rig: Any, make_plan: Any) -> None:
+    async def meddle(supervisor: Supervisor) -> None:
+        await eventually(lambda: state(supervisor, "engine-0") == ("running", 0))
+        os.kill(rig.pids("engine")[-1], signal.SIGKILL)
+        await eventually(lambda: state(supervisor, "engine-0") == ("running", 1))
+        assert await registered(supervisor) == ["engine-0.1"]
+        rig.go()
+
+    await supervise(rig, make_plan(rig.folder), meddle)
+    assert len(rig.pids("engine")) == 2
+
+
+async def test_an_engine_that_was_cut_off_is_replaced(rig: Any, make_plan: Any) -> None:
+    async def meddle(supervisor: Supervisor) -> None:
+        await eventually(lambda: state(supervisor, "engine-0") == ("running", 0))
+        await supervisor.queue.remove_engine("engine-0", "it did not take the weights")
+        await eventually(lambda: state(supervisor, "engine-0") == ("running", 1))
+        rig.go()
+
+    await supervise(rig, make_plan(rig.folder), meddle)
+    assert len(rig.pids("engine")) == 2
+
+
+async def test_a_killed_worker_is_started_again(rig: Any, make_plan: Any) -> None:
+    async def meddle(supervisor: Supervisor) -> None:
+        await eventually(lambda: rig.pids("worker"))
+        os.kill(rig.pids("worker")[-1], signal.SIGKILL)
+        await eventually(lambda: len(rig.pids("worker")) == 2)
+        os.kill(rig.pids("worker")[-1], signal.SIGTERM)  # exit code 0 before the end counts as well
+        await eventually(lambda: len(rig.pids("worker")) == 3)
+        rig.go()
+
+    supervisor = await supervise(rig, make_plan(rig.folder), meddle)
+    assert state(supervisor, "worker-0") == ("ended", 2)
+
+
+async def test_workers_wait_for_the_reward_model_and_it_comes_back(rig: Any, make_plan: Any) -> None:
+    rig.do("reward-model", "exit 7", "work")
+
+    async def meddle(supervisor: Supervisor) -> None:
+        await eventually(lambda: state(supervisor, "reward-model") == ("running", 1))
+        await eventually(lambda: rig.pids("worker"))
+        os.kill(rig.pids("reward-model")[-1], signal.SIGKILL)
+        await eventually(lambda: state(supervisor, "reward-model") == ("running", 2))
+        rig.go()
+
+    supervisor = await supervise(rig, make_plan(rig.folder, reward_model=True), meddle)
+    assert state(supervisor, "worker-0") == ("ended", 0), "the worker outlived the reward model"
+    assert len(rig.pids("reward-model")) == 3
+
+
+async def test_without_a_reward_model_that_answers_no_worker_starts(rig: Any, make_plan: Any) -> None:
+    rig.do("reward-model", "exit 7")
+    with pytest.raises(RoleFailed, match=r"reward-model failed .*after 2 restarts"):
+        await supervise(rig, make_plan(rig.folder, reward_model=True))
+    assert rig.pids("worker") == []
+
+
+async def test_a_trainer_that_died_resumes(rig: Any, make_plan: Any) -> None:
+    async def meddle(supervisor: Supervisor) -> None:
+        await eventually(lambda: (rig.folder / "trainer.resumed").exists())
+        os.kill(rig.pids("trainer")[-1], signal.SIGKILL)
+        await eventually(lambda: len(rig.pids("trainer")) == 2)
+        rig.go()
+
+    await supervise(rig, make_plan(rig.folder), meddle)
+    assert (rig.folder / "trainer.resumed").read_text() == "False\nTrue\n"
+    assert len(rig.pids("queue")) == 1
+
+
+async def test_a_trainer_that_ends_early_without_error_does_not_end_the_run(rig: Any, make_plan: Any) -> None:
+    rig.do("trainer", "exit 0", "work")
+    rig.go()
+    await supervise(rig, make_plan(rig.folder))
+    assert len(rig.pids("trainer")) == 2
+
+
+async def test_a_role_that_fails_too_often_fails_the_run(rig: Any, make_plan: Any) -> None:
+    rig.do("worker", "exit 7")
+    with pytest.raises(RoleFailed) as caught:
+        await supervise(rig, make_plan(rig.folder, max_restarts=1))
+    for part in ("worker-0", "exit code 7", "after 1 restarts", "something broke", "worker-0.log"):
+        assert part in str(caught.value)
+    assert len(rig.pids("worker")) == 2
+    assert rig.alive() == []
+
+
+@pytest.mark.parametrize("role", ["queue", "engine", "worker", "trainer"])
+async def test_a_mistake_of_the_user_ends_the_run_at_once(rig: Any, make_plan: Any, role: str) -> None:
+    rig.do(role, "exit 2")
+    with pytest.raises(UserError, match="the data is wrong") as caught:
+        await supervise(rig, make_plan(rig.folder))
+    assert role in str(caught.value)
+    assert len(rig.pids(role)) == 1
+    assert rig.alive() == []
+
+
+async def test_a_trainer_that_diverged_is_not_started_again(rig: Any, make_plan: Any) -> None:
+    rig.do("trainer", "exit 3")
+    with pytest.raises(RoleFailed, match="trainer-0"):
+        await supervise(rig, make_plan(rig.folder))
+    assert len(rig.pids("trainer")) == 1
+
+
+async def test_the_death_of_the_queue_ends_the_run(rig: Any, make_plan: Any) -> None:
+    async def meddle(supervisor: Supervisor) -> None:
+        await eventually(lambda: state(supervisor, "engine-0") == ("running", 0))
+        os.kill(rig.pids("queue")[-1], signal.SIGKILL)
+
+    with pytest.raises(RoleFailed, match=r"queue failed \(killed by SIGKILL\)"):
+        await supervise(rig, make_plan(rig.folder), meddle)
+    assert rig.alive() == []
+
+
+async def test_a_queue_whose_journal_outlives_it_is_started_again(rig: Any, make_plan: Any) -> None:
+    async def meddle(supervisor: Supervisor) -> None:
+        for restarts in (0, 1, 2):
+            await eventually(lambda restarts=restarts: state(supervisor, "queue") == ("running", restarts))
+            await eventually(lambda: state(supervisor, "engine-0") == ("running", 0))
+            assert await registered(supervisor) == ["engine-0"], "the registry outlived the queue"
+            if restarts < 2:
+                os.kill(rig.pids("queue")[-1], signal.SIGKILL)
+        rig.go()
+
+    supervisor = await supervise(rig, make_plan(rig.folder, queue_restarts=2), meddle)
+    assert state(supervisor, "queue") == ("ended", 2)
+    assert len(rig.pids("engine")) == len(rig.pids("worker")) == len(rig.pids("trainer")) == 1
+
+
+async def test_a_queue_that_dies_too_often_ends_the_run(rig: Any, make_plan: Any) -> None:
+    rig.do("queue", "exit 7")
+    with pytest.raises(RoleFailed, match=r"queue failed \(exit code 7 after 1 restarts\)"):
+        await supervise(rig, make_plan(rig.folder, queue_restarts=1))
+    assert rig.alive() == []
+
+
+class Trouble:
+    """Keeps what the supervisor says of it, and who lived and was listed in ``processes.json`` at that moment."""
+
+    def __init__(self, rig: Any) -> None:
+        self._rig = rig
+        self.said: list[str] = []
+        self.alive: list[set[int]] = []
+        self.listed: list[set[int]] = []
+
+    async def look(self, why: str) -> None:
+        self.said.append(why)
+        self.alive.append(set(self._rig.alive()))
+        self.listed.append({record.pid for record in read_roster(self._rig.folder)})
+
+
+async def test_an_engine_that_is_late_is_looked_at_before_it_is_killed(rig: Any, make_plan: Any) -> None:
+    rig.do("engine", "mute", "work")
+    trouble = Trouble(rig)
+
+    async def meddle(supervisor: Supervisor) -> None:
+        await eventually(lambda: state(supervisor, "engine-0") == ("running", 1))
+        rig.go()
+
+    plan = replace(make_plan(rig.folder), start_timeout_s=10.0)
+    await supervise(rig, plan, meddle, trouble.look)
+    assert trouble.said == ["engine-0 did not answer within 10 s"]
+    late = rig.pids("engine")[0]
+    assert late in trouble.alive[0] and late in trouble.listed[0]
+
+
+async def test_when_the_queue_is_lost_the_others_are_looked_at_before_they_are_stopped(
+    rig: Any, make_plan: Any
+) -> None:
+    trouble = Trouble(rig)
+
+    async def meddle(supervisor: Supervisor) -> None:
+        await eventually(lambda: state(supervisor, "engine-0") == ("running", 0))
+        await eventually(lambda: rig.pids("worker") and rig.pids("trainer"))
+        os.kill(rig.pids("queue")[-1], signal.SIGKILL)
+
+    with pytest.raises(RoleFailed, match="queue failed"):
+        await supervise(rig, make_plan(rig.folder), meddle, trouble.look)
+    (why,) = trouble.said
+    assert why.startswith("queue failed (killed by SIGKILL")
+    others = {rig.pids(kind)[-1] for kind in ("engine", "worker", "trainer")}
+    assert others <= trouble.alive[0] and others | {rig.pids("queue")[-1]} <= trouble.listed[0]
+
+
+async def test_what_a_role_started_ends_with_it(rig: Any, make_plan: Any) -> None:
+    rig.do("worker", "grandchild")
+
+    async def meddle(supervisor: Supervisor) -> None:
+        await eventually(lambda: rig.pids("grandchild"))
+        os.kill(rig.pids("worker")[-1], signal.SIGKILL)
+        await eventually(lambda: len(rig.pids("grandchild")) == 2)
+        rig.go()
+
+    await supervise(rig, make_plan(rig.folder), meddle)
+    assert len(rig.pids("grandchild")) == 2
+
+
+async def test_a_preparation_passes_its_lines_on(rig: Any, make_plan: Any) -> None:
+    plan = make_plan(rig.folder)
+    rig.do("prepare", "exit 0", "exit 2", "exit 1")
+    lines: list[str] = []
+    with Supervisor(plan, ThisMachine({}, rig.folder), rig.folder) as supervisor:
+        await supervisor.run_once(plan.prepare, lines.append)
+        assert lines == ["prepare has started", "something broke"]
+        await supervisor.settle()
+        supervisor._roster.write({})
+        assert [(record.name, record.state, record.exit) for record in read_roster(rig.folder)] == [
+            ("prepare", "ended", 0)
+        ]
+        with pytest.raises(UserError, match="the data is wrong"):
+            await supervisor.run_once(plan.prepare, lines.append)
+        with pytest.raises(RoleFailed, match="something broke"):
+            await supervisor.run_once(plan.prepare, lines.append)
+
+
+@pytest.fixture
+def driver(rig: Any, until: Any) -> Any:
+    """A supervisor in a process of its own, all of whose roles run."""
+    process: list[subprocess.Popen[bytes]] = []
+
+    def start() -> subprocess.Popen[bytes]:
+        process.append(subprocess.Popen([sys.executable, str(DRIVER), str(rig.folder)]))
+        until(lambda: all(rig.pids(kind) for kind in ("queue", "engine", "worker", "trainer")))
+        return process[0]
+
+    yield start
+    for one in process:
+        one.kill()
+        one.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_stops_everything_cleanly(rig: Any, driver: Any, number: int) -> None:
+    process = driver()
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
+    assert rig.alive() == []
+
+
+def test_a_second_signal_kills_what_does_not_listen(rig: Any, driver: Any, until: Any) -> None:
+    rig.do("worker", "stubborn")
+    process = driver()
+    process.send_signal(signal.SIGINT)
+    until(lambda: not any(map(rig_running, rig.pids("trainer"))))
+    assert any(map(rig_running, rig.pids("worker")))
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert rig.alive() == []
+
+
+def test_nothing_outlives_a_killed_supervisor(rig: Any, driver: Any, until: Any) -> None:
+    process = driver()
+    process.kill()
+    process.wait(60)
+    until(lambda: not rig.alive())
+
+
+def rig_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,103 @@
+"""What is said of a machine; what must be there, and what would only be better."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from rl_async.configs.load.loader import load_config
+from rl_async.launcher.doctor import machine_check as s
+from rl_async.launcher.doctor.versions import RANGES, holds
+
+HERE = {"torch": "2.13.0+cpu", "transformers": "5.1.0", "vllm": "", "sglang": ""}
+
+
+def levels(lines: list[s.Line]) -> list[str]:
+    return [line.level for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("version", "wanted", "fits"),
+    [
+        ("2.13.0+cpu", ">=2.11", True),
+        ("2.9.1", ">=2.11", False),
+        ("5.0.0rc1", ">=5", True),
+        ("0.32.7", "==0.32.*", True),
+        ("0.33.0", "==0.32.*", False),
+        ("0.5.23", "==0.5.23", True),
+        ("0.5.2", "==0.5.23", False),
+        ("0.5.23.1", "==0.5.23", False),
+    ],
+)
+def test_versions_are_compared_as_numbers(version: str, wanted: str, fits: bool) -> None:
+    assert holds(version, wanted) is fits
+
+
+def test_the_ranges_are_those_of_pyproject() -> None:
+    project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["vllm"]]
+    wanted += project["optional-dependencies"]["sglang"]
+    assert all(f"{name}{bounds}" in wanted for name, bounds in RANGES.items())
+
+
+def test_a_package_is_ok_too_old_or_missing() -> None:
+    assert levels(s.package_lines(s.Probe(HERE), ("torch", "transformers"), "here")) == ["ok", "ok"]
+    old = s.package_lines(s.Probe(HERE | {"torch": "2.4.0"}), ("torch", "vllm"), "here")
+    assert levels(old) == ["warning", "missing"]
+    assert old[1].text == "missing  vllm: not here; pip install 'vllm==0.32.*'"
+    (broken,) = s.package_lines(s.Probe({"error": "no libfoo"}), ("torch",), "here")
+    assert broken.text == "missing  torch cannot be imported here: no libfoo; pip install -e ."
+    (broken,) = s.package_lines(s.Probe({"error": "no such file"}), ("vllm",), "in /no/python")
+    assert "in /no/python: no such file; give a Python" in broken.text and "rollout.python" in broken.text
+
+
+def test_megatron_is_missing_only_for_a_trainer_that_uses_it() -> None:
+    config = load_config("calculator", ["trainer.backend=megatron"])
+    assert levels(s.backend_lines(config, installed=False)) == ["missing"]
+    assert levels(s.backend_lines(config, installed=True)) == ["ok"]
+    assert s.backend_lines(load_config("calculator"), installed=False) == s.backend_lines(None, installed=False) == []
+
+
+def test_devices_are_missing_only_where_they_are_asked_for() -> None:
+    cuda = load_config("calculator", ["model.device=cuda"])
+    assert levels(s.device_lines(s.Probe(HERE), 0, None)) == ["ok"]
+    assert levels(s.device_lines(s.Probe(HERE), 0, cuda)) == ["missing"]
+    assert levels(s.device_lines(s.Probe(HERE), 2, None)) == ["warning"]
+    assert levels(s.device_lines(s.Probe(HERE, ["H200"], "2.27.5"), 1, cuda)) == ["ok", "ok"]
+
+
+def test_an_engine_must_be_there_if_the_config_wants_it() -> None:
+    assert levels(s.engine_lines(s.Probe(HERE), None)) == ["ok", "ok"]
+    wants = load_config("calculator", ["rollout.engine=vllm"])
+    assert sorted(levels(s.engine_lines(s.Probe(HERE), wants))) == ["missing", "ok"]
+    assert levels(s.engine_lines(s.Probe(HERE | {"vllm": "0.32.1"}), wants)) == ["ok", "ok"]
+
+
+def test_a_python_that_cannot_be_run_is_an_answer() -> None:
+    assert "cannot be asked" in s.probe("/no/such/python").versions["error"]
+
+
+def test_memory_and_cores_are_those_of_the_cgroup(tmp_path: Path) -> None:
+    info = tmp_path / "meminfo"
+    info.write_text("MemTotal: 9 kB\nMemAvailable: 4194304 kB\n")
+    assert s.available_bytes(tmp_path, info) == 4 << 30
+    (tmp_path / "memory.max").write_text(f"{3 << 30}\n")
+    (tmp_path / "memory.current").write_text(f"{1 << 30}\n")
+    assert s.available_bytes(tmp_path, info) == 2 << 30
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    assert s.cores(tmp_path) == 0.5
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert s.cores(tmp_path) >= 1
+
+
+def test_what_is_small_is_a_warning_with_a_way_out() -> None:
+    for line in (s.memory_line(1 << 30, 2 << 30), s.cores_line(1), s.shm_line(64 << 20), s.files_line(256, 4096)):
+        assert line.level == "warning" and line.what_to_do
+    assert "ulimit -n 4096" in s.files_line(256, 4096).text
+    assert s.ports_line(3).level == "missing" and s.ports_line(s.PORTS).level == "ok"
+
+
+def test_redis_is_looked_for_only_if_the_journal_is_there() -> None:
+    assert s.redis_lines(load_config("calculator", []), None) == []
+    wants = load_config("calculator", ["queue.journal=redis", "queue.redis_url=redis://127.0.0.1:1/0"])
+    assert s.redis_lines(wants, None)[0].what_to_do == "install redis-server and start it"

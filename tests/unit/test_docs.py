@@ -1,0 +1,93 @@
+"""The documentation's commands parse, its config keys are keys, and the files and folders that it names exist."""
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_async.configs.load.fields import all_keys
+from rl_async.configs.load.loader import load_config, preset_names
+from rl_async.launcher.cli.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"runs", "artifacts"}
+CODE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)#:]*)(?:#([^)]*))?\)")
+PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(map(re.escape, sorted(FOLDERS)))})/[\w./-]*\w")
+MODULE = re.compile(r"python -m ((?:rl_async|benchmarks|tests)[\w.]*)")
+IMPORT = re.compile(r"from rl_async[\w.]* import ")
+KEY = re.compile(r"^([a-z_]+(?:\.[a-z_0-9]+)+)(?:=.*)?$")
+SUFFIXES = (".md", ".sqlite", ".py", ".yaml", ".json", ".jsonl", ".txt")
+
+
+def lines(page: Path) -> Iterator[str]:
+    """Indented lines of ``page``, which are commands and code, with continued lines joined."""
+    text = page.read_text().replace("\\\n", " ")
+    return (line.strip() for line in text.splitlines() if line.startswith("    "))
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def commands() -> list[str]:
+    return [line for page in PAGES for line in lines(page) if line.startswith("rl-async ")]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_parses(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line's own parser accepts it; overrides of a preset make a valid config."""
+    parse, seen = argparse.ArgumentParser.parse_known_args, []
+
+    def parse_only(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+        namespace, left = parse(self, *args, **kwargs)
+        namespace.command = lambda arguments: seen.append(arguments) or 0
+        return namespace, left
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_only)
+    _, *words = shlex.split(command.split(" >")[0].replace(" [--address HOST:6379]", ""), comments=True)
+    assert main(words) == 0
+    (arguments,) = seen
+    if getattr(arguments, "config", None) in preset_names() and hasattr(arguments, "overrides"):
+        load_config(arguments.config, arguments.overrides, mode=getattr(arguments, "mode", None) or "disaggregated")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for file, heading in LINK.findall(page.read_text()):
+        target = page.parent / file if file else page
+        assert target.exists(), file
+        if heading:
+            assert heading in headings(target), f"{file}#{heading}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_path_exists(page: Path) -> None:
+    """Paths below the repository's folders, and modules given to ``python -m``."""
+    text = page.read_text()
+    modules = {name.replace(".", "/").removesuffix("/") for name in MODULE.findall(text)}
+    missing = {name for name in modules if not ((ROOT / f"{name}.py").exists() or (ROOT / name).is_dir())}
+    assert {path for path in PATH.findall(text) if not (ROOT / path).exists()} | missing == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_config_key_is_one(page: Path) -> None:
+    """Names in backquotes that begin with a section of the config."""
+    keys = set(all_keys())
+    keys |= {key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)}
+    sections = {key.split(".")[0] for key in keys}
+    named = {match[1] for code in CODE.findall(page.read_text()) if (match := KEY.match(code))}
+    wrong = {name for name in named if name.split(".")[0] in sections and not name.endswith(SUFFIXES)} - keys
+    assert wrong == set()
+
+
+@pytest.mark.parametrize("line", sorted({line for page in PAGES for line in lines(page) if IMPORT.match(line)}))
+def test_every_import_works(line: str) -> None:
+    exec(line, {})
