@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rl_async.configs.derived.engines import engine_kinds
-from rl_async.configs.schema.rollout import EngineKind
+from rl_async.configs.engines import EngineKind
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.memory import ModelSize, engine_bytes
 from rl_async.launcher.plan.spec import ProcessSpec, environment, module

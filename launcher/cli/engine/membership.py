@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from rl_async.configs.engines import EngineKind
 from rl_async.configs.load.loader import load_resolved
-from rl_async.configs.schema.rollout import EngineKind
 from rl_async.errors import QueueLost, UserError
 from rl_async.launcher.plan.ports import HOST
 from rl_async.messages import EngineList, EngineRecord
