@@ -24,26 +24,26 @@ from benchmarks.processes.engine_process import Directory, serving
 from benchmarks.processes.trainer_arms import VOCAB, rows_of
 from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.trainer import LoraConfig, TrainerConfig
+from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.messages import Version
 from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import Outputs
 from rl_async.trainer.batches.batching import collate
 from rl_async.trainer.publishing.publisher import EnginePublisher
-from rl_async.weight_sync.buckets.buckets import make_buckets
 from rl_async.weight_sync.buckets.delta import deltas
 from rl_async.weight_sync.coordinator import WeightCoordinator
-from rl_async.weight_sync.options import PLAIN, SyncOptions
 from rl_async.weight_sync.phases import Overlapped
 from rl_async.weight_sync.reshard.gather import Gathering
 from rl_async.weight_sync.reshard.wire import PointToPoint
+from tests.support.buckets import make_buckets
 
 ARMS = {
     "whole weights": None,
     "adapters, all linear layers": LoraConfig(rank=8),
     "adapters, q_proj and v_proj": LoraConfig(rank=8, targets=("q_proj", "v_proj")),
 }
-WAYS = {"merged": PLAIN, "merged, delta": SyncOptions(delta=True), "adapters alone": PLAIN}
+WAYS = {"merged": False, "merged, delta": True, "adapters alone": False}  # whether deltas are sent
 STEPS, BUCKETS_MIB = 2, (1, 64)
 TIMEOUT_S = 120.0
 
@@ -94,11 +94,15 @@ def publications(folder: Path, lora: LoraConfig, repeats: int) -> dict[str, list
     config = load_config("calculator", [f"model.path={folder}", "model.dtype=bfloat16", "rollout.max_batch_size=1"])
     with ExitStack() as stack:
         publishers = {}
-        for way, options in WAYS.items():
+        for way, delta in WAYS.items():
             at = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             directory = Directory(stack.enter_context(serving("embedded", config, at, "")))
             coordinator = stack.enter_context(
-                WeightCoordinator(directory.open, lambda r: VllmEngine(r.url), "gloo", TIMEOUT_S, options=options)
+                WeightCoordinator(
+                    directory.open,
+                    lambda r: VllmEngine(r.url),
+                    WeightSyncConfig(transport="gloo", timeout_s=TIMEOUT_S, delta=delta),
+                )
             )
             gathering = Gathering(wire, 0, BUCKETS_MIB[-1] << 20, TIMEOUT_S)
             publishers[way] = EnginePublisher(

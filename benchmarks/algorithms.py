@@ -22,8 +22,7 @@ from torch import Tensor
 from rl_async.configs.schema.algorithm import AlgorithmConfig
 from rl_async.configs.schema.correction import PRESETS
 from rl_async.trainer.algorithms.correction import correct
-from rl_async.trainer.algorithms.loss_inputs import LossInputs, PolicyLoss, SelectInputs
-from rl_async.trainer.algorithms.losses import LOSSES
+from rl_async.trainer.algorithms.losses import LOSSES, LossInputs, PolicyLoss, SelectInputs
 
 REPEATS = 7
 MIB = 2**20

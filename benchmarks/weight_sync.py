@@ -29,18 +29,19 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.processes.command_line import parser, save
 from benchmarks.processes.engine_process import Directory
+from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.messages import Version
 from rl_async.process.role import bind
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.engine_thread import EngineThread
 from rl_async.rollout_server.embedded.server import EngineServer
 from rl_async.rollout_server.vllm.client import VllmEngine
-from rl_async.weight_sync.buckets.buckets import Bucket, checksum, make_buckets, unpack
+from rl_async.weight_sync.buckets.buckets import Bucket, checksum, unpack
 from rl_async.weight_sync.buckets.delta import deltas
 from rl_async.weight_sync.coordinator import WeightCoordinator
-from rl_async.weight_sync.options import SyncOptions
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from rl_async.weight_sync.transports.gloo import GlooReceiver, GlooSender, broadcast
+from tests.support.buckets import make_buckets
 
 MB = 1 << 20
 TIMEOUT_S = 120.0
@@ -181,17 +182,15 @@ class Gloo:
 
 
 class Publication:
-    """Whole publications with one set of options, each of other weights."""
+    """Whole publications with one configuration, each of other weights."""
 
-    def __init__(self, peer: Peer, options: SyncOptions, versions: list[list[Bucket]]) -> None:
+    def __init__(self, peer: Peer, sync: WeightSyncConfig, versions: list[list[Bucket]]) -> None:
         self.phases: dict[str, float] = defaultdict(float)
         self._directory, self._versions, self._step = Directory(peer.url), versions, 0
         self._coordinator = WeightCoordinator(
             self._directory.open,
             lambda record: Timed(record.url, self.phases),  # type: ignore[arg-type,return-value]
-            "gloo",
-            TIMEOUT_S,
-            options=options,
+            sync,
         )
 
     def __call__(self) -> tuple[float, float]:
@@ -205,7 +204,12 @@ class Publication:
         self._coordinator.close()
 
 
-KINDS = {"in place": SyncOptions(), "staged": SyncOptions(staged=True), "delta": SyncOptions(delta=True)}
+IN_PLACE = WeightSyncConfig(transport="gloo", timeout_s=TIMEOUT_S)
+KINDS = {
+    "in place": IN_PLACE,
+    "staged": msgspec.structs.replace(IN_PLACE, staged=True),
+    "delta": msgspec.structs.replace(IN_PLACE, delta=True),
+}
 
 
 def two_versions() -> list[list[Bucket]]:
@@ -272,8 +276,8 @@ def measure(repeats: int) -> tuple[dict[str, float], dict[str, dict[str, float]]
             for local in ("load", "checksum"):
                 peer.ask(local)
                 found[f"{local} in the engine"] = peer.answer()
-            for name, options in KINDS.items():
-                publication = Publication(peer, options, versions)
+            for name, sync in KINDS.items():
+                publication = Publication(peer, sync, versions)
                 publication()  # makes the group, and what deltas start from
                 found[f"publication, {name}"], found[f"pause, {name}"] = publication()
                 publication.close()

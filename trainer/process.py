@@ -5,6 +5,7 @@ import logging
 import os
 from pathlib import Path
 
+import msgspec
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig
@@ -12,6 +13,7 @@ from transformers import AutoConfig
 from rl_async.configs.derived.transport import resolve_transport
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.files import drop_torn_line
 from rl_async.process.heartbeat import beat
 from rl_async.rollout_server.connect import connect
@@ -34,9 +36,9 @@ from rl_async.trainer.step.models import build_models
 from rl_async.trainer.step.update import Models
 from rl_async.trainer.train import Run, record_evaluation, train
 from rl_async.transfer_queue.auth.keys import client_keys
-from rl_async.transfer_queue.client.async_client import QueueClient, SyncQueueClient
+from rl_async.transfer_queue.client.async_client import QueueClient
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.weight_sync.coordinator import WeightCoordinator
-from rl_async.weight_sync.options import SyncOptions
 from rl_async.weight_sync.phases import IdleCoordinator, build_phase
 from rl_async.weight_sync.reshard.gather import Gathering
 from rl_async.weight_sync.reshard.wire import PointToPoint, Wire
@@ -124,26 +126,20 @@ def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None,
         with WeightCoordinator(
             lambda: QueueClient(address, role="weights", name="coordinator", keys=keys),
             lambda record: connect(record.kind, record.url),
-            resolve_transport(config),
-            config.weight_sync.timeout_s,
+            _resolved_sync(run),
             config.rollout.start_timeout_s,
-            _sync_options(run, host),
+            host,
         ) as coordinator:
             run.publisher = _watched(run, _publisher(run, coordinator, wire), queue)
             if train(run):
                 queue.finish()
 
 
-def _sync_options(run: Run, host: str) -> SyncOptions:
+def _resolved_sync(run: Run) -> WeightSyncConfig:
+    """Return section ``weight_sync`` with the transport and the folder filled in."""
     sync = run.config.weight_sync
-    return SyncOptions(
-        folder=Path(sync.folder) / run.config.name / "weights" if sync.folder else run.folder / "weights",
-        delta=sync.delta,
-        staged=sync.staged,
-        waves=sync.waves,
-        sync_timeout_s=sync.sync_timeout_s,
-        host=host,
-    )
+    folder = Path(sync.folder) / run.config.name / "weights" if sync.folder else run.folder / "weights"
+    return msgspec.structs.replace(sync, transport=resolve_transport(run.config), folder=str(folder))
 
 
 def _publisher(run: Run, publisher: WeightCoordinator | IdleCoordinator, wire: Wire) -> EnginePublisher:

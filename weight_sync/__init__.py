@@ -1,1 +1,10 @@
-"""Weights from the trainer into running engines: buckets, transports, and the coordinator that commits a version."""
+"""Moves weights from the trainer into running engines, and commits a version on all of them.
+
+In: the buckets of a new version, on rank 0 of the trainer. Out: engines that serve that version, confirmed to the
+registry in the transfer queue, and a ``SyncReport``. The trainer calls ``phases`` (when engines and trainer use their
+devices), which calls ``coordinator`` (a thread with an event loop) -> ``fleet`` (which engines, in which groups) ->
+``wave`` (one group, two phases) -> a transport. On the engine's side the server hands each request to ``receiver``.
+
+``buckets/`` packs tensors into byte buffers, ``reshard/`` brings weights from one layout over ranks into another,
+``transports/`` moves bytes. To add a transport, write its two sides and a line in ``transports/interface.py``.
+"""

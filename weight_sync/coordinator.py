@@ -1,4 +1,4 @@
-"""The trainer's blocking view of weight synchronisation; the work happens on an event loop in a thread of its own."""
+"""The trainer's blocking interface to weight synchronisation, whose event loop runs in its own thread."""
 
 import asyncio
 import logging
@@ -7,12 +7,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from typing import Any, Self, TypeVar
 
+from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import WeightSyncError
 from rl_async.messages import EngineRecord, Version
 from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.fleet import Fleet
-from rl_async.weight_sync.options import PLAIN, SyncOptions
-from rl_async.weight_sync.protocol import Backend, EngineControl, EngineDirectory, SyncReport
+from rl_async.weight_sync.protocol import EngineControl, EngineDirectory, SyncReport
 
 T = TypeVar("T")
 
@@ -26,17 +26,17 @@ class WeightCoordinator:
     """Publishes weights from rank 0 of the trainer, and keeps late engines caught up in the background.
 
     ``open_directory`` and ``connect`` are called on the coordinator's own event loop, because sockets belong to the
-    loop on which they are made. Blocks until the directory is open; raises what opening it raised.
+    loop on which they are created. ``sync``, ``engine_wait_s`` and ``host`` are as for ``Fleet``. The constructor
+    blocks until the directory is open and raises what opening it raised.
     """
 
     def __init__(
         self,
         open_directory: Callable[[], AbstractAsyncContextManager[EngineDirectory]],
         connect: Callable[[EngineRecord], EngineControl],
-        transport: Backend,
-        timeout_s: float,
+        sync: WeightSyncConfig,
         engine_wait_s: float = 180.0,
-        options: SyncOptions = PLAIN,
+        host: str = "127.0.0.1",
     ) -> None:
         self._exits = AsyncExitStack()
         self._loop = asyncio.new_event_loop()
@@ -45,7 +45,7 @@ class WeightCoordinator:
 
         async def start() -> tuple[Fleet, asyncio.Task[None]]:
             directory = await self._exits.enter_async_context(open_directory())
-            fleet = Fleet(directory, connect, transport, timeout_s, engine_wait_s, options)
+            fleet = Fleet(directory, connect, sync, engine_wait_s, host)
             return fleet, asyncio.create_task(fleet.keep_caught_up(), name="catch-up")
 
         try:
@@ -55,16 +55,16 @@ class WeightCoordinator:
             raise
 
     def publish(self, version: Version, buckets: Sequence[Bucket]) -> SyncReport:
-        """Bring all engines to ``version`` and tell the directory; keeps the buckets for late engines.
+        """Bring all engines to ``version`` and record it in the directory; keep the buckets for late engines.
 
         Engines that fail are cut off and named in the report. Raises WeightSyncError when none is left and none
-        registers in time, QueueLost when the directory is gone. Each request to an engine has its deadline.
+        registers in time, QueueLost when the directory is gone. Each request to an engine has its own deadline.
         """
         self._check_catch_up()
         return self._wait(self._fleet.publish(version, buckets))
 
     def suspend(self) -> None:
-        """Pause all engines and take their device memory until the next publication."""
+        """Pause all engines and release their device memory until the next publication."""
         self._check_catch_up()
         self._wait(self._fleet.suspend())
 
@@ -80,7 +80,7 @@ class WeightCoordinator:
         try:
             self._wait(stop(), CLOSE_S)
         except TimeoutError:
-            log.warning("weight synchronisation did not end within %g s", CLOSE_S)
+            log.warning("the weight coordinator did not close within %g s and is left behind", CLOSE_S)
         self._stop_loop()
 
     def __enter__(self) -> Self:
@@ -90,19 +90,21 @@ class WeightCoordinator:
         self.close()
 
     def _check_catch_up(self) -> None:
-        """The catch-up loop ends only by a bug; better told here than by engines that never come back."""
+        """Raise WeightSyncError if the catch-up loop has ended, which only a bug can cause."""
         if self._catching_up.done():
-            raise WeightSyncError("the catch-up of engines has ended") from self._catching_up.exception()
+            raise WeightSyncError(
+                "the task that updates late engines has ended unexpectedly"
+            ) from self._catching_up.exception()
 
     def _wait(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(timeout_s)
         finally:
-            future.cancel()  # when this wait was interrupted; else it is done
+            future.cancel()  # no effect unless this wait was interrupted
 
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_S)
-        with suppress(RuntimeError):  # still running: a daemon, it ends with the process
+        with suppress(RuntimeError):  # still running: it is a daemon thread and ends with the process
             self._loop.close()

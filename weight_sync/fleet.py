@@ -1,6 +1,6 @@
-"""All engines and the weights they should serve: publication, catch-up of late engines, cutting off failed ones.
+"""Keeps all engines at the published weights: publishes, brings late engines up to date, cuts off failed ones.
 
-Runs on one event loop; a lock keeps publication, suspension and catch-up apart. ``coordinator.py`` gives it a thread.
+Runs on one event loop, in the coordinator's thread; a lock serialises publication, suspension and catch-up.
 """
 
 import asyncio
@@ -8,7 +8,9 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import RlAsyncError, WeightSyncError
 from rl_async.messages import EngineRecord, Version
 from rl_async.threads import in_daemon_thread
@@ -17,49 +19,51 @@ from rl_async.weight_sync.buckets import adapters
 from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.buckets.delta import deltas
 from rl_async.weight_sync.buckets.numbering import numbered
-from rl_async.weight_sync.options import PLAIN, SyncOptions
-from rl_async.weight_sync.protocol import Backend, EngineControl, EngineDirectory, SyncReport
+from rl_async.weight_sync.protocol import EngineControl, EngineDirectory, Hold, SyncReport
 from rl_async.weight_sync.transports import disk
-from rl_async.weight_sync.transports.interface import SENDERS, Sender
+from rl_async.weight_sync.transports.interface import TRANSPORTS, Sender, SenderSetup, Transport
 from rl_async.weight_sync.wave import EngineFailed, FleetMember, WaveOutcome
 
 log = logging.getLogger("rl_async.weight_sync")
 
-POLL_S = 5.0  # the longest that a change of the registry waits for us, should its notification be missed
+POLL_S = 5.0  # longest delay before a change of the registry is noticed if its notification is missed
 RETRY_S = 1.0
 
 
 class Fleet:
     """Keeps every registered engine at the last published version.
 
-    ``timeout_s`` is the deadline of each request to an engine; transfers get half of it, so that an engine which only
-    waits for a dead peer still answers in time. ``engine_wait_s`` is how long a publication waits for a first engine.
+    ``sync`` names its transport (not auto) and, for disk, the folder, in which each group of engines gets a folder of
+    its own. ``sync.timeout_s`` is the deadline of each request to an engine; transfers get half of it, so an engine
+    that only waits for a dead peer still answers in time. ``engine_wait_s`` is how long a publication waits for a first
+    engine, ``host`` the address of this process as engines reach it.
     """
 
     def __init__(
         self,
         directory: EngineDirectory,
         connect: Callable[[EngineRecord], EngineControl],
-        transport: Backend,
-        timeout_s: float,
+        sync: WeightSyncConfig,
         engine_wait_s: float,
-        options: SyncOptions = PLAIN,
+        host: str = "127.0.0.1",
     ) -> None:
-        self._options = options
-        if transport == "disk":
-            disk.clear(options.folder)
-        self._directory, self._connect, self._transport = directory, connect, transport
-        self._timeout_s, self._engine_wait_s = timeout_s, engine_wait_s
+        assert sync.transport != "auto", "the caller resolves the transport"
+        self._sync, self._timeout_s, self._host = sync, sync.timeout_s, host
+        self._transport: Transport = TRANSPORTS[sync.transport]
+        self._hold: Hold = "stage" if sync.staged else "keep" if sync.delta else "no"
+        if sync.transport == "disk":
+            disk.clear(Path(sync.folder))
+        self._directory, self._connect, self._engine_wait_s = directory, connect, engine_wait_s
         self._lock = asyncio.Lock()
         self._members: dict[str, FleetMember] = {}
         self._revision = -1
         self._version: Version | None = None  # the last one published, kept with its buckets for late engines
         self._buckets: Sequence[Bucket] = ()
-        self._base: Version | None = None  # during a publication: who holds it needs the following alone
-        self._deltas: Sequence[Bucket] = ()  # or adapters
-        self._sent = 0  # bytes, in the latest transfer that went well
+        self._base: Version | None = None  # while publishing: engines that hold this version need only ``_deltas``
+        self._deltas: Sequence[Bucket] = ()  # deltas against ``_base``, or adapters without their base
+        self._sent = 0  # bytes of the latest successful transfer
         self._suspended = False
-        self._groups: dict[tuple[str, ...], Sender] = {}  # by members in order; reused while they stay the same
+        self._groups: dict[tuple[str, ...], Sender] = {}  # by engine ids in order; reused while these stay the same
         self._generations = itertools.count()
 
     async def publish(self, version: Version, buckets: Sequence[Bucket]) -> SyncReport:
@@ -86,7 +90,7 @@ class Fleet:
         )
 
     async def suspend(self) -> None:
-        """Pause all engines, keeping their requests, and take their device memory, until the next publication."""
+        """Pause all engines, keeping their requests, and release their device memory until the next publication."""
         async with self._lock:
             self._suspended = True
             await self._refresh()
@@ -95,11 +99,11 @@ class Fleet:
             await self._cut_off(failures)
 
     async def keep_caught_up(self) -> None:
-        """Give the last published weights to engines that come late.
+        """Bring engines that register late to the last published weights.
 
         Consumes changes of the registry. Produces engines at the published version, confirmed to the registry. Waits
         for a change (deadline: POLL_S) and for the lock. Unblocked by the launcher registering an engine. Runs until
-        cancelled; an error names its engine and phase in the log, and the loop goes on.
+        cancelled; an error is logged with its engine and phase, and the loop continues.
         """
         revision = -1
         while True:
@@ -107,7 +111,7 @@ class Fleet:
                 revision = (await self._directory.engines(after=revision, wait_s=POLL_S)).revision
                 await self._catch_up()
             except RlAsyncError as error:
-                log.error("catch-up: %s: %s", type(error).__name__, error)
+                log.error("bringing late engines up to date: %s: %s", type(error).__name__, error)
                 await asyncio.sleep(RETRY_S)
 
     async def close(self) -> None:
@@ -118,14 +122,14 @@ class Fleet:
         self._members.clear()
 
     async def _take(self, version: Version, buckets: Sequence[Bucket]) -> None:
-        """Make these the weights to send; where some engine may hold the last ones, adapters alone, or deltas."""
-        addressed = numbered(buckets, version, self._options.hold)
+        """Make these the weights to send, and prepare the smaller form for engines that hold the previous version."""
+        addressed = numbered(buckets, version, self._hold)
         self._base, self._deltas = None, ()
         if self._version not in (None, version):
             base, old = self._version, self._buckets
             if added := adapters.adapter_buckets(addressed):
                 self._base, self._deltas = base, added
-            elif self._options.delta:
+            elif self._sync.delta:
                 self._deltas = await asyncio.wrap_future(
                     in_daemon_thread(lambda: list(deltas(addressed, old, str(base))), "weight-deltas")
                 )
@@ -133,9 +137,9 @@ class Fleet:
         self._version, self._buckets = version, addressed
 
     async def _bring_up_all(self, deadline: float) -> tuple[list[FleetMember], list[EngineFailed], float]:
-        """All registered engines, wave after wave; if none is left, those that register before ``deadline``.
+        """Update all registered engines, wave after wave; if none is left, those that register before ``deadline``.
 
-        Returns who took the weights, who failed, and the seconds in which nobody was there.
+        Returns the engines that took the weights, the failures, and the seconds in which no engine was registered.
         """
         failures: list[EngineFailed] = []
         waited = 0.0
@@ -145,25 +149,25 @@ class Fleet:
                 done = await self._bring_up_in_time(list(self._members.values()), failures)
                 if done:
                     return done, failures, waited
-            alone = time.monotonic()
-            left = deadline - alone
+            idle_since = time.monotonic()
+            left = deadline - idle_since
             if left <= 0:
                 why = "; ".join(map(str, failures)) or "none was registered"
-                raise WeightSyncError(f"no engine took version {self._version} in {self._engine_wait_s:g} s: {why}")
+                raise WeightSyncError(f"no engine took version {self._version} within {self._engine_wait_s:g} s: {why}")
             await self._refresh(after=self._revision, wait_s=min(left, POLL_S))
-            waited += time.monotonic() - alone
+            waited += time.monotonic() - idle_since
 
     async def _bring_up_in_time(self, members: list[FleetMember], failures: list[EngineFailed]) -> list[FleetMember]:
-        """The members in waves, one after another. Those that are not done at the deadline are cut off."""
+        """Update the members in waves; cut off those that are not done at weight_sync.sync_timeout_s."""
         done: list[FleetMember] = []
-        waves = _split(members, self._options.waves)
+        waves = _split(members, self._sync.waves)
         self._close_groups(but=waves)
         try:
-            async with asyncio.timeout(self._options.sync_timeout_s):
+            async with asyncio.timeout(self._sync.sync_timeout_s):
                 for group in waves:
                     await self._bring_up(group, done, failures, keep_group=True)
         except TimeoutError:
-            why = f"not done within weight_sync.sync_timeout_s={self._options.sync_timeout_s:g} s"
+            why = f"not done within weight_sync.sync_timeout_s={self._sync.sync_timeout_s:g} s"
             settled = {m.engine_id for m in done} | {failure.engine_id for failure in failures}
             late = [EngineFailed(m.engine_id, m.phase, why, lost=False) for m in members if m.engine_id not in settled]
             await self._cut_off(late)
@@ -173,7 +177,7 @@ class Fleet:
     async def _catch_up(self) -> None:
         async with self._lock:
             if self._version is None or self._suspended:
-                return  # the publication to come includes every engine
+                return  # the next publication includes every engine
             await self._refresh()
             late = [member for member in self._members.values() if member.record.version != self._version]
             for member in late:
@@ -188,9 +192,9 @@ class Fleet:
     ) -> None:
         """Send the weights until each member serves them (and is in ``done``) or is cut off (and in ``failures``).
 
-        First all together, who holds the base of the deltas apart from who does not. If some were lost, the others
-        together again in a new group. After that, or if nobody stands out as the culprit, each alone: whoever fails
-        then has failed by itself. Deltas are tried once.
+        The first attempt takes all members together, those that hold the base of the deltas apart from the others. If
+        it lost some members, the rest try once more together, in a new group. After that, or if the attempt failed
+        without a clear culprit, each member is updated alone, so that a failure is its own. Deltas are tried once.
         """
         pending, silent = await wave.probe(members, self._timeout_s)
         await self._cut_off(silent)
@@ -210,13 +214,15 @@ class Fleet:
             rounds += 1
 
     async def _one_wave(self, members: Sequence[FleetMember], keep_group: bool) -> WaveOutcome:
-        """Connect if the group is new, then transfer. A group that failed in any way is never used again."""
+        """Update one group: connect if it is new, then transfer. A group that failed in any way is not reused."""
         ids = tuple(member.engine_id for member in members)
         sender = self._groups.pop(ids, None) if keep_group else None
         new = sender is None
         if sender is None:
             name = f"weights-{next(self._generations)}"
-            sender = SENDERS[self._transport](len(members), name, self._timeout_s / 2, self._options)
+            sender = self._transport.sender(
+                SenderSetup(len(members), name, self._timeout_s / 2, self._host, Path(self._sync.folder))
+            )
         outcome = WaveOutcome(sender_error=WeightSyncError("interrupted"))
         try:
             outcome = await self._through(sender, members, new)
@@ -231,7 +237,7 @@ class Fleet:
         return outcome
 
     async def _through(self, sender: Sender, members: Sequence[FleetMember], new: bool) -> WaveOutcome:
-        """One transfer, of deltas or adapters if all members hold their base; its failure is held against nobody."""
+        """Run one transfer; send deltas or adapters without their base if all members hold the base."""
         assert self._version is not None
         if new:
             met = await wave.connect(members, sender, self._timeout_s)
@@ -240,7 +246,7 @@ class Fleet:
         delta = self._base is not None and all(member.held == self._base for member in members)
         buckets = self._deltas if delta else self._buckets
         outcome = await wave.transfer(
-            members, sender, buckets, self._version, self._timeout_s, staged=self._options.staged
+            members, sender, buckets, self._version, self._timeout_s, staged=self._sync.staged
         )
         outcome.delta = delta
         if outcome.done:
@@ -248,10 +254,10 @@ class Fleet:
         return outcome
 
     async def _culprits(self, members: Sequence[FleetMember], outcome: WaveOutcome) -> list[EngineFailed]:
-        """The failures for which the engine itself answers.
+        """Return the failures that are the engine's own fault.
 
-        Alone with the sender every failure is its own. Among others it is if the engine no longer answers: an error
-        that a living engine reports may come from a peer that died.
+        In a group of one every failure is the engine's own, unless a delta was sent. In a larger group it is only if
+        the engine no longer answers, since an error that a live engine reports may come from a peer that died.
         """
         if len(members) == 1 and not outcome.delta:
             if outcome.failures or outcome.done:
@@ -264,7 +270,7 @@ class Fleet:
         return [failure for failure in outcome.failures if failure.engine_id in silent]
 
     async def _refresh(self, after: int = -1, wait_s: float = 0.0) -> None:
-        """Make the members those of the registry."""
+        """Bring the members up to date with the registry: connect to new engines, drop removed ones."""
         listing = await self._directory.engines(after=after, wait_s=wait_s)
         self._revision = listing.revision
         records = {record.engine_id: record for record in listing.engines}
@@ -277,16 +283,16 @@ class Fleet:
                 self._members[engine_id] = FleetMember(record, self._connect(record))
 
     async def _cut_off(self, failures: Sequence[EngineFailed]) -> None:
-        """Remove failed engines from the registry, so that nobody asks them again; the launcher replaces them."""
+        """Remove failed engines from the registry, so that no request reaches them; the launcher replaces them."""
         for failure in failures:
             if failure.engine_id not in self._members:
-                continue  # the deadline of the whole update struck while it was being cut off
+                continue  # the deadline of the whole update passed while it was being cut off
             log.error("cut off: %s", failure)
             await self._directory.remove_engine(failure.engine_id, str(failure))
             await self._members.pop(failure.engine_id).control.close()
 
     def _close_groups(self, but: Sequence[Sequence[FleetMember]] = ()) -> None:
-        """Close the kept groups that are none of these."""
+        """Close every kept group that is not among ``but``."""
         kept = {tuple(member.engine_id for member in group) for group in but}
         for ids in self._groups.keys() - kept:
             self._groups.pop(ids).close()

@@ -15,7 +15,7 @@ class EngineUpdater(Protocol):
     """What a phase needs of the coordinator."""
 
     def publish(self, version: Version, buckets: Sequence[Bucket]) -> SyncReport:
-        """Bring all engines to ``version``; suspended ones wake up and go on with their requests."""
+        """Bring all engines to ``version``; suspended ones wake up and continue their requests."""
         ...
 
     def suspend(self) -> None:
@@ -24,29 +24,29 @@ class EngineUpdater(Protocol):
 
 
 class IdleCoordinator:
-    """The publisher of every rank but 0, which has no engines to speak to."""
+    """Stands in for the coordinator on every rank but 0, which has no engines to talk to."""
 
     def publish(self, version: Version, buckets: Sequence[Bucket]) -> SyncReport:
-        """Nothing to do; the report is empty."""
+        """Return an empty report; rank 0 publishes."""
         return SyncReport(
             version=version, seconds=0.0, waiting_seconds=0.0, pause_seconds=0.0, nbytes=0, engines=[], failures=[]
         )
 
     def suspend(self) -> None:
-        """Nothing to do."""
+        """Do nothing; rank 0 suspends the engines."""
 
 
 class Phase(Protocol):
-    """One trainer step as the devices see it. All ranks call both methods alike."""
+    """One trainer step from the devices' point of view. All ranks call both methods alike."""
 
     def before_train(self) -> None:
-        """Returns when this rank may use its device for training. Calling it twice is calling it once."""
+        """Return when this rank may use its device for training. Idempotent."""
         ...
 
     def after_train(self, version: Version, buckets: Sequence[Bucket]) -> SyncReport:
-        """Publish the weights; also for the initial ones, before any training.
+        """Publish the weights, including the initial ones before any training.
 
-        Raises as WeightCoordinator.publish.
+        Raises what WeightCoordinator.publish raises.
         """
         ...
 
@@ -54,15 +54,15 @@ class Phase(Protocol):
 class Overlapped:
     """Engines and trainer have devices of their own: generation pauses only while weights are transferred."""
 
-    def __init__(self, publisher: EngineUpdater) -> None:
-        self._publisher = publisher
+    def __init__(self, updater: EngineUpdater) -> None:
+        self._updater = updater
 
     def before_train(self) -> None:
-        """Training needs nothing from the engines."""
+        """Do nothing: the trainer's devices are always its own."""
 
     def after_train(self, version: Version, buckets: Sequence[Bucket]) -> SyncReport:
-        """Publish while the trainer's models stay where they are."""
-        return self._publisher.publish(version, buckets)
+        """Publish while the trainer's models stay on their devices."""
+        return self._updater.publish(version, buckets)
 
 
 class TakeTurns:
@@ -70,40 +70,43 @@ class TakeTurns:
 
         pause, sleep ──> onload ──> train ──> offload ──> wake(weights) ──> transfer ──> wake(kv_cache) ──> resume
 
-    Requests in flight stay in their engines while it trains and go on with the new weights.
+    Requests in flight stay in their engines during training and continue with the new weights.
     """
 
     def __init__(
         self,
-        publisher: EngineUpdater,
+        updater: EngineUpdater,
         barrier: Callable[[], None],
         onload: Callable[[], None],
         offload: Callable[[], None],
     ) -> None:
-        self._publisher, self._barrier, self._onload, self._offload = publisher, barrier, onload, offload
+        self._updater, self._barrier, self._onload, self._offload = updater, barrier, onload, offload
 
     def before_train(self) -> None:
-        """Engines to sleep, then models onto the device. The barrier: rank 0 alone knows that they sleep."""
-        self._publisher.suspend()
+        """Put the engines to sleep, then move the models onto the device.
+
+        The barrier is needed because only rank 0 knows when the engines sleep.
+        """
+        self._updater.suspend()
         self._barrier()
         self._onload()
 
     def after_train(self, version: Version, buckets: Sequence[Bucket]) -> SyncReport:
-        """The trainer's models off all devices, then engines wake and take the weights."""
+        """Move the trainer's models off all devices; then the engines wake and take the weights."""
         self._offload()
         self._barrier()
-        return self._publisher.publish(version, buckets)
+        return self._updater.publish(version, buckets)
 
 
 def build_phase(
     mode: Literal["colocated", "disaggregated"],
-    publisher: EngineUpdater,
+    updater: EngineUpdater,
     *,
     barrier: Callable[[], None],
     onload: Callable[[], None],
     offload: Callable[[], None],
 ) -> Phase:
-    """The phase of a mode. ``onload`` and ``offload`` move this rank's models; both must be idempotent."""
+    """Return the phase of a mode. ``onload`` and ``offload`` move this rank's models; both must be idempotent."""
     if mode == "disaggregated":
-        return Overlapped(publisher)
-    return TakeTurns(publisher, barrier, onload, offload)
+        return Overlapped(updater)
+    return TakeTurns(updater, barrier, onload, offload)

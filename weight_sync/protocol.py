@@ -1,7 +1,7 @@
 """Bodies of the weight routes, and what the coordinator needs of engines and of their registry.
 
-The routes are vLLM's; the embedded engine serves the same ones. Nothing here imports torch, so that an engine client
-can use it anywhere.
+The routes are vLLM's; the embedded engine serves the same ones. Nothing here imports torch, so an engine client can use
+this module anywhere.
 """
 
 from collections.abc import Sequence
@@ -11,21 +11,21 @@ import msgspec
 
 from rl_async.messages import EngineList, Version
 
-Backend = Literal["gloo", "ipc", "disk", "nccl"]
+TransportName = Literal["gloo", "ipc", "disk", "nccl"]
 Hold = Literal["no", "keep", "stage"]
 
 
 class InitInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How an engine joins a transfer; ``ipc`` needs the backend only, ``disk`` the folder. Coordinator -> engine.
+    """How an engine joins a transfer. Coordinator -> engine.
 
-    With ``gloo`` and ``nccl`` the sender is rank 0 of a group of ``world_size`` and holds the store at
-    ``master_address:master_port``.
+    ``ipc`` needs only the backend, ``disk`` only the folder. For ``gloo`` and ``nccl`` the sender is rank 0 of a group
+    of ``world_size`` and serves the group's store at ``master_address:master_port``.
     """
 
-    backend: Backend
+    backend: TransportName
     master_address: str = ""
     master_port: int = 0
-    rank_offset: int = 0  # the rank of this engine (of its first worker)
+    rank_offset: int = 0  # rank of this engine (of its first worker)
     world_size: int = 0
     timeout_s: float = 0.0  # of the rendezvous and of each transfer
     group_name: str = ""
@@ -35,32 +35,33 @@ class InitInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class UpdateInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Manifest of one bucket: what its flat bytes hold, in this order. Coordinator -> engine.
 
-    A ``delta`` travels as ``payload_bytes`` bytes and makes the bucket out of the one that the engine holds of version
-    ``base``; an engine that holds another version refuses it. One of kind ``adapter`` holds what ``finish`` adds to the
-    weights ``base``; an engine that holds no copy of these refuses it.
+    A ``delta`` travels as ``payload_bytes`` bytes and turns the bucket of version ``base``, which the engine holds,
+    into this one; an engine that holds another version refuses it. An ``adapter`` bucket holds what ``finish`` adds to
+    the weights ``base``; an engine without a copy of those refuses it.
     """
 
     names: list[str]
     dtype_names: list[str]  # as in torch: float32, bfloat16, ...
     shapes: list[list[int]]  # of whole parameters
-    starts: list[int] = []  # where a parameter is cut: the first element of each piece; empty: all are whole
-    numels: list[int] = []  # and how many elements each piece has
+    starts: list[int] = []  # first element of each piece of a parameter; empty if all parameters are whole
+    numels: list[int] = []  # number of elements of each piece; empty as ``starts``
     checksum: str  # xxh3_128 of the bucket's bytes, in hex
     shm_name: str = ""  # ipc: the shared memory that holds the bytes
     file: str = ""  # disk: the file that holds the bytes
     hold: Hold = "no"  # keep: load, and keep a copy for later deltas; stage: keep only, ``finish`` loads
-    version: str = ""  # what follows is set unless hold is no: the version, the bucket's place, how many there are
+    # Unless ``hold`` is no: the version, the bucket's position and the number of buckets.
+    version: str = ""
     index: int = 0
     count: int = 0
     kind: Literal["full", "delta", "adapter"] = "full"
-    base: str = ""  # delta: the version that it changes; adapter: the weights to which it is added
-    scale: float = 0.0  # adapter: what the product of its matrices counts
-    payload_bytes: int = 0  # delta
-    next_bytes: int = 0  # that travel for the bucket after this one, which may arrive meanwhile; 0: none, or not known
+    base: str = ""  # delta: the version it changes; adapter: the weights it is added to
+    scale: float = 0.0  # adapter: factor on the product of its matrices
+    payload_bytes: int = 0  # delta: bytes that travel
+    next_bytes: int = 0  # bytes that travel for the next bucket, which may arrive early; 0: none, or not known
 
 
 class InitTransferBody(msgspec.Struct, frozen=True):
-    """Body of ``POST /init_weight_transfer_engine``."""
+    """Body of ``POST /init_weight_transfer_engine``, sent once per engine and group."""
 
     init_info: InitInfo
 
@@ -80,7 +81,7 @@ class FinishUpdateBody(msgspec.Struct, frozen=True):
 class EngineControl(Protocol):
     """One engine as the coordinator sees it.
 
-    Methods raise EngineError. They set no deadline of their own below that of their caller, who cancels them.
+    Methods raise EngineError. They have no deadline shorter than their caller's, who cancels them.
     """
 
     async def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
@@ -88,43 +89,43 @@ class EngineControl(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Go on decoding."""
+        """Continue decoding, requests in flight first."""
         ...
 
     async def init_transfer(self, init: InitInfo) -> None:
-        """Join a transfer group, leaving any earlier one; returns when the whole group has met."""
+        """Join a transfer group, leaving any earlier one; return when the whole group has formed."""
         ...
 
     async def start_update(self, staged: bool = False) -> None:
-        """Begin an update; one that was left unfinished is forgotten. ``staged``: the engine goes on decoding."""
+        """Begin an update and discard an unfinished one. With ``staged`` the engine keeps decoding."""
         ...
 
     async def update(self, info: UpdateInfo) -> None:
-        """Receive and load one bucket; returns when it is loaded and its checksum was right."""
+        """Receive and load one bucket; return when it is loaded and its checksum has been verified."""
         ...
 
     async def finish_update(self, version: Version) -> None:
-        """All buckets were sent: the engine's weights are now ``version``."""
+        """End the update: all buckets were sent, and the engine's weights are now ``version``."""
         ...
 
     async def version(self) -> Version | None:
-        """The version that the engine serves; None before its first update."""
+        """Return the version that the engine serves; None before its first update."""
         ...
 
     async def sleep(self, level: int) -> None:
-        """Give up device memory: 1 keeps the weights on the host, 2 forgets them."""
+        """Release device memory: level 1 keeps the weights on the host, level 2 drops them."""
         ...
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Take back device memory for ``weights`` and/or ``kv_cache``."""
+        """Allocate device memory again for ``weights`` and/or ``kv_cache``."""
         ...
 
     async def is_sleeping(self) -> bool:
-        """Whether it gave up device memory and has not taken all of it back."""
+        """Return whether any device memory that ``sleep`` released is still missing."""
         ...
 
     async def close(self) -> None:
-        """Close the connections to the engine."""
+        """Close the connections to the engine, which keeps running."""
         ...
 
 
@@ -132,29 +133,29 @@ class EngineDirectory(Protocol):
     """The registry of engines, kept by the transfer queue. Methods raise QueueLost after their own deadline."""
 
     async def engines(self, after: int = -1, wait_s: float = 0.0) -> EngineList:
-        """The registry, at once or when its revision passes ``after``, at the latest after ``wait_s``."""
+        """Return the registry as soon as its revision exceeds ``after``, or after ``wait_s``."""
         ...
 
     async def publish(self, version: Version, engines: list[str]) -> object:
-        """These engines confirmed ``version``."""
+        """Record that ``version`` is published and that these engines serve it."""
         ...
 
     async def confirm(self, engine_id: str, version: Version) -> object:
-        """A late engine has caught up."""
+        """Record that a late engine has caught up with ``version``."""
         ...
 
     async def remove_engine(self, engine_id: str, reason: str) -> object:
-        """Route nothing to this engine any more."""
+        """Remove an engine, so that no request is routed to it any more."""
         ...
 
 
 class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one publication took."""
+    """Duration, size and result of one publication."""
 
     version: Version
     seconds: float  # the whole publication
-    waiting_seconds: float  # of these, those in which no engine was registered
-    pause_seconds: float  # the longest pause of an engine, from its answer to pause to its answer to resume
-    nbytes: int  # of the buckets as one engine got them: deltas, if there was a group that could use them
+    waiting_seconds: float  # part of ``seconds`` during which no engine was registered
+    pause_seconds: float  # longest pause of an engine, from its answer to pause to its answer to resume
+    nbytes: int  # bytes of buckets that one engine received: of deltas, if any group could use them
     engines: list[str]  # that confirmed the version
     failures: list[str]  # engines cut off: which, in which phase and bucket, why

@@ -1,14 +1,14 @@
-"""One set of weights to one set of engines, in two phases: everyone gets every bucket, then everyone commits.
+"""Updates one group of engines in two phases: every engine receives every bucket, then every engine commits.
 
     probe -> init (a new group only) -> pause -> [wake weights] -> start -> bucket 0, 1, ... -> finish -> verify
           -> [wake kv_cache] -> resume
 
-Staged, the engines go on decoding while they receive, and ``finish`` loads:
+With staged updates the engines keep decoding while they receive, and ``finish`` loads:
 
     ... -> start -> bucket 0, 1, ... -> pause -> [wake weights] -> finish -> verify -> [wake kv_cache] -> resume
 
 A wave that fails before ``finish`` stops at once and leaves its engines paused: they hold mixed weights until a later
-wave succeeds. From ``finish`` on each engine is on its own.
+wave succeeds. From ``finish`` on, the failure of one engine does not affect the others.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ TAGS = ("weights", "kv_cache")
 
 
 class EngineFailed(WeightSyncError):
-    """One engine failed in one phase. ``lost``: it did not answer at all, so the fault is its own."""
+    """One engine failed in one phase. ``lost`` means that it did not answer, so the fault is its own."""
 
     def __init__(self, engine_id: str, phase: str, why: str, *, lost: bool) -> None:
         super().__init__(f"{engine_id} failed in {phase}: {why}")
@@ -42,39 +42,39 @@ class EngineFailed(WeightSyncError):
 
 @dataclass
 class FleetMember:
-    """An engine, and the state in which the coordinator has put it."""
+    """An engine, and the state into which the coordinator has put it."""
 
     record: EngineRecord
     control: EngineControl
     paused_at: float | None = None  # monotonic seconds
-    asleep: set[str] | None = None  # tags: weights, kv_cache; None: not known, as an earlier trainer left it
-    pause_seconds: float = 0.0  # its latest pause
-    held: Version | None = None  # what it has acknowledged whole; a delta starts from there
-    phase: str = "probe"  # the latest request to it
+    asleep: set[str] | None = None  # tags to wake: weights, kv_cache; None: unknown, as an earlier trainer left it
+    pause_seconds: float = 0.0  # length of its latest pause
+    held: Version | None = None  # version that it acknowledged completely, from which a delta can start
+    phase: str = "probe"  # of the latest request to it
 
     @property
     def engine_id(self) -> str:
-        """Its name in the registry."""
+        """Name of the engine in the registry."""
         return self.record.engine_id
 
 
 @dataclass
 class WaveOutcome:
-    """Members in neither list were interrupted by the failure of another, or of the sender."""
+    """Result of a wave. Members in neither list were interrupted by another failure, or by the sender's."""
 
     done: list[FleetMember] = field(default_factory=list)
     failures: list[EngineFailed] = field(default_factory=list)
     sender_error: WeightSyncError | None = None
-    delta: bool = False  # whether deltas, or adapters without their base, were sent
+    delta: bool = False  # deltas, or adapters without their base, were sent
 
     @property
     def clean(self) -> bool:
-        """Whether nothing at all went wrong."""
+        """Whether neither an engine nor the sender failed."""
         return not self.failures and self.sender_error is None
 
 
 async def call(member: FleetMember, phase: str, request: Awaitable[T], timeout_s: float) -> T:
-    """One request to one engine. Raises EngineFailed, naming the phase."""
+    """Await one request to one engine. Raises EngineFailed, naming the phase."""
     member.phase = phase
     try:
         async with asyncio.timeout(timeout_s):
@@ -88,7 +88,7 @@ async def call(member: FleetMember, phase: str, request: Awaitable[T], timeout_s
 async def each(
     members: Sequence[FleetMember], action: Callable[[FleetMember], Coroutine[Any, Any, object]]
 ) -> tuple[list[FleetMember], list[EngineFailed]]:
-    """Run ``action`` on all members at once and wait for all. Returns who came through, and the failures."""
+    """Run ``action`` on all members concurrently; return the members that succeeded, and the failures."""
     results = await asyncio.gather(*(action(member) for member in members), return_exceptions=True)
     done, failures = [], []
     for member, result in zip(members, results):
@@ -102,9 +102,9 @@ async def each(
 
 
 async def probe(members: Sequence[FleetMember], timeout_s: float) -> tuple[list[FleetMember], list[EngineFailed]]:
-    """Who answers at all; asked before a group is formed, since a dead member makes the others wait for it.
+    """Find the members that answer, before a group is formed: a dead member would make the others wait.
 
-    One that serves another version than it acknowledged was restarted, and holds nothing.
+    A member that serves another version than it acknowledged was restarted and holds nothing.
     """
 
     async def ask(member: FleetMember) -> None:
@@ -115,15 +115,15 @@ async def probe(members: Sequence[FleetMember], timeout_s: float) -> tuple[list[
 
 
 async def connect(members: Sequence[FleetMember], sender: Sender, timeout_s: float) -> WaveOutcome:
-    """Form the sender's group with all members."""
-    meeting = asyncio.create_task(_sending(sender, sender.connect))
+    """Form the sender's group with all members; every engine joins while the sender connects."""
+    connecting = asyncio.create_task(_sending(sender, sender.connect))
 
     async def join(member: FleetMember) -> None:
         info = sender.init_info(members.index(member))
         await call(member, "init", member.control.init_transfer(info), timeout_s)
 
     _, failures = await each(members, join)
-    return WaveOutcome(failures=failures, sender_error=await meeting)
+    return WaveOutcome(failures=failures, sender_error=await connecting)
 
 
 async def transfer(
@@ -135,12 +135,12 @@ async def transfer(
     *,
     staged: bool = False,
 ) -> WaveOutcome:
-    """Bring connected members from wherever they are to serving ``version``. Each request has ``timeout_s``.
+    """Update connected members, whatever state they are in, to ``version``. Each request has ``timeout_s``.
 
-    Raises WeightSyncError only for a fault of this process (a bucket cannot be staged).
+    Raises WeightSyncError only for a fault of this process, when a bucket cannot be staged.
     """
     for member in members:
-        member.held = None  # until it has acknowledged all of this version
+        member.held = None  # until it has acknowledged this version completely
     _, failures = await each(members, lambda member: _prepare(member, timeout_s, staged))
     if failures:
         return WaveOutcome(failures=failures)
@@ -152,7 +152,7 @@ async def transfer(
 
 
 async def suspend(member: FleetMember, timeout_s: float) -> None:
-    """Pause a member, keeping its requests, and let it give up its device memory. Raises EngineFailed."""
+    """Pause a member, keeping its requests, and make it release its device memory. Raises EngineFailed."""
     await _pause(member, timeout_s)
     if not await _asleep(member, timeout_s):
         await call(member, "sleep", member.control.sleep(2), timeout_s)
@@ -160,14 +160,14 @@ async def suspend(member: FleetMember, timeout_s: float) -> None:
 
 
 async def _prepare(member: FleetMember, timeout_s: float, staged: bool) -> None:
-    await _asleep(member, timeout_s)  # before the pause, which it would lengthen
+    await _asleep(member, timeout_s)  # asked before the pause, which the request would lengthen
     if not staged:
         await _stop(member, timeout_s)
     await call(member, "start", member.control.start_update(staged), timeout_s)
 
 
 async def _stop(member: FleetMember, timeout_s: float) -> None:
-    """Nothing samples any more, and there is memory to load into."""
+    """Pause the member and give it memory to load into."""
     await _pause(member, timeout_s)
     await _wake(member, "weights", timeout_s)
 
@@ -179,7 +179,7 @@ async def _pause(member: FleetMember, timeout_s: float) -> None:
 
 
 async def _asleep(member: FleetMember, timeout_s: float) -> set[str]:
-    """The tags that are to be woken. An engine can outlive the trainer that put it to sleep, so a new one asks."""
+    """Return the tags to wake. An engine can outlive the trainer that put it to sleep, so a new trainer asks it."""
     if member.asleep is None:
         sleeping = await call(member, "is_sleeping", member.control.is_sleeping(), timeout_s)
         member.asleep = set(TAGS) if sleeping else set()
@@ -196,7 +196,7 @@ async def _wake(member: FleetMember, tag: str, timeout_s: float) -> None:
 async def _all_buckets(
     members: Sequence[FleetMember], sender: Sender, buckets: Sequence[Bucket], timeout_s: float
 ) -> WaveOutcome:
-    """One after another. While the engines receive and load a bucket, the next one is staged, and may arrive."""
+    """Send the buckets in order. While engines receive and load one, the next is staged and may already arrive."""
     staged = await _stage(sender, next(iter(buckets), None))
     for index, (bucket, ahead) in enumerate(zip_longest(buckets, buckets[1:])):
         if isinstance(staged, WeightSyncError):
@@ -248,10 +248,10 @@ async def _commit(member: FleetMember, version: Version, timeout_s: float) -> No
 
 
 async def _sending(sender: Sender, block: Callable[[], None]) -> WeightSyncError | None:
-    """Run the sender's side in a thread. Its error is returned, not raised: the engines say whose fault it is."""
+    """Run the sender's side in a thread. Return its error: only the engines' answers tell whose fault it is."""
     try:
         await asyncio.wrap_future(in_daemon_thread(block, "weight-transfer"))
     except WeightSyncError as error:
-        sender.close()  # peers need not wait for what will not come
+        sender.close()  # so that peers stop waiting for it
         return error
     return None

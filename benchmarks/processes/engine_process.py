@@ -18,9 +18,9 @@ from rl_async.launcher.plan.engines import engine_spec
 from rl_async.launcher.plan.ports import PortWish, assign_ports
 from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.rollout_server.vllm.client import VllmEngine
-from rl_async.weight_sync.buckets.buckets import make_buckets
 from rl_async.weight_sync.protocol import InitInfo
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
+from tests.support.buckets import make_buckets
 
 START_S = 240.0
 
@@ -58,7 +58,7 @@ async def _load(url: str, model_path: str, process: "subprocess.Popen[bytes]") -
                     return False
                 await asyncio.sleep(0.2)
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-        sender = SharedMemorySender(1, "", 10.0)
+        sender = SharedMemorySender()
         await engine.pause("keep")
         await engine.init_transfer(InitInfo(backend="ipc"))
         await engine.start_update()

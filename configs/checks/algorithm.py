@@ -4,17 +4,9 @@ from collections.abc import Callable
 
 from rl_async.configs.derived.samples import samples_per_group
 from rl_async.configs.nearest import nearest
-from rl_async.configs.schema.algorithm import (
-    ADAPTIVE_LIMIT,
-    ADVANTAGES,
-    LOSSES,
-    NEEDS_DISTRIBUTION,
-    WITHOUT_GROUPS,
-    WITHOUT_RATIO,
-    AlgorithmConfig,
-)
+from rl_async.configs.schema.algorithm import ADAPTIVE_LIMIT, AlgorithmConfig
 from rl_async.configs.schema.correction import PRESETS, Correction, CorrectionOptions, band, limits, resolve
-from rl_async.configs.schema.critic import NEEDS_CRITIC
+from rl_async.configs.schema.formulas import ADVANTAGES, LOSSES, Loss, advantage_needs
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
 from rl_async.userload import is_user_reference
@@ -52,10 +44,10 @@ def _correction_loss(a: AlgorithmConfig, correction: Correction) -> str | None:
 
 
 def _double_weight(a: AlgorithmConfig, correction: Correction) -> str | None:
-    if a.loss == "decoupled_ppo" and correction.weight != "none":
+    if _loss(a, correction).behaviour == "weighs" and correction.weight != "none":
         return (
-            f"algorithm.loss=decoupled_ppo weighs tokens by pi_old/mu itself, and algorithm.correction={a.correction} "
-            "would weigh them again; use algorithm.correction=disabled, or algorithm.loss=ppo"
+            f"algorithm.loss={a.loss} multiplies by pi_old/mu itself, and algorithm.correction={a.correction} would "
+            "weigh tokens again; use algorithm.correction=disabled, or algorithm.loss=ppo"
         )
     return None
 
@@ -69,24 +61,25 @@ def _bypass(a: AlgorithmConfig, correction: Correction) -> str | None:
             f"algorithm.correction={a.correction} weights follow from the policy as it changes from mini-batch to "
             "mini-batch; use a decoupled correction"
         )
-    loss = correction.loss or a.loss
-    if loss == "decoupled_ppo":
+    loss, traits = correction.loss or a.loss, _loss(a, correction)
+    if traits.behaviour != "unused":
+        does = {"weighs": "weighs tokens by pi_old/mu", "limits": "limits how far pi_old is from mu"}[traits.behaviour]
         return (
-            "algorithm.loss=decoupled_ppo weighs tokens by pi_old/mu, and algorithm.correction="
-            f"{a.correction} takes mu for pi_old, so that all weights are 1; use algorithm.correction=disabled"
+            f"algorithm.loss={loss} {does}, and algorithm.correction={a.correction} takes mu for pi_old, so that they "
+            "never differ; use a decoupled correction, or algorithm.correction=disabled"
         )
-    if loss == "m2po":
-        return (
-            "algorithm.loss=m2po limits how far pi_old is from mu, and algorithm.correction="
-            f"{a.correction} takes mu for pi_old; use a decoupled correction"
-        )
-    if correction.weight != "none" and loss not in WITHOUT_RATIO:
+    if correction.weight != "none" and traits.uses_ratio:
         return (
             f"algorithm.correction_options.weight={correction.weight} with algorithm.correction={a.correction} would "
             f"correct twice, since the ratio of algorithm.loss={loss} is pi/mu already; use a decoupled or a bypass_pg "
             "correction"
         )
     return None
+
+
+def _loss(a: AlgorithmConfig, correction: Correction) -> Loss:
+    """Traits of the loss that trains; the default ones for a user's own."""
+    return LOSSES.get(correction.loss or a.loss, Loss())
 
 
 def _excludes_everything(a: AlgorithmConfig, correction: Correction) -> str | None:
@@ -111,11 +104,12 @@ def _never_acts(c: RunConfig) -> str | None:
             f"algorithm.correction_options.max_age={age} never acts: no token is trained that is more than "
             f"queue.max_staleness={c.queue.max_staleness} steps old"
         )
-    if c.algorithm.loss == "clip_cov" and options.clip_cov_low >= options.clip_cov_high:
-        return (
-            f"algorithm.loss_options: no covariance is above clip_cov_low={options.clip_cov_low:g} and below "
-            f"clip_cov_high={options.clip_cov_high:g}"
-        )
+    for low, high in LOSSES.get(c.algorithm.loss, Loss()).ascending:
+        if getattr(options, low) >= getattr(options, high):
+            return (
+                f"algorithm.loss_options: no value is above {low}={getattr(options, low):g} and below "
+                f"{high}={getattr(options, high):g}; raise {high}"
+            )
     return None
 
 
@@ -131,14 +125,14 @@ def _user_correction(c: RunConfig) -> str | None:
 
 def _group_size(c: RunConfig) -> str | None:
     name = c.algorithm.advantage
-    if name in ADVANTAGES and name not in WITHOUT_GROUPS and c.rollout.group_size < 2:
+    if name in ADVANTAGES and ADVANTAGES[name].compares_group and c.rollout.group_size < 2:
         return f"algorithm.advantage={name} compares the members of a group; rollout.group_size must be at least 2"
     return None
 
 
-def _gdpo(c: RunConfig) -> str | None:
+def _reward_parts(c: RunConfig) -> str | None:
     a, shaping = c.algorithm, c.algorithm.shaping
-    if a.advantage != "gdpo":
+    if "parts" not in advantage_needs(a.advantage):
         return None
     unknown = a.advantage_options.gdpo_weights.keys() - {term.name for term in c.reward.functions}
     if unknown:
@@ -152,15 +146,15 @@ def _gdpo(c: RunConfig) -> str | None:
     for key, is_set in ignored.items():
         if is_set:
             return (
-                f"algorithm.advantage=gdpo learns from the parts of the reward, which {key} does not touch, so that it "
-                "would count for nothing; leave it out, or choose another advantage"
+                f"algorithm.advantage={a.advantage} learns from the parts of the reward, and {key} changes only their "
+                "sum, so it would have no effect; leave it out, or choose another advantage"
             )
     return None
 
 
 def _filtered_baselines(c: RunConfig) -> str | None:
     name = c.algorithm.advantage
-    if name in NEEDS_DISTRIBUTION and c.algorithm.shaping.overlong_filter:
+    if "sum_squares" in advantage_needs(name) and c.algorithm.shaping.overlong_filter:
         return (
             f"algorithm.advantage={name} takes its baseline from the tokens that train, and "
             "algorithm.shaping.overlong_filter would take whole trajectories out of it; use one of them"
@@ -170,7 +164,7 @@ def _filtered_baselines(c: RunConfig) -> str | None:
 
 def _sum_squares(c: RunConfig) -> str | None:
     name, preset = c.algorithm.advantage, PRESETS.get(c.algorithm.correction)
-    if name in NEEDS_DISTRIBUTION and preset is not None and preset.proximal == "behaviour":
+    if "sum_squares" in advantage_needs(name) and preset is not None and preset.proximal == "behaviour":
         return (
             f"algorithm.advantage={name} needs the distribution of pi_old, and algorithm.correction="
             f"{c.algorithm.correction} spares the pass that would give it; use a decoupled correction"
@@ -203,12 +197,12 @@ def _kl(c: RunConfig) -> str | None:
 
 def _critic(c: RunConfig) -> str | None:
     name = c.algorithm.advantage
-    if name in NEEDS_CRITIC and c.critic is None:
+    if "values" in advantage_needs(name) and c.critic is None:
         return f"algorithm.advantage={name} needs the values of a critic; add a section critic, or critic={{}}"
     if c.critic is None:
         return None
-    if name in ADVANTAGES and name not in NEEDS_CRITIC:
-        return f"algorithm.advantage={name} never asks the critic; use algorithm.advantage=gae, or critic=null"
+    if name in ADVANTAGES and "values" not in advantage_needs(name):
+        return f"algorithm.advantage={name} does not use a critic; use algorithm.advantage=gae, or critic=null"
     if c.critic.shared and c.critic.path is not None:
         return "critic.path names a second model, but critic.shared=true has none; use critic.shared=false"
     return None
@@ -229,15 +223,15 @@ def _critic_warmup(c: RunConfig) -> str | None:
 
 def _dynamic_sampling(c: RunConfig) -> str | None:
     a = c.algorithm
-    if a.shaping.dynamic_sampling and a.advantage in WITHOUT_GROUPS and a.advantage != "remax":
+    if a.shaping.dynamic_sampling and a.advantage in ADVANTAGES and not ADVANTAGES[a.advantage].needs_contrast:
         return (
-            f"algorithm.shaping.dynamic_sampling gives up groups whose rewards are all equal, from which "
-            f"algorithm.advantage={a.advantage} learns all the same; use one of them"
+            f"algorithm.shaping.dynamic_sampling drops groups whose rewards are all equal, but "
+            f"algorithm.advantage={a.advantage} can learn from those; use one of the two"
         )
     if a.shaping.dynamic_sampling and samples_per_group(c) < 2:
         return (
-            "algorithm.shaping.dynamic_sampling gives up groups whose rewards are all equal, and those of a group of "
-            "one always are; rollout.group_size must be at least 2"
+            "algorithm.shaping.dynamic_sampling drops groups whose rewards are all equal, and those of a group of one "
+            "always are; rollout.group_size must be at least 2"
         )
     return None
 
@@ -258,7 +252,7 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     _correction,
     _user_correction,
     _group_size,
-    _gdpo,
+    _reward_parts,
     _filtered_baselines,
     _never_acts,
     _sum_squares,

@@ -1,23 +1,24 @@
 """Rules for runs with a gateway: its episodes may have several rows, which some algorithms would take for episodes."""
 
 from rl_async.configs.schema.algorithm import ShapingConfig
+from rl_async.configs.schema.formulas import ADVANTAGES, Advantage
 from rl_async.configs.schema.run import RunConfig
 
-PER_ROW_ADVANTAGES = ("grpo_passk", "remax", "optimal_token_baseline", "tir_optimal_token_baseline")
 PER_ROW_SHAPING = ("overlong_max_tokens", "overlong_filter", "reward_scale", "resample")  # of algorithm.shaping
 
 
 def gateway_problem(c: RunConfig) -> str | None:
     """Say why agent programs cannot play the episodes of this config; None if they can."""
     name = c.algorithm.advantage
-    if name in PER_ROW_ADVANTAGES:
+    traits = ADVANTAGES.get(name, Advantage())
+    if traits.row_is_episode:
         return (
             f"algorithm.advantage={name} compares single rows, and an agent program's episode may have several; with a "
             "gateway use another estimator, such as grpo or rloo"
         )
-    if name == "gdpo":
+    if "parts" in traits.needs:
         return (
-            "algorithm.advantage=gdpo needs every named part of the reward, and an agent program may post a reward "
+            f"algorithm.advantage={name} needs every named part of the reward, and an agent program may post a reward "
             "without parts; with a gateway use another estimator, such as grpo or rloo"
         )
     default = ShapingConfig()

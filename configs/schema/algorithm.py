@@ -5,61 +5,53 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from rl_async.configs.base import Config, Fraction, Positive, doc
+from rl_async.configs.base import Config, Count, Fraction, Positive, doc
 from rl_async.configs.schema.correction import CorrectionOptions
+from rl_async.configs.schema.formulas import ADVANTAGES, LOSSES, advantage_option, loss_option
 
-ADVANTAGES = (
-    *("grpo", "dr_grpo", "grpo_passk", "gdpo", "rloo", "opo", "gpg", "remax"),
-    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"),
-    *("optimal_token_baseline", "tir_optimal_token_baseline"),
-)
-WITHOUT_GROUPS = ("remax", "reinforce_plus_plus", "gae")  # the others compare the members of a group
-NEEDS_DISTRIBUTION = ("optimal_token_baseline", "tir_optimal_token_baseline")
-LOSSES = (
-    *("ppo", "decoupled_ppo", "reinforce", "gpg", "gspo", "gmpo", "sapo", "cispo", "dro"),
-    *("dppo_tv", "dppo_kl", "ipo", "m2po", "clip_cov", "kl_cov"),
-)
-WITHOUT_RATIO = ("reinforce", "gpg")
 ADAPTIVE_LIMIT = 0.2  # of the adaptive KL coefficient: largest relative error that counts
 
+AboveZero = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
 
 class AdvantageOptions(Config, frozen=True):
-    """Numbers of the advantage estimators; each says who reads it."""
+    """Numbers of the advantage estimators, each read by those that declare it in ``formulas.py``."""
 
-    gamma: Annotated[Fraction, doc("gae, reinforce_plus_plus: discount per token.")] = 1.0
-    lam: Annotated[Fraction, doc("gae: lambda.")] = 1.0
-    whiten: Annotated[bool, doc("gae: mean 0 and variance 1 over the batch's sampled tokens.")] = True
-    passk_std: Annotated[bool, doc("grpo_passk: divide by the group's standard deviation.")] = True
+    gamma: Annotated[Fraction, advantage_option("gamma", "discount per token.")] = 1.0
+    lam: Annotated[Fraction, advantage_option("lam", "lambda.")] = 1.0
+    whiten: Annotated[bool, advantage_option("whiten", "mean 0 and variance 1 over the batch's sampled tokens.")] = True
+    passk_std: Annotated[bool, advantage_option("passk_std", "divide by the group's standard deviation.")] = True
     gdpo_weights: Annotated[
-        dict[str, float], doc("gdpo: factor per part of the reward; its weight in reward.functions if not named.")
+        dict[str, float],
+        advantage_option("gdpo_weights", "factor per part of the reward; its weight in reward.functions if not named."),
     ] = msgspec.field(default_factory=dict)
 
 
 class LossOptions(Config, frozen=True):
-    """Numbers of the losses; each says who reads it."""
+    """Numbers of the losses, each read by those that declare it in ``formulas.py``."""
 
     clip_dual: Annotated[
         Annotated[float, Meta(gt=1)] | None,
-        doc("ppo, decoupled_ppo, clip_cov: dual clip, the bound c of -c A for A < 0."),
+        loss_option("clip_dual", "dual clip, the bound c of -c A for A < 0."),
     ] = None
-    decoupled_cap: Annotated[
-        float, Meta(gt=0, description="decoupled_ppo: tokens with a larger pi_old/mu count 0.")
-    ] = 5.0
-    sapo_tau_positive: Annotated[float, Meta(gt=0, description="sapo: steepness of the gate where A > 0.")] = 1.0
-    sapo_tau_negative: Annotated[float, Meta(gt=0, description="sapo: steepness of the gate where A <= 0.")] = 1.05
-    dro_beta: Annotated[float, Meta(gt=0, description="dro: weight of the quadratic penalty.")] = 0.1
-    dppo_tv: Annotated[float, Meta(gt=0, description="dppo_tv: largest total variation on a token.")] = 0.2
-    dppo_kl: Annotated[float, Meta(gt=0, description="dppo_kl: largest KL on a token.")] = 0.05
-    ipo: Annotated[float, Meta(gt=0, description="ipo: largest change of a token's probability.")] = 0.1
-    ipo_penalty: Annotated[float, Meta(ge=0, description="ipo: weight of (log r)^2, on every token.")] = 1e-3
-    m2po: Annotated[float, Meta(gt=0, description="m2po: budget for the mean of (log pi_old/mu)^2.")] = 0.04
-    clip_cov_share: Annotated[Fraction, doc("clip_cov: share of tokens held back.")] = 2e-4
-    clip_cov_low: Annotated[float, doc("clip_cov: covariance above which a token may be held back.")] = 1.0
-    clip_cov_high: Annotated[float, doc("clip_cov: and below which.")] = 5.0
-    kl_cov_share: Annotated[Fraction, doc("kl_cov: share of tokens with a penalty.")] = 2e-4
-    kl_cov_coef: Annotated[float, Meta(ge=0, description="kl_cov: weight of |log r| on them.")] = 1.0
+    decoupled_cap: Annotated[AboveZero, loss_option("decoupled_cap", "tokens with a larger pi_old/mu count 0.")] = 5.0
+    sapo_tau_positive: Annotated[AboveZero, loss_option("sapo_tau_positive", "steepness where A > 0.")] = 1.0
+    sapo_tau_negative: Annotated[AboveZero, loss_option("sapo_tau_negative", "steepness where A <= 0.")] = 1.05
+    dro_beta: Annotated[AboveZero, loss_option("dro_beta", "weight of the quadratic penalty.")] = 0.1
+    dppo_tv: Annotated[AboveZero, loss_option("dppo_tv", "largest total variation on a token.")] = 0.2
+    dppo_kl: Annotated[AboveZero, loss_option("dppo_kl", "largest KL on a token.")] = 0.05
+    ipo: Annotated[AboveZero, loss_option("ipo", "largest change of a token's probability.")] = 0.1
+    ipo_penalty: Annotated[NotNegative, loss_option("ipo_penalty", "weight of (log r)^2, on every token.")] = 1e-3
+    m2po: Annotated[AboveZero, loss_option("m2po", "budget for the mean of (log pi_old/mu)^2.")] = 0.04
+    clip_cov_share: Annotated[Fraction, loss_option("clip_cov_share", "share of tokens held back.")] = 2e-4
+    clip_cov_low: Annotated[float, loss_option("clip_cov_low", "covariance above which a token may be held back.")] = (
+        1.0
+    )
+    clip_cov_high: Annotated[float, loss_option("clip_cov_high", "and below which.")] = 5.0
+    kl_cov_share: Annotated[Fraction, loss_option("kl_cov_share", "share of tokens with a penalty.")] = 2e-4
+    kl_cov_coef: Annotated[NotNegative, loss_option("kl_cov_coef", "weight of |log r| on them.")] = 1.0
 
 
 class KlConfig(Config, frozen=True):
@@ -133,6 +125,8 @@ class GuardConfig(Config, frozen=True):
 
 
 class AlgorithmConfig(Config, frozen=True):
+    """The whole objective, by the names of its parts."""
+
     advantage: Annotated[str, doc(f"Advantage estimator: {', '.join(ADVANTAGES)}, or your own as path.py:name.")] = (
         "grpo"
     )
@@ -152,3 +146,34 @@ class AlgorithmConfig(Config, frozen=True):
     kl: KlConfig = KlConfig()
     shaping: ShapingConfig = ShapingConfig()
     guard: GuardConfig = GuardConfig()
+
+
+class CriticConfig(Config, frozen=True):
+    """The critic: a model of the expected return, for advantages that need one.
+
+    What is not here (AdamW's betas and weight decay, mini-batches) is taken from the trainer's section.
+    """
+
+    path: Annotated[
+        str | None,
+        doc("Model that the critic starts from, or the `critic` folder of a checkpoint; null: model.path."),
+    ] = None
+    shared: Annotated[
+        bool, doc("A value head on the policy's own backbone, trained with it by one loss, instead of a second model.")
+    ] = False
+    value_coef: Annotated[float, Meta(gt=0, description="shared: weight of the value loss beside the policy's.")] = 0.5
+    clip: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        doc("Values that moved further than this within a step get no gradient; in units of reward; null: off."),
+    ] = 0.5
+    learning_rate: Annotated[float, Meta(gt=0, description="Peak learning rate of AdamW; shared: the trainer's.")] = (
+        1e-5
+    )
+    schedule: Annotated[Literal["constant", "linear", "cosine"], doc("As trainer.schedule; shared: the trainer's.")] = (
+        "constant"
+    )
+    lr_warmup_steps: Annotated[Count, doc("Optimizer steps of linear warm-up; shared: the trainer's.")] = 0
+    grad_clip: Annotated[float, Meta(gt=0, description="Gradient norm is clipped to this; shared: the trainer's.")] = (
+        1.0
+    )
+    warmup_steps: Annotated[Count, doc("Trainer steps, from the run's first, in which only the critic trains.")] = 0

@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from rl_async.configs.base import Config, Count, Positive, Seconds, doc
-from rl_async.configs.schema.algorithm import AlgorithmConfig
-from rl_async.configs.schema.critic import CriticConfig
+from rl_async.configs.schema.algorithm import AlgorithmConfig, CriticConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.finetune import FinetuneConfig, WarmStartConfig
 from rl_async.configs.schema.queue import QueueConfig

@@ -1,13 +1,11 @@
-"""What ``--dry-run`` and ``config list`` print."""
+"""What ``rl-async launch --dry-run`` checks and prints."""
 
 import shlex
-from importlib import resources
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from rl_async.configs.load.loader import preset_names
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.artifacts import needs_data, needs_model
 from rl_async.launcher.plan.machine import plan_here
@@ -51,13 +49,3 @@ def plan_notes(config: RunConfig, folder: Path, planned: Plan) -> list[str]:
         notes.append(f"made first: a warm-started model in {config.model.path}")
     notes.append("dry run: nothing was started")
     return notes
-
-
-def print_presets() -> None:
-    """Every preset with the comment on top of its file."""
-    names = preset_names()
-    width = max(len(name) for name in names)
-    for name in names:
-        text = resources.files("rl_async.configs.presets").joinpath(f"{name}.yaml").read_text()
-        comment = text.partition("\n")[0]
-        print(f"{name:<{width}}  {comment.removeprefix('#').strip() if comment.startswith('#') else ''}".rstrip())

@@ -316,7 +316,6 @@ class Nodes:
     def _order(self, spec: ProcessSpec) -> Order:
         names = {spec.name, RENDEZVOUS} if spec.name == "trainer-0" else {spec.name}
         again = self._ports if stays_home(spec) else {}  # others know it by its address
-        python = spec.argv[0] if spec.engine_kind in ("vllm", "sglang") else ""
         return Order(
             name=spec.name,
             cwd=str(Path.cwd()),
@@ -326,7 +325,7 @@ class Nodes:
             folders=folders_of(self._config, self._plan, spec),
             ports=[(w.name, again.get(w.name, w.port), w.key) for w in self._plan.ports if w.name in names],
             engine_kind=spec.engine_kind,
-            python=_portable([python])[0] if python else "",
+            python=_portable([spec.argv[0]])[0],
         )
 
 

@@ -22,7 +22,7 @@ import psutil
 
 from rl_async.errors import UserError
 from rl_async.files import written_whole
-from rl_async.launcher.plan.machine import check_sglang_python, check_vllm_python
+from rl_async.launcher.plan.machine import check_engine_python
 from rl_async.launcher.plan.ports import PortWish, hold_ports
 from rl_async.launcher.ray.placement import interface_of
 from rl_async.launcher.supervise.process import Child, Lifeline
@@ -31,7 +31,6 @@ ORPHANED_S = 30.0  # without a word from the launcher; it has given this node up
 POLL_S = 0.1
 CHUNK = 1 << 18
 INTERFACE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-CHECKS: Mapping[str, Callable[[str], None]] = {"vllm": check_vllm_python, "sglang": check_sglang_python}
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,8 +89,8 @@ class Keeper:
         """Check this node, give it what it lacks, and find free ports. Raises UserError for what it must have."""
         self._name = order.name
         self._look_around(order)
-        if check := CHECKS.get(order.engine_kind):
-            await asyncio.to_thread(check, order.python or sys.executable)
+        if order.engine_kind:
+            await asyncio.to_thread(check_engine_python, order.engine_kind, order.python or sys.executable)
         if not self._shared:
             try:
                 self._provide(order.files)

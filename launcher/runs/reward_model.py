@@ -23,7 +23,7 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Request:
+class RewardModelJob:
     """The arguments of the command."""
 
     pairs: str
@@ -39,31 +39,31 @@ class Request:
     threads: int
 
 
-def make_reward_model(request: Request, report: Report) -> float:
+def make_reward_model(job: RewardModelJob, report: Report) -> float:
     """Train and save a reward model; its accuracy on held-out pairs. Raises UserError and TrainingDiverged."""
-    _check(request)
-    torch.set_num_threads(request.threads)
-    torch.manual_seed(request.seed)
+    _check(job)
+    torch.set_num_threads(job.threads)
+    torch.manual_seed(job.seed)
     disable_progress_bar()
-    pairs = read_pairs(request.pairs)
-    tokenizer = load_tokenizer(request.model, "--model")
-    model = _load(request.model).to(pick_device(request.device))
-    train, held_out = split(pairs, request.held_out, request.seed)
+    pairs = read_pairs(job.pairs)
+    tokenizer = load_tokenizer(job.model, "--model")
+    model = _load(job.model).to(pick_device(job.device))
+    train, held_out = split(pairs, job.held_out, job.seed)
     limit = longest(model)
 
     def tokens(part: Sequence[Pair]) -> list[TokenPair]:
-        return [_to_tokens(pair, tokenizer, limit, request.margin) for pair in part]
+        return [_to_tokens(pair, tokenizer, limit, job.margin) for pair in part]
 
     train_rows, held_rows = tokens(train), tokens(held_out)
     report(f"{len(train_rows)} pairs to train on, {len(held_rows)} held out")
-    before = accuracy(model.eval(), held_rows, request.batch_size)
-    how = PairTraining(request.epochs, request.batch_size, request.learning_rate, request.seed)
+    before = accuracy(model.eval(), held_rows, job.batch_size)
+    how = PairTraining(job.epochs, job.batch_size, job.learning_rate, job.seed)
     train_pairs(model, train_rows, how, report)
-    after = accuracy(model, held_rows, request.batch_size)
-    record = {"pairs": request.pairs, "trained": len(train_rows), "held_out": len(held_rows), "accuracy": after}
-    _save(request.out, model, tokenizer, record)
+    after = accuracy(model, held_rows, job.batch_size)
+    record = {"pairs": job.pairs, "trained": len(train_rows), "held_out": len(held_rows), "accuracy": after}
+    _save(job.out, model, tokenizer, record)
     report(f"accuracy on {len(held_rows)} held-out pairs: {before:.4f} before, {after:.4f} after")
-    report(f"saved to {request.out}")
+    report(f"saved to {job.out}")
     return after
 
 
@@ -79,14 +79,14 @@ def split(pairs: Sequence[Pair], share: float, seed: int) -> tuple[list[Pair], l
     return train, held_out
 
 
-def _check(request: Request) -> None:
-    if request.out.exists():
-        raise UserError(f"--out: {request.out} exists; delete it, or choose another folder")
-    if not 0 < request.held_out < 1:
-        raise UserError(f"--held-out: needs a share between 0 and 1, got {request.held_out:g}")
+def _check(job: RewardModelJob) -> None:
+    if job.out.exists():
+        raise UserError(f"--out: {job.out} exists; delete it, or choose another folder")
+    if not 0 < job.held_out < 1:
+        raise UserError(f"--held-out: needs a share between 0 and 1, got {job.held_out:g}")
     for name in ("epochs", "batch_size", "learning_rate", "threads"):
-        if getattr(request, name) <= 0:
-            raise UserError(f"--{name.replace('_', '-')}: must be above 0, got {getattr(request, name):g}")
+        if getattr(job, name) <= 0:
+            raise UserError(f"--{name.replace('_', '-')}: must be above 0, got {getattr(job, name):g}")
 
 
 def _load(path: str) -> Any:

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rl_async.configs.load.loader import dump
-from rl_async.configs.schema.algorithm import AlgorithmConfig
-from rl_async.configs.schema.critic import CriticConfig
+from rl_async.configs.schema.algorithm import AlgorithmConfig, CriticConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import DebugConfig, RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig

@@ -8,15 +8,18 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from rl_async.launcher.cli.__main__ import main
 from tests.conftest import vllm_python
-from tests.e2e.command import HARDLY_WARM, RL_ASYNC
+from tests.e2e import command as command_line
+from tests.e2e.command import HARDLY_WARM, RL_ASYNC, succeed
+from tests.support.forked import Forked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 STEPS = 8
@@ -48,18 +51,27 @@ def home(artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def call(cwd: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([RL_ASYNC, *arguments], cwd=cwd, capture_output=True, text=True, timeout=200)
+Run = Forked | subprocess.Popen[str]
 
 
 @pytest.fixture
-def start(home: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
-    """Starts ``rl-async launch`` in the background; what it leaves behind is killed by pid."""
-    launched: list[subprocess.Popen[str]] = []
+def start(home: Path) -> Iterator[Callable[..., Run]]:
+    """Start ``rl-async launch`` in the background, with forked roles or ``installed``; what is left of it is killed."""
+    launched: list[Run] = []
 
-    def launch(name: str, *more: str, mode: str = "disaggregated", config: str = "calculator") -> Any:
-        command = [RL_ASYNC, "launch", "--mode", mode, "--config", config, "--name", name, *SMALL, *more]
-        process = subprocess.Popen(command, cwd=home, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    def launch(
+        name: str,
+        *more: str,
+        mode: str = "disaggregated",
+        config: str = "calculator",
+        installed: bool = False,
+    ) -> Run:
+        command = ["launch", "--mode", mode, "--config", config, "--name", name, *SMALL, *more]
+        if installed:
+            output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            process: Run = subprocess.Popen([RL_ASYNC, *command], cwd=home, text=True, **output)
+        else:
+            process = command_line.start(home, *command)
         launched.append(process)
         return process
 
@@ -70,8 +82,8 @@ def start(home: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
             process.wait(10)
 
 
-def finish(process: "subprocess.Popen[str]", code: int = 0, timeout_s: float = 200) -> str:
-    output, _ = process.communicate(timeout=timeout_s)
+def finish(process: Run, code: int = 0, timeout_s: float = 200) -> str:
+    output = "".join(part or "" for part in process.communicate(timeout=timeout_s))
     assert process.returncode == code, output[-4000:]
     return output
 
@@ -81,16 +93,17 @@ def metrics(home: Path, name: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def role(home: Path, name: str, module: str) -> psutil.Process:
-    """The process of a role in a run."""
-    for process in psutil.process_iter(["cmdline", "cwd"]):
-        line = process.info["cmdline"] or []
-        if module in line and f"runs/{name}" in line and process.info["cwd"] == str(home):
-            return process
-    raise AssertionError(f"no process {module} in run {name}")
+def pids(home: Path, name: str) -> dict[str, int]:
+    """The process of each role of a run, by the role's name; the latest where it was started again."""
+    listed = json.loads((home / "runs" / name / "processes.json").read_text())
+    return {process["name"]: process["pid"] for process in listed}
 
 
-def wait_for_steps(home: Path, name: str, count: int, process: "subprocess.Popen[str]") -> None:
+def kill(home: Path, name: str, role: str) -> None:
+    psutil.Process(pids(home, name)[role]).kill()
+
+
+def wait_for_steps(home: Path, name: str, count: int, process: Run) -> None:
     deadline = time.monotonic() + 120
     while len(metrics(home, name)) < count:
         assert process.poll() is None, process.communicate()[0][-4000:]
@@ -107,10 +120,10 @@ def assert_complete(home: Path, name: str, bound: int) -> list[dict[str, float]]
     rows = metrics(home, name)
     assert sorted({m["step"] for m in rows}) == list(range(STEPS))
     assert max(m["staleness/max"] for m in rows) <= bound
-    audit = call(home, "audit", f"runs/{name}")
-    assert audit.returncode == 0 and "ok: every admitted group" in audit.stdout, audit.stdout + audit.stderr
-    left = [p.pid for p in psutil.process_iter(["cmdline"]) if f"runs/{name}" in (p.info["cmdline"] or [])]
-    assert not left, "processes outlived the run"
+    succeed(home, "audit", f"runs/{name}")
+    commands = (p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"]))
+    assert not any(f"runs/{name}" in command for command in commands), "processes outlived the run"
+    assert not any(psutil.pid_exists(pid) for pid in pids(home, name).values()), "roles outlived the run"
     return rows
 
 
@@ -121,8 +134,8 @@ def assert_compared(rows: list[dict[str, float]]) -> None:
     assert max(compared.values()) < 1e-4
 
 
-def test_disaggregated(home: Path, start: Callable[..., Any]) -> None:
-    finish(start("disaggregated"))
+def test_disaggregated(home: Path, start: Callable[..., Run]) -> None:
+    finish(start("disaggregated", installed=True))
     rows = assert_complete(home, "disaggregated", bound=1)
     assert len(rows) == STEPS
     for key in REQUIRED:
@@ -132,7 +145,7 @@ def test_disaggregated(home: Path, start: Callable[..., Any]) -> None:
     assert_compared(rows)
 
 
-def test_colocated(home: Path, start: Callable[..., Any]) -> None:
+def test_colocated(home: Path, start: Callable[..., Run]) -> None:
     finish(start("colocated", mode="colocated", config="calculator-sync"))
     rows = assert_complete(home, "colocated", bound=0)
     assert max(m["correction/logprob_diff_max"] for m in rows) < 1e-4, "on-policy in every step"
@@ -145,7 +158,7 @@ def test_colocated(home: Path, start: Callable[..., Any]) -> None:
     ("mode", "config", "bound", "flags"),
     [("disaggregated", "calculator", 1, "[]"), ("colocated", "calculator-sync", 0, "[--enforce-eager]")],
 )
-def test_vllm(home: Path, start: Callable[..., Any], mode: str, config: str, bound: int, flags: str) -> None:
+def test_vllm(home: Path, start: Callable[..., Run], mode: str, config: str, bound: int, flags: str) -> None:
     """Compiled, and not, which starts sooner."""
     overrides = ["rollout.engine=vllm", f"rollout.python={vllm_python()}", f"rollout.engine_args={flags}"]
     finish(start(f"vllm-{mode}", *overrides, mode=mode, config=config), timeout_s=400)
@@ -168,7 +181,7 @@ def assert_ranks_share_the_rows(home: Path, name: str, ranks: int) -> None:
         assert rows == sorted((line["group"], line["sample"]) for line in lines if line["step"] == step)
 
 
-def test_two_trainer_ranks_share_every_batch(home: Path, start: Callable[..., Any]) -> None:
+def test_two_trainer_ranks_share_every_batch(home: Path, start: Callable[..., Run]) -> None:
     """And agree on when the queue holds enough trained bytes for a checkpoint out of turn."""
     finish(start("ranks", "trainer.ranks=2", "trainer.checkpoint_every=0", "queue.max_bytes=100000"))
     rows = assert_complete(home, "ranks", bound=1)
@@ -183,7 +196,7 @@ def test_two_trainer_ranks_share_every_batch(home: Path, start: Callable[..., An
 
 
 @pytest.mark.slow
-def test_two_trainer_ranks_take_turns_with_the_engine(home: Path, start: Callable[..., Any]) -> None:
+def test_two_trainer_ranks_take_turns_with_the_engine(home: Path, start: Callable[..., Run]) -> None:
     finish(start("turns", "trainer.ranks=2", mode="colocated", config="calculator-sync"))
     rows = assert_complete(home, "turns", bound=0)
     assert max(m["correction/logprob_diff_max"] for m in rows) < 1e-4, "on-policy in every step"
@@ -191,40 +204,33 @@ def test_two_trainer_ranks_take_turns_with_the_engine(home: Path, start: Callabl
     assert_ranks_share_the_rows(home, "turns", 2)
 
 
-def test_killed_engine_and_worker(home: Path, start: Callable[..., Any]) -> None:
+def test_killed_engine_and_worker_and_then_trainer(home: Path, start: Callable[..., Run]) -> None:
+    """Engines and workers are replaced without a step trained twice; the trainer goes on from its checkpoint."""
     run = start("killed", "debug.min_train_s=0.5")
-    wait_for_steps(home, "killed", 2, run)
-    role(home, "killed", "rl_async.rollout_server").kill()
-    wait_for_steps(home, "killed", 4, run)
-    role(home, "killed", "rl_async.agent_loop").kill()
+    for steps, victim in ((1, "engine-0"), (3, "worker-0"), (6, "trainer-0")):
+        wait_for_steps(home, "killed", steps, run)
+        kill(home, "killed", victim)
     finish(run)
-    assert len(assert_complete(home, "killed", bound=1)) == STEPS
-
-
-def test_killed_trainer_goes_on_from_its_checkpoint(home: Path, start: Callable[..., Any]) -> None:
-    run = start("trainer", "debug.min_train_s=0.5")
-    wait_for_steps(home, "trainer", 5, run)
-    role(home, "trainer", "rl_async.trainer").kill()
-    finish(run)
-    rows = assert_complete(home, "trainer", bound=1)
-    assert {m["lineage"] for m in rows} == {0, 1}
-    assert min(m["step"] for m in rows if m["lineage"] == 1) == 4
+    rows = assert_complete(home, "killed", bound=1)
+    first, second = ([m["step"] for m in rows if m["lineage"] == lineage] for lineage in (0, 1))
+    assert first == list(range(len(first))) and len(first) >= 6
+    assert second == list(range(second[0], STEPS)) and second[0] in (4, 6), "the last checkpoint, of every second step"
 
 
 @pytest.mark.slow
-def test_a_killed_colocated_trainer_wakes_the_engines_it_left_asleep(home: Path, start: Callable[..., Any]) -> None:
+def test_a_killed_colocated_trainer_wakes_the_engines_it_left_asleep(home: Path, start: Callable[..., Run]) -> None:
     run = start("asleep", "debug.min_train_s=0.5", mode="colocated", config="calculator-sync")
     wait_for_steps(home, "asleep", 5, run)
-    engine = role(home, "asleep", "rl_async.rollout_server").pid
-    role(home, "asleep", "rl_async.trainer").kill()  # most of a step is training, while the engine sleeps
+    engine = pids(home, "asleep")["engine-0"]
+    kill(home, "asleep", "trainer-0")  # most of a step is training, while the engine sleeps
     wait_for_steps(home, "asleep", 7, run)
-    assert role(home, "asleep", "rl_async.rollout_server").pid == engine, "the engine was replaced"
+    assert pids(home, "asleep")["engine-0"] == engine, "the engine was replaced"
     finish(run)
     assert {m["lineage"] for m in assert_complete(home, "asleep", bound=0)} == {0, 1}
 
 
-def test_interrupt_and_resume_everything(home: Path, start: Callable[..., Any]) -> None:
-    run = start("resumed", "debug.min_train_s=0.3", "launcher.stop_timeout_s=40")
+def test_interrupt_and_resume_everything(home: Path, start: Callable[..., Run]) -> None:
+    run = start("resumed", "debug.min_train_s=0.3", "launcher.stop_timeout_s=40", installed=True)
     wait_for_steps(home, "resumed", 5, run)
     run.send_signal(signal.SIGINT)
     finish(run, code=130)
@@ -264,44 +270,52 @@ def score(extra_info, solution_str, **_):
 """
 
 
-def one_clear_error(done: "subprocess.CompletedProcess[str]", *words: str) -> None:
-    text = done.stdout + done.stderr
-    assert done.returncode == 2, text
-    assert "Traceback" not in text
-    errors = [line for line in text.splitlines() if "error:" in line]
-    assert len(errors) == 1, text
-    assert all(word in errors[0] for word in words), errors[0]
+@pytest.fixture
+def refuse(home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Run ``rl-async launch`` in this process: it must end with 2 and one error, which has ``words``."""
+    monkeypatch.chdir(home)
+
+    def refuse(*arguments: str, words: Sequence[str], config: str = "calculator") -> None:
+        given = [] if config != "calculator" else SMALL
+        assert main(["launch", "--mode", "disaggregated", "--config", config, *given, *arguments]) == 2
+        text = "".join(capsys.readouterr())
+        (error,) = [line for line in text.splitlines() if "error:" in line]
+        assert "Traceback" not in text and all(word in error for word in words), text
+
+    return refuse
 
 
-def bad_launch(home: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return call(home, "launch", "--mode", "disaggregated", "--config", "calculator", *SMALL, *arguments)
-
-
-def test_bad_config_is_one_clear_error(home: Path) -> None:
-    one_clear_error(bad_launch(home, "trainer.stepz=3"), "trainer.stepz", "did you mean trainer.steps")
-    one_clear_error(bad_launch(home, "trainer.steps=many"), "trainer.steps=many", "int")
-    one_clear_error(call(home, "launch", "--mode", "disaggregated", "--config", "no/such.yaml"), "no/such.yaml")
-    one_clear_error(bad_launch(home, "--name", "fresh", "--resume"), "fresh")
+def test_bad_config_is_one_clear_error(refuse: Callable[..., None]) -> None:
+    refuse("trainer.stepz=3", words=["trainer.stepz", "trainer.steps"])
+    refuse("trainer.steps=many", words=["trainer.steps=many", "int"])
+    refuse(config="no/such.yaml", words=["no/such.yaml"])
+    refuse("--name", "fresh", "--resume", words=["fresh"])
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        one_clear_error(bad_launch(home, f"queue.port={port}"), "queue.port", str(port))
+        refuse(f"queue.port={port}", words=["queue.port", str(port)])
 
 
-def test_bad_data_is_one_clear_error(home: Path) -> None:
+def test_bad_data_is_one_clear_error(home: Path, refuse: Callable[..., None]) -> None:
     (home / "empty.jsonl").write_text("")
     row = {"data_source": "x", "prompt": [{"role": "user", "content": "hi"}], "reward_model": {}, "extra_info": {}}
     (home / "untrue.jsonl").write_text(json.dumps(row) + "\n")
     none = ("data.make=null", "data.eval_path=null")
-    one_clear_error(bad_launch(home, "data.path=missing.jsonl", *none), "missing.jsonl")
-    one_clear_error(bad_launch(home, "data.path=empty.jsonl", *none), "empty.jsonl")
-    one_clear_error(bad_launch(home, "data.path=untrue.jsonl", *none), "untrue.jsonl", "ground_truth")
+    refuse("data.path=missing.jsonl", *none, words=["missing.jsonl"])
+    refuse("data.path=empty.jsonl", *none, words=["empty.jsonl"])
+    refuse("data.path=untrue.jsonl", *none, words=["untrue.jsonl", "ground_truth"])
     bare = home / "bare"
     bare.mkdir(exist_ok=True)
     for file in ("config.json", "model.safetensors"):
         (bare / file).write_bytes((home / "artifacts" / "calculator" / "model" / file).read_bytes())
-    one_clear_error(bad_launch(home, "model.path=bare", "warm_start=null"), "bare", "tokenizer")
+    refuse("model.path=bare", "warm_start=null", words=["bare", "tokenizer"])
+
+
+def test_the_installed_command_refuses_a_bad_config(home: Path) -> None:
+    command = [RL_ASYNC, "launch", "--mode", "disaggregated", "--config", "calculator", "trainer.stepz=3"]
+    done = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "trainer.stepz" in done.stderr and "Traceback" not in done.stderr
 
 
 def rows_of(home: Path, name: str) -> list[dict[str, Any]]:
@@ -310,72 +324,62 @@ def rows_of(home: Path, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
-def test_a_tool_that_raises_is_told_to_the_model_and_the_run_goes_on(home: Path, start: Callable[..., Any]) -> None:
+def test_a_run_goes_on_when_tools_raise_and_rewards_hang(home: Path, start: Callable[..., Run]) -> None:
+    """The model gets the tool's error as its result; what could not be scored in time is marked so."""
     (home / "broken_tool.py").write_text(BROKEN_TOOL)
+    (home / "hanging.py").write_text(HANGING_REWARD)
     question = {"role": "user", "content": "What is 1+2+3?"}
     task = {"data_source": "x", "prompt": [question], "reward_model": {"ground_truth": "6"}, "extra_info": {}}
     (home / "plain.jsonl").write_text(json.dumps(task) + "\n")  # without the agent_name that would win
     run = start(
-        "brokentool",
+        "broken",
         "trainer.steps=1",
         "agent.tools=[broken_tool.py:broken]",
         "agent.loop=broken_tool.py:calls_it",
         "data.path=plain.jsonl",
         "data.eval_path=null",
         "data.make=null",
+        "reward.functions=[{name: exact_answer}, {name: 'hanging.py:score'}]",
+        "reward.timeout_s=0.5",
+        "reward.processes=2",
     )
     finish(run)
-    assert metrics(home, "brokentool")[0]["rollout/tool_errors_mean"] > 0
-    called = [call for row in rows_of(home, "brokentool") for turn in row["turns"] for call in turn["tool_calls"]]
+    step, rows = metrics(home, "broken")[0], rows_of(home, "broken")
+    assert step["rollout/tool_errors_mean"] > 0
+    called = [call for row in rows for turn in row["turns"] for call in turn["tool_calls"]]
     assert called and all("boom" in call["error"] and "error" in call["result"] for call in called)
-
-
-def test_a_reward_that_hangs_marks_its_trajectories_and_the_run_goes_on(home: Path, start: Callable[..., Any]) -> None:
-    (home / "hanging.py").write_text(HANGING_REWARD)
-    finish(
-        start(
-            "hanging",
-            "trainer.steps=1",
-            "reward.functions=[{name: exact_answer}, {name: 'hanging.py:score'}]",
-            "reward.timeout_s=0.5",
-            "reward.processes=2",
-            "eval.tasks=1",
-        )
-    )
-    step = metrics(home, "hanging")[0]
     assert step["reward/unscored_fraction"] == step["rollout/error_fraction"] > 0
-    marked = [row for row in rows_of(home, "hanging") if not row["scored"]]
+    marked = [row for row in rows if not row["scored"]]
     assert len(marked) == step["batch/trajectories"] * step["reward/unscored_fraction"]
-    assert all("hanging.py:score" in row["error"] and "0.5 s" in row["error"] for row in marked)
+    assert all("hanging.py:score" in row["error"] for row in marked)
 
 
-def test_a_reward_that_always_fails_ends_the_run_with_its_message(home: Path, start: Callable[..., Any]) -> None:
+def test_a_reward_that_always_fails_ends_the_run_with_its_message(home: Path, start: Callable[..., Run]) -> None:
     (home / "failing.py").write_text("def score(**_):\n    raise KeyError('no such column')\n")
     output = finish(start("failing", "reward.functions=[{name: 'failing.py:score'}]", "eval.tasks=1"), code=1)
-    assert "none of the batch's 16 trajectories could be scored" in output
     assert "no such column" in output
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_when_its_queue_is_killed_three_times(home: Path, start: Callable[..., Any]) -> None:
+def test_a_run_goes_on_when_its_queue_is_killed_three_times(home: Path, start: Callable[..., Run]) -> None:
     process = start("queue-killed")
     for steps in (1, 3, 5):
         wait_for_steps(home, "queue-killed", steps, process)
-        role(home, "queue-killed", "rl_async.transfer_queue").kill()
+        kill(home, "queue-killed", "queue")
     finish(process)
     rows = assert_complete(home, "queue-killed", bound=1)
     assert len(rows) == STEPS, "no step was trained twice: the trainer never noticed"
 
 
 @pytest.mark.slow
-def test_two_ranks_go_on_when_the_only_payload_shard_is_killed(home: Path, start: Callable[..., Any]) -> None:
+def test_two_ranks_go_on_when_the_only_payload_shard_is_killed(home: Path, start: Callable[..., Run]) -> None:
     """Twice, and then the trainer, whose batches since the checkpoint are partly lost. All keep their members."""
     run = start("shards", "queue.shards=1", "trainer.ranks=2", "debug.min_train_s=0.3")
     for steps in (2, 4):
         wait_for_steps(home, "shards", steps, run)
-        role(home, "shards", "rl_async.transfer_queue.shard").kill()
+        kill(home, "shards", "shard-0")
     wait_for_steps(home, "shards", 6, run)
-    role(home, "shards", "rl_async.trainer").kill()
+    kill(home, "shards", "trainer-0")
     finish(run)
     assert_complete(home, "shards", bound=1)
     ledger = [json.loads(line) for line in (home / "runs" / "shards" / "ledger.jsonl").read_text().splitlines()]

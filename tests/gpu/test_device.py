@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_async.configs.schema.algorithm import AlgorithmConfig
-from rl_async.configs.schema.critic import CriticConfig
+from rl_async.configs.schema.algorithm import AlgorithmConfig, CriticConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
@@ -18,8 +17,9 @@ from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.batches.cost import RowCost
 from rl_async.trainer.step.models import build_models
 from rl_async.trainer.step.update import Batch, plan_batch, row_keys, update
-from rl_async.weight_sync.buckets.buckets import make_buckets, unpack
+from rl_async.weight_sync.buckets.buckets import unpack
 from tests.conftest import make_rows
+from tests.support.buckets import make_buckets
 from tests.support.whole_weights import whole_weights
 
 pytestmark = [

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 import torch
 
-from rl_async.weight_sync.buckets.buckets import make_buckets
 from rl_async.weight_sync.transports.nccl import NcclSender
+from tests.support.buckets import make_buckets
 
 pytestmark = [
     pytest.mark.gpu,

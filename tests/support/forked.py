@@ -1,7 +1,7 @@
-"""Python processes forked from one that has imported torch and Transformers, which each would take seconds to import.
+"""Fork Python processes from a server that has imported torch and Transformers, which takes each process seconds.
 
-The process that they are forked from begins with the first of them and ends with the tests' own. It has one thread, no
-group and no model, and has drawn nothing: what is forked differs from a new process by its imports alone.
+The server starts with the first fork and ends with the tests. It has one thread, no process group and no model, and has
+drawn no random number, so a forked process differs from a new one only by what is imported.
 """
 
 import atexit
@@ -16,10 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 from benchmarks.processes.ranks import free_ports
 
@@ -30,19 +31,27 @@ IMPORTED = [
     *("rl_async.rollout_server.connect", "rl_async.transfer_queue.client.async_client"),
 ]
 NUMBERS = itertools.count()
-TOLD = 3000  # characters of a failed rank's last words
+SHOWN = 3000  # characters of a failed rank's output in the assertion's message
 
 
 class Forked:
-    """``python -m module arguments`` in ``cwd``, with what tests use of ``subprocess.Popen``."""
+    """``python -m module arguments`` in ``cwd``, with the part of ``subprocess.Popen`` that tests use.
+
+    ``parent``: it may fork processes itself; whoever starts it must see that it ends, or the tests never do.
+    """
 
     def __init__(
-        self, module: str, *arguments: str, environment: Mapping[str, str] | None = None, cwd: Path = ROOT
+        self,
+        module: str,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
+        parent: bool = False,
     ) -> None:
-        self._log = _folder() / str(next(NUMBERS))
-        target = (module, arguments, dict(environment or {}), cwd, self._log)
-        self._process = _context().Process(target=_become, args=target, daemon=True)
-        self._process.start()
+        log = _folder() / str(next(NUMBERS))
+        self._files = log.with_suffix(".out"), log.with_suffix(".err")
+        arguments_of_target = (module, arguments, dict(environment or {}), cwd, self._files)
+        self._process = fork(become, *arguments_of_target, daemon=not parent)
         assert self._process.pid is not None
         self.pid = self._process.pid
 
@@ -64,29 +73,29 @@ class Forked:
     def wait(self, timeout: float) -> int:
         self._process.join(timeout)
         if self.returncode is None:
-            raise subprocess.TimeoutExpired(self._process.name, timeout, *self._said())
+            raise subprocess.TimeoutExpired(self._process.name, timeout, *self._output())
         return self.returncode
 
     def communicate(self, timeout: float = 60.0) -> tuple[str, str]:
-        """What it has said on standard output and error when it has ended."""
+        """Wait for its end; its standard output and error."""
         self.wait(timeout)
-        return self._said()
+        return self._output()
 
     def first_line(self, timeout_s: float = 60.0) -> str:
-        """Of its standard output, as soon as it is there."""
+        """The first line of its standard output, as soon as it is complete."""
         deadline = time.monotonic() + timeout_s
-        while "\n" not in (said := self._said()[0]):
-            assert self.returncode is None and time.monotonic() < deadline, self._said()[1][-TOLD:]
+        while "\n" not in (output := self._output()[0]):
+            assert self.returncode is None and time.monotonic() < deadline, self._output()[1][-SHOWN:]
             time.sleep(0.01)
-        return said.partition("\n")[0]
+        return output.partition("\n")[0]
 
-    def _said(self) -> tuple[str, str]:
-        out, errors = (file.read_text() if file.exists() else "" for file in _files(self._log))
+    def _output(self) -> tuple[str, str]:
+        out, errors = (file.read_text() if file.exists() else "" for file in self._files)
         return out, errors
 
 
 def start_ranks(module: str, *arguments: str, ranks: int, environment: Mapping[str, str] | None = None) -> list[Forked]:
-    """``module`` as the ranks of one group, of one thread each."""
+    """Fork ``module`` once per rank of one process group, each with one thread."""
     (port,) = free_ports(1)
     group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     shared = group | dict(environment or {})
@@ -94,21 +103,21 @@ def start_ranks(module: str, *arguments: str, ranks: int, environment: Mapping[s
 
 
 def run_ranks(module: str, *arguments: str, ranks: int, timeout_s: float = 280.0) -> list[str]:
-    """The same until they have ended, which they must do well; returns what each printed."""
+    """Fork the ranks and wait until all have exited with 0; the standard output of each."""
     processes = start_ranks(module, *arguments, ranks=ranks)
     try:
-        told = [process.communicate(timeout_s) for process in processes]
+        outputs = [process.communicate(timeout_s) for process in processes]
     finally:
         for process in processes:
             process.kill()
     codes = [process.returncode for process in processes]
-    assert codes == [0] * ranks, f"{module} ended with {codes}:\n" + "\n".join(errors[-TOLD:] for _, errors in told)
-    return [out for out, _ in told]
+    assert codes == [0] * ranks, f"{module} ended with {codes}:\n" + "\n".join(errors[-SHOWN:] for _, errors in outputs)
+    return [out for out, _ in outputs]
 
 
 @functools.cache
 def _folder() -> Path:
-    """Where the processes' words are."""
+    """The folder of the processes' output, removed at exit."""
     path = tempfile.mkdtemp(prefix="forked-")
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return Path(path)
@@ -116,7 +125,7 @@ def _folder() -> Path:
 
 @functools.cache
 def _context() -> ForkServerContext:
-    """A server runs; it was started without threads of OpenMP, which would be missing in what is forked."""
+    """Start the server, without OpenMP's threads: a fork would not have them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     before = os.environ.get("OMP_NUM_THREADS")
@@ -129,15 +138,21 @@ def _context() -> ForkServerContext:
     return context
 
 
-def _files(log: Path) -> tuple[Path, Path]:
-    return log.with_suffix(".out"), log.with_suffix(".err")
+def fork(target: Callable[..., None], *arguments: Any, daemon: bool = True) -> ForkServerProcess:
+    """Call ``target`` in a new process. A daemon is killed with the process that forked it, and may not fork."""
+    process = _context().Process(target=target, args=arguments, daemon=daemon)
+    process.start()
+    return process
 
 
-def _become(module: str, arguments: Sequence[str], environment: Mapping[str, str], cwd: Path, log: Path) -> None:
-    """In the new process: its output into files, and then the module."""
-    for number, file in enumerate(_files(log), start=1):
-        with file.open("w") as opened:
+def become(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], cwd: Path, output: tuple[Path, Path]
+) -> None:
+    """Run ``module`` in this process, with standard output and error appended to the files ``output``."""
+    for number, file in enumerate(output, start=1):
+        with file.open("a") as opened:
             os.dup2(opened.fileno(), number)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ.update(environment)
     os.chdir(cwd)
     sys.argv = [module, *arguments]

@@ -23,7 +23,7 @@ class Received:
 
     def take(self, buckets: Sequence[Bucket]) -> dict[str, Tensor]:
         """One whole update. Raises what the receiver raises."""
-        sender = SharedMemorySender(1, "", 10.0)
+        sender = SharedMemorySender()
         try:
             self.receiver.start()
             for bucket in buckets:

@@ -56,6 +56,19 @@ def imported() -> dict[Path, set[str]]:
     return {path: imports(path) for path in FILES}
 
 
+def imports_at_start(path: Path) -> set[str]:
+    """Every module that is imported when the file is, which leaves out what functions import."""
+    left_out = (ast.FunctionDef, ast.ClassDef, ast.If)  # if TYPE_CHECKING
+    kept = [node for node in ast.parse(path.read_text()).body if not isinstance(node, left_out)]
+    found: set[str] = set()
+    for node in (inner for outer in kept for inner in ast.walk(outer)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
 def our_files(modules: set[str]) -> set[Path]:
     """The files of this project among ``modules``; a name inside a module counts as the module."""
     found = set()
@@ -101,6 +114,23 @@ def test_folders_import_one_way(imported: dict[Path, set[str]]) -> None:
         here = _node(path)
         graph.setdefault(here, set()).update({_node(file) for file in our_files(modules)} - {here})
     assert first_cycle(graph) == []
+
+
+ROLES = [path for path in FILES if path.name == "__main__.py" and "vllm" not in path.parts] + [
+    ROOT / "launcher" / "runs" / "prepare.py"
+]
+
+
+@pytest.mark.parametrize("role", ROLES, ids=lambda path: path.relative_to(ROOT).parent.as_posix())
+def test_the_help_of_a_role_answers_without_torch(role: Path) -> None:
+    seen, todo = set[Path](), {role}
+    while todo:
+        path = todo.pop()
+        seen.add(path)
+        modules = imports_at_start(path)
+        assert "torch" not in {module.split(".")[0] for module in modules}, path
+        packages = {file.parent / "__init__.py" for file in our_files(modules)}
+        todo |= (our_files(modules) | {file for file in packages if file.is_file()}) - seen
 
 
 def test_heavy_packages_are_imported_at_home_alone(imported: dict[Path, set[str]]) -> None:

@@ -1,6 +1,11 @@
-"""What an advantage estimator looks at, and which there are.
+"""Advantage estimators: functions of the whole step's batch, and the table that names them.
 
-``group_advantages.py`` compares the episodes of a group, ``token_advantages.py`` looks at every token.
+Outcome estimators give one advantage per row, from the rewards of its group, on each of the row's sampled tokens; turn
+rewards enter through the row's total reward, and a row alone in its group gets 0 (``remax`` apart). Token estimators
+look at every token: discounted returns, a critic's values, baselines per position.
+
+To add one: write the function here, name it in ``ADVANTAGES``, and declare its traits in
+``configs/schema/formulas.py``.
 """
 
 from collections.abc import Callable
@@ -10,6 +15,9 @@ import torch
 from torch import Tensor
 
 from rl_async.configs.schema.algorithm import AdvantageOptions
+from rl_async.trainer.algorithms.values import gae, whiten
+
+EPSILON = 1e-4  # beside a standard deviation that divides
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,7 @@ class AdvantageInputs:
         return torch.where(self.scored, self.row_weights, 0.0)
 
 
-Advantage = Callable[[AdvantageInputs], Tensor]  # float64 [N, T], 0 where nothing was sampled
+AdvantageFn = Callable[[AdvantageInputs], Tensor]  # float64 [N, T], 0 where nothing was sampled
 
 
 @dataclass(frozen=True)
@@ -96,3 +104,211 @@ class Groups:
 def spread(rows: Tensor, mask: Tensor) -> Tensor:
     """One number per row [N] on each of its sampled tokens [N, T]."""
     return torch.where(mask, rows[:, None], 0.0)
+
+
+# --- Outcome estimators
+
+
+def _groups(x: AdvantageInputs) -> Groups:
+    return Groups.of(x.groups, x.weights)
+
+
+def grpo(x: AdvantageInputs) -> Tensor:
+    """A_i = (r_i - mean) / (std + 1e-4) over the group, with the unbiased standard deviation.
+
+    Source: DeepSeekMath (arXiv:2402.03300), section 4.1.2, outcome supervision.
+    """
+    groups = _groups(x)
+    return spread(groups.centred(x.rewards) / (groups.std(x.rewards) + EPSILON), x.mask)
+
+
+def dr_grpo(x: AdvantageInputs) -> Tensor:
+    """A_i = r_i - mean: no standard deviation, which would favour groups that are nearly always right or wrong.
+
+    Source: Dr. GRPO (arXiv:2503.20783); its other half is the aggregation ``seq-mean-token-sum-norm``.
+    """
+    return spread(_groups(x).centred(x.rewards), x.mask)
+
+
+def rloo(x: AdvantageInputs) -> Tensor:
+    """A_i = r_i - mean of the others = n / (n - 1) (r_i - mean). Source: RLOO (arXiv:2402.14740)."""
+    groups = _groups(x)
+    factor = groups.size / (groups.size - 1).clamp(min=1)
+    return spread(factor * groups.centred(x.rewards), x.mask)
+
+
+def opo(x: AdvantageInputs) -> Tensor:
+    """A_i = r_i - sum_j(l_j r_j) / sum_j(l_j), l the number of sampled tokens: the length-weighted optimal baseline.
+
+    Source: OPO (arXiv:2505.23585). It assumes that a sequence's squared gradient grows with its length.
+    """
+    lengths = torch.where(x.scored, x.lengths, 0.0)
+    groups = Groups.of(x.groups, lengths)
+    baseline = groups.sum(x.rewards) / groups.size.clamp(min=1)
+    alone = _groups(x).size <= 1
+    return spread(torch.where(x.scored & ~alone, x.rewards - baseline, 0.0), x.mask)
+
+
+def gpg(x: AdvantageInputs) -> Tensor:
+    """A_i = alpha (r_i - mean), alpha = episodes / episodes of groups whose rewards differ, over the batch.
+
+    Source: GPG (arXiv:2504.02546) with F_norm = 1: alpha makes up for groups that give no gradient.
+    """
+    groups = _groups(x)
+    centred = groups.centred(x.rewards)
+    teaching = groups.differs(x.rewards)
+    alpha = x.weights.sum() / x.weights[teaching].sum().clamp(min=1)
+    return spread(alpha * centred, x.mask)
+
+
+def grpo_passk(x: AdvantageInputs) -> Tensor:
+    """Only the best episode of a group learns: A = (r_best - r_second) / (std + 1e-4), all others 0.
+
+    Rows stand for episodes here: of several rows of one episode two may be best and second best.
+
+    Source: Tang et al. (arXiv:2503.19595), the leave-one-out advantage of the group's maximum, max(r) - max(the others'
+    r), which is 0 for all but a single best one. verl divides it by the standard deviation; ``passk_std=false`` leaves
+    that out.
+    """
+    groups = _groups(x)
+    best = x.scored & (x.rewards == groups.max(x.rewards, x.scored))
+    second = groups.max(x.rewards, x.scored & ~best)
+    alone = best & (groups.sum(best.double()) <= 1 + EPSILON) & second.isfinite()
+    gap = torch.where(alone, x.rewards - second, 0.0)
+    scale = groups.std(x.rewards) + EPSILON if x.options.passk_std else 1.0
+    return spread(gap / scale, x.mask)
+
+
+def gdpo(x: AdvantageInputs) -> Tensor:
+    """Every part of the reward is normalised in its group by itself, then summed and whitened over the batch.
+
+    A = whiten(sum_k w_k (r_k - mean_k) / (std_k + 1e-4)), so that a part of small spread is not drowned by another.
+    w_k from ``gdpo_weights``, 1 if not named (``advantage_inputs`` names all, so that a penalty stays one). Without
+    parts the reward is the only one; turn rewards do not enter. Source: GDPO (arXiv:2601.05242).
+    """
+    groups = _groups(x)
+    total = torch.zeros_like(x.rewards)
+    for name, values in (x.parts or {"": x.rewards}).items():
+        weight = x.options.gdpo_weights.get(name, 1.0)
+        total += weight * groups.centred(values) / (groups.std(values) + EPSILON)
+    return _whitened(total, x)
+
+
+def reinforce_plus_plus_baseline(x: AdvantageInputs) -> Tensor:
+    """The group's mean as baseline, then whitened over all sampled tokens of the batch.
+
+    Source: REINFORCE++ (arXiv:2501.03262), the variant with a group baseline.
+    """
+    return _whitened(_groups(x).centred(x.rewards), x)
+
+
+def remax(x: AdvantageInputs) -> Tensor:
+    """A_i = r_i - r of the greedy episode of the same task, both with their turn rewards.
+
+    Source: ReMax (arXiv:2310.10505). A group whose greedy episode has no score gets 0.
+    """
+    assert x.baselines is not None, "remax needs greedy episodes"
+    return spread(torch.where(x.scored, x.rewards - x.baselines, 0.0), x.mask)
+
+
+def _whitened(rows: Tensor, x: AdvantageInputs) -> Tensor:
+    """Rows [N] on their tokens, with mean 0 and standard deviation 1 over the scored tokens of the batch."""
+    return whiten(spread(rows, x.mask), x.mask & x.scored[:, None])
+
+
+# --- Token estimators
+
+
+def gae_advantage(x: AdvantageInputs) -> Tensor:
+    """Generalised advantage estimation by a critic's values, whitened over the batch if asked to; see ``gae.py``."""
+    assert x.values is not None, "gae needs a critic"
+    advantages, _ = gae(x.token_rewards, x.values, x.mask, x.options.gamma, x.options.lam)
+    if not x.options.whiten:
+        return torch.where(x.scored[:, None], advantages, 0.0)
+    return whiten(advantages, x.mask & x.scored[:, None])
+
+
+def returns_to_go(x: AdvantageInputs, gamma: float = 1.0) -> Tensor:
+    """Discounted sum of a row's rewards from each sampled token on, [N, T]; only sampled tokens are steps."""
+    returns, _ = gae(x.token_rewards, torch.zeros_like(x.token_rewards), x.mask, gamma, 1.0)
+    return returns
+
+
+def reinforce_plus_plus(x: AdvantageInputs) -> Tensor:
+    """Returns to go, discounted by gamma per sampled token, whitened over all sampled tokens of the batch.
+
+    Source: REINFORCE++ (arXiv:2501.03262). No group is needed.
+    """
+    return whiten(returns_to_go(x, x.options.gamma), x.mask & x.scored[:, None])
+
+
+def optimal_token_baseline(x: AdvantageInputs) -> Tensor:
+    """A_t = G_t - sum_i(G_t W_t) / sum_i(W_t) over the group's rows that sampled column t.
+
+    G is the return to go, W_t = sum over sampled j <= t of 1 - 2 pi_j + sum_v pi_j(v)^2, a proxy for the squared norm
+    of the gradient so far. Source: the Optimal Token Baseline with the Logit-Gradient Proxy (arXiv:2602.07078), as verl
+    defines it (its equations were not at hand). Columns of the group's rows are compared where they stand, which fits
+    single-turn episodes, whose answers all start behind the same prompt. Beyond the end of the second longest row there
+    is nothing to compare with, and the longest keeps its return. A group of one gets 0. W leaves out the importance
+    weights by whose square verl may multiply its terms.
+    """
+    return _baseline_per_position(x, x.mask)
+
+
+def tir_optimal_token_baseline(x: AdvantageInputs) -> Tensor:
+    """``optimal_token_baseline`` by the number of the sampled token instead of its column: multi-turn episodes.
+
+    Tool results of different lengths shift the columns of later turns; counting sampled tokens alone puts them beside
+    each other again. As verl defines it (`tir_optimal_token_baseline`).
+    """
+    order = torch.argsort((~x.mask).to(torch.int8), dim=1, stable=True)  # sampled tokens first, in order
+    packed = torch.arange(x.mask.shape[1])[None] < x.mask.sum(1, keepdim=True)
+    result = torch.zeros_like(x.token_rewards)
+    return result.scatter(1, order, _baseline_per_position(x, packed, order))
+
+
+def _baseline_per_position(x: AdvantageInputs, mask: Tensor, order: Tensor | None = None) -> Tensor:
+    """Advantages at the positions of ``mask`` [N, T]; ``order`` brings tokens to their positions, None: as they are."""
+    assert x.logprobs is not None and x.sum_squares is not None, "the baseline needs the distribution of pi_old"
+    # a squared norm is never negative, but the rounding of a nearly certain token is, and weights must not be
+    norms = (1 - 2 * x.logprobs.exp() + x.sum_squares).clamp(min=0)
+    energy = torch.where(x.mask, norms, 0.0).cumsum(1)
+    returns = returns_to_go(x)
+    if order is not None:
+        energy, returns = energy.gather(1, order), returns.gather(1, order)
+    result = torch.zeros_like(returns)
+    groups = Groups.of(x.groups, x.weights)
+    for group in range(groups.count):
+        rows = torch.nonzero((groups.index == group) & x.scored).flatten()
+        if not len(rows) or groups.size[rows[0]] <= 1:
+            continue
+        there = mask[rows]
+        weight = torch.where(there, energy[rows] * groups.weights[rows, None], 0.0)
+        total = weight.sum(0)
+        baseline = torch.where(total > 0, (weight * returns[rows]).sum(0) / total, 0.0)  # total 0: no gradient so far
+        baseline[_second_end(there) :] = 0.0
+        result[rows] = torch.where(there, returns[rows] - baseline, 0.0)
+    return result
+
+
+def _second_end(there: Tensor) -> int:
+    """Where the second longest of two rows or more [n, T] ends: positions from there on are at most one row's."""
+    ends = (there * torch.arange(1, there.shape[1] + 1)).amax(1)
+    return int(ends.sort(descending=True).values[1])
+
+
+ADVANTAGES: dict[str, AdvantageFn] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "grpo_passk": grpo_passk,
+    "gdpo": gdpo,
+    "rloo": rloo,
+    "opo": opo,
+    "gpg": gpg,
+    "remax": remax,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "gae": gae_advantage,
+    "optimal_token_baseline": optimal_token_baseline,
+    "tir_optimal_token_baseline": tir_optimal_token_baseline,
+}

@@ -1,4 +1,4 @@
-"""The algorithm that a config names, as functions: precomputed up once, before training begins."""
+"""The algorithm that a config names, as functions: looked up once, before training begins."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,14 +7,13 @@ from torch import Tensor
 
 from rl_async.configs.schema.algorithm import AlgorithmConfig
 from rl_async.configs.schema.correction import Correction, resolve, rules
+from rl_async.configs.schema.formulas import advantage_needs
 from rl_async.configs.schema.run import RunConfig
-from rl_async.trainer.algorithms.advantages import Advantage
+from rl_async.trainer.algorithms.advantages import ADVANTAGES, AdvantageFn
 from rl_async.trainer.algorithms.aggregation import AGGREGATIONS, Counts
 from rl_async.trainer.algorithms.correction import Corrected, correct, normalise
-from rl_async.trainer.algorithms.estimators import ADVANTAGES, LOOKS
 from rl_async.trainer.algorithms.kl import ESTIMATORS
-from rl_async.trainer.algorithms.loss_inputs import PolicyLoss
-from rl_async.trainer.algorithms.losses import LOSSES
+from rl_async.trainer.algorithms.losses import LOSSES, PolicyLoss
 from rl_async.trainer.algorithms.user_functions import Correct, load_advantage, load_correction, load_loss
 from rl_async.trainer.backends.interface import OutputName
 from rl_async.userload import is_user_reference
@@ -24,10 +23,10 @@ from rl_async.userload import is_user_reference
 class Algorithm:
     """What ``update`` calls. ``decoupled``: pi_old is recomputed before the first mini-batch, else it is mu."""
 
-    advantage: Advantage
+    advantage: AdvantageFn
     loss: PolicyLoss
     correct: Correct  # target, behaviour, mask, age; all [B, T]
-    finish: Callable[[Corrected], Corrected]  # of a whole batch, once all of it is corrected; identity when bypassed
+    finish: Callable[[Corrected], Corrected]  # normalises a whole corrected batch; identity if not asked to
     rules: tuple[str, ...]  # that the correction may apply to a token
     decoupled: bool
     aggregate: Callable[[Tensor, Tensor, Tensor, Counts], Tensor]
@@ -37,12 +36,17 @@ class Algorithm:
 
 
 def build(config: RunConfig) -> Algorithm:
-    """Raises ConfigError naming the key for a name that is not there, or a user's function that does not fit."""
+    """Look up the functions that ``config`` names, and try a user's own on a tiny batch.
+
+    Raises ConfigError naming the key if a name is unknown or a user's function does not fit.
+    """
     algorithm = config.algorithm
-    correction = Correction()  # a user's is decoupled, and goes with any loss
+    correction = Correction()  # a user's own is decoupled and goes with any loss
     if not is_user_reference(algorithm.correction):
         correction = resolve(algorithm.correction, algorithm.correction_options)
-    precompute: set[OutputName] = set(LOOKS.get(algorithm.advantage, ()))
+    precompute: set[OutputName] = set()
+    if "sum_squares" in advantage_needs(algorithm.advantage):
+        precompute.add("sum_squares")
     train_outputs: set[OutputName] = set()
     if algorithm.entropy_coef > 0:
         train_outputs.add("entropy")
@@ -65,7 +69,7 @@ def build(config: RunConfig) -> Algorithm:
     )
 
 
-def _advantage(algorithm: AlgorithmConfig, *, critic: bool) -> Advantage:
+def _advantage(algorithm: AlgorithmConfig, *, critic: bool) -> AdvantageFn:
     if is_user_reference(algorithm.advantage):
         return load_advantage(algorithm.advantage, algorithm.advantage_options, critic=critic)
     return ADVANTAGES[algorithm.advantage]

@@ -1,16 +1,302 @@
-"""The registry of policy losses."""
+"""Policy losses per token, and the table that names them.
 
-from rl_async.trainer.algorithms.covariance_losses import clip_cov, kl_cov, select_clip_cov, select_kl_cov
-from rl_async.trainer.algorithms.loss_inputs import PolicyLoss
-from rl_async.trainer.algorithms.sequence_losses import gmpo, gspo
-from rl_async.trainer.algorithms.token_losses import cispo, decoupled_ppo, dro, ppo, reinforce, sapo
-from rl_async.trainer.algorithms.trust_region_losses import dppo_kl, dppo_tv, ipo, m2po, select_m2po
+Notation: w is the correction's weight, r = pi_theta / pi_old, A the advantage; pi_old is mu, the policy that sampled,
+when old log-probabilities are bypassed. Every loss is [B, T] and is aggregated afterwards (``aggregation.py``).
+
+To add one: write the function here, name it in ``LOSSES``, and declare its traits in ``configs/schema/formulas.py``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_async.configs.schema.algorithm import AlgorithmConfig
+from rl_async.trainer.algorithms.correction import LOG_RATIO_LIMIT
+
+SMALLEST = 1e-7  # keeps probabilities and their complements away from log(0)
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """A micro-batch of whole rows, all [B, T] (T counts predicted tokens)."""
+
+    logprobs: Tensor  # log pi_theta, carries the gradient
+    proximal: Tensor  # log pi_old, or log mu when old log-probabilities are bypassed
+    behaviour: Tensor  # log mu
+    advantages: Tensor
+    weights: Tensor  # the correction's, detached
+    mask: Tensor  # bool, tokens that train; elsewhere all values are finite and must not matter
+    options: AlgorithmConfig
+    selected: Tensor | None = None  # bool, what the loss's ``select`` picked from the whole mini-batch
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log pi_theta - log pi_old, limited to +-20."""
+        return (self.logprobs - self.proximal).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+    @property
+    def ratio(self) -> Tensor:
+        """r = pi_theta / pi_old."""
+        return self.log_ratio.exp()
+
+    def clip(self, ratio: Tensor) -> Tensor:
+        """Clamp ``ratio`` to [1 - clip_low, 1 + clip_high]."""
+        return ratio.clamp(1 - self.options.clip_low, 1 + self.options.clip_high)
+
+
+@dataclass(frozen=True)
+class SelectInputs:
+    """A whole mini-batch before its forward passes, the same on every rank and for every split; all [N, T]."""
+
+    proximal: Tensor
+    behaviour: Tensor
+    advantages: Tensor
+    mask: Tensor
+    options: AlgorithmConfig
+    seed: int  # of this mini-batch, for losses that draw tokens
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The loss of each token [B, T], and optionally a rule that picks tokens [N, T] from the whole mini-batch first.
+
+    ``select`` sees the mini-batch whole, so that its outcome does not depend on the split into micro-batches.
+    """
+
+    per_token: Callable[[LossInputs], Tensor]
+    select: Callable[[SelectInputs], Tensor] | None = None
+
+
+# --- One ratio per token
+
+
+def ppo(x: LossInputs) -> Tensor:
+    """-w min(r A, clip(r, 1 - low, 1 + high) A), and with ``clip_dual`` c at most -w c A where A < 0, [B, T].
+
+    Sources: PPO (arXiv:1707.06347), eq. 7; clip-higher: DAPO (arXiv:2503.14476), eq. 10; dual clip:
+    arXiv:1912.09729.
+    """
+    surrogate = torch.minimum(x.ratio * x.advantages, x.clip(x.ratio) * x.advantages)
+    dual = x.options.loss_options.clip_dual
+    if dual is not None:
+        surrogate = torch.where(x.advantages < 0, torch.maximum(surrogate, dual * x.advantages), surrogate)
+    return -x.weights * surrogate
+
+
+def decoupled_ppo(x: LossInputs) -> Tensor:
+    """-b min(r A, clip(r) A) with the behaviour weight b = pi_old / mu, 0 where it is above ``decoupled_cap``, [B, T].
+
+    The clip is around the proximal policy, the weight outside it. Sources: Hilton et al. (arXiv:2110.00641), eq. 4, as
+    AReaL (arXiv:2505.24298) uses it, with its cap on b. It brings its own weight, so no correction may add another.
+    """
+    behaviour = (x.proximal - x.behaviour).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    behaviour = torch.where(behaviour <= x.options.loss_options.decoupled_cap, behaviour, 0.0)
+    return behaviour * ppo(x)
+
+
+def reinforce(x: LossInputs) -> Tensor:
+    """-w A log pi_theta, without a ratio, [B, T]. Source: Williams 1992."""
+    return -x.weights * x.advantages * x.logprobs
+
+
+def cispo(x: LossInputs) -> Tensor:
+    """-w sg(clip(r, 1 - low, 1 + high)) A log pi_theta: clips the weight, so every token keeps its gradient, [B, T].
+
+    Source: MiniMax-M1 (arXiv:2506.13585), eqs. 4 and 5; there without a lower bound, which is ``clip_low=1`` here.
+    """
+    return -x.weights * x.clip(x.ratio).detach() * x.advantages * x.logprobs
+
+
+def sapo(x: LossInputs) -> Tensor:
+    """-w (4 / tau) sigmoid(tau (r - 1)) A, a soft gate in place of a clip, [B, T]; tau_negative where A <= 0.
+
+    Source: SAPO (arXiv:2511.20347). On-policy its gradient is that of r A.
+    """
+    options = x.options.loss_options
+    tau = torch.full_like(x.advantages, options.sapo_tau_negative)
+    tau = torch.where(x.advantages > 0, options.sapo_tau_positive, tau)
+    return -x.weights * (4 / tau) * torch.sigmoid(tau * (x.ratio - 1)) * x.advantages
+
+
+def dro(x: LossInputs) -> Tensor:
+    """-w (A log pi_theta - beta / 2 (log r)^2): a quadratic penalty in place of a clip, [B, T].
+
+    Direct reward optimisation (arXiv:2405.19107) with the advantage for r - V, multiplied out, without the
+    constant: the per-token form that verl and others call `dro`. beta is ``dro_beta``.
+    """
+    penalty = 0.5 * x.options.loss_options.dro_beta * x.log_ratio**2
+    return -x.weights * (x.advantages * x.logprobs - penalty)
+
+
+# --- One ratio per sequence. Meant for aggregation=seq-mean-token-mean, where every sequence counts the same
+
+
+def _row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over a row's tokens where ``mask``, [B, 1]."""
+    return torch.where(mask, values, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+
+
+def gspo(x: LossInputs) -> Tensor:
+    """-w min(s A, clip(s, 1 - low, 1 + high) A) with the length-normalised ratio s of the sequence, [B, T].
+
+    s = exp(mean_t log r_t); as GSPO-token, its value is the sequence's and its gradient goes through the token itself:
+    s_t = sg(s) pi_t / sg(pi_t). A weight per token weighs that token's term. s stays much nearer to 1 than r: the paper
+    clips at 3e-4 and 4e-4. Source: GSPO (arXiv:2507.18071), eqs. 7, 13 and 14.
+    """
+    log_s = _row_mean(x.log_ratio, x.mask).detach() + x.logprobs - x.logprobs.detach()
+    s = log_s.exp()
+    return -x.weights * torch.minimum(s * x.advantages, x.clip(s) * x.advantages)
+
+
+def gmpo(x: LossInputs) -> Tensor:
+    """-w A exp(mean_t of log r_t, limited token by token): the geometric mean of the ratios, on each token, [B, T].
+
+    log r_t is limited to [-clip_low, clip_high], on the side on which PPO would clip: the smaller of A log r_t and
+    A clip(log r_t). The paper's limits are 0.4 and 0.4. Weights enter by their own geometric mean over the row, and A
+    by its mean over the row's tokens. Source: GMPO (arXiv:2507.20673).
+    """
+    sign = x.advantages.sign()
+    limited = x.log_ratio.clamp(-x.options.clip_low, x.options.clip_high)
+    log_ratio = sign * torch.minimum(sign * x.log_ratio, sign * limited)
+    weights = _row_mean(x.weights.clamp(min=1e-10).log(), x.mask).exp()
+    loss = -weights * _row_mean(log_ratio, x.mask).exp() * _row_mean(x.advantages, x.mask)
+    return loss.expand_as(x.logprobs)
+
+
+# --- A trust region: tokens on which the policy has moved too far are masked, -w r A elsewhere
+
+
+def _moves_away(x: LossInputs) -> Tensor:
+    """Whether the gradient moves the token's probability further from the old one: r > 1 with A > 0, or the reverse."""
+    moved = (x.logprobs - x.proximal).detach()
+    return ((moved > 0) & (x.advantages > 0)) | ((moved < 0) & (x.advantages < 0))
+
+
+def _masked(x: LossInputs, drop: Tensor) -> Tensor:
+    """-w r A, 0 where ``drop``."""
+    return -x.weights * torch.where(drop, 0.0, x.ratio * x.advantages)
+
+
+def dppo_tv(x: LossInputs) -> Tensor:
+    """-w r A, but 0 for tokens that move away and are more than ``dppo_tv`` from pi_old in total variation, [B, T].
+
+    The distance is that of the sampled token against all others: |pi_theta - pi_old|. Source: DPPO
+    (arXiv:2602.04879), the binary approximation, there with mu for pi_old; the threshold 0.2 is prime-rl's.
+    """
+    distance = (x.logprobs.detach().exp() - x.proximal.exp()).abs()
+    return _masked(x, _moves_away(x) & (distance > x.options.loss_options.dppo_tv))
+
+
+def dppo_kl(x: LossInputs) -> Tensor:
+    """As ``dppo_tv`` with KL(pi_old || pi_theta) of the sampled token against all others, above ``dppo_kl``, [B, T]."""
+    new = x.logprobs.detach().exp().clamp(SMALLEST, 1 - SMALLEST)
+    old = x.proximal.exp().clamp(SMALLEST, 1 - SMALLEST)
+    distance = old * (old / new).log() + (1 - old) * ((1 - old) / (1 - new)).log()
+    return _masked(x, _moves_away(x) & (distance > x.options.loss_options.dppo_kl))
+
+
+def ipo(x: LossInputs) -> Tensor:
+    """-w (r A - ``ipo_penalty`` (log r)^2), without r A where the probability moved by more than ``ipo``, [B, T].
+
+    The direction does not matter, and the penalty draws masked tokens back too. As prime-rl defines it (loss `ipo`,
+    threshold 0.1, `kl_tau` 1e-3), with mu for pi_old; no paper is named there.
+    """
+    distance = (x.logprobs.detach().exp() - x.proximal.exp()).abs()
+    penalty = x.options.loss_options.ipo_penalty * x.log_ratio**2
+    return _masked(x, distance > x.options.loss_options.ipo) + x.weights * penalty
+
+
+def m2po(x: LossInputs) -> Tensor:
+    """-w r A, 0 for the tokens that ``select_m2po`` picked, [B, T].
+
+    Source: M2PO (arXiv:2510.01161), the objective without a clip.
+    """
+    assert x.selected is not None
+    return _masked(x, x.selected)
+
+
+def select_m2po(x: SelectInputs) -> Tensor:
+    """Pick the tokens without which the mean of (log pi_old - log mu)^2 is at most ``m2po``, [N, T].
+
+    These are the largest squares, no more of them than needed, and any that equal the smallest of them. Source: M2PO
+    (arXiv:2510.01161), the second-moment constraint; the budget 0.04 is the paper's.
+    """
+    squares = torch.where(x.mask, (x.proximal - x.behaviour).double() ** 2, 0.0)
+    values = squares[x.mask].sort().values
+    means = values.cumsum(0) / torch.arange(1, len(values) + 1, dtype=torch.float64)
+    kept = int((means <= x.options.loss_options.m2po).sum())  # the running means only rise
+    if kept == len(values):
+        return torch.zeros_like(x.mask)
+    limit = values[kept]  # tokens as extreme as the first that has to go are masked with it
+    return x.mask & (squares >= limit)
+
+
+# --- Against the collapse of entropy: holds back tokens on which advantage and log-probability rise together
+#
+# The covariance of a token is (A - mean A) (log pi_old - mean log pi_old), means over the mini-batch. The paper takes
+# it of the policy in training; taking pi_old (mu when bypassed) lets tokens be picked before the forward passes, so
+# that the choice does not depend on micro-batches and ranks. In a step's first mini-batch the two are the same.
+
+
+def covariance(x: SelectInputs) -> Tensor:
+    """Compute each token's covariance, float64 [N, T], 0 where nothing trains. Source: arXiv:2505.22617."""
+    count = x.mask.sum().clamp(min=1)
+
+    def centred(values: Tensor) -> Tensor:
+        kept = torch.where(x.mask, values.double(), 0.0)
+        return torch.where(x.mask, kept - kept.sum() / count, 0.0)
+
+    return centred(x.advantages) * centred(x.proximal)
+
+
+def _share(share: float, mask: Tensor) -> int:
+    """How many of the mask's tokens a share is: at least one if the share is positive and there are tokens."""
+    tokens = int(mask.sum())
+    return min(max(int(share * tokens), 1), tokens) if share > 0 else 0
+
+
+def select_clip_cov(x: SelectInputs) -> Tensor:
+    """Draw ``clip_cov_share`` of all tokens from those whose covariance is between the two bounds, [N, T]."""
+    options = x.options.loss_options
+    cov = covariance(x)
+    candidates = torch.nonzero(x.mask & (cov > options.clip_cov_low) & (cov < options.clip_cov_high))
+    wanted = _share(options.clip_cov_share, x.mask)
+    order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(x.seed))
+    picked = candidates[order[:wanted]]
+    selected = torch.zeros_like(x.mask)
+    selected[picked[:, 0], picked[:, 1]] = True
+    return selected
+
+
+def clip_cov(x: LossInputs) -> Tensor:
+    """``ppo``, without the selected tokens, [B, T]. Source: Clip-Cov (arXiv:2505.22617)."""
+    assert x.selected is not None
+    return torch.where(x.selected, 0.0, ppo(x))
+
+
+def select_kl_cov(x: SelectInputs) -> Tensor:
+    """Pick the ``kl_cov_share`` of all tokens with the largest covariance, at least one, [N, T]."""
+    cov = torch.where(x.mask, covariance(x), -torch.inf)
+    wanted = _share(x.options.loss_options.kl_cov_share, x.mask)
+    selected = torch.zeros_like(x.mask).flatten()
+    selected[cov.flatten().argsort(descending=True, stable=True)[:wanted]] = True
+    return selected.reshape(x.mask.shape)
+
+
+def kl_cov(x: LossInputs) -> Tensor:
+    """-w (r A - coef |log r| on the selected tokens), without a clip, [B, T]. Source: KL-Cov (arXiv:2505.22617)."""
+    assert x.selected is not None
+    penalty = torch.where(x.selected, x.options.loss_options.kl_cov_coef * x.log_ratio.abs(), 0.0)
+    return -x.weights * (x.ratio * x.advantages - penalty)
+
 
 LOSSES: dict[str, PolicyLoss] = {
     "ppo": PolicyLoss(ppo),
     "decoupled_ppo": PolicyLoss(decoupled_ppo),
     "reinforce": PolicyLoss(reinforce),
-    "gpg": PolicyLoss(reinforce),  # GPG (arXiv:2504.02546) is the plain gradient; its own part is the advantage
+    "gpg": PolicyLoss(reinforce),  # GPG (arXiv:2504.02546) is the plain gradient; what is its own is the advantage
     "gspo": PolicyLoss(gspo),
     "gmpo": PolicyLoss(gmpo),
     "sapo": PolicyLoss(sapo),

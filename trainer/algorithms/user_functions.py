@@ -21,9 +21,9 @@ from torch import Tensor
 from rl_async.configs.schema.algorithm import AdvantageOptions, AlgorithmConfig
 from rl_async.configs.schema.correction import RULES
 from rl_async.errors import ConfigError
-from rl_async.trainer.algorithms.advantages import Advantage, AdvantageInputs
+from rl_async.trainer.algorithms.advantages import AdvantageFn, AdvantageInputs
 from rl_async.trainer.algorithms.correction import Corrected
-from rl_async.trainer.algorithms.loss_inputs import LossInputs, PolicyLoss, SelectInputs
+from rl_async.trainer.algorithms.losses import LossInputs, PolicyLoss, SelectInputs
 from rl_async.userload import load_user_object
 
 Correct = Callable[[Tensor, Tensor, Tensor, Tensor], Corrected]
@@ -78,10 +78,10 @@ class Trial:
             raise self.error(f"changes {name} of tokens with what stands at tokens whose mask is false; use the mask")
 
 
-def load_advantage(reference: str, options: AdvantageOptions, *, critic: bool = False) -> Advantage:
+def load_advantage(reference: str, options: AdvantageOptions, *, critic: bool = False) -> AdvantageFn:
     """The user's advantage estimator; ``critic``: there is one, and ``x.values`` with it."""
     trial = Trial("algorithm.advantage", reference)
-    function: Advantage = trial.load()
+    function: AdvantageFn = trial.load()
     mask, given = MASK.repeat(3, 1)[:5], list[Tensor]()
     for garbage in GARBAGE:
         inputs = _advantage_inputs(mask, garbage, options, critic)

@@ -7,14 +7,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rl_async.configs.schema.critic import CriticConfig
+from rl_async.configs.schema.algorithm import CriticConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged
 from rl_async.trainer.algorithms.advantages import AdvantageInputs
 from rl_async.trainer.algorithms.aggregation import count, token_mean
-from rl_async.trainer.algorithms.gae import gae
-from rl_async.trainer.algorithms.value_loss import explained_variance, value_loss
+from rl_async.trainer.algorithms.values import explained_variance, gae, value_loss
 from rl_async.trainer.backends.interface import Backend, LossFn, Outputs
 from rl_async.trainer.batches.data_parallel import DataParallel
 from rl_async.trainer.step.whole_batch import MicroBatch

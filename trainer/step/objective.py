@@ -10,7 +10,7 @@ from rl_async.configs.schema.algorithm import AlgorithmConfig
 from rl_async.trainer.algorithms.aggregation import count
 from rl_async.trainer.algorithms.algorithm import Algorithm
 from rl_async.trainer.algorithms.correction import Corrected
-from rl_async.trainer.algorithms.loss_inputs import LossInputs, SelectInputs
+from rl_async.trainer.algorithms.losses import LossInputs, SelectInputs
 from rl_async.trainer.backends.interface import Backend, LossFn, Outputs
 from rl_async.trainer.batches.data_parallel import DataParallel
 from rl_async.trainer.step.whole_batch import MicroBatch, WholeBatch, gather

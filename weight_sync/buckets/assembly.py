@@ -1,4 +1,4 @@
-"""Parameters put together from pieces, for loaders that take whole tensors only."""
+"""Assembles parameters from their pieces, for loaders that only take whole tensors."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,9 +10,9 @@ from rl_async.weight_sync.buckets.buckets import Piece
 
 
 class Assembler:
-    """Hands whole tensors to ``load``; holds at most the one parameter that is not complete yet.
+    """Hands whole tensors to ``load`` and holds at most one incomplete parameter.
 
-    ``load`` gets views that are valid during its call only. A first piece forgets what was left unfinished.
+    ``load`` gets views that are valid only during the call. The first piece of a parameter discards an incomplete one.
     """
 
     def __init__(self, load: Callable[[list[tuple[str, Tensor]]], None]) -> None:
@@ -21,7 +21,7 @@ class Assembler:
         self._partial: Tensor | None = None
 
     def __call__(self, pieces: Sequence[Piece]) -> None:
-        """Load what these pieces complete. Raises WeightSyncError for a piece out of order."""
+        """Load the parameters that these pieces complete. Raises WeightSyncError for a piece out of order."""
         done = []
         for piece in pieces:
             whole = piece.data if piece.whole else self._add(piece)
@@ -36,7 +36,8 @@ class Assembler:
             self._partial = piece.data.new_empty(math.prod(piece.shape))
         if self._partial is None or (piece.name, piece.start) != (self._name, self._filled):
             raise WeightSyncError(
-                f"{piece.name!r} from element {piece.start} on, after {self._filled} elements of {self._name!r}"
+                f"piece of {piece.name!r} from element {piece.start} on is out of order: it follows "
+                f"{self._filled} elements of {self._name!r}"
             )
         end = piece.start + piece.data.numel()
         if end > self._partial.numel() or piece.data.dtype != self._partial.dtype:

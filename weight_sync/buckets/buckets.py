@@ -1,12 +1,12 @@
-"""Named tensors as flat byte buffers of bounded size, and back.
+"""Packs named tensors into flat byte buffers of bounded size, and unpacks them.
 
 A bucket concatenates the bytes of its pieces in order; each offset is rounded up to the piece's item size. A piece is
-a whole parameter, or where that is larger than a bucket a box of it whose elements follow one another: some rows, or a
-part of one. Both sides compute the offsets from the manifest alone.
+a whole parameter or, if that is larger than a bucket, a contiguous box of it: some rows, or a part of one row. Both
+sides compute the offsets from the manifest alone.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import xxhash
 from torch import Tensor
 
 from rl_async.errors import WeightSyncError
-from rl_async.weight_sync.layout import Box, TensorSpec, lengths, slices, volume, whole
+from rl_async.weight_sync.layout import Box, TensorSpec, lengths, volume, whole
 from rl_async.weight_sync.protocol import UpdateInfo
 
 
@@ -31,38 +31,38 @@ class Piece:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing of the parameter is missing."""
+        """Whether the piece is the whole parameter."""
         return self.data.numel() == math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """``data`` is uint8[nbytes] on the host; ``info`` says what it holds."""
+    """Bytes to send, uint8[nbytes] on the host, and the manifest of what they hold."""
 
     data: Tensor
     info: UpdateInfo
 
     @property
     def nbytes(self) -> int:
-        """Bytes that travel."""
+        """Number of bytes that are sent."""
         return self.data.numel()
 
 
 @dataclass(frozen=True)
 class EmptyBucket:
-    """A bucket that is yet to be filled: ``boxes`` are views of ``data``, of each box's shape, in order."""
+    """A bucket to be filled: ``boxes`` are views of ``data``, each in its box's shape, in order."""
 
     data: Tensor
     boxes: list[tuple[str, Box, Tensor]]
     info: UpdateInfo  # without a checksum
 
     def seal(self) -> Bucket:
-        """The bucket, once all boxes have their values."""
+        """Return the bucket with its checksum; call it once all boxes have their values."""
         return Bucket(data=self.data, info=msgspec.structs.replace(self.info, checksum=checksum(self.data)))
 
 
 class PlannedPiece(NamedTuple):
-    """A box of a tensor, as it will lie in a bucket."""
+    """A box of a tensor, planned to go into a bucket."""
 
     name: str
     spec: TensorSpec
@@ -70,12 +70,12 @@ class PlannedPiece(NamedTuple):
 
 
 def divide(specs: Mapping[str, TensorSpec], max_bytes: int) -> list[list[PlannedPiece]]:
-    """What goes into each bucket of at most ``max_bytes``, in the order given.
+    """Divide tensors among buckets of at most ``max_bytes``, in the order given.
 
-    A tensor that fits into a bucket is never cut. Raises ValueError if not even one element fits.
+    A tensor that fits into a bucket is never cut. Raises ValueError if a bucket cannot hold a single element.
     """
     if max_bytes < 1:
-        raise ValueError(f"a bucket needs at least one byte, not {max_bytes}")
+        raise ValueError(f"a bucket must have at least one byte, not {max_bytes}")
     buckets: list[list[PlannedPiece]] = [[]]
     end = 0
     for name, spec in specs.items():
@@ -90,30 +90,19 @@ def divide(specs: Mapping[str, TensorSpec], max_bytes: int) -> list[list[Planned
 
 
 def allocate_buckets(specs: Mapping[str, TensorSpec], max_bytes: int) -> list[EmptyBucket]:
-    """Empty buckets for tensors, as ``divide`` says."""
-    return [_room(parts) for parts in divide(specs, max_bytes)]
-
-
-def make_buckets(parameters: Iterable[tuple[str, Tensor]], max_bytes: int) -> list[Bucket]:
-    """Copies of whole tensors, from any device, in buckets of at most ``max_bytes``. Raises as ``allocate_buckets``."""
-    tensors = dict(parameters)
-    specs = {name: TensorSpec(tuple(t.shape), dtype_name(t.dtype)) for name, t in tensors.items()}
-    rooms = allocate_buckets(specs, max_bytes)
-    for room in rooms:
-        for name, box, place in room.boxes:
-            place.copy_(tensors[name].detach()[slices(box, whole(tensors[name].shape))])
-    return [room.seal() for room in rooms]
+    """Allocate the buckets into which ``divide`` puts the tensors; the caller fills and seals them."""
+    return [_allocate(pieces) for pieces in divide(specs, max_bytes)]
 
 
 def unpack(data: Tensor, info: UpdateInfo) -> list[Piece]:
-    """The pieces of a bucket as views of ``data`` (uint8[nbytes]).
+    """Return the pieces of a bucket as views of ``data``, uint8[nbytes].
 
     Raises WeightSyncError if the manifest is malformed or does not cover exactly these bytes.
     """
     dtypes, numels, starts = _manifest(info)
     offsets, total = _layout(dtypes, numels)
     if data.numel() != total:
-        raise WeightSyncError(f"the bucket has {data.numel()} bytes, its manifest {total}")
+        raise WeightSyncError(f"the bucket has {data.numel()} bytes, but its manifest says {total}")
     return [
         Piece(name, tuple(shape), start, data[at : at + numel * dtype.itemsize].view(dtype))
         for name, shape, start, dtype, numel, at in zip(info.names, info.shapes, starts, dtypes, numels, offsets)
@@ -121,38 +110,38 @@ def unpack(data: Tensor, info: UpdateInfo) -> list[Piece]:
 
 
 def manifest_bytes(info: UpdateInfo) -> int:
-    """Size of the bucket that ``info`` describes. Raises WeightSyncError for a malformed manifest."""
+    """Return the size of the bucket that ``info`` describes. Raises WeightSyncError for a malformed manifest."""
     dtypes, numels, _ = _manifest(info)
     return _layout(dtypes, numels)[1]
 
 
 def wire_bytes(info: UpdateInfo) -> int:
-    """Bytes that travel for this bucket. Raises WeightSyncError for a malformed manifest."""
+    """Return the number of bytes sent for this bucket. Raises WeightSyncError for a malformed manifest."""
     return info.payload_bytes if info.kind == "delta" else manifest_bytes(info)
 
 
 def item_size(info: UpdateInfo) -> int:
-    """The smallest item of the bucket in bytes, of which every offset and the size are multiples; 1 if it is empty."""
+    """Return the bucket's smallest item size in bytes, which divides every offset and the size; 1 if it is empty."""
     dtypes, numels, _ = _manifest(info)
     return min((dtype.itemsize for dtype in dtypes), default=1) if any(numels) else 1
 
 
 def checksum(data: Tensor) -> str:
-    """xxh3_128 of a host tensor's bytes (uint8[nbytes], contiguous), in hex."""
+    """Return the xxh3_128 of a host tensor's bytes (uint8[nbytes], contiguous), in hex."""
     return xxhash.xxh3_128_hexdigest(data.numpy().data)
 
 
 def verify(data: Tensor, info: UpdateInfo) -> None:
-    """Raise WeightSyncError unless the bytes are those that were packed."""
+    """Raise WeightSyncError unless the bytes have the manifest's checksum."""
     found = checksum(data)
     if found != info.checksum:
-        raise WeightSyncError(f"checksum of the bucket from {info.names[0]!r} on is {found}, expected {info.checksum}")
+        raise WeightSyncError(f"bucket from {info.names[0]!r} on has checksum {found}, expected {info.checksum}")
 
 
 def _cut(name: str, spec: TensorSpec, max_bytes: int) -> Iterator[Box]:
-    """Boxes whose elements follow one another: rows as long as one fits, else parts of each row."""
+    """Yield contiguous boxes of at most ``max_bytes``: whole rows if a row fits, else parts of each row."""
     if max_bytes < spec.itemsize:
-        raise ValueError(f"not one element of {name} ({spec.itemsize} bytes) fits into a bucket of {max_bytes} bytes")
+        raise ValueError(f"a bucket of {max_bytes} bytes cannot hold one element of {name} ({spec.itemsize} bytes)")
     todo = [whole(spec.shape)]
     while todo:
         box = todo.pop(0)
@@ -167,21 +156,21 @@ def _cut(name: str, spec: TensorSpec, max_bytes: int) -> Iterator[Box]:
         todo = [(*box[:dimension], part, *box[dimension + 1 :]) for part in ends] + todo
 
 
-def _room(parts: Sequence[PlannedPiece]) -> EmptyBucket:
-    dtypes = [_dtype(part.spec.dtype) for part in parts]
-    numels = [volume(part.box) for part in parts]
+def _allocate(pieces: Sequence[PlannedPiece]) -> EmptyBucket:
+    dtypes = [_dtype(piece.spec.dtype) for piece in pieces]
+    numels = [volume(piece.box) for piece in pieces]
     offsets, total = _layout(dtypes, numels)
     data = torch.zeros(total, dtype=torch.uint8)  # the padding is part of the checksum
     boxes = [
-        (part.name, part.box, data[at : at + numel * dtype.itemsize].view(dtype).view(lengths(part.box)))
-        for part, dtype, numel, at in zip(parts, dtypes, numels, offsets, strict=True)
+        (piece.name, piece.box, data[at : at + numel * dtype.itemsize].view(dtype).view(lengths(piece.box)))
+        for piece, dtype, numel, at in zip(pieces, dtypes, numels, offsets, strict=True)
     ]
-    cut = any(part.box != whole(part.spec.shape) for part in parts)
+    cut = any(piece.box != whole(piece.spec.shape) for piece in pieces)
     info = UpdateInfo(
-        names=[part.name for part in parts],
-        dtype_names=[part.spec.dtype for part in parts],
-        shapes=[list(part.spec.shape) for part in parts],
-        starts=[_first(part.spec.shape, part.box) for part in parts] if cut else [],
+        names=[piece.name for piece in pieces],
+        dtype_names=[piece.spec.dtype for piece in pieces],
+        shapes=[list(piece.spec.shape) for piece in pieces],
+        starts=[_first(piece.spec.shape, piece.box) for piece in pieces] if cut else [],
         numels=numels if cut else [],
         checksum="",
     )
@@ -189,7 +178,7 @@ def _room(parts: Sequence[PlannedPiece]) -> EmptyBucket:
 
 
 def _first(shape: Sequence[int], box: Box) -> int:
-    """Where the box begins in the flattened tensor."""
+    """Return the index of the box's first element in the flattened tensor."""
     at = 0
     for size, (start, _) in zip(shape, box, strict=True):
         at = at * size + start
@@ -197,7 +186,7 @@ def _first(shape: Sequence[int], box: Box) -> int:
 
 
 def _manifest(info: UpdateInfo) -> tuple[list[torch.dtype], list[int], list[int]]:
-    """Type, number of elements and first element of each piece. Raises WeightSyncError if they cannot be."""
+    """Return type, number of elements and first element of each piece. Raises WeightSyncError if they are invalid."""
     count = len(info.names)
     lengths = (len(info.dtype_names), len(info.shapes))
     if lengths != (count, count) or len(info.starts) not in (0, count) or len(info.numels) != len(info.starts):
@@ -214,7 +203,7 @@ def _manifest(info: UpdateInfo) -> tuple[list[torch.dtype], list[int], list[int]
 
 
 def _layout(dtypes: Sequence[torch.dtype], numels: Sequence[int]) -> tuple[list[int], int]:
-    """Offset of each piece, and the size of the bucket: at least one byte, since transports refuse none."""
+    """Return each piece's offset and the bucket's size, at least one byte because transports refuse empty ones."""
     offsets, end = [], 0
     for dtype, numel in zip(dtypes, numels):
         at = _aligned(end, dtype.itemsize)
@@ -228,7 +217,7 @@ def _aligned(offset: int, itemsize: int) -> int:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As manifests and layouts have it: ``bfloat16``."""
+    """Return the name of a dtype as manifests and layouts spell it, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 

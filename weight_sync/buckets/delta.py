@@ -1,8 +1,8 @@
-"""What changed between two versions of a bucket, as fewer bytes than the bucket.
+"""Encodes the difference between two versions of a bucket in fewer bytes than the bucket has.
 
-Both are compared bit by bit in units of the bucket's smallest item size. The payload has, for every block of 2^16
-units, how many of them changed (uint32), then the place in its block of each changed unit (uint16), then their new
-values: two bytes and one item per changed element. Nothing is rounded: NaNs and negative zeros are bits like others.
+The two are compared bitwise in units of the bucket's smallest item size. The payload has the number of changed units in
+each block of 2^16 (uint32), then the position of each changed unit in its block (uint16), then their new values: two
+bytes and one item per changed element. The encoding is lossless, for NaNs and negative zeros too.
 """
 
 import math
@@ -22,9 +22,9 @@ UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def deltas(buckets: Sequence[Bucket], base: Sequence[Bucket], base_version: str) -> Iterator[Bucket]:
-    """Each bucket against the one at its place in ``base``; as it is where a delta would not be smaller.
+    """Yield each bucket as a delta against the one at its position in ``base``, or whole if a delta is not smaller.
 
-    The checksum stays that of the whole bucket, so the receiver verifies what comes out, not what came in.
+    The checksum remains that of the whole bucket, so the receiver verifies the decoded bytes, not the payload.
     """
     for index, bucket in enumerate(buckets):
         old = base[index] if index < len(base) else None
@@ -37,9 +37,9 @@ def deltas(buckets: Sequence[Bucket], base: Sequence[Bucket], base_version: str)
 
 
 def apply_delta(payload: Tensor, data: Tensor, info: UpdateInfo) -> None:
-    """Change ``data`` (uint8[nbytes], the base) in place into the new bucket; ``payload`` is uint8[payload_bytes].
+    """Turn ``data``, the base as uint8[nbytes], in place into the new bucket; ``payload`` is uint8[payload_bytes].
 
-    Raises WeightSyncError for a payload that does not fit. The caller verifies the result.
+    Raises WeightSyncError for a payload that does not fit the bucket. The caller verifies the result.
     """
     unit = UNITS[item_size(info)]
     units = data.numpy().view(unit)
@@ -52,12 +52,12 @@ def apply_delta(payload: Tensor, data: Tensor, info: UpdateInfo) -> None:
     places = raw[head : head + 2 * changed].view(np.uint16).astype(np.int64)
     places += np.repeat(np.arange(len(counts), dtype=np.int64) * BLOCK, counts)
     if changed and places.max() >= len(units):
-        raise WeightSyncError(f"a delta changes more than the bucket from {info.names[0]!r} on has")
+        raise WeightSyncError(f"a delta changes positions beyond the end of the bucket from {info.names[0]!r} on")
     units[places] = raw[head + 2 * changed :].view(unit)
 
 
 def _encode(bucket: Bucket, base: Bucket) -> Tensor | None:
-    """The payload, or None where it would be as large as the bucket."""
+    """Return the payload, or None if it would be as large as the bucket."""
     unit = UNITS[item_size(bucket.info)]
     new, old = bucket.data.numpy().view(unit), base.data.numpy().view(unit)
     places = np.flatnonzero(new != old)

@@ -1,7 +1,6 @@
-"""An engine's own copy of the buckets that it received last: what deltas are applied to and adapters added to, and what
-waits to be loaded.
+"""An engine's own copy of the buckets that it received last: the base of deltas and adapters, and staged buckets.
 
-It costs as much host memory as the weights that travel. Only updates with ``hold`` keep one.
+It costs as much host memory as the weights that are sent. Only updates with ``hold`` keep one.
 """
 
 from collections.abc import Callable
@@ -22,19 +21,19 @@ class _Held:
 
 
 class RetainedBuckets:
-    """Buckets by place. ``version`` names them when all are of one version; else it is empty."""
+    """Buckets by position. ``version`` is theirs when all of one version are complete, and otherwise empty."""
 
     def __init__(self) -> None:
         self._held: list[_Held] = []
-        self._coming = self._base = ""  # the version that is being received, and the one that was here before
-        self._next = 0  # place of its next bucket
+        self._coming = self._base = ""  # the version being received, and the complete one before it
+        self._next = 0  # position of the next bucket of ``_coming``
         self.version = ""
 
     def put(self, wire: Tensor, info: UpdateInfo) -> Tensor:
-        """Keep one bucket of ``info.version`` and return its bytes, verified: uint8[nbytes], valid until the next put.
+        """Keep one bucket of ``info.version`` and return its verified bytes, uint8[nbytes], valid until the next put.
 
-        Raises WeightSyncError for a delta against other weights, a bucket out of order, or a wrong checksum; what is
-        held is of no use then until a full update.
+        Raises WeightSyncError for a delta against other weights, a bucket out of order, or a wrong checksum. After
+        that, only a full update makes the copy usable again.
         """
         if info.index == 0:
             self._coming, self._base, self._next, self.version = info.version, self.version, 0, ""
@@ -42,7 +41,7 @@ class RetainedBuckets:
             coming = self._coming or "none"
             self._coming = ""
             raise WeightSyncError(
-                f"bucket {info.index} of {info.version} came where bucket {self._next} of {coming} was expected"
+                f"bucket {info.index} of version {info.version} arrived, expected was bucket {self._next} of {coming}"
             )
         try:
             data = self._patched(wire, info) if info.kind == "delta" else self._copied(wire, info)
@@ -56,15 +55,15 @@ class RetainedBuckets:
         return data
 
     def load(self, version: str, load: Callable[[list[Piece]], None]) -> None:
-        """Hand all buckets to ``load``. Raises WeightSyncError unless all of ``version`` are here."""
-        self.require(version, f"asked to load {version}")
+        """Hand all buckets to ``load``. Raises WeightSyncError unless ``version`` is complete."""
+        self.require(version, f"cannot load version {version}")
         for held in self._held:
             load(unpack(held.data, held.info))
 
     def require(self, version: str, what: str) -> None:
-        """Raise WeightSyncError, saying ``what`` it was for, unless all of ``version`` are here."""
+        """Raise WeightSyncError, beginning with ``what`` failed, unless ``version`` is complete."""
         if self.version != version:
-            raise WeightSyncError(f"{what}, but what is here complete is {self.version or 'nothing'}")
+            raise WeightSyncError(f"{what}: this engine holds {self.version or 'no complete version'}")
 
     def _patched(self, wire: Tensor, info: UpdateInfo) -> Tensor:
         if info.base != self._base or info.index >= len(self._held):

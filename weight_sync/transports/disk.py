@@ -1,7 +1,7 @@
-"""Buckets as safetensors files in a folder that trainer and engines share: no sockets between them, any file system.
+"""Sends buckets as safetensors files in a folder that trainer and engines share, on any file system, without sockets.
 
-A file holds one tensor, ``bucket`` uint8[nbytes]. It appears under its name only when it is complete and on the disk,
-and is deleted as soon as every engine has read it; what a killed trainer left is deleted by the next one.
+A file holds one tensor, ``bucket`` uint8[nbytes]. It appears under its name only when it is complete and durable, and
+is deleted as soon as every engine has read it. Files that a killed trainer left are deleted by the next one.
 """
 
 import shutil
@@ -22,7 +22,7 @@ KEY = "bucket"
 
 
 class DiskSender:
-    """Writes into ``folder``, which belongs to this sender alone: a file per staged bucket, read by all engines."""
+    """Writes one file per staged bucket into ``folder``, which belongs to this sender alone."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -32,17 +32,17 @@ class DiskSender:
         try:
             folder.mkdir(parents=True)
         except OSError as error:
-            raise WeightSyncError(f"weight_sync.folder: no folder for weights at {folder}: {error}") from error
+            raise WeightSyncError(f"weight_sync.folder: cannot create {folder}: {error}") from error
 
     def init_info(self, member: int) -> InitInfo:
-        """Engines need to know the folder only."""
+        """Tell engines the folder; the manifest of each bucket names its file."""
         return InitInfo(backend="disk", folder=str(self._folder.resolve()))
 
     def connect(self) -> None:
-        """Nobody to meet."""
+        """Do nothing: there is no group to form."""
 
     def stage(self, bucket: Bucket) -> UpdateInfo:
-        """Write the bucket into a new file, whose name no engine can have cached."""
+        """Write the bucket to a file whose name was never used, so that no engine has it cached."""
         file = self._folder / f"{self._written:06d}.safetensors"
         self._written += 1
         try:
@@ -53,7 +53,7 @@ class DiskSender:
         return msgspec.structs.replace(bucket.info, file=file.name)
 
     def send(self, bucket: Bucket) -> None:
-        """The bytes are already there."""
+        """Do nothing: ``stage`` has written the bytes."""
 
     def unstage(self) -> None:
         """Delete the oldest file; engines that still map it keep their mapping."""
@@ -61,25 +61,28 @@ class DiskSender:
             self._files.popleft().unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Delete what is left. After a deadline a thread may still write; the next trainer deletes that."""
+        """Delete the folder. A thread that still writes after a deadline may leave a file, which the next trainer
+        deletes.
+        """
         shutil.rmtree(self._folder, ignore_errors=True)
         self._files.clear()
 
 
 class DiskReceiver:
-    """One engine's side; needs the folder only."""
+    """Reads the files that manifests name, on the engine's side."""
 
     def __init__(self, info: InitInfo) -> None:
         self._folder = Path(info.folder)
         if not self._folder.is_dir():
             raise WeightSyncError(
-                f"{self._folder} is no folder here; set weight_sync.folder to one that trainer and engines share"
+                f"{self._folder} is not a folder on this host; set weight_sync.folder to one that trainer and "
+                "engines share"
             )
 
     def receive(self, info: UpdateInfo) -> Tensor:
-        """The bytes that travelled for one bucket, uint8[nbytes], mapped."""
+        """Return the bytes sent for one bucket, uint8[nbytes], mapped from its file."""
         if not info.file or "/" in info.file:
-            raise WeightSyncError(f"{info.file!r} is not the name of a file with weights")
+            raise WeightSyncError(f"{info.file!r} is not a plain file name")
         path = self._folder / info.file
         try:
             data = load_file(path)[KEY]
@@ -90,11 +93,11 @@ class DiskReceiver:
         return data
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Do nothing: mappings end with the tensors over them."""
 
 
 def clear(folder: Path) -> None:
-    """Delete the folder and all in it, if there is one. Raises WeightSyncError if that is not allowed."""
+    """Delete the folder with its files, if it exists. Raises WeightSyncError if that fails."""
     try:
         shutil.rmtree(folder)
     except FileNotFoundError:

@@ -1,11 +1,11 @@
-"""Buckets over a gloo process group: one broadcast per bucket, from rank 0 to the engines of one wave.
+"""Broadcasts buckets over a gloo process group: one broadcast per bucket, from rank 0 to the engines of one wave.
 
-Two broadcasts are under way at a time, on gloo's own two threads: while a bucket is loaded the next one arrives. Both
-sides begin them in the order of the buckets, by which gloo tells them apart.
+Two broadcasts are in flight at a time, on gloo's own two threads: while a bucket is loaded the next one arrives. Both
+sides start them in the order of the buckets, by which gloo tells them apart.
 
-Facts that shape this file: a broadcast may return although a peer hangs (the bytes fit into socket buffers); a peer
-that dies during a large one is noticed only at the deadline; after any failure the group is useless; a group that is
-dropped waits for its broadcasts.
+Four facts shape this file. A broadcast may return although a peer hangs, if the bytes fit into socket buffers. A peer
+that dies during a large one is noticed only at the deadline. After any failure the group is unusable. Dropping a group
+waits for its broadcasts.
 """
 
 import socket
@@ -27,20 +27,20 @@ from rl_async.weight_sync.transports.rendezvous import group_store
 
 
 class GlooSender:
-    """Rank 0 of a fresh group with ``engines`` members, meeting at a free port of ``host``."""
+    """Rank 0 of a new group with ``engines`` members, which meet at a free port of ``host``."""
 
     def __init__(self, engines: int, group_name: str, timeout_s: float, host: str = "127.0.0.1") -> None:
         self._world_size, self._name, self._timeout_s, self._host = engines + 1, group_name, timeout_s, host
         try:
             self._store: dist.TCPStore | None = _listening_store(host, timeout_s)
         except (OSError, RuntimeError) as error:
-            raise WeightSyncError(f"gloo: no store on {host}: {error}") from error
+            raise WeightSyncError(f"gloo: cannot open a store on {host}: {error}") from error
         self._port: int = self._store.port
         self._group: dist.ProcessGroupGloo | None = None
-        self._under_way: deque[_Broadcast] = deque()
+        self._in_flight: deque[_Broadcast] = deque()
 
     def init_info(self, member: int) -> InitInfo:
-        """How engine ``member`` joins, as rank ``member + 1``."""
+        """Describe how engine ``member`` joins, as rank ``member + 1``."""
         return InitInfo(
             backend="gloo",
             master_address=self._host,
@@ -52,45 +52,45 @@ class GlooSender:
         )
 
     def connect(self) -> None:
-        """Meet all engines."""
+        """Form the group; blocks until every engine has joined."""
         self._group = _make_group(self.store(), 0, self._world_size, self._name, self._timeout_s, address=self._host)
 
     def store(self) -> dist.TCPStore:
-        """Where the group meets. Raises WeightSyncError when it is closed."""
+        """Return the store where the group meets. Raises WeightSyncError after ``close``."""
         if self._store is None:
             raise WeightSyncError(f"gloo group {self._name} is closed")
         return self._store
 
     def stage(self, bucket: Bucket) -> UpdateInfo:
-        """Begin to broadcast the bucket's bytes."""
+        """Start broadcasting the bucket's bytes and return its manifest."""
         group = self._group
         if group is None:
             raise WeightSyncError(f"gloo group {self._name} is not connected")
-        self._under_way.append(_begin(group, bucket.data, self._timeout_s))
+        self._in_flight.append(_start(group, bucket.data, self._timeout_s))
         return bucket.info
 
     def send(self, bucket: Bucket) -> None:
-        """Wait for the oldest broadcast."""
-        self._under_way[0].wait()
+        """Wait for the oldest broadcast, that of this bucket."""
+        self._in_flight[0].wait()
 
     def unstage(self) -> None:
-        """Forget the oldest broadcast."""
-        if self._under_way:
-            self._under_way.popleft()
+        """Release the oldest broadcast and the bucket that it refers to."""
+        if self._in_flight:
+            self._in_flight.popleft()
 
     def close(self) -> None:
-        """Drop the group. Peers that wait for us fail: at once if no broadcast is under way, else at its deadline."""
+        """Drop the group. Peers that wait in it fail: at once if no broadcast is in flight, else at its deadline."""
         self._group = self._store = None
-        _settle(self._under_way)
+        _release(self._in_flight)
 
 
 class GlooReceiver:
-    """One engine's side of a group; joins on construction."""
+    """The engine's side of a group; the constructor joins it."""
 
     def __init__(self, info: InitInfo) -> None:
         self._timeout_s = info.timeout_s
         self._buffers = deque([torch.empty(0, dtype=torch.uint8)] * 2)
-        self._under_way: deque[_Broadcast] = deque()
+        self._in_flight: deque[_Broadcast] = deque()
         self._store = joined_store(info)
         self._group: dist.ProcessGroupGloo | None = _make_group(
             self._store,
@@ -102,51 +102,56 @@ class GlooReceiver:
         )
 
     def receive(self, info: UpdateInfo) -> Tensor:
-        """The bytes that travelled for one bucket, uint8[nbytes], valid until the next one is asked for.
+        """Return the bytes sent for one bucket, uint8[nbytes], valid until the next call.
 
-        The bucket after it begins to arrive meanwhile, if ``info`` tells its size. Two buffers serve all: touching
-        fresh memory costs as much as copying.
+        The next bucket starts to arrive meanwhile if ``info`` has its size. Two buffers are reused for all buckets,
+        since touching fresh memory costs as much as copying.
         """
         nbytes = wire_bytes(info)
-        if not self._under_way:
-            self._begin(nbytes)
-        current = self._under_way[0]
+        if not self._in_flight:
+            self._start(nbytes)
+        current = self._in_flight[0]
         if current.data.numel() != nbytes:
-            raise WeightSyncError(f"a bucket of {nbytes} bytes, after one of {current.data.numel()} was announced")
+            raise WeightSyncError(
+                f"received a bucket of {nbytes} bytes where {current.data.numel()} bytes were announced"
+            )
         if info.next_bytes:
-            self._begin(info.next_bytes)
+            self._start(info.next_bytes)
         current.wait()
-        self._under_way.popleft()
+        self._in_flight.popleft()
         return current.data
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group; broadcasts in flight are left to their deadlines."""
         self._group = None
-        _settle(self._under_way)
+        _release(self._in_flight)
 
-    def _begin(self, nbytes: int) -> None:
+    def _start(self, nbytes: int) -> None:
         if self._group is None:
-            raise WeightSyncError("this gloo group was left")
+            raise WeightSyncError("this engine has left its gloo group")
         if self._buffers[0].numel() < nbytes:
             self._buffers[0] = torch.empty(nbytes, dtype=torch.uint8)
-        self._under_way.append(_begin(self._group, self._buffers[0][:nbytes], self._timeout_s))
+        self._in_flight.append(_start(self._group, self._buffers[0][:nbytes], self._timeout_s))
         self._buffers.rotate()
 
 
 def joined_store(info: InitInfo) -> dist.TCPStore:
-    """The sender's store. Raises WeightSyncError if it does not answer in time."""
+    """Connect to the sender's store. Raises WeightSyncError if it does not answer in time."""
     try:
         return dist.TCPStore(
             info.master_address, info.master_port, is_master=False, timeout=timedelta(seconds=info.timeout_s)
         )
     except RuntimeError as error:
         raise WeightSyncError(
-            f"{info.backend}: no store at {info.master_address}:{info.master_port}: {error}"
+            f"{info.backend}: no store answers at {info.master_address}:{info.master_port}: {error}"
         ) from error
 
 
 def own_address(peer: str, port: int) -> str:
-    """The IPv4 address from which this host reaches ``peer``. Sends nothing. Raises WeightSyncError without a route."""
+    """Return the IPv4 address from which this host reaches ``peer``; sends nothing.
+
+    Raises WeightSyncError if there is no route.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((peer, port))
@@ -156,10 +161,10 @@ def own_address(peer: str, port: int) -> str:
 
 
 def _listening_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """A store on a free port of this one IPv4 address.
+    """Open a store on a free port of this one IPv4 address.
 
-    By itself it listens on all interfaces and over IPv6, where it looks up the name of every peer: seconds with a slow
-    resolver.
+    By default a store listens on all interfaces and over IPv6, where it looks up the name of every peer, which takes
+    seconds with a slow resolver.
     """
     listener = socket.create_server((host, 0))
     return dist.TCPStore(
@@ -175,25 +180,25 @@ def _listening_store(host: str, timeout_s: float) -> dist.TCPStore:
 def _make_group(
     store: dist.TCPStore, rank: int, world_size: int, name: str, timeout_s: float, *, address: str
 ) -> dist.ProcessGroupGloo:
-    """Meet the other ranks under ``name``; outside torch's default group, which the trainer's ranks use."""
+    """Join the group ``name``, which is independent of torch's default group of trainer ranks."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout_s)
-    # By itself it takes the address of the host's name, which may be of an interface that is down or filtered.
+    # By default it takes the address of the host name, which may belong to an interface that is down or filtered.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     try:
         return dist.ProcessGroupGloo(group_store(store, name, "cpu"), rank, world_size, options)
     except RuntimeError as error:
-        raise WeightSyncError(f"gloo group {name}: rank {rank} of {world_size} could not meet: {error}") from error
+        raise WeightSyncError(f"gloo group {name}: rank {rank} of {world_size} could not join: {error}") from error
 
 
 def broadcast(group: dist.ProcessGroupGloo, data: Tensor, timeout_s: float) -> None:
-    """From rank 0 into everyone's ``data``, uint8[nbytes]. Raises WeightSyncError after ``timeout_s`` at the latest."""
-    _begin(group, data, timeout_s).wait()
+    """Broadcast rank 0's ``data`` into everyone's, uint8[nbytes]. Raises WeightSyncError after ``timeout_s``."""
+    _start(group, data, timeout_s).wait()
 
 
 @dataclass(frozen=True)
 class _Broadcast:
-    """One that is under way, from rank 0 into everyone's ``data``, uint8[nbytes]. It keeps its group."""
+    """A broadcast in flight, from rank 0 into everyone's ``data``, uint8[nbytes]. It keeps its group alive."""
 
     group: dist.ProcessGroupGloo
     data: Tensor
@@ -201,38 +206,38 @@ class _Broadcast:
     timeout_s: float
 
     def wait(self) -> None:
-        """Raises WeightSyncError if it failed, or does not end within ``timeout_s`` from now."""
-        with _named(self.data):
+        """Wait for its end. Raises WeightSyncError if it fails or does not end within ``timeout_s`` from now."""
+        with _as_sync_error(self.data):
             self.work.wait(timedelta(seconds=self.timeout_s))
 
 
-def _begin(group: dist.ProcessGroupGloo, data: Tensor, timeout_s: float) -> _Broadcast:
+def _start(group: dist.ProcessGroupGloo, data: Tensor, timeout_s: float) -> _Broadcast:
     options = dist.BroadcastOptions()
     options.rootRank = 0
-    options.timeout = timedelta(seconds=2 * timeout_s)  # it may have to wait for the one before
-    with _named(data):
+    options.timeout = timedelta(seconds=2 * timeout_s)  # it may have to wait for the broadcast before it
+    with _as_sync_error(data):
         return _Broadcast(group, data, group.broadcast([data], options), timeout_s)  # type: ignore[attr-defined]
 
 
 @contextmanager
-def _named(data: Tensor) -> Iterator[None]:
-    """Torch's errors as ours."""
+def _as_sync_error(data: Tensor) -> Iterator[None]:
+    """Raise torch's errors as WeightSyncError with the size of the broadcast."""
     try:
         yield
     except RuntimeError as error:
         raise WeightSyncError(f"gloo broadcast of {data.numel()} bytes: {error}") from error
 
 
-def _settle(under_way: deque[_Broadcast]) -> None:
-    """Forget these, and with the last one their group; in a thread, if they are to end first (at their deadlines)."""
-    rest = list(under_way)
-    under_way.clear()
+def _release(in_flight: deque[_Broadcast]) -> None:
+    """Release broadcasts and, with the last one, their group; a thread waits for those that still run."""
+    rest = list(in_flight)
+    in_flight.clear()
     if all(broadcast.work.is_completed() for broadcast in rest):
         return
 
     def wait() -> None:
         while rest:
-            with suppress(RuntimeError):  # the transfer was given up
+            with suppress(RuntimeError):  # the transfer was abandoned
                 rest[0].work.wait()
             rest.pop(0)
 

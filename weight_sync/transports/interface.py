@@ -1,46 +1,48 @@
-"""What the coordinator needs of a transport on the sending side, and the table of transports."""
+"""What the coordinator and the engines need of a transport, and the table of transports."""
 
 from collections.abc import Callable
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
 
 from rl_async.weight_sync.buckets.buckets import Bucket
-from rl_async.weight_sync.options import SyncOptions
-from rl_async.weight_sync.protocol import Backend, InitInfo, UpdateInfo
-from rl_async.weight_sync.transports.disk import DiskSender
-from rl_async.weight_sync.transports.gloo import GlooSender
-from rl_async.weight_sync.transports.ipc import SharedMemorySender
-from rl_async.weight_sync.transports.nccl import NcclSender
+from rl_async.weight_sync.protocol import InitInfo, TransportName, UpdateInfo
+from rl_async.weight_sync.transports.disk import DiskReceiver, DiskSender
+from rl_async.weight_sync.transports.gloo import GlooReceiver, GlooSender
+from rl_async.weight_sync.transports.ipc import SharedMemoryReceiver, SharedMemorySender
+from rl_async.weight_sync.transports.nccl import NcclReceiver, NcclSender
 
 
 class Sender(Protocol):
-    """Sends buckets to one fixed set of engines. All methods block for at most the sender's deadline.
+    """Sends buckets to one fixed set of engines. Each method blocks no longer than the sender's deadline.
 
-    They raise WeightSyncError. A sender that has failed is closed and never used again. For each bucket in turn
-    ``stage``, ``send``, ``unstage``; the bucket after it may be staged before it is unstaged, from another thread, so
-    that at most two are staged.
+    Methods raise WeightSyncError; a sender that has failed is closed and never used again. The caller goes through
+    ``stage``, ``send``, ``unstage`` for each bucket in turn. It may stage the next bucket, from another thread, before
+    it unstages the current one, so at most two are staged at a time.
     """
 
     def init_info(self, member: int) -> InitInfo:
-        """How the engine with this number (from 0) joins."""
+        """Describe how the engine with this number (from 0) joins."""
         ...
 
     def connect(self) -> None:
-        """Meet all engines; they join at the same time."""
+        """Form the group with all engines, which join at the same time."""
         ...
 
     def stage(self, bucket: Bucket) -> UpdateInfo:
-        """Make a bucket ready, or begin to send it; returns the manifest to give to the engines."""
+        """Prepare a bucket, or start sending it; return the manifest to give to the engines."""
         ...
 
     def send(self, bucket: Bucket) -> None:
-        """Transfer the oldest staged bucket, this one, while the engines receive it.
+        """Transfer ``bucket``, the oldest staged one, while the engines receive it.
 
-        Returning proves nothing: ask the engines.
+        Returning does not prove that it arrived; only the engines' replies do.
         """
         ...
 
     def unstage(self) -> None:
-        """All engines have the oldest staged bucket, or never will."""
+        """Release the oldest staged bucket: every engine has received it, or never will."""
         ...
 
     def close(self) -> None:
@@ -48,12 +50,38 @@ class Sender(Protocol):
         ...
 
 
-# Engines, name of the group, deadline in seconds; of the options, where engines meet and the folder for files.
-SenderFactory = Callable[[int, str, float, SyncOptions], Sender]
+class Receiver(Protocol):
+    """The engine's end of a transport. The constructor joins the transfer. Methods raise WeightSyncError."""
 
-SENDERS: dict[Backend, SenderFactory] = {
-    "gloo": lambda engines, name, timeout_s, options: GlooSender(engines, name, timeout_s, options.host),
-    "ipc": lambda engines, name, timeout_s, _: SharedMemorySender(engines, name, timeout_s),
-    "nccl": lambda engines, name, timeout_s, options: NcclSender(engines, name, timeout_s, options.host),
-    "disk": lambda engines, name, timeout_s, options: DiskSender(options.folder / name),
+    def receive(self, info: UpdateInfo) -> Tensor:
+        """Return the bytes of one bucket, uint8[nbytes], valid until the next call."""
+        ...
+
+    def close(self) -> None:
+        """Leave the transfer at once, even while a bucket is in flight."""
+        ...
+
+
+class SenderSetup(NamedTuple):
+    """Everything a sender may be built from; each transport takes what it needs."""
+
+    engines: int
+    group_name: str  # unique within the run
+    timeout_s: float  # for forming the group and for each transfer
+    host: str  # address of this process as engines reach it
+    folder: Path  # disk: parent of the sender's own folder
+
+
+class Transport(NamedTuple):
+    """Both ends of a transport."""
+
+    sender: Callable[[SenderSetup], Sender]
+    receiver: Callable[[InitInfo], Receiver]
+
+
+TRANSPORTS: dict[TransportName, Transport] = {
+    "gloo": Transport(lambda s: GlooSender(s.engines, s.group_name, s.timeout_s, s.host), GlooReceiver),
+    "ipc": Transport(lambda _: SharedMemorySender(), SharedMemoryReceiver),
+    "nccl": Transport(lambda s: NcclSender(s.engines, s.group_name, s.timeout_s, s.host), NcclReceiver),
+    "disk": Transport(lambda s: DiskSender(s.folder / s.group_name), DiskReceiver),
 }

@@ -1,6 +1,6 @@
-"""Buckets through shared memory, for engines on the same host: no sockets, one copy in, no copy out.
+"""Sends buckets through shared memory to engines on the same host: no sockets, one copy in, no copy out.
 
-The sender owns each segment and unlinks it; should it be killed, Python's resource tracker does.
+The sender owns each segment and unlinks it; if the sender is killed, Python's resource tracker unlinks it.
 """
 
 import _posixshmem
@@ -20,22 +20,22 @@ from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 
 
 class SharedMemorySender:
-    """One segment per staged bucket, read by any number of engines."""
+    """One segment per staged bucket, read by any number of engines. Engines need no connection to it."""
 
-    def __init__(self, engines: int, group_name: str, timeout_s: float) -> None:
+    def __init__(self) -> None:
         self._segments: deque[SharedMemory] = deque()
-        self._lock = threading.Lock()  # a thread may still stage a bucket when all is over
+        self._lock = threading.Lock()  # a thread may still stage a bucket while the sender is closed
         self._closed = False
 
     def init_info(self, member: int) -> InitInfo:
-        """Engines need nothing to join."""
+        """Tell engines the transport; the manifest of each bucket names its segment."""
         return InitInfo(backend="ipc")
 
     def connect(self) -> None:
-        """Nobody to meet."""
+        """Do nothing: there is no group to form."""
 
     def stage(self, bucket: Bucket) -> UpdateInfo:
-        """Copy the bucket into a new segment."""
+        """Copy the bucket into a new segment, named in the manifest."""
         with self._lock:
             if self._closed:
                 raise WeightSyncError("a bucket was staged after the transfer was closed")
@@ -46,7 +46,7 @@ class SharedMemorySender:
         return msgspec.structs.replace(bucket.info, shm_name=segment.name)
 
     def send(self, bucket: Bucket) -> None:
-        """The bytes are already there."""
+        """Do nothing: ``stage`` has copied the bytes."""
 
     def unstage(self) -> None:
         """Unlink the oldest segment; engines that still map it keep their mapping."""
@@ -56,7 +56,7 @@ class SharedMemorySender:
             segment.unlink()
 
     def close(self) -> None:
-        """Unlink what is left."""
+        """Unlink all segments that are left and refuse further ones."""
         with self._lock:
             self._closed = True
             while self._segments:
@@ -64,23 +64,23 @@ class SharedMemorySender:
 
 
 class SharedMemoryReceiver:
-    """One engine's side; needs no connection."""
+    """Maps the segments that manifests name, on the engine's side."""
 
     def __init__(self, info: InitInfo) -> None:
-        """Nothing to meet."""
+        """Do nothing: there is no group to join."""
 
     def receive(self, info: UpdateInfo) -> Tensor:
-        """The bytes of one bucket, uint8[nbytes], mapped; the mapping lives as long as the tensor and its views."""
+        """Return one bucket's bytes, uint8[nbytes], mapped; the mapping lives as long as the tensor and its views."""
         return mapped(info.shm_name, wire_bytes(info))
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Do nothing: mappings end with the tensors over them."""
 
 
 def new_segment(nbytes: int) -> SharedMemory:
-    """A segment whose pages are all there: without them a write ends the process with SIGBUS when /dev/shm is full.
+    """Create a segment with all its pages allocated.
 
-    Raises WeightSyncError if there is no room.
+    Otherwise a write to a full /dev/shm would end the process with SIGBUS. Raises WeightSyncError if there is no room.
     """
     segment = None
     try:
@@ -95,19 +95,19 @@ def new_segment(nbytes: int) -> SharedMemory:
             segment.close()
             segment.unlink()
         raise WeightSyncError(
-            f"no {nbytes} bytes of shared memory: {error}; make /dev/shm larger (docker run --shm-size), lower "
-            "weight_sync.bucket_bytes, or choose another weight_sync.transport"
+            f"cannot allocate {nbytes} bytes of shared memory: {error}; make /dev/shm larger (docker run --shm-size), "
+            "lower weight_sync.bucket_bytes, or choose another weight_sync.transport"
         ) from error
     return segment
 
 
 def mapped(name: str, nbytes: int, *, shared: bool = False) -> Tensor:
-    """The first bytes of a segment, uint8[nbytes]; the mapping lives as long as the tensor and its views.
+    """Map the first bytes of a segment, uint8[nbytes]; the mapping lives as long as the tensor and its views.
 
-    What is written there stays private, unless ``shared``. Raises WeightSyncError if there is no such segment.
+    Writes to it stay private unless ``shared``. Raises WeightSyncError if there is no such segment.
     """
     if not name or "/" in name:
-        raise WeightSyncError(f"{name!r} is not the name of a shared memory segment")
+        raise WeightSyncError(f"{name!r} is not a name of a shared memory segment")
     flags, access = (os.O_RDWR, mmap.ACCESS_WRITE) if shared else (os.O_RDONLY, mmap.ACCESS_COPY)
     try:
         # Not SharedMemory: until Python 3.13 it makes the reader's resource tracker unlink the sender's segment.
@@ -117,5 +117,5 @@ def mapped(name: str, nbytes: int, *, shared: bool = False) -> Tensor:
         finally:
             os.close(descriptor)
     except (OSError, ValueError) as error:
-        raise WeightSyncError(f"shared memory {name} with {nbytes} bytes: {error}") from error
+        raise WeightSyncError(f"cannot map {nbytes} bytes of shared memory {name}: {error}") from error
     return torch.frombuffer(region, dtype=torch.uint8, count=nbytes)

@@ -1,4 +1,4 @@
-"""``rl-async queue ...``: the options. What the commands do is in ``queue_commands.py``, imported when one runs."""
+"""``rl-async queue ...``: the options. What the commands do is in ``actions.py``, which is imported when one runs."""
 
 import argparse
 from collections.abc import Callable

@@ -18,11 +18,11 @@ from rl_async.trainer.backends.interface import Backend, Outputs
 from rl_async.trainer.batches.batching import Tensors
 from rl_async.trainer.publishing.canaries import Canaries
 from rl_async.trainer.publishing.mismatch import WatchedPublisher
-from rl_async.weight_sync.buckets.buckets import make_buckets
 from rl_async.weight_sync.protocol import InitInfo
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from tests.conftest import VOCAB
 from tests.contracts.engines.engine_peers import Peer, running
+from tests.support.buckets import make_buckets
 from tests.support.whole_weights import whole_weights
 
 
@@ -61,7 +61,7 @@ class Publisher:
         return {"sync/total_s": 0.1}
 
     async def _send(self, weights: list[tuple[str, torch.Tensor]], version: Version) -> None:
-        client, sender = VllmEngine(self.url), SharedMemorySender(1, "", 10.0)
+        client, sender = VllmEngine(self.url), SharedMemorySender()
         await client.pause("keep")
         await client.init_transfer(InitInfo(backend="ipc"))
         await client.start_update()

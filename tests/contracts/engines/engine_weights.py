@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM
 from rl_async.messages import Version
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.vllm.client import VllmEngine
-from rl_async.weight_sync.buckets.buckets import Bucket, make_buckets
+from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.protocol import InitInfo
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
+from tests.support.buckets import make_buckets
 
 
 def scaled(folder: Path, scale: float = 1.0) -> Any:
@@ -42,7 +43,7 @@ async def deliver(client: VllmEngine, buckets: Sequence[Bucket], version: Versio
     """Buckets over shared memory to a paused engine, as one update."""
     await client.init_transfer(InitInfo(backend="ipc"))
     await client.start_update()
-    sender = SharedMemorySender(1, "", 10.0)
+    sender = SharedMemorySender()
     try:
         for bucket in buckets:
             await client.update(sender.stage(bucket))

@@ -18,13 +18,14 @@ from rl_async.messages import Sampling, Version, VersionRun
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.weight_sync.buckets.adapters import alone, as_adapters
-from rl_async.weight_sync.buckets.buckets import Bucket, make_buckets
+from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.buckets.delta import deltas
 from rl_async.weight_sync.buckets.numbering import numbered
 from rl_async.weight_sync.protocol import Hold, InitInfo
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from tests.contracts.engines.engine_peers import MAX_LENGTH, Peer, metric, running, sampling
 from tests.contracts.engines.engine_weights import deliver, differences, log_probabilities, scaled, send, tensors
+from tests.support.buckets import make_buckets
 from tests.support.received import adapters, merged
 
 V0, V1 = Version(0, 0), Version(0, 1)
@@ -140,7 +141,7 @@ async def held(client: VllmEngine, buckets: list[Bucket], version: Version, hold
     if hold == "keep":
         await client.pause("keep")
     await client.start_update(hold == "stage")
-    sender = SharedMemorySender(1, "", 10.0)
+    sender = SharedMemorySender()
     for bucket in buckets:
         await client.update(sender.stage(bucket))
     sender.close()
@@ -173,7 +174,7 @@ async def test_deltas_and_staged_updates_end_in_the_same_weights(
     assert (expected - torch.tensor(got.logprobs)).abs().max() < 1e-5
     await engine.pause("keep")
     await engine.start_update()
-    sender = SharedMemorySender(1, "", 10.0)
+    sender = SharedMemorySender()
     with pytest.raises(EngineLost, match=r"a delta against version 0\.0, but this engine holds 0\.1"):
         await engine.update(sender.stage(sent[0]))
     sender.close()
@@ -240,7 +241,7 @@ async def test_checksums_follow_the_weights(engine: VllmEngine, model_folder: Pa
 async def test_a_failed_update_can_be_started_again(engine: VllmEngine, model_folder: Path) -> None:
     buckets = list(make_buckets(tensors(model_folder, 3.0), 1 << 12))
     half = len(buckets) // 2
-    sender = SharedMemorySender(1, "", 10.0)
+    sender = SharedMemorySender()
     await engine.init_transfer(InitInfo(backend="ipc"))
     await engine.pause("keep")
     await engine.start_update()
@@ -258,7 +259,7 @@ async def test_a_failed_update_can_be_started_again(engine: VllmEngine, model_fo
 async def test_an_unfinished_update_is_forgotten(engine: VllmEngine, model_folder: Path) -> None:
     weights = [(name, tensor) for name, tensor in tensors(model_folder, 3.0) if "gate_proj" in name or "q_proj" in name]
     (bucket,) = make_buckets(weights, 1 << 20)  # parts of what vLLM fuses
-    sender = SharedMemorySender(1, "", 10.0)
+    sender = SharedMemorySender()
     await engine.init_transfer(InitInfo(backend="ipc"))
     await engine.pause("keep")
     await engine.start_update()

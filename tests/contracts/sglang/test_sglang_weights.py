@@ -9,15 +9,17 @@ import pytest
 import torch
 import xxhash
 
+from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import EngineRejected
 from rl_async.messages import EngineRecord, Version
 from rl_async.rollout_server.connect import connect
 from rl_async.rollout_server.sglang.client import SglangEngine
-from rl_async.weight_sync.buckets.buckets import Bucket, make_buckets
+from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.coordinator import WeightCoordinator
 from rl_async.weight_sync.protocol import UpdateInfo
 from tests.contracts.sglang.wheel import load, wheel_folder
 from tests.contracts.weights.test_transport import Directory
+from tests.support.buckets import make_buckets
 from tests.support.forked import Forked
 
 pytestmark = pytest.mark.slow
@@ -72,7 +74,8 @@ def expected(value: float) -> dict[str, str]:
 
 
 def coordinator(directory: Directory) -> WeightCoordinator:
-    return WeightCoordinator(directory.open, lambda record: connect(record.kind, record.url), "gloo", timeout_s=30)
+    sync = WeightSyncConfig(transport="gloo", timeout_s=30)
+    return WeightCoordinator(directory.open, lambda record: connect(record.kind, record.url), sync)
 
 
 async def asked(url: str, ask: Callable[[SglangEngine], Any]) -> Any:

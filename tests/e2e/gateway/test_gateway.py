@@ -66,7 +66,7 @@ def test_agent_programs_train_a_run_through_two_gateways(workplace: Path, start:
     while not (line := second.stdout.readline()).startswith("gateway: "):
         assert line, "the second gateway ended"
     programs = [
-        start(sys.executable, str(ROOT / "tests" / "e2e" / "gateway_program.py"), line.split()[1]),
+        start(sys.executable, str(ROOT / "tests" / "e2e" / "gateway" / "program.py"), line.split()[1]),
         start(sys.executable, str(ROOT / "examples" / "gateway_agent.py"), url, "4"),
     ]
     wait_for(run / "metrics.jsonl", launch)

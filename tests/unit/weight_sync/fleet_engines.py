@@ -8,14 +8,15 @@ from typing import Literal
 import msgspec
 import torch
 
+from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import EngineError, EngineLost, QueueLost, WeightSyncError
 from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.weight_sync.buckets.assembly import Assembler
-from rl_async.weight_sync.buckets.buckets import Bucket, make_buckets
+from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.fleet import Fleet
-from rl_async.weight_sync.options import PLAIN, SyncOptions
-from rl_async.weight_sync.protocol import Backend, InitInfo, UpdateInfo
+from rl_async.weight_sync.protocol import InitInfo, TransportName, UpdateInfo
 from rl_async.weight_sync.receiver import WeightReceiver
+from tests.support.buckets import make_buckets
 
 V0, V1 = Version(0, 0), Version(0, 1)
 
@@ -159,12 +160,13 @@ def buckets(value: float = 1.0) -> list[Bucket]:
 
 def make_fleet(
     directory: Directory,
-    transport: Backend = "ipc",
+    transport: TransportName = "ipc",
     timeout_s: float = 5.0,
     engine_wait_s: float = 0.3,
-    options: SyncOptions = PLAIN,
+    sync: WeightSyncConfig | None = None,
 ) -> Fleet:
-    return Fleet(directory, directory.connect, transport, timeout_s, engine_wait_s, options)
+    sync = msgspec.structs.replace(sync or WeightSyncConfig(), transport=transport, timeout_s=timeout_s)
+    return Fleet(directory, directory.connect, sync, engine_wait_s)
 
 
 async def eventually(condition: Callable[[], object]) -> None:

@@ -16,36 +16,51 @@ REFUSED = [
     (["algorithm.loss=decoupled_ppo", "algorithm.correction=bypass_ppo_clip"], ["algorithm.loss=decoupled_ppo", "mu"]),
     (
         ["algorithm.advantage=gdpo", "algorithm.kl.coef=0.1", "algorithm.kl.place=reward"],
-        ["algorithm.advantage=gdpo", "algorithm.kl.place=reward does not touch"],
+        ["algorithm.advantage=gdpo", "algorithm.kl.place=reward"],
     ),
     (
         ["algorithm.kl.coef=0.1", "algorithm.kl.controller=adaptive", "algorithm.kl.horizon=76"],
-        ["algorithm.kl.horizon=76", "384 trajectories", "more than 77"],
+        ["algorithm.kl.horizon=76", "384", "77"],
     ),
-    (["algorithm.advantage=gdpo", "algorithm.shaping.reward_clip=1"], ["shaping.reward_clip does not touch"]),
-    (["algorithm.advantage=gdpo", "algorithm.shaping.reward_scale=batch_std"], ["shaping.reward_scale does not touch"]),
-    (["algorithm.advantage=gdpo", "algorithm.shaping.overlong_max_tokens=9"], ["overlong_max_tokens does not touch"]),
-    (["algorithm.advantage=gdpo", "algorithm.advantage_options.gdpo_weights={typo: 2}"], ["'typo' is none of"]),
+    (
+        ["algorithm.advantage=gdpo", "algorithm.shaping.reward_clip=1"],
+        ["algorithm.advantage=gdpo", "algorithm.shaping.reward_clip"],
+    ),
+    (
+        ["algorithm.advantage=gdpo", "algorithm.shaping.reward_scale=batch_std"],
+        ["algorithm.advantage=gdpo", "algorithm.shaping.reward_scale"],
+    ),
+    (
+        ["algorithm.advantage=gdpo", "algorithm.shaping.overlong_max_tokens=9"],
+        ["algorithm.advantage=gdpo", "algorithm.shaping.overlong_max_tokens"],
+    ),
+    (
+        ["algorithm.advantage=gdpo", "algorithm.advantage_options.gdpo_weights={typo: 2}"],
+        ["algorithm.advantage_options.gdpo_weights", "typo"],
+    ),
     (
         ["algorithm.advantage=optimal_token_baseline", "algorithm.shaping.overlong_filter=true"],
         ["algorithm.advantage=optimal_token_baseline", "algorithm.shaping.overlong_filter"],
     ),
-    (["algorithm.kl.controller=adaptive"], ["kl.controller=adaptive does nothing", "algorithm.kl.coef=0"]),
-    (["algorithm.kl.reference_path=x"], ["kl.reference_path does nothing"]),
-    (["algorithm.correction_options.max_age=1"], ["max_age=1 never acts", "queue.max_staleness=1"]),
+    (["algorithm.kl.controller=adaptive"], ["algorithm.kl.controller=adaptive", "algorithm.kl.coef=0"]),
+    (["algorithm.kl.reference_path=x"], ["algorithm.kl.reference_path", "algorithm.kl.coef"]),
+    (["algorithm.correction_options.max_age=1"], ["algorithm.correction_options.max_age=1", "queue.max_staleness=1"]),
     (
         ["algorithm.loss=clip_cov", "algorithm.loss_options.clip_cov_low=5"],
         ["clip_cov_low=5", "clip_cov_high=5"],
     ),
-    (["algorithm.correction_options.age_weights=[0, 1]"], ["age_weights gives 0 to tokens of age 0"]),
+    (["algorithm.correction_options.age_weights=[0, 1]"], ["algorithm.correction_options.age_weights"]),
     (
         ["algorithm.correction=decoupled_token_icepop", "algorithm.correction_options.band=2_3"],
-        ["algorithm.correction_options.band=2_3 leaves out r = 1"],
+        ["algorithm.correction_options.band=2_3"],
     ),
-    (["algorithm.correction_options.reject={seq_mean_k1: 1.5_3}"], ["reject seq_mean_k1: 1.5_3 leaves out r = 1"]),
+    (
+        ["algorithm.correction_options.reject={seq_mean_k1: 1.5_3}"],
+        ["algorithm.correction_options.reject", "seq_mean_k1: 1.5_3"],
+    ),
     (
         ["algorithm.shaping.dynamic_sampling=true", "algorithm.advantage=reinforce_plus_plus"],
-        ["dynamic_sampling", "algorithm.advantage=reinforce_plus_plus learns all the same"],
+        ["dynamic_sampling", "algorithm.advantage=reinforce_plus_plus"],
     ),
     (["algorithm.loss=clip_kov"], ["clip_kov", "clip_cov"]),
 ]

@@ -12,7 +12,7 @@ from rl_async.agent_loop.data.pairs import Pair, read_pairs, to_pair
 from rl_async.agent_loop.data.tasks import make_pairs
 from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
 from rl_async.errors import DataError, UserError
-from rl_async.launcher.runs.reward_model import RECORD_FILE, Request, make_reward_model, split
+from rl_async.launcher.runs.reward_model import RECORD_FILE, RewardModelJob, make_reward_model, split
 from rl_async.reward_loop.render import conversation_ids, load_tokenizer
 from rl_async.reward_loop.server.classifier import load_classifier, score
 
@@ -48,7 +48,7 @@ def causal(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def request(data: Path, model: Path, out: Path, **more: Any) -> Request:
+def request(data: Path, model: Path, out: Path, **more: Any) -> RewardModelJob:
     usual: dict[str, Any] = {
         "epochs": 3,
         "batch_size": 8,
@@ -59,7 +59,7 @@ def request(data: Path, model: Path, out: Path, **more: Any) -> Request:
         "device": "cpu",
         "threads": 1,
     }
-    return Request(pairs=str(data), model=str(model), out=out, **(usual | more))
+    return RewardModelJob(pairs=str(data), model=str(model), out=out, **(usual | more))
 
 
 def test_a_causal_lm_becomes_a_reward_model_that_the_server_takes(data: Path, causal: Path, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_conversation_too_long_is_named(causal: Path, tmp_path: Path) -> None:
 def test_mistakes_in_the_arguments(more: dict[str, Any], said: str, data: Path, causal: Path, tmp_path: Path) -> None:
     wanted = request(data, causal, tmp_path / "rm")
     with pytest.raises(UserError, match=said):
-        make_reward_model(Request(**{**vars(wanted), **more}), str)
+        make_reward_model(RewardModelJob(**{**vars(wanted), **more}), str)
 
 
 def test_an_existing_folder_is_not_written_over(data: Path, causal: Path, tmp_path: Path) -> None:

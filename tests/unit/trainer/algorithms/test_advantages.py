@@ -2,15 +2,15 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from rl_async.configs.schema.algorithm import ADVANTAGES as NAMES
-from rl_async.configs.schema.algorithm import NEEDS_DISTRIBUTION, WITHOUT_GROUPS, AdvantageOptions
-from rl_async.trainer.algorithms.advantages import AdvantageInputs
-from rl_async.trainer.algorithms.estimators import ADVANTAGES, LOOKS
+from rl_async.configs.schema.algorithm import AdvantageOptions
+from rl_async.configs.schema.formulas import ADVANTAGES as TRAITS
+from rl_async.trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs
 from rl_async.trainer.step.update import on_last_token
 
 Rows = list[list[float]]  # advantage of each sampled token, by row
@@ -228,13 +228,31 @@ OPTIONS = AdvantageOptions(gamma=0.9, lam=0.8, gdpo_weights={"b": 0.5})
 
 
 def test_names_registry_and_references_agree() -> None:
-    assert set(NAMES) == ADVANTAGES.keys() == REFERENCES.keys()
-    assert {name for name, requested in LOOKS.items() if "sum_squares" in requested} == set(NEEDS_DISTRIBUTION)
-    assert set(WITHOUT_GROUPS) < set(NAMES)
+    assert TRAITS.keys() == ADVANTAGES.keys() == REFERENCES.keys()
+
+
+@pytest.mark.parametrize("name", TRAITS)
+def test_an_estimator_reads_the_options_and_inputs_that_it_declares(name: str) -> None:
+    read = set[str]()
+
+    class Recording:
+        def __getattr__(self, option: str) -> object:
+            read.add(option)
+            return getattr(OPTIONS, option)
+
+    x = replace(random_inputs(0), options=Recording())  # type: ignore[arg-type]
+    ADVANTAGES[name](x)
+    assert read == set(TRAITS[name].options)
+    for need, field in {"values": "values", "sum_squares": "sum_squares", "greedy": "baselines"}.items():
+        if need in TRAITS[name].needs:
+            with pytest.raises(AssertionError):
+                ADVANTAGES[name](replace(x, **{field: None}))
+        else:
+            ADVANTAGES[name](replace(x, **{field: None}))
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TRAITS)
 def test_estimators_match_plain_loops(name: str, seed: int) -> None:
     x = random_inputs(seed, OPTIONS)
     got, expected = ADVANTAGES[name](x), REFERENCES[name](Plain(x))
@@ -252,14 +270,14 @@ def permuted(x: AdvantageInputs, order: torch.Tensor) -> AdvantageInputs:
     return AdvantageInputs(**fields | {"parts": {name: value[order] for name, value in x.parts.items()}})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TRAITS)
 def test_row_order_does_not_matter(name: str) -> None:
     x = random_inputs(11, OPTIONS)
     order = torch.randperm(len(x.rewards), generator=torch.Generator().manual_seed(0))
     assert torch.allclose(ADVANTAGES[name](permuted(x, order)), ADVANTAGES[name](x)[order], atol=1e-12)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TRAITS)
 def test_what_was_not_sampled_or_scored_does_not_matter(name: str) -> None:
     x = random_inputs(12, OPTIONS)
     before = ADVANTAGES[name](x)
@@ -275,7 +293,7 @@ def test_what_was_not_sampled_or_scored_does_not_matter(name: str) -> None:
     assert (before[7] == 0).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TRAITS)
 def test_padding_does_not_matter(name: str) -> None:
     x = random_inputs(13, OPTIONS)
 
@@ -287,7 +305,7 @@ def test_padding_does_not_matter(name: str) -> None:
     assert torch.equal(ADVANTAGES[name](padded)[:, :9], ADVANTAGES[name](x))
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - set(WITHOUT_GROUPS) - set(NEEDS_DISTRIBUTION)))
+@pytest.mark.parametrize("name", [n for n, t in TRAITS.items() if t.compares_group and "sum_squares" not in t.needs])
 def test_a_group_without_signal_teaches_nothing(name: str) -> None:
     x = random_inputs(14, OPTIONS)
     same = x.groups == x.groups[0]
@@ -301,7 +319,7 @@ def test_a_group_without_signal_teaches_nothing(name: str) -> None:
         assert (ADVANTAGES[name](x)[same] == 0).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TRAITS)
 def test_a_batch_without_any_score_gives_zeros(name: str) -> None:
     x = random_inputs(15, OPTIONS)
     x.scored[:] = False

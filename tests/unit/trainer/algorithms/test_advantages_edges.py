@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import NEEDS_DISTRIBUTION, AdvantageOptions
-from rl_async.trainer.algorithms.advantages import AdvantageInputs
-from rl_async.trainer.algorithms.estimators import ADVANTAGES
+from rl_async.configs.schema.algorithm import AdvantageOptions
+from rl_async.configs.schema.formulas import ADVANTAGES as TRAITS
+from rl_async.trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs
 from rl_async.trainer.step.update import on_last_token
 
 
@@ -45,7 +45,7 @@ def test_gpg_counts_groups_of_equal_rewards_as_without_signal_whatever_rounding_
     assert got[:, 0].tolist() == pytest.approx([0, 0, 0, -5 / 2 * 0.5, 5 / 2 * 0.5])
 
 
-@pytest.mark.parametrize("name", NEEDS_DISTRIBUTION)
+@pytest.mark.parametrize("name", [name for name, traits in TRAITS.items() if "sum_squares" in traits.needs])
 @pytest.mark.parametrize("noise", [0.0, 1e-7, 3e-7])
 def test_token_baselines_stay_within_the_groups_returns(name: str, noise: float) -> None:
     mask = torch.ones(3, 2, dtype=torch.bool)
@@ -64,7 +64,7 @@ def test_a_lone_token_between_others_is_compared_with_itself_and_one_behind_all_
     assert torch.allclose(ADVANTAGES["tir_optimal_token_baseline"](x), torch.tensor(by_column, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("name", NEEDS_DISTRIBUTION)
+@pytest.mark.parametrize("name", [name for name, traits in TRAITS.items() if "sum_squares" in traits.needs])
 @pytest.mark.parametrize("rows", [2, 6, 9, 13])  # depending on the order of adding, 1/9 or 1/13 add up to more than 1
 def test_one_episode_of_many_rows_is_a_group_of_one(name: str, rows: int) -> None:
     mask = torch.ones(rows, 1, dtype=torch.bool)

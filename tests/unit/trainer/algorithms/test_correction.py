@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from rl_async.configs.checks.rules import problems
-from rl_async.configs.schema.algorithm import LOSSES, AlgorithmConfig
+from rl_async.configs.schema.algorithm import AlgorithmConfig
 from rl_async.configs.schema.correction import PRESETS, REJECTIONS, RULES, Correction, CorrectionOptions, resolve
 from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.formulas import LOSSES
 from rl_async.configs.schema.run import RunConfig
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.algorithms.correction import Corrected, correct, normalise

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from rl_async.configs.schema.algorithm import AdvantageOptions
-from rl_async.trainer.algorithms.advantages import AdvantageInputs
-from rl_async.trainer.algorithms.estimators import ADVANTAGES
-from rl_async.trainer.algorithms.gae import gae, whiten
-from rl_async.trainer.algorithms.token_advantages import gae_advantage
+from rl_async.trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs, gae_advantage
+from rl_async.trainer.algorithms.values import gae, whiten
 
 SEEDS = range(8)
 

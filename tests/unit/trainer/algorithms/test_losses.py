@@ -3,16 +3,16 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import LOSSES as NAMES
-from rl_async.configs.schema.algorithm import WITHOUT_RATIO, AlgorithmConfig, LossOptions
-from rl_async.trainer.algorithms.loss_inputs import LossInputs, SelectInputs
-from rl_async.trainer.algorithms.losses import LOSSES
+from rl_async.configs.schema.algorithm import AlgorithmConfig, LossOptions
+from rl_async.configs.schema.formulas import LOSSES as TRAITS
+from rl_async.trainer.algorithms.losses import LOSSES, LossInputs, SelectInputs
 
 OPTIONS = AlgorithmConfig(
     clip_low=0.15,
@@ -148,12 +148,33 @@ PER_ROW = {"gspo": gspo, "gmpo": gmpo}
 
 
 def test_names_registry_and_references_agree() -> None:
-    assert set(NAMES) == LOSSES.keys() == PER_TOKEN.keys() | PER_ROW.keys()
-    assert set(WITHOUT_RATIO) < set(NAMES)
+    assert TRAITS.keys() == LOSSES.keys() == PER_TOKEN.keys() | PER_ROW.keys()
+    assert {name for name, traits in TRAITS.items() if traits.selects} == set(SELECTING)
+
+
+@pytest.mark.parametrize("name", TRAITS)
+def test_a_loss_reads_the_options_and_inputs_that_it_declares(name: str) -> None:
+    read = set[str]()
+
+    class Recording:
+        def __getattr__(self, option: str) -> object:
+            read.add(option)
+            return getattr(x.options.loss_options, option)
+
+    x = prepared(name, make(3))
+    recording = SimpleNamespace(clip_low=x.options.clip_low, clip_high=x.options.clip_high, loss_options=Recording())
+    traced = replace(x, options=recording)  # type: ignore[arg-type]
+    LOSSES[name].per_token(traced)
+    if (select := LOSSES[name].select) is not None:
+        select(selecting(traced))
+    assert read == set(TRAITS[name].options)
+    moved = prepared(name, replace(x, behaviour=x.behaviour - 1.0))
+    unchanged = torch.equal(LOSSES[name].per_token(moved), LOSSES[name].per_token(x))
+    assert unchanged == (TRAITS[name].behaviour == "unused")
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TRAITS)
 def test_losses_match_plain_loops(name: str, seed: int) -> None:
     x = prepared(name, make(seed, token_wise=name != "gmpo"))
     got = LOSSES[name].per_token(x)
@@ -176,7 +197,7 @@ def surrogate_gradient(name: str, x: LossInputs) -> Tensor:
 STOPPED = ("cispo", "gspo")  # a part of the value carries no gradient, by definition
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in STOPPED])
+@pytest.mark.parametrize("name", [name for name in TRAITS if name not in STOPPED])
 def test_gradients_are_those_of_the_value(name: str) -> None:
     x = prepared(name, make(3))
 
@@ -204,7 +225,7 @@ def test_gspo_gives_every_token_the_gradient_of_its_sequence_ratio() -> None:
             assert got == pytest.approx(0.0 if clipped else -k.w * s * k.a)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TRAITS)
 def test_masked_tokens_change_neither_value_nor_gradient(name: str) -> None:
     x = prepared(name, make(6))
     spoiled = replace(
@@ -222,7 +243,7 @@ def test_masked_tokens_change_neither_value_nor_gradient(name: str) -> None:
     assert (surrogate_gradient(name, x)[~x.mask] == 0).all()
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in SELECTING])
+@pytest.mark.parametrize("name", [name for name in TRAITS if name not in SELECTING])
 def test_rows_do_not_see_one_another_and_padding_does_not_matter(name: str) -> None:
     x = make(7)
     whole = LOSSES[name].per_token(x)
@@ -232,7 +253,7 @@ def test_rows_do_not_see_one_another_and_padding_does_not_matter(name: str) -> N
         torch.testing.assert_close(LOSSES[name].per_token(one)[0, :7][x.mask[i]], whole[i][x.mask[i]])
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in WITHOUT_RATIO])
+@pytest.mark.parametrize("name", [n for n, traits in TRAITS.items() if traits.uses_ratio])
 def test_on_policy_every_loss_has_the_plain_policy_gradient(name: str) -> None:
     """A / 1: nothing is clipped, masked or penalised where the policy has not moved; gmpo spreads it over its row."""
     x = make(8, on_policy=True, token_wise=False)
@@ -302,7 +323,7 @@ def test_without_dual_clip_ppo_is_unbounded_for_bad_tokens() -> None:
 
 
 @pytest.mark.parametrize("shift", [-500.0, 500.0])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TRAITS)
 def test_wild_log_probabilities_stay_finite(name: str, shift: float) -> None:
     logprobs = (make(9).logprobs + shift).requires_grad_()
     loss = LOSSES[name].per_token(prepared(name, replace(make(9), logprobs=logprobs)))

@@ -12,8 +12,7 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.reward import RewardConfig, RewardTerm
 from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import ToolCall, Trajectory, Turn
-from rl_async.trainer.algorithms.advantages import AdvantageInputs
-from rl_async.trainer.algorithms.estimators import ADVANTAGES
+from rl_async.trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs
 from rl_async.trainer.batches.batching import collate
 from rl_async.trainer.step.metrics import batch_metrics, conversation_sums
 from rl_async.trainer.step.objective import Precomputed

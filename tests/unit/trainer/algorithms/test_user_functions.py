@@ -15,7 +15,7 @@ from rl_async.trainer.algorithms.user_functions import load_advantage, load_corr
 HEAD = """
 import torch
 from rl_async.trainer.algorithms.correction import Corrected
-from rl_async.trainer.algorithms.loss_inputs import PolicyLoss
+from rl_async.trainer.algorithms.losses import PolicyLoss
 """
 
 GOOD = (
@@ -91,7 +91,7 @@ def test_a_correction_that_names_an_unknown_rule_is_refused(write) -> None:
 
 
 def test_built_in_functions_keep_the_contract() -> None:
-    load_advantage("rl_async.trainer.algorithms.group_advantages:grpo", AdvantageOptions())
+    load_advantage("rl_async.trainer.algorithms.advantages:grpo", AdvantageOptions())
     for name in ("ppo", "reinforce"):
         load_loss(f"rl_async.trainer.algorithms.losses:{name}", AlgorithmConfig())
 

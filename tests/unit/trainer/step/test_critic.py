@@ -10,12 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.configs.load.loader import load_config
-from rl_async.configs.schema.algorithm import AdvantageOptions
-from rl_async.configs.schema.critic import CriticConfig
+from rl_async.configs.schema.algorithm import AdvantageOptions, CriticConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged
 from rl_async.trainer.algorithms.advantages import AdvantageInputs
-from rl_async.trainer.algorithms.gae import gae
+from rl_async.trainer.algorithms.values import gae
 from rl_async.trainer.backends.interface import Backend, LossFn, Outputs
 from rl_async.trainer.backends.schedule import learning_rate_factor
 from rl_async.trainer.batches.batching import Tensors, empty_tensors

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import LOSSES, AlgorithmConfig, KlConfig, LossOptions
+from rl_async.configs.schema.algorithm import AlgorithmConfig, KlConfig, LossOptions
 from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.formulas import LOSSES
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import Trajectory

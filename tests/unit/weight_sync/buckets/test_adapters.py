@@ -10,9 +10,10 @@ from torch import Tensor
 from rl_async.errors import WeightSyncError
 from rl_async.messages import Version
 from rl_async.weight_sync.buckets.adapters import CACHED, adapter_buckets, add, as_adapters
-from rl_async.weight_sync.buckets.buckets import Bucket, make_buckets
+from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.buckets.numbering import numbered
 from rl_async.weight_sync.protocol import UpdateInfo
+from tests.support.buckets import make_buckets
 from tests.support.received import Received, adapters, merged
 
 SCALE, RANK = 1.7, 5
@@ -81,10 +82,10 @@ def test_adapters_for_another_base_are_refused_and_both_are_named() -> None:
     name, held = adapter_buckets(sent)[0].info.base, adapter_buckets(other)[0].info.base
     assert name != held
     engine = Received()
-    with pytest.raises(WeightSyncError, match=f"adapters for {name}, but what is here complete is nothing"):
+    with pytest.raises(WeightSyncError, match=name):
         engine.take(adapter_buckets(sent))
     engine.take(other)
-    with pytest.raises(WeightSyncError, match=f"adapters for {name}, but what is here complete is {held}"):
+    with pytest.raises(WeightSyncError, match=f"{name}.*{held}"):
         engine.take(adapter_buckets(sent))
 
 
@@ -109,12 +110,12 @@ def test_damaged_adapters_are_refused_and_nothing_is_loaded() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"up.lora_A.weight": None}, "other names than those of pairs"),
-        ({"up.lora_A.weight": torch.zeros(RANK, 19)}, r"up.weight has shape \[48, 20\], its adapter A \[5, 19\]"),
-        ({"up.lora_B.weight": torch.zeros(48, 4)}, r"up.weight has shape \[48, 20\], .* and B \[48, 4\]"),
+        ({"up.lora_A.weight": None}, "up.lora_A.weight"),
+        ({"up.lora_A.weight": torch.zeros(RANK, 19)}, r"up.weight .*\[48, 20\], .*A \[5, 19\]"),
+        ({"up.lora_B.weight": torch.zeros(48, 4)}, r"up.weight .*\[48, 20\], .*B \[48, 4\]"),
         (
             {"no.lora_A.weight": torch.zeros(RANK, 2), "no.lora_B.weight": torch.zeros(2, RANK)},
-            "adapters for weights that the base has not: no.weight",
+            "no.weight",
         ),
     ],
 )

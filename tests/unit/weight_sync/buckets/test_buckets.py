@@ -13,12 +13,12 @@ from rl_async.weight_sync.buckets.assembly import Assembler
 from rl_async.weight_sync.buckets.buckets import (
     allocate_buckets,
     checksum,
-    make_buckets,
     manifest_bytes,
     unpack,
     verify,
 )
 from rl_async.weight_sync.layout import TensorSpec, slices, whole
+from tests.support.buckets import make_buckets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int64, torch.bool]
 parameters = st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3)), max_size=12)
@@ -82,9 +82,9 @@ def test_a_room_is_sealed_with_what_was_written_into_it() -> None:
 @pytest.mark.parametrize(
     ("order", "message"),
     [
-        ([1], "'w' from element 4 on, after 0 elements of ''"),
-        ([0, 2], "'w' from element 8 on, after 4 elements of 'w'"),
-        ([0, 1, 1], "'w' from element 4 on, after 8 elements of 'w'"),
+        ([1], "'w' .* 4 .* 0 "),
+        ([0, 2], "'w' .* 8 .* 4 .*'w'"),
+        ([0, 1, 1], "'w' .* 4 .* 8 .*'w'"),
     ],
 )
 def test_pieces_out_of_order_are_refused(order: list[int], message: str) -> None:
@@ -121,19 +121,19 @@ def test_transposed_and_trained_tensors_are_packed_in_their_logical_order() -> N
 def test_a_flipped_bit_is_noticed() -> None:
     (bucket,) = make_buckets([("w", torch.arange(6.0))], 1 << 10)
     bucket.data[3] ^= 1
-    with pytest.raises(WeightSyncError, match="checksum of the bucket from 'w' on"):
+    with pytest.raises(WeightSyncError, match=r"'w'.* checksum"):
         verify(bucket.data, bucket.info)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"shapes": [[7]]}, "the bucket has 24 bytes, its manifest 28"),
-        ({"names": []}, "0 names, 1 dtypes and 1 shapes"),
-        ({"dtype_names": ["Tensor"]}, "unknown dtype 'Tensor'"),
+        ({"shapes": [[7]]}, "24 bytes.* 28"),
+        ({"names": []}, "0 names, 1 dtypes"),
+        ({"dtype_names": ["Tensor"]}, "'Tensor'"),
         ({"starts": [0]}, "1 starts and 0 numels"),
-        ({"starts": [4], "numels": [6]}, "elements 4 to 10 of 'w', which has 6"),
-        ({"starts": [-1], "numels": [6]}, "elements -1 to 5 of 'w'"),
+        ({"starts": [4], "numels": [6]}, "4 to 10 of 'w'"),
+        ({"starts": [-1], "numels": [6]}, "-1 to 5 of 'w'"),
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
@@ -143,9 +143,9 @@ def test_a_manifest_that_does_not_fit_is_refused(change: dict[str, Any], message
 
 
 def test_a_bucket_must_be_able_to_hold_something() -> None:
-    with pytest.raises(ValueError, match="at least one byte"):
+    with pytest.raises(ValueError, match="not 0"):
         make_buckets([("w", torch.ones(1))], 0)
-    with pytest.raises(ValueError, match=r"not one element of w \(4 bytes\)"):
+    with pytest.raises(ValueError, match=r"3 bytes.* w \(4 bytes\)"):
         make_buckets([("w", torch.ones(1))], 3)
 
 

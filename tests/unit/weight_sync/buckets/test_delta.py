@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from rl_async.errors import WeightSyncError
 from rl_async.messages import Version
-from rl_async.weight_sync.buckets.buckets import Bucket, make_buckets
+from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.buckets.delta import BLOCK, apply_delta, deltas
 from rl_async.weight_sync.buckets.numbering import numbered
 from rl_async.weight_sync.buckets.retained import RetainedBuckets
 from rl_async.weight_sync.protocol import UpdateInfo
+from tests.support.buckets import make_buckets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8]
 specs = st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(1, 300)), min_size=1, max_size=6)
@@ -94,10 +95,10 @@ def test_a_delta_against_another_version_is_refused() -> None:
     old, new = version(named, 0), version(changed(named, 0.01, 1), 1)
     (sent,) = deltas(new, old, "0.0")
     retained = RetainedBuckets()
-    with pytest.raises(WeightSyncError, match=r"against version 0\.0, but this engine holds no complete version"):
+    with pytest.raises(WeightSyncError, match=r"version 0\.0"):
         retained.put(sent.data, sent.info)
     put(retained, version(named, 7))
-    with pytest.raises(WeightSyncError, match=r"against version 0\.0, but this engine holds 0\.7"):
+    with pytest.raises(WeightSyncError, match=r"version 0\.0.* 0\.7"):
         retained.put(sent.data, sent.info)
 
 
@@ -111,7 +112,7 @@ def test_after_a_damaged_delta_only_a_full_update_is_taken() -> None:
     damaged[-1] ^= 1
     with pytest.raises(WeightSyncError, match="checksum"):
         retained.put(damaged, sent.info)
-    with pytest.raises(WeightSyncError, match="no complete version"):
+    with pytest.raises(WeightSyncError):
         retained.put(sent.data, sent.info)
     assert torch.equal(put(retained, new)[0], new[0].data)
 
@@ -121,23 +122,23 @@ def test_a_payload_that_does_not_fit_is_refused(cut: int) -> None:
     named = bits([(torch.float32, 60)], 0)
     old, new = version(named, 0), version(changed(named, 0.02, 1), 1)
     (sent,) = deltas(new, old, "0.0")
-    with pytest.raises(WeightSyncError, match="does not fit"):
+    with pytest.raises(WeightSyncError, match="'p0'"):
         apply_delta(sent.data[:cut], old[0].data.clone(), sent.info)
 
 
 def test_a_change_beyond_the_end_is_refused() -> None:
     old, new = version([("w", torch.zeros(60))], 0), version([("w", torch.ones(60))], 1)
     payload = torch.tensor([1, 0, 0, 0, 60, 0, 1, 2, 3, 4], dtype=torch.uint8)  # the 61st unit
-    with pytest.raises(WeightSyncError, match="more than the bucket"):
+    with pytest.raises(WeightSyncError, match="'w'"):
         apply_delta(payload, old[0].data.clone(), new[0].info)
 
 
 def test_a_version_is_complete_only_with_all_its_buckets_in_order() -> None:
     buckets, retained = version(bits([(torch.float32, 200)], 0), 3), RetainedBuckets()
     retained.put(buckets[0].data, buckets[0].info)
-    with pytest.raises(WeightSyncError, match=r"asked to load 0\.3, but what is here complete is nothing"):
+    with pytest.raises(WeightSyncError, match=r"0\.3"):
         retained.load("0.3", lambda _: None)
-    with pytest.raises(WeightSyncError, match=r"bucket 2 of 0\.3 came where bucket 1 of 0\.3"):
+    with pytest.raises(WeightSyncError, match=r"bucket 2 of .*0\.3.* bucket 1 of .*0\.3"):
         retained.put(buckets[2].data, buckets[2].info)
     put(retained, buckets)
     loaded: list[torch.Tensor] = []

@@ -30,9 +30,9 @@ def test_what_a_rank_has_already_is_copied_and_converted() -> None:
 @pytest.mark.parametrize(
     ("source", "target", "message"),
     [
-        ({}, held(torch.zeros(4, 2)), r"the source of rank 0 should have .* of t, and has nothing"),
-        (held(torch.zeros(4, 2)), held(torch.zeros(2, 4)), r"the target of rank 0 .* and has shape \(2, 4\)"),
-        (held(torch.zeros(4, 2), ((0, 4), (0, 1))), held(torch.zeros(4, 2)), "the source of rank 0 .* has nothing"),
+        ({}, held(torch.zeros(4, 2)), r"source of rank 0.* t\b"),
+        (held(torch.zeros(4, 2)), held(torch.zeros(2, 4)), r"target of rank 0.*\(2, 4\)"),
+        (held(torch.zeros(4, 2), ((0, 4), (0, 1))), held(torch.zeros(4, 2)), "source of rank 0"),
     ],
 )
 def test_a_holding_that_is_not_the_layouts_is_refused(

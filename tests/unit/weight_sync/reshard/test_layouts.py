@@ -72,7 +72,7 @@ def test_megatrons_fused_parameters_come_apart_into_boxes(tp: int) -> None:
 
 def test_a_fused_parameter_of_another_size_is_refused() -> None:
     layout = engine(specs(), tp=1, kv_heads=2)
-    with pytest.raises(WeightSyncError, match="a parameter of 3 rows"):
+    with pytest.raises(WeightSyncError, match="3 rows"):
         split_fused(torch.zeros(3, 8), layout, 0, QKV)
 
 
@@ -187,9 +187,9 @@ def test_experts_in_one_tensor_are_cut_in_gate_and_up() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tp": 3, "kv_heads": 2}, "kv_heads: 2 does not divide tp, 3|does not divide among 3 ranks"),
-        ({"tp": 4, "ep": 3, "kv_heads": 2}, "ep: 3 does not divide tp, 4"),
-        ({"tp": 2, "kv_heads": 3}, "kv_heads: 3 does not divide model.layers.0.self_attn.k_proj.weight"),
+        ({"tp": 3, "kv_heads": 2}, r"kv_heads.*3|3 ranks"),
+        ({"tp": 4, "ep": 3, "kv_heads": 2}, r"ep.* 3 .*tp.* 4"),
+        ({"tp": 2, "kv_heads": 3}, r"kv_heads.* 3 .*model.layers.0.self_attn.k_proj.weight"),
     ],
 )
 def test_an_engine_of_sizes_that_do_not_divide_is_refused(arguments: dict[str, int], message: str) -> None:
@@ -198,26 +198,26 @@ def test_an_engine_of_sizes_that_do_not_divide_is_refused(arguments: dict[str, i
 
 
 def test_megatron_of_sizes_that_do_not_divide_is_refused() -> None:
-    with pytest.raises(WeightSyncError, match="groups of queries: 2 does not divide among 4 ranks"):
+    with pytest.raises(WeightSyncError, match=r" 2 .* 4 ranks"):
         megatron(specs(), kv_heads=2, tp=4)
-    with pytest.raises(WeightSyncError, match="virtual_stages: 3 does not divide the layers, 2"):
+    with pytest.raises(WeightSyncError, match=r"virtual_stages.* 3 .*layers.* 2"):
         megatron(specs(), kv_heads=2, pp=3)
-    with pytest.raises(WeightSyncError, match="ep: 2 does not divide the experts, 3"):
+    with pytest.raises(WeightSyncError, match=r"ep.* 2 .*experts.* 3"):
         megatron(specs(experts=3), kv_heads=2, dp=2, ep=2)
 
 
 def test_a_name_without_a_rule_is_refused() -> None:
     named = specs() | {"model.layers.0.mlp.shared_expert_gate.weight": TensorSpec((1, 8))}
-    with pytest.raises(WeightSyncError, match=r"shared_expert_gate\.weight: no rule says how"):
+    with pytest.raises(WeightSyncError, match=r"shared_expert_gate\.weight.*KINDS"):
         engine(named, tp=2, kv_heads=2)
 
 
 @pytest.mark.parametrize(
     ("shards", "message"),
     [
-        ([Shard(0, ((0, 5), (0, 2)))], "whose shape is"),
-        ([Shard(0, ((0, 4),))], "whose shape is"),
-        ([Shard(1, ((0, 3), (0, 2))), Shard(1, ((2, 4), (1, 2)))], "rank 1 holds elements of t twice"),
+        ([Shard(0, ((0, 5), (0, 2)))], r"rank 0 .*\(4, 2\)"),
+        ([Shard(0, ((0, 4),))], r"rank 0 .*\(4, 2\)"),
+        ([Shard(1, ((0, 3), (0, 2))), Shard(1, ((2, 4), (1, 2)))], "rank 1 .* t "),
     ],
 )
 def test_impossible_layouts_are_refused(shards: list[Shard], message: str) -> None:
@@ -226,5 +226,5 @@ def test_impossible_layouts_are_refused(shards: list[Shard], message: str) -> No
 
 
 def test_an_unknown_type_is_refused() -> None:
-    with pytest.raises(WeightSyncError, match="weights of type int4 do not travel"):
+    with pytest.raises(WeightSyncError, match="int4"):
         fsdp2({"t": TensorSpec((4, 2), "int4")}, 1).nbytes("t", whole((4, 2)))

@@ -201,13 +201,13 @@ def test_what_stays_on_its_rank_is_not_sent() -> None:
 def test_what_no_source_holds_is_refused() -> None:
     named = {"t": TensorSpec((4, 2), "float32")}
     half = Layout(named, {"t": (Shard(0, ((0, 2), (0, 2))),)})
-    with pytest.raises(WeightSyncError, match=r"t: rank 1 wants \(\(2, 4\), \(0, 2\)\), which no source holds"):
+    with pytest.raises(WeightSyncError, match=r"t: .*rank 1 .*\(\(2, 4\), \(0, 2\)\)"):
         plan(half, fsdp2(named, 1).placed([1]), 64)
 
 
 def test_other_tensors_are_refused() -> None:
     wide, narrow = ({"t": TensorSpec((4, 2), dtype)} for dtype in ("float32", "bfloat16"))
-    with pytest.raises(WeightSyncError, match=r"t: .*bfloat16.* is wanted, .*float32.* is there"):
+    with pytest.raises(WeightSyncError, match=r"t: .*bfloat16.*float32"):
         plan(fsdp2(wide, 2), fsdp2(narrow, 1), 64)
-    with pytest.raises(ValueError, match="the least is 64"):
+    with pytest.raises(ValueError, match=r"63 .*64"):
         plan(fsdp2(wide, 2), fsdp2(wide, 1), 63)

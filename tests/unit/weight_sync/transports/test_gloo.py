@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from rl_async.errors import WeightSyncError
-from rl_async.weight_sync.buckets.buckets import Bucket, make_buckets, verify
+from rl_async.weight_sync.buckets.buckets import Bucket, verify
 from rl_async.weight_sync.protocol import UpdateInfo
 from rl_async.weight_sync.transports.gloo import GlooReceiver, GlooSender
+from tests.support.buckets import make_buckets
 
 TIMEOUT_S = 30.0
 SIZES = (5, 3 << 20, 7, 4 << 20, 2 << 20)  # in elements of 4 bytes; the larger ones fit into no socket's buffer
@@ -93,14 +94,14 @@ def test_another_bucket_than_the_announced_one_is_refused() -> None:
     for bucket in buckets[:2]:
         sender.stage(bucket)
     receiver.receive(infos[0])
-    with pytest.raises(WeightSyncError, match=f"a bucket of 28 bytes, after one of {12 << 20} was announced"):
+    with pytest.raises(WeightSyncError, match=f"28 bytes.* {12 << 20} bytes"):
         receiver.receive(infos[2])
     sender.close()
     receiver.close()
 
 
 @pytest.mark.parametrize("who", ["sender", "receiver"])
-def test_whoever_leaves_while_a_bucket_is_under_way_is_free_at_once(who: str) -> None:
+def test_whoever_leaves_while_a_bucket_is_in_flight_is_free_at_once(who: str) -> None:
     sender, receiver = pair("leave")
     buckets = packed()
     infos = announced(buckets)
@@ -109,13 +110,13 @@ def test_whoever_leaves_while_a_bucket_is_under_way_is_free_at_once(who: str) ->
         sender.stage(buckets[1])
         receiver.receive(buckets[0].info)  # and asks for nothing more
         sender.send(buckets[0])
-        work = sender._under_way[1].work
+        work = sender._in_flight[1].work
     else:
         receiver.receive(infos[0])
-        work = receiver._under_way[0].work
+        work = receiver._in_flight[0].work
     (sender if who == "sender" else receiver).close()
     assert not work.is_completed(), "it waited for what nobody wants any more"
-    with pytest.raises(WeightSyncError, match="not connected" if who == "sender" else "was left"):
+    with pytest.raises(WeightSyncError):
         sender.stage(buckets[2]) if who == "sender" else receiver.receive(infos[1])
     (receiver if who == "sender" else sender).close()  # which ends it
 
@@ -131,7 +132,7 @@ def test_a_bucket_that_nobody_sends_is_given_up_at_the_deadline() -> None:
     sender = GlooSender(1, "silent", 0.5)
     with beside(sender.connect):
         receiver = GlooReceiver(sender.init_info(0))
-    with pytest.raises(WeightSyncError, match=r"gloo broadcast of 20 bytes: .*[Tt]imed out"):
+    with pytest.raises(WeightSyncError, match=r"20 bytes: .*[Tt]imed out"):
         receiver.receive(packed()[0].info)
     sender.close()
     receiver.close()

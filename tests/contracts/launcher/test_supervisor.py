@@ -19,7 +19,7 @@ from rl_async.launcher.supervise.executor import ThisMachine
 from rl_async.launcher.supervise.roster import read_roster
 from rl_async.launcher.supervise.supervisor import RoleFailed, Supervisor
 
-DRIVER = Path(__file__).parents[1] / "supervise.py"
+DRIVER = Path(__file__).with_name("supervisor_process.py")
 
 
 async def supervise(

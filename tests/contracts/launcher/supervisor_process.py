@@ -1,4 +1,4 @@
-"""A supervisor of fake roles as a process of its own: ``python supervise.py FOLDER``."""
+"""A supervisor of fake roles as a process of its own: ``python supervisor_process.py FOLDER``."""
 
 import asyncio
 import importlib.util

@@ -1,0 +1,103 @@
+"""Every policy loss and advantage estimator by name, and what the rest of the system has to know about each.
+
+The formulas themselves are in ``trainer/algorithms/losses.py`` and ``advantages.py``, in tables with the same names;
+they need torch, and config checks must not. Checks, derived settings and the trainer read the traits declared here and
+never compare names. A user's own function, given as ``path.py:name``, has no traits and is not restricted by them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from msgspec import Meta
+
+Need = Literal["values", "sum_squares", "greedy", "parts"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Traits of a policy loss."""
+
+    uses_ratio: bool = True  # of pi_theta to pi_old, which is mu when old log-probabilities are bypassed
+    behaviour: Literal["unused", "weighs", "limits"] = "unused"  # multiplies by pi_old/mu, or bounds pi_old against mu
+    selects: bool = False  # picks tokens from the whole mini-batch before its forward passes
+    options: tuple[str, ...] = ()  # fields of LossOptions that it reads
+    ascending: tuple[tuple[str, str], ...] = ()  # pairs of options of which the first must be below the second
+
+
+@dataclass(frozen=True)
+class Advantage:
+    """Traits of an advantage estimator.
+
+    ``needs`` names what it reads beside rewards: a critic's ``values``, the ``sum_squares`` of pi_old over the
+    vocabulary, one more ``greedy`` episode per group, or the ``parts`` of the reward in place of the whole.
+    """
+
+    compares_group: bool = True  # with the other members of the group, of which there must be at least one
+    needs: frozenset[Need] = frozenset()
+    row_is_episode: bool = False  # compares rows one by one, so an episode must not become several
+    options: tuple[str, ...] = ()  # fields of AdvantageOptions that it reads
+
+    @property
+    def needs_contrast(self) -> bool:
+        """Whether it learns nothing from a group whose rewards are all equal."""
+        return self.compares_group or "greedy" in self.needs
+
+
+LOSSES: dict[str, Loss] = {
+    "ppo": Loss(options=("clip_dual",)),
+    "decoupled_ppo": Loss(behaviour="weighs", options=("clip_dual", "decoupled_cap")),
+    "reinforce": Loss(uses_ratio=False),
+    "gpg": Loss(uses_ratio=False),
+    "gspo": Loss(),
+    "gmpo": Loss(),
+    "sapo": Loss(options=("sapo_tau_positive", "sapo_tau_negative")),
+    "cispo": Loss(),
+    "dro": Loss(options=("dro_beta",)),
+    "dppo_tv": Loss(options=("dppo_tv",)),
+    "dppo_kl": Loss(options=("dppo_kl",)),
+    "ipo": Loss(options=("ipo", "ipo_penalty")),
+    "m2po": Loss(behaviour="limits", selects=True, options=("m2po",)),
+    "clip_cov": Loss(
+        selects=True,
+        options=("clip_dual", "clip_cov_share", "clip_cov_low", "clip_cov_high"),
+        ascending=(("clip_cov_low", "clip_cov_high"),),
+    ),
+    "kl_cov": Loss(selects=True, options=("kl_cov_share", "kl_cov_coef")),
+}
+
+ADVANTAGES: dict[str, Advantage] = {
+    "grpo": Advantage(),
+    "dr_grpo": Advantage(),
+    "grpo_passk": Advantage(row_is_episode=True, options=("passk_std",)),
+    "gdpo": Advantage(needs=frozenset({"parts"}), options=("gdpo_weights",)),
+    "rloo": Advantage(),
+    "opo": Advantage(),
+    "gpg": Advantage(),
+    "remax": Advantage(compares_group=False, needs=frozenset({"greedy"}), row_is_episode=True),
+    "reinforce_plus_plus": Advantage(compares_group=False, options=("gamma",)),
+    "reinforce_plus_plus_baseline": Advantage(),
+    "gae": Advantage(compares_group=False, needs=frozenset({"values"}), options=("gamma", "lam", "whiten")),
+    "optimal_token_baseline": Advantage(needs=frozenset({"sum_squares"}), row_is_episode=True),
+    "tir_optimal_token_baseline": Advantage(needs=frozenset({"sum_squares"}), row_is_episode=True),
+}
+
+
+def advantage_needs(name: str) -> frozenset[Need]:
+    """What the estimator reads beside rewards; nothing is known, and nothing provided, of a user's own."""
+    return ADVANTAGES.get(name, Advantage()).needs
+
+
+def loss_option(option: str, text: str) -> Meta:
+    """Describe a field of LossOptions: the names of the losses that read it, and ``text``."""
+    return _read_by(LOSSES, option, text)
+
+
+def advantage_option(option: str, text: str) -> Meta:
+    """Describe a field of AdvantageOptions: the names of the estimators that read it, and ``text``."""
+    return _read_by(ADVANTAGES, option, text)
+
+
+def _read_by(table: Mapping[str, Loss] | Mapping[str, Advantage], option: str, text: str) -> Meta:
+    readers = ", ".join(name for name, traits in table.items() if option in traits.options)
+    return Meta(description=f"{readers}: {text}")

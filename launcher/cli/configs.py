@@ -1,0 +1,77 @@
+"""``rl-async config ...`` and ``rl-async data ...``."""
+
+import argparse
+from pathlib import Path
+
+from rl_async.launcher.cli.options import add_overrides
+
+
+def add_config_commands(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands of ``rl-async config``."""
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands.add_parser("list", help="the presets").set_defaults(command=_list)
+    show = commands.add_parser("show", help="a preset or file with every value")
+    show.add_argument("config", metavar="NAME|PATH")
+    add_overrides(show)
+    show.set_defaults(command=_show)
+    explain = commands.add_parser("explain", help="what a key or a section means")
+    explain.add_argument("key", metavar="KEY")
+    explain.set_defaults(command=_explain)
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    """Print every preset with the first line of its file, a comment."""
+    from importlib import resources
+
+    from rl_async.configs.load.loader import preset_names
+
+    names = preset_names()
+    width = max(len(name) for name in names)
+    for name in names:
+        text = resources.files("rl_async.configs.presets").joinpath(f"{name}.yaml").read_text()
+        comment = text.partition("\n")[0]
+        print(f"{name:<{width}}  {comment.removeprefix('#').strip() if comment.startswith('#') else ''}".rstrip())
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from rl_async.configs.load.loader import dump, load_config
+
+    print(dump(load_config(arguments.config, arguments.overrides)), end="")
+    return 0
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from rl_async.configs.load.fields import explain
+
+    print(explain(arguments.key))
+    return 0
+
+
+def add_data_commands(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands of ``rl-async data``."""
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    make = commands.add_parser("make", help="write tasks, held-out tasks and demonstrations as Parquet")
+    make.add_argument("name", metavar="NAME", help="calculator, shop or sort; calculator-pairs: preference pairs")
+    make.add_argument("--out", type=Path, metavar="FOLDER", help="default: artifacts/TASK")
+    make.set_defaults(command=_make)
+    inspect = commands.add_parser("inspect", help="count and show the rows of a data set")
+    inspect.add_argument("path", metavar="PATH", help="Parquet, JSONL or reasoning_gym:NAME")
+    inspect.set_defaults(command=_inspect)
+
+
+def _make(arguments: argparse.Namespace) -> int:
+    from rl_async.agent_loop.data.tasks import PAIRS, make_data, make_pairs
+
+    pairs = arguments.name in PAIRS
+    folder = arguments.out or Path("artifacts") / (PAIRS[arguments.name][0] if pairs else arguments.name)
+    (make_pairs if pairs else make_data)(arguments.name, folder)
+    print(f"wrote {', '.join(str(file) for file in sorted(folder.glob('*.parquet')))}")
+    return 0
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from rl_async.agent_loop.data.prompts import inspect
+
+    print(inspect(arguments.path))
+    return 0

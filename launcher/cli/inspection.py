@@ -1,0 +1,80 @@
+"""``rl-async show``, ``doctor``, ``plan`` and ``audit``: commands that read runs and start nothing."""
+
+import argparse
+from pathlib import Path
+
+from rl_async.errors import UserError
+from rl_async.launcher.cli.options import add_config, add_run
+
+
+def add_show(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``rl-async show``."""
+    parser.description = "Of the rows asked for, the most corrected one is shown token by token."
+    add_run(parser)
+    parser.add_argument("--step", type=int, help="default: the newest")
+    parser.add_argument("--group", type=int, help="only the rows of this group")
+    parser.add_argument("--sample", type=int, help="only this row of each group")
+    parser.set_defaults(command=_show)
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from rl_async.launcher.watch.trajectory_view import show
+
+    show(arguments.run, arguments.step, arguments.group, arguments.sample)
+    return 0
+
+
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``rl-async doctor``."""
+    parser.description = "Diagnose a run that hangs, is slow or failed; or check this machine. See docs/diagnosis.md."
+    parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="run folder; without it, check this machine")
+    parser.add_argument("--config", metavar="NAME|PATH", help="check this machine for a preset or a YAML file")
+    parser.add_argument("--json", action="store_true", help="everything observed of the run, for programs")
+    parser.set_defaults(command=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.run is None:
+        from rl_async.launcher.doctor.machine_check import check_machine
+
+        if arguments.json:
+            raise UserError("doctor: --json needs RUN, the folder of a run")
+        return check_machine(arguments.config)
+    if arguments.config is not None:
+        raise UserError("doctor: --config cannot be combined with RUN; a run has its own config")
+    from rl_async.launcher.doctor.diagnosis import doctor
+
+    return doctor(arguments.run, as_json=arguments.json)
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``rl-async plan``."""
+    parser.description = "Simulate the run on N devices for each mode and split. See docs/planner.md."
+    add_config(parser)
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="devices, one process each")
+    parser.add_argument("--run", type=Path, help="measure costs and lengths on this run (default: assume an H100's)")
+    check = "also simulate this recorded run, and print the error; may be repeated"
+    parser.add_argument("--check", type=Path, action="append", default=[], metavar="RUN", help=check)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there too")
+    parser.set_defaults(command=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from rl_async.launcher.capacity.planner import plan_devices
+
+    given = arguments
+    return plan_devices(given.config, given.overrides, given.gpus, given.run, given.check, given.json)
+
+
+def add_audit(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``rl-async audit``."""
+    add_run(parser)
+    parser.set_defaults(command=_audit)
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    from rl_async.transfer_queue.reports.audit import audit
+
+    report = audit(arguments.run)
+    print(report.text())
+    return 0 if report.ok else 1

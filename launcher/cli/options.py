@@ -1,0 +1,20 @@
+"""Options that several commands take."""
+
+import argparse
+from pathlib import Path
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Add ``--config`` and the overrides of its keys."""
+    parser.add_argument("--config", required=True, metavar="NAME|PATH", help="a preset or a YAML file")
+    add_overrides(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Add ``a.b=c`` words, which ``__main__`` also accepts between options."""
+    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help="values for config keys")
+
+
+def add_run(parser: argparse.ArgumentParser, text: str = "run folder") -> None:
+    """Add the positional folder of a run."""
+    parser.add_argument("run", type=Path, metavar="RUN", help=text)

@@ -1,0 +1,77 @@
+"""``rl-async launch``, ``eval`` and ``gateway``: commands that start processes of a run."""
+
+import argparse
+
+from rl_async.errors import UserError
+from rl_async.launcher.cli.options import add_config, add_run
+
+MODES = ("colocated", "disaggregated")
+LAUNCHERS = ("local", "ray")
+
+
+def add_launch(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``rl-async launch``."""
+    parser.description = "Train. Ctrl-C ends the run cleanly."
+    parser.add_argument("--mode", choices=MODES, help="take turns on a device, or work side by side")
+    add_config(parser)
+    parser.add_argument("--name", default="", help="the run's folder below launcher.run_dir")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
+    parser.add_argument(
+        "--resume",
+        action=argparse.BooleanOptionalAction,
+        help="continue the named run, or the newest of this config (default: a named run that did not reach its end)",
+    )
+    parser.add_argument("--launcher", choices=LAUNCHERS, default="local", help="where: this machine, or Ray's nodes")
+    parser.add_argument("--address", default="", help="of the Ray cluster (default: the one that this machine is in)")
+    parser.set_defaults(command=_launch)
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    from rl_async.launcher.folder.run_folder import new_run, resumed_run, unfinished
+
+    if arguments.address and arguments.launcher != "ray":
+        raise UserError("--address is the address of a Ray cluster; add --launcher ray")
+    if arguments.resume is None and arguments.name:
+        arguments.resume = unfinished(arguments.config, arguments.overrides, arguments.name)
+        if arguments.resume:
+            print(f"{arguments.name} did not reach its end: continuing it (--no-resume refuses)", flush=True)
+    find = resumed_run if arguments.resume else new_run
+    config, folder = find(arguments.config, arguments.overrides, mode=arguments.mode, name=arguments.name)
+    if arguments.dry_run:
+        from rl_async.launcher.plan.dry_run import dry_run
+
+        dry_run(config, folder, resume=bool(arguments.resume))
+        return 0
+    from rl_async.launcher.runs.launch import launch, launch_on_ray
+
+    if arguments.launcher == "ray":
+        return launch_on_ray(config, folder, arguments.address, resume=bool(arguments.resume))
+    return launch(config, folder, resume=bool(arguments.resume))
+
+
+def add_eval(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``rl-async eval``."""
+    add_config(parser)
+    parser.set_defaults(command=_evaluate)
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from rl_async.configs.load.loader import load_config
+    from rl_async.launcher.runs.evaluate import evaluate
+
+    return evaluate(load_config(arguments.config, arguments.overrides), arguments.config)
+
+
+def add_gateway(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``rl-async gateway``."""
+    parser.description = "An OpenAI-compatible gateway; each episode gets a base_url of its own. See docs/gateway.md."
+    add_run(parser, "folder of a running run")
+    parser.add_argument("--host", default="", help="address to listen on (default: agent.gateway.host, or loopback)")
+    parser.add_argument("--port", type=int, default=0, help="default: a free one")
+    parser.set_defaults(command=_gateway)
+
+
+def _gateway(arguments: argparse.Namespace) -> int:
+    from rl_async.agent_loop.gateway.process import attach
+
+    return attach(arguments.run, arguments.host, arguments.port)
