@@ -1,16 +1,16 @@
 """Every advantage estimator and every loss on the calculator task: short runs from one warm start, one seed.
 
-Each line is a real run of ``rl-async launch``: engine, agent worker, queue and trainer are processes of their own. The
-advantage estimators are tried with the ``ppo`` loss, the losses with ``grpo`` advantages. A run learns if the mean
-reward of its last five steps is above that of its first five by ``--margin``.
+Each row of the table is a run of ``rl-async launch``: engine, agent worker, queue and trainer are separate processes.
+Advantage estimators run with the ``ppo`` loss, losses with ``grpo`` advantages. A run learns if the mean reward of its
+last five steps exceeds that of its first five by ``--margin``.
 
     python examples/algorithms.py                                   # all of them, about 35 s each
     python examples/algorithms.py --advantages rloo opo --losses gspo cispo
 
 reward first/last   mean sampled reward of the first and the last five steps
-kl                  largest k3 estimate of KL(behaviour || policy) per token over the run: how far apart they grew
+kl                  largest k3 estimate of KL(behaviour || policy) per token over the run
 ess                 smallest effective sample size of the token weights, 1 when on-policy
-with                what the method was given beside its name
+with                the method's further settings
 """
 
 import argparse
@@ -22,22 +22,23 @@ from pathlib import Path
 
 from rl_async.configs.schema.formulas import ADVANTAGES, LOSSES
 
-# The preset's learning rate of 1e-3 is for losses that limit how far one step may go.
+# The preset's learning rate of 1e-3 suits losses that limit how far one step may go.
 SLOWER = "trainer.learning_rate=3e-4"
-# What a method needs beside its name, and why.
+# Settings that a method needs besides its name, and why.
 NEEDS: dict[tuple[str, str], list[str]] = {
-    ("advantage", "gae"): [
-        "critic={learning_rate: 1e-3}"
-    ],  # it bootstraps from a critic, which learns as fast as the policy
-    # The greedy answer beats most samples, so nearly all advantages are negative: 1e-3 unlearns what the model can do.
+    ("advantage", "gae"): ["critic={learning_rate: 1e-3}"],
+    # The greedy answer beats most samples, so nearly all advantages are negative, and 1e-3 destroys the policy.
     ("advantage", "remax"): ["trainer.learning_rate=1e-4"],
-    # Only a group with a single best sample teaches, and of 16 samples too many succeed.
+    # Only a group with a single best sample has a signal, and of 16 samples usually several succeed.
     ("advantage", "grpo_passk"): ["rollout.group_size=4", "data.train_batch_groups=96", SLOWER],
-    ("loss", "decoupled_ppo"): ["algorithm.correction=disabled"],  # it brings its own weight
-    ("loss", "reinforce"): ["trainer.minibatches=1", SLOWER],  # no ratio, so no second mini-batch
+    ("loss", "decoupled_ppo"): ["algorithm.correction=disabled"],  # it has a weight of its own
+    ("loss", "reinforce"): [
+        "trainer.minibatches=1",
+        SLOWER,
+    ],  # no ratio: a second mini-batch would be off-policy
     ("loss", "gpg"): ["trainer.minibatches=1", SLOWER],
     ("loss", "gspo"): ["algorithm.clip_low=3e-2", "algorithm.clip_high=4e-2"],  # length-normalised ratios stay near 1
-    # The paper's limits; a mean per row, as its formula has.
+    # The paper's limits and aggregation.
     ("loss", "gmpo"): [
         "algorithm.clip_low=0.4",
         "algorithm.clip_high=0.4",
@@ -45,12 +46,12 @@ NEEDS: dict[tuple[str, str], list[str]] = {
         SLOWER,
     ],
     ("loss", "m2po"): [SLOWER],  # no clip of the ratio to pi_old
-    ("loss", "kl_cov"): [SLOWER],  # no clip, but for a penalty on few tokens
+    ("loss", "kl_cov"): [SLOWER],  # no clip, only a penalty on a few tokens
 }
 
 
 def run(kind: str, name: str, arguments: argparse.Namespace) -> list[dict[str, float]]:
-    """One run; returns its metrics, a dict per step."""
+    """Run one method; return its metrics, a dict per step, or [] if the run failed before its first step."""
     run_name = f"algorithms-{kind}-{name}"
     command = [
         *("rl-async", "launch", "--mode", "disaggregated", "--config", "calculator", "--name", run_name),
@@ -73,7 +74,7 @@ def run(kind: str, name: str, arguments: argparse.Namespace) -> list[dict[str, f
 
 
 def row(kind: str, name: str, metrics: Sequence[dict[str, float]], steps: int, margin: float) -> str:
-    """One line of the table."""
+    """Format one row of the table."""
     if len(metrics) < steps:
         return f"{kind:<10} {name:<32} ended after {len(metrics)} of {steps} steps"
     rewards = [m["reward/mean"] for m in metrics]

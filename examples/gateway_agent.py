@@ -14,41 +14,41 @@ import openai
 from rl_async.agent_loop.gateway.client import Episode, Gateway
 from rl_async.agent_loop.tools.arithmetic import evaluate
 
-CLIENT = openai.OpenAI(base_url="none", api_key="none")  # its connections are shared; making one takes long
+CLIENT = openai.OpenAI(base_url="none", api_key="none")  # shared: creating a client is slow
 
 
 def play(episode: Episode) -> str:
-    """Answer the task with the help of a calculator, in three turns at most; the last thing that was said."""
+    """Solve the task with a calculator in at most three turns; return the last answer."""
     client = CLIENT.with_options(base_url=episode.base_url)
     messages = list(episode.task["prompt"])
     for _ in range(3):
         answer = client.chat.completions.create(model="policy", messages=messages, tools=episode.task["tools"])
-        said = answer.choices[0].message
-        if not said.tool_calls:
+        reply = answer.choices[0].message
+        if not reply.tool_calls:
             break
-        messages.append(said.to_dict())
-        for call in said.tool_calls:
+        messages.append(reply.to_dict())
+        for call in reply.tool_calls:
             messages.append({"role": "tool", "tool_call_id": call.id, "content": calculate(call.function.arguments)})
-    return said.content or ""
+    return reply.content or ""
 
 
 def calculate(arguments: str) -> str:
     try:
         return str(evaluate(json.loads(arguments)["expression"]))
-    except Exception as error:  # the model wrote the arguments, and is to learn what is wrong with them
+    except Exception as error:  # the model wrote the arguments and should see what is wrong with them
         return f"error: {error}"
 
 
 def work(url: str) -> int:
-    """Play episodes until the run is over; how many."""
+    """Play episodes until the run is over; return their number."""
     played = 0
     for episode in Gateway(url).episodes():
         try:
-            said = play(episode)
+            answer = play(episode)
         except openai.OpenAIError as error:
             episode.fail(str(error))
         else:
-            episode.reward(float(said.strip() == episode.task["ground_truth"]))
+            episode.reward(float(answer.strip() == episode.task["ground_truth"]))
         played += 1
     return played
 

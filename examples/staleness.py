@@ -1,16 +1,15 @@
 """What staleness does to training, with and without off-policy correction.
 
-Trains the calculator task from one warm start with ``queue.max_staleness=4``, once per arm, as real runs of
-``rl-async launch``: engine, agent workers, queue and trainer are separate processes. The lag is real: the slots let the
-engine run five batches ahead, and each step is stretched until the engine has filled them, so that all arms train on
-data of the same age. Then it plots reward over steps.
+Trains the calculator task from one warm start with ``queue.max_staleness=4``, once per arm with ``rl-async launch``,
+and plots reward over steps. The staleness is real: the queue lets the engine run ahead by its bound, and each step is
+stretched until the engine has done so, so that all arms train on data of the same age.
 
     python examples/staleness.py                 # all arms, one seed
     python examples/staleness.py --seeds 1 2 3 --arms naive corrected
 
 arm         loss        correction            what it shows
 naive       reinforce   disabled              -A log p, as if the data were on-policy
-recompute   ppo         disabled              clipped around recomputed log-probabilities: the lag is invisible to it
+recompute   ppo         disabled              clipped around recomputed log-probabilities, which hide the staleness
 coupled     ppo         bypass_ppo_clip       clipped around the rollout's own log-probabilities
 corrected   ppo         decoupled_token_is    clipped around recomputed ones, weighted by min(pi_old/pi_rollout, 2)
 """
@@ -30,7 +29,7 @@ ARMS = {
 
 
 def run_arm(arm: str, seed: int, arguments: argparse.Namespace) -> list[dict[str, float]]:
-    """One run; returns its metrics, a dict per step."""
+    """Run one arm; return its metrics, a dict per step."""
     loss, correction = ARMS[arm]
     name = f"staleness{arguments.staleness}-{arm}-seed{seed}"
     command = [
@@ -53,7 +52,7 @@ def run_arm(arm: str, seed: int, arguments: argparse.Namespace) -> list[dict[str
 
 
 def summary(arm: str, seed: int, metrics: list[dict[str, float]]) -> str:
-    """One table row: mean reward over the run, over the last five steps, and the realised staleness."""
+    """Format one table row: mean reward over the run and over the last five steps, and the realised staleness."""
     rewards = [m["reward/mean"] for m in metrics]
     ages = [m["staleness/mean"] for m in metrics]
     return (
@@ -63,7 +62,7 @@ def summary(arm: str, seed: int, metrics: list[dict[str, float]]) -> str:
 
 
 def plot(curves: dict[tuple[str, int], list[dict[str, float]]], path: Path, staleness: int) -> None:
-    """Reward over trainer steps, one line per run. Needs matplotlib (pip install 'rl-async[plot]')."""
+    """Plot reward over trainer steps, one line per run. Needs matplotlib (pip install 'rl-async[plot]')."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -90,7 +89,7 @@ def main() -> None:
     parser.add_argument("--minibatches", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=4e-4)
     parser.add_argument(
-        "--min-train-s", type=float, default=2.5, help="a step lasts at least this, so that every arm's slots are full"
+        "--min-train-s", type=float, default=2.5, help="minimum length of a step, so that the engine can run ahead"
     )
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--out", type=Path, default=Path("staleness.png"))

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
-from rl_async.configs.schema.rollout import EngineKind, RolloutConfig
+from rl_async.configs.engines import EngineKind
+from rl_async.configs.schema.rollout import RolloutConfig
 from rl_async.errors import ProtocolError
 from rl_async.messages import EngineRecord, Version
 from rl_async.rollout_server.answers import ReadVersion

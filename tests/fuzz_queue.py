@@ -22,13 +22,13 @@ from rl_async import messages as m
 from rl_async.errors import ProtocolError
 from rl_async.messages import codec
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.client.async_client import SyncQueueClient
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.journal.memory import MemoryJournal
 from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.server.handlers import QueueServer
 from rl_async.transfer_queue.server.loop import bind, serve
-from rl_async.transfer_queue.state.source import Counted, numbered
+from rl_async.transfer_queue.server.queue_server import QueueServer
 from rl_async.transfer_queue.state.store import Store
+from rl_async.transfer_queue.state.tasks import Counted, numbered
 from rl_async.transfer_queue.state.transitions import Feed
 
 SETTINGS = QueueSettings(steps=1000, batch_groups=2, group_size=2, lease_s=0.2, max_attempts=1000)
@@ -66,11 +66,11 @@ def valid(rng: random.Random) -> Frames:
         m.Lease(worker="f", max_groups=2, wait_s=rng.choice([0.0, 0.01])),
         m.Renew(worker="f"),
         m.Put(worker="f", samples=[[row.header()]], media=media),
-        m.Store(samples=[(group, sample, 0)], lengths=[[5]]),
-        m.Load(rows=[(group, sample, 0, 0)]),
+        m.StoreRows(samples=[(group, sample, 0)], lengths=[[5]]),
+        m.LoadRows(rows=[(group, sample, 0, 0)]),
         m.RegisterShard(shard_id="s", name="s", url="tcp://127.0.0.1:1"),
         m.Sweep(shard_id="s", groups=[group], wait_s=0.0),
-        m.Shards(after=-1, wait_s=0.0),
+        m.ListShards(after=-1, wait_s=0.0),
         m.Fail(worker="f", group_id=group, sample=sample, attempt=row.attempt, error="e"),
         m.Reserve(step=step, wait_s=0.0),
         m.Fetch(rows=[row.key]),
@@ -82,10 +82,10 @@ def valid(rng: random.Random) -> Frames:
         m.Retire(step=step),
         m.Tighten(max_staleness=1),
         m.Evaluate(eval_id=step),
-        m.EvalResult(eval_id=step, wait_s=0.0),
+        m.AwaitEvaluation(eval_id=step, wait_s=0.0),
         m.RegisterEngine(engine_id="e", url="http://x", kind="vllm"),
         m.RemoveEngine(engine_id="e", reason="r"),
-        m.Engines(),
+        m.ListEngines(),
         m.Status(),
         m.Subscribe(consumer="logger", oldest=True),
         m.Read(consumer="logger", after=step),
@@ -95,7 +95,7 @@ def valid(rng: random.Random) -> Frames:
     ]
     request = rng.choice(requests)
     payload = [_bytes(codec.encode(row)), *[b"image"] * len(media)] if isinstance(request, m.Put) else []
-    payload += [b"bytes"] if isinstance(request, m.Store) else []
+    payload += [b"bytes"] if isinstance(request, m.StoreRows) else []
     return [_bytes(frame) for frame in wire.encode(rng.randbytes(wire.ID_BYTES), request, payload)]
 
 
@@ -188,7 +188,7 @@ def in_process(rng: random.Random, messages: int, until: float) -> Found:
             frames = mutated(rng)
             decode(frames)
             for outgoing in [*server.handle([b"f", *frames]), *server.tick()]:
-                answers[type(outgoing.answer.reply).__name__] += 1
+                answers[type(outgoing.response.reply).__name__] += 1
             sent += 1
     return Found(sent, answers, time.monotonic() - began)
 

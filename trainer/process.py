@@ -36,7 +36,8 @@ from rl_async.trainer.step.models import build_models
 from rl_async.trainer.step.update import Models
 from rl_async.trainer.train import Run, record_evaluation, train
 from rl_async.transfer_queue.auth.keys import client_keys
-from rl_async.transfer_queue.client.async_client import QueueClient, SyncQueueClient
+from rl_async.transfer_queue.client.async_client import QueueClient
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.weight_sync.coordinator import WeightCoordinator
 from rl_async.weight_sync.phases import IdleCoordinator, build_phase
 from rl_async.weight_sync.reshard.gather import Gathering

@@ -23,8 +23,8 @@ from rl_async.transfer_queue.journal.recovery import Recorder, recover
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.reports.ledger import Ledger
 from rl_async.transfer_queue.reports.metrics import serve_metrics
-from rl_async.transfer_queue.server.handlers import QueueServer
 from rl_async.transfer_queue.server.loop import bind, serve
+from rl_async.transfer_queue.server.queue_server import QueueServer
 from rl_async.transfer_queue.state.store import Store
 from rl_async.transfer_queue.state.transitions import Feed
 

@@ -29,11 +29,11 @@ from rl_async.transfer_queue.journal.sqlite import SqliteJournal
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.policy.sampling import Sampling
 from rl_async.transfer_queue.reports.ledger import Ledger
-from rl_async.transfer_queue.server.handlers import QueueServer
 from rl_async.transfer_queue.server.loop import bind
 from rl_async.transfer_queue.server.loop import serve as serve_socket
-from rl_async.transfer_queue.state.source import TaskList
+from rl_async.transfer_queue.server.queue_server import QueueServer
 from rl_async.transfer_queue.state.store import Store
+from rl_async.transfer_queue.state.tasks import TaskList
 from rl_async.transfer_queue.state.transitions import Feed
 
 LOOPBACK = "tcp://127.0.0.1:*"  # a free port

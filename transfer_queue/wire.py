@@ -19,6 +19,8 @@ HEARTBEAT_MS = 5000  # a peer whose host is gone is noticed after a few of these
 JOINED_BYTES = 1 << 20
 
 # Codes of refusals that clients act upon.
+HELLO = "hello"  # the queue does not know this connection: it was restarted, or has forgotten a silent client
+BUSY = "busy"  # the queue asks this client to wait and to ask again
 SHARDED = "sharded"  # a payload that should have gone to a shard
 SHARD_LOST = "shard_lost"  # it names a shard that does not count any more
 MEDIA = "media"  # the sample refers to media that are not here: put it again with them
@@ -38,7 +40,7 @@ class RequestMessage(NamedTuple):
     """A decoded request."""
 
     request_id: bytes
-    request: Request
+    request: Request[Any]
     payload: list[Frame]
 
 
@@ -62,7 +64,7 @@ class RequestIds:
         return self._next.to_bytes(ID_BYTES, "big")
 
 
-def encode(request_id: bytes, message: Request | Reply, payload: Sequence[Frame] = ()) -> list[Frame]:
+def encode(request_id: bytes, message: Request[Any] | Reply, payload: Sequence[Frame] = ()) -> list[Frame]:
     """The frames of one message."""
     return [request_id, _encode(message), *payload]
 

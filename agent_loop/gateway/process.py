@@ -22,7 +22,8 @@ from rl_async.process.role import bind, run_role
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.connect import engine_pool
 from rl_async.transfer_queue.auth.keys import client_keys
-from rl_async.transfer_queue.client.async_client import QueueClient, SyncQueueClient
+from rl_async.transfer_queue.client.async_client import QueueClient
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 
 ANSWER_S = 5.0
 LINGER_S = 10.0  # in which agent programs hear that the run is over

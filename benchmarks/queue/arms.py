@@ -20,18 +20,19 @@ import zmq
 
 from rl_async.configs.schema.queue import QueueLimits
 from rl_async.messages import LeasedGroup, Sampling, Task, Trajectory, Version, VersionRun, codec
-from rl_async.transfer_queue.client.async_client import QueueClient, SyncQueueClient
+from rl_async.transfer_queue.client.async_client import QueueClient
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.journal.interface import Journal
 from rl_async.transfer_queue.journal.memory import MemoryJournal
 from rl_async.transfer_queue.journal.recovery import Recorder, recover
 from rl_async.transfer_queue.journal.sqlite import SqliteJournal
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.reports.ledger import Ledger
-from rl_async.transfer_queue.server.handlers import QueueServer
 from rl_async.transfer_queue.server.loop import bind, serve
+from rl_async.transfer_queue.server.queue_server import QueueServer
 from rl_async.transfer_queue.shard.__main__ import run_shard
-from rl_async.transfer_queue.state.source import Counted
 from rl_async.transfer_queue.state.store import Store
+from rl_async.transfer_queue.state.tasks import Counted
 from rl_async.transfer_queue.state.transitions import Feed
 
 ROWS = 8  # of a group

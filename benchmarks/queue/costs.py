@@ -16,13 +16,13 @@ from benchmarks.queue.arms import BATCH, lengths, row, settings
 from rl_async import messages as m
 from rl_async.messages import codec
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.client.async_client import SyncQueueClient
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.journal.memory import MemoryJournal
 from rl_async.transfer_queue.journal.recovery import Recorder, recover
 from rl_async.transfer_queue.reports.ledger import Ledger
-from rl_async.transfer_queue.server.handlers import QueueServer
-from rl_async.transfer_queue.state.source import Counted
+from rl_async.transfer_queue.server.queue_server import QueueServer
 from rl_async.transfer_queue.state.store import Store
+from rl_async.transfer_queue.state.tasks import Counted
 from rl_async.transfer_queue.state.transitions import Feed
 
 TOKENS = 80  # of a row of about 1 KB
@@ -52,7 +52,7 @@ class Driven:
     def _ask(self, request: m.Request, payload: Sequence[bytes] = ()) -> m.Reply:
         answers = self._server.handle([b"client", *wire.encode(self._ids.take(), request, payload)])
         self._flush()
-        return answers[0].answer.reply
+        return answers[0].response.reply
 
     def handle(self, groups: int) -> float:
         """CPU seconds per group, from lease to retirement; without what making the rows takes."""

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from rl_async import messages as m
 from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.state.source import TaskList
 from rl_async.transfer_queue.state.store import Store
+from rl_async.transfer_queue.state.tasks import TaskList
 
 BATCH = 16
 POLICIES: tuple[tuple[Any, int], ...] = (("fifo", 0), ("fifo", BATCH), ("freshest", 0), ("priority", 0), ("quota", 0))
@@ -60,19 +60,19 @@ def simulate(settings: QueueSettings, sigma: float, train: float) -> tuple[list[
     store.publish(m.Version(0, 0), [])
 
     def lease() -> None:
-        store.renew("w", now)
-        for group in store.lease("w", 1 << 20, now).groups:
+        store.delivery.renew("w", now)
+        for group in store.delivery.lease("w", 1 << 20, now).groups:
             slow = 3.0 if group.task.source == "b" else 1.0
             heapq.heappush(running, (now + slow * rng.lognormvariate(0.0, sigma), group.group_id, group))
 
     def advance(until: float) -> None:
         while running and running[0][0] <= until:
             _, _, group = heapq.heappop(running)
-            store.put("w", [header(group)], now)
+            store.delivery.put("w", [header(group)], now)
 
     for step in range(settings.steps):
         lease()
-        while isinstance(batch := store.reserve(step, now), m.NotReady):
+        while isinstance(batch := store.batches.reserve(step, now), m.NotReady):
             now = running[0][0]
             advance(now)
         assert isinstance(batch, m.Reserved)
@@ -81,7 +81,7 @@ def simulate(settings: QueueSettings, sigma: float, train: float) -> tuple[list[
             trained.append(Trained(step, step - sampled, step - head.group_id // BATCH, batch.tasks[head.group_id]))
         now += train
         advance(now)
-        store.commit(step)
+        store.batches.commit(step)
         store.publish(m.Version(0, step + 1), [])
         store.retire(step + 1)
     return trained, now

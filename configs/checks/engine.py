@@ -1,63 +1,53 @@
-"""Which flags of an engine ``rollout.engine_args`` may not name, by kind: those that we set, and those with which an
-engine would no longer be one worker whose weights change while it listens on loopback."""
+"""Rules for rollout engines: how many, their flags, and what each kind can do (``configs/engines``)."""
 
-from rl_async.configs.derived.engines import engine_kinds
-from rl_async.configs.schema.rollout import EngineKind
+from rl_async.configs.checks.algorithm import Rule
+from rl_async.configs.derived.engines import engine_kinds, engine_traits
 from rl_async.configs.schema.run import RunConfig
 
-BREAKS = "it would break training"
 
-VLLM_FLAGS = {
-    "--model": "use model.path",
-    "--dtype": "use model.dtype",
-    "--port": "use rollout.port",
-    "--max-model-len": "use rollout.max_model_len",
-    "--max-num-seqs": "use rollout.max_batch_size",
-    "--seed": "use seed",
-} | dict.fromkeys(
-    (
-        *("--host", "--api-key"),
-        *("--enable-scale-out", "--logprobs-mode", "--generation-config", "--weight-transfer-config"),
-        *("--quantization", "-q", "--enable-lora"),
-        *("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp"),
-    ),
-    BREAKS,
-)
-
-SGLANG_FLAGS = {
-    "--model-path": "use model.path",
-    "--model": "use model.path",
-    "--dtype": "use model.dtype",
-    "--port": "use rollout.port",
-    "--context-length": "use rollout.max_model_len",
-    "--max-running-requests": "use rollout.max_batch_size",
-    "--random-seed": "use seed",
-} | dict.fromkeys(
-    (
-        *("--host", "--api-key", "--admin-api-key", "--config", "--grpc-mode", "--smg-grpc-mode", "--ssl-certfile"),
-        *("--skip-tokenizer-init", "--tokenizer-worker-num", "--preferred-sampling-params", "--weight-version"),
-        *("--quantization", "--weight-cache-mode", "--enable-lora", "--lora-paths", "--speculative-algorithm"),
-        *("--tp-size", "--tensor-parallel-size", "--tp", "--pp-size", "--pipeline-parallel-size", "--pp"),
-        *("--dp-size", "--data-parallel-size", "--dp", "--nnodes", "--disaggregation-mode", "--is-embedding"),
-        *("--watermark-key", "--watermark-config", "--watermark-default-enabled", "--watermark-enforce-all"),
-    ),
-    BREAKS,
-)
-
-REFUSED: dict[EngineKind, dict[str, str]] = {"vllm": VLLM_FLAGS, "sglang": SGLANG_FLAGS}
+def _count(c: RunConfig) -> str | None:
+    kinds = engine_kinds(c)
+    if len(kinds) == c.rollout.engines:
+        return None
+    return f"rollout.engine lists {len(kinds)} kinds and rollout.engines={c.rollout.engines}; give one kind per engine"
 
 
-def engine_args(c: RunConfig) -> str | None:
-    """The rule for ``rollout.engine_args``."""
+def _args(c: RunConfig) -> str | None:
     if not c.rollout.engine_args:
         return None
-    kinds = [kind for kind in REFUSED if kind in engine_kinds(c)]
-    if not kinds:
-        return "rollout.engine_args are flags for vLLM or SGLang, and rollout.engine starts none; leave them out"
-    if len(kinds) > 1:
-        return "rollout.engine_args would go to vLLM and to SGLang, which have different flags; leave them out"
+    takers = [traits for traits in engine_traits(c).values() if traits.package]
+    if not takers:
+        return "rollout.engine_args has no effect, since rollout.engine starts the embedded engine alone; leave it out"
+    if len(takers) > 1:
+        titles = " and ".join(traits.title for traits in takers)
+        return f"rollout.engine_args would go to {titles}, which have different flags; leave them out"
     for word in c.rollout.engine_args:
-        why = REFUSED[kinds[0]].get(word.partition("=")[0].replace("_", "-"))
-        if why:
-            return f"rollout.engine_args: {word} cannot be given; {why}"
+        if why := takers[0].refusal(word):
+            return f"rollout.engine_args: {word} cannot be set; {why}"
     return None
+
+
+def _abilities(c: RunConfig) -> str | None:
+    """The mode and the options of weight sync are those that every kind supports."""
+    sync = c.weight_sync
+    for kind, traits in engine_traits(c).items():
+        if c.mode == "colocated" and not traits.reports_sleep:
+            return (
+                f"rollout.engine={kind} does not go with --mode colocated: {traits.title} does not report whether it "
+                "sleeps, so requests would time out while the trainer has its device; use --mode disaggregated"
+            )
+        if sync.transport != "auto" and sync.transport not in traits.transports:
+            return (
+                f"rollout.engine={kind} does not go with weight_sync.transport={sync.transport}; "
+                f"{traits.title} receives weights by {', '.join(traits.transports)}"
+            )
+        for option in ("delta", "staged", "adapters"):
+            if getattr(sync, option) and not traits.holds_weights:
+                return (
+                    f"rollout.engine={kind} does not go with weight_sync.{option}, which needs engines that keep a "
+                    f"copy of the weights; {traits.title} keeps none"
+                )
+    return None
+
+
+ENGINE_RULES: tuple[Rule, ...] = (_count, _args, _abilities)

@@ -5,44 +5,15 @@ import re
 from collections.abc import Iterator
 
 from rl_async.configs.checks.algorithm import ALGORITHM_RULES, Rule
-from rl_async.configs.checks.engine import engine_args
+from rl_async.configs.checks.engine import ENGINE_RULES
 from rl_async.configs.checks.finetune import finetune
 from rl_async.configs.checks.fsdp2 import fsdp2, kernels
 from rl_async.configs.checks.gateway import gateway_rule
 from rl_async.configs.checks.megatron import data_parallel, megatron, sharing
 from rl_async.configs.derived.data import labels, parts, points_of, weight_at
-from rl_async.configs.derived.engines import engine_kinds
 from rl_async.configs.derived.queue import is_closed, slack
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
-
-
-def _engine(c: RunConfig) -> str | None:
-    kinds = engine_kinds(c)
-    if len(kinds) != c.rollout.engines:
-        return (
-            f"rollout.engine lists {len(kinds)} kinds and rollout.engines={c.rollout.engines}; give one kind per engine"
-        )
-    return None
-
-
-def _sglang(c: RunConfig) -> str | None:
-    if "sglang" not in engine_kinds(c):
-        return None
-    if c.mode == "colocated":
-        return (
-            "rollout.engine=sglang does not go with --mode colocated: SGLang does not tell whether it sleeps, so "
-            "requests would be given up while the trainer has its device; use --mode disaggregated"
-        )
-    if c.weight_sync.transport not in ("auto", "gloo", "nccl"):
-        return (
-            f"rollout.engine=sglang does not go with weight_sync.transport={c.weight_sync.transport}: SGLang takes "
-            "weights from a process group; use auto, gloo or nccl"
-        )
-    for option in ("delta", "staged", "adapters"):
-        if getattr(c.weight_sync, option):
-            return f"rollout.engine=sglang does not go with weight_sync.{option}: SGLang keeps no copy of the weights"
-    return None
 
 
 def _journal(c: RunConfig) -> str | None:
@@ -220,9 +191,7 @@ def _judge(c: RunConfig) -> str | None:
 
 RULES: tuple[Rule, ...] = (
     *ALGORITHM_RULES,
-    _engine,
-    engine_args,
-    _sglang,
+    *ENGINE_RULES,
     sharing,
     megatron,
     fsdp2,

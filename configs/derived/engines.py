@@ -1,10 +1,18 @@
-"""Which kind of engine each engine process of a run is."""
+"""The kinds of engines of a run, and their traits."""
 
-from rl_async.configs.schema.rollout import EngineKind
+from collections.abc import Mapping
+
+from rl_async.configs.engines import ENGINES, EngineKind
+from rl_async.configs.engines.traits import EngineTraits
 from rl_async.configs.schema.run import RunConfig
 
 
 def engine_kinds(config: RunConfig) -> tuple[EngineKind, ...]:
-    """One kind per engine process: ``rollout.engine`` for all of them, or its list."""
+    """Return the kind of each engine process: ``rollout.engine`` for all of them, or its list."""
     kinds = config.rollout.engine
     return (kinds,) * config.rollout.engines if isinstance(kinds, str) else kinds
+
+
+def engine_traits(config: RunConfig) -> Mapping[str, EngineTraits]:
+    """Return the traits of the kinds that the run starts, by kind."""
+    return {kind: traits for kind, traits in ENGINES.items() if kind in engine_kinds(config)}

@@ -1,10 +1,12 @@
 """Sections `agent` and `rollout`: how episodes are played, and the engines that sample them."""
 
-from typing import Annotated, Literal
+import math
+from typing import Annotated
 
 from msgspec import Meta
 
 from rl_async.configs.base import Config, Count, Fraction, Positive, Seconds, doc
+from rl_async.configs.engines import EngineKind
 
 
 class GatewayConfig(Config, frozen=True):
@@ -44,9 +46,6 @@ class AgentConfig(Config, frozen=True):
     ] = None
 
 
-EngineKind = Literal["embedded", "vllm", "sglang"]
-
-
 class RolloutConfig(Config, frozen=True):
     engine: Annotated[
         EngineKind | tuple[EngineKind, ...], doc("Kind of rollout engine; a list has one kind per engine.")
@@ -71,3 +70,8 @@ class RolloutConfig(Config, frozen=True):
     ] = 120.0
     start_timeout_s: Annotated[Seconds, doc("Deadline for an engine to answer its health probe.")] = 300.0
     port: Annotated[Count, doc("First engine's port, the others follow; 0: free ports.")] = 0
+
+    @property
+    def cpu_cache_gib(self) -> int:
+        """``cpu_cache_bytes`` in whole GiB, rounded up."""
+        return math.ceil(self.cpu_cache_bytes / 2**30)

@@ -17,8 +17,8 @@ from rl_async.errors import ProtocolError, UserError
 from rl_async.launcher.capacity.costs import Costs, EpisodeShape
 from rl_async.messages import LeasedGroup, Refused, Reserved, TrajectoryHeader, Version, VersionRun
 from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.state.source import Counted
 from rl_async.transfer_queue.state.store import Store
+from rl_async.transfer_queue.state.tasks import Counted
 
 WORKER = "simulated"
 
@@ -210,7 +210,7 @@ class Simulation:
     def _reserve(self) -> None:
         if self._waiting_since is None or self._ready < self._settings.batch_groups:
             return
-        reply = self._store.reserve(self._step, self._clock.now)
+        reply = self._store.batches.reserve(self._step, self._clock.now)
         if not isinstance(reply, Reserved):
             return  # asked again when a group is ready
         self._ready -= self._settings.batch_groups
@@ -224,7 +224,7 @@ class Simulation:
         self._clock.after(tokens * self._costs.train_token_s / self._layout.ranks, self._trained)
 
     def _trained(self) -> None:
-        self._store.commit(self._step)
+        self._store.batches.commit(self._step)
         self._engines.pause(True)  # for the weights
         self._clock.after(self._costs.sync_s, self._synced)
 
@@ -253,8 +253,8 @@ class Simulation:
         room = (self._layout.concurrency - self._live) // self._settings.group_size
         if room <= 0:
             return
-        self._store.renew(WORKER, self._clock.now)
-        for group in self._store.lease(WORKER, room, self._clock.now).groups:
+        self._store.delivery.renew(WORKER, self._clock.now)
+        for group in self._store.delivery.lease(WORKER, room, self._clock.now).groups:
             self._missing[group.group_id] = len(group.samples)
             for sample in group.samples:
                 self._live += 1
@@ -291,7 +291,7 @@ class Simulation:
             versions=[VersionRun(Version(0, version), 0, episode.sampled)],
             tokens_sha256="",
         )
-        answer = self._store.put(WORKER, [header], self._clock.now)
+        answer = self._store.delivery.put(WORKER, [header], self._clock.now)
         if isinstance(answer, Refused):
             raise ProtocolError(f"the queue refused group {group.group_id}: {answer.reason}")
         self._live -= 1

@@ -12,10 +12,10 @@ from typing import Literal
 
 import msgspec
 
-from rl_async.configs.derived.engines import engine_kinds
+from rl_async.configs.derived.engines import engine_traits
 from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.run import RunConfig
-from rl_async.launcher.doctor.versions import RANGES, holds
+from rl_async.launcher.doctor.versions import ENGINE_PACKAGES, RANGES, holds
 from rl_async.launcher.plan.machine import count_gpus, has_megatron
 from rl_async.launcher.plan.memory import engine_bytes, model_size, queue_bytes, trainer_bytes, worker_bytes
 from rl_async.launcher.plan.ports import HOST
@@ -27,11 +27,11 @@ PORTS = 8  # tried
 FILES = 1024
 CGROUP = Path("/sys/fs/cgroup")
 PROBE = """
-import importlib.metadata as m, json
+import importlib.metadata as m, json, sys
 def version(name):
     try: return m.version(name)
     except m.PackageNotFoundError: return ""
-found = {name: version(name) for name in ("torch", "transformers", "vllm", "sglang", "py-spy")}
+found = {name: version(name) for name in sys.argv[1:]}
 gpus, nccl = [], ""
 try:
     import torch
@@ -96,7 +96,8 @@ def run_checks(config: RunConfig | None) -> list[Finding]:
 def probe(python: str) -> Probe:
     """Ask a Python, in a process of its own: importing torch takes seconds and its memory stays."""
     try:
-        done = subprocess.run([python, "-P", "-c", PROBE], capture_output=True, text=True, timeout=PROBE_S, check=True)
+        command = [python, "-P", "-c", PROBE, *RANGES, "py-spy"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         return Probe({"error": f"{python} cannot be asked: {error}"})
     return msgspec.json.decode(done.stdout.rpartition("PROBE")[2], type=Probe)
@@ -137,11 +138,11 @@ def device_lines(found: Probe, files: int, config: RunConfig | None) -> list[Fin
 
 def engine_lines(here: Probe, config: RunConfig | None) -> list[Finding]:
     """The engines' packages: those that the config wants must be in rollout.python."""
-    kinds = set() if config is None else set(engine_kinds(config)) - {"embedded"}
+    used = [] if config is None else [t.package for t in engine_traits(config).values() if t.package]
     python = "" if config is None else config.rollout.python
-    there = probe(python) if kinds and python else here
-    lines = package_lines(there, tuple(sorted(kinds)), f"in {python or sys.executable}") if kinds else []
-    for name in sorted({"vllm", "sglang"} - kinds):
+    there = probe(python) if used and python else here
+    lines = package_lines(there, tuple(sorted(used)), f"in {python or sys.executable}") if used else []
+    for name in sorted(ENGINE_PACKAGES.keys() - set(used)):
         version = here.versions.get(name, "")
         if version and not holds(version, RANGES[name]):
             lines.append(Finding("warning", f"{name} {version}: {RANGES[name]} is supported", "it is not used here"))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from rl_async.configs.engines import ENGINES
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EngineError, QueueLost, UserError
@@ -36,7 +37,7 @@ from rl_async.process.stacks import ASK, Frame, main_thread
 from rl_async.rollout_server.connect import connect
 from rl_async.rollout_server.http import EngineHttp
 from rl_async.transfer_queue.auth.keys import client_keys
-from rl_async.transfer_queue.client.async_client import SyncQueueClient
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 
 ANSWER_S = 3.0
 STACK_S = 1.0
@@ -235,7 +236,7 @@ async def _observe_engine(record: EngineRecord) -> ObservedEngine:
         answering = msgspec.structs.replace(silent, answers=True)
         async with asyncio.timeout(ANSWER_S):
             paused = None
-            if record.kind != "sglang":  # it has no such route
+            if ENGINES[record.kind].reports_pause:
                 paused = http.decode(await http.call("GET", "/is_paused"), _Paused).is_paused
             return msgspec.structs.replace(answering, paused=paused, requests=(await client.load()).requests)
     except TimeoutError:

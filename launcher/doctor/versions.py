@@ -2,7 +2,10 @@
 
 import re
 
-RANGES = {"torch": ">=2.11", "transformers": ">=5", "vllm": "==0.32.*", "sglang": "==0.5.23"}
+from rl_async.configs.engines import ENGINES
+
+ENGINE_PACKAGES = {traits.package: traits.versions for traits in ENGINES.values() if traits.package}
+RANGES = {"torch": ">=2.11", "transformers": ">=5"} | ENGINE_PACKAGES
 
 
 def holds(version: str, wanted: str) -> bool:

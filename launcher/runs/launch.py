@@ -18,7 +18,7 @@ from rl_async.launcher.doctor.report import FILE as DIAGNOSIS
 from rl_async.launcher.doctor.report import write_report
 from rl_async.launcher.folder.run_folder import checkpoints, create, hold
 from rl_async.launcher.plan.artifacts import needs_preparation
-from rl_async.launcher.plan.machine import check_sglang, plan_here
+from rl_async.launcher.plan.machine import check_engines, plan_here
 from rl_async.launcher.plan.planning import Plan, endpoints
 from rl_async.launcher.plan.ports import assign_ports
 from rl_async.launcher.supervise.children import Interrupted
@@ -58,7 +58,7 @@ def launch_on_ray(config: RunConfig, folder: Path, address: str, *, resume: bool
 
 def make_ready(config: RunConfig, folder: Path, *, resume: bool = False) -> tuple[Plan, dict[str, int]]:
     """Check the surroundings, assign ports and create the run folder. Nothing is created if something is wrong."""
-    check_sglang(config)
+    check_engines(config, on_gpus=True)
     planned = plan_here(config, folder, resume=resume)
     ports = assign_ports(planned.ports)
     _make_folder(config, folder)

@@ -24,7 +24,7 @@ from rl_async.launcher.plan.memory import tiny_shape
 from rl_async.messages import LeasedGroup, Task, Version
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.embedded.local import LocalEngine
-from rl_async.trainer.finetune.warm_start import SftResult, warm_start
+from rl_async.trainer.finetune.warm_start import WarmStartResult, warm_start
 
 
 def make_model(config: RunConfig, settings: WarmStartConfig, report: Callable[[str], None]) -> None:
@@ -101,7 +101,7 @@ def save(
     model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     settings: WarmStartConfig,
-    result: SftResult,
+    result: WarmStartResult,
 ) -> None:
     """Write the model folder whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)

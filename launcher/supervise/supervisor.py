@@ -141,7 +141,7 @@ class Supervisor:
     # --- the roles --------------------------------------------------------------------------------------------------
 
     async def _until_answered(self) -> None:
-        await self.queue.request(Status(), timeout_s=self._plan.start_timeout_s)
+        await self.queue.exchange(Status(), timeout_s=self._plan.start_timeout_s)
 
     async def _keep_queue(self) -> None:
         """Produces one running queue. Waits for its end, after which the run goes on if its journal survives.

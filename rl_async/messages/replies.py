@@ -1,5 +1,9 @@
 """Replies of the queue and of its payload shards."""
 
+from functools import reduce
+from operator import or_
+from typing import Any
+
 import msgspec
 
 from rl_async.messages.data import Task, TrajectoryHeader, Version
@@ -71,7 +75,7 @@ class Taken(Reply):
     refused: list[Refused | None]
 
 
-class Rows(Reply):
+class FetchedRows(Reply, tag="Rows"):
     """The rows that were asked for, in the same order; a payload frame behind this one holds one or several."""
 
     lengths: list[int]  # bytes of each row
@@ -252,26 +256,4 @@ class Delivered(Reply):
     finished: bool = False
 
 
-ReplyType = (
-    Welcome
-    | Done
-    | Refused
-    | Malformed
-    | Leased
-    | NotReady
-    | Reserved
-    | Taken
-    | Rows
-    | Elsewhere
-    | ShardList
-    | Swept
-    | SnapshotTaken
-    | Resumed
-    | EngineList
-    | StatusReport
-    | Inspection
-    | GroupList
-    | Peeked
-    | Subscription
-    | Delivered
-)
+ReplyType: Any = reduce(or_, Reply.__subclasses__())

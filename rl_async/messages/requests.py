@@ -1,21 +1,58 @@
-"""Requests to the queue and to its payload shards, in the order in which data flows."""
+"""Requests to the queue and to its payload shards, in the order in which data flows.
+
+A request names its replies in its base class: ``Request[Done]`` is answered Done, and Refused is then an error at the
+client, whereas ``Request[Done | Refused]`` gives the refusal to the caller. The queue's handlers are the table in
+``transfer_queue/server/verbs.py``, the clients' methods the one in ``transfer_queue/client/verbs.py``.
+"""
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
+from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
 
 from rl_async.messages.data import MediaKey, RowKey, SampleKey, StoredKey, Task, TrajectoryHeader, Version
+from rl_async.messages.replies import (
+    Delivered,
+    Done,
+    Elsewhere,
+    EngineList,
+    FetchedRows,
+    GroupList,
+    Inspection,
+    Leased,
+    NotReady,
+    Peeked,
+    Refused,
+    Reserved,
+    Resumed,
+    ShardList,
+    SnapshotTaken,
+    StatusReport,
+    Subscription,
+    Swept,
+    Taken,
+    Welcome,
+)
+
+R = TypeVar("R")
 
 
-class Request(msgspec.Struct, kw_only=True, tag=True):
-    """Base of all requests. The envelope around them carries the request id."""
+class Request(msgspec.Struct, Generic[R], tag=True):
+    """Base of all requests; ``R`` is what the client returns. The envelope around a request carries its id."""
 
 
-class LongPoll(Request, kw_only=True):
-    """Base of those that the queue may answer late, on purpose: within ``wait_s``."""
+class LongPoll(Request[R], Generic[R]):
+    """Base of requests that the queue may hold back for up to ``wait_s`` seconds until it has something to say."""
 
-    wait_s: float
+    @property
+    def wait_s(self) -> float:
+        """Each subclass declares it as a field, at the position where callers pass it."""
+        raise NotImplementedError
 
 
-class Hello(Request):
+class Hello(Request[Welcome], kw_only=True):
     """First message of every connection. Any role -> queue."""
 
     schema: int
@@ -23,28 +60,29 @@ class Hello(Request):
     name: str
 
 
-class Lease(LongPoll):
-    """Ask for work; answered when there is some or after ``wait_s``. Agent worker -> queue.
+class Lease(LongPoll[Leased]):
+    """Ask for up to ``max_groups`` groups to generate. Agent worker -> queue.
 
-    With ``task`` a producer brings its own: it gets one group, of this task, as soon as one may be admitted.
+    With a ``task``, a producer brings its own: it gets one group of it, as soon as one may be admitted.
     """
 
     worker: str
     max_groups: int
+    wait_s: float
     task: Task | None = None
 
 
-class Renew(Request):
+class Renew(Request[Done]):
     """Keep this worker's leases alive. Agent worker -> queue."""
 
     worker: str
 
 
-class Put(Request):
-    """Finished samples, each with all rows of its episode from segment 0. Agent worker -> queue.
+class Put(Request[Taken]):
+    """Hand over finished samples, each with all rows of its episode from segment 0. Agent worker -> queue.
 
-    The payload frames behind this one are the rows, in the same order, and then the bytes of ``media``, of which those
-    may be left out that the group has already. The answer is Taken.
+    The payload frames that follow hold the rows, in the same order, and then the bytes of ``media``. Media that the
+    group already has may be left out.
     """
 
     worker: str
@@ -52,8 +90,8 @@ class Put(Request):
     media: list[MediaKey] = []
 
 
-class Fail(Request):
-    """One sample could not be produced. Agent worker -> queue."""
+class Fail(Request[Done | Refused]):
+    """Report that one attempt at a sample failed. Agent worker -> queue."""
 
     worker: str
     group_id: int
@@ -62,19 +100,20 @@ class Fail(Request):
     error: str
 
 
-class Reserve(LongPoll):
-    """Fix the batch of a step; answers the same however often it is asked. Trainer -> queue."""
+class Reserve(LongPoll[Reserved | NotReady]):
+    """Fix the batch of ``step``; the answer is the same however often it is asked. Trainer -> queue."""
 
     step: int
+    wait_s: float
 
 
-class Fetch(Request):
-    """The payloads of some rows, or of their media (``media_sample``). Trainer ranks, consumers -> queue."""
+class Fetch(Request[FetchedRows | Elsewhere | Refused]):
+    """Read the payloads of rows, or of their media (``media_sample``). Trainer ranks, consumers -> queue."""
 
     rows: list[RowKey]
 
 
-class Store(Request):
+class StoreRows(Request[Done], tag="Store"):
     """Keep the rows of finished samples. Agent worker -> payload shard, before the Put that names the shard.
 
     ``lengths`` has the bytes of each row, by sample; the payload is the rows one after another (``wire.join``).
@@ -84,58 +123,60 @@ class Store(Request):
     lengths: list[list[int]]
 
 
-class Load(Request):
-    """The payloads of some rows, or of their media. Trainer ranks, consumers -> payload shard."""
+class LoadRows(Request[FetchedRows | Refused], tag="Load"):
+    """Read the payloads of rows, or of their media. Trainer ranks, consumers -> payload shard."""
 
     rows: list[StoredKey]
 
 
-class RegisterShard(Request):
-    """A payload shard is ready. One that was started again has a new id, under the same name. Shard -> queue."""
+class RegisterShard(Request[Done]):
+    """Announce a payload shard. One that restarted has a new id under the same name. Shard -> queue."""
 
     shard_id: str
     name: str
     url: str
 
 
-class Sweep(LongPoll):
-    """Which of these groups are of no use any more, now or within ``wait_s``; a sign of life. Shard -> queue."""
+class Sweep(LongPoll[Swept | Refused]):
+    """Ask which of these groups can be deleted; also the shard's heartbeat. Shard -> queue."""
 
     shard_id: str
     groups: list[int]
+    wait_s: float
 
 
-class Shards(LongPoll):
-    """Where the payload shards are, at once or when the revision passes ``after``. Workers, people -> queue."""
+class ListShards(LongPoll[ShardList], tag="Shards"):
+    """Read the registry of payload shards, at once or when its revision passes ``after``. Workers, people -> queue."""
 
     after: int
+    wait_s: float
 
 
-class Commit(Request):
-    """The batch of ``step`` was trained. Trainer rank 0, after a barrier -> queue."""
+class Commit(Request[Done]):
+    """Report that the batch of ``step`` was trained. Trainer rank 0, after a barrier -> queue."""
 
     step: int
 
 
-class Publish(Request):
-    """These engines confirmed ``version``; the groups that trained it give back their slots. Trainer -> queue."""
+class Publish(Request[Done]):
+    """Report that ``engines`` confirmed ``version``; the groups that trained it free their slots. Trainer -> queue."""
 
     version: Version
-    engines: list[str]
+    engines: Sequence[str]
 
 
-class Confirm(Request):
-    """A late or restarted engine has caught up with ``version``. Trainer -> queue."""
+class Confirm(Request[Done | Refused]):
+    """Report that a late or restarted engine has caught up; Refused if it was removed meanwhile. Trainer -> queue."""
 
     engine_id: str
     version: Version
 
 
-class Snapshot(Request):
-    """What a checkpoint must hold so that this queue's unfinished work can be admitted again. Trainer -> queue."""
+class Snapshot(Request[SnapshotTaken]):
+    """Read what a checkpoint must hold so that unfinished groups can be admitted again. Trainer -> queue."""
 
 
-class Resume(Request):
+class Resume(Request[Resumed]):
     """Go back to the checkpoint after ``step`` completed steps. Trainer -> queue.
 
     A queue that outlived the trainer rolls back by itself; a fresh one starts from ``snapshot``.
@@ -146,166 +187,144 @@ class Resume(Request):
     snapshot: bytes = b""
 
 
-class Retire(Request):
-    """The checkpoint after ``step`` completed steps is durable: forget what came before. Trainer -> queue."""
+class Retire(Request[Done]):
+    """Forget the steps before ``step``, whose checkpoint is durable. Trainer -> queue."""
 
     step: int
 
 
-class Tighten(Request):
-    """Admit only what keeps staleness within ``max_staleness``, or within the configured bound if that is smaller.
+class Tighten(Request[Done]):
+    """Admit only what keeps staleness within ``max_staleness`` or the configured bound, whichever is smaller.
 
-    Holds until the next one, or a resume. Trainer -> queue.
+    Holds until the next Tighten or Resume. Trainer -> queue.
     """
 
     max_staleness: int
 
 
-class Evaluate(Request):
+class Evaluate(Request[Done]):
     """Admit the held-out tasks once, outside the slots, in partition ``eval``. Trainer, ``rl-async eval`` -> queue."""
 
     eval_id: int
 
 
-class EvalResult(LongPoll):
-    """The finished trajectories of an evaluation, when all are there, else NotReady after ``wait_s``."""
+class AwaitEvaluation(LongPoll[Reserved | NotReady], tag="EvalResult"):
+    """Read the trajectories of an evaluation once all are finished. Trainer, ``rl-async eval`` -> queue."""
 
     eval_id: int
+    wait_s: float
 
 
-class RegisterEngine(Request):
-    """An engine process answers its health probe. Launcher -> queue."""
+class RegisterEngine(Request[Done]):
+    """Announce an engine process that answers its health probe. Launcher -> queue."""
 
     engine_id: str
     url: str
     kind: str
 
 
-class RemoveEngine(Request):
-    """An engine process is gone. Launcher or weight-sync coordinator -> queue."""
+class RemoveEngine(Request[Done]):
+    """Announce that an engine process is gone. Launcher or weight-sync coordinator -> queue."""
 
     engine_id: str
     reason: str
 
 
-class Engines(LongPoll, kw_only=True):
-    """The registry, at once or when its revision passes ``after``, at the latest after ``wait_s``. Any -> queue."""
+class ListEngines(LongPoll[EngineList], tag="Engines"):
+    """Read the registry of engines, at once or when its revision passes ``after``. Any role -> queue."""
 
     after: int = -1
     wait_s: float = 0.0
 
 
-class Status(Request):
-    """Counts for the live view and for diagnosis. Launcher, trainer -> queue."""
+class Status(Request[StatusReport]):
+    """Read the counts for the live view and for diagnosis. Launcher, trainer -> queue."""
 
 
-class Submit(Request):
-    """Tasks to admit before those of the queue's own source, in order. A producer of tasks -> queue."""
+class Submit(Request[Done | Refused]):
+    """Admit these tasks, in order, before those of the queue's own source; Refused (``full``) if too many wait.
 
-    tasks: list[Task]
+    A producer of tasks -> queue.
+    """
+
+    tasks: Sequence[Task]
 
 
-class Requeue(Request):
+class Requeue(Request[Done | Refused]):
     """Admit the task of a dead letter once more, as a new group and before all others. A person -> queue."""
 
     group_id: int
 
 
-class Drain(Request):
-    """Admit no more training groups, or (``on`` false) admit again; those that are here go on. A person -> queue."""
+class Drain(Request[Done]):
+    """Stop admitting training groups, or resume with ``on=False``; admitted groups continue. A person -> queue."""
 
     on: bool = True
 
 
-class Inspect(Request):
-    """All that ``rl-async queue status`` and the metrics show. Anybody -> queue."""
+class Inspect(Request[Inspection]):
+    """Read everything that ``rl-async queue status`` and the metrics show. Any role -> queue."""
 
 
-class ListGroups(Request):
-    """Groups with an id above ``after``, in order, at most ``limit``. Anybody -> queue."""
+class ListGroups(Request[GroupList]):
+    """Read groups with an id above ``after``, in order, at most ``limit``. Any role -> queue."""
 
     after: int = -1
     limit: int = 1000
     state: str = ""  # waiting | leased | ready | reserved | committed; empty: any
 
 
-class Peek(Request):
-    """One group with the headers of what is here of it; Fetch has the rows. Changes nothing. Anybody -> queue."""
+class Peek(Request[Peeked | Refused]):
+    """Read one group with the headers of its finished rows; Fetch has the rows. Any role -> queue."""
 
     group_id: int
 
 
-class Subscribe(Request):
-    """Make a reader of what is trained, unless there is one of this name. A logger or evaluator -> queue."""
+class Subscribe(Request[Subscription]):
+    """Create a reader of trained groups, unless one of this name exists. A logger or evaluator -> queue."""
 
     consumer: str
-    oldest: bool = False  # it also reads what was trained before, as far as that is here
+    oldest: bool = False  # start at the oldest group still here instead of at the next one to be trained
 
 
-class Read(LongPoll, kw_only=True):
-    """Groups that were trained, in order of commit, behind ``after`` or what the consumer acknowledged.
+class Read(LongPoll[Delivered]):
+    """Read trained groups, in order of commit, after position ``after`` or the last acknowledged. Consumer -> queue.
 
-    Answered when there are some or after ``wait_s``; Fetch has the rows. Consumer -> queue.
+    Fetch has the rows.
     """
 
     consumer: str
+    wait_s: float = 0.0
     after: int = -1
     max_groups: int = 16
-    wait_s: float = 0.0
 
 
-class Acknowledge(Request):
-    """The consumer needs nothing up to ``position`` any more. Consumer -> queue."""
+class Acknowledge(Request[Done]):
+    """Release everything up to ``position`` for this consumer. Consumer -> queue."""
 
     consumer: str
     position: int
 
 
-class Unsubscribe(Request):
-    """Forget a consumer. Anybody -> queue."""
+class Unsubscribe(Request[Done]):
+    """Forget a consumer. Any role -> queue."""
 
     consumer: str
 
 
-class Finish(Request):
-    """The run is over: workers asking for work are told so, and nothing more is admitted. Trainer -> queue."""
+class Finish(Request[Done]):
+    """End the run: workers that ask for groups are told so, and nothing more is admitted. Trainer -> queue."""
 
 
-RequestType = (
-    Hello
-    | Lease
-    | Renew
-    | Put
-    | Fail
-    | Reserve
-    | Fetch
-    | Store
-    | Load
-    | RegisterShard
-    | Sweep
-    | Shards
-    | Commit
-    | Publish
-    | Confirm
-    | Snapshot
-    | Resume
-    | Retire
-    | Tighten
-    | Evaluate
-    | EvalResult
-    | RegisterEngine
-    | RemoveEngine
-    | Engines
-    | Status
-    | Submit
-    | Requeue
-    | Drain
-    | Inspect
-    | ListGroups
-    | Peek
-    | Subscribe
-    | Read
-    | Acknowledge
-    | Unsubscribe
-    | Finish
+REQUESTS: tuple[type[Request[Any]], ...] = tuple(
+    kind
+    for kind in list(globals().values())
+    if isinstance(kind, type) and issubclass(kind, Request) and kind not in (Request, LongPoll)
 )
+RequestType: Any = reduce(or_, REQUESTS)
+
+
+def replies_of(kind: type[Request[Any]]) -> tuple[type, ...]:
+    """The reply classes of a request, from its base class."""
+    (wanted,) = get_args(kind.__orig_bases__[0])  # type: ignore[attr-defined]
+    return get_args(wanted) or (wanted,)

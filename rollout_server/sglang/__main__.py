@@ -8,9 +8,9 @@ import runpy
 import sys
 from importlib.util import find_spec
 
+from rl_async.configs.engines.sglang import SGLANG
 from rl_async.process.role import join_supervisor
 
-FLAGS = ("--skip-tokenizer-init",)  # requests are token ids; a tokenizer would add its own stop tokens
 VARIABLES = {
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # else /health samples, which a paused engine cannot
     "HF_HUB_OFFLINE": "1",  # models are local folders
@@ -29,7 +29,7 @@ def main() -> None:
     os.environ.update(VARIABLES)
     for name in UNWANTED:
         os.environ.pop(name, None)
-    sys.argv = ["sglang", *FLAGS, *sys.argv[1:]]
+    sys.argv = ["sglang", *SGLANG.fixed_arguments, *sys.argv[1:]]
     runpy.run_module("sglang.launch_server", run_name="__main__")
 
 

@@ -8,16 +8,10 @@ import runpy
 import sys
 from importlib.util import find_spec
 
+from rl_async.configs.engines.vllm import VLLM
 from rl_async.process.role import join_supervisor
-from rl_async.rollout_server.vllm.plugin import BACKEND
 
-FLAGS = (
-    "--enable-scale-out",  # the route that works on token ids
-    *("--logprobs-mode", "processed_logprobs"),  # of the sampling distribution
-    *("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}'),
-    *("--generation-config", "vllm"),  # no sampling defaults from the model's folder
-    "--disable-uvicorn-access-log",
-)
+FLAGS = (*VLLM.fixed_arguments, "--disable-uvicorn-access-log")
 VARIABLES = {
     "VLLM_SERVER_DEV_MODE": "1",  # the control routes: pause, weights, sleep
     "VLLM_NO_USAGE_STATS": "1",

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn.functional import linear
 
-BACKEND = "rl_async"
+from rl_async.configs.engines.vllm import WEIGHT_TRANSFER
 
 
 def register() -> None:
@@ -16,8 +16,10 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "rl_async.rollout_server.vllm.transfer", "WeightTransfer")
+    if WEIGHT_TRANSFER not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            WEIGHT_TRANSFER, "rl_async.rollout_server.vllm.transfer", "WeightTransfer"
+        )
     _report_versions_in_every_part()
     if current_platform.is_cpu():
         _keep_weights_unpacked()

@@ -14,7 +14,8 @@ import numpy as np
 
 from rl_async import messages as m
 from rl_async.errors import QueueLost, RowsLost
-from rl_async.transfer_queue.client.async_client import QueueClient, SyncQueueClient
+from rl_async.transfer_queue.client.async_client import QueueClient
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 
 CHECKPOINT_EVERY = 5
 PATIENCE_S = 0.3  # a killed queue is back soon

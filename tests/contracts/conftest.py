@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from rl_async.transfer_queue.client.async_client import SyncQueueClient
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from tests.contracts.queue.peers import SETTINGS, RunningQueue
 
 

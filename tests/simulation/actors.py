@@ -210,7 +210,7 @@ class _TrainerLife:
             yield 0.01
         headers = answer.reply.headers
         rules.reserved(step, headers)
-        rows = yield from self._ask(m.Fetch(rows=[header.key for header in headers]), m.Rows)
+        rows = yield from self._ask(m.Fetch(rows=[header.key for header in headers]), m.FetchedRows)
         if self._world.rng.random() < 0.3 and step + 1 < self._world.settings.steps:
             ahead = yield from self._ask(m.Reserve(step=step + 1, wait_s=0.0), m.Reserved, m.NotReady)
             if isinstance(ahead.reply, m.Reserved):

@@ -7,7 +7,7 @@ import zmq
 
 from rl_async import messages as m
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.client.session import wait_of, wants_hello
+from rl_async.transfer_queue.client.session import refusal, wait_of
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -93,9 +93,9 @@ class Client:
             self._owner.queue_lost()
             return
         pending = self._pending.get(message.request_id)
-        if pending is None or not (self._welcome or wants_hello(message.reply)):
+        if pending is None or not (self._welcome or refusal(message.reply) == wire.HELLO):
             return
-        if wants_hello(message.reply):
+        if refusal(message.reply) == wire.HELLO:
             self._impatient(message.request_id, pending.sent, self._connections)
             return
         if isinstance(message.reply, m.Malformed):

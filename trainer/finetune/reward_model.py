@@ -27,7 +27,7 @@ class TokenPair(NamedTuple):
 
 @dataclass(frozen=True)
 class PairTraining:
-    """How to train. ``learning_rate`` rises over the first tenth of the steps and falls linearly to 0."""
+    """Settings of a training. The learning rate rises over the first tenth of the steps, then falls linearly to 0."""
 
     epochs: int
     batch_size: int  # pairs per step
@@ -36,7 +36,7 @@ class PairTraining:
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:
-    """Mean of -log sigmoid(chosen - rejected - margin); all float32 [B], the result a scalar.
+    """Return the mean of -log sigmoid(chosen - rejected - margin), a scalar, from float32 [B] each.
 
     The negative log-likelihood of the preferences under Bradley and Terry's model, as in InstructGPT
     (arXiv:2203.02155, equation 1) with the margin of Llama 2 (arXiv:2307.09288, equation 2).
@@ -47,7 +47,10 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:
 def train_pairs(
     model: torch.nn.Module, pairs: Sequence[TokenPair], how: PairTraining, report: Callable[[str], None]
 ) -> None:
-    """Train ``model``, a sequence classifier with one label. Raises TrainingDiverged."""
+    """Train ``model``, a sequence classifier with one label; ``report`` gets lines of text.
+
+    Raises TrainingDiverged when the gradient norm is not finite.
+    """
     draw = random.Random(how.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=how.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     per_epoch = -(-len(pairs) // how.batch_size)
@@ -80,7 +83,7 @@ def _scale(step: int, steps: int) -> float:
 
 
 def _loss(model: torch.nn.Module, batch: Sequence[TokenPair]) -> tuple[Tensor, float]:
-    """The loss, and the share of pairs in the right order."""
+    """Return the loss, and the share of pairs in the right order."""
     rewards = values(model, [pair.chosen for pair in batch] + [pair.rejected for pair in batch])
     chosen, rejected = rewards[: len(batch)], rewards[len(batch) :]
     margin = torch.tensor([pair.margin for pair in batch], device=rewards.device)
@@ -88,7 +91,7 @@ def _loss(model: torch.nn.Module, batch: Sequence[TokenPair]) -> tuple[Tensor, f
 
 
 def accuracy(model: torch.nn.Module, pairs: Sequence[TokenPair], batch_size: int) -> float:
-    """Share of pairs whose chosen conversation has the higher reward; a tie is wrong."""
+    """Return the share of pairs whose chosen conversation has the higher reward; a tie counts as wrong."""
     right = 0
     for start in range(0, len(pairs), batch_size):
         batch = pairs[start : start + batch_size]

@@ -1,21 +1,19 @@
-"""Encoded conversations on disk, as the launcher writes and every rank maps them. Imports no torch."""
+"""Encoded conversations on disk: the launcher writes them, every rank maps them into memory. Imports no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
 
-import msgspec
 import numpy as np
 
 from rl_async.configs.schema.finetune import FinetuneConfig
-from rl_async.files import drop_torn_line, replace_file
 
-ROWS, HELD_OUT = "rows", "held-out"  # folders in the run folder
+ROWS, HELD_OUT = "rows", "held-out"  # folders within the run folder
 
 
 class RowSize(NamedTuple):
-    """What ``batching.layout`` asks of a row."""
+    """The properties of a row by which ``batching.layout`` deals it to micro-batches."""
 
     tokens: int
     baseline: bool = False
@@ -23,7 +21,7 @@ class RowSize(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatRows:
-    """R conversations one behind the other. ``ends[r]`` is where row r ends."""
+    """R conversations, N tokens in all, concatenated. ``ends[r]`` is the index after the last token of row r."""
 
     ids: np.ndarray  # int32 [N]
     learned: np.ndarray  # bool [N]
@@ -31,7 +29,7 @@ class ChatRows:
 
     @classmethod
     def of(cls, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Self:
-        """From the (ids, learned) of each row."""
+        """Concatenate rows, each given as (token ids, which of them to learn)."""
         return cls(
             np.concatenate([np.empty(0, np.int32), *(ids for ids, _ in rows)]).astype(np.int32),
             np.concatenate([np.empty(0, bool), *(learned for _, learned in rows)]).astype(bool),
@@ -40,11 +38,11 @@ class ChatRows:
 
     @classmethod
     def map(cls, folder: Path) -> Self:
-        """What ``write`` wrote, read when it is needed."""
+        """Map the files that ``write`` made; their pages are read when they are first used."""
         return cls(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("ids", "learned", "ends")))
 
     def write(self, folder: Path) -> None:
-        """Three files into a folder that exists."""
+        """Write the three arrays as .npy files into ``folder``, which must exist."""
         for name in ("ids", "learned", "ends"):
             np.save(folder / f"{name}.npy", getattr(self, name), allow_pickle=False)
 
@@ -52,27 +50,31 @@ class ChatRows:
         return len(self.ends)
 
     def span(self, row: int) -> slice:
-        """Where a row stands."""
+        """Return where row ``row`` lies in ``ids`` and ``learned``."""
         return slice(int(self.ends[row - 1]) if row else 0, int(self.ends[row]))
 
     def size(self, row: int) -> RowSize:
-        """How long a row is."""
+        """Return the properties of a row by which it is put into a micro-batch."""
         span = self.span(row)
         return RowSize(span.stop - span.start)
 
     def targets(self, row: int) -> int:
-        """Tokens to learn of a row; its first can never be, for nothing predicts it."""
+        """Count the tokens of a row to learn; never the first, which nothing predicts."""
         span = self.span(row)
         return int(np.count_nonzero(self.learned[span.start + 1 : span.stop]))
 
 
 def steps_per_epoch(rows: int, batch_size: int) -> int:
-    """How many batches of about ``batch_size`` rows an epoch has."""
+    """Return how many batches of at most ``batch_size`` rows an epoch has."""
     return -(-rows // batch_size)
 
 
 def batch_of(step: int, rows: int, batch_size: int, *, seed: int, shuffle: bool) -> list[int]:
-    """The rows that ``step`` trains: every epoch another order, cut into batches whose sizes differ by one at most."""
+    """Return the rows that ``step`` trains.
+
+    Each epoch has an order of its own, drawn from ``seed`` and the epoch, and is cut into batches whose sizes differ by
+    at most one.
+    """
     per_epoch = steps_per_epoch(rows, batch_size)
     epoch, number = divmod(step, per_epoch)
     order = np.arange(rows)
@@ -82,15 +84,6 @@ def batch_of(step: int, rows: int, batch_size: int, *, seed: int, shuffle: bool)
 
 
 def total_steps(rows: int, config: FinetuneConfig) -> int:
-    """Steps of all epochs, or as many as the config allows."""
+    """Return the number of steps of all epochs, at most ``config.steps`` if that is set."""
     planned = steps_per_epoch(rows, config.batch_size) * config.epochs
     return min(planned, config.steps) if config.steps else planned
-
-
-def keep_lines(path: Path, key: str, highest: int) -> None:
-    """Leave those JSON lines whose ``key`` is at most ``highest``. Nobody may be writing the file."""
-    if not path.exists():
-        return
-    drop_torn_line(path)
-    lines = path.read_bytes().splitlines(keepends=True)
-    replace_file(path, b"".join(line for line in lines if msgspec.json.decode(line)[key] <= highest))

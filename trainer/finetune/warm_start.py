@@ -1,4 +1,4 @@
-"""Supervised warm start of the tiny model, gated on what it can do rather than on a number of steps."""
+"""Supervised warm start of the tiny model: trains until greedy reward on held-out tasks passes a gate."""
 
 import random
 import time
@@ -18,8 +18,8 @@ TokenRow = tuple[list[int], list[bool]]  # token ids, and which of them to learn
 
 
 @dataclass(frozen=True)
-class SftResult:
-    """Steps taken, the greedy reward that passed the gate, and the wall time."""
+class WarmStartResult:
+    """Steps taken, the greedy reward that passed the gate, and the wall time in seconds."""
 
     steps: int
     gate_reward: float
@@ -29,18 +29,18 @@ class SftResult:
 class Plateau:
     """Halves the learning rate when greedy reward has not risen for ``PATIENCE`` checks.
 
-    Not before the model copies at all: until then a lower rate only delays the jump.
+    It waits until the model copies at all, since before that a lower rate only delays the jump.
     """
 
     PATIENCE = 3
-    COPIES = 0.3  # greedy reward
+    COPIES = 0.3  # greedy reward from which on the model copies
 
     def __init__(self) -> None:
         self.best, self.scale = 0.0, 1.0
         self._stalled = 0
 
     def observe(self, reward: float) -> None:
-        """Take in the reward of one check."""
+        """Update ``best`` and ``scale`` (the factor on the learning rate) with the reward of one check."""
         self._stalled = 0 if reward > self.best else self._stalled + 1
         self.best = max(self.best, reward)
         if self._stalled >= self.PATIENCE and self.best >= self.COPIES:
@@ -53,12 +53,13 @@ def warm_start(
     check: Callable[[], float],
     config: WarmStartConfig,
     report: Callable[[str], None],
-) -> SftResult:
-    """Train ``model`` on demonstrations until ``check()`` (greedy reward on held-out tasks) reaches ``config.gate``.
+) -> WarmStartResult:
+    """Train ``model`` on demonstrations until ``check()``, its greedy reward on held-out tasks, reaches
+    ``config.gate``.
 
-    Copying appears abruptly, somewhere between 200 and over 400 steps depending on the seed, so a fixed number of
-    steps cannot be trusted. A seed that copies but hovers below the gate needs smaller steps: the learning rate is
-    halved when greedy reward stops rising. Raises UserError if the gate is not reached in ``config.max_steps``.
+    Copying appears abruptly after 200 to more than 400 steps, depending on the seed, so no fixed number of steps is
+    enough. A seed that copies but stays below the gate needs a smaller learning rate, which is halved when greedy
+    reward stops rising. Raises UserError if the gate is not reached within ``config.max_steps``.
     """
     began = time.perf_counter()
     draw = random.Random(config.seed)
@@ -76,7 +77,7 @@ def warm_start(
             reward = check()
             report(f"warm start: step {step}, loss {loss.item():.3f}, greedy reward {reward:.2f} (gate {config.gate})")
             if reward >= config.gate:
-                return SftResult(step, reward, time.perf_counter() - began)
+                return WarmStartResult(step, reward, time.perf_counter() - began)
             plateau.observe(reward)
     raise UserError(
         f"the warm start reached a greedy reward of {plateau.best:.2f}, not warm_start.gate={config.gate}, in "
@@ -85,7 +86,7 @@ def warm_start(
 
 
 def _loss(model: torch.nn.Module, rows: Sequence[TokenRow]) -> Tensor:
-    """Mean cross-entropy over the tokens to learn. Padding on the right needs no attention mask."""
+    """Return the mean cross-entropy of the tokens to learn. Padding on the right needs no attention mask."""
     width = max(len(ids) for ids, _ in rows)
     tokens = torch.zeros((len(rows), width), dtype=torch.int64)
     labels = torch.full((len(rows), width), IGNORED)

@@ -1,180 +1,147 @@
-"""Where metrics go. A tracker that cannot start stops the run; one that fails later is reported once and dropped."""
+"""Sends metrics to their destinations. A tracker that cannot start ends the run; one that fails later is dropped.
+
+A tracker is one function here and one line in ``TRACKERS``, under its name in the config (``TrackerName``).
+"""
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
-from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.run import RunConfig, TrackerName
 from rl_async.errors import ConfigError
 from rl_async.files import append_lines
 
 log = logging.getLogger("rl_async.trackers")
 Metrics = Mapping[str, float]
 
-
-class Tracker(Protocol):
-    """One destination of metrics."""
-
-    def start(self, config: RunConfig, folder: Path) -> None:
-        """Open the destination. Raises ConfigError if it is not installed or misconfigured."""
-        ...
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Record the metrics of one trainer step; ``step`` never decreases."""
-        ...
-
-    def close(self) -> None:
-        """Flush and close."""
-        ...
+CONSOLE_METRICS = ("reward/mean", "staleness/max", "time/step_s", "loss/grad_norm", "eval/step", "eval/reward")
 
 
-class JsonlTracker:
-    """``metrics.jsonl`` in the run folder: one object per step. Always on."""
+class Destination(NamedTuple):
+    """An open tracker: ``log`` records one step (steps never decrease), ``close`` flushes and ends it."""
 
-    def start(self, config: RunConfig, folder: Path) -> None:
-        self._file = append_lines(folder / "metrics.jsonl")
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        self._file.write(msgspec.json.encode(dict(metrics)) + b"\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+    log: Callable[[int, Metrics], object]
+    close: Callable[[], object]
 
 
-class ConsoleTracker:
-    """One line per step on standard error."""
-
-    SHOWN = ("reward/mean", "staleness/max", "time/step_s", "loss/grad_norm", "eval/step", "eval/reward")
-
-    def start(self, config: RunConfig, folder: Path) -> None:
-        self._steps = config.trainer.steps
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        text = "  ".join(f"{key} {metrics[key]:.3f}" for key in self.SHOWN if key in metrics)
-        print(f"step {min(step + 1, self._steps)}/{self._steps}  {text}", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Nothing is held open."""
+Tracker = Callable[[RunConfig, Path], Destination]  # the run's config and folder; raises if it cannot start
 
 
-class TensorBoardTracker:
-    """Event files in ``tensorboard/`` of the run folder."""
+def jsonl(config: RunConfig, folder: Path) -> Destination:
+    """Write ``metrics.jsonl`` in the run folder, one object per step. Always on."""
+    file = append_lines(folder / "metrics.jsonl")
 
-    def start(self, config: RunConfig, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    def write(step: int, metrics: Metrics) -> None:
+        file.write(msgspec.json.encode(dict(metrics)) + b"\n")
+        file.flush()
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
+    return Destination(write, file.close)
 
-    def log(self, step: int, metrics: Metrics) -> None:
+
+def console(config: RunConfig, folder: Path) -> Destination:
+    """Print one line per step to standard error, with the most telling metrics."""
+    steps = config.trainer.steps
+
+    def show(step: int, metrics: Metrics) -> None:
+        text = "  ".join(f"{key} {metrics[key]:.3f}" for key in CONSOLE_METRICS if key in metrics)
+        print(f"step {min(step + 1, steps)}/{steps}  {text}", file=sys.stderr, flush=True)
+
+    return Destination(show, lambda: None)
+
+
+def tensorboard(config: RunConfig, folder: Path) -> Destination:
+    """Write event files to ``tensorboard/`` in the run folder."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(step: int, metrics: Metrics) -> None:
         for key, value in metrics.items():
-            self._writer.add_scalar(key, value, step)
+            writer.add_scalar(key, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
-
-
-class SwanLabTracker:
-    """SwanLab; offline it writes to ``swanlab/`` of the run folder."""
-
-    def start(self, config: RunConfig, folder: Path) -> None:
-        import swanlab
-
-        self._swanlab = swanlab
-        swanlab.init(
-            project=config.tracking.project,
-            experiment_name=config.name,
-            config=msgspec.to_builtins(config),
-            logdir=str(folder / "swanlab"),
-            mode="offline" if config.tracking.offline else "cloud",
-        )
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        self._swanlab.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._swanlab.finish()
+    return Destination(write, writer.close)
 
 
-class WandbTracker:
-    """Weights & Biases; offline it writes to ``wandb/`` of the run folder."""
+def swanlab(config: RunConfig, folder: Path) -> Destination:
+    """Log to SwanLab; offline it writes to ``swanlab/`` in the run folder."""
+    import swanlab
 
-    def start(self, config: RunConfig, folder: Path) -> None:
-        import wandb
-
-        self._run = wandb.init(
-            project=config.tracking.project,
-            name=config.name,
-            config=msgspec.to_builtins(config),
-            dir=str(folder),
-            mode="offline" if config.tracking.offline else "online",
-        )
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    swanlab.init(
+        project=config.tracking.project,
+        experiment_name=config.name,
+        config=msgspec.to_builtins(config),
+        logdir=str(folder / "swanlab"),
+        mode="offline" if config.tracking.offline else "cloud",
+    )
+    return Destination(lambda step, metrics: swanlab.log(dict(metrics), step=step), swanlab.finish)
 
 
-class MlflowTracker:
-    """MLflow at MLFLOW_TRACKING_URI, else ``mlflow/`` of the run folder."""
+def wandb(config: RunConfig, folder: Path) -> Destination:
+    """Log to Weights & Biases; offline it writes to ``wandb/`` in the run folder."""
+    import wandb
 
-    def start(self, config: RunConfig, folder: Path) -> None:
-        import os
-
-        import mlflow
-
-        self._mlflow = mlflow
-        if "MLFLOW_TRACKING_URI" not in os.environ:
-            mlflow.set_tracking_uri((folder / "mlflow").resolve().as_uri())
-        mlflow.set_experiment(config.tracking.project)
-        mlflow.start_run(run_name=config.name)
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        self._mlflow.log_metrics({key.replace("/", "."): value for key, value in metrics.items()}, step=step)
-
-    def close(self) -> None:
-        self._mlflow.end_run()
+    run = wandb.init(
+        project=config.tracking.project,
+        name=config.name,
+        config=msgspec.to_builtins(config),
+        dir=str(folder),
+        mode="offline" if config.tracking.offline else "online",
+    )
+    return Destination(lambda step, metrics: run.log(dict(metrics), step=step), run.finish)
 
 
-TRACKERS: dict[str, Callable[[], Tracker]] = {
-    "console": ConsoleTracker,
-    "jsonl": JsonlTracker,
-    "tensorboard": TensorBoardTracker,
-    "swanlab": SwanLabTracker,
-    "wandb": WandbTracker,
-    "mlflow": MlflowTracker,
+def mlflow(config: RunConfig, folder: Path) -> Destination:
+    """Log to MLflow at MLFLOW_TRACKING_URI, or else to ``mlflow/`` in the run folder."""
+    import mlflow
+
+    if "MLFLOW_TRACKING_URI" not in os.environ:
+        mlflow.set_tracking_uri((folder / "mlflow").resolve().as_uri())
+    mlflow.set_experiment(config.tracking.project)
+    mlflow.start_run(run_name=config.name)
+
+    def send(step: int, metrics: Metrics) -> None:
+        mlflow.log_metrics({key.replace("/", "."): value for key, value in metrics.items()}, step=step)
+
+    return Destination(send, mlflow.end_run)
+
+
+TRACKERS: dict[TrackerName, Tracker] = {
+    "console": console,
+    "jsonl": jsonl,
+    "tensorboard": tensorboard,
+    "swanlab": swanlab,
+    "wandb": wandb,
+    "mlflow": mlflow,
 }
 
 
 class Tracking:
-    """All chosen trackers as one, ``jsonl`` among them."""
+    """All configured trackers behind one interface, ``jsonl`` always among them."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         """Start the trackers. Raises ConfigError naming the one that cannot start and what to install."""
-        self._live: dict[str, Tracker] = {}
-        for name in dict.fromkeys(("jsonl", *config.tracking.backends)):
-            tracker = TRACKERS[name]()
+        self._live: dict[str, Destination] = {}
+        names: tuple[TrackerName, ...] = ("jsonl", *config.tracking.backends)
+        for name in dict.fromkeys(names):
             try:
-                tracker.start(config, folder)
+                self._live[name] = TRACKERS[name](config, folder)
             except ImportError as error:
                 self.close()
                 raise ConfigError(
                     f"tracking.backends: {name} is not installed; pip install 'rl-async[{name}]' ({error})"
                 ) from error
-            except Exception as error:  # whatever a third party raises at start means: misconfigured
+            except Exception as error:  # whatever a third party raises at start, it is misconfigured
                 self.close()
                 raise ConfigError(f"tracking.backends: {name} could not start: {error}") from error
-            self._live[name] = tracker
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
-        """Send one step's metrics everywhere; a tracker other than jsonl that fails is dropped with a warning."""
+        """Send one step's metrics to all trackers; one other than jsonl that fails is dropped with a warning."""
         for name, tracker in list(self._live.items()):
             self._guard(name, partial(tracker.log, step, metrics))
 
@@ -188,11 +155,11 @@ class Tracking:
                 self._guard(name, partial(tracker.log, step, metrics))
 
     def close(self) -> None:
-        """Close all trackers."""
+        """Flush and close all trackers; failures are only logged, except that of jsonl."""
         for name, tracker in list(self._live.items()):
             self._guard(name, tracker.close)
 
-    def _guard(self, name: str, action: Callable[[], None]) -> None:
+    def _guard(self, name: str, action: Callable[[], object]) -> None:
         if name == "jsonl":
             action()  # the run's own record: losing it is an error
             return

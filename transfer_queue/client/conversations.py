@@ -11,7 +11,7 @@ import hashlib
 import time
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -29,17 +29,23 @@ _NEVER = 1 << 62  # a revision that the registry does not reach
 QUEUE = ""  # the url of the queue itself
 
 
-class Call(NamedTuple):
+class PeerCall(NamedTuple):
     """A request to a shard, or to the queue."""
 
     url: str
-    request: m.Request
+    request: m.Request[Any]
     payload: Sequence[Frame] = ()
 
 
 Outcome = wire.ReplyMessage | QueueLost
 T = TypeVar("T")
-Conversation = Generator[list[Call], Sequence[Outcome], T]
+Conversation = Generator[list[PeerCall], Sequence[Outcome], T]
+
+
+def ask(request: m.Request[T], replies: tuple[type, ...]) -> Conversation[T]:
+    """One request to the queue; its reply, which must be one of these. Raises ProtocolError otherwise."""
+    (outcome,) = yield [PeerCall(QUEUE, request)]
+    return expect(_answered(outcome).reply, *replies)
 
 
 def chosen(group: int, shards: Sequence[m.ShardRecord], replicas: int) -> list[m.ShardRecord]:
@@ -124,7 +130,7 @@ def _put_here(worker: str, parcels: Sequence[Parcel], sending: Sending) -> Conve
         some = [parcels[index] for index in left]
         request = m.Put(worker=worker, samples=[each.headers for each in some], media=list(media))
         payload = [*(row for each in some for row in each.rows), *media.values()]
-        (outcome,) = yield [Call(QUEUE, request, payload)]
+        (outcome,) = yield [PeerCall(QUEUE, request, payload)]
         reply = _answered(outcome).reply
         if isinstance(reply, m.Refused) and reply.code == wire.SHARDED:
             return None
@@ -170,7 +176,7 @@ def _put_to_shards(
 
 
 def _registry(after: int, wait_s: float) -> Conversation[m.ShardList]:
-    (outcome,) = yield [Call(QUEUE, m.Shards(after=after, wait_s=wait_s))]
+    (outcome,) = yield [PeerCall(QUEUE, m.ListShards(after=after, wait_s=wait_s))]
     return expect(_answered(outcome).reply, m.ShardList)
 
 
@@ -215,16 +221,16 @@ def _kept_by(parcel: Parcel, shards: list[str], media_bytes: int) -> Parcel:
     return Parcel(headers, parcel.rows, parcel.media)
 
 
-def _store_call(url: str, load: Sequence[Parcel], media: Mapping[m.MediaKey, Frame]) -> Call:
+def _store_call(url: str, load: Sequence[Parcel], media: Mapping[m.MediaKey, Frame]) -> PeerCall:
     samples = [(parcel.key, parcel.rows) for parcel in load]
     samples += [((group, m.media_sample(sha256), 0), [data]) for (group, sha256), data in media.items()]
     lengths = [[memoryview(row).nbytes for row in rows] for _, rows in samples]
-    request = m.Store(samples=[key for key, _ in samples], lengths=lengths)
-    return Call(url, request, wire.join([row for _, rows in samples for row in rows]))
+    request = m.StoreRows(samples=[key for key, _ in samples], lengths=lengths)
+    return PeerCall(url, request, wire.join([row for _, rows in samples for row in rows]))
 
 
 def _announce(worker: str, stored: Sequence[tuple[int, Parcel]]) -> Conversation[list[m.Refused | None]]:
-    (outcome,) = yield [Call(QUEUE, m.Put(worker=worker, samples=[parcel.headers for _, parcel in stored]))]
+    (outcome,) = yield [PeerCall(QUEUE, m.Put(worker=worker, samples=[parcel.headers for _, parcel in stored]))]
     return _refusals(_answered(outcome).reply, len(stored))
 
 
@@ -246,9 +252,9 @@ def fetch(rows: Sequence[m.RowKey], timeout_s: float) -> Conversation[list[Frame
     avoid: set[str] = set()
     while len(found) < len(rows):
         left = [key for key in rows if key not in found]
-        (outcome,) = yield [Call(QUEUE, m.Fetch(rows=left))]
+        (outcome,) = yield [PeerCall(QUEUE, m.Fetch(rows=left))]
         message = _answered(outcome)
-        if isinstance(message.reply, m.Rows):
+        if isinstance(message.reply, m.FetchedRows):
             return split(message, len(rows))
         if isinstance(message.reply, m.Refused) and message.reply.code == wire.ROWS_LOST:
             raise RowsLost(message.reply.reason)
@@ -288,7 +294,7 @@ def _load(
             loads[shard].append(((group, sample, segment), (group, sample, attempt, segment)))
         else:
             stuck = True
-    calls = [Call(where.urls[shard], m.Load(rows=[key for _, key in load])) for shard, load in loads.items()]
+    calls = [PeerCall(where.urls[shard], m.LoadRows(rows=[key for _, key in load])) for shard, load in loads.items()]
     outcomes = yield calls
     for (shard, load), outcome in zip(loads.items(), outcomes, strict=True):
         if isinstance(outcome, QueueLost) or isinstance(outcome.reply, m.Refused):
@@ -300,7 +306,7 @@ def _load(
 
 def split(message: wire.ReplyMessage, asked: int) -> list[Frame]:
     """The ``asked`` rows of an answer with payload, as views of the received frames. Raises ProtocolError."""
-    lengths = expect(message.reply, m.Rows).lengths
+    lengths = expect(message.reply, m.FetchedRows).lengths
     if len(lengths) != asked:
         raise ProtocolError(f"{asked} rows were asked for, {len(lengths)} came")
     return list(wire.split(message.payload, lengths))

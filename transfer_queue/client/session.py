@@ -1,11 +1,12 @@
-"""What the two clients of the queue share: identity, hello, and judging replies."""
+"""What both clients of the queue share, without I/O: identity, hello, retries of a request, and expected replies."""
 
 import contextlib
 import os
 import re
 import secrets
+import time
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import zmq
 import zmq.asyncio
@@ -20,8 +21,7 @@ from rl_async.transfer_queue.auth.keys import ClientKeys, use_keys
 
 PATIENCE_S = 3.0  # without an answer before a client reconnects
 
-R = TypeVar("R", bound=m.Reply)
-S = TypeVar("S", bound=m.Reply)
+R = TypeVar("R")
 
 FIRST_PAUSE_S = 0.1  # before a request that was refused as too many is sent again; doubled each time, up to
 LONGEST_PAUSE_S = 2.0
@@ -65,7 +65,7 @@ class Session:
 
         Raises ProtocolError if it is refused for good, QueueLost if this is another queue.
         """
-        self._full = reply.reason if is_busy(reply) and isinstance(reply, m.Refused) else ""
+        self._full = reply.reason if isinstance(reply, m.Refused) and reply.code == wire.BUSY else ""
         if self._full:
             return
         if not isinstance(reply, m.Welcome):
@@ -74,7 +74,7 @@ class Session:
             raise QueueLost(f"the transfer queue at {self.address} was restarted and has lost its state")
         self._run_id = reply.run_id
 
-    def lost(self, request: m.Request, seconds: float) -> QueueLost:
+    def lost(self, request: m.Request[Any], seconds: float) -> QueueLost:
         """The error for a request that nobody answered."""
         why = self._full or self._watch.why()
         return QueueLost(
@@ -98,34 +98,66 @@ def send_sync(socket: "zmq.Socket[bytes]", frames: Sequence[Frame]) -> None:
         socket.send_multipart(frames, zmq.NOBLOCK)
 
 
-def wait_of(request: m.Request) -> float:
-    """How long the queue may take on purpose to answer."""
+def wait_of(request: m.Request[Any]) -> float:
+    """Seconds for which the queue may hold back the answer on purpose."""
     return request.wait_s if isinstance(request, m.LongPoll) else 0.0
 
 
-def wants_hello(reply: m.Reply) -> bool:
-    """Whether the queue does not know this connection: it was restarted, or has forgotten a silent client."""
-    return isinstance(reply, m.Refused) and reply.code == "hello"
+def refusal(reply: m.Reply) -> str:
+    """The code of a refusal; empty for other replies."""
+    return reply.code if isinstance(reply, m.Refused) else ""
 
 
-def is_busy(reply: m.Reply) -> bool:
-    """Whether the queue asks this client to wait and ask again."""
-    return isinstance(reply, m.Refused) and reply.code == "busy"
+class Retry(NamedTuple):
+    """Send the request again after ``pause_s`` seconds, on a new connection if ``reconnect``."""
+
+    pause_s: float
+    reconnect: bool
 
 
-def must_repeat(reply: m.Reply) -> bool:
-    """Whether the request was not looked at and is to be sent again."""
-    return wants_hello(reply) or is_busy(reply)
+class Exchange:
+    """One request until it is answered: how long to wait, and when to back off, to reconnect and to give up.
+
+    Every request may be sent twice: the queue answers a repetition as it answered the first.
+    """
+
+    def __init__(
+        self, session: Session, request: m.Request[Any], payload: Sequence[Frame], timeout_s: float, patience_s: float
+    ) -> None:
+        wait_s = wait_of(request)
+        self._session, self._request = session, request
+        self._began = time.monotonic()
+        self._deadline = self._began + wait_s + timeout_s
+        self._patience_s, self._pause_s = wait_s + patience_s, FIRST_PAUSE_S
+        self.request_id = session.ids.take()
+        self.frames = wire.encode(self.request_id, request, payload)
+
+    def patience_s(self) -> float:
+        """Seconds to wait for the reply after sending."""
+        return max(0.0, min(self._patience_s, self._deadline - time.monotonic()))
+
+    def after(self, answer: wire.ReplyMessage | None) -> wire.ReplyMessage | Retry:
+        """The final answer, or how to try again after ``answer`` (None: there was no reply in time).
+
+        Raises QueueLost past the deadline, and ProtocolError if the queue did not understand the request.
+        """
+        code = "" if answer is None else refusal(answer.reply)
+        if answer is not None and code not in (wire.HELLO, wire.BUSY):
+            return wire.checked(answer)
+        now = time.monotonic()
+        if now >= self._deadline:
+            raise self._session.lost(self._request, now - self._began)
+        if code != wire.BUSY:  # the queue is silent, or does not know this connection
+            self._patience_s *= 2
+        if answer is None:
+            return Retry(0.0, reconnect=True)
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
+        return Retry(min(pause_s, self._deadline - now), reconnect=code != wire.BUSY)
 
 
-def expect(reply: m.Reply, kind: type[R]) -> R:
-    """The reply, which must be of this kind. Raises ProtocolError with the queue's reason otherwise."""
-    return expect_either(reply, kind, kind)
-
-
-def expect_either(reply: m.Reply, kind: type[R], other: type[S]) -> R | S:
-    """The reply, which must be of one of two kinds. Raises ProtocolError with the queue's reason otherwise."""
-    if isinstance(reply, (kind, other)):
+def expect(reply: m.Reply, *kinds: type[R]) -> R:
+    """The reply, if it is of one of these kinds. Raises ProtocolError with the queue's reason otherwise."""
+    if isinstance(reply, kinds):
         return reply
     if isinstance(reply, m.Refused):
         raise ProtocolError(f"the transfer queue refused: {reply.reason} ({reply.code})")

@@ -13,10 +13,8 @@ from rl_async.transfer_queue.server.peers import Peers
 
 log = logging.getLogger("rl_async.queue")
 
-BUSY = "busy"
 
-
-class Answer(NamedTuple):
+class Response(NamedTuple):
     """A reply and its payload frames."""
 
     reply: m.Reply
@@ -28,10 +26,10 @@ class Outgoing(NamedTuple):
 
     identity: bytes
     request_id: bytes
-    answer: Answer
+    response: Response
 
 
-Handler = Callable[[bytes, wire.RequestMessage], Answer | None]  # of who asks, and what
+Handler = Callable[[bytes, wire.RequestMessage], Response | None]  # of who asks, and what
 
 
 class Gate:
@@ -59,19 +57,19 @@ class Gate:
         except ProtocolError as error:
             self._count("malformed")
             log.warning("malformed message from %s: %s", self._peers.name(identity), error)
-            found = Answer(m.Malformed(reason=str(error)))
+            found = Response(m.Malformed(reason=str(error)))
         return None if found is None else Outgoing(identity, _request_id(parts), found)
 
-    def _answer(self, identity: bytes, parts: Sequence[Any], handle: Handler) -> Answer | None:
+    def _answer(self, identity: bytes, parts: Sequence[Any], handle: Handler) -> Response | None:
         if refused := self._beyond_limits(identity, parts):
-            return Answer(refused)
+            return Response(refused)
         message = wire.decode_request(parts[1:])
         if isinstance(message.request, m.Hello):
             if message.payload:
                 raise ProtocolError("a Hello with payload frames")
             return self._hello(identity, message.request)
         if identity not in self._peers:
-            return Answer(m.Refused(code="hello", reason="say Hello first"))
+            return Response(m.Refused(code=wire.HELLO, reason="say Hello first"))
         return handle(identity, message)
 
     def _beyond_limits(self, identity: bytes, parts: Sequence[Any]) -> m.Refused | None:
@@ -79,7 +77,7 @@ class Gate:
         limits = self._limits
         if identity in self._peers and not self._peers.spend(identity, self._clock()):
             self._count("too_many_requests")
-            return m.Refused(code=BUSY, reason=f"more than {limits.requests_per_s:g} requests a second")
+            return m.Refused(code=wire.BUSY, reason=f"more than {limits.requests_per_s:g} requests a second")
         size, frames = sum(len(part) for part in parts[1:]), len(parts) - 1
         if size > limits.message_bytes or frames > limits.frames:
             self._count("too_large")
@@ -91,15 +89,15 @@ class Gate:
             return m.Refused(code="too_large", reason=reason)
         return None
 
-    def _hello(self, identity: bytes, request: m.Hello) -> Answer:
+    def _hello(self, identity: bytes, request: m.Hello) -> Response:
         if request.schema != m.SCHEMA:
             reason = f"the queue speaks schema {m.SCHEMA}, {request.role} {request.name} speaks {request.schema}"
-            return Answer(m.Refused(code="schema", reason=reason))
+            return Response(m.Refused(code="schema", reason=reason))
         if not self._peers.greet(identity, request.name, self._clock()):
             self._count("too_many_clients")
             reason = f"{len(self._peers)} clients are connected, and queue.limits.clients={self._limits.clients}"
-            return Answer(m.Refused(code=BUSY, reason=reason))
-        return Answer(m.Welcome(schema=m.SCHEMA, run_id=self._run_id))
+            return Response(m.Refused(code=wire.BUSY, reason=reason))
+        return Response(m.Welcome(schema=m.SCHEMA, run_id=self._run_id))
 
 
 def _request_id(parts: Sequence[Any]) -> bytes:

@@ -112,7 +112,7 @@ def _send(socket: Any, message: Outgoing) -> bool:
     """Whether the client's connection is still there, and its replies are read."""
     frames: list[Frame] = [
         message.identity,
-        *wire.encode(message.request_id, message.answer.reply, message.answer.payload),
+        *wire.encode(message.request_id, message.response.reply, message.response.payload),
     ]
     try:
         for frame in frames[:-1]:

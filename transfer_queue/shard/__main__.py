@@ -37,7 +37,7 @@ from rl_async.transfer_queue.auth.authenticator import Door
 from rl_async.transfer_queue.auth.keys import ClientKeys, client_keys, server_keys
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.journal.payloads import ALL_GROUPS, Payloads
-from rl_async.transfer_queue.server.gate import Answer, Gate, Outgoing
+from rl_async.transfer_queue.server.gate import Gate, Outgoing, Response
 from rl_async.transfer_queue.server.loop import bind, serve
 
 log = logging.getLogger("rl_async.queue")
@@ -87,33 +87,33 @@ class ShardServer:
         self._gate.forget(message.identity)
         return []
 
-    def _answer(self, message: wire.RequestMessage) -> Answer:
+    def _answer(self, message: wire.RequestMessage) -> Response:
         request = message.request
-        if isinstance(request, m.Store):
+        if isinstance(request, m.StoreRows):
             return self._store(request, message.payload)
         if message.payload:
             raise ProtocolError(f"a {type(request).__name__} with {len(message.payload)} payload frames")
-        if isinstance(request, m.Load):
+        if isinstance(request, m.LoadRows):
             return self._load(request)
-        return Answer(m.Refused(code="not_here", reason=f"a payload shard knows no {type(request).__name__}"))
+        return Response(m.Refused(code="not_here", reason=f"a payload shard knows no {type(request).__name__}"))
 
-    def _store(self, request: m.Store, payload: Sequence[Frame]) -> Answer:
+    def _store(self, request: m.StoreRows, payload: Sequence[Frame]) -> Response:
         if len(request.samples) != len(request.lengths):
             raise ProtocolError(f"{len(request.samples)} samples with lengths of {len(request.lengths)}")
         rows = iter(wire.split(payload, [length for some in request.lengths for length in some]))
         for (group, sample, attempt), lengths in zip(request.samples, request.lengths, strict=True):
             # A copy: a view would keep the whole frame for its longest-lived row.
             self._payloads.put(group, (sample, attempt), [bytes(next(rows)) for _ in lengths])
-        return Answer(m.Done())
+        return Response(m.Done())
 
-    def _load(self, request: m.Load) -> Answer:
+    def _load(self, request: m.LoadRows) -> Response:
         found: list[Frame] = []
         for group, sample, attempt, segment in request.rows:
             row = self._payloads.get(group, (sample, attempt), segment)
             if row is None:
-                return Answer(m.Refused(code="unknown_row", reason=f"no row {(group, sample, attempt, segment)}"))
+                return Response(m.Refused(code="unknown_row", reason=f"no row {(group, sample, attempt, segment)}"))
             found.append(row)
-        return Answer(m.Rows(lengths=[memoryview(row).nbytes for row in found]), wire.join(found))
+        return Response(m.FetchedRows(lengths=[memoryview(row).nbytes for row in found]), wire.join(found))
 
 
 class Membership:
@@ -149,19 +149,16 @@ class Membership:
             self.failed = error
 
     def _register(self, client: SyncQueueClient) -> None:
-        reply, _ = client.request(self._record)
-        if not isinstance(reply, m.Done):
-            raise ProtocolError(f"the transfer queue does not take this shard: {reply}")
+        client.register_shard(self._record.shard_id, self._record.name, self._record.url)
         log.info("registered as %s", self._record.shard_id)
 
     def _sweep(self, client: SyncQueueClient) -> None:
-        request = m.Sweep(shard_id=self._record.shard_id, groups=self._server.groups(), wait_s=SWEEP_S)
-        reply, _ = client.request(request)
+        reply = client.sweep(self._record.shard_id, self._server.groups(), SWEEP_S)
         if isinstance(reply, m.Swept):
             if reply.gone:
                 self._server.orders.put(reply.gone)
             return
-        if not isinstance(reply, m.Refused) or reply.code != wire.SHARD_LOST:
+        if reply.code != wire.SHARD_LOST:
             raise ProtocolError(f"the transfer queue answered a shard with {reply}")
         log.warning("the queue has given this shard up; starting again with nothing")
         self._server.orders.put(None)

@@ -11,10 +11,11 @@ from rl_async.transfer_queue.policy.sampling import Candidate
 from rl_async.transfer_queue.state.book import Book
 from rl_async.transfer_queue.state.delivery import Delivery
 from rl_async.transfer_queue.state.groups import TRAIN, Group, Sample, State
-from rl_async.transfer_queue.state.source import TaskSource
+from rl_async.transfer_queue.state.tasks import TaskSource
 from rl_async.transfer_queue.state.transitions import (
     BatchCommitted,
     BatchReserved,
+    Effects,
     Published,
     ReadmittedGroup,
     Retired,
@@ -74,6 +75,14 @@ class Batches:
         self._next_step = 0  # the first without a batch
         self._retired = 0  # steps before this one are forgotten
         self._resumed: tuple[int, int, Resumed] | None = None  # step, lineage and answer of the newest resume
+        self.effects: Effects = {
+            BatchReserved: self.batch_reserved,
+            BatchCommitted: self.batch_committed,
+            Published: self.version_published,
+            Retired: self.steps_retired,
+            Tightened: self.bound_tightened,
+            RolledBack: self.rolled_back,
+        }
 
     # --- reserve, commit, publish, retire ---------------------------------------------------------------------------
 

@@ -9,8 +9,7 @@ import msgspec
 
 from rl_async.messages import DeadLetter, Task, Version
 from rl_async.transfer_queue.policy.admission import Load, QueueSettings
-from rl_async.transfer_queue.state.groups import EVAL, EVAL_GROUPS, TRAIN, Group, State
-from rl_async.transfer_queue.state.leases import Leases
+from rl_async.transfer_queue.state.groups import EVAL, EVAL_GROUPS, TRAIN, Group, Leases, State
 
 _UNRESERVED = (State.WAITING, State.LEASED, State.READY)
 PINNED = "pinned"  # the line of training groups that certain steps wait for

@@ -28,6 +28,7 @@ from rl_async.messages import (
 from rl_async.transfer_queue.state.book import Book
 from rl_async.transfer_queue.state.transitions import (
     Acknowledged,
+    Effects,
     Missed,
     Retired,
     RolledBack,
@@ -85,6 +86,12 @@ class Consumers:
         self._shelf: dict[int, Kept] = {}  # by group, oldest first
         self._shelf_bytes = 0
         self._cursors: dict[str, Cursor] = {}
+        self.effects: Effects = {
+            Subscribed: self.subscribed,
+            Acknowledged: self.acknowledged,
+            Unsubscribed: self.unsubscribed,
+            Missed: self.missed,
+        }
 
     # --- verbs ------------------------------------------------------------------------------------------------------
 

@@ -17,12 +17,12 @@ from rl_async.messages import (
 )
 from rl_async.transfer_queue.policy.admission import is_short_of_bytes, may_admit, may_lease, may_lease_for
 from rl_async.transfer_queue.state.book import PINNED, Book
-from rl_async.transfer_queue.state.grants import Grant, Grants, Lent
-from rl_async.transfer_queue.state.groups import EVAL, EVAL_GROUPS, TRAIN, Group, Sample, State
+from rl_async.transfer_queue.state.groups import EVAL, EVAL_GROUPS, TRAIN, Grant, Grants, Group, Lent, Sample, State
 from rl_async.transfer_queue.state.tasks import Tasks
 from rl_async.transfer_queue.state.transitions import (
     Admitted,
     DeadLettered,
+    Effects,
     GrantVoided,
     GroupDropped,
     GroupReady,
@@ -47,6 +47,18 @@ class Delivery:
     def __init__(self, book: Book, change: Callable[[Transition], None], tasks: Tasks) -> None:
         self._book, self._change, self._tasks = book, change, tasks
         self.grants = Grants()
+        self.effects: Effects = {
+            Admitted: self.admitted,
+            LeaseGiven: self.lease_given,
+            GrantVoided: self.grant_voided,
+            LeaseLost: self.lease_lost,
+            SampleStored: self.sample_stored,
+            SampleFailed: self.sample_failed,
+            GroupReady: self.announced,
+            SignalWaived: self.signal_waived,
+            GroupDropped: self.group_dropped,
+            DeadLettered: self.dead_lettered,
+        }
 
     def lease(self, worker: str, max_groups: int, now: float, request: bytes = b"", task: Task | None = None) -> Leased:
         """Up to ``max_groups`` groups with all their missing samples, evaluations first, then the oldest.
@@ -74,6 +86,11 @@ class Delivery:
                 break
             groups.append(self._give(group, worker, book.published, request))
         return Leased(groups=groups)
+
+    def leasable(self) -> int:
+        """How many groups could be leased now; never fewer than ``lease`` finds, more when bytes or tasks are short."""
+        load = self._book.load_of_admission()
+        return self._book.waiting + max(0, load.slots - load.alive)
 
     def granted(self, request: bytes) -> bool:
         """Whether this request for leases was answered with groups."""
@@ -337,6 +354,9 @@ class Delivery:
             self._book.leases.end(sample.worker, group.group_id, index)
             sample.worker = None
         return sample
+
+    def announced(self, event: GroupReady) -> None:
+        """Do nothing: the sample that completed the group has made it ready."""
 
     def signal_waived(self, event: SignalWaived) -> None:
         """It is counted."""

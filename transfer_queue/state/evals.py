@@ -7,22 +7,30 @@ import msgspec
 from rl_async.messages import Done, NotReady, Refused, Reserved, Task
 from rl_async.transfer_queue.state.book import Book
 from rl_async.transfer_queue.state.groups import EVAL, State
-from rl_async.transfer_queue.state.transitions import Admitted, EvalAnswered, EvalClosed, EvalOpened, Transition
+from rl_async.transfer_queue.state.transitions import (
+    Admitted,
+    Effects,
+    EvalAnswered,
+    EvalClosed,
+    EvalOpened,
+    Transition,
+)
 
 
-class Evaluation(msgspec.Struct):
+class EvalRound(msgspec.Struct):
     """One round over the held-out tasks."""
 
     groups: list[int]
     answered: bool = False  # its result was given out at least once
 
 
-class Evaluations:
+class EvalRounds:
     """Evaluations by id. One whose result was given out is forgotten when the next begins."""
 
     def __init__(self, book: Book, change: Callable[[Transition], None], tasks: Sequence[Task]) -> None:
         self._book, self._change, self._tasks = book, change, tasks
-        self._evals: dict[int, Evaluation] = {}
+        self._evals: dict[int, EvalRound] = {}
+        self.effects: Effects = {EvalOpened: self.opened, EvalAnswered: self.answered, EvalClosed: self.closed}
 
     def open(self, eval_id: int) -> Done | Refused:
         """Admit the held-out tasks; an evaluation that exists is left alone."""
@@ -77,7 +85,7 @@ class Evaluations:
 
     def opened(self, event: EvalOpened) -> None:
         """Its groups, just admitted, are one evaluation."""
-        self._evals[event.eval_id] = Evaluation(event.groups)
+        self._evals[event.eval_id] = EvalRound(event.groups)
 
     def answered(self, event: EvalAnswered) -> None:
         """It need not be kept for long."""
@@ -92,10 +100,10 @@ class Evaluations:
 
     # --- dump and load ----------------------------------------------------------------------------------------------
 
-    def dump(self) -> dict[int, Evaluation]:
+    def dump(self) -> dict[int, EvalRound]:
         """The state; equal for equal evaluations."""
         return {eval_id: self._evals[eval_id] for eval_id in sorted(self._evals)}
 
-    def load(self, evals: dict[int, Evaluation]) -> None:
+    def load(self, evals: dict[int, EvalRound]) -> None:
         """Take over a state."""
         self._evals = evals

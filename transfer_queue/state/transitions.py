@@ -7,6 +7,9 @@ server wakes waiting requests by them.
 """
 
 from collections.abc import Callable
+from functools import reduce
+from operator import or_
+from typing import Any
 
 import msgspec
 
@@ -261,40 +264,8 @@ class Relaunched(Transition, frozen=True, kw_only=True):
     """Every other process of the run was started anew: nothing is published, and the run is not over."""
 
 
-TransitionType = (
-    Admitted
-    | LeaseGiven
-    | GrantVoided
-    | LeaseLost
-    | SampleStored
-    | SampleFailed
-    | GroupReady
-    | SignalWaived
-    | GroupDropped
-    | DeadLettered
-    | BatchReserved
-    | BatchCommitted
-    | Published
-    | Retired
-    | Subscribed
-    | Acknowledged
-    | Unsubscribed
-    | Missed
-    | Tightened
-    | RolledBack
-    | Submitted
-    | Requeued
-    | Drained
-    | EvalOpened
-    | EvalAnswered
-    | EvalClosed
-    | EnginesChanged
-    | ShardsChanged
-    | ShardLost
-    | RunFinished
-    | Relaunched
-)
-
+TransitionType: Any = reduce(or_, Transition.__subclasses__())
+Effects = dict[type[Transition], Callable[[Any], None]]  # what each transition does to one part of the store
 Consumer = Callable[[Transition], None]
 
 

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from rl_async.configs.engines import ENGINES
 from rl_async.errors import UserError
 from rl_async.launcher.cli.options import add_run
 
@@ -12,7 +13,7 @@ def add_engine_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     verify = commands.add_parser("verify", help="do its log-probabilities agree with a plain forward pass?")
     verify.add_argument("url", metavar="URL", help="of an embedded engine, of vLLM with --enable-scale-out, or SGLang")
-    verify.add_argument("--engine", choices=("embedded", "vllm", "sglang"), default="vllm", help="default: vllm")
+    verify.add_argument("--engine", choices=tuple(ENGINES), default="vllm", help="default: vllm")
     verify.add_argument("--model", type=Path, required=True, metavar="PATH", help="folder of the model it serves")
     verify.add_argument("--prompts", type=int, default=32, metavar="N", help="random prompts (default: 32)")
     verify.add_argument("--tolerance", type=float, default=1e-4, metavar="X", help="largest difference (default: 1e-4)")
@@ -23,7 +24,7 @@ def add_engine_commands(parser: argparse.ArgumentParser) -> None:
     add = commands.add_parser("add", help="give an engine that you started to a running run")
     add_run(add)
     add.add_argument("url", metavar="URL", help="of the engine; on this machine, unless the run spans several")
-    add.add_argument("--engine", choices=("embedded", "vllm", "sglang"), default="vllm", help="default: vllm")
+    add.add_argument("--engine", choices=tuple(ENGINES), default="vllm", help="default: vllm")
     add.add_argument("--wait", type=float, default=120.0, metavar="S", help="for its first weights (default: 120)")
     add.set_defaults(command=_add)
     remove = commands.add_parser("remove", help="take an added engine away; its requests go to the others")

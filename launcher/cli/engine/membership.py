@@ -12,15 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from rl_async.configs.engines import EngineKind
 from rl_async.configs.load.loader import load_resolved
-from rl_async.configs.schema.rollout import EngineKind
 from rl_async.errors import QueueLost, UserError
 from rl_async.launcher.plan.ports import HOST
 from rl_async.messages import EngineList, EngineRecord
 from rl_async.process.endpoints import read_endpoints
 from rl_async.rollout_server.connect import connect
 from rl_async.transfer_queue.auth.keys import client_keys
-from rl_async.transfer_queue.client.async_client import SyncQueueClient
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 
 ANSWER_S = 5.0
 LOOPBACK = (HOST, "localhost")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rl_async.configs.schema.rollout import EngineKind
+from rl_async.configs.engines import EngineKind
 from rl_async.errors import EngineError, UserError
 from rl_async.messages import Sampling, Version
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import aiohttp
 
+from rl_async.configs.engines import EngineKind
 from rl_async.configs.load.loader import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
-from rl_async.configs.schema.rollout import EngineKind, RolloutConfig
+from rl_async.configs.schema.rollout import RolloutConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.engines import engine_spec
 from rl_async.rollout_server.answers import EMPTY, join

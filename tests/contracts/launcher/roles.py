@@ -49,8 +49,8 @@ def queue(folder: Path, port: int) -> None:
 
     from rl_async.transfer_queue.journal.sqlite import SqliteJournal
     from rl_async.transfer_queue.policy.admission import QueueSettings
-    from rl_async.transfer_queue.server.handlers import QueueServer
     from rl_async.transfer_queue.server.loop import bind, serve
+    from rl_async.transfer_queue.server.queue_server import QueueServer
     from rl_async.transfer_queue.state.store import Store
     from rl_async.transfer_queue.state.transitions import Feed
 
@@ -65,7 +65,7 @@ def queue(folder: Path, port: int) -> None:
 
 def trainer(folder: Path, port: int, resumed: bool) -> None:
     """Trains until ``FOLDER/go`` exists."""
-    from rl_async.transfer_queue.client.async_client import SyncQueueClient
+    from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 
     with (folder / "trainer.resumed").open("a") as file:
         file.write(f"{resumed}\n")

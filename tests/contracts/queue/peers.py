@@ -26,10 +26,10 @@ from rl_async.transfer_queue.client.async_client import QueueClient
 from rl_async.transfer_queue.journal.interface import Journal
 from rl_async.transfer_queue.journal.memory import MemoryJournal
 from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.server.handlers import QueueServer
 from rl_async.transfer_queue.server.loop import bind, serve
-from rl_async.transfer_queue.state.source import Counted, numbered
+from rl_async.transfer_queue.server.queue_server import QueueServer
 from rl_async.transfer_queue.state.store import Store
+from rl_async.transfer_queue.state.tasks import Counted, numbered
 from rl_async.transfer_queue.state.transitions import Feed
 
 SETTINGS = QueueSettings(steps=50, batch_groups=2, group_size=2, lease_s=30.0)

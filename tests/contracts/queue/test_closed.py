@@ -15,7 +15,8 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import QueueLost
 from rl_async.messages import Reserved, Status, StatusReport, Version
 from rl_async.transfer_queue.auth.keys import ClientKeys, make_keys, read_client_keys, server_keys
-from rl_async.transfer_queue.client.async_client import QueueClient, SyncQueueClient
+from rl_async.transfer_queue.client.async_client import QueueClient
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from tests.contracts.queue.peers import HELLO, ID, SETTINGS, RunningQueue, put_all
 
 OPEN = RunConfig(model=ModelConfig(path="m"), data=DataConfig(path="d"))

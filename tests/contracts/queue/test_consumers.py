@@ -17,7 +17,7 @@ from rl_async.launcher.cli.__main__ import main
 from rl_async.messages import Delivered, Done, Refused, Subscription, Task, Version
 from rl_async.transfer_queue import SyncQueueClient, read_groups, serve
 from rl_async.transfer_queue.journal.memory import MemoryJournal
-from rl_async.transfer_queue.state.source import numbered
+from rl_async.transfer_queue.state.tasks import numbered
 from tests.contracts.queue.peers import trajectory
 from tests.contracts.queue_storage.journals import SETTINGS, Driver, OpenJournal, journals, payload
 
@@ -53,45 +53,47 @@ def groups(reply: Delivered | Refused) -> list[int]:
 
 
 def test_what_a_consumer_has_not_read_outlives_the_trainers_use_and_the_queue(driver: Driver, again: OpenJournal):
-    assert driver.store.subscribe("logger", False) == Subscription(position=0, skipped=0)
+    assert driver.store.consumers.subscribe("logger", False) == Subscription(position=0, skipped=0)
     for step in range(3):
         driver.train(step)
         driver.store.retire(step + 1)
         restart(driver, again)
-    assert driver.store.subscribe("evaluator", True) == Subscription(position=0, skipped=0)
+    assert driver.store.consumers.subscribe("evaluator", True) == Subscription(position=0, skipped=0)
     status, row_bytes = driver.store.status(0.0), len(payload(0, 0)) + len(b"tail")
     assert status.payload_bytes == status.ready * 2 * row_bytes, "the trainer's budget has nothing of what was trained"
-    assert groups(driver.store.read("logger", -1, 2)) == [0, 1] and groups(driver.store.read("logger", 3, 9)) == [
+    assert groups(driver.store.consumers.read("logger", -1, 2)) == [0, 1] and groups(
+        driver.store.consumers.read("logger", 3, 9)
+    ) == [
         3,
         4,
         5,
     ]
     assert all(driver.read(group, 1) == payload(group, 1) for group in range(6))
-    assert driver.store.acknowledge("logger", 4) == driver.store.acknowledge("logger", 2) == Done()
+    assert driver.store.consumers.acknowledge("logger", 4) == driver.store.consumers.acknowledge("logger", 2) == Done()
     restart(driver, again)
-    assert groups(driver.store.read("logger", -1, 9)) == [4, 5]
+    assert groups(driver.store.consumers.read("logger", -1, 9)) == [4, 5]
     assert all(driver.read(group, 0) == payload(group, 0) for group in range(6)), "the evaluator has not read them"
-    assert driver.store.acknowledge("evaluator", 3) == Done()
+    assert driver.store.consumers.acknowledge("evaluator", 3) == Done()
     restart(driver, again)
     assert [driver.read(group, 0) is None for group in range(6)] == [True] * 3 + [False] * 3
-    assert driver.store.unsubscribe("evaluator") == Done()
+    assert driver.store.consumers.unsubscribe("evaluator") == Done()
     restart(driver, again)
     assert [driver.read(group, 0) is None for group in range(6)] == [True] * 4 + [False] * 2
-    driver.store.acknowledge("logger", 6)
+    driver.store.consumers.acknowledge("logger", 6)
     assert all(driver.read(group, sample) is None for group in range(6) for sample in (0, 1))
 
 
 def test_groups_that_are_trained_again_after_a_rollback_do_not_come_twice(driver: Driver, again: OpenJournal):
-    driver.store.subscribe("logger", False)
+    driver.store.consumers.subscribe("logger", False)
     first, second = driver.train(0), driver.train(1)
-    driver.store.acknowledge("logger", 3)
+    driver.store.consumers.acknowledge("logger", 3)
     restart(driver, again)
     driver.store.resume(1, 1, b"")
     driver.store.publish(Version(1, 1), [])
-    driver.store.reserve(1, 0.0)
-    driver.store.commit(1)
+    driver.store.batches.reserve(1, 0.0)
+    driver.store.batches.commit(1)
     restart(driver, again)
-    assert groups(driver.store.read("logger", -1, 9)) == [second[1]] and len(first) == 2
+    assert groups(driver.store.consumers.read("logger", -1, 9)) == [second[1]] and len(first) == 2
 
 
 SMALL = msgspec.structs.replace(SETTINGS, consumer_bytes=3 * 2 * (len(payload(0, 0)) + 4) + 2000)
@@ -99,12 +101,12 @@ SMALL = msgspec.structs.replace(SETTINGS, consumer_bytes=3 * 2 * (len(payload(0,
 
 @pytest.mark.parametrize("driver", [SMALL], ids=["small"], indirect=True)
 def test_a_shelf_that_is_full_gives_up_the_oldest_and_says_so(driver: Driver, again: OpenJournal):
-    driver.store.subscribe("slow", False)
+    driver.store.consumers.subscribe("slow", False)
     for step in range(4):
         driver.train(step)
         driver.store.retire(step + 1)
     restart(driver, again)
-    reply = driver.store.read("slow", -1, 99)
+    reply = driver.store.consumers.read("slow", -1, 99)
     kept = groups(reply)
     assert isinstance(reply, Delivered) and reply.skipped == 8 - len(kept) and 0 < len(kept) < 8
     assert kept == list(range(8 - len(kept), 8)), "the newest are here"

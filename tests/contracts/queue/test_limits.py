@@ -11,7 +11,7 @@ from rl_async.configs.schema.queue import QueueLimits
 from rl_async.errors import ProtocolError, QueueLost
 from rl_async.messages import Done, Refused, Reserved, Status, StatusReport, Version
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.client.async_client import SyncQueueClient
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from tests.contracts.queue.peers import HELLO, ID, SETTINGS, RunningQueue, ask, put_all, trajectory, worker
 

@@ -12,7 +12,8 @@ from rl_async import messages as m
 from rl_async.errors import ProtocolError
 from rl_async.messages import codec
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.client.async_client import QueueClient, SyncQueueClient
+from rl_async.transfer_queue.client.async_client import QueueClient
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from tests.contracts.queue.peers import RunningQueue, trajectory
 from tests.contracts.queue_storage.journals import journals
@@ -93,7 +94,7 @@ def test_another_worker_need_not_know_what_the_group_has(kept: RunningQueue, tra
     """One that does not know that the bytes are there sends them again. The queue counts them once where it sees them;
     of shards it knows what each worker says that it brought."""
     sharded = bool(registry(trainer).replicas)
-    trainer.request(m.Renew(worker=trainer.worker))
+    trainer.renew()
     (group,) = trainer.lease(1, WAIT_S).groups
     row, media = illustrated(group, 0, IMAGE)
     assert trainer.put(row, media=media) == m.Done()
@@ -110,7 +111,7 @@ def test_a_row_without_its_media_is_refused_until_they_come(address: str):
     try:
         with SyncQueueClient(address, role="t", name="t", timeout_s=WAIT_S) as client:
             client.publish(m.Version(0, 0), [])
-            client.request(m.Renew(worker=client.worker))
+            client.renew()
             (group,) = client.lease(1, WAIT_S).groups
             row, media = illustrated(group, 0, IMAGE)
             (sha256,) = media
@@ -121,7 +122,7 @@ def test_a_row_without_its_media_is_refused_until_they_come(address: str):
             wrong = msgspec.structs.replace(put, media=[(0, sha256)])
             with pytest.raises(ProtocolError, match="do not have the hash"):
                 client.exchange(wrong, [*payload, IMAGE[1:]])
-            client._sending.sent([(0, sha256)])  # as after a lease that another worker lost
+            client.sending.sent([(0, sha256)])  # as after a lease that another worker lost
             assert client.put(row, media=media) == m.Done()
             row.media = [m.Media(sha256="no hash", mime="", position=0)]
             with pytest.raises(ProtocolError, match="no SHA-256"):
@@ -138,7 +139,7 @@ def test_rows_on_shards_that_lost_their_media_are_generated_again(address: str, 
             before = wait_for_shards(client, 1)
             client.publish(m.Version(0, 0), [])
             for attempt in range(2):
-                client.request(m.Renew(worker=client.worker))
+                client.renew()
                 (group,) = client.lease(1, WAIT_S).groups
                 for sample in group.samples:
                     row, media = illustrated(group, sample, IMAGE)

@@ -12,11 +12,10 @@ from rl_async.messages import (
     Done,
     NotReady,
     Refused,
-    Reserve,
     Reserved,
     Version,
 )
-from rl_async.transfer_queue.client.async_client import SyncQueueClient
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from tests.contracts.queue.peers import RunningQueue, put_all, trajectory, worker
 
@@ -89,7 +88,7 @@ async def test_long_polls_are_woken_by_what_they_wait_for(queue, trainer):
     async with worker(queue) as agent:
         lease = asyncio.create_task(agent.lease(2, 30.0))
         engines = asyncio.create_task(agent.engines(after=0, wait_s=30.0))
-        batch = asyncio.create_task(agent.request(Reserve(step=0, wait_s=30.0)))
+        batch = asyncio.create_task(agent.reserve(0, 30.0))
         await agent.status()  # the three are parked by now
         assert not lease.done() and not engines.done()
         await agent.register_engine("e0", "http://127.0.0.1:1", "embedded")
@@ -98,7 +97,7 @@ async def test_long_polls_are_woken_by_what_they_wait_for(queue, trainer):
         groups = (await lease).groups
         assert not batch.done()
         await put_all(agent, groups)
-        reply, _ = await batch
+        reply = await batch
         assert isinstance(reply, Reserved)
         engine = (await agent.engines()).engines[0]
         assert engine.version == Version(0, 0)

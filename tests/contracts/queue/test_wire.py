@@ -17,7 +17,7 @@ from rl_async.messages import (
     Welcome,
 )
 from rl_async.transfer_queue.server.loop import bind
-from rl_async.transfer_queue.state.source import numbered
+from rl_async.transfer_queue.state.tasks import numbered
 from tests.contracts.queue.peers import HELLO, ID, ask, trajectory
 
 

@@ -23,12 +23,9 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import (
     Commit,
     Done,
-    Finish,
     LeasedGroup,
     Publish,
-    Reserve,
     Reserved,
-    Retire,
     StatusReport,
     Trajectory,
     Version,
@@ -128,22 +125,22 @@ class Traffic:
 
     async def train(self) -> None:
         async with self.client("trainer") as client:
-            await client.request(Publish(version=Version(0, 0), engines=[]))
+            await client.publish(Version(0, 0), [])
             while self.step < STEPS:
-                batch, _ = await client.request(Reserve(step=self.step, wait_s=1.0))
+                batch = await client.reserve(self.step, 1.0)
                 if not isinstance(batch, Reserved):
                     continue
                 rows = await client.fetch([header.key for header in batch.headers])
                 self.record(batch, rows)
                 for request in (Commit(step=self.step), Publish(version=Version(0, self.step + 1), engines=[])):
-                    assert (await client.request(request))[0] == Done()
+                    assert (await client.exchange(request)).reply == Done()
                 self.step += 1
                 if self.step % 5 == 0:
-                    assert (await client.request(Retire(step=self.step)))[0] == Done()
+                    assert await client.retire(self.step) == Done()
             while len(self.logged) < STEPS * BATCH:  # noqa: ASYNC110 - the logger has no event, and a deadline of its own
                 await asyncio.sleep(0.05)
             await client.unsubscribe("logger")
-            assert (await client.request(Finish()))[0] == Done()
+            assert await client.finish() == Done()
             status = await client.status()
             assert isinstance(status, StatusReport) and (status.slots_used, status.payload_bytes) == (0, 0)
 

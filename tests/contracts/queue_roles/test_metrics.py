@@ -9,7 +9,7 @@ import pytest
 from rl_async.errors import UserError
 from rl_async.transfer_queue import SyncQueueClient, serve
 from rl_async.transfer_queue.reports.metrics import serve_metrics
-from rl_async.transfer_queue.state.source import numbered
+from rl_async.transfer_queue.state.tasks import numbered
 from tests.contracts.queue.peers import trajectory
 
 

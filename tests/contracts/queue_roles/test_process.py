@@ -19,7 +19,8 @@ from rl_async.configs.schema.run import EvalConfig, RunConfig
 from rl_async.errors import QueueLost
 from rl_async.messages import NotReady, Version
 from rl_async.transfer_queue.auth.keys import client_keys, provide_keys
-from rl_async.transfer_queue.client.async_client import QueueClient, SyncQueueClient
+from rl_async.transfer_queue.client.async_client import QueueClient
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 
 CONFIG = RunConfig(
     model=ModelConfig(path="no-model-needed"),

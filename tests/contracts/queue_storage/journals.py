@@ -19,8 +19,8 @@ from rl_async.transfer_queue.journal.memory import MemoryJournal
 from rl_async.transfer_queue.journal.redis import RedisJournal
 from rl_async.transfer_queue.journal.sqlite import SqliteJournal
 from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.state.source import Counted
 from rl_async.transfer_queue.state.store import Store
+from rl_async.transfer_queue.state.tasks import Counted
 from rl_async.transfer_queue.state.transitions import Feed
 
 OpenJournal = Callable[[], Journal]
@@ -102,12 +102,12 @@ class Driver:
         self._start()
 
     def lease(self, groups: int = 9, request: bytes = b"") -> list[LeasedGroup]:
-        self.store.renew("w", 0.0)
-        return self.store.lease("w", groups, 0.0, request).groups
+        self.store.delivery.renew("w", 0.0)
+        return self.store.delivery.lease("w", groups, 0.0, request).groups
 
     def put(self, group: LeasedGroup, sample: int, rows: Sequence[bytes] = (b"abc",)) -> None:
         headers = [header(group, sample, segment, row) for segment, row in enumerate(rows)]
-        assert self.store.put("w", headers, 0.0) == Done()
+        assert self.store.delivery.put("w", headers, 0.0) == Done()
         self.journal.put(group.group_id, sample, rows)
 
     def train(self, step: int) -> list[int]:
@@ -115,9 +115,9 @@ class Driver:
         for group in self.lease():
             for sample in group.samples:
                 self.put(group, sample, [payload(group.group_id, sample), b"", b"tail"])
-        batch = self.store.reserve(step, 0.0)
+        batch = self.store.batches.reserve(step, 0.0)
         assert isinstance(batch, Reserved), batch
-        assert self.store.commit(step) == self.store.publish(Version(0, step + 1), []) == Done()
+        assert self.store.batches.commit(step) == self.store.publish(Version(0, step + 1), []) == Done()
         return sorted(batch.tasks)
 
     def read(self, group: int, sample: int, segment: int = 0) -> bytes | None:

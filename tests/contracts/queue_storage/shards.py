@@ -28,7 +28,7 @@ class RunningShard:
 
 
 def registry(client: SyncQueueClient) -> m.ShardList:
-    reply, _ = client.request(m.Shards(after=-1, wait_s=0.0))
+    reply = client.shards(-1, 0.0)
     assert isinstance(reply, m.ShardList)
     return reply
 

@@ -47,16 +47,16 @@ def test_requests_repeated_after_a_restart_change_nothing(driver: Driver) -> Non
     for each in (group, other):
         for sample in (0, 1):
             driver.put(each, sample)
-    batch = driver.store.reserve(0, 0.0)
-    driver.store.commit(0)
+    batch = driver.store.batches.reserve(0, 0.0)
+    driver.store.batches.commit(0)
     driver.store.publish(Version(0, 1), [])
     driver.store.retire(0)
     driver.journal.flush()
     before = driver.store.dump()
     driver.restart()
     driver.put(group, 0)
-    assert driver.store.reserve(0, 0.0) == batch
-    assert driver.store.commit(0) == driver.store.publish(Version(0, 1), []) == driver.store.retire(0) == Done()
+    assert driver.store.batches.reserve(0, 0.0) == batch
+    assert driver.store.batches.commit(0) == driver.store.publish(Version(0, 1), []) == driver.store.retire(0) == Done()
     assert driver.store.dump() == before
 
 
@@ -84,12 +84,12 @@ def test_many_restarts_with_compactions_lose_nothing(driver: Driver) -> None:
                 assert driver.read(group, sample, 2) == (b"tail" if here else None)
     assert compacted and sorted(trained) == list(range(16))
     assert isinstance(driver.store.resume(7, 1, b""), Resumed)
-    assert sorted(driver.store.reserve(7, 0.0).tasks) == kept[7]  # type: ignore[union-attr]
+    assert sorted(driver.store.batches.reserve(7, 0.0).tasks) == kept[7]  # type: ignore[union-attr]
 
 
 def test_a_fresh_start_frees_everything(driver: Driver) -> None:
     driver.train(0)
-    snapshot = driver.store.snapshot()
+    snapshot = driver.store.batches.snapshot()
     driver.train(1)
     driver.store.retire(2)
     driver.journal.flush()

@@ -11,10 +11,11 @@ import zmq
 from rl_async import messages as m
 from rl_async.errors import RowsLost
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.client.async_client import QueueClient, SyncQueueClient
+from rl_async.transfer_queue.client.async_client import QueueClient
 from rl_async.transfer_queue.client.readers import read_groups, rows_of
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.state.source import numbered
+from rl_async.transfer_queue.state.tasks import numbered
 from tests.contracts.queue.peers import HELLO, ID, RunningQueue, ask, put_all, trajectory
 from tests.contracts.queue_storage.shards import WAIT_S, RunningShard, registry, wait_for_shards
 
@@ -67,7 +68,7 @@ def test_rows_come_back_and_never_pass_the_queue(sharded):
         }
         assert all(len(header.shards) == 1 and header.nbytes > 2000 for header in batch.headers)
         keys = [header.key for header in batch.headers]
-        reply, payload = client.request(m.Fetch(rows=keys))
+        _, reply, payload = client.exchange(m.Fetch(rows=keys))
         assert isinstance(reply, m.Elsewhere) and payload == [], "the queue itself has no payload to give"
         rows = client.fetch(keys)
         assert [row.key for row in rows] == keys and all(len(row.token_ids) == 2000 for row in rows)
@@ -184,7 +185,7 @@ def test_a_shard_forgets_what_was_retired(sharded):
         wanted = [(*header.key[:2], header.attempt, 0) for header in batch.headers]
         deadline = time.monotonic() + WAIT_S
         with SyncQueueClient(record.url, role="t", name="t", timeout_s=WAIT_S) as shard:
-            while isinstance(shard.request(m.Load(rows=wanted))[0], m.Rows):
+            while isinstance(shard.exchange(m.LoadRows(rows=wanted)).reply, m.FetchedRows):
                 assert time.monotonic() < deadline, "the rows are still there"
                 time.sleep(0.05)
 
@@ -193,7 +194,7 @@ def test_a_blocking_client_puts_to_shards_too(sharded):
     with sharded(2, replicas=2) as (queue, _), reader(queue) as client:
         wait_for_shards(client, 2)
         client.publish(m.Version(0, 0), [])
-        client.request(m.Renew(worker=client.worker))
+        client.renew()
         for group in client.lease(2, WAIT_S).groups:
             for sample in group.samples:
                 assert client.put(trajectory(group, sample)) == m.Done()
@@ -207,24 +208,25 @@ def test_what_a_shard_does_not_understand_harms_nobody(sharded, caplog):
         with context.socket(zmq.DEALER) as raw:
             raw.linger, raw.rcvtimeo = 0, 5000
             raw.connect(shards[0].address)
-            store = m.Store(samples=[(0, 0, 0)], lengths=[[4]])
+            store = m.StoreRows(samples=[(0, 0, 0)], lengths=[[4]])
             assert ask(raw, *wire.encode(ID, store, [b"abcd"])).reply.code == "hello"
             assert isinstance(ask(raw, ID, HELLO).reply, m.Welcome)
             for payload in ([], [b"abc"], [b"abcde"], [b"abcd", b"e"]):
                 assert isinstance(ask(raw, *wire.encode(ID, store, payload)).reply, m.Malformed)
-            assert isinstance(ask(raw, *wire.encode(ID, m.Store(samples=[], lengths=[[1]]), [b"a"])).reply, m.Malformed)
+            nameless = m.StoreRows(samples=[], lengths=[[1]])
+            assert isinstance(ask(raw, *wire.encode(ID, nameless, [b"a"])).reply, m.Malformed)
             assert ask(raw, *wire.encode(ID, m.Status())).reply.code == "not_here"
-            assert ask(raw, *wire.encode(ID, m.Load(rows=[(0, 0, 0, 0)]))).reply.code == "unknown_row"
+            assert ask(raw, *wire.encode(ID, m.LoadRows(rows=[(0, 0, 0, 0)]))).reply.code == "unknown_row"
             assert isinstance(ask(raw, *wire.encode(ID, store, [b"abcd"])).reply, m.Done)
-            assert ask(raw, *wire.encode(ID, m.Load(rows=[(0, 0, 0, 1)]))).reply.code == "unknown_row"
-            found = ask(raw, *wire.encode(ID, m.Load(rows=[(0, 0, 0, 0)])))
+            assert ask(raw, *wire.encode(ID, m.LoadRows(rows=[(0, 0, 0, 1)]))).reply.code == "unknown_row"
+            found = ask(raw, *wire.encode(ID, m.LoadRows(rows=[(0, 0, 0, 0)])))
             assert [bytes(frame) for frame in found.payload] == [b"abcd"]
     assert "turned away: {'malformed': 5}" in caplog.text
 
 
 def test_a_queue_that_keeps_its_payloads_wants_no_shard_and_a_sharded_one_no_payload(queue, sharded):
     with reader(queue) as client:
-        reply, _ = client.request(m.RegisterShard(shard_id="x", name="x", url="tcp://127.0.0.1:1"))
+        reply = client.exchange(m.RegisterShard(shard_id="x", name="x", url="tcp://127.0.0.1:1")).reply
         assert isinstance(reply, m.Refused) and "queue.shards=0" in reply.reason
     with sharded(1) as (other, _), reader(other) as client:
         header = trajectory(_group(), 0).header()

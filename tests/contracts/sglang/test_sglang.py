@@ -13,13 +13,13 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rl_async.configs.checks.engine import SGLANG_FLAGS
+from rl_async.configs.engines.sglang import SGLANG
 from rl_async.configs.load.loader import load_config
 from rl_async.errors import EngineLost, EngineRejected
 from rl_async.launcher.plan.planning import plan
 from rl_async.messages import Sampling, Version, VersionRun
 from rl_async.rollout_server.api import EngineLoad, GenerateRequest
-from rl_async.rollout_server.sglang.__main__ import FLAGS, UNWANTED, VARIABLES
+from rl_async.rollout_server.sglang.__main__ import UNWANTED, VARIABLES
 from rl_async.rollout_server.sglang.client import SglangEngine
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from tests.contracts.sglang.routes import refusal, routes
@@ -190,7 +190,11 @@ def test_what_the_structs_refuse(folder: Path, path: str, body: Any, why: str) -
 def test_every_flag_and_variable_that_we_use_or_refuse_exists(folder: Path) -> None:
     known = field_names(folder)
     engine = plan(load_config("calculator", ["rollout.engine=sglang"]), Path("runs/mine"), gpus=2).engines[0]
-    flags = {word for word in engine.argv if word.startswith("--")} | set(SGLANG_FLAGS) | set(FLAGS)
+    flags = {word for word in engine.argv if word.startswith("--")} | {
+        *SGLANG.flags,
+        *SGLANG.fixed_flags,
+        *SGLANG.refused_flags,
+    }
     by_abbreviation = {"--tp", "--pp", "--dp"}
     not_a_field = {"--config"}
     assert {flag for flag in flags if flag[2:].replace("-", "_") not in known} == by_abbreviation | not_a_field

@@ -17,7 +17,7 @@ from rl_async.agent_loop.data.tasks import make_data
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.transfer_queue.client.async_client import SyncQueueClient
+from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 
 
 def start(module: str, *arguments: str) -> subprocess.Popen[str]:

@@ -7,8 +7,8 @@ import pytest
 
 from rl_async.messages import Done, Leased, LeasedGroup, Reserved, Task, TrajectoryHeader, Version, VersionRun
 from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.state.source import Counted
 from rl_async.transfer_queue.state.store import Store
+from rl_async.transfer_queue.state.tasks import Counted
 from rl_async.transfer_queue.state.transitions import Transition
 
 
@@ -26,8 +26,8 @@ class Rig:
     now: float = 0.0
 
     def lease(self, worker: str = "w", max_groups: int = 100) -> list[LeasedGroup]:
-        self.store.renew(worker, self.now)
-        leased = self.store.lease(worker, max_groups, self.now)
+        self.store.delivery.renew(worker, self.now)
+        leased = self.store.delivery.lease(worker, max_groups, self.now)
         assert isinstance(leased, Leased)
         return leased.groups
 
@@ -52,7 +52,7 @@ class Rig:
     def put_all(self, groups: list[LeasedGroup], worker: str = "w") -> None:
         for group in groups:
             for sample in group.samples:
-                answer = self.store.put(worker, [self.header(group, sample)], self.now)
+                answer = self.store.delivery.put(worker, [self.header(group, sample)], self.now)
                 assert type(answer).__name__ == "Done", answer
 
     def publish(self, step: int, lineage: int = 0) -> None:
@@ -80,9 +80,9 @@ def make_rig() -> Any:
 def train_step(rig: Rig, step: int, lineage: int = 0) -> Reserved:
     """Generate whatever may be generated, and train and publish one step."""
     rig.put_all(rig.lease())
-    batch = rig.store.reserve(step, rig.now)
+    batch = rig.store.batches.reserve(step, rig.now)
     assert isinstance(batch, Reserved), batch
-    assert rig.store.commit(step) == Done()
+    assert rig.store.batches.commit(step) == Done()
     rig.publish(step + 1, lineage)
     return batch
 

@@ -14,12 +14,15 @@ MEGATRON = ("trainer.backend=megatron",)
     ("overrides", "named"),
     [
         (["rollout.engine=[embedded, vllm]"], ["rollout.engine lists 2 kinds", "rollout.engines=1"]),
-        (["rollout.engine_args=[--block-size, '32']"], ["rollout.engine_args", "rollout.engine starts none"]),
+        (["rollout.engine_args=[--block-size, '32']"], ["rollout.engine_args", "rollout.engine starts"]),
         (
             ["rollout.engine=vllm", "rollout.engine_args=['--logprobs-mode=raw_logprobs']"],
-            ["rollout.engine_args: --logprobs-mode=raw_logprobs", "would break training"],
+            ["rollout.engine_args: --logprobs-mode=raw_logprobs"],
         ),
-        (["rollout.engine=vllm", "rollout.engine_args=[--max_model_len, '9']"], ["use rollout.max_model_len"]),
+        (
+            ["rollout.engine=vllm", "rollout.engine_args=[--max_model_len, '9']"],
+            ["rollout.max_model_len"],
+        ),
         (["rollout.engine=sglang", "mode=colocated"], ["rollout.engine=sglang", "--mode colocated"]),
         (
             ["rollout.engine=sglang", "weight_sync.transport=ipc"],
@@ -28,15 +31,18 @@ MEGATRON = ("trainer.backend=megatron",)
         (["rollout.engine=sglang", "weight_sync.delta=true"], ["rollout.engine=sglang", "weight_sync.delta"]),
         (
             ["rollout.engine=sglang", "weight_sync.adapters=true"],
-            ["rollout.engine=sglang", "weight_sync.adapters", "SGLang keeps no copy"],
+            ["rollout.engine=sglang", "weight_sync.adapters", "SGLang"],
         ),
         (["weight_sync.adapters=true"], ["weight_sync.adapters", "trainer.lora"]),
         (
             ["weight_sync.adapters=true", "weight_sync.delta=true", "trainer.lora={}"],
             ["weight_sync.delta", "weight_sync.adapters"],
         ),
-        (["rollout.engine=sglang", "rollout.engine_args=[--context_length, '9']"], ["use rollout.max_model_len"]),
-        (["rollout.engine=sglang", "rollout.engine_args=['--tp-size=2']"], ["--tp-size=2", "would break training"]),
+        (
+            ["rollout.engine=sglang", "rollout.engine_args=[--context_length, '9']"],
+            ["rollout.max_model_len"],
+        ),
+        (["rollout.engine=sglang", "rollout.engine_args=['--tp-size=2']"], ["rollout.engine_args", "--tp-size=2"]),
         (
             ["rollout.engines=2", "rollout.engine=[vllm, sglang]", "rollout.engine_args=['--foo']"],
             ["rollout.engine_args", "vLLM", "SGLang"],

@@ -231,9 +231,9 @@ def test_vllm_is_started_by_its_own_python_with_our_shell_around_it() -> None:
     ).engines
     assert (embedded.engine_kind, vllm.engine_kind) == ("embedded", "vllm")
     assert vllm.command(PORTS) == [
-        *("/venv/bin/python", "-m", "rl_async.rollout_server.vllm", "--model", "artifacts/calculator/model"),
-        *("--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "160", "--max-num-seqs", "384"),
-        *("--seed", "10001", "--block-size", "32", "--port", "1003"),
+        *("/venv/bin/python", "-m", "rl_async.rollout_server.vllm", "--host", "127.0.0.1"),
+        *("--model", "artifacts/calculator/model", "--dtype", "float32", "--max-model-len", "160"),
+        *("--max-num-seqs", "384", "--seed", "10001", "--port", "1003", "--block-size", "32"),
     ]
     assert (vllm.env["VLLM_CPU_KVCACHE_SPACE"], vllm.env["VLLM_CPU_OMP_THREADS_BIND"]) == ("1", "nobind")
     assert "VLLM_CPU_KVCACHE_SPACE" not in embedded.env
@@ -252,8 +252,8 @@ def test_sglang_is_started_by_its_own_python_with_our_shell_around_it() -> None:
     ).engines
     assert (engine.engine_kind, engine.device) == ("sglang", "cuda:1")
     assert engine.command(PORTS) == [
-        *("/venv/bin/python", "-m", "rl_async.rollout_server.sglang", "--model-path", "artifacts/calculator/model"),
-        *("--host", "127.0.0.1", "--dtype", "float32", "--context-length", "160", "--max-running-requests", "384"),
-        *("--random-seed", "10000", "--page-size", "16", "--port", "1002"),
+        *("/venv/bin/python", "-m", "rl_async.rollout_server.sglang", "--host", "127.0.0.1"),
+        *("--model-path", "artifacts/calculator/model", "--dtype", "float32", "--context-length", "160"),
+        *("--max-running-requests", "384", "--random-seed", "10000", "--port", "1002", "--page-size", "16"),
     ]
     assert engine.env["CUDA_VISIBLE_DEVICES"] == "1"

@@ -8,7 +8,8 @@ import pytest
 
 from rl_async.configs.schema.finetune import FinetuneConfig
 from rl_async.trainer.finetune.loop import collate, is_measured
-from rl_async.trainer.finetune.rows import ChatRows, batch_of, keep_lines, steps_per_epoch, total_steps
+from rl_async.trainer.finetune.resume import keep_lines
+from rl_async.trainer.finetune.rows import ChatRows, batch_of, steps_per_epoch, total_steps
 
 
 def rows(*lengths: int) -> ChatRows:

@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from rl_async.configs.schema.data import DataConfig, ModelConfig
-from rl_async.configs.schema.run import RunConfig, TrackingConfig
+from rl_async.configs.schema.run import RunConfig, TrackerName, TrackingConfig
 from rl_async.errors import ConfigError
-from rl_async.trainer.monitoring.trackers import TRACKERS, Tracking
+from rl_async.trainer.monitoring.trackers import TRACKERS, Destination, Tracking
 
 
 def config(*backends: str) -> RunConfig:
@@ -18,6 +19,10 @@ def config(*backends: str) -> RunConfig:
         tracking=TrackingConfig(backends=backends),  # type: ignore[arg-type]
         name="test",
     )
+
+
+def test_every_tracker_of_the_config_is_there() -> None:
+    assert TRACKERS.keys() == set(get_args(TrackerName))
 
 
 def test_jsonl_is_always_written(tmp_path: Path) -> None:
@@ -45,7 +50,8 @@ def test_console_prints_a_line_per_step(tmp_path: Path, capsys: pytest.CaptureFi
     tracking = Tracking(config("console"), tmp_path)
     tracking.log(0, {"reward/mean": 0.5, "time/step_s": 1.0})
     tracking.close()
-    assert "step 1/100  reward/mean 0.500" in capsys.readouterr().err
+    line = capsys.readouterr().err
+    assert "1/100" in line and "reward/mean 0.500" in line
 
 
 def test_a_torn_last_line_of_a_crash_is_cut_off(tmp_path: Path) -> None:
@@ -56,62 +62,43 @@ def test_a_torn_last_line_of_a_crash_is_cut_off(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step":0}\n{"step":1}\n'
 
 
-class RememberingTracker:
-    """Keeps what it is sent."""
-
-    def start(self, config: RunConfig, folder: Path) -> None:
-        self.logged: list[tuple[int, object]] = []
-
-    def log(self, step: int, metrics: object) -> None:
-        self.logged.append((step, metrics))
-
-    def close(self) -> None:
-        pass
-
-
 def test_an_evaluation_after_the_last_step_is_no_line_of_the_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remembering = RememberingTracker()
-    monkeypatch.setitem(TRACKERS, "wandb", lambda: remembering)
+    logged: list[tuple[int, object]] = []
+    remembering = Destination(lambda step, metrics: logged.append((step, metrics)), lambda: None)
+    monkeypatch.setitem(TRACKERS, "wandb", lambda config, folder: remembering)
     tracking = Tracking(config("wandb"), tmp_path)
     tracking.log(0, {"step": 0})
     tracking.log_evaluation(1, {"eval/reward": 0.5})
     tracking.close()
-    assert remembering.logged == [(0, {"step": 0}), (1, {"eval/reward": 0.5})]
+    assert logged == [(0, {"step": 0}), (1, {"eval/reward": 0.5})]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
 
 
-class FailingTracker:
-    """Starts well, then fails."""
+def test_a_tracker_that_fails_later_never_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
 
-    def start(self, config: RunConfig, folder: Path) -> None:
-        self.calls = 0
-
-    def log(self, step: int, metrics: object) -> None:
-        self.calls += 1
+    def fail(step: int, metrics: object) -> None:
+        calls.append(step)
         raise ConnectionError("the server is gone")
 
-    def close(self) -> None:
+    def closed() -> None:
         raise AssertionError("it was dropped")
 
-
-def test_a_tracker_that_fails_later_never_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing = FailingTracker()
-    monkeypatch.setitem(TRACKERS, "wandb", lambda: failing)
+    monkeypatch.setitem(TRACKERS, "wandb", lambda config, folder: Destination(fail, closed))
     tracking = Tracking(config("wandb"), tmp_path)
     for step in range(3):
         tracking.log(step, {"step": step})
     tracking.close()
-    assert failing.calls == 1
+    assert calls == [0]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 def test_a_misconfigured_tracker_stops_the_run_at_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Missing(FailingTracker):
-        def start(self, config: RunConfig, folder: Path) -> None:
-            raise ImportError("No module named 'wandb'")
+    def missing(config: RunConfig, folder: Path) -> Destination:
+        raise ImportError("No module named 'wandb'")
 
-    monkeypatch.setitem(TRACKERS, "wandb", Missing)
-    with pytest.raises(ConfigError, match=r"tracking.backends: wandb is not installed.*rl-async\[wandb\]"):
+    monkeypatch.setitem(TRACKERS, "wandb", missing)
+    with pytest.raises(ConfigError, match=r"tracking\.backends: .*rl-async\[wandb\]"):
         Tracking(config("wandb"), tmp_path)

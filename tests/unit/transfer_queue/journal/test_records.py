@@ -16,7 +16,7 @@ from rl_async.transfer_queue.journal.recovery import Recorder, recover
 from rl_async.transfer_queue.journal.sqlite import SqliteJournal
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.reports.ledger import Ledger
-from rl_async.transfer_queue.state.leases import Leases, Lost
+from rl_async.transfer_queue.state.groups import Leases, Lost
 from rl_async.transfer_queue.state.store import Store
 from rl_async.transfer_queue.state.transitions import (
     EvalClosed,
@@ -36,11 +36,11 @@ def test_ledger_has_one_line_per_event_and_is_only_appended(make_rig, tmp_path):
     first, second = rig.lease()
     rig.put_all([first])
     for _ in range(2):
-        rig.store.fail("w", second.group_id, 0, second.attempt, "boom", 0.0)
+        rig.store.delivery.fail("w", second.group_id, 0, second.attempt, "boom", 0.0)
         second = next((group for group in rig.lease(max_groups=1)), second)
     rig.put_all([second])
-    rig.store.reserve(0, 0.0)
-    rig.store.commit(0)
+    rig.store.batches.reserve(0, 0.0)
+    rig.store.batches.commit(0)
     rig.store.resume(0, 1, b"")
     rig.store.finish()
     ledger = Ledger(path)

@@ -10,10 +10,10 @@ from rl_async.errors import JournalError
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.journal.memory import MemoryJournal
 from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.server.handlers import QueueServer
 from rl_async.transfer_queue.server.loop import MOST_REQUESTS, serve
-from rl_async.transfer_queue.state.source import Counted
+from rl_async.transfer_queue.server.queue_server import QueueServer
 from rl_async.transfer_queue.state.store import Store
+from rl_async.transfer_queue.state.tasks import Counted
 from rl_async.transfer_queue.state.transitions import Feed
 
 

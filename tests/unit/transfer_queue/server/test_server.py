@@ -12,10 +12,10 @@ from rl_async.messages import codec
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.journal.memory import MemoryJournal
 from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.server.handlers import Outgoing, QueueServer
 from rl_async.transfer_queue.server.peers import IDLE_S
-from rl_async.transfer_queue.state.source import Counted
+from rl_async.transfer_queue.server.queue_server import Outgoing, QueueServer
 from rl_async.transfer_queue.state.store import Store
+from rl_async.transfer_queue.state.tasks import Counted
 from rl_async.transfer_queue.state.transitions import Feed, LeaseLost, SampleStored, Transition
 
 LEASE_S = 10.0
@@ -59,14 +59,14 @@ class Served:
     def hello(self, *names: str) -> None:
         for name in names:
             (welcome,) = self.ask(name, m.Hello(schema=m.SCHEMA, role="test", name=name))
-            assert isinstance(welcome.answer.reply, m.Welcome)
+            assert isinstance(welcome.response.reply, m.Welcome)
 
     def lease(self, name: str, groups: int = 1) -> list[Outgoing]:
         return self.ask(name, m.Lease(worker=name, max_groups=groups, wait_s=60.0))
 
     def publish(self) -> list[Outgoing]:
         done, *woken = self.ask("t", m.Publish(version=m.Version(0, 0), engines=[]))
-        assert done.answer.reply == m.Done()
+        assert done.response.reply == m.Done()
         return woken
 
 
@@ -79,7 +79,7 @@ def served() -> Served:
 
 def leased(message: Outgoing) -> tuple[str, list[int]]:
     """Who gets which groups."""
-    reply: Any = message.answer.reply
+    reply: Any = message.response.reply
     return message.identity.decode(), [group.group_id for group in reply.groups]
 
 
@@ -122,7 +122,7 @@ def test_whatever_else_the_lost_connection_waits_for_is_forgotten(served: Served
     served.lease("a", groups=4)
     assert served.server.undelivered(to_a) == []
     (refused,) = served.ask("a", m.Status())
-    assert isinstance(refused.answer.reply, m.Refused) and refused.answer.reply.code == "hello"
+    assert isinstance(refused.response.reply, m.Refused) and refused.response.reply.code == "hello"
 
 
 def test_a_repeated_answer_that_is_lost_takes_nothing_from_the_one_that_arrived(served: Served) -> None:
@@ -131,7 +131,7 @@ def test_a_repeated_answer_that_is_lost_takes_nothing_from_the_one_that_arrived(
     parts = wire.encode(request_id, m.Lease(worker="w", max_groups=1, wait_s=1.0))
     (arrived,) = served.server.handle([b"b", *parts])
     (repeated,) = served.server.handle([b"a", *parts])
-    assert repeated.answer == arrived.answer
+    assert repeated.response == arrived.response
     served.server.undelivered(repeated)
     assert not [lost for lost in served.seen if isinstance(lost, LeaseLost)]
 
@@ -158,7 +158,7 @@ def test_a_late_copy_of_a_lease_that_was_answered_with_nothing_gets_nothing(serv
 )
 def test_bytes_that_no_decoder_takes_are_malformed(served: Served, body: bytes) -> None:
     (answer,) = served.server.handle([b"a", bytes(8), body])
-    assert isinstance(answer.answer.reply, m.Malformed)
+    assert isinstance(answer.response.reply, m.Malformed)
     with pytest.raises(ProtocolError):
         codec.decoder(m.Task)(body)
 
@@ -197,7 +197,7 @@ def test_a_flooder_is_told_to_wait_and_its_neighbour_is_served() -> None:
     served.hello("flood", "calm")
 
     def status(name: str) -> str:
-        reply = served.ask(name, m.Status())[0].answer.reply
+        reply = served.ask(name, m.Status())[0].response.reply
         return reply.code if isinstance(reply, m.Refused) else type(reply).__name__
 
     assert [status("flood") for _ in range(4)] == ["StatusReport"] * 2 + ["busy"] * 2
@@ -211,9 +211,9 @@ def test_a_message_beyond_the_limits_is_not_decoded() -> None:
     served.hello("a")
     for parts in ([b"x" * 101], [b""] * 4):
         (refused,) = served.server.handle([b"a", b"12345678", *parts])
-        reply = refused.answer.reply
+        reply = refused.response.reply
         assert isinstance(reply, m.Refused) and reply.code == "too_large" and "queue.limits" in reply.reason
-    status = served.ask("a", m.Status())[0].answer.reply
+    status = served.ask("a", m.Status())[0].response.reply
     assert isinstance(status, m.StatusReport) and status.counters["too_large"] == 2
 
 
@@ -222,24 +222,24 @@ def test_a_full_queue_takes_a_client_when_another_has_been_silent_for_long() -> 
     served.hello("a", "b")
 
     def hello() -> m.Reply:
-        return served.ask("c", m.Hello(schema=m.SCHEMA, role="test", name="c"))[0].answer.reply
+        return served.ask("c", m.Hello(schema=m.SCHEMA, role="test", name="c"))[0].response.reply
 
     refused = hello()
     assert isinstance(refused, m.Refused) and refused.code == "busy" and "queue.limits.clients=2" in refused.reason
     served.now = IDLE_S
     served.ask("a", m.Status())
     assert isinstance(hello(), m.Welcome)
-    assert isinstance(served.ask("a", m.Status())[0].answer.reply, m.StatusReport)
-    gone = served.ask("b", m.Status())[0].answer.reply
+    assert isinstance(served.ask("a", m.Status())[0].response.reply, m.StatusReport)
+    gone = served.ask("b", m.Status())[0].response.reply
     assert isinstance(gone, m.Refused) and gone.code == "hello"
 
 
 def test_a_first_resume_forgets_evaluations_though_nothing_was_published(served: Served) -> None:
     served.ask("t", m.Evaluate(eval_id=0))
     (resumed, *_) = served.ask("t", m.Resume(step=0, lineage=0))
-    assert isinstance(resumed.answer.reply, m.Resumed)
-    (result,) = served.ask("t", m.EvalResult(eval_id=0, wait_s=0.0))
-    assert isinstance(result.answer.reply, m.Refused) and result.answer.reply.code == "unknown_eval"
+    assert isinstance(resumed.response.reply, m.Resumed)
+    (result,) = served.ask("t", m.AwaitEvaluation(eval_id=0, wait_s=0.0))
+    assert isinstance(result.response.reply, m.Refused) and result.response.reply.code == "unknown_eval"
 
 
 def test_groups_are_taken_back_only_when_no_copy_of_the_answer_may_have_arrived(served: Served) -> None:
@@ -258,8 +258,8 @@ def test_a_row_without_bytes_and_a_row_asked_for_twice_are_refused(served: Serve
     served.hello("a")
     put = wire.encode(b"12345678", m.Put(worker="a", samples=[[HEADER]]), [b""])
     (answer,) = served.server.handle([b"a", *put])
-    assert isinstance(answer.answer.reply, m.Malformed)
-    reply = served.ask("a", m.Fetch(rows=[(0, 0, 0), (0, 0, 0)]))[0].answer.reply
+    assert isinstance(answer.response.reply, m.Malformed)
+    reply = served.ask("a", m.Fetch(rows=[(0, 0, 0), (0, 0, 0)]))[0].response.reply
     assert isinstance(reply, m.Refused) and reply.code == "rows"
 
 
@@ -275,7 +275,7 @@ def test_of_a_put_that_is_malformed_nothing_is_taken(replicas: int, bad: str) ->
     rest = [] if bad == "no rows" else [msgspec.structs.replace(good, group_id=1, media=["no hash"])]
     payload = [] if replicas else [b"row"] * (1 + len(rest))
     (answer,) = served.ask("a", m.Put(worker="a", samples=[[good], rest]), *payload)
-    assert isinstance(answer.answer.reply, m.Malformed)
+    assert isinstance(answer.response.reply, m.Malformed)
     assert not [event for event in served.seen if isinstance(event, SampleStored)]
 
 
@@ -292,4 +292,4 @@ def test_a_shard_hears_at_once_that_the_last_consumer_of_its_rows_is_gone() -> N
         served.ask("t", request)
     assert served.ask("s", m.Sweep(shard_id="s1", groups=[0, 1], wait_s=1.0)) == [], "the logger has not read them"
     _, woken = served.ask("t", m.Unsubscribe(consumer="logger"))
-    assert (woken.identity, woken.answer.reply) == (b"s", m.Swept(gone=[0, 1]))
+    assert (woken.identity, woken.response.reply) == (b"s", m.Swept(gone=[0, 1]))

@@ -31,17 +31,17 @@ class Readers:
 
     def subscribe(self, store: Store, name: str, oldest: bool) -> None:
         """One more, unless it exists."""
-        answer = store.subscribe(name, oldest)
+        answer = store.consumers.subscribe(name, oldest)
         assert isinstance(answer, Subscription)
         self._began.setdefault(name, answer.position)
         self._groups.setdefault(name, [])
-        assert store.subscribe(name, not oldest) == answer
+        assert store.consumers.subscribe(name, not oldest) == answer
 
     def unsubscribe(self, store: Store, name: str) -> None:
         """One less."""
         del self._began[name], self._groups[name]
-        assert store.unsubscribe(name) == store.unsubscribe(name) == Done()
-        assert refused(store.read(name, -1, 1), "unknown_consumer")
+        assert store.consumers.unsubscribe(name) == store.consumers.unsubscribe(name) == Done()
+        assert refused(store.consumers.read(name, -1, 1), "unknown_consumer")
 
     def read(
         self,
@@ -58,9 +58,9 @@ class Readers:
         """Read ``count`` groups from ``ahead`` of its place on, and acknowledge some of them."""
         position, behind = record(store, name).position, record(store, name).behind
         if ahead > behind:
-            assert refused(store.read(name, position + ahead, count), "bad_position")
+            assert refused(store.consumers.read(name, position + ahead, count), "bad_position")
         after = position + min(ahead, behind)
-        reply = store.read(name, after, count)
+        reply = store.consumers.read(name, after, count)
         assert isinstance(reply, Delivered) and len(reply.groups) <= count
         here, lost = seen.groups_with_rows(), seen.lost()
         for place, group in enumerate(reply.groups, start=max(after, position) + 1):
@@ -71,7 +71,7 @@ class Readers:
             assert group.task == tasks[group.group_id]
         for group in reply.groups[:acknowledged] if ahead <= 0 else []:
             for _ in range(2):
-                assert store.acknowledge(name, group.position) == Done()
+                assert store.consumers.acknowledge(name, group.position) == Done()
             assert group.group_id not in self._groups[name], "every group comes once"
             self._groups[name].append(group.group_id)
 
@@ -79,7 +79,7 @@ class Readers:
         """Every group that was trained since it subscribed, and was not given up, has come once."""
         self.miss_only_what_is_counted(store)
         groups = self._groups[name]
-        reply = store.read(name, -1, 1 << 20)
+        reply = store.consumers.read(name, -1, 1 << 20)
         assert isinstance(reply, Delivered) and {group.group_id for group in reply.groups} <= seen.groups_with_rows()
         groups += [group.group_id for group in reply.groups]
         assert len(groups) == len(set(groups))
@@ -90,9 +90,9 @@ class Readers:
         since = trained[len(trained) - len(groups) :]
         assert reply.skipped or set(since) == set(groups), "only what was given up is missing"
         if reply.groups:
-            assert store.acknowledge(name, reply.groups[-1].position) == Done()
-            assert store.read(name, -1, 1) == Delivered(groups=[], skipped=reply.skipped)
-        assert refused(store.acknowledge(name, STEPS * BATCH + 1), "bad_position")
+            assert store.consumers.acknowledge(name, reply.groups[-1].position) == Done()
+            assert store.consumers.read(name, -1, 1) == Delivered(groups=[], skipped=reply.skipped)
+        assert refused(store.consumers.acknowledge(name, STEPS * BATCH + 1), "bad_position")
 
     def miss_only_what_is_counted(self, store: Store) -> None:
         """What holds at any time."""

@@ -1,8 +1,9 @@
 """What a person sees of the queue: who holds what, for how long, what failed, how fast it goes."""
 
 from rl_async.messages import GroupList, LeaseRecord, Peeked, Refused
+from rl_async.transfer_queue.state import observe
 from rl_async.transfer_queue.state.book import DEAD_LETTERS_KEPT
-from rl_async.transfer_queue.state.rates import Rates
+from rl_async.transfer_queue.state.observe import Rates
 from rl_async.transfer_queue.state.transitions import BatchReserved, GroupReady, SampleStored
 
 
@@ -33,7 +34,7 @@ def test_without_groups_there_is_nothing_to_name(make_rig):
 
 def kill(rig, group) -> None:
     for _ in range(2):
-        rig.store.fail("w", group.group_id, 0, group.attempt, "boom", rig.now)
+        rig.store.delivery.fail("w", group.group_id, 0, group.attempt, "boom", rig.now)
         again = rig.lease(max_groups=1)
         group = next((g for g in again if g.group_id == group.group_id), group)
 
@@ -50,7 +51,7 @@ def test_dead_letters_keep_their_task_and_error_and_survive_a_recovery(make_rig)
         other.store.recover(dump, transitions, 0.0)
         assert other.store.inspect(0.0, {}).dead_letters == [letter]
         assert other.store.dump() == rig.store.dump()
-    peeked = rig.store.peek(0, 0.0)
+    peeked = observe.peek(rig.store.book, 0, 0.0)
     assert isinstance(peeked, Refused) and peeked.code == "dead_letter" and "boom" in peeked.reason
 
 
@@ -59,7 +60,7 @@ def test_only_the_newest_dead_letters_are_kept(make_rig):
     rig.publish(0)
     for _ in range(DEAD_LETTERS_KEPT + 3):
         (group,) = rig.lease(max_groups=1)
-        rig.store.fail("w", group.group_id, 0, group.attempt, "boom", rig.now)
+        rig.store.delivery.fail("w", group.group_id, 0, group.attempt, "boom", rig.now)
     report = rig.store.inspect(0.0, {})
     assert report.status.counters["dead_letters"] == DEAD_LETTERS_KEPT + 3
     assert [letter.group_id for letter in report.dead_letters] == list(range(3, DEAD_LETTERS_KEPT + 3))
@@ -70,8 +71,8 @@ def test_listings_go_by_id_and_state_and_say_whether_more_follow(make_rig):
     rig.publish(0)
     groups = rig.lease(max_groups=4)
     rig.put_all(groups[:1])
-    rig.store.put("w", [rig.header(groups[1], 0)], rig.now)
-    first = rig.store.group_list(-1, 3, "", 7.0)
+    rig.store.delivery.put("w", [rig.header(groups[1], 0)], rig.now)
+    first = observe.group_list(rig.store.book, -1, 3, "", 7.0)
     assert isinstance(first, GroupList)
     assert [(g.group_id, g.state, g.here, g.samples, g.workers) for g in first.groups] == [
         (0, "ready", 2, 2, []),
@@ -79,13 +80,13 @@ def test_listings_go_by_id_and_state_and_say_whether_more_follow(make_rig):
         (2, "leased", 0, 2, ["w"]),
     ]
     assert first.more and first.groups[0].nbytes == 20 and first.groups[0].age_s == 7.0
-    rest = rig.store.group_list(2, 3, "", 7.0)
+    rest = observe.group_list(rig.store.book, 2, 3, "", 7.0)
     assert isinstance(rest, GroupList)
     assert [g.group_id for g in rest.groups] == [3] and not rest.more
-    ready = rig.store.group_list(-1, 3, "ready", 7.0)
+    ready = observe.group_list(rig.store.book, -1, 3, "ready", 7.0)
     assert isinstance(ready, GroupList)
     assert [g.group_id for g in ready.groups] == [0] and not ready.more
-    wrong = rig.store.group_list(-1, 3, "red", 7.0)
+    wrong = observe.group_list(rig.store.book, -1, 3, "red", 7.0)
     assert isinstance(wrong, Refused) and "waiting, leased, ready, reserved, committed" in wrong.reason
 
 
@@ -95,12 +96,12 @@ def test_peeking_changes_nothing(make_rig):
     groups = rig.lease(max_groups=2)
     rig.put_all(groups[:1])
     before, seen = rig.store.dump(), len(rig.seen)
-    peeked = rig.store.peek(0, 1.0)
+    peeked = observe.peek(rig.store.book, 0, 1.0)
     assert isinstance(peeked, Peeked)
     assert [header.key for header in peeked.headers] == [(0, 0, 0), (0, 1, 0)]
     assert peeked.task == groups[0].task
     assert rig.store.dump() == before and len(rig.seen) == seen
-    missing = rig.store.peek(77, 1.0)
+    missing = observe.peek(rig.store.book, 77, 1.0)
     assert isinstance(missing, Refused) and "never admitted" in missing.reason
 
 

@@ -16,7 +16,7 @@ from rl_async.transfer_queue.state.transitions import GroupDropped
 def put(rig, group, rewards, scored=(True, True)):
     for sample, (reward, ok) in enumerate(zip(rewards, scored, strict=True)):
         header = rig.header(group, sample, reward=reward, scored=ok)
-        assert rig.store.put("w", [header], rig.now) == Done()
+        assert rig.store.delivery.put("w", [header], rig.now) == Done()
 
 
 def dropped(rig):
@@ -34,11 +34,11 @@ def test_a_group_without_signal_gives_its_slot_to_another_task(make_rig):
     put(rig, first, [1.0, 1.0])
     put(rig, second, [0.0, 1.0])
     assert dropped(rig) == [(0, NO_SIGNAL)]
-    assert isinstance(rig.store.reserve(0, 0.0), NotReady)
+    assert isinstance(rig.store.batches.reserve(0, 0.0), NotReady)
     (third,) = rig.lease()
     assert third.task.task_id == "t2"
     put(rig, third, [1.0, 0.0])
-    batch = rig.store.reserve(0, 0.0)
+    batch = rig.store.batches.reserve(0, 0.0)
     assert isinstance(batch, Reserved) and sorted(batch.tasks) == [1, 2]
     assert counters(rig) == {"refilled": 1}
 
@@ -64,10 +64,10 @@ def test_a_batch_completes_although_no_group_has_a_signal(make_rig):
     rig = make_rig(max_staleness=1, max_refills=2)
     rig.publish(0)
     for step, given_up in ((0, 4), (1, 6), (2, 8)):  # two batches' allowance at first, then one batch's a time
-        while isinstance(rig.store.reserve(step, 0.0), NotReady):
+        while isinstance(rig.store.batches.reserve(step, 0.0), NotReady):
             for group in rig.lease():
                 put(rig, group, [0.0, 0.0])
-        rig.store.commit(step)
+        rig.store.batches.commit(step)
         rig.publish(step + 1)
         for group in rig.lease():
             put(rig, group, [0.0, 0.0])
@@ -82,8 +82,8 @@ def test_an_unused_allowance_grows_no_further_than_the_slots(make_rig):
     for step in range(4):
         for group in rig.lease():
             put(rig, group, [0.0, 1.0])
-        assert isinstance(rig.store.reserve(step, 0.0), Reserved)
-        rig.store.commit(step)
+        assert isinstance(rig.store.batches.reserve(step, 0.0), Reserved)
+        rig.store.batches.commit(step)
         rig.publish(step + 1)
     for _ in range(10):
         for group in rig.lease():
@@ -101,11 +101,11 @@ def test_without_dynamic_sampling_every_group_is_kept(make_rig):
 def test_evaluations_are_never_given_up(make_rig):
     rig = make_rig(max_refills=5, eval_samples=2)
     rig.publish(0)
-    rig.store.evaluate(0)
+    rig.store.evals.open(0)
     for group in rig.lease(max_groups=2):
         assert group.partition == "eval"
         put(rig, group, [1.0, 1.0])
-    assert isinstance(rig.store.eval_result(0), Reserved) and dropped(rig) == []
+    assert isinstance(rig.store.evals.result(0), Reserved) and dropped(rig) == []
 
 
 def test_a_batch_keeps_its_members_after_a_crash_even_if_they_come_back_without_signal(make_rig):
@@ -113,13 +113,13 @@ def test_a_batch_keeps_its_members_after_a_crash_even_if_they_come_back_without_
     old.publish(0)
     for group in old.lease():
         put(old, group, [0.0, 1.0])
-    batch = old.store.reserve(0, 0.0)
+    batch = old.store.batches.reserve(0, 0.0)
     rig = make_rig(max_staleness=0, max_refills=5)
-    assert isinstance(rig.store.resume(0, 1, old.store.snapshot()), Resumed)
+    assert isinstance(rig.store.resume(0, 1, old.store.batches.snapshot()), Resumed)
     rig.publish(0, lineage=1)
     for group in rig.lease():
         put(rig, group, [1.0, 1.0])
-    again = rig.store.reserve(0, 0.0)
+    again = rig.store.batches.reserve(0, 0.0)
     assert isinstance(again, Reserved) and again.tasks == batch.tasks and dropped(rig) == []
 
 

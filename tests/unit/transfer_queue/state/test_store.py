@@ -34,7 +34,7 @@ def test_a_tightened_bound_admits_less_until_it_is_loosened(make_rig):
     rig = make_rig(max_staleness=3)
     rig.publish(0)
     rig.put_all(rig.lease())
-    assert rig.store.tighten(1) == rig.store.tighten(1) == Done()
+    assert rig.store.batches.tighten(1) == rig.store.batches.tighten(1) == Done()
     assert [event.max_staleness for event in rig.of(Tightened)] == [1]
     assert rig.store.status(0.0).max_staleness == 1
     for step in range(2):  # eight groups were admitted before; four may be alive
@@ -43,15 +43,15 @@ def test_a_tightened_bound_admits_less_until_it_is_loosened(make_rig):
     assert rig.store.status(0.0).slots_used == 4
     train_step(rig, 2)
     assert len(rig.lease()) == 2 and rig.store.status(0.0).slots_used == 4
-    rig.store.tighten(2)
+    rig.store.batches.tighten(2)
     assert len(rig.lease()) == 2
 
 
 def test_a_bound_is_never_loosened_beyond_the_configured_one(make_rig):
     rig = make_rig(max_staleness=1)
     rig.publish(0)
-    assert rig.store.tighten(7) == Done() and rig.of(Tightened) == []
-    assert rig.store.tighten(-1).code == "bad_bound"
+    assert rig.store.batches.tighten(7) == Done() and rig.of(Tightened) == []
+    assert rig.store.batches.tighten(-1).code == "bad_bound"
     assert len(rig.lease()) == 4
 
 
@@ -68,36 +68,36 @@ def test_put_again_is_done_and_stores_once(make_rig):
     rig.publish(0)
     group = rig.lease()[0]
     header = rig.header(group, 0, reward=math.nan)
-    assert rig.store.put("w", [header], 0.0) == rig.store.put("w", [header], 0.0) == Done()
+    assert rig.store.delivery.put("w", [header], 0.0) == rig.store.delivery.put("w", [header], 0.0) == Done()
     assert len(rig.of(SampleStored)) == 1
-    assert rig.store.put("w", [rig.header(group, 0, tokens=99)], 0.0).code == "conflict"
+    assert rig.store.delivery.put("w", [rig.header(group, 0, tokens=99)], 0.0).code == "conflict"
 
 
 def test_put_to_nowhere_is_refused(make_rig):
     rig = make_rig()
     rig.publish(0)
     group = rig.lease()[0]
-    assert rig.store.put("w", [rig.header(group, 0, group_id=77)], 0.0).code == "unknown_group"
-    assert rig.store.put("w", [rig.header(group, 7)], 0.0).code == "unknown_sample"
-    assert rig.store.put("w", [rig.header(group, 0, partition="eval")], 0.0).code == "conflict"
+    assert rig.store.delivery.put("w", [rig.header(group, 0, group_id=77)], 0.0).code == "unknown_group"
+    assert rig.store.delivery.put("w", [rig.header(group, 7)], 0.0).code == "unknown_sample"
+    assert rig.store.delivery.put("w", [rig.header(group, 0, partition="eval")], 0.0).code == "conflict"
 
 
 def test_only_missing_samples_of_a_lost_worker_are_leased_again(make_rig):
     rig = make_rig(max_staleness=0)
     rig.publish(0)
     first, second = rig.lease("lost")
-    rig.store.put("lost", [rig.header(first, 0)], 0.0)
+    rig.store.delivery.put("lost", [rig.header(first, 0)], 0.0)
     rig.now = 5.0
-    rig.store.renew("other", rig.now)
+    rig.store.delivery.renew("other", rig.now)
     rig.now = 10.0
     rig.store.expire(rig.now)
     again = rig.lease("other")
     assert [(g.group_id, g.samples, g.attempt) for g in again] == [(0, [1], 1), (1, [0, 1], 1)]
-    assert rig.store.put("lost", [rig.header(first, 1)], rig.now).code == "fenced"
-    assert rig.store.put("lost", [rig.header(first, 0)], rig.now) == Done()  # it was stored before the loss
+    assert rig.store.delivery.put("lost", [rig.header(first, 1)], rig.now).code == "fenced"
+    assert rig.store.delivery.put("lost", [rig.header(first, 0)], rig.now) == Done()  # it was stored before the loss
     rig.put_all(again, "other")
-    assert isinstance(rig.store.reserve(0, rig.now), Reserved)
-    assert rig.store.put("lost", [rig.header(second, 0)], rig.now).code == "fenced"
+    assert isinstance(rig.store.batches.reserve(0, rig.now), Reserved)
+    assert rig.store.delivery.put("lost", [rig.header(second, 0)], rig.now).code == "fenced"
     assert rig.store.status(rig.now).counters["redelivered"] == 3
 
 
@@ -106,7 +106,7 @@ def test_renewing_keeps_leases(make_rig):
     rig.publish(0)
     rig.lease()
     for now in (6.0, 12.0, 18.0):
-        rig.store.renew("w", now)
+        rig.store.delivery.renew("w", now)
         rig.store.expire(now)
     assert rig.of(LeaseLost) == []
     assert rig.store.status(18.0).oldest_lease_s == 18.0
@@ -116,31 +116,31 @@ def test_failed_sample_is_redelivered_then_dead_letters_its_group(make_rig):
     rig = make_rig(max_staleness=0)
     rig.publish(0)
     first, second = rig.lease()
-    assert rig.store.fail("w", 0, 1, first.attempt, "boom", 0.0) == Done()
-    assert rig.store.fail("w", 0, 1, first.attempt, "boom", 0.0) == Done()  # a resend, counted once
+    assert rig.store.delivery.fail("w", 0, 1, first.attempt, "boom", 0.0) == Done()
+    assert rig.store.delivery.fail("w", 0, 1, first.attempt, "boom", 0.0) == Done()  # a resend, counted once
     (again,) = rig.lease()
     assert (again.group_id, again.samples, again.attempt) == (0, [1], 1)
-    assert rig.store.fail("w", 0, 1, first.attempt, "boom", 0.0).code == "fenced"
-    assert rig.store.fail("w", 0, 1, again.attempt, "bang", 0.0) == Done()
+    assert rig.store.delivery.fail("w", 0, 1, first.attempt, "boom", 0.0).code == "fenced"
+    assert rig.store.delivery.fail("w", 0, 1, again.attempt, "bang", 0.0) == Done()
     (dead,) = rig.of(DeadLettered)
     assert dead.group == 0 and "bang" in dead.error
-    assert rig.store.put("w", [rig.header(first, 0)], 0.0).code == "fenced"
+    assert rig.store.delivery.put("w", [rig.header(first, 0)], 0.0).code == "fenced"
     (replacement,) = rig.lease()
     assert replacement.group_id == 2
     rig.put_all([second, replacement])
-    assert members(rig.store.reserve(0, 0.0)) == [1, 2]
+    assert members(rig.store.batches.reserve(0, 0.0)) == [1, 2]
 
 
 def test_two_lost_workers_of_one_group_dead_letter_it_once(make_rig):
     rig = make_rig(max_attempts=1, max_staleness=0)
     rig.publish(0)
     group = rig.lease("a", 1)[0]
-    rig.store.fail("a", group.group_id, 0, group.attempt, "x", 0.0)
+    rig.store.delivery.fail("a", group.group_id, 0, group.attempt, "x", 0.0)
     assert len(rig.of(DeadLettered)) == 1
     rig = make_rig(max_attempts=2, max_staleness=0)
     rig.publish(0)
     group = rig.lease("a", 1)[0]
-    rig.store.fail("a", 0, 0, group.attempt, "x", 0.0)
+    rig.store.delivery.fail("a", 0, 0, group.attempt, "x", 0.0)
     rig.lease("b", 1)
     rig.store.expire(100.0)
     (again,) = rig.of(DeadLettered)
@@ -162,34 +162,34 @@ def test_evaluation_runs_outside_the_slots(make_rig):
     rig = make_rig(max_staleness=0, eval_samples=1)
     rig.publish(0)
     train = rig.lease()
-    assert rig.store.evaluate(5) == rig.store.evaluate(5) == Done()
+    assert rig.store.evals.open(5) == rig.store.evals.open(5) == Done()
     groups = rig.lease()
     assert [(g.group_id, g.partition, g.samples) for g in groups] == [
         (EVAL_GROUPS, "eval", [0]),
         (EVAL_GROUPS + 1, "eval", [0]),
     ]
-    assert isinstance(rig.store.eval_result(5), NotReady)
+    assert isinstance(rig.store.evals.result(5), NotReady)
     rig.put_all(train + groups)
-    result = rig.store.eval_result(5)
+    result = rig.store.evals.result(5)
     assert [h.group_id for h in result.headers] == [EVAL_GROUPS, EVAL_GROUPS + 1]
-    assert members(rig.store.reserve(0, 0.0)) == [0, 1]
-    assert rig.store.eval_result(6).code == "unknown_eval"
+    assert members(rig.store.batches.reserve(0, 0.0)) == [0, 1]
+    assert rig.store.evals.result(6).code == "unknown_eval"
 
 
 def test_evaluation_ends_without_samples_that_failed_for_good(make_rig):
     rig = make_rig(max_staleness=0)
     rig.publish(0)
-    rig.store.evaluate(1)
+    rig.store.evals.open(1)
     groups = rig.lease(max_groups=2)
     rig.put_all(groups[1:])
-    rig.store.fail("w", groups[0].group_id, 0, 0, "boom", 0.0)
+    rig.store.delivery.fail("w", groups[0].group_id, 0, 0, "boom", 0.0)
     (again,) = rig.lease(max_groups=1)
-    rig.store.fail("w", again.group_id, 0, again.attempt, "boom", 0.0)
-    result = rig.store.eval_result(1)
+    rig.store.delivery.fail("w", again.group_id, 0, again.attempt, "boom", 0.0)
+    result = rig.store.evals.result(1)
     assert isinstance(result, Reserved) and len(result.headers) == 1
     assert rig.store.status(0.0).counters["eval_missing"] == 1
-    rig.store.evaluate(2)
-    assert rig.store.eval_result(1).code == "unknown_eval"
+    rig.store.evals.open(2)
+    assert rig.store.evals.result(1).code == "unknown_eval"
     assert rig.store.status(0.0).payload_bytes == 0
 
 
@@ -197,24 +197,24 @@ def test_finish_sends_workers_home(make_rig):
     rig = make_rig()
     rig.publish(0)
     assert rig.store.finish() == rig.store.finish() == Done()
-    assert rig.store.lease("w", 1, 0.0).finished
-    assert rig.store.evaluate(1).code == "finished"
+    assert rig.store.delivery.lease("w", 1, 0.0).finished
+    assert rig.store.evals.open(1).code == "finished"
 
 
 def test_engine_registry(make_rig):
     rig = make_rig()
-    assert rig.store.register_engine("e0", "http://a", "embedded") == Done()
-    assert rig.store.register_engine("e0", "http://a", "embedded") == Done()
-    assert rig.store.register_engine("e0", "http://b", "embedded").code == "conflict"
-    listed = rig.store.engines()
+    assert rig.store.engines.register("e0", "http://a", "embedded") == Done()
+    assert rig.store.engines.register("e0", "http://a", "embedded") == Done()
+    assert rig.store.engines.register("e0", "http://b", "embedded").code == "conflict"
+    listed = rig.store.engine_list()
     assert (listed.revision, listed.published, listed.engines[0].version) == (1, Version(0, -1), None)
     rig.store.publish(Version(0, 0), ["e0", "gone"])
-    assert rig.store.engines().engines[0].version == Version(0, 0)
-    rig.store.register_engine("e1", "http://c", "embedded")
-    assert rig.store.confirm("e1", Version(0, 0)) == Done()
-    assert isinstance(rig.store.confirm("e2", Version(0, 0)), Refused)
-    rig.store.remove_engine("e0")
-    assert [engine.engine_id for engine in rig.store.engines().engines] == ["e1"]
+    assert rig.store.engine_list().engines[0].version == Version(0, 0)
+    rig.store.engines.register("e1", "http://c", "embedded")
+    assert rig.store.engines.confirm("e1", Version(0, 0)) == Done()
+    assert isinstance(rig.store.engines.confirm("e2", Version(0, 0)), Refused)
+    rig.store.engines.remove("e0")
+    assert [engine.engine_id for engine in rig.store.engine_list().engines] == ["e1"]
 
 
 def test_the_rows_of_a_sample_come_together_or_not_at_all(make_rig):
@@ -224,17 +224,18 @@ def test_the_rows_of_a_sample_come_together_or_not_at_all(make_rig):
     first, second = (rig.header(group, 0, segment=segment, tokens_sha256=f"s{segment}") for segment in (0, 1))
     other_episode = rig.header(group, 0, segment=1, episode_id="another")
     for rows in ([], [second], [second, first], [first, first], [first, rig.header(group, 1)], [first, other_episode]):
-        assert rig.store.put("w", rows, 0.0).code == "rows"
+        assert rig.store.delivery.put("w", rows, 0.0).code == "rows"
     assert rig.store.status(0.0).payload_bytes == 0
-    assert rig.store.put("w", [first, second], 0.0) == rig.store.put("w", [first, second], 0.0) == Done()
-    assert rig.store.put("w", [first], 0.0).code == "conflict"
+    put = rig.store.delivery.put
+    assert put("w", [first, second], 0.0) == put("w", [first, second], 0.0) == Done()
+    assert rig.store.delivery.put("w", [first], 0.0).code == "conflict"
     assert [[h.key for h in event.headers] for event in rig.of(SampleStored)] == [[(0, 0, 0), (0, 0, 1)]]
     assert rig.store.status(0.0).payload_bytes == 20
     for header in (rig.header(group, 1), *(rig.header(g, s) for g in rig.lease() for s in g.samples)):
-        assert rig.store.put("w", [header], 0.0) == Done()
-    batch = rig.store.reserve(0, 0.0)
+        assert rig.store.delivery.put("w", [header], 0.0) == Done()
+    batch = rig.store.batches.reserve(0, 0.0)
     assert [header.key for header in batch.headers] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
-    rig.store.commit(0)
+    rig.store.batches.commit(0)
     rig.publish(1)
     rig.store.retire(1)
     left = sum(h.nbytes for event in rig.of(SampleStored) for h in event.headers) - 50

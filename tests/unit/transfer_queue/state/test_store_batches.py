@@ -11,8 +11,8 @@ def test_publication_frees_slots_and_commit_alone_does_not(make_rig):
     rig = make_rig(max_staleness=0)
     rig.publish(0)
     rig.put_all(rig.lease())
-    assert isinstance(rig.store.reserve(0, 0.0), Reserved)
-    rig.store.commit(0)
+    assert isinstance(rig.store.batches.reserve(0, 0.0), Reserved)
+    rig.store.batches.commit(0)
     assert rig.lease() == []
     rig.publish(1)
     leased = rig.lease()
@@ -24,7 +24,7 @@ def test_batch_headers_are_ordered_and_come_with_their_tasks(make_rig):
     rig = make_rig()
     rig.publish(0)
     rig.put_all(list(reversed(rig.lease())))
-    batch = rig.store.reserve(0, 0.0)
+    batch = rig.store.batches.reserve(0, 0.0)
     assert [(h.group_id, h.sample) for h in batch.headers] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert {group: task.task_id for group, task in batch.tasks.items()} == {0: "t0", 1: "t1"}
 
@@ -33,8 +33,8 @@ def test_reserve_is_idempotent_and_in_order(make_rig):
     rig = make_rig()
     rig.publish(0)
     first = train_step(rig, 0)
-    assert rig.store.reserve(0, 0.0) == first
-    assert rig.store.reserve(2, 0.0).code == "wrong_step"
+    assert rig.store.batches.reserve(0, 0.0) == first
+    assert rig.store.batches.reserve(2, 0.0).code == "wrong_step"
 
 
 def test_wait_does_not_pass_a_straggler_that_would_become_too_old(make_rig):
@@ -42,14 +42,14 @@ def test_wait_does_not_pass_a_straggler_that_would_become_too_old(make_rig):
     rig.publish(0)
     straggler, *rest = rig.lease()
     rig.put_all(rest)
-    assert members(rig.store.reserve(0, 0.0)) == [1, 2]  # group 0 can still meet step 1
-    rig.store.commit(0)
+    assert members(rig.store.batches.reserve(0, 0.0)) == [1, 2]  # group 0 can still meet step 1
+    rig.store.batches.commit(0)
     rig.publish(1)
     rig.put_all(rig.lease())
-    answer = rig.store.reserve(1, 7.0)
+    answer = rig.store.batches.reserve(1, 7.0)
     assert isinstance(answer, NotReady) and "group 0 with 0 of 2 samples, leased by w for 7 s" in answer.why
     rig.put_all([straggler])
-    assert members(rig.store.reserve(1, 7.0)) == [0, 3]
+    assert members(rig.store.batches.reserve(1, 7.0)) == [0, 3]
 
 
 def test_drop_gives_up_a_straggler_and_replaces_it(make_rig):
@@ -57,13 +57,13 @@ def test_drop_gives_up_a_straggler_and_replaces_it(make_rig):
     rig.publish(0)
     straggler, *rest = rig.lease()
     rig.put_all(rest)
-    rig.store.reserve(0, 0.0)
-    rig.store.commit(0)
+    rig.store.batches.reserve(0, 0.0)
+    rig.store.batches.commit(0)
     rig.publish(1)
     rig.put_all(rig.lease())
-    assert members(rig.store.reserve(1, 0.0)) == [3, 4]
+    assert members(rig.store.batches.reserve(1, 0.0)) == [3, 4]
     assert [dropped.group for dropped in rig.of(GroupDropped)] == [0]
-    assert rig.store.put("w", [rig.header(straggler, 0)], 0.0).code == "fenced"
+    assert rig.store.delivery.put("w", [rig.header(straggler, 0)], 0.0).code == "fenced"
     assert [group.group_id for group in rig.lease()] == [6]
 
 
@@ -73,12 +73,12 @@ def test_mask_passes_a_straggler(make_rig):
     straggler, *rest = rig.lease()
     rig.put_all(rest)
     for step, expected in [(0, [1, 2]), (1, [3, 4])]:
-        assert members(rig.store.reserve(step, 0.0)) == expected
-        rig.store.commit(step)
+        assert members(rig.store.batches.reserve(step, 0.0)) == expected
+        rig.store.batches.commit(step)
         rig.publish(step + 1)
         rig.put_all(rig.lease())
     rig.put_all([straggler])
-    assert members(rig.store.reserve(2, 0.0)) == [0, 5]
+    assert members(rig.store.batches.reserve(2, 0.0)) == [0, 5]
 
 
 def test_younger_tokens_than_promised_loosen_a_deadline(make_rig):
@@ -86,14 +86,14 @@ def test_younger_tokens_than_promised_loosen_a_deadline(make_rig):
     rig.publish(0)
     groups = rig.lease()
     rig.put_all(groups[1:])
-    rig.store.reserve(0, 0.0)
-    rig.store.commit(0)
+    rig.store.batches.reserve(0, 0.0)
+    rig.store.batches.commit(0)
     rig.publish(1)
     for sample in groups[0].samples:
         header = rig.header(groups[0], sample, versions=[VersionRun(Version(0, 1), 0, 2)])
-        rig.store.put("w", [header], 0.0)
+        rig.store.delivery.put("w", [header], 0.0)
     rig.put_all(rig.lease())
-    assert members(rig.store.reserve(1, 0.0)) == [0, 3]
+    assert members(rig.store.batches.reserve(1, 0.0)) == [0, 3]
 
 
 def test_publish_wants_trained_steps_of_this_lineage(make_rig):
@@ -110,13 +110,13 @@ def test_retire_forgets_and_keeps_slots_that_are_not_published(make_rig):
     rig = make_rig(max_staleness=1)
     rig.publish(0)
     rig.put_all(rig.lease())
-    rig.store.reserve(0, 0.0)
+    rig.store.batches.reserve(0, 0.0)
     assert rig.store.retire(1).code == "wrong_step"
-    rig.store.commit(0)
+    rig.store.batches.commit(0)
     assert rig.store.retire(1) == rig.store.retire(1) == Done()
     status = rig.store.status(0.0)
     assert (status.committed, status.payload_bytes, status.slots_used) == (0, 40, 4)
     rig.publish(1)
     assert rig.store.status(0.0).slots_used == 2
-    assert rig.store.reserve(0, 0.0).code == "wrong_step"
-    assert rig.store.commit(0) == Done()
+    assert rig.store.batches.reserve(0, 0.0).code == "wrong_step"
+    assert rig.store.batches.commit(0) == Done()

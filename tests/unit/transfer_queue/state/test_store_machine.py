@@ -8,8 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rl_async.messages import Done, LeasedGroup, NotReady, Refused, Reserved, Resumed, ShardRecord, Task, Version
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.state.groups import EVAL_GROUPS
-from rl_async.transfer_queue.state.source import Counted, numbered
 from rl_async.transfer_queue.state.store import Store
+from rl_async.transfer_queue.state.tasks import Counted, numbered
 from tests.support.tasks import easy_or_hard
 from tests.unit.transfer_queue.state.history import BATCH, LEASE_S, STEPS, Announced, headers, queue_settings
 from tests.unit.transfer_queue.state.history_batches import Batches
@@ -95,7 +95,7 @@ class Histories(RuleBasedStateMachine):
     def shards_are_silent(self) -> None:
         """All are given up, and then come back."""
         for worker in WORKERS:
-            self.store.renew(worker, self.now + LEASE_S)
+            self.store.delivery.renew(worker, self.now + LEASE_S)
         self.now += LEASE_S
         self.store.expire(self.now)
         assert self.store.shards.list().shards == []
@@ -118,13 +118,13 @@ class Histories(RuleBasedStateMachine):
     def submit(self, count: int) -> None:
         tasks, request = [self.make_task() for _ in range(count)], self.new_request()
         for _ in range(2):
-            assert self.store.submit(tasks, request) == Done()
+            assert self.store.tasks.submit(tasks, request) == Done()
 
     @rule(worker=st.sampled_from(WORKERS))
     def bring_a_task(self, worker: str) -> None:
         task = self.make_task()
-        self.store.renew(worker, self.now)
-        for group in self.store.lease(worker, 1, self.now, self.new_request(), task).groups:
+        self.store.delivery.renew(worker, self.now)
+        for group in self.store.delivery.lease(worker, 1, self.now, self.new_request(), task).groups:
             assert group.task == task
             self.held += [(worker, group, sample) for sample in group.samples]
 
@@ -133,16 +133,16 @@ class Histories(RuleBasedStateMachine):
         letters = self.store.inspect(self.now, {}).dead_letters
         if letters:
             request, group = self.new_request(), letters[-1 if last else 0].group_id
-            answer = self.store.requeue(group, request)
+            answer = self.store.tasks.requeue(group, request)
             if answer == Done():
-                assert self.store.requeue(group, request) == Done()
+                assert self.store.tasks.requeue(group, request) == Done()
             else:
                 assert isinstance(answer, Refused) and answer.code == "too_late"
 
     @rule(on=st.booleans())
     def drain(self, on: bool) -> None:
         admitted = self.store.status(self.now).admitted
-        assert self.store.drain(on) == Done()
+        assert self.store.tasks.drain(on) == Done()
         self.lease("a", 2)
         assert not on or self.store.status(self.now).admitted == admitted
 
@@ -155,31 +155,31 @@ class Histories(RuleBasedStateMachine):
     @rule(worker=st.sampled_from(WORKERS), count=st.integers(1, 4), crash=st.booleans())
     def lease(self, worker: str, count: int, crash: bool = False) -> None:
         """Also by a worker that did not get the answer before the queue was killed, and asks again."""
-        self.store.renew(worker, self.now)
+        self.store.delivery.renew(worker, self.now)
         request = self.new_request()
-        groups = self.store.lease(worker, count, self.now, request).groups
+        groups = self.store.delivery.lease(worker, count, self.now, request).groups
         if crash and groups:
             self.queue_is_killed(compact=False)
-            assert self.store.lease(worker, count, self.now, request).groups == groups
+            assert self.store.delivery.lease(worker, count, self.now, request).groups == groups
         for group in groups:
             assert group.min_version == self.published
             self.held += [(worker, group, sample) for sample in group.samples]
 
     @rule(count=st.integers(1, 4))
     def lease_that_reaches_nobody(self, count: int) -> None:
-        self.store.renew("gone", self.now)
+        self.store.delivery.renew("gone", self.now)
         request = self.new_request()
-        groups = self.store.lease("gone", count, self.now, request).groups
-        assert self.store.lease("gone", count, self.now, request).groups == groups
+        groups = self.store.delivery.lease("gone", count, self.now, request).groups
+        assert self.store.delivery.lease("gone", count, self.now, request).groups == groups
         for _ in range(2):
-            self.store.undelivered(request)
-        assert not self.store.granted(request)
+            self.store.delivery.undelivered(request)
+        assert not self.store.delivery.granted(request)
 
     def put_sample(self, worker: str, group: LeasedGroup, sample: int, oldest: int) -> Done | Refused:
         # Engines serve what was published last; it is older than the lease promised if training went back since.
         first, last = sorted((group.min_version.step, self.published.step))
         version = Version(self.lineage, min(max(oldest, first), last))
-        return self.store.put(worker, headers(self.store, group, sample, version), self.now)
+        return self.store.delivery.put(worker, headers(self.store, group, sample, version), self.now)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), oldest=st.integers(0, STEPS), again=st.booleans())
@@ -189,7 +189,7 @@ class Histories(RuleBasedStateMachine):
         answer = self.put_sample(worker, group, sample, oldest)
         if answer == Done():
             resent = self.put_sample(worker, group, sample, oldest)
-            dropped = self.store.holds(group.group_id) is False
+            dropped = group.group_id not in self.store.book.groups
             assert resent.code == "fenced" if isinstance(resent, Refused) else not dropped
         else:
             assert isinstance(answer, Refused) and answer.code in {"fenced", "conflict"}
@@ -209,21 +209,21 @@ class Histories(RuleBasedStateMachine):
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
         worker, group, sample = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
-        self.store.fail(worker, group.group_id, sample, group.attempt, "boom", self.now)
+        self.store.delivery.fail(worker, group.group_id, sample, group.attempt, "boom", self.now)
 
     @rule(seconds=st.sampled_from([1.0, 6.0, 11.0]), alive=st.sets(st.sampled_from(WORKERS)))
     def time_passes(self, seconds: float, alive: set[str]) -> None:
         self.now += seconds
         for worker in alive:
-            self.store.renew(worker, self.now)
+            self.store.delivery.renew(worker, self.now)
         for shard in self.store.shards.list().shards:
             self.store.shards.hear(shard.shard_id, self.now)
         self.store.expire(self.now)
 
     @rule(eval_id=st.integers(0, 3))
     def evaluate(self, eval_id: int) -> None:
-        assert self.store.evaluate(eval_id) == Done()
-        self.store.eval_result(eval_id)
+        assert self.store.evals.open(eval_id) == Done()
+        self.store.evals.result(eval_id)
 
     # --- trainer ----------------------------------------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ class Histories(RuleBasedStateMachine):
     def reserve(self) -> None:
         if self.reserved_until >= STEPS:
             return
-        batch = self.store.reserve(self.reserved_until, self.now)
+        batch = self.store.batches.reserve(self.reserved_until, self.now)
         if isinstance(batch, Reserved):
             self.learn_tasks()
             self.batches.reserved(self.reserved_until, batch, self.tasks, self.seen)
@@ -242,7 +242,7 @@ class Histories(RuleBasedStateMachine):
     @rule(data=st.data())
     def reserve_again(self, data: st.DataObject) -> None:
         step = data.draw(st.integers(self.retired, self.reserved_until - 1))
-        batch = self.store.reserve(step, self.now)
+        batch = self.store.batches.reserve(step, self.now)
         if isinstance(batch, NotReady):
             assert any(header.key[:2] in self.seen.lost() for header in self.batches.rows[step])
             return
@@ -255,17 +255,17 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def train(self) -> None:
         if self.step < self.reserved_until:
-            assert self.store.commit(self.step) == Done()
+            assert self.store.batches.commit(self.step) == Done()
             self.step += 1
             self.publish()
 
     @rule(bound=st.integers(0, 4))
     def tighten(self, bound: int) -> None:
-        assert self.store.tighten(bound) == Done()
+        assert self.store.batches.tighten(bound) == Done()
 
     @rule()
     def save_checkpoint(self) -> None:
-        self.checkpoint = (self.step, self.store.snapshot())
+        self.checkpoint = (self.step, self.store.batches.snapshot())
         self.batches.save()
         assert self.store.retire(self.step) == Done()
         self.retired = self.step
@@ -276,8 +276,8 @@ class Histories(RuleBasedStateMachine):
         self.step, snapshot = self.checkpoint
         self.reserved_until = self.step
         assert isinstance(self.store.resume(self.step, self.lineage, snapshot), Resumed)
-        self.store.renew("a", self.now)
-        assert self.store.lease("a", 9, self.now).groups == []
+        self.store.delivery.renew("a", self.now)
+        assert self.store.delivery.lease("a", 9, self.now).groups == []
         self.publish()
 
     @precondition(lambda self: self.checkpoint[1])
@@ -346,7 +346,7 @@ class Histories(RuleBasedStateMachine):
         """An honest worker finishes the run: nothing is lost, nothing is left over."""
         if not hasattr(self, "store"):
             return
-        self.store.drain(False)
+        self.store.tasks.drain(False)
         for _ in range(4 * STEPS + self.settings.refill_allowance + STEPS * self.settings.max_refills):
             if self.step == STEPS:
                 break
@@ -359,7 +359,7 @@ class Histories(RuleBasedStateMachine):
                 assert self.put_sample(worker, group, sample, STEPS) == Done()
             self.reserve()
             self.train()
-        assert self.step == STEPS, self.store.reserve(self.reserved_until, self.now)
+        assert self.step == STEPS, self.store.batches.reserve(self.reserved_until, self.now)
         status = self.store.status(self.now)
         assert (status.slots_used, status.waiting, status.leased, status.ready, status.reserved) == (0, 0, 0, 0, 0)
         assert sorted(self.batches.members) == list(range(STEPS))
@@ -370,7 +370,7 @@ class Histories(RuleBasedStateMachine):
         for name in self.readers.names:
             self.readers.unsubscribe(self.store, name)
         assert all(group >= EVAL_GROUPS for group in self.seen.groups_with_rows())
-        self.store.evaluate(1000)
+        self.store.evals.open(1000)
 
 
 # A history that breaks a rule is made small before it is shown, which takes minutes.

@@ -14,7 +14,7 @@ from tests.unit.transfer_queue.conftest import members, train_step
 def test_a_resume_forgets_that_the_bound_was_tightened(make_rig):
     rig = make_rig(max_staleness=2)
     rig.publish(0)
-    rig.store.tighten(0)
+    rig.store.batches.tighten(0)
     assert isinstance(rig.store.resume(0, 1, b""), Resumed)
     rig.publish(0, lineage=1)
     assert len(rig.lease()) == 6
@@ -31,12 +31,12 @@ def test_resume_repeats_batches_with_the_same_trajectories(make_rig):
     assert rig.lease() == []  # nothing is published
     assert rig.store.publish(Version(0, 5), []).code == "wrong_lineage"
     rig.publish(2, lineage=1)
-    assert rig.store.reserve(2, 0.0) == batches[2]
+    assert rig.store.batches.reserve(2, 0.0) == batches[2]
     assert rig.lease() == []  # four groups trained again and their successors hold all slots
-    rig.store.commit(2)
+    rig.store.batches.commit(2)
     rig.publish(3, lineage=1)
-    assert rig.store.reserve(3, 0.0) == batches[3]
-    rig.store.commit(3)
+    assert rig.store.batches.reserve(3, 0.0) == batches[3]
+    rig.store.batches.commit(3)
     rig.publish(4, lineage=1)
     train_step(rig, 4, lineage=1)
 
@@ -47,7 +47,7 @@ def test_resume_behind_the_published_version_fences_what_is_being_generated(make
     train_step(rig, 0)
     in_flight = rig.lease()
     rig.store.resume(0, 1, b"")
-    assert rig.store.put("w", [rig.header(in_flight[0], 0)], 0.0).code == "fenced"
+    assert rig.store.delivery.put("w", [rig.header(in_flight[0], 0)], 0.0).code == "fenced"
     rig.publish(0, lineage=1)
     assert rig.lease() == []
     train_step(rig, 0, lineage=1)
@@ -63,7 +63,7 @@ def test_resume_at_the_published_version_keeps_leases(make_rig):
     assert rig.store.resume(1, 1, b"") == Resumed(kept=2, readmitted=0)
     rig.put_all(in_flight)
     rig.publish(1, lineage=1)
-    assert members(rig.store.reserve(1, 0.0)) == [2, 3]
+    assert members(rig.store.batches.reserve(1, 0.0)) == [2, 3]
 
 
 def test_resume_before_what_is_retired_is_refused(make_rig):
@@ -83,8 +83,8 @@ def test_a_fresh_queue_restores_a_snapshot(make_rig):
     old.publish(0)
     train_step(old, 0)
     old.put_all(old.lease())
-    reserved = old.store.reserve(1, 0.0)  # fixed ahead of time, not trained
-    snapshot = old.store.snapshot()
+    reserved = old.store.batches.reserve(1, 0.0)  # fixed ahead of time, not trained
+    snapshot = old.store.batches.snapshot()
     rig = make_rig(max_staleness=1)
     assert rig.store.resume(1, 3, snapshot) == Resumed(kept=0, readmitted=4)
     (event,) = rig.of(RolledBack)
@@ -94,8 +94,8 @@ def test_a_fresh_queue_restores_a_snapshot(make_rig):
     assert [group.group_id for group in leased] == [2, 3, 4, 5]
     assert [group.task.task_id for group in leased] == ["t2", "t3", "t4", "t5"]
     rig.put_all(list(reversed(leased)))
-    assert members(rig.store.reserve(1, 0.0)) == members(reserved)
-    rig.store.commit(1)
+    assert members(rig.store.batches.reserve(1, 0.0)) == members(reserved)
+    rig.store.batches.commit(1)
     rig.publish(2, lineage=3)
     assert [group.group_id for group in rig.lease()] == [6, 7]
 
@@ -113,7 +113,7 @@ def test_snapshot_holds_what_is_not_trained(make_rig):
     rig = make_rig(max_staleness=1)
     rig.publish(0)
     train_step(rig, 0)
-    snapshot = msgspec.msgpack.decode(rig.store.snapshot(), type=QueueSnapshot)
+    snapshot = msgspec.msgpack.decode(rig.store.batches.snapshot(), type=QueueSnapshot)
     assert (snapshot.next_group, [group.group for group in snapshot.groups]) == (4, [2, 3])
     assert snapshot.cursor == b"4"
 
@@ -121,11 +121,11 @@ def test_snapshot_holds_what_is_not_trained(make_rig):
 def test_resume_forgets_evaluations(make_rig):
     rig = make_rig(max_staleness=0)
     rig.publish(0)
-    rig.store.evaluate(1)
+    rig.store.evals.open(1)
     groups = rig.lease(max_groups=2)
     rig.store.resume(0, 1, b"")
-    assert rig.store.put("w", [rig.header(groups[0], 0)], 0.0).code == "fenced"
-    assert rig.store.evaluate(1) == Done()
+    assert rig.store.delivery.put("w", [rig.header(groups[0], 0)], 0.0).code == "fenced"
+    assert rig.store.evals.open(1) == Done()
 
 
 def recovered(make_rig, rig, transitions=None, now=100.0, **settings):
@@ -152,13 +152,13 @@ def test_workers_have_a_full_lease_time_after_a_recovery(make_rig):
 def test_a_repeated_request_gets_its_groups_without_those_that_are_gone(make_rig):
     rig = make_rig(max_attempts=1)
     rig.publish(0)
-    rig.store.renew("w", 0.0)
-    first = rig.store.lease("w", 2, 0.0, b"one")
+    rig.store.delivery.renew("w", 0.0)
+    first = rig.store.delivery.lease("w", 2, 0.0, b"one")
     other = recovered(make_rig, rig, max_attempts=1)
-    assert other.store.lease("w", 2, 100.0, b"one") == first
+    assert other.store.delivery.lease("w", 2, 100.0, b"one") == first
     assert other.of(LeaseLost) == [] and len(other.lease(max_groups=1)) == 1
-    other.store.fail("w", 0, 0, 0, "boom", 100.0)
-    assert [group.group_id for group in other.store.lease("w", 2, 100.0, b"one").groups] == [1]
+    other.store.delivery.fail("w", 0, 0, 0, "boom", 100.0)
+    assert [group.group_id for group in other.store.delivery.lease("w", 2, 100.0, b"one").groups] == [1]
 
 
 def test_a_queue_that_remembers_less_than_the_checkpoint_starts_from_it(make_rig):
@@ -168,7 +168,7 @@ def test_a_queue_that_remembers_less_than_the_checkpoint_starts_from_it(make_rig
     train_step(rig, 0)
     known = list(rig.seen)
     train_step(rig, 1)
-    snapshot = rig.store.snapshot()
+    snapshot = rig.store.batches.snapshot()
     assert rig.store.retire(2) == Done()
     other = recovered(make_rig, rig, known)
     assert other.store.resume(2, 1, b"").code == "wrong_step"
@@ -184,14 +184,14 @@ def test_a_relaunched_run_finds_no_engines_no_leases_and_no_end(make_rig):
     rig = make_rig()
     rig.store.relaunch()
     assert rig.seen == [], "a new run has nothing to forget"
-    rig.store.register_engine("e0", "http://a", "embedded")
+    rig.store.engines.register("e0", "http://a", "embedded")
     rig.publish(0)
     rig.lease()
     rig.store.finish()
     other = recovered(make_rig, rig)
     other.store.relaunch()
-    assert other.store.engines().engines == []
-    assert other.store.register_engine("e0", "http://elsewhere", "embedded") == Done()
+    assert other.store.engine_list().engines == []
+    assert other.store.engines.register("e0", "http://elsewhere", "embedded") == Done()
     status = other.store.status(100.0)
     assert (status.finished, status.leased, status.waiting) == (False, 0, 4)
     assert other.lease() == [], "nothing is published yet"

@@ -4,8 +4,7 @@ import pytest
 
 from rl_async.errors import DataError
 from rl_async.messages import Done, NotReady, Refused
-from rl_async.transfer_queue.state.source import TaskList
-from rl_async.transfer_queue.state.tasks import MOST_SUBMITTED
+from rl_async.transfer_queue.state.tasks import MOST_SUBMITTED, TaskList
 from rl_async.transfer_queue.state.transitions import Admitted, Requeued, Submitted
 from tests.unit.transfer_queue.conftest import Rig, task
 
@@ -21,7 +20,7 @@ def bury(rig: Rig) -> int:
     """Let one group fail for good; its id."""
     (group,) = rig.lease(max_groups=1)
     for _ in range(2):
-        assert rig.store.fail("w", group.group_id, 0, group.attempt, "boom", rig.now) == Done()
+        assert rig.store.delivery.fail("w", group.group_id, 0, group.attempt, "boom", rig.now) == Done()
         group = next((g for g in rig.lease(max_groups=1) if g.group_id == group.group_id), group)
     return group.group_id
 
@@ -29,8 +28,8 @@ def bury(rig: Rig) -> int:
 def test_submitted_tasks_come_first_and_once(make_rig):
     rig = make_rig()
     rig.publish(0)
-    assert rig.store.submit([task(50), task(51)], b"q") == Done()
-    assert rig.store.submit([task(50), task(51)], b"q") == Done(), "the same request again"
+    assert rig.store.tasks.submit([task(50), task(51)], b"q") == Done()
+    assert rig.store.tasks.submit([task(50), task(51)], b"q") == Done(), "the same request again"
     assert len(rig.of(Submitted)) == 1
     assert [group.task.task_id for group in rig.lease(max_groups=3)] == ["t50", "t51", "t0"]
     same_after_recovery(rig, make_rig)
@@ -38,8 +37,8 @@ def test_submitted_tasks_come_first_and_once(make_rig):
 
 def test_too_many_submitted_tasks_are_refused_and_none_is_taken(make_rig):
     rig = make_rig()
-    assert rig.store.submit([task(0)] * MOST_SUBMITTED) == Done()
-    answer = rig.store.submit([task(0)])
+    assert rig.store.tasks.submit([task(0)] * MOST_SUBMITTED) == Done()
+    answer = rig.store.tasks.submit([task(0)])
     assert isinstance(answer, Refused) and answer.code == "full"
 
 
@@ -47,15 +46,15 @@ def test_a_second_chance_is_a_new_group_under_the_same_rules(make_rig):
     rig = make_rig(max_staleness=0)
     rig.publish(0)
     dead = bury(rig)
-    assert rig.store.requeue(dead, b"r") == Done()
-    assert rig.store.requeue(dead, b"r") == Done(), "the same request again"
+    assert rig.store.tasks.requeue(dead, b"r") == Done()
+    assert rig.store.tasks.requeue(dead, b"r") == Done(), "the same request again"
     assert len(rig.of(Requeued)) == 1
     same_after_recovery(rig, make_rig, max_staleness=0)
     rig.lease()
     status = rig.store.status(0.0)
     assert status.slots_used == status.slots == 2
     assert [event.task.task_id for event in rig.of(Admitted)] == ["t0", "t1", "t0"]
-    late = rig.store.fail("w", dead, 0, 1, "boom", rig.now)
+    late = rig.store.delivery.fail("w", dead, 0, 1, "boom", rig.now)
     assert isinstance(late, Refused) and late.code == "fenced"
 
 
@@ -63,10 +62,10 @@ def test_a_second_chance_takes_the_next_free_slot(make_rig):
     rig = make_rig(max_staleness=0, batch_groups=1, group_size=1)
     rig.publish(0)
     (group,) = rig.lease(max_groups=1)
-    rig.store.fail("w", 0, 0, group.attempt, "boom", rig.now)
+    rig.store.delivery.fail("w", 0, 0, group.attempt, "boom", rig.now)
     (group,) = rig.lease(max_groups=1)
-    rig.store.fail("w", 0, 0, group.attempt, "boom", rig.now)
-    assert rig.store.requeue(0) == Done()
+    rig.store.delivery.fail("w", 0, 0, group.attempt, "boom", rig.now)
+    assert rig.store.tasks.requeue(0) == Done()
     (again,) = rig.lease(max_groups=1)
     assert (again.group_id, again.task.task_id) == (1, "t0")
     same_after_recovery(rig, make_rig, max_staleness=0, batch_groups=1, group_size=1)
@@ -76,14 +75,14 @@ def test_no_second_chance_for_what_is_no_dead_letter_or_comes_too_late(make_rig)
     rig = make_rig(steps=1, batch_groups=1, group_size=1, max_attempts=1)
     rig.publish(0)
     (group,) = rig.lease(max_groups=1)
-    unknown = rig.store.requeue(group.group_id)
+    unknown = rig.store.tasks.requeue(group.group_id)
     assert isinstance(unknown, Refused) and unknown.code == "unknown_group"
-    rig.store.fail("w", group.group_id, 0, group.attempt, "boom", rig.now)
+    rig.store.delivery.fail("w", group.group_id, 0, group.attempt, "boom", rig.now)
     rig.lease(max_groups=1)
-    late = rig.store.requeue(group.group_id)
+    late = rig.store.tasks.requeue(group.group_id)
     assert isinstance(late, Refused) and late.code == "too_late"
     rig.store.finish()
-    over = rig.store.requeue(group.group_id)
+    over = rig.store.tasks.requeue(group.group_id)
     assert isinstance(over, Refused) and over.code == "finished"
 
 
@@ -91,25 +90,25 @@ def test_draining_admits_nothing_but_hands_out_again_what_was_lost(make_rig):
     rig = make_rig()
     rig.publish(0)
     (group,) = rig.lease(max_groups=1)
-    rig.store.drain(True)
-    rig.store.drain(True)
+    rig.store.tasks.drain(True)
+    rig.store.tasks.drain(True)
     assert rig.lease() == []
-    rig.store.fail("w", group.group_id, 1, group.attempt, "lost", rig.now)
+    rig.store.delivery.fail("w", group.group_id, 1, group.attempt, "lost", rig.now)
     assert [(g.group_id, g.samples) for g in rig.lease()] == [(group.group_id, [1])]
-    answer = rig.store.reserve(0, rig.now)
+    answer = rig.store.batches.reserve(0, rig.now)
     assert isinstance(answer, NotReady) and "draining" in answer.why
     same_after_recovery(rig, make_rig)
     other = make_rig()
     other.store.recover(rig.store.dump(), [], rig.now)
     assert other.store.inspect(rig.now, {}).draining
-    rig.store.drain(False)
+    rig.store.tasks.drain(False)
     assert len(rig.lease()) == 3
 
 
 def test_processes_that_start_anew_find_no_drain(make_rig):
     rig = make_rig()
     rig.publish(0)
-    rig.store.drain(True)
+    rig.store.tasks.drain(True)
     rig.store.relaunch()
     rig.publish(0)
     assert len(rig.lease()) == 4
@@ -117,16 +116,16 @@ def test_processes_that_start_anew_find_no_drain(make_rig):
 
 def test_a_task_of_ones_own_is_leased_under_the_same_rules(make_rig):
     rig = make_rig(max_staleness=0)
-    rig.store.renew("w", 0.0)
-    assert rig.store.lease("w", 1, 0.0, b"a", task(70)).groups == [], "nothing is published"
+    rig.store.delivery.renew("w", 0.0)
+    assert rig.store.delivery.lease("w", 1, 0.0, b"a", task(70)).groups == [], "nothing is published"
     rig.publish(0)
-    (own,) = rig.store.lease("w", 1, 0.0, b"a", task(70)).groups
+    (own,) = rig.store.delivery.lease("w", 1, 0.0, b"a", task(70)).groups
     assert own.task == task(70)
-    assert [g.group_id for g in rig.store.lease("w", 1, 0.0, b"a", task(70)).groups] == [own.group_id]
+    assert [g.group_id for g in rig.store.delivery.lease("w", 1, 0.0, b"a", task(70)).groups] == [own.group_id]
     assert [group.task.task_id for group in rig.lease()] == ["t0"], "it took a slot, and no task of the source"
-    assert rig.store.lease("w", 1, 0.0, b"b", task(71)).groups == []
-    rig.store.fail("w", own.group_id, 0, own.attempt, "boom", 0.0)
-    assert rig.store.lease("w", 1, 0.0, b"c", task(72)).groups == [], "what waits goes first"
+    assert rig.store.delivery.lease("w", 1, 0.0, b"b", task(71)).groups == []
+    rig.store.delivery.fail("w", own.group_id, 0, own.attempt, "boom", 0.0)
+    assert rig.store.delivery.lease("w", 1, 0.0, b"c", task(72)).groups == [], "what waits goes first"
     same_after_recovery(rig, make_rig, max_staleness=0)
 
 

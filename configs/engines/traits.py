@@ -1,0 +1,49 @@
+"""EngineTraits: the ways in which kinds of rollout engines differ."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Experts = Literal["stacked", "single"]  # all experts of a layer in one tensor, or a tensor per expert
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineTraits:
+    """What distinguishes one kind of engine. The defaults are those of an engine that can do everything."""
+
+    title: str  # in messages
+    module: str  # started as ``python -m rl_async.<module>``
+
+    # The software, if it is not part of rl-async.
+    package: str = ""  # distribution, and module, that ``rollout.python`` must have beside rl-async
+    versions: str = ""  # of the package, as pyproject.toml has them
+    install: str = ""  # how to get a Python that has it
+    plugin: tuple[str, str] | None = None  # entry point of rl-async, (group, value), that the package loads
+    needs_gpu: bool = False
+
+    # Its command line: ``--host`` and these. ``rollout.engine_args`` may add to them, but not repeat or refuse them.
+    flags: Mapping[str, str] = field(default_factory=dict)  # flag -> config key that it gets its value from
+    fixed_flags: Mapping[str, str] = field(default_factory=dict)  # flag -> value, or "", without which it cannot train
+    refused_flags: tuple[str, ...] = ()  # further ones that would break training
+    sleep_flags: tuple[str, ...] = ()  # added on a GPU that the trainer uses too
+    variables: Mapping[str, str] = field(default_factory=dict)  # of its environment
+    cpu_variables: Mapping[str, str] = field(default_factory=dict)  # on a CPU; ``{rollout.KEY}`` is filled in
+
+    # What it can do.
+    transports: tuple[str, ...] = ("gloo", "nccl", "ipc", "disk")  # of weights
+    holds_weights: bool = True  # can keep a host copy of weights: weight_sync.delta, .staged and .adapters need one
+    reports_sleep: bool = True  # --mode colocated needs it: the deadlines of requests move on while an engine sleeps
+    reports_pause: bool = True  # has the route ``GET /is_paused``
+    experts: tuple[Experts, ...] = ("stacked",)  # names under which it loads the experts of a model
+
+    @property
+    def fixed_arguments(self) -> tuple[str, ...]:
+        """``fixed_flags`` as words of a command line."""
+        return tuple(word for flag in self.fixed_flags.items() for word in flag if word)
+
+    def refusal(self, argument: str) -> str:
+        """Return why ``rollout.engine_args`` may not contain this word; empty if it may."""
+        flag = argument.partition("=")[0].replace("_", "-")
+        if key := self.flags.get(flag):
+            return f"use {key}"
+        return "it would break training" if flag in {"--host", *self.fixed_flags, *self.refused_flags} else ""

@@ -1,0 +1,27 @@
+"""The traits of the kinds of engines are complete, and consistent with the registries of their code."""
+
+from importlib.util import find_spec
+from typing import get_args
+
+import pytest
+
+from rl_async.configs.engines import ENGINES, EngineKind
+from rl_async.configs.engines.traits import EngineTraits
+from rl_async.rollout_server.connect import CLIENTS
+
+
+def test_every_kind_has_traits_and_a_client() -> None:
+    assert set(get_args(EngineKind)) == set(ENGINES) == set(CLIENTS)
+
+
+@pytest.mark.parametrize("traits", ENGINES.values(), ids=list(ENGINES))
+def test_every_kind_can_be_started_and_installed(traits: EngineTraits) -> None:
+    assert find_spec(f"rl_async.{traits.module}.__main__")
+    assert bool(traits.package) == bool(traits.versions) == bool(traits.install)
+
+
+def test_the_flags_that_we_set_are_refused() -> None:
+    for traits in ENGINES.values():
+        for flag in (*traits.flags, *traits.fixed_flags, *traits.refused_flags, "--host"):
+            assert traits.refusal(flag) and traits.refusal(f"{flag}=1")
+        assert not traits.refusal("--block-size=32")

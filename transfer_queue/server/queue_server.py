@@ -1,0 +1,129 @@
+"""The queue's server without its socket: verbs and parked long polls around the pure store.
+
+    request --> [gate -> verb -> store] --> responses, to be sent when the journal has them (``loop.py``)
+                            |  transitions
+                            v
+             journal, ledger; parked long polls are tried again
+
+One thread does all of it, so handlers need no locks. A request that cannot be understood is answered Malformed and
+counted; one that does not apply is answered Refused. Neither changes anything.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from rl_async import messages as m
+from rl_async.configs.schema.queue import QueueLimits
+from rl_async.errors import ProtocolError
+from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.journal.interface import Journal
+from rl_async.transfer_queue.server.gate import Gate, Outgoing, Response
+from rl_async.transfer_queue.server.leasing import Leasing
+from rl_async.transfer_queue.server.verbs import VERBS, Asked, Queue, Verb
+from rl_async.transfer_queue.state import transitions as t
+from rl_async.transfer_queue.state.observe import Rates
+from rl_async.transfer_queue.state.store import Store
+
+_VERBS = {verb.request: verb for verb in VERBS}
+
+
+class Parked(NamedTuple):
+    """A long poll that waits for the store to change, until its deadline at the latest."""
+
+    asked: Asked[Any]
+    deadline: float
+
+
+class QueueServer:
+    """Answers requests from the store. What ``handle``, ``tick`` and ``undelivered`` return is to be sent once the
+    journal is flushed: no client may hear of what a crash could undo."""
+
+    def __init__(
+        self,
+        store: Store,
+        journal: Journal,
+        feed: t.Feed,
+        clock: Callable[[], float] = time.monotonic,
+        limits: QueueLimits | None = None,
+    ) -> None:
+        self._store, self._clock = store, clock
+        self._gate = Gate(limits or QueueLimits(), clock, store.count, journal.run_id)
+        self._leasing, self._rates = Leasing(store.delivery), Rates(clock())
+        self._queue = Queue(store, journal, self._leasing, self._rates, clock)
+        self._changed: set[type[t.Transition]] = set()
+        # By verb, then by request id.
+        self._parked: dict[Verb, dict[bytes, Parked]] = {verb: {} for verb in VERBS if verb.wakes}
+        feed.subscribe(self._see)
+
+    def _see(self, transition: t.Transition) -> None:
+        self._changed.add(type(transition))
+        self._rates.see(transition, self._clock())
+
+    def handle(self, parts: Sequence[Any]) -> list[Outgoing]:
+        """Answer one message, and the parked requests that its effect concerns."""
+        own = self._gate.answer(parts, self._answer)
+        return ([] if own is None else [own]) + self._wake()
+
+    def tick(self) -> list[Outgoing]:
+        """End leases and waits whose time is over; the answers that follow."""
+        now = self._clock()
+        self._store.expire(now)
+        outgoing = self._wake()
+        for verb, parked in self._parked.items():
+            for asked in [waiting.asked for waiting in parked.values() if waiting.deadline <= now]:
+                outgoing += self._try(verb, asked, last=True)
+        return outgoing + self._wake()
+
+    def undelivered(self, message: Outgoing) -> list[Outgoing]:
+        """Forget what a lost connection waits for, and lease to others what it did not get.
+
+        If the client lives, it says hello on a new connection and repeats its requests.
+        """
+        self._gate.forget(message.identity)
+        for parked in self._parked.values():
+            for request_id in [key for key, waiting in parked.items() if waiting.asked.identity == message.identity]:
+                del parked[request_id]
+        self._leasing.undelivered(message.request_id, message.identity)
+        return self._wake()
+
+    def _wake(self) -> list[Outgoing]:
+        """Try parked requests again, until the store does not change any more."""
+        outgoing: list[Outgoing] = []
+        while self._changed:
+            changed, self._changed = self._changed, set()
+            for verb, parked in self._parked.items():
+                if parked and not changed.isdisjoint(verb.wakes):
+                    for asked in verb.retry(self._queue, [waiting.asked for waiting in parked.values()]):
+                        outgoing += self._try(verb, asked, last=False)
+        return outgoing
+
+    def _try(self, verb: Verb, asked: Asked[Any], *, last: bool) -> list[Outgoing]:
+        """Answer a parked request if there is something to say, or if this is its ``last`` chance."""
+        response = verb.handle(self._queue, asked, last)
+        if response is None:
+            return []
+        del self._parked[verb][asked.request_id]
+        return [Outgoing(asked.identity, asked.request_id, response)]
+
+    def _answer(self, identity: bytes, message: wire.RequestMessage) -> Response | None:
+        """The response, or None if the request is parked. Raises ProtocolError for a payload in the wrong place."""
+        kind = type(message.request)
+        verb = _VERBS.get(kind)
+        if message.payload and (verb is None or not verb.payload):
+            raise ProtocolError(f"a {kind.__name__} with {len(message.payload)} payload frames")
+        if verb is None:
+            return Response(m.Refused(code="not_here", reason=f"a {kind.__name__} is for payload shards"))
+        asked = Asked(identity, message.request_id, message.request, message.payload)
+        if not isinstance(message.request, m.LongPoll):
+            return verb.handle(self._queue, asked, True)
+        wait_s = min(self._wait_s(message.request), verb.arrive(self._store, message.request, self._clock()))
+        response = verb.handle(self._queue, asked, wait_s <= 0)
+        if response is None:
+            self._parked[verb][message.request_id] = Parked(asked, self._clock() + wait_s)
+        return response
+
+    @staticmethod
+    def _wait_s(request: m.LongPoll[Any]) -> float:
+        return 0.0 if math.isnan(request.wait_s) else request.wait_s
