@@ -22,7 +22,7 @@ from rl_async.trainer.monitoring.records import read_trajectories
 SKIPPED = 1  # first steps of a run, in which everything warms up
 
 
-class Episode(msgspec.Struct, frozen=True):
+class EpisodeShape(msgspec.Struct, frozen=True):
     """One recorded episode: tokens in all and sampled, turns, seconds in tools and scorers."""
 
     tokens: int
@@ -71,11 +71,11 @@ def assumed(size: ModelSize, device: Device, tokens: int) -> Costs:
     )
 
 
-def assumed_episodes(config: RunConfig, count: int = 512) -> list[Episode]:
+def assumed_episodes(config: RunConfig, count: int = 512) -> list[EpisodeShape]:
     """Lengths without a recording: log-normal with a median of a third of ``agent.max_tokens``, cut off there."""
     draw = np.random.default_rng(config.seed)
     lengths = np.minimum(draw.lognormal(np.log(config.agent.max_tokens / 3), 0.7, count), config.agent.max_tokens)
-    return [Episode(int(length) + 64, max(1, int(length)), 1, 0.0) for length in lengths]
+    return [EpisodeShape(int(length) + 64, max(1, int(length)), 1, 0.0) for length in lengths]
 
 
 class Fit(NamedTuple):
@@ -87,7 +87,7 @@ class Fit(NamedTuple):
     explained: float
 
 
-def measure(run: Path, engines: int, ranks: int) -> tuple[Costs, list[Episode], Fit]:
+def measure(run: Path, engines: int, ranks: int) -> tuple[Costs, list[EpisodeShape], Fit]:
     """Fit the costs to a recorded run of so many engines and ranks.
 
     Raises UserError if it is too short, or its episodes' times do not grow with their lengths.
@@ -123,7 +123,7 @@ def training_token_s(metrics: Sequence[Record], ranks: int) -> float:
     return statistics.median(m["time/train_s"] * ranks / m["rollout/tokens"] for m in metrics)
 
 
-Timed = tuple[Episode, float]  # with the seconds that it spent generating
+Timed = tuple[EpisodeShape, float]  # with the seconds that it spent generating
 
 
 def recorded_steps(run: Path) -> dict[int, list[Timed]]:
@@ -136,7 +136,7 @@ def recorded_steps(run: Path) -> dict[int, list[Timed]]:
             outside = max(0.0, row.timings.get("total", generate) - generate) + row.timings.get("reward", 0.0)
             turns = sum(turn.role == "assistant" for turn in row.turns)
             sampled = int(row.loss_mask.sum())
-            found[step].append((Episode(len(row.token_ids), max(1, sampled), max(1, turns), outside), generate))
+            found[step].append((EpisodeShape(len(row.token_ids), max(1, sampled), max(1, turns), outside), generate))
     return {step: rows for step, rows in found.items() if step >= SKIPPED}
 
 

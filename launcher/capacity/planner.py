@@ -12,14 +12,14 @@ from rl_async.errors import UserError
 from rl_async.launcher.capacity.costs import (
     Costs,
     Device,
-    Episode,
+    EpisodeShape,
     Fit,
     assumed,
     assumed_episodes,
     measure,
     training_token_s,
 )
-from rl_async.launcher.capacity.simulate import Layout, Outcome, Simulation
+from rl_async.launcher.capacity.simulation import DeviceSplit, Simulation, SimulationResult
 from rl_async.launcher.folder.tail import MetricsTail
 from rl_async.launcher.plan.memory import engine_bytes, model_size, trainer_bytes
 from rl_async.transfer_queue.policy.admission import QueueSettings
@@ -29,18 +29,18 @@ WARM = 2
 SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)  # of the devices, for the trainer
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class SplitEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the table."""
 
     mode: str
     trainers: int
     engines: int
     max_staleness: int
-    outcome: Outcome
+    outcome: SimulationResult
     memory_bytes: int | None  # of the fullest device, at most; None: unknown
 
 
-class Check(msgspec.Struct, frozen=True, kw_only=True):
+class RunComparison(msgspec.Struct, frozen=True, kw_only=True):
     """The simulation of a recorded run against what it did: mean seconds of a step, and share of waiting."""
 
     run: str
@@ -79,12 +79,12 @@ def plan_devices(
     return 0
 
 
-def estimate(config: RunConfig, run: Path | None) -> tuple[Costs, list[Episode], str]:
+def estimate(config: RunConfig, run: Path | None) -> tuple[Costs, list[EpisodeShape], str]:
     """Costs and episodes, and where they come from."""
     if run is not None:
         recorded = load_resolved(run / "config.yaml")
         costs, episodes, fit = measure(run, recorded.rollout.engines, recorded.trainer.ranks)
-        return costs, episodes, f"measured on {run}: {told(fit, recorded)}"
+        return costs, episodes, f"measured on {run}: {fit_note(fit, recorded)}"
     size = model_size(config)
     if size is None:
         raise UserError(f"model.path: the size of {config.model.path} is unknown; give a recorded run with --run")
@@ -93,7 +93,7 @@ def estimate(config: RunConfig, run: Path | None) -> tuple[Costs, list[Episode],
     return assumed(size, Device(), tokens), episodes, "assumed: an H100's figures and log-normal lengths, not measured"
 
 
-def told(fit: Fit, recorded: RunConfig) -> str:
+def fit_note(fit: Fit, recorded: RunConfig) -> str:
     """How much to believe of the engine's costs that were fitted to a run with this config."""
     batch = recorded.data.train_batch_groups * recorded.rollout.group_size
     overlaps = {
@@ -105,16 +105,16 @@ def told(fit: Fit, recorded: RunConfig) -> str:
     return f"{believe}; a run with {missing} tells them better" if missing else believe
 
 
-def candidates(config: RunConfig, gpus: int) -> Iterator[tuple[Layout, int]]:
+def candidates(config: RunConfig, gpus: int) -> Iterator[tuple[DeviceSplit, int]]:
     """Every layout worth a look, with the bounds on staleness: 0, 1 and the config's."""
     bounds = sorted({0, 1, config.queue.max_staleness})
     concurrency = config.agent.workers * config.agent.concurrency
     batch = config.rollout.max_batch_size
 
-    def layout(engines: int, ranks: int, *, colocated: bool) -> Layout:
+    def layout(engines: int, ranks: int, *, colocated: bool) -> DeviceSplit:
         # Workers are cheap: as many as keep every engine full, unless the config has more.
         room = max(concurrency, engines * batch)
-        return Layout(engines=engines, ranks=ranks, colocated=colocated, max_batch=batch, concurrency=room)
+        return DeviceSplit(engines=engines, ranks=ranks, colocated=colocated, max_batch=batch, concurrency=room)
 
     for bound in bounds:
         yield layout(gpus, gpus, colocated=True), bound
@@ -124,8 +124,13 @@ def candidates(config: RunConfig, gpus: int) -> Iterator[tuple[Layout, int]]:
 
 
 def simulate(
-    config: RunConfig, layout: Layout, bound: int, costs: Costs, episodes: Sequence[Episode], steps: int = STEPS
-) -> Row:
+    config: RunConfig,
+    layout: DeviceSplit,
+    bound: int,
+    costs: Costs,
+    episodes: Sequence[EpisodeShape],
+    steps: int = STEPS,
+) -> SplitEstimate:
     """One row."""
     queue = QueueSettings.of(config)
     settings = msgspec.structs.replace(
@@ -138,7 +143,7 @@ def simulate(
         weights={},
     )
     outcome = Simulation(settings, layout, costs, episodes, config.seed).run(WARM)
-    return Row(
+    return SplitEstimate(
         mode="colocated" if layout.colocated else "disaggregated",
         trainers=layout.ranks,
         engines=layout.engines,
@@ -148,7 +153,7 @@ def simulate(
     )
 
 
-def memory(config: RunConfig, layout: Layout) -> int | None:
+def memory(config: RunConfig, layout: DeviceSplit) -> int | None:
     """Of the fullest device. Colocated, what sleeps is on the host, so the fuller of both counts."""
     size = model_size(config)
     trainer = msgspec.structs.replace(config.trainer, ranks=layout.ranks)
@@ -157,13 +162,13 @@ def memory(config: RunConfig, layout: Layout) -> int | None:
     return None if trains is None or decodes is None else max(trains, decodes)
 
 
-def validate(run: Path, costs: Costs, episodes: Sequence[Episode]) -> Check:
+def validate(run: Path, costs: Costs, episodes: Sequence[EpisodeShape]) -> RunComparison:
     """Simulate a recorded run as it was laid out. Raises UserError if it is too short."""
     config = load_resolved(run / "config.yaml")
     metrics = MetricsTail(run / "metrics.jsonl").read()[WARM:]
     if len(metrics) < 3:
         raise UserError(f"--check: {run} has fewer than {WARM + 3} recorded steps")
-    layout = Layout(
+    layout = DeviceSplit(
         engines=config.rollout.engines,
         ranks=config.trainer.ranks,
         colocated=config.mode == "colocated",
@@ -176,7 +181,7 @@ def validate(run: Path, costs: Costs, episodes: Sequence[Episode]) -> Check:
         for each in (costs, own)
     )
     total = sum(record["time/step_s"] for record in metrics)
-    return Check(
+    return RunComparison(
         run=str(run),
         step_s=outcome.step_s,
         recorded_step_s=total / len(metrics),
@@ -191,14 +196,14 @@ def validate(run: Path, costs: Costs, episodes: Sequence[Episode]) -> Check:
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def described(layout: Layout) -> str:
+def described(layout: DeviceSplit) -> str:
     """Who has what."""
     if layout.colocated:
         return f"colocated on {layout.engines} devices"
     return f"disaggregated, {layout.ranks} trainers and {layout.engines} engines"
 
 
-def source_lines(costs: Costs, episodes: Sequence[Episode], source: str) -> list[str]:
+def source_lines(costs: Costs, episodes: Sequence[EpisodeShape], source: str) -> list[str]:
     """What the estimate rests on."""
     sampled = sorted(episode.sampled for episode in episodes)
     return [
@@ -210,7 +215,7 @@ def source_lines(costs: Costs, episodes: Sequence[Episode], source: str) -> list
     ]
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[SplitEstimate]) -> list[str]:
     """One line per row, as they come."""
     heads = ("mode", "trainers", "engines", "bound", "tokens/s", "step", "trainer idle", "engines idle")
     widths = (14, 9, 8, 6, 10, 9, 13, 13)
@@ -229,7 +234,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def check_lines(checks: Sequence[Check]) -> list[str]:
+def check_lines(checks: Sequence[RunComparison]) -> list[str]:
     """How far the simulation is from recorded runs."""
     return [
         f"checked against {check.run}: a step of {check.step_s:.2f} s, recorded {check.recorded_step_s:.2f} s "

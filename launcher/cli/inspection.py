@@ -42,7 +42,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         return check_machine(arguments.config)
     if arguments.config is not None:
         raise UserError("doctor: --config cannot be combined with RUN; a run has its own config")
-    from rl_async.launcher.doctor.diagnosis import doctor
+    from rl_async.launcher.doctor.report import doctor
 
     return doctor(arguments.run, as_json=arguments.json)
 

@@ -1,108 +1,326 @@
-"""``rl-async doctor RUN``: look, judge, print; and the same for a run that looks at itself when a deadline passes."""
+"""Who is to blame: a pure function of what was seen.
 
-import time
-from pathlib import Path
+Causes come before effects. A process that cannot run explains what waits for it; a full disk explains a process that
+ended; a rank that stands outside a collective explains those inside. Only when nothing is found is the run called slow
+or fine.
+"""
+
+from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 
-from rl_async.launcher.doctor.observation import Observation, Seen
-from rl_async.launcher.doctor.observe import observe
-from rl_async.launcher.doctor.verdict import Verdict, judge
+from rl_async.errors import EXIT_FAILED, EXIT_USER
+from rl_async.launcher.doctor.observation import Observation, ObservedProcess, ObservedRank
+from rl_async.launcher.supervise.process import describe_exit
+from rl_async.process.kernel import HALTED, describe
 
-FILE = "doctor.txt"
-FRAMES = 6  # of a stack
-LINE = 100  # characters of a log line
-
-
-def doctor(run: Path, *, as_json: bool = False) -> int:
-    """Print the diagnosis of a run; 1 if something is wrong with it. Raises UserError if it was never started."""
-    seen = observe(run.absolute())
-    verdict = judge(seen)
-    if as_json:
-        print(msgspec.json.encode({"verdict": verdict, "observation": seen}).decode())
-    else:
-        print(report(seen, verdict))
-        if seen.launcher is None and (run / FILE).is_file():
-            print(f"what it said of itself while it ran: {run / FILE}")
-    return 1 if verdict.health in ("stuck", "failed") else 0
+LEAST_FREE = 64 << 20  # bytes; below it a checkpoint or the journal fails
+SLOW_FACTOR = 3.0  # a step is slow beyond this many usual ones
+LINE = 400  # characters of a log line
+QUIET_S = 30.0  # slow at least beyond this
+IMPORTS_S = 20.0  # a process that is younger may still be starting
+COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
+Health = Literal["fine", "slow", "stuck", "failed", "over"]
 
 
-def diagnose(run: Path, why: str) -> str:
-    """For a run that is in trouble: append the whole report to ``RUN/doctor.txt`` and return the verdict."""
-    seen = observe(run)
-    verdict = judge(seen)
-    with (run / FILE).open("a") as file:
-        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {why}\n{report(seen, verdict)}\n\n")
-    return "\n".join(verdict.findings)
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """``findings`` are sentences, the cause first; ``waits`` says who waits for whom."""
+
+    health: Health
+    findings: tuple[str, ...]
+    waits: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return self.findings[0]
 
 
-def report(seen: Observation, verdict: Verdict) -> str:
-    """The whole report, the verdict last so that it stands above the prompt."""
-    sections = [
-        process_lines(seen),
-        stage_lines(seen),
-        engine_lines(seen),
-        ["who waits for whom:", *(f"  {line}" for line in verdict.waits)] if verdict.waits else [],
-        stack_lines(seen),
-        [f"could not look: {line}" for line in seen.trouble],
-        [f"verdict: {verdict.text}", *(f"    also: {line}" for line in verdict.findings[1:])],
-    ]
-    return "\n".join(line for section in sections for line in section)
+def diagnose(seen: Observation) -> Diagnosis:
+    """The verdict on a run."""
+    if seen.launcher is None:  # what its ranks said last is no wait any more
+        return _over(seen)
+    waits = tuple(who_waits(seen))
+    findings = [sentence for rule in RULES for sentence in rule(seen)]
+    if findings:
+        return Diagnosis(health="stuck", findings=tuple(findings), waits=waits)
+    late = _recovering(seen) or _starting(seen) or _late(seen)
+    if late:
+        return Diagnosis(health="slow", findings=(late,), waits=waits)
+    return Diagnosis(health="fine", findings=(_fine(seen),), waits=waits)
 
 
-def process_lines(seen: Observation) -> list[str]:
-    """One line per process."""
-    lines = [f"{'process':15}{'pid':>8} {'state':6}{'cores':>6}{'log':>8}  where"]
-    for process in seen.processes:
-        age = "" if process.log_age_s is None else f"{process.log_age_s:.0f} s"
-        lines.append(
-            f"{process.record.name:15}{process.record.pid:>8} {process.state:6}{process.cpu:6.2f}{age:>8}  "
-            f"{_where(seen, process)}".rstrip()
-        )
+def who_waits(seen: Observation) -> list[str]:
+    """One line per wait that can be seen, from the trainer back to the engines."""
+    lines = []
+    for process in seen.of_role("trainer"):
+        rank = seen.rank_of(process)
+        if rank is not None:
+            lines.append(f"{process.record.name}: {rank.phase} of step {rank.step} for {rank.for_s:.0f} s")
+    if any(rank.phase == "waiting for a batch" for rank in seen.ranks) and seen.queue is not None:
+        lines.append("the batch: " + _batch(seen))
+    if seen.queue is not None and (lease := seen.queue.report.oldest_lease) is not None:
+        lines.append(f"group {lease.group_id}: with {lease.worker} for {lease.age_s:.0f} s")
     return lines
 
 
-def _where(seen: Observation, process: Seen) -> str:
-    rank = seen.rank_of(process)
-    said = "" if rank is None else f"step {rank.step}, {rank.phase} for {rank.for_s:.0f} s"
-    stack = f"in {process.stack[0].name}" if process.stack else process.waits_in
-    state = "" if process.record.state == "running" else process.record.state
-    restarts = f"{process.record.restarts} restarts" if process.record.restarts else ""
+# --- the rules, causes first ------------------------------------------------------------------------------------------
+
+
+def _disk(seen: Observation) -> list[str]:
+    """No room: whatever writes next fails."""
+    places = (("the run's folder", seen.disk_free), ("/dev/shm", seen.shm_free))
+    return [
+        f"the disk of {place} is full ({free >> 20} MiB free): checkpoints and the queue's journal cannot be written; "
+        "delete old runs or checkpoints (trainer.keep_checkpoints) and continue with --resume"
+        for place, free in places
+        if free < LEAST_FREE
+    ]
+
+
+def _stopped(seen: Observation) -> list[str]:
+    """Processes that the kernel does not let run."""
+    found = []
+    if seen.launcher_state in HALTED:
+        found.append(
+            f"the launcher (pid {seen.launcher}) {describe(seen.launcher_state)}: nothing is restarted until it goes "
+            f"on; continue it with kill -CONT {seen.launcher}"
+        )
+    for process in seen.processes:
+        if process.halted:
+            pid = process.record.pid
+            found.append(
+                f"{_named(seen, process)} {describe(process.state)}: {_effect(seen, process)}; continue it with "
+                f"kill -CONT {pid}, or kill it with kill -KILL {pid} and {AFTER_KILL[process.record.role]}"
+            )
+    return found
+
+
+AFTER_KILL = {
+    "prepare": "start again",
+    "queue": "it replays its journal (with queue.journal=memory the run ends)",
+    "shard": "what it held is generated again",
+    "engine": "its requests are replayed elsewhere",
+    "reward-model": "it is started again",
+    "worker": "its leases are redelivered",
+    "trainer": "the run goes on from the last checkpoint",
+}
+
+
+def _gone(seen: Observation) -> list[str]:
+    """Processes that ended badly and are not being started again; those that a signal killed first."""
+    gone = [process for process in seen.processes if process.ended and _badly(process)]
+    gone.sort(key=lambda process: (process.record.exit or 0) >= 0)
+    return [f"{_named(seen, process)} {_end(process)}: {_effect(seen, process)}{_said(process)}" for process in gone]
+
+
+def _badly(process: ObservedProcess) -> bool:
+    return process.record.state != "restarting" and not (process.record.state == "ended" and not process.record.exit)
+
+
+def _end(process: ObservedProcess) -> str:
+    """How it ended."""
+    how = describe(process.state) if process.record.exit is None else f"ended ({describe_exit(process.record.exit)})"
+    return f"{how} and is not started again" if process.record.state == "failed" else how
+
+
+def _said(process: ObservedProcess) -> str:
+    return f"; its last line: {process.log_line[:LINE]}" if process.log_line else ""
+
+
+def _recovering(seen: Observation) -> str:
+    """Processes that the launcher is about to start again; empty if there are none."""
+    again = [process for process in seen.processes if process.record.state == "restarting"]
     return "; ".join(
-        part for part in (state, said, stack if not process.ended else process.log_line[:LINE], restarts) if part
+        f"{process.title} {_end(process)} and is started again: {_effect(seen, process)}" for process in again
     )
 
 
-def stage_lines(seen: Observation) -> list[str]:
-    """The oldest group in each state."""
-    if seen.queue is None:
+def _starting(seen: Observation) -> str:
+    """A queue that is too young to answer; empty if it answers."""
+    young = [process for process in seen.of_role("queue") if seen.queue is None and process.age_s < IMPORTS_S]
+    return "; ".join(f"{process.title} was started {process.age_s:.0f} s ago and is not there yet" for process in young)
+
+
+def _silent_queue(seen: Observation) -> list[str]:
+    if seen.queue is not None:
         return []
-    lines = [f"{'stage':12}{'oldest group':>14}{'age':>9}{'here':>8}  worker"]
-    for group in seen.queue.oldest:
-        here, workers = f"{group.here}/{group.samples}", ", ".join(group.workers)
-        lines.append(f"{group.state:12}{group.group_id:>14}{group.age_s:>7.1f} s{here:>8}  {workers}".rstrip())
-    return lines
+    return [
+        f"{process.title} runs but does not answer: trainer, workers and launcher wait for it ({_doing(process)})"
+        for process in seen.of_role("queue")
+        if not process.halted and not process.ended and process.age_s >= IMPORTS_S
+    ]
 
 
-def engine_lines(seen: Observation) -> list[str]:
-    """One line per registered engine."""
-    lines = []
+def _silent_engines(seen: Observation) -> list[str]:
+    known = {process.record.name: process for process in seen.of_role("engine")}
+    found = []
     for engine in seen.engines:
-        state = "does not answer" if not engine.answers else "paused" if engine.paused else "answers"
-        requests = "" if engine.requests is None else f", {engine.requests} requests"
-        lines.append(f"{engine.engine_id}: {state}, version {engine.version}{requests} ({engine.url})")
-    return lines
+        process = known.get(engine.engine_id.partition(".")[0])
+        if engine.answers or (process is not None and (process.halted or process.ended)):
+            continue
+        title = f"{engine.engine_id} at {engine.url}" if process is None else process.title
+        doing = "" if process is None else f" ({_doing(process)})"
+        found.append(
+            f"{title} is frozen: it does not answer GET /health{doing}; its requests go to other engines, and the "
+            "next weight update cuts it off; kill it to have it replaced now"
+        )
+    return found
 
 
-def stack_lines(seen: Observation) -> list[str]:
-    """The innermost calls of each main thread that answered."""
-    lines = []
-    for process in seen.processes:
-        if process.stack:
-            lines.append(f"{process.record.name}, main thread, innermost call first:")
-            lines += [f"    {frame.name} ({_short(frame.file)}:{frame.line})" for frame in process.stack[:FRAMES]]
-    return lines
+def _ranks_apart(seen: Observation) -> list[str]:
+    """A rank that is not where the others wait for it. With fewer than two ranks nobody waits."""
+    placed = [(process, rank) for process in seen.of_role("trainer") if (rank := seen.rank_of(process)) is not None]
+    if len(placed) < 2 or any(process.halted or process.ended for process, _ in placed):
+        return []
+    waiting = [(process, rank) for process, rank in placed if in_collective(process)]
+    absent = [(process, rank) for process, rank in placed if not in_collective(process) and process.stack]
+    longest = max((rank.for_s for _, rank in waiting), default=0.0)
+    if not waiting or longest < max(QUIET_S, SLOW_FACTOR * (seen.usual_step_s or 0.0)):
+        return []
+    names = ", ".join(process.record.name for process, _ in waiting)
+    return [
+        f"{process.title} holds up the other ranks: {names} wait for it in a collective since {longest:.0f} s, and it "
+        f"is {rank.phase} of step {rank.step} ({_doing(process)}); beyond {seen.deadlines.collective:.0f} s "
+        "(trainer.collective_timeout_s) the run goes on from the last checkpoint"
+        for process, rank in absent
+    ]
 
 
-def _short(file: str) -> str:
-    return "/".join(file.split("/")[-3:])
+def _starved(seen: Observation) -> list[str]:
+    """The trainer waits for a batch, and a lease has outlived any that a living worker renews, or nobody works."""
+    waiting = _waiting_rank(seen)
+    if waiting is None or seen.queue is None or waiting.for_s < QUIET_S:
+        return []
+    report = seen.queue.report
+    if report.draining:
+        return ["the queue is drained: nothing is admitted; `rl-async queue drain RUN --undo` lets it go on"]
+    if report.status.workers == 0:
+        return [f"no agent worker is connected: {_batch(seen)}; the workers' logs say why"]
+    if seen.engines and all(engine.paused for engine in seen.engines):
+        return [
+            f"every engine is paused while the trainer waits for a batch since {waiting.for_s:.0f} s: a weight update "
+            "did not end; trainer-0's log names the engine"
+        ]
+    if not seen.engines:
+        return [f"no engine is registered: {_batch(seen)}; the engines' logs say why"]
+    return []
+
+
+RULES: tuple[Callable[[Observation], list[str]], ...] = (
+    _disk,
+    _stopped,
+    _gone,
+    _silent_queue,
+    _silent_engines,
+    _ranks_apart,
+    _starved,
+)
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def in_collective(process: ObservedProcess) -> bool:
+    """Whether its main thread stands in a collective operation of torch.distributed."""
+    return any(frame.file.endswith(COLLECTIVES) for frame in process.stack[:8])
+
+
+def _named(seen: Observation, process: ObservedProcess) -> str:
+    rank = seen.rank_of(process)
+    return process.title if rank is None else f"trainer rank {rank.rank} (pid {process.record.pid})"
+
+
+def _doing(process: ObservedProcess) -> str:
+    if process.stack:
+        frame = process.stack[0]
+        return f"it stands in {frame.name}, {'/'.join(frame.file.split('/')[-2:])}:{frame.line}"
+    kernel = f", in the kernel's {process.waits_in}" if process.waits_in else ""
+    return f"it {describe(process.state)}{kernel}, and shows no Python stack"
+
+
+def _effect(seen: Observation, process: ObservedProcess) -> str:
+    """Who waits for a process that does nothing."""
+    role = process.record.role
+    if role == "trainer":
+        if process.ended and process.record.exit in (EXIT_USER, EXIT_FAILED):
+            return "the run ends, as it would fail again"
+        if process.ended:
+            return "all ranks start again from the last checkpoint"
+        others = [other for other in seen.of_role("trainer") if other is not process and not other.halted]
+        waits = [f"rank {rank.rank} {_wait(other, rank)}" for other in others if (rank := seen.rank_of(other))]
+        return ", ".join(waits) or "nothing is trained and no weights are published"
+    if role == "worker" and seen.queue is not None:
+        held = [group for group in seen.queue.oldest if any(_is(process, worker) for worker in group.workers)]
+        lease = seen.queue.report.oldest_lease
+        if lease is not None and _is(process, lease.worker):
+            return f"it holds group {lease.group_id} for {lease.age_s:.0f} s, until its lease expires"
+        return f"it holds group {held[0].group_id}" if held else "it holds no lease; others go on"
+    return {
+        "queue": "trainer, workers and launcher wait for it",
+        "engine": "its requests go to other engines, and wait if there are none",
+        "shard": "the trainer waits for the trajectories that it keeps",
+        "reward-model": "episodes wait for their rewards",
+    }.get(role, "others wait for it")
+
+
+def _wait(process: ObservedProcess, rank: ObservedRank) -> str:
+    """How a rank waits, or waited, for another one."""
+    call = next((frame.name for frame in process.stack if frame.file.endswith(COLLECTIVES)), "")
+    verb = "waited" if process.ended else f"waits in {call}" if call else "waits"
+    return f"{verb} for it, {rank.phase} of step {rank.step} for {rank.for_s:.0f} s"
+
+
+def _is(process: ObservedProcess, worker: str) -> bool:
+    """Whether the queue's name of a worker (``Session``) is that of this process."""
+    return f"-{process.record.pid}-" in worker
+
+
+def _waiting_rank(seen: Observation) -> ObservedRank | None:
+    return next((rank for rank in seen.ranks if rank.phase == "waiting for a batch"), None)
+
+
+def _batch(seen: Observation) -> str:
+    assert seen.queue is not None
+    status = seen.queue.report.status
+    return (
+        f"{status.ready} groups are ready, {status.leased} are being generated, {status.waiting} wait for a worker, "
+        f"{status.reserved} are being trained"
+    )
+
+
+def _late(seen: Observation) -> str:
+    """A sentence if the run is slower than it was; empty if not."""
+    slowest = max(seen.ranks, key=lambda rank: rank.for_s, default=None)
+    if slowest is None:
+        return ""
+    usual = seen.usual_step_s
+    if slowest.for_s < max(QUIET_S, SLOW_FACTOR * (usual or 0.0)):
+        return ""
+    deadline = {
+        "waiting for a batch": f"; the deadline is {seen.deadlines.batch:.0f} s (trainer.batch_timeout_s)",
+        "publishing": f"; the deadline is {seen.deadlines.sync:.0f} s (weight_sync.sync_timeout_s)",
+    }.get(slowest.phase, "")
+    than = "" if usual is None else f", where a whole step usually takes {usual:.1f} s"
+    batch = f": {_batch(seen)}" if slowest.phase == "waiting for a batch" and seen.queue else ""
+    return (
+        f"nothing is stuck, but the run is slow: trainer rank {slowest.rank} is {slowest.phase} of step "
+        f"{slowest.step} for {slowest.for_s:.0f} s{than}{batch}{deadline}"
+    )
+
+
+def _fine(seen: Observation) -> str:
+    usual = "" if seen.usual_step_s is None else f", {seen.usual_step_s:.1f} s each"
+    return f"nothing is wrong: {seen.steps_done} of {seen.steps} steps are trained{usual}"
+
+
+def _over(seen: Observation) -> Diagnosis:
+    """Nobody supervises the run any more."""
+    if seen.steps and seen.steps_done >= seen.steps:
+        return Diagnosis(health="over", findings=(f"the run ended well: all {seen.steps} steps are trained",))
+    done = f"{seen.steps_done} of {seen.steps} steps were trained"
+    failed = [process for process in seen.processes if process.record.state == "failed"]
+    findings = [f"the run failed; {process.title} did: {process.log_line or 'it wrote nothing'}" for process in failed]
+    findings = [*_disk(seen), *findings] or ["the run is not going on; it was interrupted, or its launcher was killed"]
+    first = f"{findings[0]} ({done})"
+    return Diagnosis(health="failed", findings=(first, *findings[1:]))

@@ -43,7 +43,7 @@ print("PROBE" + json.dumps({"versions": found, "gpus": gpus, "nccl": nccl}))
 """
 
 
-class Line(msgspec.Struct, frozen=True):
+class Finding(msgspec.Struct, frozen=True):
     """One thing that was looked at. ``what_to_do`` is empty if it is ok."""
 
     level: Level
@@ -69,7 +69,7 @@ def check_machine(config: str | None) -> int:
     Raises UserError if there is no such config.
     """
     wanted = None if config is None else load_config(config)
-    lines = look(wanted)
+    lines = run_checks(wanted)
     print("\n".join(line.text for line in lines))
     missing = sum(line.level == "missing" for line in lines)
     for_what = "the demo" if config is None else config
@@ -77,10 +77,10 @@ def check_machine(config: str | None) -> int:
     return 1 if missing else 0
 
 
-def look(config: RunConfig | None) -> list[Line]:
+def run_checks(config: RunConfig | None) -> list[Finding]:
     """All lines, for a config or (None) for the demo on CPU."""
     here = probe(sys.executable)
-    checks: list[Callable[[], list[Line]]] = [
+    checks: list[Callable[[], list[Finding]]] = [
         lambda: package_lines(here, ("torch", "transformers"), "here"),
         lambda: device_lines(here, count_gpus(), config),
         lambda: engine_lines(here, config),
@@ -103,36 +103,40 @@ def probe(python: str) -> Probe:
     return msgspec.json.decode(done.stdout.rpartition("PROBE")[2], type=Probe)
 
 
-def package_lines(found: Probe, names: tuple[str, ...], where: str) -> list[Line]:
+def package_lines(found: Probe, names: tuple[str, ...], where: str) -> list[Finding]:
     """Each package that must be there, in a version that is supported."""
     if "error" in found.versions:
         way_out = "pip install -e ." if where == "here" else "give a Python that has it with rollout.python"
-        return [Line("missing", f"torch cannot be imported {where}: {found.versions['error']}", way_out)]
+        return [Finding("missing", f"torch cannot be imported {where}: {found.versions['error']}", way_out)]
     lines = []
     for name in names:
         version, wanted = found.versions.get(name, ""), RANGES[name]
         if not version:
-            lines.append(Line("missing", f"{name}: not {where}", f"pip install '{name}{wanted}'"))
+            lines.append(Finding("missing", f"{name}: not {where}", f"pip install '{name}{wanted}'"))
         elif not holds(version, wanted):
-            lines.append(Line("warning", f"{name} {version}: {wanted} is supported", f"pip install '{name}{wanted}'"))
+            lines.append(
+                Finding("warning", f"{name} {version}: {wanted} is supported", f"pip install '{name}{wanted}'")
+            )
         else:
-            lines.append(Line("ok", f"{name} {version} (supported: {wanted})"))
+            lines.append(Finding("ok", f"{name} {version} (supported: {wanted})"))
     return lines
 
 
-def device_lines(found: Probe, files: int, config: RunConfig | None) -> list[Line]:
+def device_lines(found: Probe, files: int, config: RunConfig | None) -> list[Finding]:
     """GPUs as torch sees them, and NCCL. ``files`` counts devices in /dev."""
     if found.gpus:
-        nccl = Line("ok", f"NCCL {found.nccl}") if found.nccl else Line("warning", "torch has no NCCL", "use gloo")
-        return [Line("ok", f"{len(found.gpus)} GPUs: {', '.join(sorted(set(found.gpus)))}"), nccl]
+        nccl = (
+            Finding("ok", f"NCCL {found.nccl}") if found.nccl else Finding("warning", "torch has no NCCL", "use gloo")
+        )
+        return [Finding("ok", f"{len(found.gpus)} GPUs: {', '.join(sorted(set(found.gpus)))}"), nccl]
     if files:
-        return [Line("warning", f"/dev has {files} GPUs, and torch sees none", "install a torch built for CUDA")]
+        return [Finding("warning", f"/dev has {files} GPUs, and torch sees none", "install a torch built for CUDA")]
     if config is not None and config.model.device == "cuda":
-        return [Line("missing", "no GPU, and model.device=cuda", "use model.device=auto, or a machine with a GPU")]
-    return [Line("ok", "no GPU: everything runs on the CPU")]
+        return [Finding("missing", "no GPU, and model.device=cuda", "use model.device=auto, or a machine with a GPU")]
+    return [Finding("ok", "no GPU: everything runs on the CPU")]
 
 
-def engine_lines(here: Probe, config: RunConfig | None) -> list[Line]:
+def engine_lines(here: Probe, config: RunConfig | None) -> list[Finding]:
     """The engines' packages: those that the config wants must be in rollout.python."""
     used = [] if config is None else [t.package for t in engine_traits(config).values() if t.package]
     python = "" if config is None else config.rollout.python
@@ -141,19 +145,19 @@ def engine_lines(here: Probe, config: RunConfig | None) -> list[Line]:
     for name in sorted(ENGINE_PACKAGES.keys() - set(used)):
         version = here.versions.get(name, "")
         if version and not holds(version, RANGES[name]):
-            lines.append(Line("warning", f"{name} {version}: {RANGES[name]} is supported", "it is not used here"))
+            lines.append(Finding("warning", f"{name} {version}: {RANGES[name]} is supported", "it is not used here"))
         else:
-            lines.append(Line("ok", f"{name} {version or 'is not here'}; this config does not use it"))
+            lines.append(Finding("ok", f"{name} {version or 'is not here'}; this config does not use it"))
     return lines
 
 
-def backend_lines(config: RunConfig | None, *, installed: bool) -> list[Line]:
+def backend_lines(config: RunConfig | None, *, installed: bool) -> list[Finding]:
     """Megatron-Core, if the trainer is to use it."""
     if config is None or config.trainer.backend != "megatron":
         return []
     if installed:
-        return [Line("ok", "Megatron-Core is here")]
-    return [Line("missing", "Megatron-Core: not here", "pip install 'rl-async[megatron]'")]
+        return [Finding("ok", "Megatron-Core is here")]
+    return [Finding("missing", "Megatron-Core: not here", "pip install 'rl-async[megatron]'")]
 
 
 def needed_bytes(config: RunConfig | None) -> int:
@@ -177,10 +181,10 @@ def available_bytes(root: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) 
     return free
 
 
-def memory_line(free: int, needed: int) -> Line:
+def memory_line(free: int, needed: int) -> Finding:
     """Memory against what the run may take at most."""
     what = f"{free / 2**30:.1f} GiB of memory free, at most about {needed / 2**30:.1f} GiB needed"
-    return Line("ok", what) if free >= needed else Line("warning", what, "use a smaller model or fewer processes")
+    return Finding("ok", what) if free >= needed else Finding("warning", what, "use a smaller model or fewer processes")
 
 
 def cores(root: Path = CGROUP) -> float:
@@ -192,25 +196,25 @@ def cores(root: Path = CGROUP) -> float:
     return allowed
 
 
-def cores_line(count: float) -> Line:
+def cores_line(count: float) -> Finding:
     """Engine and trainer want a core each."""
     if count >= 2:
-        return Line("ok", f"{count:g} cores")
-    return Line("warning", f"{count:g} cores", "engine and trainer share one: nothing overlaps")
+        return Finding("ok", f"{count:g} cores")
+    return Finding("warning", f"{count:g} cores", "engine and trainer share one: nothing overlaps")
 
 
-def shm_line(free: int) -> Line:
+def shm_line(free: int) -> Finding:
     """Colocated weights cross by shared memory."""
     what = f"/dev/shm: {free / 2**20:.0f} MiB free"
     if free >= 256 << 20:
-        return Line("ok", what)
-    return Line("warning", what, "weight_sync.transport=ipc needs two buckets there; docker run --shm-size=2g")
+        return Finding("ok", what)
+    return Finding("warning", what, "weight_sync.transport=ipc needs two buckets there; docker run --shm-size=2g")
 
 
-def files_line(soft: int, hard: int) -> Line:
+def files_line(soft: int, hard: int) -> Finding:
     """Open files: one per connection."""
     what = f"{soft} open files allowed"
-    return Line("ok", what) if soft >= FILES else Line("warning", what, f"ulimit -n {min(hard, 65536)}")
+    return Finding("ok", what) if soft >= FILES else Finding("warning", what, f"ulimit -n {min(hard, 65536)}")
 
 
 def free_ports() -> int:
@@ -228,21 +232,23 @@ def free_ports() -> int:
             one.close()
 
 
-def ports_line(count: int) -> Line:
+def ports_line(count: int) -> Finding:
     """Every process listens on loopback."""
     if count == PORTS:
-        return Line("ok", f"ports on {HOST} can be bound")
-    return Line("missing", f"only {count} of {PORTS} ports on {HOST} could be bound", "is the loopback interface up?")
+        return Finding("ok", f"ports on {HOST} can be bound")
+    return Finding(
+        "missing", f"only {count} of {PORTS} ports on {HOST} could be bound", "is the loopback interface up?"
+    )
 
 
-def redis_lines(config: RunConfig | None, server: str | None) -> list[Line]:
+def redis_lines(config: RunConfig | None, server: str | None) -> list[Finding]:
     """Redis, if the queue's journal is there."""
     if config is None or config.queue.journal != "redis":
         return []
     host, _, port = config.queue.redis_url.partition("://")[2].partition("/")[0].rpartition("@")[2].partition(":")
     try:
         with socket.create_connection((host, int(port or 6379)), timeout=5.0):
-            return [Line("ok", f"something listens at {config.queue.redis_url}")]
+            return [Finding("ok", f"something listens at {config.queue.redis_url}")]
     except OSError as error:
         how = "start redis-server" if server else "install redis-server and start it"
-        return [Line("missing", f"nothing answers at {config.queue.redis_url}: {error}", how)]
+        return [Finding("missing", f"nothing answers at {config.queue.redis_url}: {error}", how)]

@@ -8,7 +8,7 @@ from rl_async.process.kernel import ENDED, HALTED
 from rl_async.process.stacks import Frame
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
+class ObservedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """One process as the kernel and its own files show it."""
 
     record: ProcessRecord
@@ -33,7 +33,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
         return self.state in ENDED
 
 
-class RankSeen(msgspec.Struct, frozen=True, kw_only=True):
+class ObservedRank(msgspec.Struct, frozen=True, kw_only=True):
     """Where a trainer rank said that it is."""
 
     rank: int
@@ -43,7 +43,7 @@ class RankSeen(msgspec.Struct, frozen=True, kw_only=True):
     for_s: float
 
 
-class EngineSeen(msgspec.Struct, frozen=True, kw_only=True):
+class ObservedEngine(msgspec.Struct, frozen=True, kw_only=True):
     """One engine of the registry, asked over HTTP."""
 
     engine_id: str
@@ -54,7 +54,7 @@ class EngineSeen(msgspec.Struct, frozen=True, kw_only=True):
     requests: int | None = None
 
 
-class QueueSeen(msgspec.Struct, frozen=True, kw_only=True):
+class ObservedQueue(msgspec.Struct, frozen=True, kw_only=True):
     """The queue's answers; ``oldest`` are the groups that have been longest in their state, one per state."""
 
     report: Inspection
@@ -76,10 +76,10 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     launcher: int | None  # its pid; None: nobody supervises the run
     launcher_state: str = "S"
-    processes: tuple[Seen, ...] = ()
-    ranks: tuple[RankSeen, ...] = ()
-    queue: QueueSeen | None = None  # None: it did not answer
-    engines: tuple[EngineSeen, ...] = ()
+    processes: tuple[ObservedProcess, ...] = ()
+    ranks: tuple[ObservedRank, ...] = ()
+    queue: ObservedQueue | None = None  # None: it did not answer
+    engines: tuple[ObservedEngine, ...] = ()
     deadlines: Deadlines = Deadlines()
     steps: int = 0  # that the run is to train
     steps_done: int = 0
@@ -88,10 +88,10 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     shm_free: int = 1 << 40  # bytes, of /dev/shm
     trouble: tuple[str, ...] = ()  # what could not be looked at, and why
 
-    def of_role(self, role: str) -> tuple[Seen, ...]:
+    def of_role(self, role: str) -> tuple[ObservedProcess, ...]:
         """The processes of a role."""
         return tuple(seen for seen in self.processes if seen.record.role == role)
 
-    def rank_of(self, seen: Seen) -> RankSeen | None:
+    def rank_of(self, seen: ObservedProcess) -> ObservedRank | None:
         """What a trainer process said, unless that was an earlier process of its rank."""
         return next((rank for rank in self.ranks if rank.pid == seen.record.pid), None)

@@ -19,7 +19,14 @@ from rl_async.configs.engines import ENGINES
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EngineError, QueueLost, UserError
-from rl_async.launcher.doctor.observation import Deadlines, EngineSeen, Observation, QueueSeen, RankSeen, Seen
+from rl_async.launcher.doctor.observation import (
+    Deadlines,
+    Observation,
+    ObservedEngine,
+    ObservedProcess,
+    ObservedQueue,
+    ObservedRank,
+)
 from rl_async.launcher.folder.tail import MetricsTail, Record
 from rl_async.launcher.supervise.roster import ProcessRecord, read_roster
 from rl_async.messages import EngineRecord, GroupRecord
@@ -46,16 +53,16 @@ def observe(run: Path) -> Observation:
     config = load_resolved(run / "config.yaml")
     launcher = launcher_of(run)
     trouble: list[str] = []
-    queue, engines = (None, ()) if launcher is None else _ask_queue(run, config, trouble)
+    queue, engines = (None, ()) if launcher is None else _observe_queue(run, config, trouble)
     metrics = _metrics(run)
     return Observation(
         run=str(run),
         launcher=launcher,
         launcher_state=GONE if launcher is None else state_of(launcher),
-        processes=look_at(run, records),
+        processes=observe_processes(run, records),
         ranks=_ranks(run, {record.pid for record in records}),
         queue=queue,
-        engines=asyncio.run(_ask_engines(engines)),
+        engines=asyncio.run(_observe_engines(engines)),
         deadlines=Deadlines(
             batch=config.trainer.batch_timeout_s,
             collective=config.trainer.collective_timeout_s,
@@ -82,11 +89,13 @@ def launcher_of(run: Path) -> int | None:
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-def look_at(run: Path, records: Sequence[ProcessRecord]) -> tuple[Seen, ...]:
+def observe_processes(run: Path, records: Sequence[ProcessRecord]) -> tuple[ObservedProcess, ...]:
     """Every process as it is now, with its main thread's stack if it answers within STACK_S."""
     before = {record.pid: _stat(record) for record in records}
     began = time.monotonic()
-    stacks = ask_stacks(run, [record for record in records if before[record.pid].state not in (AFAR, *ENDED, *HALTED)])
+    stacks = request_stacks(
+        run, [record for record in records if before[record.pid].state not in (AFAR, *ENDED, *HALTED)]
+    )
     time.sleep(max(0.0, 0.3 - (time.monotonic() - began)))
     elapsed = (time.monotonic() - began) * os.sysconf("SC_CLK_TCK")
     seen = []
@@ -94,7 +103,7 @@ def look_at(run: Path, records: Sequence[ProcessRecord]) -> tuple[Seen, ...]:
         stat = _stat(record)
         log_age, log_line = _log(run / "logs" / f"{record.name}.log")
         seen.append(
-            Seen(
+            ObservedProcess(
                 record=record,
                 state=stat.state,
                 waits_in=waits_in(record.pid) if stat.state not in (AFAR, GONE) else "",
@@ -116,7 +125,7 @@ def _stat(record: ProcessRecord) -> ProcStat:
     return stat if stat.started == record.started else ProcStat()
 
 
-def ask_stacks(run: Path, records: Iterable[ProcessRecord]) -> dict[str, tuple[Frame, ...]]:
+def request_stacks(run: Path, records: Iterable[ProcessRecord]) -> dict[str, tuple[Frame, ...]]:
     """Signal each process that listens for it, and read what it wrote within STACK_S, by name."""
     asked: dict[str, tuple[Path, int]] = {}
     for record in records:
@@ -174,11 +183,11 @@ def _log(path: Path) -> tuple[float | None, str]:
     return max(0.0, time.time() - path.stat().st_mtime), lines[-1] if lines else ""
 
 
-def _ranks(run: Path, pids: set[int]) -> tuple[RankSeen, ...]:
+def _ranks(run: Path, pids: set[int]) -> tuple[ObservedRank, ...]:
     """What the ranks of these processes said; files of earlier ones may lie beside theirs."""
     now = time.time()
     return tuple(
-        RankSeen(rank=said.rank, pid=said.pid, step=said.step, phase=said.phase, for_s=max(0.0, now - said.since))
+        ObservedRank(rank=said.rank, pid=said.pid, step=said.step, phase=said.phase, for_s=max(0.0, now - said.since))
         for said in read_beats(run)
         if said.pid in pids
     )
@@ -187,14 +196,16 @@ def _ranks(run: Path, pids: set[int]) -> tuple[RankSeen, ...]:
 # --- queue and engines ------------------------------------------------------------------------------------------------
 
 
-def _ask_queue(run: Path, config: RunConfig, trouble: list[str]) -> tuple[QueueSeen | None, tuple[EngineRecord, ...]]:
+def _observe_queue(
+    run: Path, config: RunConfig, trouble: list[str]
+) -> tuple[ObservedQueue | None, tuple[EngineRecord, ...]]:
     try:
         address = read_endpoints(run).queue
         keys = client_keys(config, run)
         with SyncQueueClient(address, role="person", name="doctor", timeout_s=ANSWER_S, keys=keys) as queue:
             report = queue.inspect()
             groups = queue.group_list(-1, LISTED).groups
-            return QueueSeen(report=report, oldest=oldest_groups(groups)), tuple(queue.engines().engines)
+            return ObservedQueue(report=report, oldest=oldest_groups(groups)), tuple(queue.engines().engines)
     except (QueueLost, UserError) as error:
         trouble.append(f"queue: {error}")
         return None, ()
@@ -209,13 +220,13 @@ def oldest_groups(groups: Sequence[GroupRecord]) -> tuple[GroupRecord, ...]:
     return tuple(oldest.values())
 
 
-async def _ask_engines(records: Sequence[EngineRecord]) -> tuple[EngineSeen, ...]:
-    return tuple(await asyncio.gather(*(_ask_engine(record) for record in records)))
+async def _observe_engines(records: Sequence[EngineRecord]) -> tuple[ObservedEngine, ...]:
+    return tuple(await asyncio.gather(*(_observe_engine(record) for record in records)))
 
 
-async def _ask_engine(record: EngineRecord) -> EngineSeen:
+async def _observe_engine(record: EngineRecord) -> ObservedEngine:
     version = "none yet" if record.version is None else str(record.version)
-    silent = EngineSeen(engine_id=record.engine_id, url=record.url, answers=False, version=version)
+    silent = ObservedEngine(engine_id=record.engine_id, url=record.url, answers=False, version=version)
     client = connect(record.kind, record.url, timeout_s=ANSWER_S)
     http = EngineHttp(record.url, ANSWER_S)
     try:

@@ -1,6 +1,6 @@
-"""Ray as the place where processes run: placement groups, and one keeper actor per process. It carries no data.
+"""Runs processes on the nodes of a Ray cluster: placement groups, and one keeper actor per process. Ray moves no data.
 
-    Supervisor ──start──> Nodes ──placement groups──> Ray
+    Supervisor ──start──> RayNodes ──placement groups──> Ray
         └── RemoteChild <──output, exit code── Keeper (an actor in its bundle) ── the process
 
 The one file that imports Ray; it is imported for ``--launcher ray`` only.
@@ -28,34 +28,34 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RlAsyncError, UserError
 from rl_async.launcher.plan.planning import RENDEZVOUS, Plan
 from rl_async.launcher.plan.spec import ProcessSpec
-from rl_async.launcher.ray.keeper import Keeper, Order, Settled, Started, own_addresses, sees
+from rl_async.launcher.ray.keeper import Allocation, AllocationRequest, Keeper, Started, own_addresses, sees
 from rl_async.launcher.ray.placement import (
     KEY_HOLDERS,
     Bundle,
-    Group,
-    Seat,
+    NodeGroup,
+    ProcessResources,
     check_sharing,
     folders_of,
     groups,
-    stays_home,
+    stays_on_launcher_node,
 )
-from rl_async.launcher.ray.remote import ANSWER_S, RETRY_S, KeeperGone, KeeperSilent, RemoteChild
+from rl_async.launcher.ray.remote_child import ANSWER_S, RETRY_S, KeeperGone, KeeperSilent, RemoteChild
 from rl_async.launcher.supervise.executor import ThisMachine
 from rl_async.launcher.supervise.process import Process
 
 NODE = "ray.io/node-id"  # a label that Ray gives every node
-LOOK_S = 60.0  # for a node's first answer; Ray may have to start a worker process there
+NODE_ANSWER_S = 60.0  # for a node's first answer; Ray may have to start a worker process there
 CLOSE_S = 10.0
-CLEAN_UP_S = 2.0  # one keeper alone, while the others wait
+CLEAN_UP_S = 2.0  # for a single keeper, while the others wait
 START_ATTEMPTS = 5
 
 log = logging.getLogger("rl_async.launcher")
 Actor: Any = ray.remote(Keeper)
-look: Any = ray.remote(sees)
+sees_folder: Any = ray.remote(sees)
 
 
 class NoRoom(RlAsyncError):
-    """The cluster has no place for a process; names it, what it takes, and what there is."""
+    """The cluster has no room for a process; names the process, what it needs and what is free."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Cluster:
     gpus: int
 
     def at_home(self, config: RunConfig) -> RunConfig:
-        """The config of a run whose queue listens where the other nodes reach it, also if it was elsewhere before."""
+        """Return the config with a ``queue.host`` that the other nodes reach, also after a move of the launcher."""
         if config.queue.host in own_addresses() and not is_loopback(config.queue.host):
             return config
         return msgspec.structs.replace(config, queue=msgspec.structs.replace(config.queue, host=self.address))
@@ -75,7 +75,7 @@ class Cluster:
 
 @contextmanager
 def connected(address: str) -> Iterator[Cluster]:
-    """The cluster at ``address``; empty: RAY_ADDRESS, or the one that this machine is a node of. Raises UserError."""
+    """Connect to the cluster at ``address``; empty: RAY_ADDRESS, or this machine's own. Raises UserError."""
     if address.startswith("ray://"):
         raise UserError(
             f"--address {address}: start the launcher on a node of the cluster, where the run folder will be"
@@ -97,14 +97,14 @@ def connected(address: str) -> Iterator[Cluster]:
         ray.shutdown()
 
 
-class ActorLine:
-    """The way to a keeper that is an actor."""
+class ActorClient:
+    """Calls the methods of a keeper that is a Ray actor."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
     async def ask(self, method: str, *arguments: Any, timeout_s: float = ANSWER_S) -> Any:
-        """See ``remote.Line``."""
+        """Call a method of the keeper; see ``KeeperClient``."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await getattr(self._actor, method).remote(*arguments)
@@ -120,15 +120,15 @@ class ActorLine:
             raise
 
     def tell(self, method: str) -> None:
-        """See ``remote.Line``."""
+        """Call a method of the keeper without waiting; see ``KeeperClient``."""
         getattr(self._actor, method).remote()
 
     def drop(self) -> Any:
-        """Let it clean up; a reference to the end of that."""
+        """Have the keeper clean up; returns a reference that is ready when it has."""
         return self._actor.close.remote()
 
     def end(self) -> None:
-        """Let it clean up, if it can, and end it."""
+        """Have the keeper clean up within CLEAN_UP_S, then end it."""
         ray.wait([self.drop()], timeout=CLEAN_UP_S)
         self.kill()
 
@@ -138,109 +138,111 @@ class ActorLine:
 
 
 @dataclass
-class Post:
-    """Where a process is, or will be."""
+class Assignment:
+    """A process's keeper, and the host and ports that it allocated."""
 
-    line: ActorLine
-    settled: Settled
+    client: ActorClient
+    allocation: Allocation
 
 
-class Nodes:
-    """Executor of a plan on the nodes of a cluster. A process stays where its keeper is, and moves with its bundle."""
+class RayNodes:
+    """Executes a plan on the nodes of a cluster. A process runs beside its keeper and moves with its bundle."""
 
     def __init__(self, cluster: Cluster, config: RunConfig, plan: Plan, folder: Path) -> None:
         self._cluster, self._config, self._plan, self._folder = cluster, config, plan, folder
         self._token = f".nodes-{secrets.token_hex(8)}"
         self._here = ThisMachine({}, folder)
-        self._seats: dict[str, tuple[PlacementGroup, int, Seat]] = {}
+        self._places: dict[str, tuple[PlacementGroup, int, ProcessResources]] = {}
         self._groups: list[PlacementGroup] = []
-        self._posts: dict[str, Post] = {}
-        self._lines: list[ActorLine] = []  # to all keepers that were ever made
+        self._assignments: dict[str, Assignment] = {}
+        self._clients: list[ActorClient] = []  # to all keepers that were ever made
         self._children: dict[str, RemoteChild] = {}
         self._ports: dict[str, int] = {}
         self._hosts: dict[str, str] = {}
 
     def open(self) -> None:
-        """Put the token into the run folder, by which nodes find out whether they see it."""
+        """Put a token into the run folder, by which nodes find out whether they share the folder."""
         (self._folder / self._token).touch()
         self._here.open()
 
     def close(self) -> None:
-        """End all keepers and give their places back."""
+        """End all keepers and release their placement groups."""
         for child in self._children.values():
             child.forget()
-        endings = [line.drop() for line in self._lines]
+        endings = [client.drop() for client in self._clients]
         if endings:
             ray.wait(endings, num_returns=len(endings), timeout=CLOSE_S)
-        for line in self._lines:
-            line.kill()
+        for client in self._clients:
+            client.kill()
         for group in self._groups:
             remove_placement_group(group)
         (self._folder / self._token).unlink(missing_ok=True)
         self._here.close()
 
-    async def settle(self) -> None:
-        """Find a place for every process of the plan. Raises UserError for what a node lacks, NoRoom."""
-        blind = await self._blind_nodes()
-        check_sharing(self._config, self._plan, blind)
-        shared = not blind
-        log.info("the run folder is %s", "on all nodes" if shared else f"not on {', '.join(blind)}")
+    async def allocate(self) -> None:
+        """Allocate a node and ports for every process. Raises UserError for what a node lacks, NoRoom."""
+        without_folder = await self._nodes_without_folder()
+        check_sharing(self._config, self._plan, without_folder)
+        shared = not without_folder
+        log.info("the run folder is %s", "on all nodes" if shared else f"not on {', '.join(without_folder)}")
         for group in groups(self._plan, self._config.launcher.threads, shared=shared):
             await self._reserve(group)
-        posting = [asyncio.ensure_future(self._post(spec)) for spec in self._plan.processes]
+        assigning = [asyncio.ensure_future(self._assign(spec)) for spec in self._plan.processes]
         try:
-            await asyncio.gather(*posting)
+            await asyncio.gather(*assigning)
         finally:
-            for task in posting:
+            for task in assigning:
                 task.cancel()
-            await asyncio.wait(posting)
+            await asyncio.wait(assigning)
 
     async def start(self, spec: ProcessSpec, *, restarts: int) -> Process:
-        """Start a process where it is at home, or somewhere else if its node was lost. Raises UserError, NoRoom."""
+        """Start a process on the node of its keeper, or on another if that node was lost. Raises UserError, NoRoom."""
         if spec.role == "prepare":
             return await self._here.start(spec, restarts=restarts)
         earlier = self._children.get(spec.name)
         if earlier is not None and earlier.lost:
             self._drop(spec.name)
         for _ in range(START_ATTEMPTS):
-            post = self._posts.get(spec.name) or await self._post(spec)
+            assignment = self._assignments.get(spec.name) or await self._assign(spec)
             argv = spec.command(self._ports, self._hosts, restarted=restarts > 0)
             environment = spec.environment(self._ports, self._hosts)
             environment.pop("CUDA_VISIBLE_DEVICES", None)  # Ray says which GPU of that node it is
             try:
-                started: Started = await post.line.ask("start", _portable(argv), environment)
+                started: Started = await assignment.client.ask("start", _portable(argv), environment)
             except (KeeperGone, KeeperSilent) as error:
-                log.warning("%s: its keeper on %s failed: %s", spec.name, post.settled.host, error)
+                log.warning("%s: its keeper on %s failed: %s", spec.name, assignment.allocation.host, error)
                 self._drop(spec.name)
                 continue
-            host = "" if post.settled.host == self._cluster.address else post.settled.host
+            host = "" if assignment.allocation.host == self._cluster.address else assignment.allocation.host
             path = self._folder / "logs" / f"{spec.name}.log"
-            self._children[spec.name] = RemoteChild(spec.name, post.line, started, host, path)
+            self._children[spec.name] = RemoteChild(spec.name, assignment.client, started, host, path)
             return self._children[spec.name]
         raise NoRoom(f"{spec.name}: no keeper could start it in {START_ATTEMPTS} attempts; see logs/launcher.log")
 
     def _drop(self, name: str) -> None:
-        if (post := self._posts.pop(name, None)) is not None:
-            post.line.end()
+        if (assignment := self._assignments.pop(name, None)) is not None:
+            assignment.client.end()
 
     def places(self) -> tuple[Mapping[str, int], Mapping[str, str]]:
-        """As they are now."""
+        """Return the current ports and hosts; a host changes when its process moves to another node."""
         return self._ports, self._hosts
 
-    async def _blind_nodes(self) -> list[str]:
-        """Addresses of nodes that do not see the run folder."""
+    async def _nodes_without_folder(self) -> list[str]:
+        """Return the addresses of the nodes that do not see the run folder."""
         nodes = [(node["NodeID"], node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
         run = self._folder.absolute()
 
-        async def asked(node_id: str) -> bool:
+        async def sees(node_id: str) -> bool:
             strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            async with asyncio.timeout(LOOK_S):
-                return await look.options(num_cpus=0, scheduling_strategy=strategy).remote(run, self._token)
+            async with asyncio.timeout(NODE_ANSWER_S):
+                return await sees_folder.options(num_cpus=0, scheduling_strategy=strategy).remote(run, self._token)
 
         try:
-            seen = await asyncio.gather(*(asked(node_id) for node_id, _ in nodes))
+            seen = await asyncio.gather(*(sees(node_id) for node_id, _ in nodes))
         except TimeoutError:
-            raise NoRoom(f"a node of the Ray cluster did not answer within {LOOK_S:g} s; see `ray status`") from None
+            raise NoRoom(
+                f"a node of the Ray cluster did not answer within {NODE_ANSWER_S:g} s; see `ray status`"
+            ) from None
         except RayError as error:
             raise NoRoom(
                 f"a node of the Ray cluster cannot be used: {_first_line(error)}; every node needs rl-async, and "
@@ -248,15 +250,15 @@ class Nodes:
             ) from error
         return [address for (_, address), sees_it in zip(nodes, seen, strict=True) if not sees_it]
 
-    async def _reserve(self, group: Group) -> None:
-        """Raises NoRoom, naming what is wanted and what there is, after rollout.start_timeout_s."""
+    async def _reserve(self, group: NodeGroup) -> None:
+        """Create a placement group. Raises NoRoom, with what is needed and free, after rollout.start_timeout_s."""
         selector = [{NODE: self._cluster.node_id} if bundle.home else {} for bundle in group.bundles]
         made = placement_group(
             [bundle.resources for bundle in group.bundles], strategy=group.strategy, bundle_label_selector=selector
         )
         self._groups.append(made)
         for index, bundle in enumerate(group.bundles):
-            self._seats.update({seat.name: (made, index, seat) for seat in bundle.seats})
+            self._places.update({resources.name: (made, index, resources) for resources in bundle.processes})
         try:
             async with asyncio.timeout(self._plan.start_timeout_s):
                 await made.ready()
@@ -264,59 +266,59 @@ class Nodes:
             where = " on this node" if group.name == "home" else ""
             wanted = [bundle.resources for bundle in group.bundles]
             raise NoRoom(
-                f"the Ray cluster has no room{where} for {_names(group.bundles)}: they take {wanted}, and free is "
-                f"{ray.available_resources()}; add nodes, or take fewer engines, workers or threads"
+                f"the Ray cluster has no room{where} for {_names(group.bundles)}: they need {wanted}, and free are "
+                f"{ray.available_resources()}; add nodes, or configure fewer engines, workers or threads"
             ) from None
 
-    async def _post(self, spec: ProcessSpec) -> Post:
-        """A keeper in the process's bundle, which Ray moves to another node when its node dies.
+    async def _assign(self, spec: ProcessSpec) -> Assignment:
+        """Make a keeper in the process's bundle, which Ray moves to another node when its node dies.
 
         Raises NoRoom when rollout.start_timeout_s have passed, UserError for what the node lacks.
         """
         deadline = time.monotonic() + self._plan.start_timeout_s
-        group, index, seat = self._seats[spec.name]
+        group, index, resources = self._places[spec.name]
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-        options = {"num_cpus": seat.cpus, "num_gpus": seat.gpus, "scheduling_strategy": strategy}
+        options = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "scheduling_strategy": strategy}
         while True:
-            line = ActorLine(Actor.options(**options).remote(ray.util.get_node_ip_address))
-            self._lines.append(line)
+            client = ActorClient(Actor.options(**options).remote(ray.util.get_node_ip_address))
+            self._clients.append(client)
             left = deadline - time.monotonic()
             try:
-                settled: Settled = await line.ask("settle", self._order(spec), timeout_s=max(0.0, left))
+                allocation: Allocation = await client.ask("allocate", self._request(spec), timeout_s=max(0.0, left))
                 break
             except (KeeperGone, KeeperSilent) as error:
-                line.end()
+                client.end()
                 if left <= 0 or _is_broken(error):
                     raise NoRoom(
                         f"{spec.name}: no node took it within rollout.start_timeout_s={self._plan.start_timeout_s:g} "
-                        f"({seat.cpus:g} CPU, {seat.gpus:g} GPU): {error.__cause__ or error}; add a node and continue "
-                        "with --resume"
+                        f"({resources.cpus:g} CPU, {resources.gpus:g} GPU): {error.__cause__ or error}; add a node and "
+                        "continue with --resume"
                     ) from error
                 await asyncio.sleep(RETRY_S)
-        if not settled.shared and spec.role == "trainer" and settled.host != self._cluster.address:
+        if not allocation.shared and spec.role == "trainer" and allocation.host != self._cluster.address:
             raise UserError(
-                f"launcher.run_dir: {settled.host}, where {spec.name} is to go on, does not see {self._folder}; mount "
-                "it there, or take the node out of the cluster, and continue with --resume"
+                f"launcher.run_dir: {allocation.host}, where {spec.name} must continue, does not see {self._folder}; "
+                "mount it there, or remove the node from the cluster, and continue with --resume"
             )
         moved = self._hosts.get(spec.name) is not None
-        self._ports.update(settled.ports)
-        self._hosts[spec.name] = settled.host
-        self._posts[spec.name] = Post(line, settled)
-        log.info("%s: on %s", spec.name, settled.host)
+        self._ports.update(allocation.ports)
+        self._hosts[spec.name] = allocation.host
+        self._assignments[spec.name] = Assignment(client, allocation)
+        log.info("%s: on %s", spec.name, allocation.host)
         if moved and spec.role == "reward-model":
-            self._restart_those_who_mention(spec.name)
-        return self._posts[spec.name]
+            self._restart_users_of(spec.name)
+        return self._assignments[spec.name]
 
-    def _restart_those_who_mention(self, name: str) -> None:
-        """Their command lines hold an address that is no more; whoever keeps them starts them with the new one."""
+    def _restart_users_of(self, name: str) -> None:
+        """Kill the processes whose command lines hold the old address of ``name``; they restart with the new one."""
         for spec in self._plan.processes:
             if spec.name != name and spec.mentions(name) and spec.name in self._children:
                 self._children[spec.name].kill_now()
 
-    def _order(self, spec: ProcessSpec) -> Order:
+    def _request(self, spec: ProcessSpec) -> AllocationRequest:
         names = {spec.name, RENDEZVOUS} if spec.name == "trainer-0" else {spec.name}
-        again = self._ports if stays_home(spec) else {}  # others know it by its address
-        return Order(
+        again = self._ports if stays_on_launcher_node(spec) else {}  # its address must not change
+        return AllocationRequest(
             name=spec.name,
             cwd=str(Path.cwd()),
             run=str(self._folder),
@@ -330,7 +332,7 @@ class Nodes:
 
 
 def _run_files(config: RunConfig, folder: Path, spec: ProcessSpec) -> dict[str, bytes]:
-    """What a process reads of the run folder: the config, and its keys if the queue is closed."""
+    """Return the files of the run folder that a process reads: the config, and its keys if the queue is closed."""
     paths = [folder / "config.yaml"]
     if is_closed(config.queue) and not config.queue.keys and spec.role in KEY_HOLDERS:
         keys = folder / "keys"
@@ -341,17 +343,17 @@ def _run_files(config: RunConfig, folder: Path, spec: ProcessSpec) -> dict[str, 
 
 
 def _portable(argv: list[str]) -> list[str]:
-    """Our own Python may be elsewhere on another node: an empty word stands for it."""
+    """Replace the path of our own Python, which may differ on another node, by an empty word."""
     return ["", *argv[1:]] if argv[0] == sys.executable else argv
 
 
 def _is_broken(error: RlAsyncError) -> bool:
-    """Whether no keeper can be made at all, as where rl-async is not installed."""
+    """Whether a keeper cannot be created at all, for example where rl-async is not installed."""
     return isinstance(error.__cause__, ActorDiedError) and "creation task" in str(error.__cause__)
 
 
 def _names(bundles: tuple[Bundle, ...]) -> str:
-    return ", ".join(seat.name for bundle in bundles for seat in bundle.seats)
+    return ", ".join(resources.name for bundle in bundles for resources in bundle.processes)
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,9 +1,9 @@
-"""The supervisor's hand on another node: looks after one process there, as ``process.Child`` does beside it.
+"""Supervises one process on another node on behalf of the launcher, as ``process.Child`` does on the launcher's own.
 
-    launcher --settle, start, stop, kill--> Keeper --signals--> the process
+    launcher --allocate, start, stop, kill--> Keeper --signals--> the process
              <--watch: output, exit code--         <--its log, in a folder of this node--
 
-It imports nothing of Ray: ``on_ray`` makes an actor of it, and a test calls it directly.
+It imports nothing from Ray: ``executor`` makes an actor of it, and tests call it directly.
 """
 
 import asyncio
@@ -27,17 +27,17 @@ from rl_async.launcher.plan.ports import PortWish, hold_ports
 from rl_async.launcher.ray.placement import interface_of
 from rl_async.launcher.supervise.process import Child, Lifeline
 
-ORPHANED_S = 30.0  # without a word from the launcher; it has given this node up by then, or is gone
+ORPHANED_S = 30.0  # without a call from the launcher, which has given this node up by then, or is gone
 POLL_S = 0.1
 CHUNK = 1 << 18
 INTERFACE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node must have before a process starts there, and what it is given."""
+class AllocationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process needs of a node: folders, files and ports."""
 
     name: str
-    cwd: str  # the launcher's
+    cwd: str  # the launcher's working directory
     run: str  # its run folder, absolute or below cwd
     token: str  # a file in the run folder; a node that sees it shares the folder
     files: Mapping[str, bytes]  # of the run folder, for a node that does not
@@ -47,8 +47,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     python: str = ""  # of the engine; empty: this process's own
 
 
-class Settled(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a process will be."""
+class Allocation(msgspec.Struct, frozen=True, kw_only=True):
+    """The host and ports at which a process will listen."""
 
     host: str  # the node's address
     ports: Mapping[str, int]
@@ -56,7 +56,7 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that runs. ``offset``: where its output begins in the log."""
+    """A running process. Its output begins at ``offset`` of the log."""
 
     pid: int
     started: int
@@ -64,14 +64,14 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
-    """What was written since; ``code`` once it has ended and all of its output was handed out."""
+    """Output of the process. ``code`` is set once the process has ended and all of its output was returned."""
 
     data: bytes
     code: int | None = None
 
 
 class Keeper:
-    """Looks after one process on the node that it is on. Its methods run on one event loop."""
+    """Keeps one process on its own node. Its methods run on one event loop."""
 
     def __init__(self, address: Callable[[], str]) -> None:
         self._host = address()
@@ -82,41 +82,41 @@ class Keeper:
         self._held: list[socket.socket] = []
         self._child: Child | None = None
         self._cwd, self._run, self._name, self._shared = self._scratch, self._scratch, "", False
-        self._heard = time.monotonic()
+        self._last_call = time.monotonic()
         self._guard: asyncio.Task[None] | None = None
 
-    async def settle(self, order: Order) -> Settled:
-        """Check this node, give it what it lacks, and find free ports. Raises UserError for what it must have."""
-        self._name = order.name
-        self._look_around(order)
-        if order.engine_kind:
-            await asyncio.to_thread(check_engine_python, order.engine_kind, order.python or sys.executable)
+    async def allocate(self, request: AllocationRequest) -> Allocation:
+        """Check this node, write the files that it lacks, and hold free ports. Raises UserError for what is missing."""
+        self._name = request.name
+        self._check_node(request)
+        if request.engine_kind:
+            await asyncio.to_thread(check_engine_python, request.engine_kind, request.python or sys.executable)
         if not self._shared:
             try:
-                self._provide(order.files)
+                self._provide(request.files)
             except OSError as error:
                 raise UserError(f"launcher.run_dir: {self._host} cannot write into {self._run}: {error}") from error
         if not self._held:
-            self._held = hold_ports(self._host, [PortWish(*wish) for wish in order.ports])
+            self._held = hold_ports(self._host, [PortWish(*wish) for wish in request.ports])
             for held in self._held:
                 self._exits.enter_context(held)
-        ports = {name: held.getsockname()[1] for (name, _, _), held in zip(order.ports, self._held, strict=True)}
-        return Settled(host=self._host, ports=ports, shared=self._shared)
+        ports = {name: held.getsockname()[1] for (name, _, _), held in zip(request.ports, self._held, strict=True)}
+        return Allocation(host=self._host, ports=ports, shared=self._shared)
 
-    def _look_around(self, order: Order) -> None:
-        if Path(order.cwd).is_dir():
-            self._cwd = Path(order.cwd)
-        self._run = self._cwd / order.run
-        self._shared = sees(self._run, order.token)
-        for key, path in order.folders:
+    def _check_node(self, request: AllocationRequest) -> None:
+        if Path(request.cwd).is_dir():
+            self._cwd = Path(request.cwd)
+        self._run = self._cwd / request.run
+        self._shared = sees(self._run, request.token)
+        for key, path in request.folders:
             if not (self._cwd / path).is_dir():
                 raise UserError(
-                    f"{key}: {self._host}, where {order.name} is to run, has no folder {self._cwd / path}; put it "
+                    f"{key}: {self._host}, where {request.name} is to run, has no folder {self._cwd / path}; put it "
                     "there, or on a file system that all nodes share"
                 )
 
     def _provide(self, files: Mapping[str, bytes]) -> None:
-        """Write files of the run folder here, for this user's eyes only; they are removed again at the end."""
+        """Write files of the run folder here, readable by this user only; ``close`` removes them."""
         for name, content in files.items():
             path = self._run / name
             if path.exists() and path.read_bytes() != content:
@@ -131,7 +131,7 @@ class Keeper:
             self._exits.callback(path.unlink, missing_ok=True)
 
     async def start(self, argv: Sequence[str], env: Mapping[str, str]) -> Started:
-        """Start the process; what is left of an earlier one is ended first. ``argv[0]`` "": this node's Python."""
+        """Start the process, after ending an earlier one. An empty ``argv[0]`` stands for this node's Python."""
         await self.kill()
         stacks = self._run / "stacks" if self._shared else self._scratch
         stacks.mkdir(exist_ok=True)
@@ -144,16 +144,16 @@ class Keeper:
             stacks / f"{self._name}.txt",
             self._cwd,
         )
-        self._heard = time.monotonic()
+        self._last_call = time.monotonic()
         self._guard = asyncio.create_task(self._end_orphan(self._child))
         return Started(pid=self._child.pid, started=self._child.started, offset=self._child.log_start)
 
     async def watch(self, offset: int, wait_s: float) -> Output:
-        """Output from ``offset`` on, and the exit code, as soon as there is one of them; empty after ``wait_s``."""
+        """Return output from ``offset`` on, or the exit code, as soon as there is one; empty after ``wait_s``."""
         child = self._running()
         deadline = time.monotonic() + wait_s
         while True:
-            self._heard = time.monotonic()
+            self._last_call = time.monotonic()
             code = child.returncode  # before reading, so that the last lines are not missed
             with child.log.open("rb") as file:
                 file.seek(offset)
@@ -165,17 +165,17 @@ class Keeper:
             await asyncio.sleep(POLL_S)
 
     async def stop(self, timeout_s: float) -> None:
-        """Ask the process to end, and kill it after ``timeout_s``."""
+        """Send SIGTERM, and kill the process after ``timeout_s``."""
         if self._child is not None:
             await self._child.stop(timeout_s)
 
     async def kill(self) -> None:
-        """Kill it and everything it started."""
+        """Kill the process and everything that it started."""
         if self._child is not None:
             await self._child.kill()
 
     async def close(self) -> None:
-        """End the process and leave nothing on this node."""
+        """End the process and remove everything that was put on this node."""
         await self.kill()
         if self._guard is not None:
             self._guard.cancel()
@@ -187,27 +187,29 @@ class Keeper:
         return self._child
 
     async def _end_orphan(self, child: Child) -> None:
-        """Produces the end of a process that nobody has asked for during ORPHANED_S: its launcher, cut off from here,
-        starts it elsewhere. Waits for the clock; ends with the process."""
+        """Kill the process when the launcher has not called for ORPHANED_S: cut off from here, it starts it elsewhere.
+
+        Waits for the clock; ends with the process.
+        """
         while child.returncode is None:
             await asyncio.sleep(POLL_S)
-            if time.monotonic() - self._heard > ORPHANED_S:
+            if time.monotonic() - self._last_call > ORPHANED_S:
                 await child.kill()
 
 
 def sees(run: Path, token: str) -> bool:
-    """Whether the run folder here is the launcher's."""
+    """Whether the run folder on this node is the launcher's, and not another one of the same path."""
     return (run / token).is_file()
 
 
 def network(address: str) -> dict[str, str]:
-    """Variables that keep process groups off interfaces which other hosts do not reach. Those that are set stay."""
+    """Return variables that keep process groups off interfaces which other hosts do not reach; set ones are kept."""
     interface = interface_of(address, _interfaces())
     return {name: os.environ.get(name, interface) for name in INTERFACE if interface}
 
 
 def own_addresses() -> set[str]:
-    """The IPv4 addresses of this machine."""
+    """Return the IPv4 addresses of all interfaces of this machine."""
     return {address for addresses in _interfaces().values() for address, _ in addresses}
 
 

@@ -1,4 +1,4 @@
-"""Which processes of a plan need what of which node, for Ray's placement groups: pure."""
+"""Groups the processes of a plan into Ray's placement groups, by what each needs of its node. Pure functions."""
 
 import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,8 +17,8 @@ Strategy = Literal["PACK", "STRICT_PACK", "SPREAD"]
 
 
 @dataclass(frozen=True)
-class Seat:
-    """What one process takes of its bundle."""
+class ProcessResources:
+    """The share of its bundle that one process takes."""
 
     name: str
     cpus: float
@@ -27,18 +27,18 @@ class Seat:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Processes that stay on one node: those that share a GPU, else a single one. ``home``: the launcher's node."""
+    """Processes on one node: those that share a GPU, else a single one. ``home`` means the launcher's node."""
 
-    seats: tuple[Seat, ...]
+    processes: tuple[ProcessResources, ...]
     memory: int = 0  # bytes
     home: bool = False
 
     @property
     def resources(self) -> dict[str, float]:
-        """As Ray names them."""
-        gpus = sum(seat.gpus for seat in self.seats)
+        """Resources of the whole bundle, by the names that Ray gives them."""
+        gpus = sum(resources.gpus for resources in self.processes)
         wanted = {
-            "CPU": sum(seat.cpus for seat in self.seats),
+            "CPU": sum(resources.cpus for resources in self.processes),
             "GPU": float(round(gpus)),
             "memory": float(self.memory),
         }
@@ -46,32 +46,34 @@ class Bundle:
 
 
 @dataclass(frozen=True)
-class Group:
-    """One placement group."""
+class NodeGroup:
+    """A placement group: bundles with a common strategy."""
 
     name: str
     strategy: Strategy
     bundles: tuple[Bundle, ...]
 
 
-def groups(plan: Plan, threads: int, *, shared: bool) -> tuple[Group, ...]:
-    """The placement groups of a run, none of them empty. ``threads``: of a process that computes on a CPU.
+def groups(plan: Plan, threads: int, *, shared: bool) -> tuple[NodeGroup, ...]:
+    """Return the placement groups of a run, none of them empty. A process that computes on a CPU has ``threads``.
 
     The queue stays on the launcher's node, beside its journal and at an address that does not change; so does a
-    gateway, whose address others know. Trainer ranks are close together, and stay there too unless the run folder,
+    gateway. Trainer ranks are close together, and stay there too unless the run folder,
     which they write, is ``shared`` by all nodes. Engines and workers are spread, so that a node's death spares some.
     Engines whose weights cross in the memory of one machine are on that of the trainers.
     """
     bundles = _bundles(plan, threads, shared)
-    together = {spec.name for spec in plan.processes if _trains(plan, spec)}
-    with_trainer = [bundle for bundle in bundles if any(seat.name in together for seat in bundle.seats)]
+    with_trainers = {spec.name for spec in plan.processes if _trains(plan, spec)}
+    with_trainer = [
+        bundle for bundle in bundles if any(resources.name in with_trainers for resources in bundle.processes)
+    ]
     packed: Strategy = "STRICT_PACK" if plan.transport == "ipc" else "PACK"
     kinds: tuple[tuple[str, Strategy, list[Bundle]], ...] = (
         ("home", "PACK", [bundle for bundle in bundles if bundle.home]),
         ("trainers", packed, [bundle for bundle in with_trainer if not bundle.home]),
         ("others", "SPREAD", [bundle for bundle in bundles if not bundle.home and bundle not in with_trainer]),
     )
-    return tuple(Group(name, strategy, tuple(members)) for name, strategy, members in kinds if members)
+    return tuple(NodeGroup(name, strategy, tuple(members)) for name, strategy, members in kinds if members)
 
 
 def _bundles(plan: Plan, threads: int, shared: bool) -> list[Bundle]:
@@ -82,7 +84,7 @@ def _bundles(plan: Plan, threads: int, shared: bool) -> list[Bundle]:
 
 
 def _trains(plan: Plan, spec: ProcessSpec) -> bool:
-    """Whether a process goes where the trainers do."""
+    """Whether a process must be placed with the trainers."""
     return spec.role == "trainer" or (plan.transport == "ipc" and spec.role == "engine")
 
 
@@ -90,16 +92,20 @@ def _bundle(plan: Plan, specs: Sequence[ProcessSpec], threads: int, shared: bool
     sharers: dict[str, int] = {}
     for spec in specs:
         sharers[spec.device] = sharers.get(spec.device, 0) + 1
-    seats = tuple(
-        Seat(spec.name, _cpus(spec, threads), 0.0 if spec.device == "cpu" else _floor(1 / sharers[spec.device]))
+    processes = tuple(
+        ProcessResources(
+            spec.name, _cpus(spec, threads), 0.0 if spec.device == "cpu" else _floor(1 / sharers[spec.device])
+        )
         for spec in specs
     )
     memory = sum(spec.memory_bytes or 0 for spec in specs)
-    return Bundle(seats, memory, any(stays_home(spec) or (_trains(plan, spec) and not shared) for spec in specs))
+    return Bundle(
+        processes, memory, any(stays_on_launcher_node(spec) or (_trains(plan, spec) and not shared) for spec in specs)
+    )
 
 
-def stays_home(spec: ProcessSpec) -> bool:
-    """Whether a process keeps its address as long as the run lasts, and is therefore on the launcher's node."""
+def stays_on_launcher_node(spec: ProcessSpec) -> bool:
+    """Whether a process must keep its address as long as the run lasts, and so run on the launcher's node."""
     return spec.role == "queue" or spec.name == GATEWAY
 
 
@@ -110,22 +116,21 @@ def _cpus(spec: ProcessSpec, threads: int) -> float:
 
 
 def _floor(share: float) -> float:
-    """In ten thousandths, as Ray counts."""
+    """Round down to ten thousandths, the resolution of Ray's resources."""
     return int(share * 10_000) / 10_000
 
 
-def check_sharing(config: RunConfig, plan: Plan, blind: Sequence[str]) -> None:
-    """Raise UserError if the run needs a file system that all nodes share. ``blind``: those that do not see the run
-    folder."""
-    if blind and plan.transport == "disk" and not config.weight_sync.folder:
+def check_sharing(config: RunConfig, plan: Plan, without_folder: Sequence[str]) -> None:
+    """Raise UserError if the run needs a file system that all nodes share, and some are ``without_folder``."""
+    if without_folder and plan.transport == "disk" and not config.weight_sync.folder:
         raise UserError(
-            f"weight_sync.transport=disk: {', '.join(blind)} does not see the run folder, where weights would lie; set "
-            "weight_sync.folder to a folder that all nodes share, or use weight_sync.transport=gloo"
+            f"weight_sync.transport=disk: {', '.join(without_folder)} does not see the run folder, where weights are "
+            "written; set weight_sync.folder to a folder that all nodes share, or use weight_sync.transport=gloo"
         )
 
 
 def folders_of(config: RunConfig, plan: Plan, spec: ProcessSpec) -> list[tuple[str, str]]:
-    """Folders that must be on the node of a process: the config key and the path."""
+    """Return the folders that the node of a process must have, as pairs of config key and path."""
     if spec.role in ("queue", "shard"):
         needed = []
     elif spec.role == "reward-model":
@@ -144,7 +149,7 @@ def folders_of(config: RunConfig, plan: Plan, spec: ProcessSpec) -> list[tuple[s
 
 
 def interface_of(address: str, interfaces: Mapping[str, Iterable[tuple[str, str | None]]]) -> str:
-    """The network interface that has an IPv4 address; empty if none has. ``interfaces``: (address, netmask) by name."""
+    """Return the interface that has an IPv4 address; empty if none has. ``interfaces``: (address, netmask) by name."""
     wanted = ipaddress.ip_address(address)
     near = ""
     for name, addresses in interfaces.items():

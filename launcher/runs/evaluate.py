@@ -14,8 +14,9 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import ConfigError, RlAsyncError
 from rl_async.launcher.folder.run_folder import hold, next_folder
 from rl_async.launcher.runs.launch import EXIT_SIGNAL, announce, log_into, make_ready, prepare
+from rl_async.launcher.supervise.children import Interrupted
 from rl_async.launcher.supervise.executor import ThisMachine
-from rl_async.launcher.supervise.supervisor import Interrupted, Supervisor
+from rl_async.launcher.supervise.supervisor import Supervisor
 from rl_async.messages import EngineRecord, Reserved, Version
 from rl_async.rollout_server.connect import connect
 from rl_async.trainer.monitoring.records import write_trajectories
@@ -46,7 +47,7 @@ def evaluate(config: RunConfig, name_or_path: str) -> int:
             with Supervisor(planned, executor, folder, client_keys(config, folder)) as supervisor:
                 await prepare(config, planned, supervisor, console)
                 announce(config, folder, executor, console)
-                evaluation = Evaluation(supervisor, config, folder)
+                evaluation = EvaluationRun(supervisor, config, folder)
                 await supervisor.run(evaluation.run, evaluation.on_engine)
         except Interrupted as interruption:
             return EXIT_SIGNAL + interruption.number
@@ -74,7 +75,7 @@ def without_training(config: RunConfig) -> RunConfig:
     )
 
 
-class Evaluation:
+class EvaluationRun:
     """What the supervisor runs in place of the trainer."""
 
     def __init__(self, supervisor: Supervisor, config: RunConfig, folder: Path) -> None:

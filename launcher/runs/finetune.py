@@ -25,11 +25,12 @@ from rl_async.files import replace_file
 from rl_async.launcher.folder.run_folder import checkpoints, create, hold
 from rl_async.launcher.plan.artifacts import check_model_folder
 from rl_async.launcher.plan.machine import check_trainer, count_gpus
-from rl_async.launcher.plan.planning import finetune_ranks
+from rl_async.launcher.plan.planning import RENDEZVOUS, finetune_ranks
+from rl_async.launcher.plan.ports import PortWish, assign_ports
 from rl_async.launcher.runs.launch import EXIT_SIGNAL, log_into, shown
+from rl_async.launcher.supervise.children import Interrupted, keep_ranks
+from rl_async.launcher.supervise.executor import ThisMachine
 from rl_async.launcher.supervise.process import RoleFailed
-from rl_async.launcher.supervise.rank_keeper import keep_ranks
-from rl_async.launcher.supervise.supervisor import Interrupted
 from rl_async.launcher.watch.finetune_view import FinetuneView, summary
 from rl_async.reward_loop.render import load_tokenizer
 from rl_async.trainer.finetune.rows import HELD_OUT, ROWS, ChatRows, total_steps
@@ -91,7 +92,9 @@ async def _train(config: RunConfig, folder: Path, console: Console) -> int:
     view = FinetuneView(folder, steps, (checkpoints(folder) or [0])[-1], console)
     try:
         async with shown(view.run()):
-            await keep_ranks(finetune_ranks(config, folder, count_gpus()), folder, config.launcher.stop_timeout_s)
+            executor = ThisMachine(assign_ports([PortWish(RENDEZVOUS)]), folder)
+            specs = finetune_ranks(config, folder, count_gpus())
+            await keep_ranks(specs, executor, folder, config.launcher.stop_timeout_s)
     except Interrupted as interrupted:
         view.show_new()
         done = (checkpoints(folder) or [0])[-1]

@@ -14,21 +14,22 @@ from rich.console import Console
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RlAsyncError, UserError
-from rl_async.launcher.doctor.diagnosis import FILE as DIAGNOSIS
-from rl_async.launcher.doctor.diagnosis import diagnose
+from rl_async.launcher.doctor.report import FILE as DIAGNOSIS
+from rl_async.launcher.doctor.report import write_report
 from rl_async.launcher.folder.run_folder import checkpoints, create, hold
 from rl_async.launcher.plan.artifacts import needs_preparation
 from rl_async.launcher.plan.machine import check_engines, plan_here
 from rl_async.launcher.plan.planning import Plan, endpoints
 from rl_async.launcher.plan.ports import assign_ports
+from rl_async.launcher.supervise.children import Interrupted
 from rl_async.launcher.supervise.executor import Executor, ThisMachine
-from rl_async.launcher.supervise.supervisor import Interrupted, Supervisor
+from rl_async.launcher.supervise.supervisor import Supervisor
 from rl_async.launcher.watch.view import View
 from rl_async.process.endpoints import write_endpoints
 from rl_async.transfer_queue.auth.keys import client_keys, provide_keys
 
 DIAGNOSIS_S = 30.0
-KNOCK_S = 5.0
+CONNECT_S = 5.0
 EXIT_SIGNAL = 128  # plus the number of the signal, as shells have it
 
 
@@ -44,15 +45,15 @@ def launch_on_ray(config: RunConfig, folder: Path, address: str, *, resume: bool
     """As ``launch``, on the nodes of the Ray cluster at ``address``. Raises NoRoom, too."""
     if find_spec("ray") is None:
         raise UserError("--launcher ray: Ray is not installed here; run `python -m pip install 'rl-async[ray]'`")
-    _knock(address)
-    from rl_async.launcher.ray.executor import Nodes, connected
+    check_reachable(address)
+    from rl_async.launcher.ray.executor import RayNodes, connected
 
     with hold(folder), connected(address) as cluster:
         config = cluster.at_home(config)
         planned = plan_here(config, folder, resume=resume, gpus=cluster.gpus)
         _make_folder(config, folder)
         with log_into(folder):
-            return asyncio.run(_run(config, folder, planned, Nodes(cluster, config, planned, folder)))
+            return asyncio.run(_run(config, folder, planned, RayNodes(cluster, config, planned, folder)))
 
 
 def make_ready(config: RunConfig, folder: Path, *, resume: bool = False) -> tuple[Plan, dict[str, int]]:
@@ -69,13 +70,13 @@ def _make_folder(config: RunConfig, folder: Path) -> None:
     provide_keys(config, folder)
 
 
-def _knock(address: str) -> None:
+def check_reachable(address: str) -> None:
     """Raise UserError if nobody listens at HOST:PORT: Ray itself would try for minutes."""
     host, colon, port = address.rpartition(":")
     if not (colon and port.isdigit()) or "/" in host:
         return  # not of that form, or none was given
     try:
-        socket.create_connection((host, int(port)), KNOCK_S).close()
+        socket.create_connection((host, int(port)), CONNECT_S).close()
     except (OSError, OverflowError) as error:
         raise UserError(
             f"--address {address}: no Ray cluster answers there ({error}); start one with `ray start --head`"
@@ -122,12 +123,12 @@ async def _run(config: RunConfig, folder: Path, planned: Plan, executor: Executo
     view: View | None = None
     try:
 
-        async def look(why: str) -> None:
-            await _look(folder, why, console)
+        async def sees_folder(why: str) -> None:
+            await _diagnose(folder, why, console)
 
-        with Supervisor(planned, executor, folder, client_keys(config, folder), look) as supervisor:
+        with Supervisor(planned, executor, folder, client_keys(config, folder), sees_folder) as supervisor:
             await prepare(config, planned, supervisor, console)
-            await supervisor.settle()
+            await supervisor.allocate()
             console.print(f"run folder: {folder}", markup=False, highlight=False, soft_wrap=True)
             announce(config, folder, executor, console)
             view = View(config, folder, supervisor.states, supervisor.status, console)
@@ -142,7 +143,7 @@ async def _run(config: RunConfig, folder: Path, planned: Plan, executor: Executo
     return 0
 
 
-async def _look(folder: Path, why: str, console: Console) -> None:
+async def _diagnose(folder: Path, why: str, console: Console) -> None:
     """Print who is to blame for what happened, and write the whole diagnosis into the run folder.
 
     It must not hide the trouble itself: what keeps it from looking is logged, and the run goes on as without it.
@@ -150,7 +151,7 @@ async def _look(folder: Path, why: str, console: Console) -> None:
     log = logging.getLogger("rl_async.launcher")
     try:
         async with asyncio.timeout(DIAGNOSIS_S):
-            verdict = await asyncio.to_thread(diagnose, folder, why)
+            verdict = await asyncio.to_thread(write_report, folder, why)
     except (RlAsyncError, OSError, TimeoutError) as error:
         log.error("%s, and the diagnosis failed: %r", why, error)
         return

@@ -21,7 +21,7 @@ class Executor(Protocol):
         """Nothing that was started outlives this."""
         ...
 
-    async def settle(self) -> None:
+    async def allocate(self) -> None:
         """Find a place for every process, so that ``places`` knows them. Raises UserError for what is missing there."""
         ...
 
@@ -47,7 +47,7 @@ class ThisMachine:
         """Cut it."""
         self._exits.close()
 
-    async def settle(self) -> None:
+    async def allocate(self) -> None:
         """They are all here."""
 
     async def start(self, spec: ProcessSpec, *, restarts: int) -> Child:

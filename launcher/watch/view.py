@@ -18,8 +18,8 @@ from rl_async.errors import QueueLost
 from rl_async.launcher.folder.tail import MetricsTail, Record
 from rl_async.launcher.supervise.roster import ProcessState
 from rl_async.launcher.watch.view_model import (
-    Conversation,
     History,
+    RecordedConversation,
     arguments_text,
     bar,
     mean,
@@ -105,7 +105,7 @@ class View:
 
     async def _run_live(self) -> None:
         report: StatusReport | None = None
-        conversation: tuple[str, Conversation] | None = None
+        conversation: tuple[str, RecordedConversation] | None = None
         with Live(console=self._console, auto_refresh=False) as live:
             while True:
                 if self._read() or conversation is None:
@@ -117,7 +117,9 @@ class View:
                 live.update(self._render(report, conversation), refresh=True)
                 await asyncio.sleep(REFRESH_S)
 
-    def _render(self, report: StatusReport | None, conversation: tuple[str, Conversation] | None) -> RenderableType:
+    def _render(
+        self, report: StatusReport | None, conversation: tuple[str, RecordedConversation] | None
+    ) -> RenderableType:
         seconds = int(time.monotonic() - self._began)
         title = f"{self._config.name}  {self._config.mode}  {seconds // 60}:{seconds % 60:02d}"
         panels: list[RenderableType] = [Panel(self._numbers(report), title=title, title_align="left")]
@@ -179,7 +181,7 @@ def _processes_text(states: Sequence[ProcessState]) -> Text:
     return text
 
 
-def render_conversation(talk: Conversation) -> Text:
+def render_conversation(talk: RecordedConversation) -> Text:
     """A conversation; each tool call on a line of its own with its result, instead of markup and tool message."""
     text = Text()
     for turn in talk.turns:

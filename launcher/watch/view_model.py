@@ -13,7 +13,7 @@ from rl_async.messages import Turn
 BARS = "▁▂▃▄▅▆▇█"
 
 
-class Conversation(msgspec.Struct):
+class RecordedConversation(msgspec.Struct):
     """The part of a recorded trajectory that people read; other fields of the line are skipped."""
 
     turns: list[Turn]
@@ -127,7 +127,7 @@ def summary_lines(history: History, folder: Path, seconds: float, bound: int) ->
     return lines
 
 
-def newest_conversation(folder: Path) -> tuple[str, Conversation] | None:
+def newest_conversation(folder: Path) -> tuple[str, RecordedConversation] | None:
     """The first trajectory of the newest file of trained ones, and the file's step; None if there is none yet."""
     files = sorted(folder.glob("step-*.jsonl.gz"))
     if not files:
@@ -137,7 +137,7 @@ def newest_conversation(folder: Path) -> tuple[str, Conversation] | None:
     if not line:
         return None
     step = files[-1].name.removeprefix("step-").partition("-")[0]
-    return str(int(step) + 1), msgspec.json.decode(line, type=Conversation)
+    return str(int(step) + 1), msgspec.json.decode(line, type=RecordedConversation)
 
 
 def arguments_text(arguments: str) -> str:

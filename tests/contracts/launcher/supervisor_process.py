@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 from rl_async.launcher.plan.ports import assign_ports
+from rl_async.launcher.supervise.children import Interrupted
 from rl_async.launcher.supervise.executor import ThisMachine
-from rl_async.launcher.supervise.supervisor import Interrupted, Supervisor
+from rl_async.launcher.supervise.supervisor import Supervisor
 
 
 async def main(folder: Path) -> int:

@@ -15,15 +15,15 @@ import pytest
 
 from rl_async.errors import ConfigError, UserError
 from rl_async.launcher.ray import keeper as keepers
-from rl_async.launcher.ray import remote
-from rl_async.launcher.ray.keeper import Keeper, Order
-from rl_async.launcher.ray.remote import KeeperGone, KeeperSilent, RemoteChild
+from rl_async.launcher.ray import remote_child as remote
+from rl_async.launcher.ray.keeper import AllocationRequest, Keeper
+from rl_async.launcher.ray.remote_child import KeeperGone, KeeperSilent, RemoteChild
 
 HOST = "127.0.0.1"
 TALK = "import sys, time; print('one', flush=True); print('two', file=sys.stderr, flush=True); time.sleep({})"
 
 
-class CallLine:
+class DirectClient:
     """Calls the keeper, unless ``cut`` says what happens instead."""
 
     def __init__(self, keeper: Keeper) -> None:
@@ -47,7 +47,7 @@ async def keeper() -> AsyncIterator[Keeper]:
     await made.close()
 
 
-def order(folder: Path, **changes: Any) -> Order:
+def request(folder: Path, **changes: Any) -> AllocationRequest:
     given: dict[str, Any] = {
         "name": "engine-0",
         "cwd": str(folder),
@@ -57,12 +57,12 @@ def order(folder: Path, **changes: Any) -> Order:
         "folders": [],
         "ports": [("engine-0", 0, "rollout.port")],
     }
-    return Order(**given | changes)
+    return AllocationRequest(**given | changes)
 
 
-async def begin(keeper: Keeper, folder: Path, code: str) -> tuple[RemoteChild, CallLine]:
-    await keeper.settle(order(folder))
-    line = CallLine(keeper)
+async def begin(keeper: Keeper, folder: Path, code: str) -> tuple[RemoteChild, DirectClient]:
+    await keeper.allocate(request(folder))
+    line = DirectClient(keeper)
     started = await keeper.start(["", "-c", code], {})
     return RemoteChild("engine-0", line, started, "10.0.0.2", folder / "engine-0.log"), line
 
@@ -123,15 +123,15 @@ async def test_a_process_that_nobody_asks_for_is_ended_by_its_keeper(
 ) -> None:
     """Before the supervisor takes it for lost, so that it never runs twice."""
     assert keepers.ORPHANED_S < remote.LOST_S
-    await keeper.settle(order(tmp_path))
+    await keeper.allocate(request(tmp_path))
     monkeypatch.setattr(keepers, "ORPHANED_S", 0.2)
     started = await keeper.start(["", "-c", TALK.format(600)], {})
     await until(lambda: not psutil.pid_exists(started.pid))
 
 
 async def test_a_node_without_the_run_folder_is_lent_its_files(keeper: Keeper, tmp_path: Path) -> None:
-    settled = await keeper.settle(order(tmp_path))
-    assert not settled.shared
+    allocation = await keeper.allocate(request(tmp_path))
+    assert not allocation.shared
     key = tmp_path / "runs" / "x" / "keys" / "run.key"
     assert key.read_bytes() == b"secret" and stat.S_IMODE(key.stat().st_mode) == 0o600
     await keeper.close()
@@ -143,7 +143,7 @@ async def test_files_of_another_run_are_neither_replaced_nor_removed(keeper: Kee
     other.parent.mkdir(parents=True)
     other.write_text("seed: 2\n")
     with pytest.raises(UserError, match=r"127\.0\.0\.1 has a .*config\.yaml of another run"):
-        await keeper.settle(order(tmp_path))
+        await keeper.allocate(request(tmp_path))
     await keeper.close()
     assert other.read_text() == "seed: 2\n"
 
@@ -153,7 +153,7 @@ async def test_a_node_with_the_run_folder_keeps_it(keeper: Keeper, tmp_path: Pat
     run.mkdir(parents=True)
     (run / ".token").touch()
     (run / "config.yaml").write_text("seed: 2\n")
-    assert (await keeper.settle(order(tmp_path))).shared
+    assert (await keeper.allocate(request(tmp_path))).shared
     await keeper.close()
     assert (run / "config.yaml").read_text() == "seed: 2\n"
 
@@ -161,7 +161,7 @@ async def test_a_node_with_the_run_folder_keeps_it(keeper: Keeper, tmp_path: Pat
 async def test_where_the_launchers_folder_is_not_processes_run_in_one_of_their_own(
     keeper: Keeper, tmp_path: Path
 ) -> None:
-    await keeper.settle(order(tmp_path / "nowhere"))
+    await keeper.allocate(request(tmp_path / "nowhere"))
     started = await keeper.start(["", "-c", TALK.format(600)], {})
     there = Path(os.readlink(f"/proc/{started.pid}/cwd"))
     assert (there / "runs" / "x" / "config.yaml").read_bytes() == b"seed: 1\n"
@@ -171,19 +171,19 @@ async def test_where_the_launchers_folder_is_not_processes_run_in_one_of_their_o
 
 async def test_a_missing_model_is_named_with_its_host(keeper: Keeper, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"model.path: {HOST}, where engine-0 is to run, has no folder .*/m;"):
-        await keeper.settle(order(tmp_path, folders=[("model.path", "m")]))
+        await keeper.allocate(request(tmp_path, folders=[("model.path", "m")]))
 
 
 async def test_a_free_port_is_held_until_a_server_takes_it(keeper: Keeper, tmp_path: Path) -> None:
-    settled = await keeper.settle(order(tmp_path))
-    port = settled.ports["engine-0"]
-    assert settled.host == HOST and port > 0
+    allocation = await keeper.allocate(request(tmp_path))
+    port = allocation.ports["engine-0"]
+    assert allocation.host == HOST and port > 0
     listen = (
         "import socket, sys; s = socket.socket(); s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1);"
         f"s.bind(('{HOST}', {port})); s.listen(); print('listening', flush=True); s.accept()"
     )
     started = await keeper.start([sys.executable, "-c", listen], {})
-    child = RemoteChild("engine-0", CallLine(keeper), started, "", tmp_path / "log")
+    child = RemoteChild("engine-0", DirectClient(keeper), started, "", tmp_path / "log")
     await until(lambda: "listening" in child.output())
     with socket.create_connection((HOST, port), timeout=5):
         assert await child.wait() == 0
@@ -193,7 +193,7 @@ async def test_a_configured_port_that_is_taken_is_named(keeper: Keeper, tmp_path
     with socket.create_server((HOST, 0)) as taken:
         wish = ("engine-0", taken.getsockname()[1], "rollout.port")
         with pytest.raises(ConfigError, match=rf"rollout.port: port {wish[1]} for engine-0 cannot be used on {HOST}"):
-            await keeper.settle(order(tmp_path, ports=[wish]))
+            await keeper.allocate(request(tmp_path, ports=[wish]))
 
 
 async def test_process_groups_are_kept_to_the_interface_of_the_node(keeper: Keeper, tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from rl_async.configs.load.loader import dump, load_config
 from rl_async.errors import UserError
-from rl_async.launcher.doctor.diagnosis import FILE, diagnose, doctor
-from rl_async.launcher.doctor.observe import look_at, observe
+from rl_async.launcher.doctor.observe import observe, observe_processes
+from rl_async.launcher.doctor.report import FILE, doctor, write_report
 from rl_async.launcher.supervise.roster import ProcessRecord
 from rl_async.process.heartbeat import beat
 from rl_async.process.kernel import read_stat
@@ -51,7 +51,7 @@ def record(pid: int, name: str = "worker-0") -> ProcessRecord:
 
 def test_a_process_shows_its_state_its_log_and_its_stack(run: Path, role: "subprocess.Popen[str]") -> None:
     (run / "logs" / "worker-0.log").write_text("first\nlast\n")
-    (seen,) = look_at(run, [record(role.pid)])
+    (seen,) = observe_processes(run, [record(role.pid)])
     assert (seen.state, seen.log_line) == ("S", "last") and seen.log_age_s is not None
     assert 0 <= seen.age_s < 600
     assert [frame.name for frame in seen.stack] == ["<module>"]
@@ -60,7 +60,7 @@ def test_a_process_shows_its_state_its_log_and_its_stack(run: Path, role: "subpr
 def test_a_stopped_process_is_not_signalled(run: Path, role: "subprocess.Popen[str]") -> None:
     role.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, role.pid, os.WSTOPPED)
-    (seen,) = look_at(run, [record(role.pid)])
+    (seen,) = observe_processes(run, [record(role.pid)])
     assert seen.halted
     assert (run / "stacks" / "worker-0.txt").read_text() == ""
 
@@ -68,23 +68,23 @@ def test_a_stopped_process_is_not_signalled(run: Path, role: "subprocess.Popen[s
 def test_a_process_that_would_die_of_the_signal_is_not_signalled(run: Path) -> None:
     (run / "stacks" / "worker-0.txt").touch()
     with start(MUTE, run / "stacks" / "worker-0.txt") as process:
-        (seen,) = look_at(run, [record(process.pid)])
+        (seen,) = observe_processes(run, [record(process.pid)])
         assert seen.state == "S" and process.poll() is None
         process.kill()
 
 
 def test_another_process_with_the_number_of_a_dead_one_is_not_it(run: Path, role: "subprocess.Popen[str]") -> None:
     other = ProcessRecord(name="worker-0", role="worker", pid=role.pid, started=1, state="running")
-    (seen,) = look_at(run, [other])
+    (seen,) = observe_processes(run, [other])
     assert seen.state == "gone" and role.poll() is None
 
 
 def test_a_process_on_another_machine_is_not_looked_for_here(run: Path, role: "subprocess.Popen[str]") -> None:
     stacks = run / "stacks" / "worker-0.txt"
     afar = msgspec.structs.replace(record(role.pid), host="10.0.0.2")
-    (seen,) = look_at(run, [afar])
+    (seen,) = observe_processes(run, [afar])
     assert (seen.state, seen.ended, stacks.read_text()) == ("afar", False, ""), "the number is another's here"
-    (ended,) = look_at(run, [msgspec.structs.replace(afar, exit=1)])
+    (ended,) = observe_processes(run, [msgspec.structs.replace(afar, exit=1)])
     assert ended.ended
 
 
@@ -101,7 +101,7 @@ def test_a_run_that_was_killed_is_diagnosed_from_what_it_left(
     seen = observe(run)
     assert seen.ranks == ()
     assert (seen.steps_done, seen.steps, seen.usual_step_s, seen.launcher) == (2, 50, 3.0, None)
-    assert diagnose(run, "a test").startswith("the run is not going on")
+    assert write_report(run, "a test").startswith("the run is not going on")
     assert (run / FILE).read_text().count("verdict: the run is not going on") == 1
     assert doctor(run) == 1
     assert f"what it said of itself while it ran: {run / FILE}" in capsys.readouterr().out

@@ -219,7 +219,7 @@ class Trouble:
         self.alive: list[set[int]] = []
         self.listed: list[set[int]] = []
 
-    async def look(self, why: str) -> None:
+    async def sees_folder(self, why: str) -> None:
         self.said.append(why)
         self.alive.append(set(self._rig.alive()))
         self.listed.append({record.pid for record in read_roster(self._rig.folder)})
@@ -234,7 +234,7 @@ async def test_an_engine_that_is_late_is_looked_at_before_it_is_killed(rig: Any,
         rig.go()
 
     plan = replace(make_plan(rig.folder), start_timeout_s=10.0)
-    await supervise(rig, plan, meddle, trouble.look)
+    await supervise(rig, plan, meddle, trouble.sees_folder)
     assert trouble.said == ["engine-0 did not answer within 10 s"]
     late = rig.pids("engine")[0]
     assert late in trouble.alive[0] and late in trouble.listed[0]
@@ -251,7 +251,7 @@ async def test_when_the_queue_is_lost_the_others_are_looked_at_before_they_are_s
         os.kill(rig.pids("queue")[-1], signal.SIGKILL)
 
     with pytest.raises(RoleFailed, match="queue failed"):
-        await supervise(rig, make_plan(rig.folder), meddle, trouble.look)
+        await supervise(rig, make_plan(rig.folder), meddle, trouble.sees_folder)
     (why,) = trouble.said
     assert why.startswith("queue failed (killed by SIGKILL")
     others = {rig.pids(kind)[-1] for kind in ("engine", "worker", "trainer")}
@@ -278,8 +278,8 @@ async def test_a_preparation_passes_its_lines_on(rig: Any, make_plan: Any) -> No
     with Supervisor(plan, ThisMachine({}, rig.folder), rig.folder) as supervisor:
         await supervisor.run_once(plan.prepare, lines.append)
         assert lines == ["prepare has started", "something broke"]
-        await supervisor.settle()
-        supervisor._roster.write({})
+        await supervisor.allocate()
+        supervisor._children.write_roster()
         assert [(record.name, record.state, record.exit) for record in read_roster(rig.folder)] == [
             ("prepare", "ended", 0)
         ]

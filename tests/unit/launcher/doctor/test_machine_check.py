@@ -12,7 +12,7 @@ from rl_async.launcher.doctor.versions import RANGES, holds
 HERE = {"torch": "2.13.0+cpu", "transformers": "5.1.0", "vllm": "", "sglang": ""}
 
 
-def levels(lines: list[s.Line]) -> list[str]:
+def levels(lines: list[s.Finding]) -> list[str]:
     return [line.level for line in lines]
 
 

@@ -1,4 +1,4 @@
-"""What goes where on a cluster: bundles, seats, the launcher's node, and which interface has an address."""
+"""What goes where on a cluster: bundles, processes, the launcher's node, and which interface has an address."""
 
 import socket
 import sys
@@ -9,7 +9,7 @@ import pytest
 from rl_async.configs.load.loader import load_config
 from rl_async.errors import UserError
 from rl_async.launcher.plan.planning import Plan, plan
-from rl_async.launcher.ray.placement import Group, check_sharing, folders_of, groups, interface_of
+from rl_async.launcher.ray.placement import NodeGroup, check_sharing, folders_of, groups, interface_of
 from rl_async.launcher.runs import launch
 
 RUN = Path("runs/x")
@@ -20,8 +20,10 @@ def planned(*overrides: str, mode: str = "disaggregated", gpus: int = 0) -> Plan
     return plan(load_config("calculator", overrides, mode=mode), RUN, gpus=gpus)
 
 
-def names(found: tuple[Group, ...]) -> dict[str, list[list[str]]]:
-    return {group.name: [[seat.name for seat in bundle.seats] for bundle in group.bundles] for group in found}
+def names(found: tuple[NodeGroup, ...]) -> dict[str, list[list[str]]]:
+    return {
+        group.name: [[resources.name for resources in bundle.processes] for bundle in group.bundles] for group in found
+    }
 
 
 def test_with_a_shared_run_folder_only_the_queue_stays_at_home() -> None:
@@ -46,7 +48,9 @@ def test_a_gateway_stays_where_agent_programs_look_for_it() -> None:
 
 
 def test_processes_on_a_cpu_take_their_threads_and_those_that_wait_take_little() -> None:
-    bundles = {bundle.seats[0].name: bundle for group in groups(planned(), 3, shared=True) for bundle in group.bundles}
+    bundles = {
+        bundle.processes[0].name: bundle for group in groups(planned(), 3, shared=True) for bundle in group.bundles
+    }
     assert bundles["engine-0"].resources["CPU"] == bundles["trainer-0"].resources["CPU"] == 3
     assert bundles["worker-0"].resources["CPU"] == bundles["queue"].resources["CPU"] == 0.25
     assert "GPU" not in bundles["engine-0"].resources
@@ -59,17 +63,17 @@ def test_every_gpu_is_a_bundle_and_those_who_share_it_divide_it() -> None:
     assert [bundle.resources["GPU"] for bundle in apart[1].bundles] == [1, 1]
     one = groups(planned(*TWO, gpus=1), 1, shared=True)
     (bundle,) = one[1].bundles
-    assert [seat.name for seat in bundle.seats] == ["engine-0", "engine-1", "trainer-0", "trainer-1"]
-    assert bundle.resources["GPU"] == 1 and {seat.gpus for seat in bundle.seats} == {0.25}
+    assert [resources.name for resources in bundle.processes] == ["engine-0", "engine-1", "trainer-0", "trainer-1"]
+    assert bundle.resources["GPU"] == 1 and {resources.gpus for resources in bundle.processes} == {0.25}
 
 
 def test_engines_that_take_weights_from_shared_memory_are_with_their_trainer() -> None:
     found = groups(planned(*TWO, mode="colocated", gpus=2), 1, shared=True)
     (group,) = [group for group in found if group.name == "trainers"]
     assert group.strategy == "STRICT_PACK"
-    pairs = [{seat.name for seat in bundle.seats} for bundle in group.bundles]
+    pairs = [{resources.name for resources in bundle.processes} for bundle in group.bundles]
     assert pairs == [{"engine-0", "trainer-0"}, {"engine-1", "trainer-1"}]  # they take turns on one GPU
-    assert {seat.gpus for bundle in group.bundles for seat in bundle.seats} == {0.5}
+    assert {resources.gpus for bundle in group.bundles for resources in bundle.processes} == {0.5}
     apart = groups(planned(*TWO, mode="colocated", gpus=2), 1, shared=False)
     assert all(bundle.home for bundle in apart[0].bundles) and len(apart[0].bundles) == 3
 

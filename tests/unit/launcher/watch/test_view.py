@@ -15,8 +15,8 @@ from rl_async.launcher.folder.tail import LineTail
 from rl_async.launcher.supervise.roster import ProcessState
 from rl_async.launcher.watch.view import View, render_conversation
 from rl_async.launcher.watch.view_model import (
-    Conversation,
     History,
+    RecordedConversation,
     arguments_text,
     bar,
     newest_conversation,
@@ -209,7 +209,7 @@ def test_a_conversation_shows_each_call_once() -> None:
         Turn(role="tool", text="3"),
         Turn(role="assistant", text="first line\nsecond line"),
     ]
-    assert render_conversation(Conversation(turns=turns, reward=1.0)).plain.splitlines() == [
+    assert render_conversation(RecordedConversation(turns=turns, reward=1.0)).plain.splitlines() == [
         "user      what is 1+2?",
         "assistant let me see",
         "          calculator(expression=1+2) -> 3",

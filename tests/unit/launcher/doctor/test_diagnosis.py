@@ -4,9 +4,15 @@ from typing import Any
 
 import pytest
 
-from rl_async.launcher.doctor.diagnosis import report
-from rl_async.launcher.doctor.observation import EngineSeen, Observation, QueueSeen, RankSeen, Seen
-from rl_async.launcher.doctor.verdict import judge
+from rl_async.launcher.doctor.diagnosis import diagnose
+from rl_async.launcher.doctor.observation import (
+    Observation,
+    ObservedEngine,
+    ObservedProcess,
+    ObservedQueue,
+    ObservedRank,
+)
+from rl_async.launcher.doctor.report import report
 from rl_async.launcher.supervise.roster import ProcessRecord
 from rl_async.messages import GroupRecord, Inspection, LeaseRecord, StatusReport, Version
 from rl_async.process.stacks import Frame
@@ -16,16 +22,16 @@ IN_MY_LOSS = (Frame("/home/me/loss.py", "7", "my_loss"), Frame("/x/u.py", "3", "
 NAMES = {"queue": 1, "trainer-0": 10, "trainer-1": 11, "engine-0": 20, "worker-0": 30}
 
 
-def process(name: str, **changes: Any) -> Seen:
+def process(name: str, **changes: Any) -> ObservedProcess:
     """``kept`` is the state in which its supervisor has it."""
     exit, kept = changes.pop("exit", None), changes.pop("kept", "running")
     role = name.partition("-")[0]
     at = ProcessRecord(name=name, role=role, pid=NAMES[name], started=5, state=kept, exit=exit)
-    return Seen(record=at, **({"state": "S"} | changes))
+    return ObservedProcess(record=at, **({"state": "S"} | changes))
 
 
-def rank(number: int, phase: str = "training", for_s: float = 1.0, step: int = 3) -> RankSeen:
-    return RankSeen(rank=number, pid=10 + number, step=step, phase=phase, for_s=for_s)
+def rank(number: int, phase: str = "training", for_s: float = 1.0, step: int = 3) -> ObservedRank:
+    return ObservedRank(rank=number, pid=10 + number, step=step, phase=phase, for_s=for_s)
 
 
 def group(number: int, here: int, age_s: float) -> GroupRecord:
@@ -61,13 +67,13 @@ def inspection(lease: LeaseRecord | None = None, **changes: Any) -> Inspection:
     return Inspection(status=status, oldest_lease=lease, **(whole | changes))
 
 
-def run(*processes: Seen, **changes: Any) -> Observation:
+def run(*processes: ObservedProcess, **changes: Any) -> Observation:
     """A run that is fine, with these processes in place of those of the same name."""
     known = {name: process(name) for name in NAMES} | {seen.record.name: seen for seen in processes}
     fine: dict[str, Any] = {
         "ranks": (rank(0), rank(1)),
-        "queue": QueueSeen(report=inspection()),
-        "engines": (EngineSeen(engine_id="engine-0", url="http://e", answers=True, paused=False, requests=4),),
+        "queue": ObservedQueue(report=inspection()),
+        "engines": (ObservedEngine(engine_id="engine-0", url="http://e", answers=True, paused=False, requests=4),),
         "steps": 40,
         "steps_done": 3,
         "usual_step_s": 2.0,
@@ -76,7 +82,7 @@ def run(*processes: Seen, **changes: Any) -> Observation:
 
 
 def test_a_run_without_trouble_is_fine() -> None:
-    verdict = judge(run())
+    verdict = diagnose(run())
     assert (verdict.health, verdict.text) == ("fine", "nothing is wrong: 3 of 40 steps are trained, 2.0 s each")
 
 
@@ -84,7 +90,7 @@ def test_a_stopped_rank_is_named_with_who_waits_for_it_and_the_way_out() -> None
     seen = run(
         process("trainer-0", stack=IN_ALL_REDUCE), process("trainer-1", state="T"), ranks=(rank(0, for_s=34), rank(1))
     )
-    verdict = judge(seen)
+    verdict = diagnose(seen)
     assert verdict.health == "stuck"
     assert verdict.text == (
         "trainer rank 1 (pid 11) is stopped (SIGSTOP): rank 0 waits in all_reduce for it, training of step 3 for 34 s; "
@@ -94,19 +100,21 @@ def test_a_stopped_rank_is_named_with_who_waits_for_it_and_the_way_out() -> None
 
 def test_the_stopped_rank_comes_before_the_one_that_gave_up_waiting() -> None:
     gave_up = process("trainer-0", state="gone", exit=1, log_line="rank 0 lost the other ranks")
-    findings = judge(run(gave_up, process("trainer-1", state="T"))).findings
+    findings = diagnose(run(gave_up, process("trainer-1", state="T"))).findings
     assert findings[0].startswith("trainer rank 1 (pid 11) is stopped") and "rank 0 waited for it" in findings[0]
     assert "rank 0 lost the other ranks" in findings[1]
 
 
 @pytest.mark.parametrize(("code", "what"), [(1, "all ranks start again"), (3, "the run ends"), (2, "the run ends")])
 def test_what_becomes_of_the_run_is_told_by_how_a_rank_ended(code: int, what: str) -> None:
-    (found,) = judge(run(process("trainer-0", state="gone", exit=code))).findings
+    (found,) = diagnose(run(process("trainer-0", state="gone", exit=code))).findings
     assert what in found
 
 
 def test_a_killed_rank_comes_before_the_one_that_lost_it() -> None:
-    found = judge(run(process("trainer-0", state="gone", exit=1), process("trainer-1", state="gone", exit=-9))).findings
+    found = diagnose(
+        run(process("trainer-0", state="gone", exit=1), process("trainer-1", state="gone", exit=-9))
+    ).findings
     assert found[0].startswith("trainer rank 1 (pid 11) ended (killed by SIGKILL)")
     assert found[1].startswith("trainer rank 0 (pid 10) ended (exit code 1)")
 
@@ -114,7 +122,7 @@ def test_a_killed_rank_comes_before_the_one_that_lost_it() -> None:
 def test_a_rank_that_hangs_outside_a_collective_is_told_from_those_inside() -> None:
     hung = process("trainer-1", stack=IN_MY_LOSS)
     seen = run(process("trainer-0", stack=IN_ALL_REDUCE), hung, ranks=(rank(0, for_s=50), rank(1, for_s=50)))
-    verdict = judge(seen)
+    verdict = diagnose(seen)
     assert verdict.health == "stuck" and len(verdict.findings) == 1
     assert (
         "trainer-1 (pid 11) holds up the other ranks: trainer-0 wait for it in a collective since 50 s" in verdict.text
@@ -124,89 +132,90 @@ def test_a_rank_that_hangs_outside_a_collective_is_told_from_those_inside() -> N
 
 def test_a_rank_that_is_in_a_collective_for_a_moment_waits_for_nobody_in_particular() -> None:
     assert (
-        judge(run(process("trainer-0", stack=IN_ALL_REDUCE), process("trainer-1", stack=IN_MY_LOSS))).health == "fine"
+        diagnose(run(process("trainer-0", stack=IN_ALL_REDUCE), process("trainer-1", stack=IN_MY_LOSS))).health
+        == "fine"
     )
 
 
 def test_what_an_earlier_process_of_a_rank_said_is_not_taken_for_its_own() -> None:
-    other = RankSeen(rank=1, pid=4711, step=3, phase="training", for_s=900)
-    verdict = judge(run(process("trainer-0", state="T"), ranks=(other,)))
+    other = ObservedRank(rank=1, pid=4711, step=3, phase="training", for_s=900)
+    verdict = diagnose(run(process("trainer-0", state="T"), ranks=(other,)))
     assert "900" not in verdict.text and verdict.text.startswith("trainer-0 (pid 10) is stopped")
 
 
 def test_a_stopped_worker_is_named_with_the_lease_that_it_holds() -> None:
     lease = LeaseRecord(group_id=12, worker="agent-0-30-c0ffee", age_s=9.0)
-    verdict = judge(run(process("worker-0", state="T"), queue=QueueSeen(report=inspection(lease))))
+    verdict = diagnose(run(process("worker-0", state="T"), queue=ObservedQueue(report=inspection(lease))))
     assert "worker-0 (pid 30) is stopped (SIGSTOP): it holds group 12 for 9 s, until its lease expires" in verdict.text
 
 
 def test_a_dead_worker_that_is_being_started_again_is_no_reason_to_act() -> None:
     dead = process("worker-0", state="gone", exit=-9, kept="restarting")
-    verdict = judge(run(dead, queue=QueueSeen(report=inspection(), oldest=(group(8, here=1, age_s=3),))))
+    verdict = diagnose(run(dead, queue=ObservedQueue(report=inspection(), oldest=(group(8, here=1, age_s=3),))))
     assert verdict.health == "slow"
     assert verdict.text == "worker-0 (pid 30) ended (killed by SIGKILL) and is started again: it holds group 8"
 
 
 def test_a_role_that_failed_for_good_is_quoted() -> None:
     dead = process("worker-0", state="gone", exit=7, kept="failed", log_line="ValueError: broken")
-    text = judge(run(dead)).text
+    text = diagnose(run(dead)).text
     assert "ended (exit code 7) and is not started again" in text and text.endswith("its last line: ValueError: broken")
 
 
 @pytest.mark.parametrize("state", ["R", "S"])
 def test_a_frozen_engine_is_named(state: str) -> None:
-    frozen = (EngineSeen(engine_id="engine-0.1", url="http://e", answers=False),)
-    text = judge(run(process("engine-0", state=state, waits_in="futex_wait"), engines=frozen)).text
+    frozen = (ObservedEngine(engine_id="engine-0.1", url="http://e", answers=False),)
+    text = diagnose(run(process("engine-0", state=state, waits_in="futex_wait"), engines=frozen)).text
     assert "engine-0 (pid 20) is frozen: it does not answer GET /health" in text and "futex_wait" in text
 
 
 def test_a_stopped_engine_is_called_stopped_and_not_frozen_too() -> None:
-    frozen = (EngineSeen(engine_id="engine-0", url="http://e", answers=False),)
-    findings = judge(run(process("engine-0", state="T"), engines=frozen)).findings
+    frozen = (ObservedEngine(engine_id="engine-0", url="http://e", answers=False),)
+    findings = diagnose(run(process("engine-0", state="T"), engines=frozen)).findings
     assert len(findings) == 1 and "engine-0 (pid 20) is stopped" in findings[0]
 
 
 def test_an_engine_that_somebody_added_has_no_process_here() -> None:
-    frozen = (EngineSeen(engine_id="added-9000-1f3a", url="http://127.0.0.1:9000", answers=False),)
-    assert judge(run(engines=frozen)).text.startswith("added-9000-1f3a at http://127.0.0.1:9000 is frozen")
+    frozen = (ObservedEngine(engine_id="added-9000-1f3a", url="http://127.0.0.1:9000", answers=False),)
+    assert diagnose(run(engines=frozen)).text.startswith("added-9000-1f3a at http://127.0.0.1:9000 is frozen")
 
 
 def test_a_queue_that_runs_and_does_not_answer_is_named() -> None:
-    verdict = judge(run(process("queue", state="D", waits_in="fsync"), queue=None))
+    verdict = diagnose(run(process("queue", state="D", waits_in="fsync"), queue=None))
     assert verdict.text.startswith("queue (pid 1) runs but does not answer")
     assert "waits for a disk or a device, in the kernel's fsync" in verdict.text
 
 
 def test_a_queue_that_was_just_started_is_given_time_to_answer() -> None:
-    verdict = judge(run(process("queue", age_s=2.0), queue=None))
+    verdict = diagnose(run(process("queue", age_s=2.0), queue=None))
     assert (verdict.health, verdict.text) == ("slow", "queue (pid 1) was started 2 s ago and is not there yet")
-    assert judge(run(process("queue", age_s=60.0), queue=None)).health == "stuck"
-    assert judge(run(process("queue", age_s=2.0, state="T"), queue=None)).text.startswith("queue (pid 1) is stopped")
-    assert judge(run(process("queue", age_s=2.0))).health == "fine"
+    assert diagnose(run(process("queue", age_s=60.0), queue=None)).health == "stuck"
+    assert diagnose(run(process("queue", age_s=2.0, state="T"), queue=None)).text.startswith("queue (pid 1) is stopped")
+    assert diagnose(run(process("queue", age_s=2.0))).health == "fine"
 
 
 def test_a_queue_that_is_gone_is_named_once() -> None:
-    findings = judge(run(process("queue", state="gone", exit=-9), queue=None)).findings
+    findings = diagnose(run(process("queue", state="gone", exit=-9), queue=None)).findings
     assert len(findings) == 1 and findings[0].startswith("queue (pid 1) ended (killed by SIGKILL): trainer, workers")
 
 
 def test_a_full_disk_comes_before_what_it_broke() -> None:
-    findings = judge(run(process("trainer-0", state="gone", exit=1), disk_free=1 << 20)).findings
+    findings = diagnose(run(process("trainer-0", state="gone", exit=1), disk_free=1 << 20)).findings
     assert findings[0].startswith("the disk of the run's folder is full (1 MiB free)") and len(findings) == 2
 
 
 def test_a_stopped_launcher_restarts_nothing() -> None:
-    assert judge(run(launcher_state="T")).text.startswith("the launcher (pid 99) is stopped (SIGSTOP)")
+    assert diagnose(run(launcher_state="T")).text.startswith("the launcher (pid 99) is stopped (SIGSTOP)")
 
 
 def waiting(for_s: float, queue: Inspection, **changes: Any) -> Observation:
     at = (rank(0, "waiting for a batch", for_s), rank(1, "waiting for a batch", for_s))
-    return run(ranks=at, queue=QueueSeen(report=queue), **changes)
+    return run(ranks=at, queue=ObservedQueue(report=queue), **changes)
 
 
 def test_a_long_wait_for_a_batch_that_is_being_generated_is_slow_and_says_what_is_missing() -> None:
     lease = LeaseRecord(group_id=12, worker="agent-0-30-c0ffee", age_s=41.0)
-    verdict = judge(waiting(60.0, inspection(lease)))
+    verdict = diagnose(waiting(60.0, inspection(lease)))
     assert verdict.health == "slow" and verdict.text.startswith("nothing is stuck, but the run is slow")
     assert (
         "3 groups are ready, 1 are being generated" in verdict.text
@@ -216,7 +225,7 @@ def test_a_long_wait_for_a_batch_that_is_being_generated_is_slow_and_says_what_i
 
 
 def test_a_wait_is_not_slow_where_steps_take_as_long() -> None:
-    assert judge(waiting(60.0, inspection(), usual_step_s=45.0)).health == "fine"
+    assert diagnose(waiting(60.0, inspection(), usual_step_s=45.0)).health == "fine"
 
 
 @pytest.mark.parametrize(
@@ -226,29 +235,29 @@ def test_a_wait_is_not_slow_where_steps_take_as_long() -> None:
         ({"queue": inspection(workers=0)}, "no agent worker is connected"),
         ({"queue": inspection(), "engines": ()}, "no engine is registered"),
         (
-            {"queue": inspection(), "engines": (EngineSeen(engine_id="e", url="u", answers=True, paused=True),)},
+            {"queue": inspection(), "engines": (ObservedEngine(engine_id="e", url="u", answers=True, paused=True),)},
             "every engine is paused",
         ),
     ],
 )
 def test_a_wait_for_a_batch_that_nobody_makes_is_stuck(changes: dict[str, Any], words: str) -> None:
-    verdict = judge(waiting(60.0, **changes))
+    verdict = diagnose(waiting(60.0, **changes))
     assert verdict.health == "stuck" and words in verdict.text
 
 
 def test_a_run_that_ended_well_and_one_that_did_not() -> None:
-    assert judge(run(launcher=None, steps_done=40)).health == "over"
+    assert diagnose(run(launcher=None, steps_done=40)).health == "over"
     failed = process("worker-0", state="gone", exit=7, kept="failed", log_line="ValueError: broken")
-    verdict = judge(run(failed, launcher=None))
+    verdict = diagnose(run(failed, launcher=None))
     assert verdict.health == "failed"
     assert verdict.text == "the run failed; worker-0 (pid 30) did: ValueError: broken (3 of 40 steps were trained)"
-    assert "interrupted, or its launcher was killed" in judge(run(launcher=None)).text
+    assert "interrupted, or its launcher was killed" in diagnose(run(launcher=None)).text
 
 
 def test_the_report_ends_with_the_verdict() -> None:
-    held = QueueSeen(report=inspection(), oldest=(group(12, here=2, age_s=9),))
+    held = ObservedQueue(report=inspection(), oldest=(group(12, here=2, age_s=9),))
     seen = run(process("trainer-1", state="T"), process("trainer-0", stack=IN_ALL_REDUCE), queue=held)
-    verdict = judge(seen)
+    verdict = diagnose(seen)
     lines = report(seen, verdict).splitlines()
     assert lines[-1] == f"verdict: {verdict.text}"
     assert any(line.split() == ["leased", "12", "9.0", "s", "2/4", "agent-0-30-c0ffee"] for line in lines)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from rl_async.errors import ProtocolError, UserError
-from rl_async.launcher.capacity.costs import Costs, Episode
+from rl_async.launcher.capacity.costs import Costs, EpisodeShape
 from rl_async.messages import LeasedGroup, Refused, Reserved, TrajectoryHeader, Version, VersionRun
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.state.store import Store
@@ -23,7 +23,7 @@ from rl_async.transfer_queue.state.tasks import Counted
 WORKER = "simulated"
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceSplit(msgspec.Struct, frozen=True, kw_only=True):
     """Who has how many devices. Colocated, both have all of them and take turns."""
 
     engines: int
@@ -33,7 +33,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int  # conversations at once, of all workers
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     """Means over the steps behind the first ``warm`` ones; seconds, shares of time, and steps of staleness."""
 
     step_s: float
@@ -44,7 +44,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     staleness_max: float
 
 
-class Clock:
+class SimulatedClock:
     """What is to happen, in order."""
 
     def __init__(self) -> None:
@@ -66,11 +66,11 @@ class Clock:
         return True
 
 
-class Engine:
+class SimulatedEngine:
     """Sequences that gain tokens together. ``_tokens`` counts what each running one has gained since the start, so a
     sequence ends when it has grown by its length."""
 
-    def __init__(self, clock: Clock, costs: Costs, max_batch: int) -> None:
+    def __init__(self, clock: SimulatedClock, costs: Costs, max_batch: int) -> None:
         self._clock, self._costs, self._max_batch = clock, costs, max_batch
         self._running: list[tuple[float, int, Callable[[], None]]] = []
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
@@ -127,8 +127,8 @@ class Engine:
 class Pool:
     """Engines, each request going to the one with the fewest. ``_by_load`` also has entries that are out of date."""
 
-    def __init__(self, clock: Clock, costs: Costs, layout: Layout) -> None:
-        self._engines = [Engine(clock, costs, layout.max_batch) for _ in range(layout.engines)]
+    def __init__(self, clock: SimulatedClock, costs: Costs, layout: DeviceSplit) -> None:
+        self._engines = [SimulatedEngine(clock, costs, layout.max_batch) for _ in range(layout.engines)]
         self._by_load = [(0, number) for number in range(layout.engines)]
 
     def add(self, tokens: int, done: Callable[[], None]) -> None:
@@ -158,11 +158,16 @@ class Simulation:
     """One run."""
 
     def __init__(
-        self, settings: QueueSettings, layout: Layout, costs: Costs, episodes: Sequence[Episode], seed: int = 0
+        self,
+        settings: QueueSettings,
+        layout: DeviceSplit,
+        costs: Costs,
+        episodes: Sequence[EpisodeShape],
+        seed: int = 0,
     ) -> None:
         self._settings, self._layout, self._costs, self._episodes = settings, layout, costs, episodes
         self._random = random.Random(seed)
-        self._clock = Clock()
+        self._clock = SimulatedClock()
         self._store = Store(settings, Counted(), [], lambda transition: None)
         self._engines = Pool(self._clock, costs, layout)
         self._live, self._ready = 0, 0  # conversations; groups that are complete and in no batch
@@ -175,7 +180,7 @@ class Simulation:
         self._tokens: list[int] = []
         self._staleness: list[list[int]] = []
 
-    def run(self, warm: int = 2) -> Outcome:
+    def run(self, warm: int = 2) -> SimulationResult:
         """Train all steps. Raises ProtocolError if nothing happens any more before that."""
         if self._settings.steps <= warm + 1:
             raise UserError(f"a simulated run needs at least {warm + 2} steps")
@@ -186,7 +191,7 @@ class Simulation:
         first, last = self._ends[warm - 1], self._ends[-1]
         rows = [age for ages in self._staleness[warm:] for age in ages]
         busy = (self._busy[-1] - self._busy[warm - 1]) / (last - first)
-        return Outcome(
+        return SimulationResult(
             step_s=(last - first) / (len(self._ends) - warm),
             tokens_per_s=sum(self._tokens[warm:]) / (last - first),
             trainer_idle=sum(self._waits[warm:]) / (last - first),
@@ -255,7 +260,7 @@ class Simulation:
                 self._live += 1
                 self._play(group, sample, self._random.choice(self._episodes), 0, self._published)
 
-    def _play(self, group: LeasedGroup, sample: int, episode: Episode, turn: int, version: int) -> None:
+    def _play(self, group: LeasedGroup, sample: int, episode: EpisodeShape, turn: int, version: int) -> None:
         """One turn after the other: to its first token, its tokens, the tools behind it."""
         if turn == episode.turns:
             self._put(group, sample, episode, version)
@@ -271,7 +276,7 @@ class Simulation:
 
         self._clock.after(self._costs.turn_s, asked)
 
-    def _put(self, group: LeasedGroup, sample: int, episode: Episode, version: int) -> None:
+    def _put(self, group: LeasedGroup, sample: int, episode: EpisodeShape, version: int) -> None:
         header = TrajectoryHeader(
             group_id=group.group_id,
             sample=sample,

@@ -1,4 +1,4 @@
-"""A process on another node as the supervisor sees it, through that node's keeper; nothing here knows of Ray."""
+"""A process on another node, controlled through its keeper. Imports nothing from Ray."""
 
 import asyncio
 import signal
@@ -14,95 +14,98 @@ from rl_async.launcher.supervise.process import TAIL_LINES, tail_of
 WATCH_S = 2.0
 ANSWER_S = 10.0
 RETRY_S = 0.5
-LOST_S = ORPHANED_S + 10.0  # of silence: by then the keeper, if it lives, has ended the process
+LOST_S = ORPHANED_S + 10.0  # without an answer: by then the keeper, if it lives, has killed the process
 
 
 class KeeperGone(RlAsyncError):
-    """The keeper has ended, or its node has."""
+    """The keeper or its node has ended."""
 
 
 class KeeperSilent(RlAsyncError):
-    """The keeper did not answer; perhaps it will."""
+    """The keeper did not answer in time, and may answer a later call."""
 
 
-class Line(Protocol):
-    """The way to one keeper."""
+class KeeperClient(Protocol):
+    """Calls the methods of one keeper."""
 
     async def ask(self, method: str, *arguments: Any, timeout_s: float = ANSWER_S) -> Any:
         """Call a method of the keeper. Raises UserError as it does, KeeperGone, or KeeperSilent after ``timeout_s``."""
         ...
 
     def tell(self, method: str) -> None:
-        """Call it without waiting for an answer."""
+        """Call a method of the keeper without waiting for its answer."""
         ...
 
 
 class RemoteChild:
-    """A process that a keeper looks after. Its output arrives in ``log``, on this side; see ``process.Child``."""
+    """A process with a keeper. Its output is copied into ``log`` on the launcher's node; see ``process.Child``."""
 
-    def __init__(self, name: str, line: Line, started: Started, host: str, log: Path) -> None:
+    def __init__(self, name: str, client: KeeperClient, started: Started, host: str, log: Path) -> None:
         self.name, self.host, self.log = name, host, log
         self.pid, self.started = started.pid, started.started
-        self.lost = False  # with its keeper
-        log.touch()  # it is read from now on
+        self.lost = False  # its keeper is gone
+        log.touch()  # it may be read from now on
         self.log_start = log.stat().st_size
-        self._line, self._offset, self._code = line, started.offset, None
+        self._client, self._offset, self._code = client, started.offset, None
         self._following = asyncio.create_task(self._follow())
 
     _code: int | None
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs; negative: the signal that killed it, SIGKILL also if its node was lost."""
+        """None while it runs. Negative: the signal that killed it; SIGKILL stands also for a lost node."""
         return self._code
 
     async def wait(self) -> int:
-        """Wait until it has ended and its output is here. Has no deadline, as a local process has none."""
+        """Wait until it has ended and its output was copied. Has no deadline, as for a local process."""
         await asyncio.shield(self._following)
         assert self._code is not None
         return self._code
 
     async def stop(self, timeout_s: float) -> int:
-        """Ask it to end (SIGTERM), and kill it after ``timeout_s``."""
+        """Send SIGTERM, and kill it after ``timeout_s``."""
         if self._code is None:
             with suppress(KeeperGone, KeeperSilent):  # then the loop below finds that it is lost
-                await self._line.ask("stop", timeout_s, timeout_s=timeout_s + ANSWER_S)
+                await self._client.ask("stop", timeout_s, timeout_s=timeout_s + ANSWER_S)
         return await self.wait()
 
     async def kill(self) -> int:
-        """Kill it and everything it started."""
+        """Kill the process and everything that it started."""
         if self._code is None:
             with suppress(KeeperGone, KeeperSilent):
-                await self._line.ask("kill")
+                await self._client.ask("kill")
         return await self.wait()
 
     def kill_now(self) -> None:
-        """As ``kill``, without waiting for the end."""
+        """Kill the process without waiting until it has ended."""
         if self._code is None:
-            self._line.tell("kill")
+            self._client.tell("kill")
 
     def forget(self) -> None:
-        """Look after it no longer."""
+        """Stop following the process, without ending it."""
         self._following.cancel()
 
     def output(self) -> str:
-        """The end of what this process wrote."""
+        """Return the end of what this process wrote."""
         return tail_of(self.log, self.log_start)
 
     def tail(self) -> str:
-        """Its last lines."""
+        """Return the last lines that this process wrote."""
         return "\n".join(self.output().splitlines()[-TAIL_LINES:])
 
     async def _follow(self) -> None:
-        """Consumes the keeper's answers; produces the log and the exit code. Waits for the keeper, ANSWER_S each time;
-        unblocked by output, by the process's end, or by a keeper that is gone or was silent for LOST_S."""
-        heard = time.monotonic()
+        """Consumes the keeper's answers; produces the log and the exit code.
+
+        Waits for the keeper, ANSWER_S each time. Unblocked by output, by the process's end, or by a keeper that is gone
+        or was silent for LOST_S.
+        """
+        last_answer = time.monotonic()
         with self.log.open("ab", buffering=0) as file:
             while self._code is None:
                 try:
-                    answer: Output = await self._line.ask("watch", self._offset, WATCH_S)
+                    answer: Output = await self._client.ask("watch", self._offset, WATCH_S)
                 except KeeperSilent as error:
-                    if time.monotonic() - heard < LOST_S:
+                    if time.monotonic() - last_answer < LOST_S:
                         await asyncio.sleep(RETRY_S)
                         continue
                     self._lose(file.write, error)
@@ -110,7 +113,7 @@ class RemoteChild:
                 except KeeperGone as error:
                     self._lose(file.write, error)
                     return
-                heard = time.monotonic()
+                last_answer = time.monotonic()
                 file.write(answer.data)
                 self._offset += len(answer.data)
                 self._code = answer.code

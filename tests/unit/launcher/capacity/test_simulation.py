@@ -7,18 +7,25 @@ import pytest
 
 from rl_async.configs.load.loader import dump, load_config
 from rl_async.errors import UserError
-from rl_async.launcher.capacity.costs import Costs, Device, Episode, Fit, assumed, fit_engine, measure
+from rl_async.launcher.capacity.costs import Costs, Device, EpisodeShape, Fit, assumed, fit_engine, measure
 from rl_async.launcher.capacity.planner import (
-    Check,
+    RunComparison,
     candidates,
     check_lines,
+    fit_note,
     memory,
     plan_devices,
     simulate,
     table,
-    told,
 )
-from rl_async.launcher.capacity.simulate import Clock, Engine, Layout, Outcome, Pool, Simulation
+from rl_async.launcher.capacity.simulation import (
+    DeviceSplit,
+    Pool,
+    SimulatedClock,
+    SimulatedEngine,
+    Simulation,
+    SimulationResult,
+)
 from rl_async.launcher.plan.memory import ModelSize
 from rl_async.trainer.monitoring.records import write_trajectories
 from rl_async.transfer_queue.policy.admission import QueueSettings
@@ -27,22 +34,24 @@ from tests.conftest import make_rows
 COSTS = Costs(
     iteration_base_s=0.01, iteration_sequence_s=0.001, turn_s=0.0, train_token_s=0.001, sync_s=0.5, other_s=0.25
 )
-SAME = [Episode(tokens=20, sampled=10, turns=1, outside_s=0.0)]
-MIXED = [Episode(tokens=n + 4, sampled=n, turns=1 + n % 3, outside_s=0.02) for n in range(4, 60)]
+SAME = [EpisodeShape(tokens=20, sampled=10, turns=1, outside_s=0.0)]
+MIXED = [EpisodeShape(tokens=n + 4, sampled=n, turns=1 + n % 3, outside_s=0.02) for n in range(4, 60)]
 
 
-def layout(engines: int = 1, ranks: int = 1, *, colocated: bool = False, max_batch: int = 64) -> Layout:
-    return Layout(engines=engines, ranks=ranks, colocated=colocated, max_batch=max_batch, concurrency=1000)
+def layout(engines: int = 1, ranks: int = 1, *, colocated: bool = False, max_batch: int = 64) -> DeviceSplit:
+    return DeviceSplit(engines=engines, ranks=ranks, colocated=colocated, max_batch=max_batch, concurrency=1000)
 
 
-def simulated(bound: int, where: Layout, episodes: list[Episode] = SAME, **changes: float) -> Outcome:
+def simulated(
+    bound: int, where: DeviceSplit, episodes: list[EpisodeShape] = SAME, **changes: float
+) -> SimulationResult:
     settings = QueueSettings(steps=12, batch_groups=4, group_size=4, max_staleness=bound)
     return Simulation(settings, where, msgspec.structs.replace(COSTS, **changes), episodes).run()
 
 
 def test_sequences_of_a_batch_gain_tokens_together_and_the_rest_waits() -> None:
-    clock, ends = Clock(), {}
-    engine = Engine(clock, COSTS, max_batch=2)
+    clock, ends = SimulatedClock(), {}
+    engine = SimulatedEngine(clock, COSTS, max_batch=2)
     for name, tokens in (("short", 10), ("long", 20), ("late", 10)):
         engine.add(tokens, lambda name=name: ends.update({name: clock.now}))  # type: ignore[misc]
     while clock.step():
@@ -57,8 +66,8 @@ def test_sequences_of_a_batch_gain_tokens_together_and_the_rest_waits() -> None:
 
 
 def test_a_paused_engine_keeps_what_it_has() -> None:
-    clock, ends = Clock(), []
-    engine = Engine(clock, COSTS, max_batch=2)
+    clock, ends = SimulatedClock(), []
+    engine = SimulatedEngine(clock, COSTS, max_batch=2)
     engine.add(10, lambda: ends.append(clock.now))
     clock.after(0.055, lambda: engine.pause(True))
     clock.after(1.055, lambda: engine.pause(False))
@@ -68,7 +77,7 @@ def test_a_paused_engine_keeps_what_it_has() -> None:
 
 
 def test_requests_go_where_the_fewest_are() -> None:
-    clock, ends = Clock(), []
+    clock, ends = SimulatedClock(), []
     pool = Pool(clock, COSTS, layout(engines=2))
     for tokens in (30, 10, 10, 10):
         pool.add(tokens, lambda: ends.append(clock.now))
@@ -118,14 +127,14 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 
 def test_the_fit_finds_the_costs_that_made_the_times() -> None:
-    episodes = [Episode(n + 4, n, 1 + n % 3, 0.0) for n in range(5, 60)]
+    episodes = [EpisodeShape(n + 4, n, 1 + n % 3, 0.0) for n in range(5, 60)]
     alive = [sum(e.sampled > k for e in episodes) / 2 for k in range(60)]
     timed = [(e, 0.3 * e.turns + sum(0.02 + 0.0005 * alive[k] for k in range(e.sampled))) for e in episodes]
     assert fit_engine([timed, timed], engines=2) == pytest.approx((0.02, 0.0005, 0.3, 1.0))
 
 
 def test_no_cost_is_negative() -> None:
-    timed = [(Episode(n + 4, n, 1, 0.0), 1.0 / n) for n in range(5, 60)]
+    timed = [(EpisodeShape(n + 4, n, 1, 0.0), 1.0 / n) for n in range(5, 60)]
     fit = fit_engine([timed], engines=1)
     assert min(fit[:3]) >= 0 and fit.explained < 0.5
 
@@ -156,7 +165,7 @@ def test_the_table_has_a_line_per_split() -> None:
 
 
 def test_an_error_is_a_share_of_what_was_recorded() -> None:
-    check = Check(
+    check = RunComparison(
         run="r",
         step_s=3.0,
         recorded_step_s=4.0,
@@ -183,11 +192,13 @@ def test_a_run_whose_times_tell_nothing_is_refused_by_name(tmp_path: Path) -> No
 def test_what_a_fit_rests_on_is_said_with_what_would_make_it_better() -> None:
     fit = Fit(0.02, 0.0005, 0.3, explained=0.914)
     good = ["data.train_batch_groups=4", "rollout.group_size=4", "queue.max_staleness=0", "agent.concurrency=16"]
-    assert told(fit, load_config("calculator", good)) == (
+    assert fit_note(fit, load_config("calculator", good)) == (
         "the engine's explain 91% of the differences between episodes' times"
     )
     worse = load_config("calculator", [*good, "queue.max_staleness=1", "agent.concurrency=8", "agent.workers=1"])
-    assert told(fit, worse).endswith("; a run with queue.max_staleness=0 and agent.concurrency=16 tells them better")
+    assert fit_note(fit, worse).endswith(
+        "; a run with queue.max_staleness=0 and agent.concurrency=16 tells them better"
+    )
 
 
 def test_each_row_is_announced_before_it_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:

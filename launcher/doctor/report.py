@@ -1,0 +1,108 @@
+"""``rl-async doctor RUN``: observe, diagnose, print. A run in trouble does the same and keeps the report."""
+
+import time
+from pathlib import Path
+
+import msgspec
+
+from rl_async.launcher.doctor.diagnosis import Diagnosis, diagnose
+from rl_async.launcher.doctor.observation import Observation, ObservedProcess
+from rl_async.launcher.doctor.observe import observe
+
+FILE = "doctor.txt"
+FRAMES = 6  # of a stack
+LINE = 100  # characters of a log line
+
+
+def doctor(run: Path, *, as_json: bool = False) -> int:
+    """Print the diagnosis of a run; 1 if something is wrong with it. Raises UserError if it was never started."""
+    seen = observe(run.absolute())
+    verdict = diagnose(seen)
+    if as_json:
+        print(msgspec.json.encode({"verdict": verdict, "observation": seen}).decode())
+    else:
+        print(report(seen, verdict))
+        if seen.launcher is None and (run / FILE).is_file():
+            print(f"what it said of itself while it ran: {run / FILE}")
+    return 1 if verdict.health in ("stuck", "failed") else 0
+
+
+def write_report(run: Path, why: str) -> str:
+    """For a run that is in trouble: append the whole report to ``RUN/doctor.txt`` and return the verdict."""
+    seen = observe(run)
+    verdict = diagnose(seen)
+    with (run / FILE).open("a") as file:
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {why}\n{report(seen, verdict)}\n\n")
+    return "\n".join(verdict.findings)
+
+
+def report(seen: Observation, verdict: Diagnosis) -> str:
+    """The whole report, the verdict last so that it stands above the prompt."""
+    sections = [
+        process_lines(seen),
+        stage_lines(seen),
+        engine_lines(seen),
+        ["who waits for whom:", *(f"  {line}" for line in verdict.waits)] if verdict.waits else [],
+        stack_lines(seen),
+        [f"could not look: {line}" for line in seen.trouble],
+        [f"verdict: {verdict.text}", *(f"    also: {line}" for line in verdict.findings[1:])],
+    ]
+    return "\n".join(line for section in sections for line in section)
+
+
+def process_lines(seen: Observation) -> list[str]:
+    """One line per process."""
+    lines = [f"{'process':15}{'pid':>8} {'state':6}{'cores':>6}{'log':>8}  where"]
+    for process in seen.processes:
+        age = "" if process.log_age_s is None else f"{process.log_age_s:.0f} s"
+        lines.append(
+            f"{process.record.name:15}{process.record.pid:>8} {process.state:6}{process.cpu:6.2f}{age:>8}  "
+            f"{_where(seen, process)}".rstrip()
+        )
+    return lines
+
+
+def _where(seen: Observation, process: ObservedProcess) -> str:
+    rank = seen.rank_of(process)
+    said = "" if rank is None else f"step {rank.step}, {rank.phase} for {rank.for_s:.0f} s"
+    stack = f"in {process.stack[0].name}" if process.stack else process.waits_in
+    state = "" if process.record.state == "running" else process.record.state
+    restarts = f"{process.record.restarts} restarts" if process.record.restarts else ""
+    return "; ".join(
+        part for part in (state, said, stack if not process.ended else process.log_line[:LINE], restarts) if part
+    )
+
+
+def stage_lines(seen: Observation) -> list[str]:
+    """The oldest group in each state."""
+    if seen.queue is None:
+        return []
+    lines = [f"{'stage':12}{'oldest group':>14}{'age':>9}{'here':>8}  worker"]
+    for group in seen.queue.oldest:
+        here, workers = f"{group.here}/{group.samples}", ", ".join(group.workers)
+        lines.append(f"{group.state:12}{group.group_id:>14}{group.age_s:>7.1f} s{here:>8}  {workers}".rstrip())
+    return lines
+
+
+def engine_lines(seen: Observation) -> list[str]:
+    """One line per registered engine."""
+    lines = []
+    for engine in seen.engines:
+        state = "does not answer" if not engine.answers else "paused" if engine.paused else "answers"
+        requests = "" if engine.requests is None else f", {engine.requests} requests"
+        lines.append(f"{engine.engine_id}: {state}, version {engine.version}{requests} ({engine.url})")
+    return lines
+
+
+def stack_lines(seen: Observation) -> list[str]:
+    """The innermost calls of each main thread that answered."""
+    lines = []
+    for process in seen.processes:
+        if process.stack:
+            lines.append(f"{process.record.name}, main thread, innermost call first:")
+            lines += [f"    {frame.name} ({_short(frame.file)}:{frame.line})" for frame in process.stack[:FRAMES]]
+    return lines
+
+
+def _short(file: str) -> str:
+    return "/".join(file.split("/")[-3:])
