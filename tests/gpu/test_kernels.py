@@ -66,7 +66,14 @@ def test_flash_attention_computes_the_same(model_folder: Path, one_rank: None) -
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs two GPUs")
 def test_shared_rows_are_computed_as_own_ones(model_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "differences.json"
-    worker = [sys.executable, "-m", "tests.unit.trainer.workers.ulysses", "cuda", str(model_folder.parent), str(out)]
+    worker = [
+        sys.executable,
+        "-m",
+        "tests.contracts.trainer.workers.ulysses",
+        "cuda",
+        str(model_folder.parent),
+        str(out),
+    ]
     run_ranks([*worker, model_folder.name], 2, timeout_s=300)
     (found,) = json.loads(out.read_text()).values()
     assert found["outputs"] < 1e-3

@@ -1,25 +1,10 @@
-"""Where ranks stand, who is to blame among them, and the stacks of a process that is asked for them."""
+"""Heartbeats of ranks, which of them is missing from a collective, and the parsing of a stack dump."""
 
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
-from rl_async.process.heartbeat import Beat, beat, missing_ranks, read_beats, who_is_missing
-from rl_async.process.kernel import catches, read_stat, state_of
-from rl_async.process.stacks import ASK, STACKS, main_thread
-
-SLEEPER = """
-import sys, threading, time
-from rl_async.process.stacks import answer_with_stacks
-answer_with_stacks()
-threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-def deep():
-    print("there", flush=True)
-    time.sleep(60)
-deep()
-"""
+from rl_async.process.heartbeat import Beat, beat, missing_ranks, read_beats
+from rl_async.process.stacks import main_thread
 
 
 def at(rank: int, step: int, phase: str) -> Beat:
@@ -44,36 +29,6 @@ def test_who_cannot_run_is_missing_before_who_is_behind_and_else_all_others_are(
     assert missing_ranks(beats, 0, fine) == [beats[1]]
     assert missing_ranks(beats, 0, fine | {2: "T"}) == [beats[2]]
     assert missing_ranks(beats, 1, fine) == [beats[0], beats[2]]
-
-
-def test_a_stopped_rank_is_called_stopped(tmp_path: Path) -> None:
-    beat(tmp_path, 0, 3, "training")
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
-        beat(tmp_path, 1, 3, "training")
-        file = tmp_path / "ranks" / "1.json"
-        file.write_text(file.read_text().replace(str(os.getpid()), str(other.pid)))
-        other.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, other.pid, os.WSTOPPED)
-        text = who_is_missing(tmp_path, 0, world=2)
-        other.kill()
-    assert text.startswith(f"rank 1 (pid {other.pid}) did not arrive: it is stopped (SIGSTOP), training of step 3")
-    assert state_of(other.pid) == "gone" and "it is gone" in who_is_missing(tmp_path, 0, world=2)
-    assert who_is_missing(tmp_path, 0, world=1) == ""
-
-
-def test_a_process_that_sleeps_answers_with_its_stack(tmp_path: Path) -> None:
-    file = tmp_path / "role.txt"
-    command, env = [sys.executable, "-c", SLEEPER], os.environ | {STACKS: str(file)}
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as role:
-        assert role.stdout is not None and role.stdout.readline() == "there\n"
-        assert catches(role.pid, ASK) and not catches(role.pid, signal.SIGTERM)
-        assert read_stat(role.pid).started > 0
-        role.send_signal(ASK)
-        while not main_thread(file.read_text()):
-            assert role.poll() is None
-        frames = main_thread(file.read_text())
-        role.kill()
-    assert [frame.name for frame in frames] == ["deep", "<module>"], "the thread beside it is not the main one"
 
 
 def test_the_newest_dump_counts() -> None:

@@ -212,9 +212,7 @@ async def test_adapters_for_another_base_are_refused_and_an_update_with_theirs_i
         sent = numbered([*base, *as_adapters(make_buckets(named.items(), 1 << 12), 2.0)], V1, "no")
         await engine.pause("keep")
         if scale == 1.5:
-            with pytest.raises(
-                EngineLost, match=rf"adapters for {sent[-1].info.base}, but what is here .* is base-\w+"
-            ):
+            with pytest.raises(EngineLost, match=sent[-1].info.base):
                 await deliver(engine, adapter_buckets(sent), V1)
         await deliver(engine, sent, V1)
         await engine.resume()

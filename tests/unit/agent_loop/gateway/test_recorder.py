@@ -14,6 +14,7 @@ from rl_async.agent_loop.gateway.chat import Call, ChatMessage, answer_text, his
 from rl_async.agent_loop.gateway.recorder import Prompt, Recorder, cut_at_stop
 from rl_async.messages import Version, VersionRun
 from rl_async.rollout_server.api import GenerateResult
+from tests.support.effort import examples
 
 TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {}}}]
 
@@ -204,7 +205,7 @@ def test_messages_that_the_template_refuses_record_nothing(talk: Talk, monkeypat
     assert talk.recorder.rows == []
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_every_sampled_token_trains_in_exactly_one_row_as_it_was_returned(renderer: ChatRenderer, data: Any) -> None:
     """Random requests and random tokens: continued, branched, edited, parallel, with special tokens in any place."""

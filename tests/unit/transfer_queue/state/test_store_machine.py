@@ -10,6 +10,7 @@ from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.state.groups import EVAL_GROUPS
 from rl_async.transfer_queue.state.store import Store
 from rl_async.transfer_queue.state.tasks import Counted, numbered
+from tests.support.effort import examples
 from tests.support.tasks import easy_or_hard
 from tests.unit.transfer_queue.state.history import BATCH, LEASE_S, STEPS, Announced, headers, queue_settings
 from tests.unit.transfer_queue.state.history_batches import Batches
@@ -376,5 +377,5 @@ class Histories(RuleBasedStateMachine):
 # A history that breaks a rule is made small before it is shown, which takes minutes.
 TestHistories = pytest.mark.timeout(600)(Histories.TestCase)
 TestHistories.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(150), stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -19,6 +19,7 @@ from rl_async.weight_sync.buckets.buckets import (
 )
 from rl_async.weight_sync.layout import TensorSpec, slices, whole
 from tests.support.buckets import make_buckets
+from tests.support.effort import examples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int64, torch.bool]
 parameters = st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3)), max_size=12)
@@ -31,7 +32,7 @@ def tensors(spec: list[tuple[torch.dtype, list[int]]]) -> list[tuple[str, torch.
     ]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(100))
 @given(parameters, st.integers(8, 400))
 def test_every_tensor_comes_back_in_order_and_no_bucket_is_above_the_bound(
     spec: list[tuple[torch.dtype, list[int]]], max_bytes: int

@@ -15,6 +15,7 @@ from rl_async.weight_sync.buckets.numbering import numbered
 from rl_async.weight_sync.buckets.retained import RetainedBuckets
 from rl_async.weight_sync.protocol import UpdateInfo
 from tests.support.buckets import make_buckets
+from tests.support.effort import examples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8]
 specs = st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(1, 300)), min_size=1, max_size=6)
@@ -48,7 +49,7 @@ def put(retained: RetainedBuckets, buckets: list[Bucket]) -> list[torch.Tensor]:
     return [retained.put(bucket.data, bucket.info).clone() for bucket in buckets]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(100))
 @given(specs, st.sampled_from([0.0, 0.01, 0.2, 1.0]), st.integers(8, 1000))
 def test_the_result_is_the_new_version_bit_by_bit_and_no_bucket_grows(
     spec: list[tuple[torch.dtype, int]], share: float, max_bytes: int

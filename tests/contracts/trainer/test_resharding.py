@@ -19,7 +19,7 @@ from tests.support.forked import run_ranks
 def go_on(model: Path, root: Path, ranks: int, before: int, after: int, **options: Any) -> None:
     """Run ``reshard_worker`` on ``ranks`` processes."""
     arguments = [str(model), str(root), str(before), str(after), json.dumps(options)]
-    run_ranks("tests.unit.trainer.workers.reshard", *arguments, ranks=ranks)
+    run_ranks("tests.contracts.trainer.workers.reshard", *arguments, ranks=ranks)
 
 
 def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:

@@ -11,7 +11,7 @@ from tests.support.forked import run_ranks
 def train(model: Path, out: Path, ranks: int, tokens: int, correction: str, sizes: str = "{}") -> str:
     """Run ``update_worker`` on ``ranks`` processes; returns the metrics, which all of them must agree on."""
     arguments = [str(model), str(out), str(tokens), correction, sizes]
-    told = run_ranks("tests.unit.trainer.workers.update", *arguments, ranks=ranks, timeout_s=120)
+    told = run_ranks("tests.contracts.trainer.workers.update", *arguments, ranks=ranks, timeout_s=120)
     assert len(set(told)) == 1, "ranks disagree about the metrics"
     return told[0]
 

@@ -1,7 +1,7 @@
 """One rank that computes the gradients of a batch under several options; started by test_sharding.py.
 
-``python -m tests.unit.trainer.workers.sharding MODEL OUT OPTIONS``: OPTIONS are the trainer's, by name, as JSON. Of
-adapters also the weights that engines get after a step, as ``merged`` and as ``alone``.
+``python -m tests.contracts.trainer.workers.sharding MODEL OUT OPTIONS``: OPTIONS are the trainer's, by name, as JSON.
+Of adapters also the weights that engines get after a step, as ``merged`` and as ``alone``.
 """
 
 import json

@@ -16,7 +16,7 @@ from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.checkpoints.folder import FORMAT, CheckpointState, load_checkpoint
 from rl_async.trainer.checkpoints.saver import Saver
 from rl_async.trainer.step.models import build_models
-from tests.unit.trainer.workers.critic import train
+from tests.contracts.trainer.workers.critic import train
 
 
 def run(model: Path, root: Path, before: int, after: int, options: TrainerConfig) -> None:

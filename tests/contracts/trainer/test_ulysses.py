@@ -35,7 +35,7 @@ def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str,
     for name, (kind, options) in MODELS.items():
         saved(kind, folder / name, **options)
     out = folder / "differences.json"
-    run_ranks("tests.unit.trainer.workers.ulysses", "cpu", str(folder), str(out), *MODELS, ranks=2, timeout_s=500)
+    run_ranks("tests.contracts.trainer.workers.ulysses", "cpu", str(folder), str(out), *MODELS, ranks=2, timeout_s=500)
     found: dict[str, dict[str, float]] = json.loads(out.read_text())
     return found
 

@@ -14,7 +14,7 @@ CRITIC_KEYS = {f"critic/{name}" for name in ("loss", "explained_variance", "valu
 
 def train(model: Path, out: Path, ranks: int, *arguments: str) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
     """Run ``critic_worker`` on ``ranks`` processes."""
-    run_ranks("tests.unit.trainer.workers.critic", str(model), str(out), *arguments, ranks=ranks, timeout_s=120)
+    run_ranks("tests.contracts.trainer.workers.critic", str(model), str(out), *arguments, ranks=ranks, timeout_s=120)
     return load_file(out / "tensors.safetensors"), json.loads((out / "metrics.json").read_text())
 
 

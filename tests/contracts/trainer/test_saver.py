@@ -65,10 +65,8 @@ def alone() -> Iterator[None]:
 
 
 def test_a_checkpoint_killed_halfway_is_never_picked_up(tmp_path: Path, alone: None) -> None:
-    root = Path(__file__).parents[4]
-    code = (
-        "import sys, pathlib, tests.unit.trainer.checkpoints.test_saver as t; t.until_killed(pathlib.Path(sys.argv[1]))"
-    )
+    root = Path(__file__).parents[3]
+    code = "import sys, pathlib, tests.contracts.trainer.test_saver as t; t.until_killed(pathlib.Path(sys.argv[1]))"
     command = [sys.executable, "-c", code, str(tmp_path)]
     victim = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
     assert victim.stdout is not None

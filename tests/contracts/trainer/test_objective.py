@@ -15,8 +15,16 @@ from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.algorithms.losses import LOSSES
 from rl_async.trainer.step.objective import Precomputed
 from rl_async.trainer.step.update import penalised
+from tests.contracts.trainer.workers.objective import (
+    KL_COEF,
+    LEARNING_RATE,
+    SPLITS,
+    Table,
+    recorded,
+    run_config,
+    variants,
+)
 from tests.support.forked import run_ranks
-from tests.unit.trainer.workers.objective import KL_COEF, LEARNING_RATE, SPLITS, Table, recorded, run_config, variants
 
 VARIANTS = [name for name, _ in variants()]
 Found = dict[str, dict[str, dict[str, Tensor]]]  # variant -> split -> what
@@ -29,7 +37,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     result: Found = defaultdict(lambda: defaultdict(dict))
     for ranks in SPLITS:
         out = folder / f"{ranks}.safetensors"
-        run_ranks("tests.unit.trainer.workers.objective", str(out), ranks=ranks, timeout_s=180)
+        run_ranks("tests.contracts.trainer.workers.objective", str(out), ranks=ranks, timeout_s=180)
         for key, tensor in load_file(out).items():
             variant, split, what = key.split("|")
             result[variant][split][what] = tensor

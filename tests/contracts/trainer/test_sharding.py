@@ -63,7 +63,7 @@ def found(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, d
         options = {case: keys for case, keys in every.items() if HAS_PEFT or "lora" not in keys}
         file = out / f"{ranks}.safetensors"
         arguments = [str(folder), str(file), json.dumps(options)]
-        run_ranks("tests.unit.trainer.workers.sharding", *arguments, ranks=ranks)
+        run_ranks("tests.contracts.trainer.workers.sharding", *arguments, ranks=ranks)
         result[ranks] = load_file(file)
     return result
 
