@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rl_async.agent_loop.data.prompts import inspect, make_sources
-from rl_async.agent_loop.data.tasks import make_data
+from rl_async.agent_loop.data.toy_tasks import make_data
 from rl_async.configs.schema.data import DataConfig, DataSource, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError
