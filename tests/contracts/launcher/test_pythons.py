@@ -1,4 +1,4 @@
-"""The Pythons of engines, asked for what they have."""
+"""The Pythons of engines are checked for the engine's package, and for rl-async beside it."""
 
 import subprocess
 import sys
@@ -6,22 +6,53 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.configs.load.loader import load_config
 from rl_async.errors import UserError
-from rl_async.launcher.plan.machine import check_sglang
+from rl_async.launcher.plan.machine import check_engine_python
 
 
-def test_sglang_must_be_installed_where_it_is_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment with nothing in it."""
+    folder = tmp_path_factory.mktemp("bare")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=60)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_python_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    bare = tmp_path / "bare"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True, timeout=60)
+
+
+def test_sglang_needs_its_package_and_ours(bare: Path) -> None:
     [site] = bare.glob("lib/python*/site-packages")
-    config = load_config("calculator", ["rollout.engine=sglang", f"rollout.python={bare}/bin/python"])
-    with pytest.raises(UserError, match=r"has no SGLang; install `rl-async\[sglang\]`.*rollout\.python"):
-        check_sglang(config)
+    python = f"{bare}/bin/python"
+    with pytest.raises(UserError, match=r"rollout\.engine=sglang.*rl-async\[sglang\].*rollout\.python"):
+        check_engine_python("sglang", python)
     (site / "sglang.py").touch()
-    with pytest.raises(UserError, match="SGLang but not rl-async beside it"):
-        check_sglang(config)
+    with pytest.raises(UserError, match=r"rollout\.python.*SGLang.*rl-async"):
+        check_engine_python("sglang", python)
     (site / "rl_async.py").touch()
-    check_sglang(config)
+    check_engine_python("sglang", python)
+
+
+def test_vllm_needs_its_package_and_our_plugin(bare: Path) -> None:
+    [site] = bare.glob("lib/python*/site-packages")
+    python = f"{bare}/bin/python"
+    with pytest.raises(UserError, match=r"rollout\.engine=vllm.*install_vllm_cpu.*rollout\.python"):
+        check_engine_python("vllm", python)
+    (site / "vllm.py").touch()
+    with pytest.raises(UserError, match=r"rollout\.python.*vLLM.*rl-async"):
+        check_engine_python("vllm", python)
+    installed = site / "rl_async-1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: rl-async\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nrl_async = rl_async.rollout_server.vllm.plugin:register\n"
+    )
+    check_engine_python("vllm", python)
+
+
+def test_the_embedded_engine_needs_nothing_and_a_python_must_be_there(tmp_path: Path) -> None:
+    check_engine_python("embedded", str(tmp_path / "none"))
+    with pytest.raises(UserError, match=r"rollout\.python.*none"):
+        check_engine_python("vllm", str(tmp_path / "none"))
