@@ -32,9 +32,9 @@ from rl_async.trainer.batches.data_parallel import DataParallel
 from rl_async.trainer.batches.sources import BatchSource
 from rl_async.trainer.checkpoints.folder import FORMAT, CheckpointSchedule, CheckpointState
 from rl_async.trainer.checkpoints.saver import Saver
-from rl_async.trainer.monitoring.depth import QueueDepth
 from rl_async.trainer.monitoring.evaluation import Evaluator, FinishedEvaluation
 from rl_async.trainer.monitoring.guard import Guard
+from rl_async.trainer.monitoring.queue_depth import QueueDepth
 from rl_async.trainer.monitoring.records import append_evaluation, append_trained, write_trajectories
 from rl_async.trainer.monitoring.stopping import StopRequest
 from rl_async.trainer.monitoring.trackers import Tracking
@@ -147,7 +147,7 @@ def take_batch(run: Run, step: int) -> Batch | None:
     """
     data_parallel = run.models.data_parallel
     while True:
-        reserved = run.source.reserve(step, lambda: run.stop.asked)
+        reserved = run.source.reserve(step, lambda: run.stop.requested)
         if run.stop.agreed() or reserved is None:
             return None
         plan = plan_batch(reserved.headers, step, run.config, data_parallel.size, run.models.row_cost)
