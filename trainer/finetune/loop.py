@@ -139,7 +139,7 @@ def negative_log_likelihood(outputs: Outputs, batch: Tensors) -> torch.Tensor:
 
 
 def evaluate(run: Finetuning, completed: int) -> dict[str, float]:
-    """Loss per learned token on the held-out conversations, which rank 0 writes down; empty if there are none."""
+    """Return the loss per learned token on held-out conversations, logged by rank 0; empty if there are none."""
     if not len(run.held_out):
         return {}
     sums = torch.zeros(2, dtype=torch.float64)

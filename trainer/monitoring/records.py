@@ -1,4 +1,4 @@
-"""Files that the trainer writes: ``trained.jsonl``, ``evaluations.jsonl``, ``trajectories/`` and the lineage counter."""
+"""Files the trainer writes: ``trained.jsonl``, ``evaluations.jsonl``, ``trajectories/`` and the lineage counter."""
 
 import gzip
 import os
