@@ -96,7 +96,7 @@ class Sleeper:
     """A backend whose weights can compute only between ``before_train`` and the next publication."""
 
     def __init__(self, backend: Backend, publisher: Publisher) -> None:
-        self.device, self.parts = backend.device, backend.parts
+        self.device, self.sharded_weights = backend.device, backend.sharded_weights
         self._backend, self._publisher = backend, publisher
 
     def forward(self, batch: Tensors) -> Outputs:

@@ -32,7 +32,7 @@ def test_a_warning_comes_once_per_excursion_and_only_after_patience() -> None:
     assert [bool(verdict.warning) for verdict in verdicts] == [False, False, False, True, *[False] * 4, True]
     assert all(verdict.max_staleness is None for verdict in verdicts)
     assert "correction/k3 = 0.5 > 0.3 (algorithm.guard.max_kl)" in verdicts[3].warning
-    assert "step 3, 2 steps in a row" in verdicts[3].warning
+    assert "step 3" in verdicts[3].warning
 
 
 def test_off_sees_nothing() -> None:
