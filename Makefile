@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 RUN_NAME ?=
 # Whole runs come first, since they take longest; a worker that has nothing left takes over tests of the other.
 TESTS ?= tests/e2e tests/contracts tests/gpu tests/unit
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# Bytecode is kept, since the tests start many processes that import the same modules.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: demo test test-slow check setup setup-test clean
 

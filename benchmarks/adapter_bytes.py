@@ -29,7 +29,7 @@ from rl_async.messages import Version
 from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import Outputs
-from rl_async.trainer.batches.batching import collate
+from rl_async.trainer.batches.tensors import collate
 from rl_async.trainer.publishing.publisher import EnginePublisher
 from rl_async.weight_sync.buckets.delta import deltas
 from rl_async.weight_sync.coordinator import WeightCoordinator
@@ -62,7 +62,7 @@ def make(folder: Path, lora: LoraConfig | None) -> Fsdp2Backend:
 
 
 def step(backend: Fsdp2Backend, rows: int) -> None:
-    batch = collate(rows_of([64] * rows), step=0, max_staleness=None, device="cpu")
+    batch = collate(rows_of([64] * rows), device="cpu")
 
     def loss_fn(_: int, outputs: Outputs) -> torch.Tensor:
         assert outputs.logprobs is not None

@@ -32,7 +32,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from benchmarks.processes.engine_process import serving
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.data.prompts import make_sources
 from rl_async.agent_loop.episodes.loops import EpisodeRunner
 from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.run import RunConfig
@@ -44,6 +43,7 @@ from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Generat
 from rl_async.rollout_server.embedded.local import LocalEngine
 from rl_async.rollout_server.pool import EnginePool
 from rl_async.rollout_server.vllm.client import VllmEngine
+from rl_async.transfer_queue.data.task_stream import make_sources
 
 PROMPT, NEW = 25, 32  # tokens of the requests that are all alike
 AT_ONCE = (8, 64, 256)

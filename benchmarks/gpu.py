@@ -38,8 +38,8 @@ from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.engine_thread import EngineThread
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import Outputs
-from rl_async.trainer.batches.batching import collate
 from rl_async.trainer.batches.cost import row_cost_of
+from rl_async.trainer.batches.tensors import collate
 from rl_async.weight_sync.layout import TensorSpec, fsdp2, whole
 from rl_async.weight_sync.reshard.execute import reshard
 from rl_async.weight_sync.reshard.plan import plan
@@ -119,7 +119,7 @@ def matmul_flops(device: str) -> float:
 def measure_step(backend: Fsdp2Backend, device: str, kind: str) -> tuple[float, float]:
     """Tokens and operations per second of a whole step."""
     lengths = [LENGTH[kind]] * ROWS[kind]
-    batches = [collate([row], step=0, max_staleness=None, device=device) for row in rows_of(lengths)]
+    batches = [collate([row], device=device) for row in rows_of(lengths)]
 
     def loss_fn(number: int, outputs: Outputs) -> Tensor:
         assert outputs.logprobs is not None

@@ -48,8 +48,9 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import TrajectoryHeader
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import Outputs
-from rl_async.trainer.batches.batching import Tensors, layout
 from rl_async.trainer.batches.cost import RowCost
+from rl_async.trainer.batches.layout import layout
+from rl_async.trainer.batches.tensors import Tensors
 from rl_async.trainer.model.attention import NAME as PACKED_ATTENTION
 from rl_async.trainer.model.families import LogitForm
 from rl_async.trainer.model.logprobs import Head, token_stats

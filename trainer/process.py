@@ -1,9 +1,9 @@
 """Builds the parts of a trainer rank from the run's config and hands them to ``train``."""
 
-import functools
 import logging
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -32,9 +32,10 @@ from rl_async.trainer.monitoring.trackers import Tracking
 from rl_async.trainer.publishing.canaries import PROMPT_TOKENS, Canaries
 from rl_async.trainer.publishing.mismatch import WatchedPublisher
 from rl_async.trainer.publishing.publisher import EnginePublisher, NoEngines, Publisher
-from rl_async.trainer.step.models import build_models
-from rl_async.trainer.step.update import Models
-from rl_async.trainer.train import Run, record_evaluation, train
+from rl_async.trainer.step.models import Models, build_models
+from rl_async.trainer.step.recorder import Recorder
+from rl_async.trainer.step.run import Run
+from rl_async.trainer.train import train
 from rl_async.transfer_queue.auth.keys import client_keys
 from rl_async.transfer_queue.client.async_client import QueueClient
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
@@ -56,54 +57,66 @@ def run_rank(folder: Path, queue: str | None, replay: Path | None, *, host: str,
     config = load_resolved(folder / "config.yaml")
     beat(folder, int(os.environ.get("RANK", "0")), 0, "starting")
     with ranks_joined(config, folder) as (device, store):
-        run = _base_run(config, folder, replay or folder, build_models(config, device), stop)
-        snapshot = _restore(run, resume)
+        models, kl = build_models(config, device), KlController(config.algorithm.kl)
+        start = _restore(folder, models, kl, resume)
+        run = _base_run(config, folder, replay or folder, models, kl, start, stop)
         if queue is None:
             train(run)
         else:
             wire = PointToPoint(dist.PrefixStore("gathering", store), device=device)
-            _train_from_queue(run, queue, host, snapshot if resume else None, wire)
+            _train_from_queue(run, queue, host, start.snapshot if resume else None, wire)
 
 
-def _base_run(config: RunConfig, folder: Path, recorded: Path, models: Models, stop: StopRequest) -> Run:
-    trainer = config.trainer
+class _Start(NamedTuple):
+    """Where this rank begins."""
+
+    lineage: int
+    step: int
+    snapshot: bytes  # of the queue, from the checkpoint; empty without one
+
+
+def _base_run(
+    config: RunConfig, folder: Path, recorded: Path, models: Models, kl: KlController, start: _Start, stop: StopRequest
+) -> Run:
+    trainer, rank = config.trainer, dist.get_rank()
     source = sources.RecordedSource(recorded / "trajectories")
     return Run(
         config=config,
         folder=folder,
-        lineage=0,
-        start_step=0,
+        lineage=start.lineage,
+        start_step=start.step,
         models=models,
         algorithm=build(config),
         source=source,
         publisher=NoEngines(),
         guard=Guard.of(config),
-        kl=KlController(config.algorithm.kl),
+        kl=kl,
         saver=Saver(folder / "checkpoints", trainer.keep_checkpoints, trainer.collective_timeout_s),
         stop=stop,
-        tracking=Tracking(config, folder) if dist.get_rank() == 0 else None,
+        recorder=Recorder(folder, start.lineage, rank, is_recorder=models.data_parallel.is_recorder),
+        tracking=Tracking(config, folder) if rank == 0 else None,
     )
 
 
-def _restore(run: Run, resume: bool) -> bytes:
-    """Take a new lineage and load the newest whole checkpoint, if resuming and there is one; the queue's snapshot."""
-    root = run.folder / "checkpoints"
+def _restore(folder: Path, models: Models, kl: KlController, resume: bool) -> _Start:
+    """Take a new lineage and, if resuming, load the newest whole checkpoint, if there is one."""
+    root = folder / "checkpoints"
     chosen = torch.tensor([0, -1])
-    if run.rank == 0:
-        folder = None
+    if dist.get_rank() == 0:
+        newest = None
         if resume:
-            drop_torn_line(run.folder / "trained.jsonl")  # before any rank appends to it
+            drop_torn_line(folder / "trained.jsonl")  # before any rank appends to it
             drop_unfinished(root)
-            folder = newest_whole(root)
-        chosen = torch.tensor([next_lineage(run.folder, resume), -1 if folder is None else read_state(folder).step])
+            newest = newest_whole(root)
+        chosen = torch.tensor([next_lineage(folder, resume), -1 if newest is None else read_state(newest).step])
     dist.broadcast(chosen, 0)
-    run.lineage, step = chosen.tolist()
+    lineage, step = chosen.tolist()
     if step < 0:
-        return b""
-    state, snapshot = load_checkpoint(folder_of(root, step), run.models.trained())
-    run.start_step, run.kl.coef = state.step, state.kl_coef
-    log.info("resuming after step %d as lineage %d", state.step, run.lineage)
-    return snapshot
+        return _Start(lineage, 0, b"")
+    state, snapshot = load_checkpoint(folder_of(root, step), models.trained())
+    kl.coef = state.kl_coef
+    log.info("resuming after step %d as lineage %d", state.step, lineage)
+    return _Start(lineage, state.step, snapshot)
 
 
 def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None, wire: Wire) -> None:
@@ -121,8 +134,7 @@ def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None,
             log.info("the queue kept %d groups and admits %d again", resumed.kept, resumed.readmitted)
         run.depth = QueueDepth(queue)
         if config.data.eval_path:
-            record = functools.partial(record_evaluation, run.folder, run.lineage)
-            run.evaluations = Evaluator(queue, config.eval.every, record)
+            run.evaluations = Evaluator(queue, config.eval.every, run.recorder.evaluated)
         with WeightCoordinator(
             lambda: QueueClient(address, role="weights", name="coordinator", keys=keys),
             lambda record: connect(record.kind, record.url),

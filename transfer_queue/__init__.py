@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rl_async.transfer_queue.client.readers import Batch, TrainedGroup, read_batches, read_groups
     from rl_async.transfer_queue.client.sync_client import SyncQueueClient
     from rl_async.transfer_queue.client.torch_dataset import QueueDataset
-    from rl_async.transfer_queue.standalone import serve
+    from rl_async.transfer_queue.server.standalone import serve
 
 __all__ = [
     "Batch",
@@ -34,7 +34,7 @@ _HOMES = {
     "TrainedGroup": "client.readers",
     "read_batches": "client.readers",
     "read_groups": "client.readers",
-    "serve": "standalone",
+    "serve": "server.standalone",
 }
 
 

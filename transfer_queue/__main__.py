@@ -11,15 +11,15 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from rl_async.agent_loop.data.prompts import make_sources
 from rl_async.configs.derived.queue import is_loopback
 from rl_async.configs.load.loader import load_resolved
 from rl_async.errors import UserError
 from rl_async.process.role import add_run, role_parser, run_role
-from rl_async.transfer_queue.auth.authenticator import Door
+from rl_async.transfer_queue.auth.authenticator import Authenticator
 from rl_async.transfer_queue.auth.keys import client_keys, server_keys
+from rl_async.transfer_queue.data.task_stream import make_sources
 from rl_async.transfer_queue.journal.opener import open_journal
-from rl_async.transfer_queue.journal.recovery import Recorder, recover
+from rl_async.transfer_queue.journal.recovery import JournalRecorder, recover
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.reports.ledger import Ledger
 from rl_async.transfer_queue.reports.metrics import serve_metrics
@@ -49,7 +49,7 @@ def run_queue(run: Path, address: str, *, relaunched: bool, stopped: threading.E
         contextlib.closing(open_journal(config, run)) as journal,
         contextlib.closing(Ledger(run / "ledger.jsonl")) as ledger,
         zmq.Context() as context,
-        contextlib.ExitStack() as doors,
+        contextlib.ExitStack() as stack,
     ):
         feed = Feed(journal.append, ledger.append)
         store = Store(QueueSettings.of(config), source, eval_tasks, feed)
@@ -58,16 +58,16 @@ def run_queue(run: Path, address: str, *, relaunched: bool, stopped: threading.E
         )
         if relaunched:
             store.relaunch()
-        recorder = Recorder(store, journal, ledger)
+        recorder = JournalRecorder(store, journal, ledger)
         recorder.flush()
-        limits, door = config.queue.limits, None
+        limits, auth = config.queue.limits, None
         if keys is not None:
-            door = doors.enter_context(Door(context, keys.allowed, lambda: store.count("denied")))
+            auth = stack.enter_context(Authenticator(context, keys.allowed, lambda: store.count("denied")))
         metrics = serve_metrics(config.queue.metrics_port, address, client_keys(config, run))
         with bind(context, address, keys=keys, limits=limits) as socket, metrics:
             log.info("listening on %s, %s", address, "open" if keys is None else "closed to clients without a key")
             server = QueueServer(store, journal, feed, limits=limits)
-            serve(socket, server, recorder.flush, stopped.is_set, door=door)
+            serve(socket, server, recorder.flush, stopped.is_set, auth=auth)
     log.info("ended")
 
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rl_async.agent_loop.data.dataset import ParquetRows
 from rl_async.errors import DataError
+from rl_async.transfer_queue.data.dataset import ParquetRows
 
 Message = dict[str, Any]
 

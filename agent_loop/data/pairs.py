@@ -3,8 +3,8 @@
 import math
 from typing import Any, NamedTuple
 
-from rl_async.agent_loop.data.dataset import as_messages, open_rows
 from rl_async.errors import DataError
+from rl_async.transfer_queue.data.dataset import as_messages, open_rows
 
 Message = dict[str, Any]
 

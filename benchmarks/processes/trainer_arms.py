@@ -10,7 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from rl_async.configs.load.loader import load_config
 from rl_async.launcher.plan.memory import tiny_shape
 from rl_async.messages import Sampling, Trajectory, Version, VersionRun
-from rl_async.trainer.batches.batching import Tensors, collate, empty_tensors
+from rl_async.trainer.batches.tensors import Tensors, collate, empty_tensors
 
 VOCAB = 200
 BUDGET = 16384  # tokens per forward pass
@@ -55,10 +55,7 @@ def long_tailed(rows: int) -> list[int]:
 
 
 def micro_batches(rows: Sequence[Trajectory], parts: Sequence[Sequence[int]]) -> list[Tensors]:
-    return [
-        collate([rows[i] for i in part], step=0, max_staleness=None, device="cpu") if part else empty_tensors("cpu")
-        for part in parts
-    ]
+    return [collate([rows[i] for i in part], device="cpu") if part else empty_tensors("cpu") for part in parts]
 
 
 def in_arrival_order(lengths: Sequence[int]) -> list[list[int]]:

@@ -23,8 +23,9 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.memory import model_size, tiny_shape, trainer_bytes
 from rl_async.trainer import process as trainer_process  # what a rank imports
 from rl_async.trainer.algorithms.algorithm import build
+from rl_async.trainer.batches.batch import Batch, plan_batch
 from rl_async.trainer.step.models import build_models
-from rl_async.trainer.step.update import Batch, plan_batch, row_keys, update
+from rl_async.trainer.step.update import update
 
 DEADLINE_S = 600
 
@@ -49,9 +50,7 @@ def measure(name: str, folder: str, count: int, overrides: list[str]) -> None:
     headers = [row.header() for row in rows]
     for step in range(2):
         plan = plan_batch(headers, step, config, models.data_parallel.size, models.row_cost)
-        update(
-            models, Batch(step, headers, plan, dict(zip(row_keys(headers), rows, strict=True))), build(config), config
-        )
+        update(models, Batch(step, headers, plan, {row.key: row for row in rows}), build(config), config)
     print(trainer_bytes(config, model_size(config)), resident("VmHWM"))
 
 

@@ -24,7 +24,7 @@ from rl_async.transfer_queue.client.async_client import QueueClient
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.journal.interface import Journal
 from rl_async.transfer_queue.journal.memory import MemoryJournal
-from rl_async.transfer_queue.journal.recovery import Recorder, recover
+from rl_async.transfer_queue.journal.recovery import JournalRecorder, recover
 from rl_async.transfer_queue.journal.sqlite import SqliteJournal
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.reports.ledger import Ledger
@@ -181,7 +181,7 @@ def queue_server(address: str, kind: str, folder: str, batch: str = str(BATCH), 
         store = Store(settings(int(batch), int(group_size), replicas), Counted(), [], feed)
         recover(store, journal, ledger, time.monotonic())
         server = QueueServer(store, journal, feed, limits=QueueLimits(requests_per_s=1e6))  # one client plays many
-        serve(socket, server, Recorder(store, journal, ledger).flush, lambda: False)
+        serve(socket, server, JournalRecorder(store, journal, ledger).flush, lambda: False)
 
 
 def queue_shard(address: str, queue: str, name: str) -> None:

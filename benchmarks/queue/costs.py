@@ -18,7 +18,7 @@ from rl_async.messages import codec
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.journal.memory import MemoryJournal
-from rl_async.transfer_queue.journal.recovery import Recorder, recover
+from rl_async.transfer_queue.journal.recovery import JournalRecorder, recover
 from rl_async.transfer_queue.reports.ledger import Ledger
 from rl_async.transfer_queue.server.queue_server import QueueServer
 from rl_async.transfer_queue.state.store import Store
@@ -44,7 +44,7 @@ class Driven:
         feed = Feed(journal.append, ledger.append)
         store = Store(settings(group_size=1), Counted(), [], feed)
         recover(store, journal, ledger, 0.0)
-        self._server, self._flush = QueueServer(store, journal, feed), Recorder(store, journal, ledger).flush
+        self._server, self._flush = QueueServer(store, journal, feed), JournalRecorder(store, journal, ledger).flush
         self._ids, self._step = wire.RequestIds(), 0
         self._ask(m.Hello(schema=m.SCHEMA, role="benchmark", name="client"))
         self._ask(m.Publish(version=m.Version(), engines=[]))

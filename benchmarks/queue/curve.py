@@ -27,7 +27,7 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import LeasedGroup, Reserved, Sampling, Trajectory, Version, VersionRun
-from rl_async.transfer_queue.auth.authenticator import Door
+from rl_async.transfer_queue.auth.authenticator import Authenticator
 from rl_async.transfer_queue.auth.keys import ClientKeys, client_keys, make_keys, server_keys
 from rl_async.transfer_queue.client.async_client import QueueClient
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
@@ -69,10 +69,12 @@ def run_queue(address: str, folder: Path | None, stopped: Any, cpu_s: Any) -> No
     store = Store(settings, Counted(), [], feed)
     keys = server_keys(config_of(folder), Path())
     with zmq.Context() as context, ExitStack() as stack:
-        door = stack.enter_context(Door(context, keys.allowed, lambda: store.count("denied"))) if keys else None
+        auth = (
+            stack.enter_context(Authenticator(context, keys.allowed, lambda: store.count("denied"))) if keys else None
+        )
         router = stack.enter_context(bind(context, address, keys=keys))
         began = time.process_time()
-        serve(router, QueueServer(store, journal, feed), journal.flush, stopped.is_set, door=door)
+        serve(router, QueueServer(store, journal, feed), journal.flush, stopped.is_set, auth=auth)
         cpu_s.value = time.process_time() - began
 
 

@@ -1,4 +1,4 @@
-"""What things cost in time, and how long episodes are: measured on a recorded run, or assumed from a device's figures.
+"""Costs in time, and the lengths of episodes: measured on a recorded run, or assumed from a device's figures.
 
 Model of an engine: one iteration gives every running sequence a token and takes ``base + per_sequence * sequences``.
 Model of the trainer: a step takes ``per_token`` for each token that passes through it, divided by the ranks.
@@ -19,11 +19,11 @@ from rl_async.launcher.folder.tail import MetricsTail, Record
 from rl_async.launcher.plan.memory import ModelSize
 from rl_async.trainer.monitoring.records import read_trajectories
 
-SKIPPED = 1  # first steps of a run, in which everything warms up
+SKIPPED = 1  # first steps of a run, which are slower
 
 
 class EpisodeShape(msgspec.Struct, frozen=True):
-    """One recorded episode: tokens in all and sampled, turns, seconds in tools and scorers."""
+    """The size of one episode: all tokens and the sampled ones, turns, seconds in tools and scorers."""
 
     tokens: int
     sampled: int
@@ -32,9 +32,9 @@ class EpisodeShape(msgspec.Struct, frozen=True):
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds."""
+    """The cost model of a run, in seconds."""
 
-    iteration_base_s: float  # of one engine, whatever its batch
+    iteration_base_s: float  # of one engine, for any batch
     iteration_sequence_s: float  # more for each sequence
     turn_s: float  # from a request to its first token: prefill, HTTP, the agent loop
     train_token_s: float  # of one rank
@@ -46,7 +46,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of one accelerator. The defaults are an H100 SXM's, and shares of them that are usual in practice."""
+    """Figures of one accelerator. The defaults are an H100 SXM's, with shares that are usual in practice."""
 
     tflops: float = 989.0  # dense bfloat16
     bandwidth_gb_s: float = 3350.0
@@ -56,9 +56,11 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def assumed(size: ModelSize, device: Device, tokens: int) -> Costs:
-    """Costs from a device's figures. A token of training costs 8 operations per parameter: forward (2), backward (4),
-    and the forward pass that looks at the policy first (2). Decoding reads every weight once per iteration, and the
-    cache of each sequence, ``tokens`` long on average while it decodes; both in 2-byte numbers.
+    """Estimate costs from a device's figures.
+
+    A token of training costs 8 operations per parameter: forward (2), backward (4), and the forward pass for the
+    proximal policy (2). Decoding reads every weight once per iteration, and the cache of each sequence, ``tokens`` long
+    on average while it decodes; both in 2-byte numbers.
     """
     bandwidth = device.bandwidth_gb_s * 1e9 * device.decoding_share
     return Costs(
@@ -72,14 +74,14 @@ def assumed(size: ModelSize, device: Device, tokens: int) -> Costs:
 
 
 def assumed_episodes(config: RunConfig, count: int = 512) -> list[EpisodeShape]:
-    """Lengths without a recording: log-normal with a median of a third of ``agent.max_tokens``, cut off there."""
+    """Draw episode lengths: log-normal with a median of a third of ``agent.max_tokens``, cut off at all of it."""
     draw = np.random.default_rng(config.seed)
     lengths = np.minimum(draw.lognormal(np.log(config.agent.max_tokens / 3), 0.7, count), config.agent.max_tokens)
     return [EpisodeShape(int(length) + 64, max(1, int(length)), 1, 0.0) for length in lengths]
 
 
 class Fit(NamedTuple):
-    """Seconds; none is negative. ``explained`` is the share of the variance of the episodes' times (R squared)."""
+    """Fitted seconds, none negative. ``explained`` is the share of explained variance of episode times (R squared)."""
 
     iteration_base_s: float
     iteration_sequence_s: float
@@ -88,7 +90,7 @@ class Fit(NamedTuple):
 
 
 def measure(run: Path, engines: int, ranks: int) -> tuple[Costs, list[EpisodeShape], Fit]:
-    """Fit the costs to a recorded run of so many engines and ranks.
+    """Fit the costs to a recorded run with this number of engines and ranks.
 
     Raises UserError if it is too short, or its episodes' times do not grow with their lengths.
 
@@ -103,8 +105,8 @@ def measure(run: Path, engines: int, ranks: int) -> tuple[Costs, list[EpisodeSha
     fit = fit_engine([steps[step] for step in sorted(steps)], engines)
     if fit.iteration_base_s + fit.iteration_sequence_s <= 0:
         raise UserError(
-            f"--run: the times that episodes of {run} took do not grow with their lengths, so they do not tell what a "
-            "token costs; record a run with queue.max_staleness=0 and agent.concurrency at least as large as a batch"
+            f"--run: the times of {run}'s episodes do not grow with their lengths, so the cost of a token cannot be "
+            "fitted; record a run with queue.max_staleness=0 and agent.concurrency at least as large as a batch"
         )
     spent = ("time/wait_batch_s", "time/train_s", "time/sync_s")
     costs = Costs(
@@ -119,7 +121,7 @@ def measure(run: Path, engines: int, ranks: int) -> tuple[Costs, list[EpisodeSha
 
 
 def training_token_s(metrics: Sequence[Record], ranks: int) -> float:
-    """Seconds of one rank for a token that passes through the trainer: the median over the steps."""
+    """Return the seconds that one rank takes for a token: the median over the steps."""
     return statistics.median(m["time/train_s"] * ranks / m["rollout/tokens"] for m in metrics)
 
 
@@ -127,7 +129,7 @@ Timed = tuple[EpisodeShape, float]  # with the seconds that it spent generating
 
 
 def recorded_steps(run: Path) -> dict[int, list[Timed]]:
-    """The episodes of each recorded step but the first ones."""
+    """Return the episodes of each recorded step but the first ones, with their generation times."""
     found: dict[int, list[Timed]] = defaultdict(list)
     for file in sorted((run / "trajectories").glob("step-*.jsonl.gz")):
         step = int(file.name.split("-")[1])
@@ -141,7 +143,7 @@ def recorded_steps(run: Path) -> dict[int, list[Timed]]:
 
 
 def fit_engine(steps: Sequence[Sequence[Timed]], engines: int) -> Fit:
-    """What an iteration costs, a sequence in it, and a turn; see ``measure``."""
+    """Fit the costs of an iteration, of a sequence in it, and of a turn; see ``measure``."""
     rows, seconds = [], []
     for episodes in steps:
         longest = max(episode.sampled for episode, _ in episodes)
@@ -153,12 +155,12 @@ def fit_engine(steps: Sequence[Sequence[Timed]], engines: int) -> Fit:
     inputs, target = np.array(rows, dtype=np.float64), np.array(seconds)
     fitted = _nonnegative(inputs, target)
     spread = float(((target - target.mean()) ** 2).sum())
-    missed = float(((target - inputs @ fitted) ** 2).sum())
-    return Fit(float(fitted[0]), float(fitted[1]), float(fitted[2]), 1 - missed / spread if spread else 0.0)
+    residual = float(((target - inputs @ fitted) ** 2).sum())
+    return Fit(float(fitted[0]), float(fitted[1]), float(fitted[2]), 1 - residual / spread if spread else 0.0)
 
 
 def _nonnegative(rows: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Least squares [K] of ``rows`` [N, K], leaving out one by one the columns that would be negative."""
+    """Solve least squares of ``rows`` [N, K] for [K], dropping one by one the columns with negative solutions."""
     active = list(range(rows.shape[1]))
     solved = np.zeros(rows.shape[1])
     while active:

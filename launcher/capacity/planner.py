@@ -30,23 +30,23 @@ SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)  # of the devices, for the trainer
 
 
 class SplitEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the table."""
+    """The simulated figures of one split of devices: a row of the table."""
 
     mode: str
     trainers: int
     engines: int
     max_staleness: int
     outcome: SimulationResult
-    memory_bytes: int | None  # of the fullest device, at most; None: unknown
+    memory_bytes: int | None  # upper bound for the fullest device; None: unknown
 
 
 class RunComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The simulation of a recorded run against what it did: mean seconds of a step, and share of waiting."""
+    """A recorded run and its simulation: mean seconds of a step, share of waiting, staleness."""
 
     run: str
     step_s: float
     recorded_step_s: float
-    own_step_s: float  # simulated with the speed at which this run itself trained, which others on its cores slow down
+    own_step_s: float  # simulated with this run's own training speed, which depends on what else used its cores
     trainer_idle: float
     recorded_idle: float
     staleness: float
@@ -54,14 +54,14 @@ class RunComparison(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error(self) -> float:
-        """Of the length of a step, as a share of the recorded one."""
+        """Relative error of the simulated length of a step."""
         return self.step_s / self.recorded_step_s - 1
 
 
 def plan_devices(
     name: str, overrides: Sequence[str], gpus: int, run: Path | None, check: Sequence[Path], out: Path | None
 ) -> int:
-    """Print the table, and the errors on recorded runs. Raises UserError for what cannot be estimated."""
+    """Print the table, and the errors on recorded runs; the exit code. Raises UserError if a cost is unknown."""
     config = load_config(name, overrides)
     if gpus < 1:
         raise UserError(f"--gpus: {gpus} devices cannot run anything; give 1 or more")
@@ -80,7 +80,7 @@ def plan_devices(
 
 
 def estimate(config: RunConfig, run: Path | None) -> tuple[Costs, list[EpisodeShape], str]:
-    """Costs and episodes, and where they come from."""
+    """Return costs and episodes, and a sentence on their source."""
     if run is not None:
         recorded = load_resolved(run / "config.yaml")
         costs, episodes, fit = measure(run, recorded.rollout.engines, recorded.trainer.ranks)
@@ -94,33 +94,33 @@ def estimate(config: RunConfig, run: Path | None) -> tuple[Costs, list[EpisodeSh
 
 
 def fit_note(fit: Fit, recorded: RunConfig) -> str:
-    """How much to believe of the engine's costs that were fitted to a run with this config."""
+    """Say how well the engine's costs were fitted to a run with this config."""
     batch = recorded.data.train_batch_groups * recorded.rollout.group_size
     overlaps = {
         "queue.max_staleness=0": recorded.queue.max_staleness > 0,
         f"agent.concurrency={batch}": recorded.agent.workers * recorded.agent.concurrency < batch,
     }
     missing = " and ".join(setting for setting, found in overlaps.items() if found)
-    believe = f"the engine's explain {fit.explained:.0%} of the differences between episodes' times"
-    return f"{believe}; a run with {missing} tells them better" if missing else believe
+    quality = f"the engine's explain {fit.explained:.0%} of the differences between episodes' times"
+    return f"{quality}; a run with {missing} gives a better fit" if missing else quality
 
 
 def candidates(config: RunConfig, gpus: int) -> Iterator[tuple[DeviceSplit, int]]:
-    """Every layout worth a look, with the bounds on staleness: 0, 1 and the config's."""
+    """Yield the splits to simulate, each with a bound on staleness: 0, 1 and the config's."""
     bounds = sorted({0, 1, config.queue.max_staleness})
     concurrency = config.agent.workers * config.agent.concurrency
     batch = config.rollout.max_batch_size
 
-    def layout(engines: int, ranks: int, *, colocated: bool) -> DeviceSplit:
+    def split(engines: int, ranks: int, *, colocated: bool) -> DeviceSplit:
         # Workers are cheap: as many as keep every engine full, unless the config has more.
         room = max(concurrency, engines * batch)
         return DeviceSplit(engines=engines, ranks=ranks, colocated=colocated, max_batch=batch, concurrency=room)
 
     for bound in bounds:
-        yield layout(gpus, gpus, colocated=True), bound
+        yield split(gpus, gpus, colocated=True), bound
     for ranks in sorted({min(gpus - 1, max(1, round(share * gpus))) for share in SHARES if gpus > 1}):
         for bound in bounds:
-            yield layout(gpus - ranks, ranks, colocated=False), bound
+            yield split(gpus - ranks, ranks, colocated=False), bound
 
 
 def simulate(
@@ -131,7 +131,7 @@ def simulate(
     episodes: Sequence[EpisodeShape],
     steps: int = STEPS,
 ) -> SplitEstimate:
-    """One row."""
+    """Simulate one split of the devices under one bound on staleness."""
     queue = QueueSettings.of(config)
     settings = msgspec.structs.replace(
         queue,
@@ -154,7 +154,7 @@ def simulate(
 
 
 def memory(config: RunConfig, layout: DeviceSplit) -> int | None:
-    """Of the fullest device. Colocated, what sleeps is on the host, so the fuller of both counts."""
+    """Estimate the memory of the fullest device. Colocated, what sleeps is on the host, so the larger part counts."""
     size = model_size(config)
     trainer = msgspec.structs.replace(config.trainer, ranks=layout.ranks)
     trains = trainer_bytes(msgspec.structs.replace(config, trainer=trainer), size)
@@ -163,7 +163,7 @@ def memory(config: RunConfig, layout: DeviceSplit) -> int | None:
 
 
 def validate(run: Path, costs: Costs, episodes: Sequence[EpisodeShape]) -> RunComparison:
-    """Simulate a recorded run as it was laid out. Raises UserError if it is too short."""
+    """Simulate a recorded run with its own split of devices. Raises UserError if it is too short."""
     config = load_resolved(run / "config.yaml")
     metrics = MetricsTail(run / "metrics.jsonl").read()[WARM:]
     if len(metrics) < 3:
@@ -197,14 +197,14 @@ def validate(run: Path, costs: Costs, episodes: Sequence[EpisodeShape]) -> RunCo
 
 
 def described(layout: DeviceSplit) -> str:
-    """Who has what."""
+    """Describe a split of devices."""
     if layout.colocated:
         return f"colocated on {layout.engines} devices"
     return f"disaggregated, {layout.ranks} trainers and {layout.engines} engines"
 
 
 def source_lines(costs: Costs, episodes: Sequence[EpisodeShape], source: str) -> list[str]:
-    """What the estimate rests on."""
+    """Describe the costs and episodes that the simulation uses."""
     sampled = sorted(episode.sampled for episode in episodes)
     return [
         f"costs {source}",
@@ -216,7 +216,7 @@ def source_lines(costs: Costs, episodes: Sequence[EpisodeShape], source: str) ->
 
 
 def table(rows: Sequence[SplitEstimate]) -> list[str]:
-    """One line per row, as they come."""
+    """Format a header and one line per split, in the given order."""
     heads = ("mode", "trainers", "engines", "bound", "tokens/s", "step", "trainer idle", "engines idle")
     widths = (14, 9, 8, 6, 10, 9, 13, 13)
     head = "".join(
@@ -235,7 +235,7 @@ def table(rows: Sequence[SplitEstimate]) -> list[str]:
 
 
 def check_lines(checks: Sequence[RunComparison]) -> list[str]:
-    """How far the simulation is from recorded runs."""
+    """Describe how far the simulation is from recorded runs."""
     return [
         f"checked against {check.run}: a step of {check.step_s:.2f} s, recorded {check.recorded_step_s:.2f} s "
         f"({check.error:+.0%}; {check.own_step_s / check.recorded_step_s - 1:+.0%} with its own training speed); "

@@ -24,17 +24,17 @@ WORKER = "simulated"
 
 
 class DeviceSplit(msgspec.Struct, frozen=True, kw_only=True):
-    """Who has how many devices. Colocated, both have all of them and take turns."""
+    """How devices are divided between engines and trainer ranks. Colocated, both have all of them and take turns."""
 
     engines: int
     ranks: int
     colocated: bool
     max_batch: int  # sequences decoded at once per engine
-    concurrency: int  # conversations at once, of all workers
+    concurrency: int  # concurrent conversations of all workers
 
 
 class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Means over the steps behind the first ``warm`` ones; seconds, shares of time, and steps of staleness."""
+    """Means over the steps after the first ``warm`` ones."""
 
     step_s: float
     tokens_per_s: float
@@ -45,7 +45,7 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulatedClock:
-    """What is to happen, in order."""
+    """A clock that jumps from one scheduled action to the next."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -53,12 +53,12 @@ class SimulatedClock:
         self._count = 0
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Have ``action`` done ``seconds`` from now; of two at one time, the one asked for first."""
+        """Schedule ``action`` in ``seconds``; of two at the same time, the one scheduled first runs first."""
         self._count += 1
         heapq.heappush(self._due, (self.now + max(0.0, seconds), self._count, action))
 
     def step(self) -> bool:
-        """Do what is next; False if there is nothing."""
+        """Run the next action; False if there is none."""
         if not self._due:
             return False
         self.now, _, action = heapq.heappop(self._due)
@@ -67,8 +67,11 @@ class SimulatedClock:
 
 
 class SimulatedEngine:
-    """Sequences that gain tokens together. ``_tokens`` counts what each running one has gained since the start, so a
-    sequence ends when it has grown by its length."""
+    """A batch of sequences that gain tokens together.
+
+    ``_tokens`` counts the tokens that a sequence would have gained since the start, so that a sequence ends when the
+    count has grown by its length.
+    """
 
     def __init__(self, clock: SimulatedClock, costs: Costs, max_batch: int) -> None:
         self._clock, self._costs, self._max_batch = clock, costs, max_batch
@@ -89,7 +92,7 @@ class SimulatedEngine:
         self._refill()
 
     def pause(self, on: bool) -> None:
-        """Keep the sequences, and stop or go on."""
+        """Stop decoding and keep the sequences, or resume."""
         self._advance()
         self.paused = on
         self._refill()
@@ -125,14 +128,14 @@ class SimulatedEngine:
 
 
 class Pool:
-    """Engines, each request going to the one with the fewest. ``_by_load`` also has entries that are out of date."""
+    """Engines with least-loaded routing. ``_by_load`` is a heap that also holds outdated entries."""
 
     def __init__(self, clock: SimulatedClock, costs: Costs, layout: DeviceSplit) -> None:
         self._engines = [SimulatedEngine(clock, costs, layout.max_batch) for _ in range(layout.engines)]
         self._by_load = [(0, number) for number in range(layout.engines)]
 
     def add(self, tokens: int, done: Callable[[], None]) -> None:
-        """Decode ``tokens`` on the engine with the least to do."""
+        """Decode ``tokens`` on the least-loaded engine."""
         while self._by_load[0][0] != self._engines[self._by_load[0][1]].load:
             heapq.heappop(self._by_load)
         load, number = self._by_load[0]
@@ -145,17 +148,17 @@ class Pool:
         self._engines[number].add(tokens, ended)
 
     def pause(self, on: bool) -> None:
-        """All of them."""
+        """Stop decoding on all engines, or resume."""
         for engine in self._engines:
             engine.pause(on)
 
     def busy_s(self) -> float:
-        """Mean over the engines."""
+        """Return the busy seconds of an engine, averaged over the engines."""
         return sum(engine.busy_s for engine in self._engines) / len(self._engines)
 
 
 class Simulation:
-    """One run."""
+    """A simulated run: the queue's ``Store`` with simulated engines, workers and trainer."""
 
     def __init__(
         self,
@@ -170,7 +173,7 @@ class Simulation:
         self._clock = SimulatedClock()
         self._store = Store(settings, Counted(), [], lambda transition: None)
         self._engines = Pool(self._clock, costs, layout)
-        self._live, self._ready = 0, 0  # conversations; groups that are complete and in no batch
+        self._live, self._ready = 0, 0  # conversations; complete groups that are in no batch
         self._missing: dict[int, int] = {}  # samples, by group
         self._step, self._published = 0, 0
         self._waiting_since: float | None = None
@@ -181,13 +184,13 @@ class Simulation:
         self._staleness: list[list[int]] = []
 
     def run(self, warm: int = 2) -> SimulationResult:
-        """Train all steps. Raises ProtocolError if nothing happens any more before that."""
+        """Train all steps. Raises ProtocolError if the run stalls before that."""
         if self._settings.steps <= warm + 1:
             raise UserError(f"a simulated run needs at least {warm + 2} steps")
         self._publish()
         while len(self._ends) < self._settings.steps:
             if not self._clock.step():
-                raise ProtocolError(f"the simulated run stands still at step {self._step}")
+                raise ProtocolError(f"the simulated run stalls at step {self._step}")
         first, last = self._ends[warm - 1], self._ends[-1]
         rows = [age for ages in self._staleness[warm:] for age in ages]
         busy = (self._busy[-1] - self._busy[warm - 1]) / (last - first)
@@ -212,7 +215,7 @@ class Simulation:
             return
         reply = self._store.batches.reserve(self._step, self._clock.now)
         if not isinstance(reply, Reserved):
-            return  # asked again when a group is ready
+            return  # tried again when a group is ready
         self._ready -= self._settings.batch_groups
         self._waits.append(self._clock.now - self._waiting_since)
         self._waiting_since = None
@@ -261,7 +264,7 @@ class Simulation:
                 self._play(group, sample, self._random.choice(self._episodes), 0, self._published)
 
     def _play(self, group: LeasedGroup, sample: int, episode: EpisodeShape, turn: int, version: int) -> None:
-        """One turn after the other: to its first token, its tokens, the tools behind it."""
+        """Play a turn (time to the first token, its tokens, its tools), then the next one."""
         if turn == episode.turns:
             self._put(group, sample, episode, version)
             return
@@ -271,10 +274,10 @@ class Simulation:
         def generated() -> None:
             self._clock.after(outside, lambda: self._play(group, sample, episode, turn + 1, version))
 
-        def asked() -> None:
+        def prefilled() -> None:
             self._engines.add(max(1, tokens), generated)
 
-        self._clock.after(self._costs.turn_s, asked)
+        self._clock.after(self._costs.turn_s, prefilled)
 
     def _put(self, group: LeasedGroup, sample: int, episode: EpisodeShape, version: int) -> None:
         header = TrajectoryHeader(
@@ -286,7 +289,7 @@ class Simulation:
             segment=0,
             tokens=episode.tokens,
             sampled=episode.sampled,
-            reward=float(sample % 2),  # so that every group teaches something
+            reward=float(sample % 2),  # so that no group has equal rewards
             finish_reason="stop",
             versions=[VersionRun(Version(0, version), 0, episode.sampled)],
             tokens_sha256="",

@@ -71,7 +71,7 @@ def _make(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from rl_async.agent_loop.data.prompts import inspect
+    from rl_async.transfer_queue.data.task_stream import inspect
 
     print(inspect(arguments.path))
     return 0

@@ -1,8 +1,7 @@
-"""Who is to blame: a pure function of what was seen.
+"""Diagnoses a run: a pure function of an observation.
 
 Causes come before effects. A process that cannot run explains what waits for it; a full disk explains a process that
-ended; a rank that stands outside a collective explains those inside. Only when nothing is found is the run called slow
-or fine.
+ended; a rank outside a collective explains the ranks inside. Only when nothing is found is the run called slow or fine.
 """
 
 from collections.abc import Callable
@@ -25,7 +24,7 @@ Health = Literal["fine", "slow", "stuck", "failed", "over"]
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """``findings`` are sentences, the cause first; ``waits`` says who waits for whom."""
+    """The health of a run. ``findings`` are sentences, the cause first; ``waits`` says what waits for what."""
 
     health: Health
     findings: tuple[str, ...]
@@ -37,8 +36,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def diagnose(seen: Observation) -> Diagnosis:
-    """The verdict on a run."""
-    if seen.launcher is None:  # what its ranks said last is no wait any more
+    """Apply all rules to an observation, then classify what is left as slow or fine."""
+    if seen.launcher is None:  # the last heartbeats of its ranks are no waits any more
         return _over(seen)
     waits = tuple(who_waits(seen))
     findings = [sentence for rule in RULES for sentence in rule(seen)]
@@ -51,7 +50,7 @@ def diagnose(seen: Observation) -> Diagnosis:
 
 
 def who_waits(seen: Observation) -> list[str]:
-    """One line per wait that can be seen, from the trainer back to the engines."""
+    """Return one line per wait that was observed, from the trainer back to the engines."""
     lines = []
     for process in seen.of_role("trainer"):
         rank = seen.rank_of(process)
@@ -68,7 +67,7 @@ def who_waits(seen: Observation) -> list[str]:
 
 
 def _disk(seen: Observation) -> list[str]:
-    """No room: whatever writes next fails."""
+    """Find file systems so full that the next write fails."""
     places = (("the run's folder", seen.disk_free), ("/dev/shm", seen.shm_free))
     return [
         f"the disk of {place} is full ({free >> 20} MiB free): checkpoints and the queue's journal cannot be written; "
@@ -79,7 +78,7 @@ def _disk(seen: Observation) -> list[str]:
 
 
 def _stopped(seen: Observation) -> list[str]:
-    """Processes that the kernel does not let run."""
+    """Find processes that are stopped by a signal or a debugger."""
     found = []
     if seen.launcher_state in HALTED:
         found.append(
@@ -108,7 +107,7 @@ AFTER_KILL = {
 
 
 def _gone(seen: Observation) -> list[str]:
-    """Processes that ended badly and are not being started again; those that a signal killed first."""
+    """Find processes that failed and are not being restarted; those that a signal killed come first."""
     gone = [process for process in seen.processes if process.ended and _badly(process)]
     gone.sort(key=lambda process: (process.record.exit or 0) >= 0)
     return [f"{_named(seen, process)} {_end(process)}: {_effect(seen, process)}{_said(process)}" for process in gone]
@@ -119,7 +118,7 @@ def _badly(process: ObservedProcess) -> bool:
 
 
 def _end(process: ObservedProcess) -> str:
-    """How it ended."""
+    """Say how a process ended."""
     how = describe(process.state) if process.record.exit is None else f"ended ({describe_exit(process.record.exit)})"
     return f"{how} and is not started again" if process.record.state == "failed" else how
 
@@ -129,7 +128,7 @@ def _said(process: ObservedProcess) -> str:
 
 
 def _recovering(seen: Observation) -> str:
-    """Processes that the launcher is about to start again; empty if there are none."""
+    """Describe the processes that the launcher is about to restart; empty if there are none."""
     again = [process for process in seen.processes if process.record.state == "restarting"]
     return "; ".join(
         f"{process.title} {_end(process)} and is started again: {_effect(seen, process)}" for process in again
@@ -137,9 +136,11 @@ def _recovering(seen: Observation) -> str:
 
 
 def _starting(seen: Observation) -> str:
-    """A queue that is too young to answer; empty if it answers."""
+    """Describe a queue that is too young to answer; empty if it answers."""
     young = [process for process in seen.of_role("queue") if seen.queue is None and process.age_s < IMPORTS_S]
-    return "; ".join(f"{process.title} was started {process.age_s:.0f} s ago and is not there yet" for process in young)
+    return "; ".join(
+        f"{process.title} was started {process.age_s:.0f} s ago and does not answer yet" for process in young
+    )
 
 
 def _silent_queue(seen: Observation) -> list[str]:
@@ -169,7 +170,7 @@ def _silent_engines(seen: Observation) -> list[str]:
 
 
 def _ranks_apart(seen: Observation) -> list[str]:
-    """A rank that is not where the others wait for it. With fewer than two ranks nobody waits."""
+    """Find ranks that are not in the collective in which the others wait."""
     placed = [(process, rank) for process in seen.of_role("trainer") if (rank := seen.rank_of(process)) is not None]
     if len(placed) < 2 or any(process.halted or process.ended for process, _ in placed):
         return []
@@ -180,7 +181,7 @@ def _ranks_apart(seen: Observation) -> list[str]:
         return []
     names = ", ".join(process.record.name for process, _ in waiting)
     return [
-        f"{process.title} holds up the other ranks: {names} wait for it in a collective since {longest:.0f} s, and it "
+        f"{process.title} holds up the other ranks: {names} have waited for it in a collective for {longest:.0f} s; it "
         f"is {rank.phase} of step {rank.step} ({_doing(process)}); beyond {seen.deadlines.collective:.0f} s "
         "(trainer.collective_timeout_s) the run goes on from the last checkpoint"
         for process, rank in absent
@@ -188,7 +189,7 @@ def _ranks_apart(seen: Observation) -> list[str]:
 
 
 def _starved(seen: Observation) -> list[str]:
-    """The trainer waits for a batch, and a lease has outlived any that a living worker renews, or nobody works."""
+    """Find why no batch is made while the trainer waits for one: draining, no workers, no engines or paused ones."""
     waiting = _waiting_rank(seen)
     if waiting is None or seen.queue is None or waiting.for_s < QUIET_S:
         return []
@@ -199,8 +200,8 @@ def _starved(seen: Observation) -> list[str]:
         return [f"no agent worker is connected: {_batch(seen)}; the workers' logs say why"]
     if seen.engines and all(engine.paused for engine in seen.engines):
         return [
-            f"every engine is paused while the trainer waits for a batch since {waiting.for_s:.0f} s: a weight update "
-            "did not end; trainer-0's log names the engine"
+            f"every engine is paused while the trainer has waited for a batch for {waiting.for_s:.0f} s: a weight "
+            "update did not end; trainer-0's log names the engine"
         ]
     if not seen.engines:
         return [f"no engine is registered: {_batch(seen)}; the engines' logs say why"]
@@ -222,7 +223,7 @@ RULES: tuple[Callable[[Observation], list[str]], ...] = (
 
 
 def in_collective(process: ObservedProcess) -> bool:
-    """Whether its main thread stands in a collective operation of torch.distributed."""
+    """Whether the main thread is in a collective operation of torch.distributed."""
     return any(frame.file.endswith(COLLECTIVES) for frame in process.stack[:8])
 
 
@@ -234,13 +235,13 @@ def _named(seen: Observation, process: ObservedProcess) -> str:
 def _doing(process: ObservedProcess) -> str:
     if process.stack:
         frame = process.stack[0]
-        return f"it stands in {frame.name}, {'/'.join(frame.file.split('/')[-2:])}:{frame.line}"
+        return f"it is in {frame.name}, {'/'.join(frame.file.split('/')[-2:])}:{frame.line}"
     kernel = f", in the kernel's {process.waits_in}" if process.waits_in else ""
     return f"it {describe(process.state)}{kernel}, and shows no Python stack"
 
 
 def _effect(seen: Observation, process: ObservedProcess) -> str:
-    """Who waits for a process that does nothing."""
+    """Say what waits for a process that makes no progress."""
     role = process.record.role
     if role == "trainer":
         if process.ended and process.record.exit in (EXIT_USER, EXIT_FAILED):
@@ -265,14 +266,14 @@ def _effect(seen: Observation, process: ObservedProcess) -> str:
 
 
 def _wait(process: ObservedProcess, rank: ObservedRank) -> str:
-    """How a rank waits, or waited, for another one."""
+    """Say how a rank waits, or waited, for another one."""
     call = next((frame.name for frame in process.stack if frame.file.endswith(COLLECTIVES)), "")
     verb = "waited" if process.ended else f"waits in {call}" if call else "waits"
     return f"{verb} for it, {rank.phase} of step {rank.step} for {rank.for_s:.0f} s"
 
 
 def _is(process: ObservedProcess, worker: str) -> bool:
-    """Whether the queue's name of a worker (``Session``) is that of this process."""
+    """Whether the name that a worker has in the queue (``Session``) is that of this process."""
     return f"-{process.record.pid}-" in worker
 
 
@@ -290,7 +291,7 @@ def _batch(seen: Observation) -> str:
 
 
 def _late(seen: Observation) -> str:
-    """A sentence if the run is slower than it was; empty if not."""
+    """Say how much slower the run is than before; empty if it is not."""
     slowest = max(seen.ranks, key=lambda rank: rank.for_s, default=None)
     if slowest is None:
         return ""
@@ -315,12 +316,12 @@ def _fine(seen: Observation) -> str:
 
 
 def _over(seen: Observation) -> Diagnosis:
-    """Nobody supervises the run any more."""
+    """Diagnose a run whose launcher is gone."""
     if seen.steps and seen.steps_done >= seen.steps:
         return Diagnosis(health="over", findings=(f"the run ended well: all {seen.steps} steps are trained",))
     done = f"{seen.steps_done} of {seen.steps} steps were trained"
     failed = [process for process in seen.processes if process.record.state == "failed"]
-    findings = [f"the run failed; {process.title} did: {process.log_line or 'it wrote nothing'}" for process in failed]
-    findings = [*_disk(seen), *findings] or ["the run is not going on; it was interrupted, or its launcher was killed"]
+    findings = [f"the run failed with {process.title}: {process.log_line or 'it wrote nothing'}" for process in failed]
+    findings = [*_disk(seen), *findings] or ["the run is not running; it was interrupted, or its launcher was killed"]
     first = f"{findings[0]} ({done})"
     return Diagnosis(health="failed", findings=(first, *findings[1:]))

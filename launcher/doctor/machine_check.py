@@ -1,4 +1,4 @@
-"""``rl-async doctor`` without a run: what this machine has, and what a config needs of it."""
+"""``rl-async doctor`` without a run: compares what this machine has with what a config needs."""
 
 import os
 import resource
@@ -44,7 +44,7 @@ print("PROBE" + json.dumps({"versions": found, "gpus": gpus, "nccl": nccl}))
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing that was looked at. ``what_to_do`` is empty if it is ok."""
+    """The result of one check. ``what_to_do`` is empty if ``level`` is ok."""
 
     level: Level
     what: str
@@ -56,7 +56,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """What a Python of this machine says of itself. Empty strings: not there."""
+    """The packages and GPUs of a Python on this machine. An empty version means not installed."""
 
     versions: dict[str, str]
     gpus: list[str] = []
@@ -64,7 +64,7 @@ class Probe(msgspec.Struct, frozen=True):
 
 
 def check_machine(config: str | None) -> int:
-    """Print one line per thing; 1 if something is missing that the config, or without one the demo, needs.
+    """Print one line per check; the exit code, 1 if something is missing that the config, or else the demo, needs.
 
     Raises UserError if there is no such config.
     """
@@ -78,7 +78,7 @@ def check_machine(config: str | None) -> int:
 
 
 def run_checks(config: RunConfig | None) -> list[Finding]:
-    """All lines, for a config or (None) for the demo on CPU."""
+    """Run all checks, for a config or (None) for the demo on CPU."""
     here = probe(sys.executable)
     checks: list[Callable[[], list[Finding]]] = [
         lambda: package_lines(here, ("torch", "transformers"), "here"),
@@ -94,17 +94,17 @@ def run_checks(config: RunConfig | None) -> list[Finding]:
 
 
 def probe(python: str) -> Probe:
-    """Ask a Python, in a process of its own: importing torch takes seconds and its memory stays."""
+    """Import packages in a process of its own: importing torch takes seconds and keeps its memory."""
     try:
         command = [python, "-P", "-c", PROBE, *RANGES, "py-spy"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        return Probe({"error": f"{python} cannot be asked: {error}"})
+        return Probe({"error": f"{python} cannot be run: {error}"})
     return msgspec.json.decode(done.stdout.rpartition("PROBE")[2], type=Probe)
 
 
 def package_lines(found: Probe, names: tuple[str, ...], where: str) -> list[Finding]:
-    """Each package that must be there, in a version that is supported."""
+    """Check that each package is installed in a supported version."""
     if "error" in found.versions:
         way_out = "pip install -e ." if where == "here" else "give a Python that has it with rollout.python"
         return [Finding("missing", f"torch cannot be imported {where}: {found.versions['error']}", way_out)]
@@ -123,7 +123,7 @@ def package_lines(found: Probe, names: tuple[str, ...], where: str) -> list[Find
 
 
 def device_lines(found: Probe, files: int, config: RunConfig | None) -> list[Finding]:
-    """GPUs as torch sees them, and NCCL. ``files`` counts devices in /dev."""
+    """Check the GPUs that torch sees, and NCCL. ``files`` counts devices in /dev."""
     if found.gpus:
         nccl = (
             Finding("ok", f"NCCL {found.nccl}") if found.nccl else Finding("warning", "torch has no NCCL", "use gloo")
@@ -137,7 +137,7 @@ def device_lines(found: Probe, files: int, config: RunConfig | None) -> list[Fin
 
 
 def engine_lines(here: Probe, config: RunConfig | None) -> list[Finding]:
-    """The engines' packages: those that the config wants must be in rollout.python."""
+    """Check the packages of the engines: rollout.python must have those that the config uses."""
     used = [] if config is None else [t.package for t in engine_traits(config).values() if t.package]
     python = "" if config is None else config.rollout.python
     there = probe(python) if used and python else here
@@ -152,7 +152,7 @@ def engine_lines(here: Probe, config: RunConfig | None) -> list[Finding]:
 
 
 def backend_lines(config: RunConfig | None, *, installed: bool) -> list[Finding]:
-    """Megatron-Core, if the trainer is to use it."""
+    """Check that Megatron-Core is installed, if the trainer uses it."""
     if config is None or config.trainer.backend != "megatron":
         return []
     if installed:
@@ -161,7 +161,7 @@ def backend_lines(config: RunConfig | None, *, installed: bool) -> list[Finding]
 
 
 def needed_bytes(config: RunConfig | None) -> int:
-    """Most memory of all processes together, as ``--dry-run`` has it."""
+    """Return the most memory, in bytes, that all processes take together, as ``--dry-run`` estimates it."""
     if config is None:
         return DEMO_BYTES
     size = model_size(config)
@@ -171,24 +171,24 @@ def needed_bytes(config: RunConfig | None) -> int:
 
 
 def available_bytes(root: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Memory that may still be taken: what the kernel has, within this group's limit (cgroup v2 or v1)."""
+    """Return the bytes of memory that are available to this cgroup (v2 or v1)."""
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) << 10
     pairs = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
     for limit, used in pairs:
-        if (root / limit).is_file() and (said := (root / limit).read_text().strip()) != "max":
-            free = min(free, int(said) - int((root / used).read_text()))
+        if (root / limit).is_file() and (text := (root / limit).read_text().strip()) != "max":
+            free = min(free, int(text) - int((root / used).read_text()))
     return free
 
 
 def memory_line(free: int, needed: int) -> Finding:
-    """Memory against what the run may take at most."""
+    """Compare free memory with the most that the run takes."""
     what = f"{free / 2**30:.1f} GiB of memory free, at most about {needed / 2**30:.1f} GiB needed"
     return Finding("ok", what) if free >= needed else Finding("warning", what, "use a smaller model or fewer processes")
 
 
 def cores(root: Path = CGROUP) -> float:
-    """Cores that this process may use at once."""
+    """Return the number of cores that this process may use at once."""
     allowed = float(len(os.sched_getaffinity(0)))
     quota = root / "cpu.max"
     if quota.is_file() and (words := quota.read_text().split())[0] != "max":
@@ -197,14 +197,14 @@ def cores(root: Path = CGROUP) -> float:
 
 
 def cores_line(count: float) -> Finding:
-    """Engine and trainer want a core each."""
+    """Check that there are two cores, one for an engine and one for the trainer."""
     if count >= 2:
         return Finding("ok", f"{count:g} cores")
     return Finding("warning", f"{count:g} cores", "engine and trainer share one: nothing overlaps")
 
 
 def shm_line(free: int) -> Finding:
-    """Colocated weights cross by shared memory."""
+    """Check the size of shared memory, through which weights travel in colocated mode."""
     what = f"/dev/shm: {free / 2**20:.0f} MiB free"
     if free >= 256 << 20:
         return Finding("ok", what)
@@ -212,13 +212,13 @@ def shm_line(free: int) -> Finding:
 
 
 def files_line(soft: int, hard: int) -> Finding:
-    """Open files: one per connection."""
+    """Check the limit on open files, of which each connection takes one."""
     what = f"{soft} open files allowed"
     return Finding("ok", what) if soft >= FILES else Finding("warning", what, f"ulimit -n {min(hard, 65536)}")
 
 
 def free_ports() -> int:
-    """How many of PORTS ports can be bound on loopback at once."""
+    """Return how many of PORTS ports can be bound on loopback at once."""
     opened: list[socket.socket] = []
     try:
         for _ in range(PORTS):
@@ -233,7 +233,7 @@ def free_ports() -> int:
 
 
 def ports_line(count: int) -> Finding:
-    """Every process listens on loopback."""
+    """Check that ports on loopback can be bound, where every process listens."""
     if count == PORTS:
         return Finding("ok", f"ports on {HOST} can be bound")
     return Finding(
@@ -242,7 +242,7 @@ def ports_line(count: int) -> Finding:
 
 
 def redis_lines(config: RunConfig | None, server: str | None) -> list[Finding]:
-    """Redis, if the queue's journal is there."""
+    """Check that Redis answers, if the queue keeps its journal there."""
     if config is None or config.queue.journal != "redis":
         return []
     host, _, port = config.queue.redis_url.partition("://")[2].partition("/")[0].rpartition("@")[2].partition(":")

@@ -1,4 +1,4 @@
-"""What ``rl-async doctor`` looked at: one snapshot of a run, gathered by ``observe.py``, judged by ``verdict.py``."""
+"""A snapshot of a run: the types that ``observe.py`` fills and ``diagnosis.py`` reads."""
 
 import msgspec
 
@@ -9,16 +9,16 @@ from rl_async.process.stacks import Frame
 
 
 class ObservedProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """One process as the kernel and its own files show it."""
+    """One process as the kernel, its log and its stacks show it."""
 
     record: ProcessRecord
     state: str  # a letter as in ps, or gone, or afar
     waits_in: str = ""  # kernel function
     age_s: float = float("inf")  # since it was started
-    cpu: float = 0.0  # cores used while it was looked at
+    cpu: float = 0.0  # cores used while it was observed
     log_age_s: float | None = None
     log_line: str = ""  # the last one
-    stack: tuple[Frame, ...] = ()  # of its main thread, innermost call first; empty: it did not answer
+    stack: tuple[Frame, ...] = ()  # of its main thread, innermost call first; empty: unknown
 
     @property
     def title(self) -> str:
@@ -34,7 +34,7 @@ class ObservedProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ObservedRank(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a trainer rank said that it is."""
+    """The last heartbeat of a trainer rank."""
 
     rank: int
     pid: int
@@ -44,25 +44,25 @@ class ObservedRank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ObservedEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine of the registry, asked over HTTP."""
+    """One engine of the registry, queried over HTTP."""
 
     engine_id: str
     url: str
     answers: bool
     version: str = "none yet"
-    paused: bool | None = None  # None: it does not tell
+    paused: bool | None = None  # None: unknown
     requests: int | None = None
 
 
 class ObservedQueue(msgspec.Struct, frozen=True, kw_only=True):
-    """The queue's answers; ``oldest`` are the groups that have been longest in their state, one per state."""
+    """What the queue answered; ``oldest`` has, for each state, the group that has been longest in it."""
 
     report: Inspection
     oldest: tuple[GroupRecord, ...] = ()
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds, from the run's config."""
+    """Deadlines of the run's config, in seconds."""
 
     batch: float = 300.0
     collective: float = 600.0
@@ -71,7 +71,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """A run at one moment."""
+    """Everything that was observed of a run at one moment."""
 
     run: str
     launcher: int | None  # its pid; None: nobody supervises the run
@@ -81,17 +81,17 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     queue: ObservedQueue | None = None  # None: it did not answer
     engines: tuple[ObservedEngine, ...] = ()
     deadlines: Deadlines = Deadlines()
-    steps: int = 0  # that the run is to train
+    steps: int = 0  # of the whole run
     steps_done: int = 0
     usual_step_s: float | None = None  # median of the last steps
     disk_free: int = 1 << 40  # bytes, of the run's folder
     shm_free: int = 1 << 40  # bytes, of /dev/shm
-    trouble: tuple[str, ...] = ()  # what could not be looked at, and why
+    trouble: tuple[str, ...] = ()  # what could not be observed, and why
 
     def of_role(self, role: str) -> tuple[ObservedProcess, ...]:
-        """The processes of a role."""
+        """Return the processes of one role."""
         return tuple(seen for seen in self.processes if seen.record.role == role)
 
     def rank_of(self, seen: ObservedProcess) -> ObservedRank | None:
-        """What a trainer process said, unless that was an earlier process of its rank."""
+        """Return the heartbeat of a trainer process; None if the last one was an earlier process's."""
         return next((rank for rank in self.ranks if rank.pid == seen.record.pid), None)

@@ -1,6 +1,6 @@
-"""Looks at a run from outside: the kernel, its files, its queue, its engines. Changes nothing.
+"""Observes a run from outside: the kernel, its files, its queue, its engines. Changes nothing.
 
-Every question has a deadline (ANSWER_S), so that the whole look takes seconds however stuck the run is.
+Every request has a deadline (ANSWER_S), so that an observation takes seconds however stuck the run is.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ LISTED = 1000
 
 
 def observe(run: Path) -> Observation:
-    """Look at the run in this folder. Raises UserError if no run was ever started there."""
+    """Observe the run in this folder. Raises UserError if no run was ever started there."""
     records = read_roster(run)
     config = load_resolved(run / "config.yaml")
     launcher = launcher_of(run)
@@ -71,7 +71,7 @@ def observe(run: Path) -> Observation:
         ),
         steps=config.trainer.steps,
         steps_done=int(max((record["step"] + 1 for record in metrics), default=0)),
-        usual_step_s=_usual(metrics),
+        usual_step_s=_usual_step_s(metrics),
         disk_free=shutil.disk_usage(run).free,
         shm_free=shutil.disk_usage("/dev/shm").free,
         trouble=tuple(trouble),
@@ -79,7 +79,7 @@ def observe(run: Path) -> Observation:
 
 
 def launcher_of(run: Path) -> int | None:
-    """The process that holds the run's lock (``runs.hold``); None if none lives."""
+    """Return the process that holds the run's lock (``run_folder.hold``); None if there is no such process."""
     with suppress(FileNotFoundError, ValueError):
         pid = int(run.with_name(f".{run.name}.lock").read_text())
         return pid if state_of(pid) not in ENDED else None
@@ -90,7 +90,7 @@ def launcher_of(run: Path) -> int | None:
 
 
 def observe_processes(run: Path, records: Sequence[ProcessRecord]) -> tuple[ObservedProcess, ...]:
-    """Every process as it is now, with its main thread's stack if it answers within STACK_S."""
+    """Observe every process, with its main thread's stack if it answers within STACK_S."""
     before = {record.pid: _stat(record) for record in records}
     began = time.monotonic()
     stacks = request_stacks(
@@ -118,7 +118,7 @@ def observe_processes(run: Path, records: Sequence[ProcessRecord]) -> tuple[Obse
 
 
 def _stat(record: ProcessRecord) -> ProcStat:
-    """The process, or a gone one if its number belongs to another by now. Of one on another machine nothing is seen."""
+    """Return the state of a process: gone if its pid belongs to another one, AFAR if it is on another machine."""
     if record.host:
         return ProcStat(AFAR if record.exit is None else GONE)
     stat = read_stat(record.pid)
@@ -126,19 +126,19 @@ def _stat(record: ProcessRecord) -> ProcStat:
 
 
 def request_stacks(run: Path, records: Iterable[ProcessRecord]) -> dict[str, tuple[Frame, ...]]:
-    """Signal each process that listens for it, and read what it wrote within STACK_S, by name."""
-    asked: dict[str, tuple[Path, int]] = {}
+    """Signal each process that handles the signal, and read the stacks that it wrote within STACK_S, by name."""
+    signalled: dict[str, tuple[Path, int]] = {}
     for record in records:
         file = run / "stacks" / f"{record.name}.txt"
         if file.is_file() and catches(record.pid, ASK):  # a process without a handler would die of it
-            asked[record.name] = (file, file.stat().st_size)
+            signalled[record.name] = (file, file.stat().st_size)
             with suppress(ProcessLookupError):
                 os.kill(record.pid, ASK)
     deadline = time.monotonic() + STACK_S
     found: dict[str, tuple[Frame, ...]] = {}
-    while len(found) < len(asked) and time.monotonic() < deadline:
+    while len(found) < len(signalled) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-        for name, (file, start) in asked.items():
+        for name, (file, start) in signalled.items():
             with file.open("rb") as opened:
                 opened.seek(start)
                 frames = main_thread(opened.read().decode(errors="replace"))
@@ -148,7 +148,7 @@ def request_stacks(run: Path, records: Iterable[ProcessRecord]) -> dict[str, tup
 
 
 def _py_spy(pid: int, state: str) -> tuple[Frame, ...]:
-    """The main thread of a process that cannot answer, if py-spy is installed and allowed to look."""
+    """Read the main thread of a process that cannot answer, if py-spy is installed and permitted to."""
     tool = shutil.which("py-spy")
     if tool is None or state in (AFAR, *ENDED):
         return ()
@@ -170,11 +170,11 @@ class _SpyFrame(msgspec.Struct):
 
 class _SpyThread(msgspec.Struct):
     frames: list[_SpyFrame]
-    os_thread_id: int | None = None  # names cannot be read of a stopped process
+    os_thread_id: int | None = None  # thread names of a stopped process cannot be read
 
 
 def _log(path: Path) -> tuple[float | None, str]:
-    """Seconds since the log grew, and its last line."""
+    """Return the seconds since the log grew, and its last line."""
     if not path.is_file() or path.stat().st_size == 0:
         return None, ""
     with path.open("rb") as file:
@@ -184,12 +184,12 @@ def _log(path: Path) -> tuple[float | None, str]:
 
 
 def _ranks(run: Path, pids: set[int]) -> tuple[ObservedRank, ...]:
-    """What the ranks of these processes said; files of earlier ones may lie beside theirs."""
+    """Read the heartbeats of these processes; files of earlier ones may remain."""
     now = time.time()
     return tuple(
-        ObservedRank(rank=said.rank, pid=said.pid, step=said.step, phase=said.phase, for_s=max(0.0, now - said.since))
-        for said in read_beats(run)
-        if said.pid in pids
+        ObservedRank(rank=beat.rank, pid=beat.pid, step=beat.step, phase=beat.phase, for_s=max(0.0, now - beat.since))
+        for beat in read_beats(run)
+        if beat.pid in pids
     )
 
 
@@ -212,7 +212,7 @@ def _observe_queue(
 
 
 def oldest_groups(groups: Sequence[GroupRecord]) -> tuple[GroupRecord, ...]:
-    """The training group that has been longest in its state, for each state that has one."""
+    """Return, for each state, the training group that has been longest in it."""
     oldest: dict[str, GroupRecord] = {}
     for group in groups:
         if group.partition == "train" and group.age_s > (oldest[group.state].age_s if group.state in oldest else -1):
@@ -242,7 +242,7 @@ async def _observe_engine(record: EngineRecord) -> ObservedEngine:
     except TimeoutError:
         return silent
     except EngineError:
-        return answering  # alive, and of a version that does not tell
+        return answering  # alive, of a version without these routes
     finally:
         await client.close()
         await http.close()
@@ -259,6 +259,6 @@ def _metrics(run: Path) -> list[Record]:
     return MetricsTail(run / "metrics.jsonl").read()
 
 
-def _usual(metrics: Sequence[Record]) -> float | None:
+def _usual_step_s(metrics: Sequence[Record]) -> float | None:
     last = [record["time/step_s"] for record in metrics[-USUAL_STEPS:] if "time/step_s" in record]
     return statistics.median(last) if last else None

@@ -15,7 +15,7 @@ LINE = 100  # characters of a log line
 
 
 def doctor(run: Path, *, as_json: bool = False) -> int:
-    """Print the diagnosis of a run; 1 if something is wrong with it. Raises UserError if it was never started."""
+    """Print the diagnosis of a run; the exit code, 1 if something is wrong. Raises UserError if it never ran."""
     seen = observe(run.absolute())
     verdict = diagnose(seen)
     if as_json:
@@ -23,12 +23,12 @@ def doctor(run: Path, *, as_json: bool = False) -> int:
     else:
         print(report(seen, verdict))
         if seen.launcher is None and (run / FILE).is_file():
-            print(f"what it said of itself while it ran: {run / FILE}")
+            print(f"diagnosed while it ran: {run / FILE}")
     return 1 if verdict.health in ("stuck", "failed") else 0
 
 
 def write_report(run: Path, why: str) -> str:
-    """For a run that is in trouble: append the whole report to ``RUN/doctor.txt`` and return the verdict."""
+    """Append a report on a run in trouble to ``RUN/doctor.txt``, and return its findings."""
     seen = observe(run)
     verdict = diagnose(seen)
     with (run / FILE).open("a") as file:
@@ -37,21 +37,21 @@ def write_report(run: Path, why: str) -> str:
 
 
 def report(seen: Observation, verdict: Diagnosis) -> str:
-    """The whole report, the verdict last so that it stands above the prompt."""
+    """Compose the whole report, with the verdict last so that it stands just above the prompt."""
     sections = [
         process_lines(seen),
         stage_lines(seen),
         engine_lines(seen),
         ["who waits for whom:", *(f"  {line}" for line in verdict.waits)] if verdict.waits else [],
         stack_lines(seen),
-        [f"could not look: {line}" for line in seen.trouble],
+        [f"could not be observed: {line}" for line in seen.trouble],
         [f"verdict: {verdict.text}", *(f"    also: {line}" for line in verdict.findings[1:])],
     ]
     return "\n".join(line for section in sections for line in section)
 
 
 def process_lines(seen: Observation) -> list[str]:
-    """One line per process."""
+    """Describe each process on one line of a table."""
     lines = [f"{'process':15}{'pid':>8} {'state':6}{'cores':>6}{'log':>8}  where"]
     for process in seen.processes:
         age = "" if process.log_age_s is None else f"{process.log_age_s:.0f} s"
@@ -64,17 +64,17 @@ def process_lines(seen: Observation) -> list[str]:
 
 def _where(seen: Observation, process: ObservedProcess) -> str:
     rank = seen.rank_of(process)
-    said = "" if rank is None else f"step {rank.step}, {rank.phase} for {rank.for_s:.0f} s"
+    phase = "" if rank is None else f"step {rank.step}, {rank.phase} for {rank.for_s:.0f} s"
     stack = f"in {process.stack[0].name}" if process.stack else process.waits_in
     state = "" if process.record.state == "running" else process.record.state
     restarts = f"{process.record.restarts} restarts" if process.record.restarts else ""
     return "; ".join(
-        part for part in (state, said, stack if not process.ended else process.log_line[:LINE], restarts) if part
+        part for part in (state, phase, stack if not process.ended else process.log_line[:LINE], restarts) if part
     )
 
 
 def stage_lines(seen: Observation) -> list[str]:
-    """The oldest group in each state."""
+    """Describe the oldest group in each state on one line of a table."""
     if seen.queue is None:
         return []
     lines = [f"{'stage':12}{'oldest group':>14}{'age':>9}{'here':>8}  worker"]
@@ -85,7 +85,7 @@ def stage_lines(seen: Observation) -> list[str]:
 
 
 def engine_lines(seen: Observation) -> list[str]:
-    """One line per registered engine."""
+    """Describe each registered engine on one line."""
     lines = []
     for engine in seen.engines:
         state = "does not answer" if not engine.answers else "paused" if engine.paused else "answers"
@@ -95,7 +95,7 @@ def engine_lines(seen: Observation) -> list[str]:
 
 
 def stack_lines(seen: Observation) -> list[str]:
-    """The innermost calls of each main thread that answered."""
+    """List the innermost calls of each main thread whose stack is known."""
     lines = []
     for process in seen.processes:
         if process.stack:

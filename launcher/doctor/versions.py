@@ -1,4 +1,4 @@
-"""The versions of other people's software that this project supports, as pyproject.toml has them."""
+"""The versions of other packages that this project supports; pyproject.toml has the same ranges."""
 
 import re
 
@@ -9,7 +9,7 @@ RANGES = {"torch": ">=2.11", "transformers": ">=5"} | ENGINE_PACKAGES
 
 
 def holds(version: str, wanted: str) -> bool:
-    """Whether ``version`` is in a range of the forms that pyproject.toml uses: ``>=A.B``, ``==A.B.*`` and ``==A.B.C``.
+    """Whether ``version`` is in a range, of the forms that pyproject.toml uses: ``>=A.B``, ``==A.B.*`` and ``==A.B.C``.
 
     What follows the numbers (``+cpu``, ``rc1``) is left out of the comparison.
     """

@@ -1,4 +1,4 @@
-"""Run folders: creating them, naming them, finding the one to resume."""
+"""Run folders: naming and creating them, finding the one to resume, and locking them."""
 
 import fcntl
 import os
@@ -21,7 +21,7 @@ from rl_async.files import replace_file
 def new_run(
     name_or_path: str, overrides: Sequence[str] = (), *, mode: str | None = None, name: str = ""
 ) -> tuple[RunConfig, Path]:
-    """Load and check the config of a new run and say where its folder will be. Creates nothing.
+    """Load and check the config of a new run and choose its folder. Creates nothing.
 
     Raises UserError if a run of that name exists.
     """
@@ -32,9 +32,7 @@ def new_run(
         config = msgspec.structs.replace(config, name=folder.name)
     folder = _folder(root, config.name)
     if folder.exists():
-        way_out = (
-            "add --resume to continue it" if checkpoints(folder) else "nothing is to be resumed there, so delete it"
-        )
+        way_out = "add --resume to continue it" if checkpoints(folder) else "it has no checkpoint, so delete it"
         raise UserError(f"--name: the run {folder} exists; {way_out}, or choose another name")
     return config, folder
 
@@ -42,10 +40,10 @@ def new_run(
 def resumed_run(
     name_or_path: str, overrides: Sequence[str] = (), *, mode: str | None = None, name: str = ""
 ) -> tuple[RunConfig, Path]:
-    """The named run, or the newest of that config, with ``overrides`` on top of its own resolved config.
+    """Find the named run, or the newest of that config, and apply ``overrides`` to its own resolved config.
 
-    Says on stderr where that differs from the config that is given, and so is not followed. Raises UserError if there
-    is no such run, or if it has no complete checkpoint.
+    Prints on stderr which keys keep the run's values although the given config has others. Raises UserError if there is
+    no such run, or if it has no complete checkpoint.
     """
     preset = load_config(name_or_path, overrides, mode=mode)  # mistakes in the arguments come first
     root = Path(preset.launcher.run_dir)
@@ -54,7 +52,7 @@ def resumed_run(
         raise UserError(f"--resume: no run {folder}")
     if not checkpoints(folder):
         raise UserError(
-            f"--resume: {folder} has no complete checkpoint to continue from; delete it and start anew without --resume"
+            f"--resume: {folder} has no complete checkpoint to continue from; delete it, or start without --resume"
         )
     config = load_resolved(folder / "config.yaml", overrides)
     if mode is not None:
@@ -71,7 +69,7 @@ def resumed_run(
 
 
 def differences(kept: RunConfig, given: RunConfig) -> list[str]:
-    """Keys of which two configs have other values; those that say which run it is are left out."""
+    """Return the keys in which two configs differ, except the name and the mode of the run."""
     old, new = (dict(_leaves(msgspec.to_builtins(config))) for config in (kept, given))
     keys = (old.keys() | new.keys()) - {"name", "mode"}
     return sorted(key for key in keys if old.get(key) != new.get(key))
@@ -86,14 +84,14 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def unfinished(name_or_path: str, overrides: Sequence[str], name: str) -> bool:
-    """Whether there is a run of that name with a checkpoint of fewer steps than it was to have: it was interrupted."""
+    """Whether a run of that name was interrupted: its newest checkpoint has fewer steps than trainer.steps."""
     folder = _folder(Path(load_config(name_or_path, overrides).launcher.run_dir), name)
     done = checkpoints(folder)
     return bool(done) and done[-1] < load_resolved(folder / "config.yaml").trainer.steps
 
 
 def _refuse_another_run(before: RunConfig, config: RunConfig, preset: RunConfig, folder: Path) -> None:
-    """Raise UserError for what a run cannot become by being resumed, and if there is nothing left to do."""
+    """Raise UserError if a resumed run would change what it must keep, or has no steps left."""
     if preset.data.path != before.data.path:
         raise UserError(
             f"--resume: {folder} trains on {before.data.path}, and this config on {preset.data.path}; give the config "
@@ -114,7 +112,7 @@ def _refuse_another_run(before: RunConfig, config: RunConfig, preset: RunConfig,
 
 
 def create(config: RunConfig, folder: Path) -> None:
-    """Make the folder, if it is new, and write the resolved config into it."""
+    """Make the folder unless it exists, and write the resolved config into it."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     replace_file(folder / "config.yaml", dump(config).encode())
 
@@ -123,9 +121,9 @@ def create(config: RunConfig, folder: Path) -> None:
 def hold(folder: Path) -> Iterator[None]:
     """Keep every other launcher of this machine out of the run while the block runs.
 
-    The lock is on a file beside the folder and ends with this process, however it ends; children do not inherit it.
-    A folder of runs that was made for the lock alone is removed with it. Raises UserError, before anything is touched,
-    if another process holds the lock.
+    The lock is on a file beside the folder and is released when this process ends; children do not inherit it. A folder
+    of runs that was made for the lock alone is removed again. Raises UserError, before anything is changed, if another
+    process holds the lock.
     """
     new = not folder.parent.exists()
     path = folder.with_name(f".{folder.name}.lock")
@@ -138,7 +136,7 @@ def hold(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
-                raise BlockingIOError  # its last holder removed it between our two calls
+                raise BlockingIOError  # its last holder removed it after we opened it
         except BlockingIOError:
             file.seek(0)
             raise UserError(
@@ -153,23 +151,23 @@ def hold(folder: Path) -> Iterator[None]:
         finally:
             path.unlink(missing_ok=True)
             if new:
-                with suppress(OSError):  # it is not empty: there are runs in it
+                with suppress(OSError):  # not empty: there are runs in it
                     folder.parent.rmdir()
 
 
 def checkpoints(folder: Path) -> list[int]:
-    """Completed steps of the complete checkpoints, oldest first. ``state.json`` is written last."""
+    """Return the steps of the complete checkpoints, oldest first. ``state.json`` is the last file of each."""
     found = (re.fullmatch(r"step-(\d+)", file.parent.name) for file in folder.glob("checkpoints/step-*/state.json"))
     return sorted(int(match[1]) for match in found if match)
 
 
 def run_prefix(name_or_path: str, mode: str) -> str:
-    """Default name of a run, without its number."""
+    """Return the default name of a run, without its number."""
     return f"{Path(name_or_path).stem}-{mode}"
 
 
 def next_folder(root: Path, prefix: str) -> Path:
-    """The first free ``PREFIX-001``, counting on from the highest number."""
+    """Return ``PREFIX-NNN`` with the number after the highest that exists."""
     return root / f"{prefix}-{_last_number(root, prefix) + 1:03d}"
 
 

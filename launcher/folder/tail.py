@@ -1,4 +1,4 @@
-"""Follows a file that another process appends to."""
+"""Reads files that another process appends to, from where the last call ended."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ class LineTail:
         self._path, self._offset = path, offset
 
     def read(self) -> list[bytes]:
-        """New lines without their ends, oldest first; none if there is no file yet."""
+        """Return the new lines without their newlines, oldest first; none if there is no file yet."""
         if not self._path.is_file():
             return []
         with self._path.open("rb") as file:
@@ -31,5 +31,5 @@ class MetricsTail:
         self._lines = LineTail(path)
 
     def read(self) -> list[Record]:
-        """New records, oldest first."""
+        """Return the new records, oldest first."""
         return [msgspec.json.decode(line, type=Record) for line in self._lines.read()]

@@ -1,4 +1,4 @@
-"""What a run needs on disk before its processes start: data and a model. Imports nothing heavy."""
+"""The files that a run needs before its processes start: data and models. Imports nothing heavy."""
 
 import hashlib
 import json
@@ -19,9 +19,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def needs_preparation(config: RunConfig) -> bool:
-    """Whether data or the model are still to be made.
+    """Whether data or the model must still be made.
 
-    Raises UserError if something is missing that nothing here can make, or cannot be used.
+    Raises UserError for what is missing and cannot be made, or cannot be used.
     """
     data = needs_data(config)
     model = needs_model(config)
@@ -49,7 +49,7 @@ def needs_data(config: RunConfig) -> bool:
 
 
 def needs_model(config: RunConfig) -> bool:
-    """Whether the warm start is still to be done. Raises UserError if the model there is cannot be used."""
+    """Whether the warm start must still be done. Raises UserError if the model at ``model.path`` cannot be used."""
     path = Path(config.model.path)
     if not path.exists():
         if config.warm_start is None:
@@ -58,7 +58,7 @@ def needs_model(config: RunConfig) -> bool:
                 "to warm up a tiny one"
             )
         if Path(config.launcher.run_dir).resolve() in path.resolve().parents:
-            raise UserError(f"model.path: no folder {path}; no model is made in a folder of runs")
+            raise UserError(f"model.path: no folder {path}; models are not made in a folder of runs")
         return True
     check_model_folder(path, "model.path")
     record = path / SFT_FILE
@@ -76,23 +76,23 @@ def needs_model(config: RunConfig) -> bool:
 
 
 def _check_reward_model(config: RunConfig, warm_start: bool) -> None:
-    """Raise UserError if the run's own reward model cannot be served, or not when it is needed."""
+    """Raise UserError if the run's own reward model cannot be served, or is needed before it runs."""
     assert config.reward.model is not None
     check_model_folder(Path(config.reward.model.path), "reward.model.path")
     if warm_start:
         raise UserError(
-            f"model.path: no folder {config.model.path}; its warm start cannot ask the run's own reward model, which "
+            f"model.path: no folder {config.model.path}; its warm start cannot use the run's own reward model, which "
             "does not run yet. Make it first with `rl-async sft` and a rule as reward, or set reward.model.url"
         )
 
 
 def fingerprint(settings: WarmStartConfig) -> str:
-    """Equal for equal settings of the warm start."""
+    """Return a hash of the settings of the warm start, to tell with which a model was made."""
     return hashlib.sha256(msgspec.json.encode(settings, order="sorted")).hexdigest()[:16]
 
 
 def _data_files(config: RunConfig) -> Iterator[tuple[str, Path]]:
-    """Every local file that will be read, with the key that names it."""
+    """Yield every local file that the run reads, with its config key."""
     data = config.data
     sources = [data.path] if isinstance(data.path, str) else [source.path for source in data.path]
     named = [("data.path", source) for source in sources]
@@ -112,7 +112,7 @@ def _made_files(config: RunConfig) -> list[Path]:
 
 
 def check_model_folder(path: Path, key: str) -> None:
-    """Raise UserError, naming ``key``, unless a model with its tokenizer is there."""
+    """Raise UserError, naming ``key``, unless the folder has a model and its tokenizer."""
     _check_folder(path, key)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(f"{key}: {path} has no tokenizer (tokenizer.json); save the model's tokenizer into it")
@@ -120,7 +120,7 @@ def check_model_folder(path: Path, key: str) -> None:
 
 
 def _check_critic_folder(path: Path) -> None:
-    """A Hugging Face folder, or the ``critic`` folder of a checkpoint, which holds one; it needs no tokenizer."""
+    """Check a Hugging Face folder, or the ``critic`` folder of a checkpoint, which holds one. It needs no tokenizer."""
     saved = path / "model"
     folder = saved if saved.is_dir() else path
     _check_folder(folder, "critic.path")

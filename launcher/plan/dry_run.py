@@ -1,4 +1,4 @@
-"""What ``rl-async launch --dry-run`` checks and prints."""
+"""``rl-async launch --dry-run``: checks what can be checked without starting a process, and prints the plan."""
 
 import shlex
 from pathlib import Path
@@ -14,9 +14,9 @@ from rl_async.launcher.plan.ports import assign_ports
 
 
 def dry_run(config: RunConfig, folder: Path, *, resume: bool = False) -> None:
-    """Check everything that can be checked without starting anything, and print what would be started.
+    """Check the files, ports and devices of a run, and print the processes that would be started.
 
-    Raises UserError for what would end the run at once: missing files, a taken port, no GPU where one is asked for.
+    Raises UserError for what would end the run at once: missing files, a taken port, a missing GPU.
     """
     planned = plan_here(config, folder, resume=resume)
     assign_ports([wish for wish in planned.ports if wish.port])  # raises for one that is taken
@@ -27,7 +27,7 @@ def dry_run(config: RunConfig, folder: Path, *, resume: bool = False) -> None:
 
 
 def plan_table(planned: Plan) -> Table:
-    """One row per process."""
+    """Lay out a plan as a table with one row per process."""
     ports = {wish.name: str(wish.port) if wish.port else "free" for wish in planned.ports}
     table = Table(title=f"{planned.mode}, weights by {planned.transport}", title_justify="left")
     for heading in ("process", "device", "port", "memory", "restarts"):
@@ -39,7 +39,7 @@ def plan_table(planned: Plan) -> Table:
 
 
 def plan_notes(config: RunConfig, folder: Path, planned: Plan) -> list[str]:
-    """What the table has no column for."""
+    """Return the lines below the table: command lines, folder, total memory, what is made first."""
     notes = [f"{spec.name}: {shlex.join(['python', *spec.argv[1:]])}" for spec in planned.processes]
     known = [spec.memory_bytes for spec in planned.processes if spec.memory_bytes is not None]
     notes += [f"run folder: {folder}", f"memory in all, at most about: {sum(known) / 2**30:.1f} GiB"]

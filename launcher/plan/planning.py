@@ -1,6 +1,7 @@
-"""What a run consists of: pure, so that ``--dry-run`` shows exactly what would be started.
+"""The plan of a run: its processes, devices and ports. Pure, so that ``--dry-run`` shows exactly what would be started.
 
-The mode decides here, and nowhere else, which process uses which device and how weights travel.
+The mode determines which process uses which device. How weights travel follows from it too, in
+``configs/derived/transport.py``, and when engines sleep, in ``weight_sync/phases.py``.
 """
 
 from collections.abc import Mapping
@@ -24,12 +25,12 @@ from rl_async.process.endpoints import Endpoints
 
 REWARD_MODEL = "reward-model"
 GATEWAY = "gateway"
-RENDEZVOUS = "rendezvous"  # the port where trainer ranks meet
+RENDEZVOUS = "rendezvous"  # name of the port where trainer ranks meet
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Processes in the order of the data, and the ports they want."""
+    """Processes, in the order in which data flows, and the ports that they need."""
 
     mode: str
     transport: Transport
@@ -43,8 +44,8 @@ class Plan:
     stop_timeout_s: float
     reward_model: ProcessSpec | None = None
     shards: tuple[ProcessSpec, ...] = ()
-    queue_host: str = HOST  # where this machine's processes find the queue
-    hosts: Mapping[str, str] = field(default_factory=dict)  # of processes on this machine that listen elsewhere
+    queue_host: str = HOST  # as this machine's processes reach it
+    hosts: Mapping[str, str] = field(default_factory=dict)  # of processes here that do not listen on loopback
 
     @property
     def processes(self) -> tuple[ProcessSpec, ...]:
@@ -56,7 +57,7 @@ class Plan:
 def plan(
     config: RunConfig, run_dir: Path, *, size: ModelSize | None = None, gpus: int = 0, resume: bool = False
 ) -> Plan:
-    """The processes of a run in ``run_dir`` on ``gpus`` GPUs, those of this machine or of several."""
+    """Plan a run in ``run_dir`` on ``gpus`` GPUs, of this machine or of a cluster."""
     devices = assign_devices(config, gpus)
     return Plan(
         mode=config.mode,
@@ -77,7 +78,7 @@ def plan(
 
 
 def serves_reward_model(config: RunConfig) -> bool:
-    """Whether the run starts a reward model of its own: a scorer asks one, and no URL says where one is."""
+    """Whether the run starts a reward model: a scorer uses one, and reward.model.url is not set."""
     model = config.reward.model
     wanted = any(term.name == "reward_model" for term in config.reward.functions)
     return wanted and model is not None and not model.url
@@ -91,7 +92,7 @@ class Devices:
     trainers: tuple[int, ...] = ()
 
     def engine(self, index: int) -> int | None:
-        """The GPU of an engine; None: CPU."""
+        """Return the GPU number of an engine; None: CPU."""
         return self.engines[index] if self.engines else None
 
 
@@ -111,7 +112,7 @@ def assign_devices(config: RunConfig, gpus: int) -> Devices:
 
 
 def queue_host(config: RunConfig) -> str:
-    """Where this machine's processes find the queue."""
+    """Return the queue's address for processes on this machine."""
     return HOST if config.queue.host == "0.0.0.0" else config.queue.host
 
 
@@ -149,7 +150,7 @@ def _shard(config: RunConfig, run_dir: Path, name: str) -> ProcessSpec:
 
 
 def _reward_model(config: RunConfig, gpus: int) -> ProcessSpec:
-    """The reward model takes the GPU behind those of the others; with too few, it shares."""
+    """Place the reward model on the GPU after those of engines and trainers; with too few GPUs it shares one."""
     model = config.reward.model
     assert model is not None
     others = config.rollout.engines + (config.trainer.ranks if config.mode == "disaggregated" else 0)
@@ -175,7 +176,7 @@ def _reward_model(config: RunConfig, gpus: int) -> ProcessSpec:
 
 
 def _workers(config: RunConfig, run_dir: Path) -> tuple[ProcessSpec, ...]:
-    """Those who play the episodes: agent workers, or a gateway for agent programs in their place."""
+    """Return the processes that play episodes: agent workers, or instead of them a gateway for agent programs."""
     gateway = config.agent.gateway
     if gateway is not None:
         return (_worker(config, run_dir, GATEWAY, "agent_loop.gateway", "--port", f"{{{GATEWAY}}}"),)
@@ -216,7 +217,7 @@ def _trainer(
 
 
 def finetune_ranks(config: RunConfig, run_dir: Path, gpus: int) -> tuple[ProcessSpec, ...]:
-    """The processes of supervised fine-tuning: trainer ranks alone."""
+    """Return the processes of supervised fine-tuning, which are trainer ranks only."""
     devices = assign_devices(config, gpus)
     return tuple(
         ProcessSpec(
@@ -232,7 +233,7 @@ def finetune_ranks(config: RunConfig, run_dir: Path, gpus: int) -> tuple[Process
 
 
 def _rank_environment(config: RunConfig, rank: int, devices: Devices) -> dict[str, str]:
-    """Where the ranks meet, and which devices they see; a rank picks its own among these."""
+    """Return the rendezvous and the visible devices of all ranks; a rank picks its own among these."""
     env = environment(config) | {
         "RANK": str(rank),
         "WORLD_SIZE": str(config.trainer.ranks),
@@ -259,7 +260,7 @@ def _ports(config: RunConfig) -> tuple[PortWish, ...]:
 
 
 def endpoints(config: RunConfig, ports: Mapping[str, int], hosts: Mapping[str, str] = THIS_MACHINE) -> Endpoints:
-    """Where the processes of a run that others may join are to be found."""
+    """Return the addresses of those processes of a run to which others connect."""
     gateway = config.agent.gateway
     return Endpoints(
         queue=f"tcp://{queue_host(config)}:{ports['queue']}",

@@ -1,4 +1,4 @@
-"""Ports for the processes of a run: configured ones are checked, the others are chosen free."""
+"""Assigns ports to the processes of a run: configured ones are checked, for the others free ones are chosen."""
 
 import socket
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class PortWish:
-    """A process wants a port. ``port`` 0 means any free one; ``key`` is the config key that fixed it."""
+    """A port that a process needs. ``port`` 0 means any free one; ``key`` is the config key that sets it."""
 
     name: str
     port: int = 0
@@ -20,10 +20,10 @@ class PortWish:
 
 
 def assign_ports(wishes: Sequence[PortWish]) -> dict[str, int]:
-    """A port for every wish, by name.
+    """Assign a port to every wish, by name.
 
-    Raises ConfigError naming the key if a configured port is taken or wished for twice. All sockets are held open
-    until every port is known, so that no port is given out twice.
+    Raises ConfigError naming the key if a configured port is taken or configured twice. All sockets are held open
+    until every port is known, so that no port is assigned twice.
     """
     ports: dict[str, int] = {}
     with ExitStack() as held:
@@ -44,10 +44,10 @@ def assign_ports(wishes: Sequence[PortWish]) -> dict[str, int]:
 
 
 def hold_ports(host: str, wishes: Sequence[PortWish]) -> list[socket.socket]:
-    """One socket per wish, bound to its port of ``host`` and not listening.
+    """Bind one socket per wish to its port of ``host``, without listening.
 
-    As long as it is open nobody is given the port by chance, and a server that sets SO_REUSEADDR, as all of ours do,
-    may listen on it. Raises ConfigError naming the key if a configured port is taken.
+    As long as it is open the kernel gives the port to no other process, while a server that sets SO_REUSEADDR, as all
+    of ours do, may listen on it. Raises ConfigError naming the key if a configured port is taken.
     """
     held: list[socket.socket] = []
     for wish in wishes:

@@ -1,4 +1,4 @@
-"""One process of a run: what is executed, where, and how often it may be started again."""
+"""One process of a run: its command, its device, and how often it may be restarted."""
 
 import os
 import re
@@ -11,15 +11,15 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.ports import HOST
 
 HOST_OF = re.compile(r"\{([\w-]+)\.host\}")
-THIS_MACHINE: Mapping[str, str] = {}  # every process has the loopback address
+THIS_MACHINE: Mapping[str, str] = {}  # empty: every process has the loopback address
 
 Role = Literal["prepare", "queue", "shard", "engine", "reward-model", "worker", "trainer"]
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process. In ``argv`` and ``env``, ``{name}`` stands for the port of that name and ``{name.host}`` for the
-    address of the host that it is on."""
+    """A process to start. In ``argv`` and ``env``, ``{name}`` is replaced by the port of that name, and ``{name.host}``
+    by the address of its host."""
 
     name: str
     role: Role
@@ -35,34 +35,36 @@ class ProcessSpec:
     def command(
         self, ports: Mapping[str, int], hosts: Mapping[str, str] = THIS_MACHINE, *, restarted: bool = False
     ) -> list[str]:
-        """The command line with ports and hosts filled in."""
+        """Return the command line with ports and hosts filled in."""
         argv = self.argv + (self.restart_argv if restarted else self.first_argv)
         return [fill(part, ports, hosts) for part in argv]
 
     def environment(self, ports: Mapping[str, int], hosts: Mapping[str, str] = THIS_MACHINE) -> dict[str, str]:
-        """``env`` with ports and hosts filled in."""
+        """Return ``env`` with ports and hosts filled in."""
         return {key: fill(value, ports, hosts) for key, value in self.env.items()}
 
     def mentions(self, name: str) -> bool:
-        """Whether ``argv`` or ``env`` hold the port or the host of ``name``."""
+        """Whether ``argv`` or ``env`` contain the port or the host of ``name``."""
         return any(f"{{{name}}}" in text or f"{{{name}.host}}" in text for text in (*self.argv, *self.env.values()))
 
 
 def fill(text: str, ports: Mapping[str, int], hosts: Mapping[str, str] = THIS_MACHINE) -> str:
-    """Put port numbers in place of ``{name}`` and addresses in place of ``{name.host}``."""
+    """Replace ``{name}`` by a port number and ``{name.host}`` by an address."""
     for name, port in ports.items():
         text = text.replace(f"{{{name}}}", str(port))
     return HOST_OF.sub(lambda match: hosts.get(match[1], HOST), text)
 
 
 def module(name: str, *arguments: str) -> tuple[str, ...]:
-    """The command line of a module of ours."""
+    """Return the command line of one of our modules."""
     return (sys.executable, "-m", f"rl_async.{name}", *arguments)
 
 
 def environment(config: RunConfig) -> dict[str, str]:
-    """Thread pools of a size that leaves room for the other processes, and which sleep while they wait: OpenMP's
-    threads spin at every barrier, on cores that the thread they wait for, or another process, needs."""
+    """Return variables that limit thread pools, and make their threads sleep while they wait.
+
+    OpenMP's threads otherwise spin at every barrier, on cores that another process, or the thread they wait for, needs.
+    """
     threads = str(config.launcher.threads)
     return {
         "OMP_NUM_THREADS": threads,

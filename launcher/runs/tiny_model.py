@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.data.prompts import make_sources
 from rl_async.agent_loop.data.tiny_tokenizer import read_demos, train_tokenizer
 from rl_async.agent_loop.episodes.loops import EpisodeRunner
 from rl_async.configs.schema.finetune import WarmStartConfig
@@ -25,6 +24,7 @@ from rl_async.messages import LeasedGroup, Task, Version
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.embedded.local import LocalEngine
 from rl_async.trainer.finetune.warm_start import WarmStartResult, warm_start
+from rl_async.transfer_queue.data.task_stream import make_sources
 
 
 def make_model(config: RunConfig, settings: WarmStartConfig, report: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""What a supervisor needs of where its processes run, and the machine it runs on itself."""
+"""Where processes run: the interface that a supervisor needs, and the implementation for its own machine."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -11,47 +11,47 @@ from rl_async.launcher.supervise.process import Child, Lifeline, Process
 
 
 class Executor(Protocol):
-    """Starts processes, and knows under which addresses they are reached: ``places()`` are ports and hosts by name."""
+    """Starts processes and knows their addresses: ``places()`` returns ports and hosts by name."""
 
     def open(self) -> None:
-        """From here on processes may be started."""
+        """Acquire what processes need; they may be started afterwards."""
         ...
 
     def close(self) -> None:
-        """Nothing that was started outlives this."""
+        """End every process that was started, and release what ``open`` acquired."""
         ...
 
     async def allocate(self) -> None:
-        """Find a place for every process, so that ``places`` knows them. Raises UserError for what is missing there."""
+        """Choose host and ports for every process. Raises UserError for what is missing there."""
         ...
 
     async def start(self, spec: ProcessSpec, *, restarts: int) -> Process:
-        """Start one. It may come to another place than before."""
+        """Start a process, perhaps on another host than before."""
         ...
 
     def places(self) -> tuple[Mapping[str, int], Mapping[str, str]]: ...
 
 
 class ThisMachine:
-    """Processes beside the supervisor, with ports that were assigned before."""
+    """Runs processes on the supervisor's machine, with ports that were assigned before."""
 
     def __init__(self, ports: Mapping[str, int], folder: Path, hosts: Mapping[str, str] = THIS_MACHINE) -> None:
         self._ports, self._hosts, self._folder = ports, hosts, folder
         self._exits = ExitStack()
 
     def open(self) -> None:
-        """Make the pipe that ties the processes to this one."""
+        """Open the pipe whose end tells the processes that this one is gone."""
         self._lifeline = self._exits.enter_context(Lifeline())
 
     def close(self) -> None:
-        """Cut it."""
+        """Close the pipe, which ends the processes that still run."""
         self._exits.close()
 
     async def allocate(self) -> None:
-        """They are all here."""
+        """Do nothing: hosts and ports are known."""
 
     async def start(self, spec: ProcessSpec, *, restarts: int) -> Child:
-        """Start one; its log is ``RUN/logs/NAME.log``."""
+        """Start a process that writes to ``RUN/logs/NAME.log``."""
         stacks = self._folder / "stacks" / f"{spec.name}.txt"
         stacks.parent.mkdir(exist_ok=True)
         return await Child.start(
@@ -64,11 +64,11 @@ class ThisMachine:
         )
 
     def places(self) -> tuple[Mapping[str, int], Mapping[str, str]]:
-        """As they were given."""
+        """Return the ports and hosts that were given."""
         return self._ports, self._hosts
 
 
 def url_of(executor: Executor, name: str) -> str:
-    """Where a process answers HTTP."""
+    """Return the HTTP address of a process."""
     ports, hosts = executor.places()
     return f"http://{hosts.get(name, HOST)}:{ports[name]}"

@@ -1,4 +1,4 @@
-"""One child process of the supervisor: its own session, its own log file, a lifeline to its supervisor."""
+"""A child process of the supervisor, with a session and a log file of its own and a lifeline to its supervisor."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ TAIL_BYTES = 16384
 
 
 class Process(Protocol):
-    """A process that was started; see ``Child``."""
+    """A process that was started, here (``Child``) or on another node (``ray.remote_child.RemoteChild``)."""
 
     name: str
     log: Path
@@ -42,11 +42,11 @@ class Process(Protocol):
 
 
 class RoleFailed(RlAsyncError):
-    """A process failed for good. The message names it, its exit code and its last lines."""
+    """A process failed and is not restarted. The message has its name, exit code and last lines."""
 
 
 class Lifeline:
-    """A pipe whose write end only this process holds. However it dies, its children read the end of it and exit."""
+    """A pipe whose write end only this process holds. However it dies, its children read end-of-file and exit."""
 
     def __enter__(self) -> Self:
         self.read_end, self._write_end = os.pipe()
@@ -80,11 +80,9 @@ class Child:
         stacks: Path,
         cwd: Path | None = None,
     ) -> Self:
-        """Start ``argv`` with ``env`` added to this process's environment; its output is appended to ``log``.
+        """Start ``argv`` in ``cwd`` with ``env`` added to this process's environment, and append its output to ``log``.
 
-        It runs in ``cwd``, if that is given.
-
-        ``stacks`` is the file that it writes its Python stacks to when asked (``rl_async.process.stacks``).
+        ``stacks`` is the file to which it writes its Python stacks on request (``rl_async.process.stacks``).
         """
         with log.open("ab") as output:
             log_start = output.tell()
@@ -108,24 +106,24 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Also the id of its process group."""
+        """Process id, which is also the id of its process group."""
         return self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs; negative: the signal that killed it."""
+        """None while it runs. Negative: the signal that killed it."""
         return self._process.returncode
 
     async def wait(self) -> int:
-        """Wait for its end and end what it left behind. Has no deadline; callers race it against what they wait for."""
+        """Wait until it has ended, then kill what it started. Has no deadline of its own: the caller sets one."""
         code = await self._process.wait()
         if not self._swept:
-            self._swept = True  # once: later, the group's id may be somebody else's
+            self._swept = True  # once: later, the group's id may be reused
             self._signal_group(signal.SIGKILL)
         return code
 
     async def stop(self, timeout_s: float) -> int:
-        """Ask it to end (SIGTERM), and kill it after ``timeout_s``."""
+        """Send SIGTERM, and kill it after ``timeout_s``."""
         if self.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
@@ -136,30 +134,30 @@ class Child:
             return await self.kill()
 
     async def kill(self) -> int:
-        """Kill it and everything it started."""
+        """Kill the process and everything that it started."""
         self.kill_now()
         return await self.wait()
 
     def kill_now(self) -> None:
-        """As ``kill``, without waiting for the end."""
+        """Kill the process without waiting until it has ended."""
         if self.returncode is None:
             self._signal_group(signal.SIGKILL)
 
     def _signal_group(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):  # nobody is left in it
+        with suppress(ProcessLookupError):  # the group is empty
             os.killpg(self.pid, number)
 
     def output(self) -> str:
-        """The end of what this process wrote, without what earlier ones left in the same log."""
+        """Return the end of what this process wrote, without what earlier ones left in the same log."""
         return tail_of(self.log, self.log_start)
 
     def tail(self) -> str:
-        """Its last lines."""
+        """Return the last lines that this process wrote."""
         return "\n".join(self.output().splitlines()[-TAIL_LINES:])
 
 
 def tail_of(log: Path, start: int) -> str:
-    """The last TAIL_BYTES of a log, from ``start`` on."""
+    """Return the last TAIL_BYTES of a log, but nothing before ``start``."""
     with log.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(start, end - TAIL_BYTES))
@@ -167,7 +165,7 @@ def tail_of(log: Path, start: int) -> str:
 
 
 def describe_exit(code: int) -> str:
-    """An exit code as people say it."""
+    """Render an exit code as text, naming the signal if there was one."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -177,7 +175,7 @@ def describe_exit(code: int) -> str:
 
 
 def failure(child: Process, code: int, restarts: int) -> RlAsyncError:
-    """The error of a process that failed for good: a UserError if it named a mistake of the user."""
+    """Return the error for a process that is not restarted: a UserError if it reported a mistake of the user."""
     if code == EXIT_USER:
         mistakes = [line for line in child.output().splitlines() if line.startswith("error: ")]
         if mistakes:

@@ -1,4 +1,4 @@
-"""The processes of a run, for who looks at it from outside: ``RUN/processes.json``, kept by the supervisor."""
+"""The states of a run's processes, and the file that shows them to other programs: ``RUN/processes.json``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ FILE = "processes.json"
 
 @dataclass(frozen=True)
 class ProcessState:
-    """One process as the supervisor sees it. ``state`` is one word, e.g. starting, running, restarting, ended."""
+    """The state of a process, one word: waiting, starting, running, restarting, ended or failed."""
 
     name: str
     state: str
@@ -24,12 +24,12 @@ class ProcessState:
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One process as its supervisor knows it; ``RUN/processes.json`` has all of them."""
+    """One entry of ``RUN/processes.json``."""
 
     name: str
     role: str
     pid: int
-    started: int  # of /proc/PID/stat, so that another process of that number is not taken for it
+    started: int  # of /proc/PID/stat, so that a reused pid is recognized
     state: str  # running, restarting, ended, failed
     restarts: int = 0
     exit: int | None = None  # as Popen.returncode
@@ -37,22 +37,22 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Roster:
-    """The newest process of each name."""
+    """Writes ``RUN/processes.json`` with the newest process of each name."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
         self._started: dict[str, tuple[ProcessSpec, Process]] = {}
 
     def add(self, spec: ProcessSpec, child: Process) -> None:
-        """A process was started."""
+        """Enter a process that was started, in place of an earlier one of its name."""
         self._started[spec.name] = (spec, child)
 
     def write(self, states: Mapping[str, ProcessState]) -> None:
-        """Replace the file in one step."""
+        """Replace the file, with the states of the processes that have one."""
         records = []
         for name, (spec, child) in self._started.items():
-            alone = "running" if child.returncode is None else "ended"  # of one that nobody keeps: the preparation
-            known = states.get(name, ProcessState(name, alone))
+            unkept = "running" if child.returncode is None else "ended"  # the preparation is not among ``states``
+            known = states.get(name, ProcessState(name, unkept))
             records.append(
                 ProcessRecord(
                     name=name,

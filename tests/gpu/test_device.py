@@ -14,9 +14,10 @@ from rl_async.messages import Sampling
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.sequence import Sequence
 from rl_async.trainer.algorithms.algorithm import build
+from rl_async.trainer.batches.batch import Batch, plan_batch
 from rl_async.trainer.batches.cost import RowCost
 from rl_async.trainer.step.models import build_models
-from rl_async.trainer.step.update import Batch, plan_batch, row_keys, update
+from rl_async.trainer.step.update import update
 from rl_async.weight_sync.buckets.buckets import unpack
 from tests.conftest import make_rows
 from tests.support.buckets import make_buckets
@@ -42,9 +43,7 @@ def test_training_step_and_export_on_cuda(model_folder: Path, critic: CriticConf
         models = build_models(config, "cuda:0")
         rows = make_rows(0)
         headers = [row.header() for row in rows]
-        batch = Batch(
-            0, headers, plan_batch(headers, 0, config, 1, RowCost()), dict(zip(row_keys(headers), rows, strict=True))
-        )
+        batch = Batch(0, headers, plan_batch(headers, 0, config, 1, RowCost()), {row.key: row for row in rows})
         metrics = update(models, batch, build(config), config).metrics
         assert metrics["loss/grad_norm"] > 0
         assert (critic is None) == ("critic/loss" not in metrics)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import Outputs
-from rl_async.trainer.batches.batching import Tensors, collate
+from rl_async.trainer.batches.tensors import Tensors, collate
 from tests.conftest import make_rows
 from tests.support.whole_weights import whole_weights
 
@@ -34,7 +34,7 @@ def make(folder: Path, **options: bool) -> Fsdp2Backend:
 
 
 def batch() -> list[Tensors]:
-    return [collate(make_rows(0)[:8], step=0, max_staleness=None, device="cuda:0")]
+    return [collate(make_rows(0)[:8], device="cuda:0")]
 
 
 def likelihood(batches: list[Tensors], number: int, outputs: Outputs) -> torch.Tensor:

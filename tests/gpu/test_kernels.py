@@ -15,7 +15,7 @@ from transformers.utils import is_flash_attn_2_available
 from benchmarks.processes.ranks import run_ranks
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.batches.batching import collate
+from rl_async.trainer.batches.tensors import collate
 from tests.conftest import make_rows
 
 NO_GPU = None if torch.cuda.is_available() else "no CUDA device on this machine"
@@ -32,7 +32,7 @@ def one_rank() -> Iterator[None]:
 
 def logprobs(folder: Path, dtype: str, config: TrainerConfig) -> tuple[Tensor, float]:
     """Of the sampled tokens, before a step that makes them likelier, and the norm of its gradient."""
-    batch = collate(make_rows(0)[:8], step=0, max_staleness=None, device="cuda:0")
+    batch = collate(make_rows(0)[:8], device="cuda:0")
     backend = Fsdp2Backend(str(folder), dtype, "cuda:0", config)
     found = backend.forward(batch).logprobs
     assert found is not None

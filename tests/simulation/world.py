@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from rl_async.messages import Request, Version
-from rl_async.transfer_queue.journal.recovery import Recorder, recover
+from rl_async.transfer_queue.journal.recovery import JournalRecorder, recover
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.reports.ledger import Ledger
 from rl_async.transfer_queue.server.loop import serve
@@ -66,7 +66,7 @@ class Host:
             recover(self.store, journal, self._ledger, world.now)
             if relaunched:
                 self.store.relaunch()
-            self._recorder = Recorder(self.store, journal, self._ledger)
+            self._recorder = JournalRecorder(self.store, journal, self._ledger)
             self._recorder.flush()
             self._server = QueueServer(self.store, journal, feed, world.clock)
             self._socket = RouterSocket(world, self.disk.run_id)

@@ -29,6 +29,7 @@ IMPORTED = [
     *("transformers.models.qwen3.modeling_qwen3", "aiohttp.web", "tests.conftest"),
     *("rl_async.trainer.step.models", "rl_async.trainer.train", "rl_async.weight_sync.coordinator"),
     *("rl_async.rollout_server.connect", "rl_async.transfer_queue.client.async_client"),
+    *("rl_async.launcher.runs.launch", "rl_async.launcher.runs.finetune"),
 ]
 NUMBERS = itertools.count()
 SHOWN = 3000  # characters of a failed rank's output in the assertion's message
@@ -125,8 +126,12 @@ def _folder() -> Path:
 
 @functools.cache
 def _context() -> ForkServerContext:
-    """Start the server, without OpenMP's threads: a fork would not have them."""
+    """Start the server, without OpenMP's threads: a fork would not have them. A forked process uses the same server."""
     context = multiprocessing.get_context("forkserver")
+    server: Any = vars(forkserver)["_forkserver"]
+    if server._forkserver_address is not None and server._forkserver_pid is None:  # known, but not a child of this
+        server.ensure_running = lambda: None
+        return context
     context.set_forkserver_preload(IMPORTED)
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"

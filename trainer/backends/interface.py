@@ -8,9 +8,9 @@ import msgspec
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_async.trainer.batches.batching import Tensors
 from rl_async.trainer.batches.cost import RowCost
 from rl_async.trainer.batches.data_parallel import DataParallel
+from rl_async.trainer.batches.tensors import Tensors
 from rl_async.weight_sync.reshard.gather import ShardedWeights
 
 OutputName = Literal["entropy", "sum_squares", "distribution", "values"]

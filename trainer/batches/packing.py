@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rl_async.trainer.batches.batching import Tensors
+from rl_async.trainer.batches.tensors import Tensors
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from rl_async.errors import TrainingDiverged
 from rl_async.process.heartbeat import Phase, beat
 from rl_async.trainer.backends.interface import Backend, Outputs
 from rl_async.trainer.backends.schedule import learning_rate_factor
-from rl_async.trainer.batches import batching
-from rl_async.trainer.batches.batching import Tensors
+from rl_async.trainer.batches.layout import layout
+from rl_async.trainer.batches.tensors import Tensors, empty_tensors
 from rl_async.trainer.checkpoints.folder import FORMAT, CheckpointSchedule, CheckpointState
 from rl_async.trainer.checkpoints.saver import Saver
 from rl_async.trainer.finetune.rows import ChatRows, batch_of, steps_per_epoch
@@ -166,7 +166,7 @@ def micro_batches(run: Finetuning, data: ChatRows, rows: Sequence[int]) -> Itera
     Every rank gets the same number, since each forward pass is a collective.
     """
     data_parallel = run.policy.data_parallel
-    (plan,) = batching.layout(
+    (plan,) = layout(
         [data.size(row) for row in rows],
         step=0,
         minibatches=1,
@@ -182,22 +182,17 @@ def micro_batches(run: Finetuning, data: ChatRows, rows: Sequence[int]) -> Itera
 def collate(rows: ChatRows, numbers: Sequence[int], device: str) -> Tensors:
     """Pad rows to a micro-batch; ``mask`` is true where a token is learned. There is no behaviour policy."""
     if not numbers:
-        return batching.empty_tensors(device)
+        return empty_tensors(device)
     spans = [rows.span(number) for number in numbers]
     lengths = [span.stop - span.start for span in spans]
     shape = len(spans), max(*lengths, 2)
     tokens, mask = np.zeros(shape, np.int64), np.zeros(shape, bool)
     for i, (span, length) in enumerate(zip(spans, lengths, strict=True)):
         tokens[i, :length], mask[i, :length] = rows.ids[span], rows.learned[span]
-    zeros = torch.zeros((shape[0], shape[1] - 1), device=device)
     return Tensors(
         tokens=torch.from_numpy(tokens).to(device),
         lengths=torch.tensor(lengths),
         mask=torch.from_numpy(mask[:, 1:]).to(device),
-        behaviour=zeros,
-        age=zeros.int(),
-        turns=zeros.int() - 1,
-        turn_rewards=zeros,
         temperature=torch.ones((shape[0], 1, 1), device=device),
     )
 

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import UserError
 from rl_async.trainer.backends.interface import OutputName, Outputs, policy_outputs
-from rl_async.trainer.batches.batching import Tensors
 from rl_async.trainer.batches.packing import Packed, pack
+from rl_async.trainer.batches.tensors import Tensors
 from rl_async.trainer.model.families import logit_form, why_not_shared, why_padded
 from rl_async.trainer.model.kernels import apply_liger, attention
 from rl_async.trainer.model.logprobs import Head as LogitHead

@@ -19,7 +19,7 @@ from rl_async.configs.schema.weight_sync import MismatchConfig
 from rl_async.errors import WeightSyncError
 from rl_async.messages import Version
 from rl_async.trainer.backends.interface import Backend
-from rl_async.trainer.batches.batching import Tensors
+from rl_async.trainer.batches.tensors import Tensors
 from rl_async.trainer.publishing.canaries import Canaries, Canary
 from rl_async.trainer.publishing.publisher import Publisher
 
@@ -120,10 +120,6 @@ def compare(backend: Backend, drawn: Sequence[Canary], temperature: float) -> Mi
             tokens=tokens.to(device),
             lengths=lengths,
             mask=mask.to(device),
-            behaviour=behaviour.to(device),
-            age=torch.zeros_like(behaviour, dtype=torch.int32, device=device),
-            turns=torch.full_like(behaviour, -1, dtype=torch.int32, device=device),
-            turn_rewards=torch.zeros_like(behaviour, device=device),
             temperature=torch.full((len(tokens), 1, 1), temperature, device=device),
         )
     )

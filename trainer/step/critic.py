@@ -1,4 +1,4 @@
-"""The critic's part in a trainer step: what it said of the batch, what it is to learn, and how that went."""
+"""The critic's part in a trainer step: what its optimizer follows, its targets, its loss and its metrics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,13 +20,13 @@ from rl_async.trainer.step.whole_batch import MicroBatch
 
 
 def policy_training(config: RunConfig) -> TrainerConfig:
-    """What the policy's optimizer follows: its schedule leaves out the steps in which only the critic trains."""
+    """Return the policy's optimizer settings: its schedule leaves out the steps in which only the critic trains."""
     waits = config.critic.warmup_steps if config.critic else 0
     return msgspec.structs.replace(config.trainer, steps=config.trainer.steps - waits)
 
 
 def critic_training(trainer: TrainerConfig, critic: CriticConfig) -> TrainerConfig:
-    """What the optimizer of a critic with a model of its own follows. All of its weights train."""
+    """Return the optimizer settings of a critic with a model of its own, all of whose weights train."""
     return msgspec.structs.replace(
         trainer,
         learning_rate=critic.learning_rate,
@@ -39,17 +39,17 @@ def critic_training(trainer: TrainerConfig, critic: CriticConfig) -> TrainerConf
 
 @dataclass
 class CriticUpdate:
-    """What the critic is to learn from a batch, [N, T], and a tally of this cell's mini-batches.
+    """What the critic learns from a batch, [N, T], and the losses of this rank's mini-batches.
 
-    Every sampled token of a scored row teaches, also those that the correction takes from the policy.
+    Every sampled token of a scored row has a target, also those that the correction takes from the policy.
     """
 
-    data_parallel: DataParallel
+    ranks: DataParallel
     config: CriticConfig
     values: Tensor  # float32, before the step
     returns: Tensor  # float32
     mask: Tensor
-    losses: list[float] = field(default_factory=list)  # of this cell, by micro-batch
+    losses: list[Tensor] = field(default_factory=list)  # of this rank, by micro-batch; on the device
     norms: list[float] = field(default_factory=list)  # by mini-batch; none when shared
     minibatches: int = 0
 
@@ -75,7 +75,7 @@ class CriticUpdate:
         return policy_loss
 
     def _minibatch(self, parts: Sequence[MicroBatch], rows: Sequence[int]) -> LossFn:
-        """The mean over the mini-batch's tokens, of all ranks, whatever the policy's aggregation is."""
+        """Make the value loss: a mean over the mini-batch's tokens of all ranks, whatever the policy's aggregation."""
         mask = self.mask[rows]
         counts = count(mask, torch.ones(len(rows)), width=mask.shape[1])
 
@@ -84,36 +84,39 @@ class CriticUpdate:
             assert values is not None, "a critic gives values"
             per_token = value_loss(values, micro.cut(self.values), micro.cut(self.returns), self.config.clip)
             loss = token_mean(per_token, micro.cut(self.mask), torch.ones(len(values)), counts)
-            self.losses.append(loss.item())
+            self.losses.append(loss.detach())
             return loss
 
         return loss_fn
 
+    def _total(self) -> float:
+        return sum(torch.stack(self.losses).tolist()) if self.losses else 0.0
+
     def shared_loss(self) -> float:
-        """The part of this cell's policy losses that is the critic's."""
-        return self.config.value_coef * sum(self.losses) if self.config.shared else 0.0
+        """The part of this rank's policy losses that is the critic's."""
+        return self.config.value_coef * self._total() if self.config.shared else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Equal on all ranks. A collective. The gradient norm of a shared critic is part of loss/grad_norm."""
-        losses = torch.tensor([sum(self.losses)], dtype=torch.float64)
-        self.data_parallel.all_reduce(losses)
-        seen = max(int(self.mask.sum()), 1)
+        """Summarise the step, equal on all ranks. A collective. A shared critic's gradient is in loss/grad_norm."""
+        losses = torch.tensor([self._total()], dtype=torch.float64)
+        self.ranks.all_reduce(losses)
+        tokens = max(int(self.mask.sum()), 1)
         metrics = {
             "critic/loss": losses.item() / self.minibatches,
             "critic/explained_variance": explained_variance(self.values, self.returns, self.mask),
-            "critic/values_mean": torch.where(self.mask, self.values, 0.0).sum().item() / seen,
-            "critic/returns_mean": torch.where(self.mask, self.returns, 0.0).sum().item() / seen,
+            "critic/values_mean": torch.where(self.mask, self.values, 0.0).sum().item() / tokens,
+            "critic/returns_mean": torch.where(self.mask, self.returns, 0.0).sum().item() / tokens,
         }
         if self.norms:
             metrics["critic/grad_norm"] = sum(self.norms) / len(self.norms)
         return metrics
 
 
-def critic_update(data_parallel: DataParallel, x: AdvantageInputs, config: CriticConfig | None) -> CriticUpdate | None:
-    """The returns of the batch as targets for the values that the critic gave before the step."""
+def critic_update(ranks: DataParallel, x: AdvantageInputs, config: CriticConfig | None) -> CriticUpdate | None:
+    """Take the batch's returns as targets for the values that the critic gave before the step; None without one."""
     if config is None:
         return None
     assert x.values is not None
     mask = x.mask & x.scored[:, None]
     _, returns = gae(x.token_rewards, x.values, mask, x.options.gamma, x.options.lam)
-    return CriticUpdate(data_parallel, config, x.values.to(torch.float32), returns.to(torch.float32), mask)
+    return CriticUpdate(ranks, config, x.values.to(torch.float32), returns.to(torch.float32), mask)

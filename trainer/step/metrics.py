@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from rl_async.messages import Trajectory, TrajectoryHeader, has_signal
-from rl_async.trainer.batches.batching import fresh_runs
+from rl_async.trainer.batches.batch import Batch
+from rl_async.trainer.batches.data_parallel import DataParallel
+from rl_async.trainer.batches.layout import fresh_runs
 
 
 def batch_metrics(headers: Sequence[TrajectoryHeader], step: int, max_staleness: int | None) -> dict[str, float]:
@@ -44,6 +47,13 @@ def _flat_groups(headers: Sequence[TrajectoryHeader]) -> float:
     for header in headers:
         groups.setdefault(header.group_id, []).append(header)
     return sum(not has_signal(group) for group in groups.values()) / max(len(groups), 1)
+
+
+def conversations(ranks: DataParallel, batch: Batch) -> dict[str, float]:
+    """Average turns and tool calls per trajectory over all ranks. A collective."""
+    sums = torch.tensor(conversation_sums(list(batch.rows.values())), dtype=torch.float64)
+    ranks.all_reduce(sums)
+    return conversation_metrics(sums.tolist())
 
 
 def conversation_sums(rows: Sequence[Trajectory]) -> list[float]:

@@ -1,12 +1,51 @@
-"""From the config to the models that take part in a step."""
+"""The models that take part in a step, and how the config makes them."""
 
 import logging
 import warnings
+from dataclasses import dataclass, replace
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
+from rl_async.trainer.backends.interface import Backend
+from rl_async.trainer.batches.cost import RowCost
+from rl_async.trainer.batches.data_parallel import DataParallel
 from rl_async.trainer.step.critic import critic_training, policy_training
-from rl_async.trainer.step.update import Models
+
+
+@dataclass(frozen=True)
+class Models:
+    """Those that take part in a step. A critic that shares the policy's backbone is no model of its own."""
+
+    policy: Backend
+    reference: Backend | None = None
+    critic: Backend | None = None
+
+    @property
+    def row_cost(self) -> RowCost:
+        """What a row costs the policy, and whether any of them pads rows, which then are grouped by length."""
+        return replace(self.policy.row_cost, padded=any(model.row_cost.padded for model in self._all()))
+
+    @property
+    def data_parallel(self) -> DataParallel:
+        """Of this rank; the same for all of them."""
+        return self.policy.data_parallel
+
+    def trained(self) -> dict[str, Backend]:
+        """Those whose weights change, by their folder in a checkpoint."""
+        return {".": self.policy} | ({"critic": self.critic} if self.critic else {})
+
+    def sleep(self) -> None:
+        """Give the device's memory back, as far as the backend can."""
+        for model in self._all():
+            model.sleep()
+
+    def wake(self) -> None:
+        """Undo ``sleep``."""
+        for model in self._all():
+            model.wake()
+
+    def _all(self) -> list[Backend]:
+        return [model for model in (self.policy, self.reference, self.critic) if model is not None]
 
 
 def build_models(config: RunConfig, device: str) -> Models:

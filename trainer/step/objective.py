@@ -1,4 +1,4 @@
-"""The loss of a mini-batch, micro-batch by micro-batch, and what it noticed on the way."""
+"""The policy's loss on a mini-batch, micro-batch by micro-batch, and the sums that it keeps on the way."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ SUMS = ("kl", "entropy", "clipped", "tokens")
 
 @dataclass(frozen=True)
 class Precomputed:
-    """What the passes without gradient found, [N, T]."""
+    """Results of the passes without gradient, on the host, [N, T]."""
 
     proximal: Tensor  # log pi_old; log mu when bypassed
     reference: Tensor | None = None
@@ -30,25 +30,29 @@ class Precomputed:
 
 @dataclass
 class LossSums:
-    """What the loss saw: sums over this cell's tokens, and log pi_theta of the first pass over each row."""
+    """Sums over the tokens that this data-parallel rank trains, and log pi_theta of the first pass over each row.
 
-    data_parallel: DataParallel
-    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0.0))
+    Sums stay on the device until ``metrics`` reads them: reading one per micro-batch would wait for the device.
+    """
+
+    ranks: DataParallel
+    sums: dict[str, Tensor] = field(default_factory=dict)  # float64 scalars
     first: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # rows -> [B, T-1]
 
     def add(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Add the tokens where ``mask`` is true."""
-        self.sums[name] += torch.where(mask, values.detach().double(), 0.0).sum().item()
+        """Add the values of the tokens where ``mask`` is true."""
+        value = torch.where(mask, values.detach().double(), 0.0).sum()
+        self.sums[name] = self.sums[name] + value if name in self.sums else value
 
     def first_pass(self, micros: Sequence[MicroBatch], shape: tuple[int, int]) -> Tensor:
-        """log pi_theta [N, T] of every token when its mini-batch was first trained. A collective."""
-        parts = [self.first[tuple(m.rows)] if m.rows else m.tensors.behaviour for m in micros]
-        return gather(self.data_parallel, micros, parts, shape)
+        """Gather log pi_theta [N, T] as it was when each token's mini-batch was first trained. A collective."""
+        return gather(self.ranks, micros, [self.first[tuple(micro.rows)] for micro in micros], shape)
 
     def metrics(self) -> dict[str, float]:
-        """Means per token over all cells. A collective."""
-        totals = torch.tensor([self.sums[name] for name in SUMS], dtype=torch.float64)
-        self.data_parallel.all_reduce(totals)
+        """Average over the tokens of all ranks. A collective."""
+        zero = torch.zeros((), dtype=torch.float64)
+        totals = torch.stack([self.sums.get(name, zero).cpu() for name in SUMS])
+        self.ranks.all_reduce(totals)
         kl, entropy, clipped, tokens = totals.tolist()
         return {
             "loss/kl_reference": kl / max(tokens, 1),
@@ -64,15 +68,15 @@ class Objective:
     whole: WholeBatch
     precomputed: Precomputed
     advantages: Tensor  # float32 [N, T]
-    corrected: Corrected | None  # None: bypassed, so judged by log pi_theta as the loss sees it
+    corrected: Corrected | None  # None: bypassed, so decided from log pi_theta in the loss
     algorithm: Algorithm
     config: AlgorithmConfig
-    tally: LossSums
+    sums: LossSums
     kl_coef: float = 0.0
-    reference: Backend | None = None  # asked for whole distributions as the loss goes, micro-batch by micro-batch
+    reference: Backend | None = None  # gives whole distributions during the loss, micro-batch by micro-batch
 
     def minibatch(self, parts: Sequence[MicroBatch], rows: Sequence[int], width: int, seed: int) -> LossFn:
-        """The loss of this rank's ``parts`` of the mini-batch ``rows`` (of all ranks).
+        """Make the loss of this rank's ``parts`` of the mini-batch ``rows`` (of all ranks).
 
         Args:
             width: tokens of the longest possible response, for seq-mean-token-sum-norm.
@@ -86,12 +90,12 @@ class Objective:
         def loss_fn(number: int, outputs: Outputs) -> Tensor:
             micro, logprobs = parts[number], outputs.logprobs
             assert logprobs is not None
-            self.tally.first.setdefault(tuple(micro.rows), logprobs.detach())
+            self.sums.first.setdefault(tuple(micro.rows), logprobs.detach())
             corrected = self._corrected(micro, logprobs)
             inputs = LossInputs(
                 logprobs=torch.where(corrected.keep, logprobs, 0.0),
                 proximal=torch.where(corrected.keep, micro.cut(self.precomputed.proximal), 0.0),
-                behaviour=torch.where(corrected.keep, micro.tensors.behaviour, 0.0),
+                behaviour=torch.where(corrected.keep, micro.cut(whole.behaviour), 0.0),
                 advantages=micro.cut(self.advantages),
                 weights=corrected.weights,
                 mask=corrected.keep,
@@ -99,14 +103,14 @@ class Objective:
                 selected=None if selected is None else micro.cut(selected),
             )
             per_token = self.algorithm.loss.per_token(inputs) + self._regularisation(micro, outputs, inputs)
-            self._notice(inputs)
+            self._count(inputs)
             weights = row_weights[micro.rows].to(logprobs) if micro.rows else torch.ones(1).to(logprobs)
             return self.algorithm.aggregate(per_token, inputs.mask, weights, counts)
 
         return loss_fn
 
     def _select(self, mask: Tensor, rows: Sequence[int], seed: int) -> Tensor | None:
-        """What the loss picks from the mini-batch, as a mask over the batch [N, T]."""
+        """Let the loss pick tokens of the mini-batch, as a mask over the batch [N, T]."""
         if self.algorithm.loss.select is None:
             return None
         selected = torch.zeros_like(self.whole.mask)
@@ -123,28 +127,28 @@ class Objective:
         return selected
 
     def _corrected(self, micro: MicroBatch, logprobs: Tensor) -> Corrected:
-        """The batch's verdict on this micro-batch, or one by the policy as it is now."""
+        """Cut the batch's correction for this micro-batch, or with bypass correct by the policy as it is now."""
         if self.corrected is None:
-            x = micro.tensors
-            return self.algorithm.correct(logprobs, x.behaviour, x.mask, x.age)
+            behaviour, age = micro.cut(self.whole.behaviour), micro.cut(self.whole.age)
+            return self.algorithm.correct(logprobs, behaviour, micro.tensors.mask, age)
         return Corrected(
             *(micro.cut(part) for part in (self.corrected.weights, self.corrected.keep, self.corrected.rule))
         )
 
     def _regularisation(self, micro: MicroBatch, outputs: Outputs, inputs: LossInputs) -> Tensor:
-        """KL to the reference and entropy bonus per token [B, T]."""
+        """KL to the reference and entropy bonus per token, [B, T]."""
         total = torch.zeros_like(inputs.logprobs)
         kl = self._kl(micro, outputs, inputs)
         if kl is not None:
-            self.tally.add("kl", kl, inputs.mask)
+            self.sums.add("kl", kl, inputs.mask)
             total = total + self.kl_coef * kl
         if outputs.entropy is not None:
-            self.tally.add("entropy", outputs.entropy, inputs.mask)
+            self.sums.add("entropy", outputs.entropy, inputs.mask)
             total = total - self.config.entropy_coef * outputs.entropy
         return total
 
     def _kl(self, micro: MicroBatch, outputs: Outputs, inputs: LossInputs) -> Tensor | None:
-        """KL to the reference [B, T], if it belongs into the loss."""
+        """KL to the reference [B, T] if the loss has such a term."""
         if self.config.kl.place == "reward":
             return None
         if self.reference is not None:
@@ -155,8 +159,8 @@ class Objective:
             return None
         return self.algorithm.kl(inputs.logprobs, torch.where(inputs.mask, micro.cut(self.precomputed.reference), 0.0))
 
-    def _notice(self, x: LossInputs) -> None:
+    def _count(self, x: LossInputs) -> None:
         ratio = (x.logprobs.detach() - x.proximal).exp()
         outside = (ratio < 1 - self.config.clip_low) | (ratio > 1 + self.config.clip_high)
-        self.tally.add("clipped", outside, x.mask)
-        self.tally.add("tokens", torch.ones_like(ratio), x.mask)
+        self.sums.add("clipped", outside, x.mask)
+        self.sums.add("tokens", torch.ones_like(ratio), x.mask)

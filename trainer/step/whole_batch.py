@@ -1,19 +1,26 @@
 """The batch of a step as tensors that every rank holds whole, so that formulas over it need no communication.
 
-Only numbers per token are gathered (log-probabilities, masks, ages), never the rows themselves: for a batch of 1,024
-rows of 8,192 tokens each tensor takes 32 MiB of host memory.
+Only numbers per token are exchanged (log-probabilities, turns, turn rewards), never the rows themselves: for a batch of
+1,024 rows of 8,192 tokens each tensor of 4 bytes takes 32 MiB of host memory.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rl_async.messages import TrajectoryHeader
-from rl_async.trainer.batches.batching import Tensors
+from rl_async.messages import Trajectory, TrajectoryHeader
+from rl_async.trainer.batches.batch import Batch
 from rl_async.trainer.batches.data_parallel import DataParallel
+from rl_async.trainer.batches.layout import fresh_runs
+from rl_async.trainer.batches.tensors import Tensors
+
+FIRST_TURN = (
+    2  # codes of a token in ``assemble``: 0 not sampled, 1 sampled outside any turn, 2 by turn 0, 3 by turn 1, ...
+)
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,10 @@ class MicroBatch:
     tensors: Tensors
 
     def cut(self, whole: Tensor) -> Tensor:
-        """This micro-batch's part [B, T-1] of a whole-batch tensor [N, T]; for one without rows, zeros [1, 1]."""
+        """Copy this micro-batch's part [B, T-1] of a whole-batch tensor [N, T] to the device.
+
+        For a micro-batch without rows: zeros [1, 1].
+        """
         if not self.rows:
             return torch.zeros((1, 1), dtype=whole.dtype, device=self.tensors.mask.device)
         return whole[self.rows, : self.tensors.mask.shape[1]].to(self.tensors.mask.device)
@@ -35,7 +45,7 @@ class WholeBatch:
     """N rows, T predicted tokens of the longest row; on the host, in batch order, the same on every rank."""
 
     headers: Sequence[TrajectoryHeader]
-    mask: Tensor  # bool [N, T]
+    mask: Tensor  # bool [N, T], tokens that train
     behaviour: Tensor  # [N, T], log mu
     age: Tensor  # int64 [N, T], staleness in steps
     turns: Tensor  # int64 [N, T], assistant turn of each sampled token; -1 elsewhere
@@ -52,33 +62,65 @@ class WholeBatch:
         return torch.tensor([1.0 / rows[h.episode_id] for h in self.headers], dtype=torch.float64)
 
 
-def gather(
-    data_parallel: DataParallel, micros: Sequence[MicroBatch], parts: Sequence[Tensor], shape: tuple[int, int]
-) -> Tensor:
-    """One tensor [B, T-1] per micro-batch of each cell, as [N, T] on every rank: float64 if they are, else float32.
+def assemble(ranks: DataParallel, batch: Batch, max_staleness: int | None, trains: Tensor) -> WholeBatch:
+    """Build the whole batch from each rank's own rows. A collective: one all-reduce of 12 bytes per token.
 
-    A collective. Every row is held by exactly one cell, so adding up is exact.
+    A rank fills in the rows that the plan gives it and the all-reduce adds those of the others. Floats travel as the
+    integers that have their bits, to which adding 0 changes nothing. Staleness and mask follow from the headers, which
+    every rank has. Tokens staler than ``max_staleness`` are masked (None applies no bound), and so are rows where
+    ``trains``, bool [N], is false.
+    """
+    headers = batch.headers
+    shape = len(headers), max(*(header.tokens for header in headers), 2)
+    packed = np.zeros((3, *shape), np.int32)
+    behaviour, turn_rewards, codes = packed[0].view(np.float32), packed[1].view(np.float32), packed[2]
+    for i in (i for mini in batch.plan for micro in mini.ranks[ranks.rank] for i in micro):
+        row = batch.rows[headers[i].key]
+        behaviour[i, : len(row.logprobs)], codes[i, : len(row.loss_mask)] = row.logprobs, row.loss_mask
+        _mark_turns(row, codes[i], turn_rewards[i])
+    ranks.all_reduce(torch.from_numpy(packed))
+    mask, age = np.zeros(shape, bool), np.zeros(shape, np.int64)
+    for i, header in enumerate(headers):
+        sampled = np.flatnonzero(codes[i])
+        for run in header.versions:
+            age[i, sampled[run.start : run.end]] = batch.step - run.version.step
+        for run in fresh_runs(header, batch.step, max_staleness):
+            mask[i, sampled[run.start : run.end]] = True
+    return WholeBatch(
+        headers=headers,
+        mask=_predicted(mask) & trains[:, None],
+        behaviour=_predicted(behaviour),
+        age=_predicted(age),
+        turns=_predicted(np.maximum(codes - FIRST_TURN, -1)).long(),
+        turn_rewards=_predicted(turn_rewards),
+    )
+
+
+def _mark_turns(row: Trajectory, codes: np.ndarray, rewards: np.ndarray) -> None:
+    """Write the code of the assistant turn on its sampled tokens [T], and its reward on the last of them."""
+    for number, turn in enumerate(turn for turn in row.turns if turn.role == "assistant"):
+        sampled = turn.start + np.flatnonzero(row.loss_mask[turn.start : turn.end])
+        codes[sampled] = FIRST_TURN + number
+        if len(sampled) and turn.reward is not None:
+            rewards[sampled[-1]] = turn.reward
+
+
+def _predicted(values: np.ndarray) -> Tensor:
+    """Drop the first token of every row [N, T+1], which no other token predicts."""
+    return torch.from_numpy(np.ascontiguousarray(values[:, 1:]))
+
+
+def gather(
+    ranks: DataParallel, micros: Sequence[MicroBatch], parts: Sequence[Tensor], shape: tuple[int, int]
+) -> Tensor:
+    """Bring one tensor [B, T-1] per micro-batch of every rank together, as [N, T] on the host of all of them.
+
+    A collective. float64 if the parts are, else float32. One data-parallel rank holds each row, so the sum is exact.
     """
     double = any(part.dtype == torch.float64 for part in parts)
     whole = torch.zeros(shape, dtype=torch.float64 if double else torch.float32)
     for micro, part in zip(micros, parts, strict=True):
         if micro.rows:
             whole[micro.rows, : part.shape[1]] = part.detach().to("cpu", whole.dtype)
-    data_parallel.all_reduce(whole)
+    ranks.all_reduce(whole)
     return whole
-
-
-def assemble(
-    data_parallel: DataParallel, headers: Sequence[TrajectoryHeader], micros: Sequence[MicroBatch]
-) -> WholeBatch:
-    """Gather what the rows themselves say. A collective."""
-    shape = (len(headers), max(max(h.tokens for h in headers) - 1, 1))
-    tensors = [micro.tensors for micro in micros]
-    return WholeBatch(
-        headers=headers,
-        mask=gather(data_parallel, micros, [t.mask for t in tensors], shape).bool(),
-        behaviour=gather(data_parallel, micros, [t.behaviour for t in tensors], shape),
-        age=gather(data_parallel, micros, [t.age for t in tensors], shape).long(),
-        turns=gather(data_parallel, micros, [t.turns + 1 for t in tensors], shape).long() - 1,
-        turn_rewards=gather(data_parallel, micros, [t.turn_rewards for t in tensors], shape),
-    )

@@ -13,7 +13,7 @@ _ADDRESS = "inproc://zeromq.zap.01"
 _DOMAIN = b"transfer-queue"
 
 
-class Door:
+class Authenticator:
     """Answers libzmq's questions from the allow-list, and calls ``deny`` for everybody and everything kept out.
 
     Make it before the ROUTER binds, and close it after that.
@@ -50,7 +50,7 @@ class Door:
         """Notice keys that were added or taken away. Raises UserError if the allow-list cannot be read."""
         self._allowed.refresh()
 
-    def lets(self, user: str) -> bool:
+    def allows(self, user: str) -> bool:
         """Whether a connection that was let in under this key may still send; if not, it is counted."""
         if user.encode() in self._allowed.keys:
             return True
@@ -59,8 +59,8 @@ class Door:
 
 
 def lock(socket: Any, keys: ServerKeys) -> None:
-    """Make a ROUTER refuse everybody whom no ``Door`` lets in, before it binds."""
+    """Make a ROUTER refuse everybody whom no ``Authenticator`` lets in, before it binds."""
     socket.curve_server = True
     socket.curve_secretkey = keys.secret
     socket.zap_domain = _DOMAIN
-    socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a door, nobody enters
+    socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a authenticator, nobody enters

@@ -115,7 +115,7 @@ class Retry(NamedTuple):
     reconnect: bool
 
 
-class Exchange:
+class RequestExchange:
     """One request until it is answered: how long to wait, and when to back off, to reconnect and to give up.
 
     Every request may be sent twice: the queue answers a repetition as it answered the first.

@@ -13,7 +13,7 @@ from rl_async.errors import QueueLost
 from rl_async.messages.codec import Frame
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.client import conversations
-from rl_async.transfer_queue.client.session import Exchange, Retry, send_sync
+from rl_async.transfer_queue.client.session import RequestExchange, Retry, send_sync
 from rl_async.transfer_queue.client.verbs import ClientSettings, ClientVerbs
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class SyncQueueClient(ClientVerbs):
     ) -> wire.ReplyMessage:
         """Send any request until it is answered; the reply, which may be Refused, and its payload."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        exchange = Exchange(self._session, request, payload, timeout_s, self._patience_s)
+        exchange = RequestExchange(self._session, request, payload, timeout_s, self._patience_s)
         socket = self._socket or self._connect()
         while True:
             send_sync(socket, exchange.frames)

@@ -44,7 +44,7 @@ def _of_this_run(dump: bytes, transitions: Iterable[Transition], known: bool, ru
         )
 
 
-class Recorder:
+class JournalRecorder:
     """Journal and ledger, flushed together, and the journal compacted when it has outgrown the state."""
 
     def __init__(self, store: Store, journal: Journal, ledger: Ledger) -> None:

@@ -85,7 +85,7 @@ return 1
 )
 
 
-class _Place(msgspec.Struct, frozen=True, array_like=True):
+class _PayloadPlace(msgspec.Struct, frozen=True, array_like=True):
     """The key that holds one sample's rows, and the length of each."""
 
     key: str
@@ -132,7 +132,7 @@ class RedisJournal:
         )
         self._token = f"{sockets.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"
         self._nonce = secrets.token_hex(4)  # no other queue writes payloads under its name
-        self._places: dict[int, dict[int, _Place]] = {}
+        self._places: dict[int, dict[int, _PayloadPlace]] = {}
         self._pending: list[tuple[str, bytes]] = []
         self._payloads: dict[str, bytes] = {}  # keys to be written
         self._placed: dict[str, bytes] = {}
@@ -236,7 +236,7 @@ class RedisJournal:
         places: dict[bytes, bytes] = self._ask(self._redis.hgetall, self._key("places"))
         for field, place in places.items():
             group, _, sample = field.decode().partition(":")
-            self._places.setdefault(int(group), {})[int(sample)] = msgspec.msgpack.decode(place, type=_Place)
+            self._places.setdefault(int(group), {})[int(sample)] = msgspec.msgpack.decode(place, type=_PayloadPlace)
         named = {kept.key.encode() for samples in self._places.values() for kept in samples.values()}
         unnamed = set(self._try(lambda: list(self._redis.scan_iter(match=self._key("payload:*"), count=_PAGE)))) - named
         for key in unnamed:  # one by one, as the owner: they could be those of a queue that took over meanwhile
@@ -282,7 +282,7 @@ class RedisJournal:
             return
         self._next_payload += 1
         lengths = [memoryview(row).nbytes for row in rows]
-        place = samples[sample] = _Place(self._key(f"payload:{self._nonce}:{self._next_payload}"), lengths)
+        place = samples[sample] = _PayloadPlace(self._key(f"payload:{self._nonce}:{self._next_payload}"), lengths)
         self._payloads[place.key] = b"".join(rows)
         self._placed[f"{group}:{sample}"] = _encode(place)
 

@@ -20,7 +20,7 @@ SEGMENT_BYTES = 1 << 25  # a new file is begun beyond this
 _MOST_BUFFERS = 512  # of one write; Linux takes 1024
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class SegmentPlace(msgspec.Struct, frozen=True, array_like=True):
     """Where the rows of one sample are: in file ``segment`` from ``offset`` on, one after another."""
 
     segment: int
@@ -47,7 +47,7 @@ class Segments:
         self._segment = 0
         self._end = 0  # of the newest segment, with what is pending
 
-    def open(self, places: Iterable[Place]) -> None:
+    def open(self, places: Iterable[SegmentPlace]) -> None:
         """Check that all of these are there, and delete the files that hold none of them."""
         try:
             self._folder.mkdir(exist_ok=True)
@@ -91,12 +91,12 @@ class Segments:
         except OSError as error:
             raise failed(path, error) from error
 
-    def add(self, rows: Sequence[Frame]) -> Place:
+    def add(self, rows: Sequence[Frame]) -> SegmentPlace:
         """Take in the rows of one sample; they are written by ``flush`` at the latest."""
         if self._end >= self._segment_bytes:
             self._hand_over()
             self._begin()
-        place = Place(self._segment, self._end, [memoryview(row).nbytes for row in rows])
+        place = SegmentPlace(self._segment, self._end, [memoryview(row).nbytes for row in rows])
         self._pending += rows
         self._end += place.nbytes
         self._live[place.segment] += 1
@@ -133,7 +133,7 @@ class Segments:
         while rest:
             rest = rest[os.write(self._writing, rest) :]
 
-    def read(self, place: Place, row: int) -> Frame:
+    def read(self, place: SegmentPlace, row: int) -> Frame:
         """One row."""
         if self._pending:
             self._hand_over()
@@ -152,7 +152,7 @@ class Segments:
             )
         return data
 
-    def free(self, places: Iterable[Place]) -> None:
+    def free(self, places: Iterable[SegmentPlace]) -> None:
         """Nobody will read these any more."""
         for place in places:
             self._live[place.segment] -= 1

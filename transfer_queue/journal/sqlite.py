@@ -19,7 +19,7 @@ from rl_async.messages import RowKey
 from rl_async.messages.codec import Frame
 from rl_async.transfer_queue.journal.interface import JOURNAL_SCHEMA, Recovered, new_run_id
 from rl_async.transfer_queue.journal.payloads import freed_by
-from rl_async.transfer_queue.journal.segments import SEGMENT_BYTES, START_OVER, Place, Segments
+from rl_async.transfer_queue.journal.segments import SEGMENT_BYTES, START_OVER, SegmentPlace, Segments
 from rl_async.transfer_queue.state.transitions import Transition, TransitionType
 
 Synchronous = Literal["normal", "full", "off"]
@@ -41,7 +41,7 @@ CREATE TABLE payload (grp INTEGER, sample INTEGER, place BLOB NOT NULL, PRIMARY 
 """
 
 _transition: msgspec.msgpack.Decoder[Transition] = msgspec.msgpack.Decoder(TransitionType)
-_place = msgspec.msgpack.Decoder(Place)
+_place = msgspec.msgpack.Decoder(SegmentPlace)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -59,7 +59,7 @@ class SqliteJournal:
     ) -> None:
         self._path, self._synchronous, self._least_log_bytes = run / FILE, synchronous, least_log_bytes
         self._segments = Segments(run / PAYLOADS, sync=synchronous == "full", segment_bytes=segment_bytes)
-        self._places: dict[int, dict[int, Place]] = {}  # by group and sample
+        self._places: dict[int, dict[int, SegmentPlace]] = {}  # by group and sample
         self._pending: list[tuple[int, str, bytes]] = []
         self._placed: dict[tuple[int, int], bytes] = {}
         self._freed: list[int] = []

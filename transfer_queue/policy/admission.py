@@ -85,7 +85,7 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Load(NamedTuple):
+class Occupancy(NamedTuple):
     """What admission looks at."""
 
     slots: int  # that may be held; fewer than the settings' while the bound is tightened
@@ -96,26 +96,23 @@ class Load(NamedTuple):
     group_bytes: int  # expected of one more group
 
 
-def may_admit(settings: QueueSettings, load: Load) -> bool:
+def may_admit(settings: QueueSettings, occupancy: Occupancy) -> bool:
     """Whether one more training group may be admitted.
 
     Slots and the run's length are hard limits. The byte budget yields when the next batch could not be filled
     otherwise: a budget smaller than a batch must slow the run down, not stop it.
     """
-    return _has_slot(settings, load) and (_fits(settings, load) or load.unreserved < settings.batch_groups)
+    fits = occupancy.expected_bytes + occupancy.group_bytes <= settings.max_bytes
+    return _has_slot(settings, occupancy) and (fits or occupancy.unreserved < settings.batch_groups)
 
 
-def is_short_of_bytes(settings: QueueSettings, load: Load) -> bool:
+def is_short_of_bytes(settings: QueueSettings, occupancy: Occupancy) -> bool:
     """Whether nothing but the byte budget keeps the next training group out."""
-    return _has_slot(settings, load) and not may_admit(settings, load)
+    return _has_slot(settings, occupancy) and not may_admit(settings, occupancy)
 
 
-def _has_slot(settings: QueueSettings, load: Load) -> bool:
-    return load.alive < load.slots and load.kept < settings.steps * settings.batch_groups
-
-
-def _fits(settings: QueueSettings, load: Load) -> bool:
-    return load.expected_bytes + load.group_bytes <= settings.max_bytes
+def _has_slot(settings: QueueSettings, occupancy: Occupancy) -> bool:
+    return occupancy.alive < occupancy.slots and occupancy.kept < settings.steps * settings.batch_groups
 
 
 def may_lease(settings: QueueSettings, active: int, *, begun: bool) -> bool:

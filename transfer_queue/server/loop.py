@@ -16,7 +16,7 @@ from rl_async.configs.schema.queue import QueueLimits
 from rl_async.errors import UserError
 from rl_async.messages.codec import Frame
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.auth.authenticator import Door, lock
+from rl_async.transfer_queue.auth.authenticator import Authenticator, lock
 from rl_async.transfer_queue.auth.keys import ServerKeys
 from rl_async.transfer_queue.server.gate import Outgoing
 
@@ -28,7 +28,7 @@ MOST_UNREAD = 1 << 14  # replies that one connection leaves unread; it counts as
 _COPY_BELOW = 1 << 16  # bytes of a frame for which a copy is cheaper than sharing it with the sending thread
 
 
-class Server(Protocol):
+class RequestServer(Protocol):
     """What answers requests. All that its methods return is to be sent after the next flush."""
 
     def handle(self, parts: Sequence[Any]) -> list[Outgoing]: ...
@@ -38,51 +38,51 @@ class Server(Protocol):
 
 def serve(
     socket: "zmq.Socket[bytes]",
-    server: Server,
+    server: RequestServer,
     flush: Callable[[], None],
     stopped: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
-    door: Door | None = None,
+    auth: Authenticator | None = None,
 ) -> None:
     """Answer requests until ``stopped``, which is asked at least every TICK_S.
 
-    Consumes: requests of all clients; clients who knock at the ``door`` of a closed queue. Produces: replies, and the
-    store's transitions. Waits for: the socket and the door. Unblocked by: a request, a client who wants to connect, or
-    the next tick, which ends leases and waits that are due. Raises what ``flush`` raises; the replies that it was for
-    are then not sent. Raises UserError if the allow-list cannot be read.
+    Consumes: requests of all clients, and with ``auth`` libzmq's questions whether a client may connect. Produces:
+    replies, and the store's transitions. Waits for: the socket and those questions. Unblocked by: either of them, or
+    the next tick, which ends leases and waits that are due. Raises what ``flush`` raises, and then does not send the
+    replies that were to follow it; raises UserError if the allow-list cannot be read.
     """
     next_tick = clock()
     while not stopped():
         outgoing: list[Outgoing] = []
         if clock() >= next_tick:
-            if door is not None:
-                door.refresh()
+            if auth is not None:
+                auth.refresh()
             outgoing = server.tick()
             flush()  # even if there is nothing: a journal may have to say that it is alive
             next_tick = clock() + TICK_S
         if not outgoing:
-            _wait(socket, door, max(0, int((next_tick - clock()) * 1000)) + 1)
-        if door is not None:
-            door.answer()
-        for parts in _waiting(socket, door):
+            _wait(socket, auth, max(0, int((next_tick - clock()) * 1000)) + 1)
+        if auth is not None:
+            auth.answer()
+        for parts in _waiting(socket, auth):
             outgoing += server.handle(parts)
         _deliver(socket, server, flush, outgoing)
 
 
-def _wait(socket: "zmq.Socket[bytes]", door: Door | None, timeout_ms: int) -> None:
+def _wait(socket: "zmq.Socket[bytes]", auth: Authenticator | None, timeout_ms: int) -> None:
     """Until a request has come, or a client knocks, or it is time."""
-    if door is None:
+    if auth is None:
         socket.poll(timeout_ms)
     else:
-        zmq.select([socket, door.socket], [], [], timeout_ms / 1000)
+        zmq.select([socket, auth.socket], [], [], timeout_ms / 1000)
 
 
-def _waiting(socket: "zmq.Socket[bytes]", door: Door | None) -> Iterator[list[bytes]]:
+def _waiting(socket: "zmq.Socket[bytes]", auth: Authenticator | None) -> Iterator[list[bytes]]:
     """The messages that have come from those who may send, as many as one flush should serve."""
     nbytes = 0
     for _ in range(MOST_REQUESTS):
         try:
-            parts, allowed = _receive(socket, door)
+            parts, allowed = _receive(socket, auth)
         except zmq.Again:
             return
         if allowed:
@@ -92,15 +92,17 @@ def _waiting(socket: "zmq.Socket[bytes]", door: Door | None) -> Iterator[list[by
             return
 
 
-def _receive(socket: Any, door: Door | None) -> tuple[list[bytes], bool]:
+def _receive(socket: Any, auth: Authenticator | None) -> tuple[list[bytes], bool]:
     """The next message, and whether its sender's key is still allowed. Raises zmq.Again if there is none."""
-    if door is None:
+    if auth is None:
         return socket.recv_multipart(zmq.NOBLOCK), True
     identity = socket.recv(zmq.NOBLOCK, copy=False)  # only a frame tells its sender's key
-    return [identity.bytes, *socket.recv_multipart()], door.lets(identity.get("User-Id"))
+    return [identity.bytes, *socket.recv_multipart()], auth.allows(identity.get("User-Id"))
 
 
-def _deliver(socket: "zmq.Socket[bytes]", server: Server, flush: Callable[[], None], outgoing: list[Outgoing]) -> None:
+def _deliver(
+    socket: "zmq.Socket[bytes]", server: RequestServer, flush: Callable[[], None], outgoing: list[Outgoing]
+) -> None:
     """Flush and send answers, and those that follow from one whose client is gone."""
     while outgoing:
         flush()
@@ -132,7 +134,7 @@ def bind(
     keys: ServerKeys | None = None,
     limits: QueueLimits | None = None,
 ) -> Any:
-    """A ROUTER on ``address``, closed to all whom no Door lets in if there are ``keys``.
+    """A ROUTER on ``address``, closed to all whom no Authenticator lets in if there are ``keys``.
 
     Raises UserError if it cannot be had.
     """

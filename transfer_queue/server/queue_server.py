@@ -21,7 +21,7 @@ from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.journal.interface import Journal
 from rl_async.transfer_queue.server.gate import Gate, Outgoing, Response
 from rl_async.transfer_queue.server.leasing import Leasing
-from rl_async.transfer_queue.server.verbs import VERBS, Asked, Queue, Verb
+from rl_async.transfer_queue.server.verbs import VERBS, Asked, Serving, Verb
 from rl_async.transfer_queue.state import transitions as t
 from rl_async.transfer_queue.state.observe import Rates
 from rl_async.transfer_queue.state.store import Store
@@ -51,7 +51,7 @@ class QueueServer:
         self._store, self._clock = store, clock
         self._gate = Gate(limits or QueueLimits(), clock, store.count, journal.run_id)
         self._leasing, self._rates = Leasing(store.delivery), Rates(clock())
-        self._queue = Queue(store, journal, self._leasing, self._rates, clock)
+        self._queue = Serving(store, journal, self._leasing, self._rates, clock)
         self._changed: set[type[t.Transition]] = set()
         # By verb, then by request id.
         self._parked: dict[Verb, dict[bytes, Parked]] = {verb: {} for verb in VERBS if verb.wakes}

@@ -30,7 +30,7 @@ MAX_WAIT_S = 60.0  # of a long poll; longer waits are cut to this
 Q = TypeVar("Q", bound=m.Request[Any])
 
 
-class Queue(NamedTuple):
+class Serving(NamedTuple):
     """What handlers work on."""
 
     store: Store
@@ -49,7 +49,7 @@ class Asked(NamedTuple, Generic[Q]):
     payload: Sequence[Frame] = ()
 
 
-def _in_order(queue: Queue, parked: Sequence[Asked[Any]]) -> Iterable[Asked[Any]]:
+def _in_order(queue: Serving, parked: Sequence[Asked[Any]]) -> Iterable[Asked[Any]]:
     return parked
 
 
@@ -66,10 +66,10 @@ class Verb(NamedTuple):
     """
 
     request: type[m.Request[Any]]
-    handle: Callable[[Queue, Asked[Any], bool], Response | None]
+    handle: Callable[[Serving, Asked[Any], bool], Response | None]
     wakes: frozenset[type[t.Transition]] = frozenset()
     arrive: Callable[[Store, Any, float], float] = _any_wait
-    retry: Callable[[Queue, Sequence[Asked[Any]]], Iterable[Asked[Any]]] = _in_order
+    retry: Callable[[Serving, Sequence[Asked[Any]]], Iterable[Asked[Any]]] = _in_order
     payload: bool = False  # whether frames may follow the request
 
 
@@ -92,7 +92,7 @@ def _poll(
 ) -> Verb:
     """A long poll that ``waits`` while its reply has nothing to say."""
 
-    def answer(queue: Queue, asked: Asked[Q], last: bool) -> Response | None:
+    def answer(queue: Serving, asked: Asked[Q], last: bool) -> Response | None:
         reply = handle(queue.store, asked.request, queue.clock())
         waiting = not last and not isinstance(reply, m.Refused) and waits(asked.request, reply)
         return None if waiting else Response(reply)
@@ -103,7 +103,7 @@ def _poll(
 # --- leases ---------------------------------------------------------------------------------------------------------
 
 
-def _lease(queue: Queue, asked: Asked[m.Lease], last: bool) -> Response | None:
+def _lease(queue: Serving, asked: Asked[m.Lease], last: bool) -> Response | None:
     reply = queue.leasing.lease(asked.request_id, asked.identity, asked.request, queue.clock(), last=last)
     return None if reply is None else Response(reply)
 
@@ -114,7 +114,7 @@ def _worker_asks(store: Store, request: m.Lease, now: float) -> float:
     return MAX_WAIT_S
 
 
-def _equal_shares(queue: Queue, parked: Sequence[Asked[m.Lease]]) -> Iterable[Asked[m.Lease]]:
+def _equal_shares(queue: Serving, parked: Sequence[Asked[m.Lease]]) -> Iterable[Asked[m.Lease]]:
     """Each parked worker with an equal share of the groups that may be leased, the longest unserved first."""
     in_turn = sorted(parked, key=lambda asked: queue.leasing.turn(asked.request.worker))
     for place, asked in enumerate(in_turn):
@@ -126,7 +126,7 @@ def _equal_shares(queue: Queue, parked: Sequence[Asked[m.Lease]]) -> Iterable[As
 # --- payloads -------------------------------------------------------------------------------------------------------
 
 
-def _put(queue: Queue, asked: Asked[m.Put], last: bool) -> Response:
+def _put(queue: Serving, asked: Asked[m.Put], last: bool) -> Response:
     request, payload, store = asked.request, asked.payload, queue.store
     if not all(request.samples):
         raise ProtocolError("a Put of a sample without rows")
@@ -157,7 +157,7 @@ def _take_headers(store: Store, worker: str, headers: Sequence[m.TrajectoryHeade
 
 
 def _take(
-    queue: Queue,
+    queue: Serving,
     worker: str,
     headers: Sequence[m.TrajectoryHeader],
     rows: Sequence[Frame],
@@ -193,7 +193,7 @@ def _checked_media(keys: Sequence[m.MediaKey], frames: Sequence[Frame]) -> dict[
     return dict(zip(keys, frames, strict=True))
 
 
-def _fetch(queue: Queue, asked: Asked[m.Fetch], last: bool) -> Response:
+def _fetch(queue: Serving, asked: Asked[m.Fetch], last: bool) -> Response:
     wanted = asked.request.rows
     if len(set(wanted)) != len(wanted):
         return Response(m.Refused(code="rows", reason="a row is asked for twice"))

@@ -33,7 +33,7 @@ from rl_async.errors import EXIT_FAILED, ProtocolError, QueueLost, UserError
 from rl_async.messages.codec import Frame
 from rl_async.process.role import add_run, role_parser, run_role
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.auth.authenticator import Door
+from rl_async.transfer_queue.auth.authenticator import Authenticator
 from rl_async.transfer_queue.auth.keys import ClientKeys, client_keys, server_keys
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.journal.payloads import ALL_GROUPS, Payloads
@@ -207,8 +207,8 @@ def run_shard(
             if keys is None:
                 serve(socket, server, _nothing, over)
             else:
-                with Door(context, keys.allowed, lambda: server.turned_away.update(denied=1)) as door:
-                    serve(socket, server, _nothing, over, door=door)
+                with Authenticator(context, keys.allowed, lambda: server.turned_away.update(denied=1)) as auth:
+                    serve(socket, server, _nothing, over, auth=auth)
         finally:
             membership.stop()
     if server.turned_away:

@@ -25,7 +25,7 @@ from rl_async.transfer_queue.state.transitions import (
 )
 
 
-class Batch(msgspec.Struct):
+class StepBatch(msgspec.Struct):
     """The members of one step."""
 
     groups: list[int]
@@ -37,7 +37,7 @@ class Batch(msgspec.Struct):
 class BatchesState(msgspec.Struct, kw_only=True):
     """All batches, and where the trainer is."""
 
-    batches: dict[int, Batch]
+    batches: dict[int, StepBatch]
     next_step: int
     retired: int
     resumed: tuple[int, int, Resumed] | None
@@ -71,7 +71,7 @@ class Batches:
         """``divide`` tells of retired groups which to forget and which to keep for other readers."""
         self._book, self._change, self._delivery, self._source = book, change, delivery, source
         self._divide = divide
-        self._batches: dict[int, Batch] = {}
+        self._batches: dict[int, StepBatch] = {}
         self._next_step = 0  # the first without a batch
         self._retired = 0  # steps before this one are forgotten
         self._resumed: tuple[int, int, Resumed] | None = None  # step, lineage and answer of the newest resume
@@ -93,7 +93,7 @@ class Batches:
         """
         batch = self._batches.get(step)
         if batch is not None and not batch.retired:
-            lost = [group_id for group_id in batch.groups if group_id in self._book.mending]
+            lost = [group_id for group_id in batch.groups if group_id in self._book.regenerating]
             return self._not_ready(step, lost, now) if lost else self._answer(step, batch)
         if step != self._next_step:
             return Refused(code="wrong_step", reason=f"the next step to reserve is {self._next_step}, not {step}")
@@ -160,7 +160,7 @@ class Batches:
             why += f", leased by {', '.join(workers)} for {max(ages):.0f} s" if workers else ", leased by nobody"
         return NotReady(why=why)
 
-    def _answer(self, step: int, batch: Batch) -> Reserved:
+    def _answer(self, step: int, batch: StepBatch) -> Reserved:
         groups = [self._book.groups[group_id] for group_id in batch.groups]
         return Reserved(
             step=step,
@@ -314,7 +314,7 @@ class Batches:
 
     def batch_reserved(self, event: BatchReserved) -> None:
         """A step has its members."""
-        self._batches[event.step] = Batch(event.groups)
+        self._batches[event.step] = StepBatch(event.groups)
         self._next_step = event.step + 1
         self._book.refills_left = event.refills_left
         for group_id in event.groups:

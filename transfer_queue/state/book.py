@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from rl_async.messages import DeadLetter, Task, Version
-from rl_async.transfer_queue.policy.admission import Load, QueueSettings
+from rl_async.transfer_queue.policy.admission import Occupancy, QueueSettings
 from rl_async.transfer_queue.state.groups import EVAL, EVAL_GROUPS, TRAIN, Group, Leases, State
 
 _UNRESERVED = (State.WAITING, State.LEASED, State.READY)
@@ -18,7 +18,7 @@ DEAD_LETTERS_KEPT = 256  # the newest; all are counted
 _FIRST_GUESS_BYTES = 1 << 10  # of a sample, until one has been seen
 
 
-class _Place(NamedTuple):
+class _LinePosition(NamedTuple):
     """A waiting group's place in line: by the step that it is pinned to, then what was begun before what was not,
     then by age. What a batch misses comes first of all."""
 
@@ -47,7 +47,7 @@ class BookState(msgspec.Struct, kw_only=True):
     submitted: list[Task] = []
     submissions: list[bytes] = []
     draining: bool = False
-    mending: list[int] = []
+    regenerating: list[int] = msgspec.field(name="mending", default_factory=list)
 
 
 class Book:
@@ -58,7 +58,7 @@ class Book:
         self.now = 0.0  # of the newest tick or lease, and of a replay
         self.groups: dict[int, Group] = {}
         self.open: dict[int, Group] = {}  # training groups in no batch yet
-        self.mending: set[int] = set()  # groups of batches to be trained whose payloads are lost, until they are whole
+        self.regenerating: set[int] = set()  # groups of batches to be trained whose payloads were lost
         self.since: dict[int, float] = {}  # when a group came into its state, or into this process
         self.dead_letters: dict[int, DeadLetter] = {}  # oldest first
         self.submitted: deque[Task] = deque()  # tasks to admit before those of the source
@@ -66,7 +66,7 @@ class Book:
         self.draining = False  # nothing is admitted
         self.leases = Leases(settings.lease_s)
         self.counters: Counter[str] = Counter({"refilled": 0} if settings.max_refills else {})
-        self.asked: Counter[str] = Counter()  # what changed nothing, and is not recorded: counted since the start
+        self.unjournaled_counters: Counter[str] = Counter()  # since the start, of requests without effect
         self.lineage = 0
         self.published: Version | None = None  # nothing is admitted or leased without one
         self.max_staleness = settings.max_staleness  # for which groups are admitted; the trainer may tighten it
@@ -82,7 +82,7 @@ class Book:
         self._largest_bytes = _FIRST_GUESS_BYTES
         self._states: Counter[tuple[str, State]] = Counter()
         self._unleased = 0  # open groups of which no token exists or ever existed
-        self._lines: dict[str, list[_Place]] = {PINNED: [], TRAIN: [], EVAL: []}  # heaps of waiting groups
+        self._lines: dict[str, list[_LinePosition]] = {PINNED: [], TRAIN: [], EVAL: []}  # heaps of waiting groups
         self._queued: set[int] = set()  # groups in these lines
 
     def count(self, state: State) -> int:
@@ -99,9 +99,9 @@ class Book:
         """Training groups that hold a slot and whose tokens have an age: all but those never leased."""
         return self.alive - self._unleased
 
-    def load_of_admission(self) -> Load:
+    def occupancy(self) -> Occupancy:
         """What admission looks at."""
-        return Load(
+        return Occupancy(
             slots=self.settings.slots_at(self.max_staleness),
             alive=self.alive,
             unreserved=len(self.open),
@@ -129,7 +129,7 @@ class Book:
         group.state = state
         self.since[group.group_id] = self.now
         if group.partition == TRAIN:
-            if state in _UNRESERVED and group.group_id not in self.mending:
+            if state in _UNRESERVED and group.group_id not in self.regenerating:
                 self.open[group.group_id] = group
             else:
                 self.open.pop(group.group_id, None)
@@ -139,8 +139,8 @@ class Book:
         """After a change of its samples: WAITING, LEASED or READY, or back in its batch."""
         state = group.progress()
         whole = state is State.READY
-        if whole and group.group_id in self.mending:
-            self.mending.discard(group.group_id)
+        if whole and group.group_id in self.regenerating:
+            self.regenerating.discard(group.group_id)
             state = State.RESERVED
         if state is group.state:
             return
@@ -164,12 +164,12 @@ class Book:
         if group.state is State.COMMITTED:
             return
         if group.state is State.RESERVED:
-            self.mending.add(group.group_id)
+            self.regenerating.add(group.group_id)
         self.settle(group)
 
     def trained(self, group: Group) -> None:
         """Whoever generates again what the trainer had read before it was lost, need not go on."""
-        self.mending.discard(group.group_id)
+        self.regenerating.discard(group.group_id)
         for index, sample in enumerate(group.samples):
             if sample.worker is not None:
                 self.leases.end(sample.worker, group.group_id, index)
@@ -178,7 +178,7 @@ class Book:
 
     def reopen(self, group: Group) -> None:
         """A group of a batch that is to be reserved again; what is lost of it must be generated before."""
-        self.mending.discard(group.group_id)
+        self.regenerating.discard(group.group_id)
         self.move(group, group.progress())
 
     def sample_given_up(self) -> None:
@@ -196,7 +196,7 @@ class Book:
                 self._outstanding -= 1
         self._states[group.partition, group.state] -= 1
         self.groups.pop(group.group_id)
-        self.mending.discard(group.group_id)
+        self.regenerating.discard(group.group_id)
         self.since.pop(group.group_id)
         if self.open.pop(group.group_id, None) is not None and group.oldest is None:
             self._unleased -= 1
@@ -221,7 +221,7 @@ class Book:
         places = self._lines[line]
         while places:
             group = self.groups.get(places[0].group_id)
-            if group is not None and group.state is State.WAITING and places[0] == self._place(group):
+            if group is not None and group.state is State.WAITING and places[0] == self._position(group):
                 return group
             self._queued.discard(heapq.heappop(places).group_id)  # given up, or moved, while it waited
             if group is not None:
@@ -230,7 +230,7 @@ class Book:
 
     def due(self, group: Group) -> int | None:
         """The step that a group is pinned to; _FIRST if a batch misses it, None if any step may have it."""
-        return _FIRST if group.group_id in self.mending else group.pinned
+        return _FIRST if group.group_id in self.regenerating else group.pinned
 
     def take(self, group: Group, weights_step: int) -> None:
         """The head of its line leaves it, to be generated from weights of ``weights_step`` or newer."""
@@ -248,14 +248,14 @@ class Book:
     def _queue(self, group: Group) -> None:
         if group.state is State.WAITING and group.group_id not in self._queued:
             self._queued.add(group.group_id)
-            heapq.heappush(self._lines[self._line(group)], self._place(group))
+            heapq.heappush(self._lines[self._line(group)], self._position(group))
 
     def _line(self, group: Group) -> str:
         return group.partition if self.due(group) is None else PINNED
 
-    def _place(self, group: Group) -> _Place:
+    def _position(self, group: Group) -> _LinePosition:
         due = self.due(group)
-        return _Place(_LAST if due is None else due, group.oldest is None, group.group_id)
+        return _LinePosition(_LAST if due is None else due, group.oldest is None, group.group_id)
 
     def clear(self) -> None:
         """Forget all groups and what was counted of them; counters and the registry of workers stay."""
@@ -289,7 +289,7 @@ class Book:
             submitted=list(self.submitted),
             submissions=list(self.submissions),
             draining=self.draining,
-            mending=sorted(self.mending),
+            regenerating=sorted(self.regenerating),
         )
 
     def load(self, state: BookState) -> None:
@@ -302,7 +302,7 @@ class Book:
         self.submitted, self.draining = deque(state.submitted), state.draining
         self.submissions = OrderedDict.fromkeys(state.submissions)
         self.dead_letters = {letter.group_id: letter for letter in state.dead_letters}
-        self.mending = set(state.mending)
+        self.regenerating = set(state.regenerating)
         self._take_over(state.groups)
         self.alive = state.alive
 
@@ -311,7 +311,7 @@ class Book:
             self.groups[group.group_id] = group
             self.since[group.group_id] = self.now
             self._states[group.partition, group.state] += 1
-            if group.partition == TRAIN and group.state in _UNRESERVED and group.group_id not in self.mending:
+            if group.partition == TRAIN and group.state in _UNRESERVED and group.group_id not in self.regenerating:
                 self.open[group.group_id] = group
                 self._unleased += group.oldest is None
             for index, sample in enumerate(group.samples):

@@ -89,8 +89,8 @@ class Delivery:
 
     def leasable(self) -> int:
         """How many groups could be leased now; never fewer than ``lease`` finds, more when bytes or tasks are short."""
-        load = self._book.load_of_admission()
-        return self._book.waiting + max(0, load.slots - load.alive)
+        occupancy = self._book.occupancy()
+        return self._book.waiting + max(0, occupancy.slots - occupancy.alive)
 
     def granted(self, request: bytes) -> bool:
         """Whether this request for leases was answered with groups."""
@@ -121,10 +121,10 @@ class Delivery:
         book = self._book
         if book.draining:
             return None
-        load = book.load_of_admission()
-        if not may_admit(book.settings, load):
-            if is_short_of_bytes(book.settings, load):
-                book.asked["short_of_bytes"] += 1
+        occupancy = book.occupancy()
+        if not may_admit(book.settings, occupancy):
+            if is_short_of_bytes(book.settings, occupancy):
+                book.unjournaled_counters["short_of_bytes"] += 1
             return None
         next_task = self._tasks.take() if own is None else (own, book.cursor, False)
         if next_task is None:
@@ -231,7 +231,7 @@ class Delivery:
         return group, sample
 
     def _fenced(self, group_id: int, index: int, attempt: int) -> Refused:
-        self._book.asked["fenced"] += 1
+        self._book.unjournaled_counters["fenced"] += 1
         return Refused(code="fenced", reason=f"attempt {attempt} at {_name(group_id, index)} is no longer wanted")
 
     def expire(self, now: float) -> None:

@@ -209,7 +209,8 @@ class Store:
             max_staleness=book.max_staleness,
             admitted=book.next_group,
             payload_bytes=book.payload_bytes,
-            counters=dict(book.counters + book.asked) | {name: n for name, n in book.counters.items() if not n},
+            counters=dict(book.counters + book.unjournaled_counters)
+            | {name: n for name, n in book.counters.items() if not n},
             oldest_lease_s=book.leases.oldest_s(now),
             workers=book.leases.workers,
             finished=book.finished,
@@ -233,7 +234,7 @@ class Store:
 
     def count(self, counter: str) -> None:
         """Add one to a counter of the status report that is not recorded."""
-        self.book.asked[counter] += 1
+        self.book.unjournaled_counters[counter] += 1
 
     def _published(self) -> Version:
         return self.book.published or Version(self.book.lineage, -1)

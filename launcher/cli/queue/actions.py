@@ -162,9 +162,9 @@ def bring(run: str, file: Path, kind: Literal["ready", "tasks"], timeout_s: floa
 
 
 def serve(settings: QueueSettings, tasks: str | None, folder: Path | None, port: int, metrics_port: int) -> int:
-    """Serve a queue without a run until SIGINT or SIGTERM. Raises UserError as ``serve_alone`` does."""
+    """Serve a queue without a run until SIGINT or SIGTERM. Raises UserError as ``serve_standalone`` does."""
     from rl_async.transfer_queue.reports.metrics import serve_metrics
-    from rl_async.transfer_queue.standalone import serve_alone
+    from rl_async.transfer_queue.server.standalone import serve_standalone
 
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -187,7 +187,7 @@ def serve(settings: QueueSettings, tasks: str | None, folder: Path | None, port:
         except OSError as error:
             raise UserError(f"cannot make the folder {folder}: {error.strerror}") from error
     with ExitStack() as stack:
-        serve_alone(
+        serve_standalone(
             settings,
             _tasks(tasks),
             address=f"tcp://{HOST}:{port or '*'}",
@@ -201,7 +201,7 @@ def serve(settings: QueueSettings, tasks: str | None, folder: Path | None, port:
 def _tasks(path: str | None) -> list[Task]:
     if path is None:
         return []
-    from rl_async.agent_loop.data.dataset import open_rows, to_task
+    from rl_async.transfer_queue.data.dataset import open_rows, to_task
 
     rows = open_rows(path)
     if rows.generated:

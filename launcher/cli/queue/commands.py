@@ -136,9 +136,9 @@ def _import(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.cli.queue.actions import serve
-    from rl_async.transfer_queue.standalone import alone
+    from rl_async.transfer_queue.server.standalone import standalone_settings
 
-    settings = alone(
+    settings = standalone_settings(
         group_size=arguments.group_size,
         batch_groups=arguments.batch_groups,
         max_staleness=arguments.max_staleness,

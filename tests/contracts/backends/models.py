@@ -25,7 +25,7 @@ from transformers import (
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backends.interface import LossFn, Outputs
-from rl_async.trainer.batches.batching import Tensors, collate
+from rl_async.trainer.batches.tensors import Tensors, collate
 from tests.conftest import VOCAB, make_rows
 
 # AdamW divides by the root of the squared gradient, which magnifies the last bits of tiny gradients to a part of the
@@ -83,10 +83,7 @@ def make_model(family: str, folder: Path) -> None:
 def micro_batches(rows: Sequence[int]) -> list[Tensors]:
     """These rows of the test batch, two at a time."""
     made = make_rows(0)
-    return [
-        collate([made[i] for i in rows[at : at + 2]], step=0, max_staleness=None, device="cpu")
-        for at in range(0, len(rows), 2)
-    ]
+    return [collate([made[i] for i in rows[at : at + 2]], device="cpu") for at in range(0, len(rows), 2)]
 
 
 def cell_rows(rank: int, size: int) -> list[int]:
@@ -156,7 +153,7 @@ def expect(folder: Path, out: Path) -> Expected:
 
 def whole_batch() -> list[Tensors]:
     """All rows in one micro-batch, at a temperature."""
-    batch = collate(make_rows(0)[:ROWS], step=0, max_staleness=None, device="cpu")
+    batch = collate(make_rows(0)[:ROWS], device="cpu")
     batch.temperature = torch.linspace(0.7, 1.3, ROWS)[:, None, None]
     return [batch]
 

@@ -15,7 +15,7 @@ from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import Backend, Outputs
-from rl_async.trainer.batches.batching import Tensors
+from rl_async.trainer.batches.tensors import Tensors
 from rl_async.trainer.publishing.canaries import Canaries
 from rl_async.trainer.publishing.mismatch import WatchedPublisher
 from rl_async.weight_sync.protocol import InitInfo

@@ -17,7 +17,7 @@ from rl_async.launcher.cli.engine.verification import verify
 from rl_async.messages import Sampling, Version, VersionRun
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.vllm.client import VllmEngine
-from rl_async.weight_sync.buckets.adapters import alone, as_adapters
+from rl_async.weight_sync.buckets.adapters import adapter_buckets, as_adapters
 from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.buckets.delta import deltas
 from rl_async.weight_sync.buckets.numbering import numbered
@@ -194,7 +194,7 @@ async def test_adapters_alone_end_in_the_bits_of_merged_weights(engine: VllmEngi
         await engine.pause("keep")
         await engine.sleep(2)
         await engine.wake(["weights"])
-        await deliver(engine, sent if step == 1 else alone(sent), version)
+        await deliver(engine, sent if step == 1 else adapter_buckets(sent), version)
         await engine.wake(["kv_cache"])
         await engine.resume()
         assert await engine.checksums() == sums
@@ -215,7 +215,7 @@ async def test_adapters_for_another_base_are_refused_and_an_update_with_theirs_i
             with pytest.raises(
                 EngineLost, match=rf"adapters for {sent[-1].info.base}, but what is here .* is base-\w+"
             ):
-                await deliver(engine, alone(sent), V1)
+                await deliver(engine, adapter_buckets(sent), V1)
         await deliver(engine, sent, V1)
         await engine.resume()
         sums.append(await engine.checksums())

@@ -20,7 +20,7 @@ from rl_async.messages import (
     VersionRun,
 )
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.auth.authenticator import Door
+from rl_async.transfer_queue.auth.authenticator import Authenticator
 from rl_async.transfer_queue.auth.keys import ServerKeys
 from rl_async.transfer_queue.client.async_client import QueueClient
 from rl_async.transfer_queue.journal.interface import Journal
@@ -62,12 +62,12 @@ class RunningQueue:
         journal.recover()
         server = QueueServer(store, journal, feed, limits=self._limits)
         with zmq.Context() as context, ExitStack() as stack:
-            door = None
+            auth = None
             if self._keys is not None:
-                door = stack.enter_context(Door(context, self._keys.allowed, lambda: store.count("denied")))
+                auth = stack.enter_context(Authenticator(context, self._keys.allowed, lambda: store.count("denied")))
             socket = stack.enter_context(bind(context, self.address, keys=self._keys, limits=self._limits))
             self._ready.set()
-            serve(socket, server, journal.flush, self._stop.is_set, door=door)
+            serve(socket, server, journal.flush, self._stop.is_set, auth=auth)
 
     def stop(self) -> None:
         self._stop.set()

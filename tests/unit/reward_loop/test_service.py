@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl_async.agent_loop.data.dataset import open_rows, to_task
 from rl_async.configs.schema.reward import RewardConfig, RewardTerm
 from rl_async.errors import ConfigError
 from rl_async.reward_loop.api import Score, ScorerFailed, to_score
 from rl_async.reward_loop.limits import RateLimit
 from rl_async.reward_loop.service import RewardService
+from rl_async.transfer_queue.data.dataset import open_rows, to_task
 from tests.unit.reward_loop.rows import score, task
 
 USER = Path(__file__).with_name("user_scorers.py")

@@ -17,8 +17,8 @@ from rl_async.errors import TrainingDiverged
 from rl_async.trainer.backends.fsdp2.sharding import mesh_of, prepare, shard
 from rl_async.trainer.backends.interface import LossFn, OutputName, Outputs, Published
 from rl_async.trainer.backends.schedule import learning_rate_factor
-from rl_async.trainer.batches.batching import Tensors
 from rl_async.trainer.batches.cost import row_cost_of
+from rl_async.trainer.batches.tensors import Tensors
 from rl_async.trainer.checkpoints.adapters import base_of, require_adapters, require_whole, write_adapter
 from rl_async.trainer.checkpoints.export import MOMENT, SHARDS, WEIGHTS, write_model
 from rl_async.trainer.checkpoints.shards import host_copy, read_shards, stored, write_shards
@@ -89,15 +89,16 @@ class Fsdp2Backend:
     ) -> tuple[float, float]:
         assert self.optimizer is not None and self.schedule is not None and self.config is not None
         world = dist.get_world_size()
-        total = 0.0
+        losses = torch.zeros((), dtype=torch.float64, device=self.device)  # read once, after the last micro-batch
         for number, batch in enumerate(batches):
             self.model.set_requires_gradient_sync(number == len(batches) - 1)
             loss = loss_fn(number, self.model.outputs(batch, requested))
-            total += loss.item()
+            losses += loss.detach()
             # FSDP averages over ranks, but the loss is already divided by the global count, and each of the ranks that
             # share rows has its own part of the gradient (ulysses.py).
             (loss * world).backward()
         norm = _full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)).item()
+        total = losses.item()
         finite = torch.tensor([float(total == total and abs(total) != float("inf"))])
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         if not finite.item() or norm != norm or norm == float("inf"):

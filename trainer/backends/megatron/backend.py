@@ -31,8 +31,8 @@ from rl_async.trainer.backends.megatron.optimizer import MOMENTS, DistributedAda
 from rl_async.trainer.backends.megatron.outputs import vocab_parallel_outputs
 from rl_async.trainer.backends.megatron.parallel import Parallel, join_groups
 from rl_async.trainer.backends.megatron.weights import ShardedModel, fill, layout_of, local_shards, open_weights, stream
-from rl_async.trainer.batches.batching import Tensors, empty_tensors
 from rl_async.trainer.batches.cost import row_cost_of
+from rl_async.trainer.batches.tensors import Tensors, empty_tensors
 from rl_async.trainer.checkpoints.export import MOMENT, WEIGHTS, WHOLE
 from rl_async.trainer.model.heads import MODEL_FOLDER
 from rl_async.weight_sync.layout import Layout
@@ -122,7 +122,7 @@ class MegatronBackend:
             )
         if pipeline.size > 1:
             self._share(ran, passed)
-        return ran.outputs[: len(batches)], ran.total
+        return ran.outputs[: len(batches)], sum(torch.stack(ran.losses).tolist()) if ran.losses else 0.0
 
     def _outputs(self, logits: Tensor, batch: Tensors, *, requested: frozenset[OutputName]) -> Outputs:
         """Compute outputs [B, T-1], 0 beyond rows' ends, from this rank's columns of logits, [1, N, V / ranks]."""
@@ -231,7 +231,7 @@ class _Pass:
         self._loss_fn, self._count, self._outputs_of = loss_fn, count, outputs_of
         self.gives = (True, "entropy" in requested, "sum_squares" in requested)
         self.outputs: list[Outputs] = []
-        self.total = 0.0
+        self.losses = list[Tensor]()  # on the device: reading one would wait for it
 
     def forward(self, batches: Iterator[tuple[int, Tensors]], chunk: Any) -> tuple[Tensor, Any]:
         """Pass the next micro-batch through a part of the model; return its output and the loss function for it."""
@@ -252,7 +252,7 @@ class _Pass:
         if self._loss_fn is None or number >= self._count:
             return outputs.logprobs.sum() * 0.0
         loss = self._loss_fn(number, outputs)
-        self.total += loss.item()
+        self.losses.append(loss.detach())
         return loss
 
 

@@ -185,20 +185,17 @@ def test_a_run_whose_times_tell_nothing_is_refused_by_name(tmp_path: Path) -> No
     (tmp_path / "metrics.jsonl").write_text(f"{line}\n" * 5)
     for step in range(5):
         write_trajectories(tmp_path / "trajectories" / f"step-{step:06d}-lineage0-rank0.jsonl.gz", make_rows(step))
-    with pytest.raises(UserError, match=r"--run: the times that episodes of .* do not grow with their lengths"):
+    with pytest.raises(UserError, match=r"--run: .*queue\.max_staleness=0"):
         measure(tmp_path, engines=1, ranks=1)
 
 
 def test_what_a_fit_rests_on_is_said_with_what_would_make_it_better() -> None:
     fit = Fit(0.02, 0.0005, 0.3, explained=0.914)
     good = ["data.train_batch_groups=4", "rollout.group_size=4", "queue.max_staleness=0", "agent.concurrency=16"]
-    assert fit_note(fit, load_config("calculator", good)) == (
-        "the engine's explain 91% of the differences between episodes' times"
-    )
+    note = fit_note(fit, load_config("calculator", good))
+    assert "91%" in note and "queue.max_staleness" not in note and "agent.concurrency" not in note
     worse = load_config("calculator", [*good, "queue.max_staleness=1", "agent.concurrency=8", "agent.workers=1"])
-    assert fit_note(fit, worse).endswith(
-        "; a run with queue.max_staleness=0 and agent.concurrency=16 tells them better"
-    )
+    assert "queue.max_staleness=0 and agent.concurrency=16" in fit_note(fit, worse)
 
 
 def test_each_row_is_announced_before_it_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:

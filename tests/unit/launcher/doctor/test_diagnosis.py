@@ -81,9 +81,14 @@ def run(*processes: ObservedProcess, **changes: Any) -> Observation:
     return Observation(run="r", processes=tuple(known.values()), **({"launcher": 99} | fine | changes))
 
 
+def named(text: str, *parts: str) -> bool:
+    """Whether a sentence names all of these: processes, keys, numbers, commands."""
+    return all(part in text for part in parts)
+
+
 def test_a_run_without_trouble_is_fine() -> None:
     verdict = diagnose(run())
-    assert (verdict.health, verdict.text) == ("fine", "nothing is wrong: 3 of 40 steps are trained, 2.0 s each")
+    assert verdict.health == "fine" and named(verdict.text, "3 of 40 steps", "2.0 s")
 
 
 def test_a_stopped_rank_is_named_with_who_waits_for_it_and_the_way_out() -> None:
@@ -92,16 +97,14 @@ def test_a_stopped_rank_is_named_with_who_waits_for_it_and_the_way_out() -> None
     )
     verdict = diagnose(seen)
     assert verdict.health == "stuck"
-    assert verdict.text == (
-        "trainer rank 1 (pid 11) is stopped (SIGSTOP): rank 0 waits in all_reduce for it, training of step 3 for 34 s; "
-        "continue it with kill -CONT 11, or kill it with kill -KILL 11 and the run goes on from the last checkpoint"
-    )
+    assert named(verdict.text, "trainer rank 1 (pid 11)", "SIGSTOP", "rank 0", "all_reduce", "step 3 for 34 s")
+    assert named(verdict.text, "kill -CONT 11", "kill -KILL 11")
 
 
 def test_the_stopped_rank_comes_before_the_one_that_gave_up_waiting() -> None:
     gave_up = process("trainer-0", state="gone", exit=1, log_line="rank 0 lost the other ranks")
     findings = diagnose(run(gave_up, process("trainer-1", state="T"))).findings
-    assert findings[0].startswith("trainer rank 1 (pid 11) is stopped") and "rank 0 waited for it" in findings[0]
+    assert findings[0].startswith("trainer rank 1 (pid 11)") and named(findings[0], "SIGSTOP", "rank 0 waited")
     assert "rank 0 lost the other ranks" in findings[1]
 
 
@@ -124,10 +127,8 @@ def test_a_rank_that_hangs_outside_a_collective_is_told_from_those_inside() -> N
     seen = run(process("trainer-0", stack=IN_ALL_REDUCE), hung, ranks=(rank(0, for_s=50), rank(1, for_s=50)))
     verdict = diagnose(seen)
     assert verdict.health == "stuck" and len(verdict.findings) == 1
-    assert (
-        "trainer-1 (pid 11) holds up the other ranks: trainer-0 wait for it in a collective since 50 s" in verdict.text
-    )
-    assert "it stands in my_loss, me/loss.py:7" in verdict.text
+    assert verdict.text.startswith("trainer-1 (pid 11)") and named(verdict.text, "trainer-0", "collective", "50 s")
+    assert named(verdict.text, "my_loss, me/loss.py:7", "trainer.collective_timeout_s")
 
 
 def test_a_rank_that_is_in_a_collective_for_a_moment_waits_for_nobody_in_particular() -> None:
@@ -146,66 +147,65 @@ def test_what_an_earlier_process_of_a_rank_said_is_not_taken_for_its_own() -> No
 def test_a_stopped_worker_is_named_with_the_lease_that_it_holds() -> None:
     lease = LeaseRecord(group_id=12, worker="agent-0-30-c0ffee", age_s=9.0)
     verdict = diagnose(run(process("worker-0", state="T"), queue=ObservedQueue(report=inspection(lease))))
-    assert "worker-0 (pid 30) is stopped (SIGSTOP): it holds group 12 for 9 s, until its lease expires" in verdict.text
+    assert named(verdict.text, "worker-0 (pid 30)", "SIGSTOP", "group 12", "9 s", "lease")
 
 
 def test_a_dead_worker_that_is_being_started_again_is_no_reason_to_act() -> None:
     dead = process("worker-0", state="gone", exit=-9, kept="restarting")
     verdict = diagnose(run(dead, queue=ObservedQueue(report=inspection(), oldest=(group(8, here=1, age_s=3),))))
     assert verdict.health == "slow"
-    assert verdict.text == "worker-0 (pid 30) ended (killed by SIGKILL) and is started again: it holds group 8"
+    assert named(verdict.text, "worker-0 (pid 30)", "killed by SIGKILL", "group 8")
 
 
 def test_a_role_that_failed_for_good_is_quoted() -> None:
     dead = process("worker-0", state="gone", exit=7, kept="failed", log_line="ValueError: broken")
     text = diagnose(run(dead)).text
-    assert "ended (exit code 7) and is not started again" in text and text.endswith("its last line: ValueError: broken")
+    assert named(text, "worker-0 (pid 30)", "exit code 7") and text.endswith("ValueError: broken")
 
 
 @pytest.mark.parametrize("state", ["R", "S"])
 def test_a_frozen_engine_is_named(state: str) -> None:
     frozen = (ObservedEngine(engine_id="engine-0.1", url="http://e", answers=False),)
     text = diagnose(run(process("engine-0", state=state, waits_in="futex_wait"), engines=frozen)).text
-    assert "engine-0 (pid 20) is frozen: it does not answer GET /health" in text and "futex_wait" in text
+    assert named(text, "engine-0 (pid 20)", "GET /health", "futex_wait")
 
 
 def test_a_stopped_engine_is_called_stopped_and_not_frozen_too() -> None:
     frozen = (ObservedEngine(engine_id="engine-0", url="http://e", answers=False),)
     findings = diagnose(run(process("engine-0", state="T"), engines=frozen)).findings
-    assert len(findings) == 1 and "engine-0 (pid 20) is stopped" in findings[0]
+    assert len(findings) == 1 and named(findings[0], "engine-0 (pid 20)", "SIGSTOP")
 
 
 def test_an_engine_that_somebody_added_has_no_process_here() -> None:
     frozen = (ObservedEngine(engine_id="added-9000-1f3a", url="http://127.0.0.1:9000", answers=False),)
-    assert diagnose(run(engines=frozen)).text.startswith("added-9000-1f3a at http://127.0.0.1:9000 is frozen")
+    assert diagnose(run(engines=frozen)).text.startswith("added-9000-1f3a at http://127.0.0.1:9000")
 
 
 def test_a_queue_that_runs_and_does_not_answer_is_named() -> None:
     verdict = diagnose(run(process("queue", state="D", waits_in="fsync"), queue=None))
-    assert verdict.text.startswith("queue (pid 1) runs but does not answer")
-    assert "waits for a disk or a device, in the kernel's fsync" in verdict.text
+    assert verdict.text.startswith("queue (pid 1)") and named(verdict.text, "waits for a disk or a device", "fsync")
 
 
 def test_a_queue_that_was_just_started_is_given_time_to_answer() -> None:
     verdict = diagnose(run(process("queue", age_s=2.0), queue=None))
-    assert (verdict.health, verdict.text) == ("slow", "queue (pid 1) was started 2 s ago and is not there yet")
+    assert verdict.health == "slow" and named(verdict.text, "queue (pid 1)", "2 s")
     assert diagnose(run(process("queue", age_s=60.0), queue=None)).health == "stuck"
-    assert diagnose(run(process("queue", age_s=2.0, state="T"), queue=None)).text.startswith("queue (pid 1) is stopped")
+    assert diagnose(run(process("queue", age_s=2.0, state="T"), queue=None)).health == "stuck"
     assert diagnose(run(process("queue", age_s=2.0))).health == "fine"
 
 
 def test_a_queue_that_is_gone_is_named_once() -> None:
     findings = diagnose(run(process("queue", state="gone", exit=-9), queue=None)).findings
-    assert len(findings) == 1 and findings[0].startswith("queue (pid 1) ended (killed by SIGKILL): trainer, workers")
+    assert len(findings) == 1 and named(findings[0], "queue (pid 1)", "killed by SIGKILL", "trainer, workers")
 
 
 def test_a_full_disk_comes_before_what_it_broke() -> None:
     findings = diagnose(run(process("trainer-0", state="gone", exit=1), disk_free=1 << 20)).findings
-    assert findings[0].startswith("the disk of the run's folder is full (1 MiB free)") and len(findings) == 2
+    assert named(findings[0], "the run's folder", "1 MiB free") and len(findings) == 2
 
 
 def test_a_stopped_launcher_restarts_nothing() -> None:
-    assert diagnose(run(launcher_state="T")).text.startswith("the launcher (pid 99) is stopped (SIGSTOP)")
+    assert diagnose(run(launcher_state="T")).text.startswith("the launcher (pid 99)")
 
 
 def waiting(for_s: float, queue: Inspection, **changes: Any) -> Observation:
@@ -216,12 +216,9 @@ def waiting(for_s: float, queue: Inspection, **changes: Any) -> Observation:
 def test_a_long_wait_for_a_batch_that_is_being_generated_is_slow_and_says_what_is_missing() -> None:
     lease = LeaseRecord(group_id=12, worker="agent-0-30-c0ffee", age_s=41.0)
     verdict = diagnose(waiting(60.0, inspection(lease)))
-    assert verdict.health == "slow" and verdict.text.startswith("nothing is stuck, but the run is slow")
-    assert (
-        "3 groups are ready, 1 are being generated" in verdict.text
-        and "300 s (trainer.batch_timeout_s)" in verdict.text
-    )
-    assert "group 12: with agent-0-30-c0ffee for 41 s" in verdict.waits
+    assert verdict.health == "slow"
+    assert named(verdict.text, "3 groups are ready", "1 are being generated", "300 s (trainer.batch_timeout_s)")
+    assert any(named(line, "group 12", "agent-0-30-c0ffee", "41 s") for line in verdict.waits)
 
 
 def test_a_wait_is_not_slow_where_steps_take_as_long() -> None:
@@ -250,8 +247,8 @@ def test_a_run_that_ended_well_and_one_that_did_not() -> None:
     failed = process("worker-0", state="gone", exit=7, kept="failed", log_line="ValueError: broken")
     verdict = diagnose(run(failed, launcher=None))
     assert verdict.health == "failed"
-    assert verdict.text == "the run failed; worker-0 (pid 30) did: ValueError: broken (3 of 40 steps were trained)"
-    assert "interrupted, or its launcher was killed" in diagnose(run(launcher=None)).text
+    assert named(verdict.text, "worker-0 (pid 30)", "ValueError: broken", "3 of 40 steps")
+    assert diagnose(run(launcher=None)).health == "failed"
 
 
 def test_the_report_ends_with_the_verdict() -> None:

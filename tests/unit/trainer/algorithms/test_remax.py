@@ -13,12 +13,11 @@ from rl_async.configs.schema.reward import RewardConfig, RewardTerm
 from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import ToolCall, Trajectory, Turn
 from rl_async.trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs
-from rl_async.trainer.batches.batching import collate
 from rl_async.trainer.step.metrics import batch_metrics, conversation_sums
 from rl_async.trainer.step.objective import Precomputed
 from rl_async.trainer.step.update import advantage_inputs
-from rl_async.trainer.step.whole_batch import WholeBatch
 from tests.conftest import make_rows
+from tests.support.batches import whole_batch
 
 GREEDY = 2  # its index in a group of two sampled ones
 
@@ -41,14 +40,13 @@ def config(advantage: str = "remax") -> RunConfig:
 
 def inputs(made: Sequence[Trajectory], config: RunConfig) -> AdvantageInputs:
     """What an estimator sees of these rows."""
-    x = collate(made, step=0, max_staleness=None, device="cpu")
-    whole = WholeBatch([r.header() for r in made], x.mask, x.behaviour, x.age.long(), x.turns.long(), x.turn_rewards)
+    whole = whole_batch(made)
     return advantage_inputs(whole, Precomputed(proximal=whole.behaviour), config)
 
 
 def test_no_token_of_a_greedy_episode_trains() -> None:
     made = rows()
-    mask = collate(made, step=0, max_staleness=None, device="cpu").mask
+    mask = whole_batch(made).mask
     assert mask.any(1).tolist() == [row.sample != GREEDY for row in made]
 
 

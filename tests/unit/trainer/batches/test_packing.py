@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_async.trainer.batches.batching import Tensors, empty_tensors
 from rl_async.trainer.batches.packing import pack
+from rl_async.trainer.batches.tensors import Tensors, empty_tensors
 from rl_async.trainer.model.attention import packed_attention
 
 

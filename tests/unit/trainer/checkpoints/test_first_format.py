@@ -19,8 +19,7 @@ from rl_async.trainer.checkpoints.export import MOMENT, SHARDS, export
 from rl_async.trainer.checkpoints.folder import FORMAT, CheckpointState, load_checkpoint, newest_whole
 from rl_async.trainer.checkpoints.saver import Saver
 from rl_async.trainer.checkpoints.shards import write_whole
-from rl_async.trainer.step.models import build_models
-from rl_async.trainer.step.update import Models
+from rl_async.trainer.step.models import Models, build_models
 from tests.unit.trainer.workers.critic import CRITICS, state, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # where a schedule goes on from

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.batches.batching import Tensors, empty_tensors
+from rl_async.trainer.batches.tensors import Tensors, empty_tensors
 from rl_async.trainer.model.families import FAMILIES, why_padded
 from tests.support.whole_weights import whole_weights
 

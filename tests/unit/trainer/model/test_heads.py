@@ -14,7 +14,7 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import UserError
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import Outputs
-from rl_async.trainer.batches.batching import Tensors, collate
+from rl_async.trainer.batches.tensors import Tensors, collate
 from rl_async.trainer.model.heads import Head, load_headed
 from tests.conftest import make_rows
 from tests.support.whole_weights import whole_weights
@@ -31,7 +31,7 @@ def one_rank() -> Iterator[None]:
 
 
 def batch() -> Tensors:
-    return collate(make_rows(0)[:3], step=0, max_staleness=None, device="cpu")
+    return collate(make_rows(0)[:3], device="cpu")
 
 
 def towards_one(_: int, outputs: Outputs) -> Tensor:

@@ -11,7 +11,7 @@ from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.algorithm import GuardConfig
 from rl_async.errors import PolicyDrifted
 from rl_async.trainer.monitoring.guard import Guard, GuardAction
-from rl_async.trainer.train import Run, watch
+from rl_async.trainer.step.run import Run
 
 IN = {"correction/ess": 0.9, "correction/k3": 0.01}
 LOW_ESS = {"correction/ess": 0.1, "correction/k3": 0.01}
@@ -79,7 +79,7 @@ class Source:
 def test_only_rank_0_asks_the_queue_and_warns(rank: int, bounds: list[int], caplog: pytest.LogCaptureFixture) -> None:
     run = SimpleNamespace(rank=rank, guard=Guard(config("adapt"), 4), source=Source())
     for step in range(4):
-        watch(cast(Run, run), step, LOW_ESS)
+        Run.watch(cast(Run, run), step, LOW_ESS)
     assert run.source.bounds == bounds
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == (rank == 0) and all("correction/ess" in warning for warning in warnings)

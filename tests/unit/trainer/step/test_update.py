@@ -19,11 +19,13 @@ from rl_async.messages import Trajectory, Turn
 from rl_async.trainer.algorithms import shaping
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.backends.interface import LossFn, Outputs
-from rl_async.trainer.batches.batching import Tensors
+from rl_async.trainer.batches.batch import Batch, plan_batch
 from rl_async.trainer.batches.cost import RowCost
 from rl_async.trainer.batches.data_parallel import pure_data_parallel
+from rl_async.trainer.batches.tensors import Tensors
 from rl_async.trainer.step.explanation import explain
-from rl_async.trainer.step.update import Batch, Models, Updated, plan_batch, row_keys, update
+from rl_async.trainer.step.models import Models
+from rl_async.trainer.step.update import Updated, update
 from tests.conftest import VOCAB, make_rows
 
 RATE = 0.5
@@ -76,9 +78,7 @@ def train(
         trainer=TrainerConfig(minibatches=minibatches, epochs=epochs, max_tokens_per_microbatch=64),
     )
     headers = [row.header() for row in rows]
-    batch = Batch(
-        0, headers, plan_batch(headers, 0, config, 1, RowCost()), dict(zip(row_keys(headers), rows, strict=True))
-    )
+    batch = Batch(0, headers, plan_batch(headers, 0, config, 1, RowCost()), {row.key: row for row in rows})
     policy = Table()
     return policy, update(Models(policy), batch, build(config), config)  # type: ignore[arg-type]
 

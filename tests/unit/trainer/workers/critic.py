@@ -15,10 +15,11 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.algorithms.algorithm import build
+from rl_async.trainer.batches.batch import Batch, plan_batch
 from rl_async.trainer.checkpoints.folder import FORMAT, CheckpointState, load_checkpoint
 from rl_async.trainer.checkpoints.saver import Saver
-from rl_async.trainer.step.models import build_models
-from rl_async.trainer.step.update import Batch, Models, plan_batch, row_keys, update
+from rl_async.trainer.step.models import Models, build_models
+from rl_async.trainer.step.update import update
 from tests.conftest import make_rows
 from tests.support.whole_weights import whole_weights
 
@@ -57,7 +58,7 @@ def train(models: Models, step: int, config: RunConfig) -> dict[str, float]:
     rows = make_rows(step)
     headers = [row.header() for row in rows]
     plan = plan_batch(headers, step, config, dist.get_world_size(), models.row_cost)
-    batch = Batch(step, headers, plan, dict(zip(row_keys(headers), rows, strict=True)))
+    batch = Batch(step, headers, plan, {row.key: row for row in rows})
     return update(models, batch, build(config), config).metrics
 
 

@@ -11,7 +11,9 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.step.update import Batch, Models, plan_batch, row_keys, update
+from rl_async.trainer.batches.batch import Batch, plan_batch
+from rl_async.trainer.step.models import Models
+from rl_async.trainer.step.update import update
 from tests.conftest import make_rows
 from tests.support.whole_weights import whole_weights
 
@@ -25,9 +27,7 @@ if __name__ == "__main__":
     rows = make_rows(7)
     rows[0].reward = math.inf
     headers = [row.header() for row in rows]
-    batch = Batch(
-        7, headers, plan_batch(headers, 7, config, 1, backend.row_cost), dict(zip(row_keys(headers), rows, strict=True))
-    )
+    batch = Batch(7, headers, plan_batch(headers, 7, config, 1, backend.row_cost), {row.key: row for row in rows})
     try:
         update(Models(backend), batch, build(config), config)
     except TrainingDiverged as error:

@@ -24,10 +24,13 @@ from rl_async.messages import Trajectory
 from rl_async.trainer.algorithms.aggregation import AGGREGATIONS
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.backends.interface import LossFn, OutputName, Outputs, policy_outputs
-from rl_async.trainer.batches.batching import MiniBatch, Tensors
+from rl_async.trainer.batches.batch import Batch
 from rl_async.trainer.batches.cost import RowCost
 from rl_async.trainer.batches.data_parallel import DataParallel, pure_data_parallel
-from rl_async.trainer.step.update import Batch, Models, row_keys, update
+from rl_async.trainer.batches.layout import MiniBatch
+from rl_async.trainer.batches.tensors import Tensors
+from rl_async.trainer.step.models import Models
+from rl_async.trainer.step.update import update
 from tests.conftest import VOCAB, make_rows
 
 KL_COEF = 0.1
@@ -126,7 +129,7 @@ def gradients(algorithm: AlgorithmConfig, split: list[list[list[int]]]) -> tuple
     rows, config = recorded(), run_config(algorithm)
     headers = [row.header() for row in rows]
     plan = [MiniBatch(ranks=split, rows=sorted(ORDER))]
-    batch = Batch(0, headers, plan, dict(zip(row_keys(headers), rows, strict=True)))
+    batch = Batch(0, headers, plan, {row.key: row for row in rows})
     policy, reference = Table(0), Table(1)
     models = Models(policy, reference)  # type: ignore[arg-type]  # neither is exported or saved
     return policy.gradients, update(models, batch, build(config), config, KL_COEF).metrics

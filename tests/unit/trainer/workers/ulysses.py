@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import OutputName, Outputs
-from rl_async.trainer.batches.batching import Tensors, empty_tensors
+from rl_async.trainer.batches.tensors import Tensors, empty_tensors
 from rl_async.trainer.model.heads import Head
 
 LENGTHS = [23, 2, 9, 9, 14, 23, 5, 1, 3]  # 89 tokens: cut within the second of 23, and filled up by one

@@ -16,8 +16,9 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.algorithms.algorithm import build
+from rl_async.trainer.batches.batch import Batch, plan_batch
 from rl_async.trainer.step.models import build_models
-from rl_async.trainer.step.update import Batch, plan_batch, row_keys, update
+from rl_async.trainer.step.update import update
 from tests.conftest import make_rows
 from tests.support.whole_weights import whole_weights
 
@@ -42,7 +43,7 @@ def run(model: Path, out: Path, minibatch_tokens: int, correction: str, sizes: d
         rows = make_rows(step)
         headers = [row.header() for row in rows]
         plan = plan_batch(headers, step, config, models.data_parallel.size, models.row_cost)
-        batch = Batch(step, headers, plan, dict(zip(row_keys(headers), rows, strict=True)))
+        batch = Batch(step, headers, plan, {row.key: row for row in rows})
         metrics = update(models, batch, build(config), config).metrics
     weights = whole_weights(models.policy)
     if dist.get_rank() == 0:

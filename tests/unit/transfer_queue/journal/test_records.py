@@ -12,7 +12,7 @@ from rl_async.messages import Done, Malformed, Sampling, Status, Trajectory, Ver
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.journal import payloads as payloads_module
 from rl_async.transfer_queue.journal.payloads import Payloads, freed_by
-from rl_async.transfer_queue.journal.recovery import Recorder, recover
+from rl_async.transfer_queue.journal.recovery import JournalRecorder, recover
 from rl_async.transfer_queue.journal.sqlite import SqliteJournal
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.reports.ledger import Ledger
@@ -204,7 +204,7 @@ def test_the_journal_of_another_run_of_the_same_name_is_refused(make_rig, tmp_pa
             rig.store = Store(settings, rig.source, [], Feed(journal.append, ledger.append))
             transitions = recover(rig.store, journal, ledger, 0.0)
             rig.store.publish(Version(0, 0), [])
-            Recorder(rig.store, journal, ledger).flush()
+            JournalRecorder(rig.store, journal, ledger).flush()
             return transitions
 
     assert queue(tmp_path / "one") == 0

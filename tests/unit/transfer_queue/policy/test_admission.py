@@ -11,7 +11,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.transfer_queue.policy.admission import (
     Candidate,
     Choice,
-    Load,
+    Occupancy,
     QueueSettings,
     choose,
     is_short_of_bytes,
@@ -22,9 +22,9 @@ from rl_async.transfer_queue.policy.admission import (
 SETTINGS = QueueSettings(steps=5, batch_groups=2, group_size=4, max_staleness=1, max_bytes=1000)
 
 
-def load(**changes: int) -> Load:
+def load(**changes: int) -> Occupancy:
     values = {"slots": SETTINGS.slots, "alive": 0, "unreserved": 0, "kept": 0, "expected_bytes": 0, "group_bytes": 100}
-    return Load(**(values | changes))
+    return Occupancy(**(values | changes))
 
 
 def test_settings_come_from_the_config():

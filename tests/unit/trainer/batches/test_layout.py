@@ -1,14 +1,12 @@
 """The layout of a batch over mini-batches, ranks and micro-batches."""
 
 import msgspec
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_async.messages import TrajectoryHeader, Version, VersionRun
-from rl_async.trainer.batches.batching import collate, cost_imbalance, layout, token_imbalance
 from rl_async.trainer.batches.cost import RowCost
-from tests.conftest import make_rows
+from rl_async.trainer.batches.layout import cost_imbalance, layout, token_imbalance
 
 
 def header(i: int, tokens: int) -> TrajectoryHeader:
@@ -79,20 +77,3 @@ def test_every_mini_batch_has_rows_that_train() -> None:
         minis = layout(made, step=step, minibatches=4, ranks=2, max_tokens=64, seed=0, cost=RowCost())
         assert [sum(not made[row].baseline for row in mini.rows) for mini in minis] == [2] * 4
         assert [len(mini.rows) for mini in minis] == [4] * 4
-
-
-def test_collate_shifts_by_one_and_masks_stale_tokens() -> None:
-    row = make_rows(0)[0]
-    sampled = int(row.loss_mask.sum())
-    row.versions = [VersionRun(Version(0, 1), 0, 3), VersionRun(Version(0, 5), 3, sampled)]
-    free = collate([row], step=5, max_staleness=None, device="cpu")
-    bound = collate([row], step=5, max_staleness=2, device="cpu")
-    assert np.array_equal(free.mask[0].numpy(), row.loss_mask[1:])
-    assert np.array_equal(free.behaviour[0].numpy(), row.logprobs[1:])
-    assert int(free.mask.sum()) - int(bound.mask.sum()) == 3
-    assert not bound.mask[0, 3:6].any()
-
-
-def test_collate_tells_how_long_each_row_is() -> None:
-    rows = make_rows(0)[:3]
-    assert collate(rows, step=0, max_staleness=None, device="cpu").lengths.tolist() == [len(r.token_ids) for r in rows]

@@ -10,11 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rl_async.agent_loop.data.prompts import inspect, make_sources
 from rl_async.agent_loop.data.tasks import make_data
+from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
 from rl_async.configs.schema.data import DataConfig, DataSource, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError
+from rl_async.transfer_queue.data.task_stream import inspect, make_sources
 
 
 def row(text: str = "hi", **changes: Any) -> dict[str, Any]:
@@ -159,8 +160,9 @@ def test_files_that_are_no_data(tmp_path: Path) -> None:
         make_sources(run_config(str(tmp_path / "broken.jsonl")))
 
 
-def test_long_prompts_are_named(tmp_path: Path, tokenizer: Any) -> None:
-    tokenizer.save_pretrained(tmp_path / "model")
+def test_long_prompts_are_named(tmp_path: Path) -> None:
+    conversation = [{"role": "user", "content": "add 1"}, {"role": "assistant", "content": "2"}]
+    train_tokenizer([conversation], 200).save_pretrained(tmp_path / "model")
     path = jsonl(tmp_path / "long.jsonl", [row("1" * 600), row("1" * 700)])
     config = RunConfig(
         model=ModelConfig(path=str(tmp_path / "model")), data=DataConfig(path=path, max_prompt_tokens=650)

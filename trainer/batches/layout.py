@@ -1,18 +1,16 @@
-"""Which rank trains which row in which forward pass: a pure function of the headers, and rows to tensors.
+"""The layout of a batch: which rank trains which row in which forward pass, as a pure function of the headers.
 
-Every rank sees the headers of the whole batch, so all of them compute the same layout and advantages without talking.
+Every rank sees the headers of the whole batch, so all ranks compute the same layout without communicating.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
 import numpy as np
-import torch
-from torch import Tensor
 
-from rl_async.messages import Trajectory, TrajectoryHeader, VersionRun
+from rl_async.configs.schema.run import RunConfig
+from rl_async.messages import TrajectoryHeader, VersionRun
 from rl_async.trainer.batches.cost import RowCost
 from rl_async.trainer.batches.partition import imbalance, karmarkar_karp
 
@@ -37,6 +35,11 @@ class MiniBatch:
 
     ranks: list[list[list[int]]]
     rows: list[int]
+
+
+def mask_bound(config: RunConfig) -> int | None:
+    """The staleness beyond which tokens are masked; None where the queue's own bound suffices."""
+    return config.queue.max_staleness if config.queue.on_straggler == "mask" else None
 
 
 def fresh_runs(header: TrajectoryHeader, step: int, max_staleness: int | None) -> list[VersionRun]:
@@ -141,71 +144,3 @@ def _similar(rows: list[int], headers: Sequence[Sized], max_tokens: int) -> list
             micro.append([row])
             longest = headers[row].tokens
     return micro
-
-
-class Tensors(msgspec.Struct):
-    """A micro-batch, padded on the right. B rows, T = longest row; position t stands for token t+1."""
-
-    tokens: Tensor  # int64 [B, T]
-    lengths: Tensor  # int64 [B] on the host, real tokens of each row
-    mask: Tensor  # bool [B, T-1], true where token t+1 is trained
-    behaviour: Tensor  # float32 [B, T-1], log mu of token t+1
-    age: Tensor  # int32 [B, T-1], staleness of token t+1 in steps
-    turns: Tensor  # int32 [B, T-1], assistant turn that sampled token t+1; -1 where none did
-    turn_rewards: Tensor  # float32 [B, T-1], a turn's own reward on its last token
-    temperature: Tensor  # float32 [B, 1, 1]
-
-
-def collate(rows: Sequence[Trajectory], *, step: int, max_staleness: int | None, device: str) -> Tensors:
-    """Pad rows to tensors. Tokens staler than ``max_staleness`` are masked; None applies no bound.
-
-    No attention mask is needed: padding stands behind every real token, where causal attention never looks.
-    """
-    width = max(max(len(r.token_ids) for r in rows), 2)
-    shape = len(rows), width
-    tokens, age = np.zeros(shape, np.int64), np.zeros(shape, np.int32)
-    mask, behaviour = np.zeros(shape, bool), np.zeros(shape, np.float32)
-    turns, turn_rewards = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
-    for i, row in enumerate(rows):
-        n = len(row.token_ids)
-        tokens[i, :n], behaviour[i, :n] = row.token_ids, row.logprobs
-        sampled = np.flatnonzero(row.loss_mask)
-        for run in row.versions:
-            age[i, sampled[run.start : run.end]] = step - run.version.step
-        for run in fresh_runs(row.header(), step, max_staleness):
-            mask[i, sampled[run.start : run.end]] = True
-        _mark_turns(row, turns[i], turn_rewards[i])
-    return Tensors(
-        tokens=torch.from_numpy(tokens).to(device),
-        lengths=torch.tensor([len(r.token_ids) for r in rows]),
-        mask=torch.from_numpy(mask[:, 1:]).to(device),
-        behaviour=torch.from_numpy(behaviour[:, 1:]).to(device),
-        age=torch.from_numpy(age[:, 1:]).to(device),
-        turns=torch.from_numpy(turns[:, 1:]).to(device),
-        turn_rewards=torch.from_numpy(turn_rewards[:, 1:]).to(device),
-        temperature=torch.tensor([r.sampling.temperature or 1.0 for r in rows], device=device)[:, None, None],
-    )
-
-
-def _mark_turns(row: Trajectory, turns: np.ndarray, rewards: np.ndarray) -> None:
-    """Write the number of the assistant turn on its sampled tokens [T], and its reward on the last of them."""
-    spans = [turn for turn in row.turns if turn.role == "assistant"]
-    for number, turn in enumerate(spans):
-        sampled = turn.start + np.flatnonzero(row.loss_mask[turn.start : turn.end])
-        turns[sampled] = number
-        if len(sampled) and turn.reward is not None:
-            rewards[sampled[-1]] = turn.reward
-
-
-def empty_tensors(device: str) -> Tensors:
-    """A micro-batch that trains nothing, for a rank that has to join a forward pass without rows."""
-    return Tensors(
-        tokens=torch.zeros((1, 2), dtype=torch.int64, device=device),
-        lengths=torch.tensor([2]),
-        mask=torch.zeros((1, 1), dtype=torch.bool, device=device),
-        behaviour=torch.zeros((1, 1), device=device),
-        age=torch.zeros((1, 1), dtype=torch.int32, device=device),
-        turns=torch.full((1, 1), -1, dtype=torch.int32, device=device),
-        turn_rewards=torch.zeros((1, 1), device=device),
-        temperature=torch.ones((1, 1, 1), device=device),
-    )

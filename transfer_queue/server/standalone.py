@@ -24,7 +24,7 @@ from rl_async.errors import UserError
 from rl_async.messages import Task, Version
 from rl_async.transfer_queue.journal.interface import Journal
 from rl_async.transfer_queue.journal.memory import MemoryJournal
-from rl_async.transfer_queue.journal.recovery import Recorder, recover
+from rl_async.transfer_queue.journal.recovery import JournalRecorder, recover
 from rl_async.transfer_queue.journal.sqlite import SqliteJournal
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.policy.sampling import Sampling
@@ -43,7 +43,7 @@ START_S = 30.0
 STOP_S = 30.0
 
 
-def alone(
+def standalone_settings(
     *,
     group_size: int,
     batch_groups: int,
@@ -81,7 +81,7 @@ def alone(
     return settings
 
 
-def serve_alone(
+def serve_standalone(
     settings: QueueSettings,
     tasks: Sequence[Task],
     *,
@@ -109,7 +109,7 @@ def serve_alone(
             feed.subscribe(ledger.append)
             store = Store(settings, TaskList(tasks), [], feed)
             recover(store, journal, ledger, time.monotonic())
-            flush = Recorder(store, journal, ledger).flush
+            flush = JournalRecorder(store, journal, ledger).flush
         if store.status(time.monotonic()).published.step < 0:
             store.publish(Version(0, 0), [])
         flush()
@@ -135,10 +135,10 @@ def serve(
 
     ``tasks`` are handed out once each, then those that producers submit or bring. Up to ``(max_staleness + 1) *
     batch_groups`` groups of ``group_size`` samples are alive between admission and publication. With a ``folder``,
-    which must exist, the queue is durable. Raises UserError as ``serve_alone`` does, at the end of the block if it
+    which must exist, the queue is durable. Raises UserError as ``serve_standalone`` does, at the end of the block if it
     happens in between.
     """
-    settings = alone(
+    settings = standalone_settings(
         group_size=group_size,
         batch_groups=batch_groups,
         max_staleness=max_staleness,
@@ -155,7 +155,7 @@ def serve(
 
     with ThreadPoolExecutor(1, thread_name_prefix="transfer queue") as thread:
         serving = thread.submit(
-            serve_alone, settings, tasks, address=address, folder=folder, listening=listening, stopped=stop.is_set
+            serve_standalone, settings, tasks, address=address, folder=folder, listening=listening, stopped=stop.is_set
         )
         serving.add_done_callback(lambda _: changed.set())
         try:

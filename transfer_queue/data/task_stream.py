@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from rl_async.agent_loop.data.dataset import Rows, open_rows, to_task
 from rl_async.configs.derived.data import Points, label_of, labels, parts, points_of, shares_at
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError
 from rl_async.messages import Task
+from rl_async.transfer_queue.data.dataset import Rows, open_rows, to_task
 
 PromptLength = Callable[[Task], int]
 
@@ -56,7 +56,7 @@ class _Source:
                 raise DataError(f"{place}, column prompt: {tokens} tokens, data.max_prompt_tokens is {longest}")
 
 
-class TaskSource:
+class TaskStream:
     """Tasks without end, from several data sets in proportion to their weights. Implements the queue's Protocol.
 
     The order depends only on the data, the weights, the seed and the steps that were asked for, so a cursor is how much
@@ -97,7 +97,7 @@ class TaskSource:
         self._drawn, self._owed = list(found.drawn), list(found.owed) or [0.0] * len(rows)
 
 
-def make_sources(config: RunConfig) -> tuple[TaskSource, list[Task]]:
+def make_sources(config: RunConfig) -> tuple[TaskStream, list[Task]]:
     """The training tasks, and the held-out tasks of one evaluation.
 
     All rows are read once, so that a bad one stops the run before it starts. Raises DataError naming it.
@@ -117,7 +117,7 @@ def make_sources(config: RunConfig) -> tuple[TaskSource, list[Task]]:
         held_out = [source.at(number) for number in range(min(config.eval.tasks, len(rows)))]
     for source in sources:
         source.check(length, data.max_prompt_tokens)
-    return TaskSource(sources), held_out
+    return TaskStream(sources), held_out
 
 
 def prompt_length(model_path: str, longest: int) -> PromptLength:
@@ -138,10 +138,13 @@ def prompt_length(model_path: str, longest: int) -> PromptLength:
 def _exact_length(model_path: str) -> PromptLength:
     from transformers import PreTrainedTokenizerFast
 
-    from rl_async.agent_loop.chat_formats.render import ChatRenderer
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_path)
 
-    renderer = ChatRenderer(PreTrainedTokenizerFast.from_pretrained(model_path), cache_size=0)
-    return lambda task: len(renderer.prompt(task.prompt))
+    def length(task: Task) -> int:
+        text = tokenizer.apply_chat_template(task.prompt, tokenize=False, add_generation_prompt=True)
+        return len(tokenizer.encode(str(text), add_special_tokens=False))
+
+    return length
 
 
 def inspect(path: str, *, show: int = 2) -> str:

@@ -1,0 +1,103 @@
+"""Recording: what is on disk when, and that no error of the writing thread is lost."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_async.messages import Trajectory
+from rl_async.trainer.algorithms.correction import Corrected
+from rl_async.trainer.batches.batch import Batch
+from rl_async.trainer.monitoring.evaluation import FinishedEvaluation
+from rl_async.trainer.monitoring.records import read_trajectories
+from rl_async.trainer.step import recorder as module
+from rl_async.trainer.step.recorder import IN_FLIGHT, Recorder
+from tests.conftest import make_rows
+
+
+def batch(step: int) -> Batch:
+    rows = make_rows(step, groups=1, samples=2)
+    return Batch(step, [row.header() for row in rows], [], {row.key: row for row in rows})
+
+
+def verdicts(made: Batch) -> Corrected:
+    shape = len(made.headers), max(h.tokens for h in made.headers) - 1
+    return Corrected(torch.ones(shape), torch.ones(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.uint8))
+
+
+def trained_steps(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "trained.jsonl").read_text().splitlines()]
+
+
+def test_trained_rows_are_on_disk_at_once_and_trajectories_after_a_flush(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 3, 1, is_recorder=True)
+    made = batch(0)
+    recorder.trained(made, verdicts(made))
+    assert trained_steps(tmp_path) == [0, 0]
+    recorder.flush()
+    rows = read_trajectories(tmp_path / "trajectories" / "step-000000-lineage3-rank1.jsonl.gz")
+    assert [row.key for row in rows] == sorted(made.rows)
+
+
+def test_a_rank_that_does_not_record_writes_nothing(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 0, 1, is_recorder=False)
+    made = batch(0)
+    recorder.trained(made, verdicts(made))
+    recorder.flush()
+    assert not list(tmp_path.iterdir())
+
+
+def test_training_does_not_wait_until_too_many_files_are_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, began, submitted = threading.Event(), threading.Event(), list[int]()
+
+    def write(path: Path, rows: list[Trajectory], explanations: object) -> None:
+        began.set()
+        assert may_write.wait(10)
+
+    monkeypatch.setattr(module, "write_trajectories", write)
+    recorder = Recorder(tmp_path, 0, 0, is_recorder=True)
+
+    def run() -> None:
+        for step in range(IN_FLIGHT + 1):
+            made = batch(step)
+            recorder.trained(made, verdicts(made))
+            submitted.append(step)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert began.wait(10)
+    thread.join(0.2)
+    assert thread.is_alive() and submitted == list(range(IN_FLIGHT))
+    may_write.set()
+    thread.join(10)
+    recorder.flush()
+    assert submitted == list(range(IN_FLIGHT + 1))
+
+
+@pytest.mark.parametrize("raises", ["next step", "flush"])
+def test_an_error_of_the_thread_is_raised_by_the_next_call(tmp_path: Path, raises: str) -> None:
+    (tmp_path / "trajectories").write_text("a file where the folder should be")
+    recorder = Recorder(tmp_path, 0, 0, is_recorder=True)
+    made = batch(0)
+    recorder.trained(made, verdicts(made))
+    with pytest.raises(FileExistsError):
+        if raises == "flush":
+            recorder.flush()
+        for _ in range(IN_FLIGHT):
+            recorder.trained(made, verdicts(made))
+
+
+def test_an_evaluation_is_recorded_with_its_rows(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 2, 0, is_recorder=True)
+    rows = make_rows(0, groups=1, samples=2)
+    recorder.evaluated(FinishedEvaluation(step=4, newest_step=4, reward=0.5, trajectories=2), rows)
+    recorder.flush()
+    assert [row.key for row in read_trajectories(tmp_path / "trajectories" / "eval-000004.jsonl.gz")] == [
+        row.key for row in rows
+    ]
+    (line,) = (tmp_path / "evaluations.jsonl").read_text().splitlines()
+    assert json.loads(line)["lineage"] == 2 and json.loads(line)["eval/reward"] == 0.5

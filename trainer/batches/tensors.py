@@ -1,0 +1,46 @@
+"""Rows of a micro-batch as the tensors that a model reads."""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_async.messages import Trajectory
+
+
+class Tensors(msgspec.Struct):
+    """A micro-batch, padded on the right. B rows, T = longest row; position t stands for token t+1.
+
+    There is no attention mask: padding stands behind every real token, where causal attention never looks.
+    """
+
+    tokens: Tensor  # int64 [B, T]
+    lengths: Tensor  # int64 [B] on the host, real tokens of each row
+    mask: Tensor  # bool [B, T-1], true where token t+1 is trained
+    temperature: Tensor  # float32 [B, 1, 1]
+
+
+def collate(rows: Sequence[Trajectory], *, device: str, mask: Tensor | None = None) -> Tensors:
+    """Pad rows to a micro-batch on ``device``. ``mask`` [B, T-1] has the tokens that train; None: all sampled ones."""
+    shape = len(rows), max(max(len(row.token_ids) for row in rows), 2)
+    tokens, sampled = np.zeros(shape, np.int64), np.zeros(shape, bool)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row.token_ids)], sampled[i, : len(row.token_ids)] = row.token_ids, row.loss_mask
+    return Tensors(
+        tokens=torch.from_numpy(tokens).to(device),
+        lengths=torch.tensor([len(row.token_ids) for row in rows]),
+        mask=(torch.from_numpy(sampled[:, 1:]) if mask is None else mask).to(device),
+        temperature=torch.tensor([row.sampling.temperature or 1.0 for row in rows], device=device)[:, None, None],
+    )
+
+
+def empty_tensors(device: str) -> Tensors:
+    """Make a micro-batch that trains nothing, for a rank that has to join a forward pass without rows."""
+    return Tensors(
+        tokens=torch.zeros((1, 2), dtype=torch.int64, device=device),
+        lengths=torch.tensor([2]),
+        mask=torch.zeros((1, 1), dtype=torch.bool, device=device),
+        temperature=torch.ones((1, 1, 1), device=device),
+    )

@@ -1,0 +1,65 @@
+"""Records what was trained and evaluated in the run folder, without holding up the loop."""
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from rl_async.messages import Trajectory
+from rl_async.trainer.algorithms.correction import Corrected
+from rl_async.trainer.batches.batch import Batch
+from rl_async.trainer.monitoring.evaluation import FinishedEvaluation
+from rl_async.trainer.monitoring.records import append_evaluation, append_trained, write_trajectories
+from rl_async.trainer.step.explanation import explain
+
+IN_FLIGHT = 2  # trajectory files that may wait to be written; a further one waits for the oldest
+
+
+class Recorder:
+    """Appends to ``trained.jsonl`` at once, and writes trajectories on a thread of its own.
+
+    ``trained.jsonl`` is on disk when ``trained`` returns, before the queue is told. Trajectory files follow: ``flush``
+    before a checkpoint and at the end, so that those of every step up to a checkpoint are there when it is durable.
+    A rank that is killed loses at most the files of the last IN_FLIGHT + 1 steps since, which a resumed run trains and
+    writes again. An error of the thread is raised by the next call.
+    """
+
+    def __init__(self, folder: Path, lineage: int, rank: int, *, is_recorder: bool) -> None:
+        self._folder, self._lineage, self._rank, self._is_recorder = folder, lineage, rank, is_recorder
+        self._writer = ThreadPoolExecutor(1, "recorder")  # its thread is joined when the process exits
+        self._in_flight: deque[Future[None]] = deque()
+
+    def trained(self, batch: Batch, corrected: Corrected) -> None:
+        """Record the rows that this rank trained, if it is the one of its data-parallel rank that records."""
+        if not self._is_recorder:
+            return
+        keys = sorted(batch.rows)
+        rows = [batch.rows[key] for key in keys]
+        places = {header.key: index for index, header in enumerate(batch.headers)}
+        name = f"step-{batch.step:06d}-lineage{self._lineage}-rank{self._rank}.jsonl.gz"
+
+        def write() -> None:
+            explanations = [explain(row, places[key], corrected) for key, row in zip(keys, rows, strict=True)]
+            write_trajectories(self._folder / "trajectories" / name, rows, explanations)
+
+        self._submit(write)
+        append_trained(self._folder / "trained.jsonl", self._lineage, batch.step, rows)
+
+    def evaluated(self, result: FinishedEvaluation, rows: list[Trajectory]) -> None:
+        """Record the trajectories of an evaluation beside those that were trained, then its result as one line."""
+
+        def write() -> None:
+            write_trajectories(self._folder / "trajectories" / f"eval-{result.step:06d}.jsonl.gz", rows)
+            append_evaluation(self._folder / "evaluations.jsonl", self._lineage, result.metrics())
+
+        self._submit(write)
+
+    def flush(self) -> None:
+        """Wait until everything is written."""
+        while self._in_flight:
+            self._in_flight.popleft().result()
+
+    def _submit(self, write: Callable[[], None]) -> None:
+        while self._in_flight and (len(self._in_flight) >= IN_FLIGHT or self._in_flight[0].done()):
+            self._in_flight.popleft().result()
+        self._in_flight.append(self._writer.submit(write))
