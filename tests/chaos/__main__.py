@@ -51,7 +51,7 @@ PHASES = {  # name: (path, the how-manieth in a sync, requests of it per sync, w
 SYNC_S = 40  # deadline of a whole sync
 RUN_S = 900
 AGREE = 1e-4  # largest difference of a log-probability, float32
-KEPT = re.compile(r"request \S+: \S+ after ([1-9]\d*) tokens")  # a worker's line on a request that lost its engine
+KEPT = re.compile(r"request \S+: .* after ([1-9]\d*) tokens")  # a worker's line on a request that lost its engine
 ONCE = ("init", "init, met")  # in the life of an engine, unless others die
 SMALL = [
     *(
