@@ -8,7 +8,7 @@ from pathlib import Path
 import uvloop
 
 from rl_async.agent_loop.chat_formats.render import load_renderer
-from rl_async.agent_loop.episodes.loops import EpisodeRunner
+from rl_async.agent_loop.episodes.runner import EpisodeRunner
 from rl_async.agent_loop.worker import AgentWorker
 from rl_async.configs.derived.samples import samples_per_group
 from rl_async.configs.load.loader import load_resolved

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Coroutine
 from typing import Any, Protocol
 
-from rl_async.agent_loop.episodes.loops import EpisodeRunner
+from rl_async.agent_loop.episodes.runner import EpisodeRunner
 from rl_async.errors import EpisodeTimeout, RlAsyncError
 from rl_async.messages import Done, Leased, LeasedGroup, Refused, Task, Trajectory
 

@@ -11,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 
-from rl_async.agent_loop.gateway.client import Episode, Gateway
+from rl_async.agent_loop.gateway.client import Gateway, RemoteEpisode
 from rl_async.agent_loop.tools.arithmetic import evaluate
 
 CLIENT = openai.OpenAI(base_url="none", api_key="none")  # shared: creating a client is slow
 
 
-def play(episode: Episode) -> str:
+def play(episode: RemoteEpisode) -> str:
     """Solve the task with a calculator in at most three turns; return the last answer."""
     client = CLIENT.with_options(base_url=episode.base_url)
     messages = list(episode.task["prompt"])

@@ -10,7 +10,7 @@ from rl_async.configs.schema.reward import RewardConfig
 from rl_async.messages import Task, Trajectory
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed, to_score
 from rl_async.reward_loop.limits import MINUTE_S, RateLimit
-from rl_async.reward_loop.pool import ProcessPool
+from rl_async.reward_loop.process_pool import ProcessPool
 from rl_async.reward_loop.scorers.judge import Judge
 from rl_async.reward_loop.scorers.model import RewardModel
 from rl_async.reward_loop.scorers.registry import ScorerSpec, describe, get_scorer

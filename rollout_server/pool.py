@@ -162,7 +162,7 @@ class EnginePool:
                     await self._read_answer(member, progress)
             except (EngineLost, TimeoutError) as error:
                 log.warning(
-                    "request %s: lost engine %s after %d tokens: %s",
+                    "request %s: %s was lost after %d tokens: %s",
                     request.request_id,
                     member.engine_id,
                     len(progress.done.token_ids),

@@ -22,9 +22,9 @@ from rl_async.trainer.algorithms.kl import KlController
 from rl_async.trainer.batches import sources
 from rl_async.trainer.checkpoints.folder import drop_unfinished, folder_of, load_checkpoint, newest_whole, read_state
 from rl_async.trainer.checkpoints.saver import Saver
-from rl_async.trainer.monitoring.depth import QueueDepth
 from rl_async.trainer.monitoring.evaluation import Evaluator
 from rl_async.trainer.monitoring.guard import Guard
+from rl_async.trainer.monitoring.queue_depth import QueueDepth
 from rl_async.trainer.monitoring.ranks import ranks_joined
 from rl_async.trainer.monitoring.records import next_lineage
 from rl_async.trainer.monitoring.stopping import StopRequest

@@ -1,22 +1,14 @@
-"""Finds tool calls in what the model wrote. The format is Hermes': JSON between ``<tool_call>`` tags, as Qwen uses."""
+"""The format of Hermes and Qwen: a JSON object {"name", "arguments"} between ``<tool_call>`` tags."""
 
 import re
-from typing import NamedTuple
 
 import msgspec
 
+from rl_async.agent_loop.chat_formats.format import ChatFormat, ParsedCall
+
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
-BAD_CALL = "error: bad call"
 
 _BODY = re.compile(rf"{re.escape(CALL_START)}(.*?)(?:{re.escape(CALL_END)}|(?={re.escape(CALL_START)})|\Z)", re.DOTALL)
-
-
-class ParsedCall(NamedTuple):
-    """One call as the model wrote it. ``arguments`` is None when the call is malformed; ``raw`` is its JSON text."""
-
-    name: str
-    arguments: dict[str, object] | None
-    raw: str
 
 
 class _Call(msgspec.Struct):
@@ -27,8 +19,8 @@ class _Call(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(_Call)
 
 
-def parse_hermes(text: str) -> list[ParsedCall]:
-    """All calls in ``text``, in order. A call without an end, or with a body that is not a call, is malformed."""
+def parse(text: str) -> list[ParsedCall]:
+    """Return all calls in ``text``, in order. One that is not closed, or whose body is not a call, is malformed."""
     if CALL_START not in text:
         return []
     return [_parse(match) for match in _BODY.finditer(text)]
@@ -43,3 +35,12 @@ def _parse(match: re.Match[str]) -> ParsedCall:
     except (msgspec.DecodeError, msgspec.ValidationError):
         return ParsedCall("", None, raw)
     return ParsedCall(call.name, call.arguments, raw)
+
+
+def render(name: str, arguments: str) -> str:
+    """Write a call; ``arguments`` is JSON text."""
+    body = f'{{"name": {msgspec.json.encode(name).decode()}, "arguments": {arguments}}}'
+    return f"{CALL_START}\n{body}\n{CALL_END}"
+
+
+HERMES = ChatFormat(parse, render, CALL_START)

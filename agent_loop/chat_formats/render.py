@@ -1,7 +1,7 @@
 """Chat messages to token ids, one turn at a time, so that what was sampled is never tokenised again.
 
-The prompt is rendered by the tokenizer's chat template. A tool result is rendered behind a made-up conversation, and
-the text that it adds is encoded on its own: the tokens sampled before it stay as they are.
+The prompt is rendered by the tokenizer's chat template. A tool result is rendered after a placeholder conversation, and
+only the text that it adds is encoded, so the tokens sampled before it stay as they are.
 """
 
 import functools
@@ -12,17 +12,22 @@ from typing import Any
 import msgspec
 from transformers import PreTrainedTokenizerFast
 
+from rl_async.agent_loop.chat_formats.format import ChatFormat
+from rl_async.agent_loop.chat_formats.registry import CHAT_FORMATS, DEFAULT
 from rl_async.errors import ConfigError
 
 Message = dict[str, Any]
 
-_MARK = "rendermark"
+_MARK = "rendermark"  # the assistant's text in the placeholder conversation
 
 
 class ChatRenderer:
     """Renders with one tokenizer. Raises ValueError for a template that alters an assistant's text."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, cache_size: int = 8192) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, *, format: ChatFormat = CHAT_FORMATS[DEFAULT], cache_size: int = 8192
+    ) -> None:
+        self.format = format
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         self._prompt = functools.lru_cache(cache_size)(self._render_prompt)
@@ -38,28 +43,28 @@ class ChatRenderer:
         self.stop_token_ids: list[int] = sorted({self.end_of_turn, tokenizer.eos_token_id or self.end_of_turn})
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text`` as it stands; no special tokens are added."""
+        """Encode ``text`` without adding special tokens."""
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ``token_ids``, special tokens included."""
+        """Decode ``token_ids``, keeping special tokens."""
         return self._backend.decode(token_ids, skip_special_tokens=False)
 
     def turn_text(self, token_ids: Sequence[int]) -> str:
-        """What an assistant's sampled tokens say, without the token that ended the turn."""
+        """Decode an assistant's sampled tokens, without the token that ended the turn."""
         ended = bool(token_ids) and token_ids[-1] in self.stop_token_ids
         return self.decode(token_ids[:-1] if ended else token_ids)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
-        """Token ids of the conversation so far with the opening of the assistant's turn. ``tools`` are schemas."""
+        """Encode the conversation so far and the opening of the assistant's turn. ``tools`` are JSON schemas."""
         return list(self._prompt(msgspec.json.encode((messages, tools))))
 
     def delta(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids that ``messages`` add behind a finished assistant turn, up to the next one's opening."""
+        """Encode what ``messages`` add after a finished assistant turn, up to the opening of the next one."""
         return list(self._delta(msgspec.json.encode(messages)))
 
     def clean(self, text: str, tokens: int) -> str:
-        """``text`` from outside: without special tokens, which could end the turn, and cut to ``tokens`` tokens."""
+        """Remove special tokens, which could end the turn, from a tool's text, and cut it to ``tokens`` tokens."""
         if self._special is not None:
             text = self._special.sub("", text)
         if len(text.encode(errors="replace")) <= tokens:  # no token is shorter than a byte
@@ -70,9 +75,9 @@ class ChatRenderer:
     def check(
         self, messages: Sequence[Message], token_ids: Sequence[int], tools: Sequence[dict[str, Any]] = ()
     ) -> int | None:
-        """Position of the first token that departs from the full chat template's text; None: they agree.
+        """Return the position of the first token that departs from the full chat template's text; None if all agree.
 
-        Text is compared, not ids: a model may spell the same text with other tokens than the tokenizer would.
+        Texts are compared rather than ids, because a model may spell a text with other tokens than the tokenizer does.
         """
         expected = self.decode(self.encode(self._render(messages, tools, generate=False)))
         actual = self.decode(token_ids)
@@ -89,9 +94,9 @@ class ChatRenderer:
         return low
 
     def demo_row(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """A demonstration as (token_ids, loss_mask), tokenised turn by turn as the loop would have it.
+        """Tokenise a demonstration turn by turn, as an episode would; return (token_ids, loss_mask).
 
-        The mask is true on the assistant's tokens and on the token that ends its turn.
+        The mask is true on the assistant's tokens and on the tokens that end its turns.
         """
         token_ids: list[int] = []
         mask: list[bool] = []
@@ -122,9 +127,9 @@ class ChatRenderer:
         return tuple(self.encode(text.removeprefix(self._end_text)))
 
     def _after_mark(self, messages: Sequence[Message], *, generate: bool = False) -> str:
-        """What the template prints behind an assistant's text when ``messages`` follow it."""
-        made_up = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
-        text = self._render([*made_up, *messages], (), generate=generate)
+        """Return what the template prints after an assistant's text when ``messages`` follow it."""
+        placeholder = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
+        text = self._render([*placeholder, *messages], (), generate=generate)
         _, mark, after = text.partition(_MARK)
         if not mark:
             raise ValueError("the chat template does not print the assistant's text")
@@ -132,7 +137,7 @@ class ChatRenderer:
 
 
 def load_renderer(model_path: str) -> ChatRenderer:
-    """Of the model's tokenizer. Raises ConfigError if it has none that can be used."""
+    """Make the renderer of a model folder. Raises ConfigError if its tokenizer or chat template cannot be used."""
     try:
         return ChatRenderer(PreTrainedTokenizerFast.from_pretrained(model_path))
     except (OSError, ValueError) as error:

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from rl_async.agent_loop.chat_formats.hermes import BAD_CALL, ParsedCall
+from rl_async.agent_loop.chat_formats.format import BAD_CALL, ParsedCall
 from rl_async.agent_loop.chat_formats.render import ChatRenderer, Message
 from rl_async.agent_loop.episodes.row_tokens import RowTokens
 from rl_async.agent_loop.tools.tool import Tool, ToolResult
@@ -58,6 +58,10 @@ class Episode:
     def text(self) -> str:
         """What the last turn says."""
         return self.turns[-1].text
+
+    def tool_calls(self) -> list[ParsedCall]:
+        """Parse the tool calls that the model wrote in the last turn."""
+        return self._renderer.format.parse(self.text)
 
     async def generate(self) -> str:
         """Let the model take a turn. Why it ended: ``stop``, ``length`` or ``abort``."""

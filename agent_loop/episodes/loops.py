@@ -4,23 +4,14 @@ A loop is ``async def loop(episode: Episode) -> str``. It drives the episode and
 ``length``, ``max_turns``, ``tool_calls`` or ``abort``. Users give their own as ``path.py:name``.
 """
 
-import contextlib
 import functools
 import inspect
 import logging
-import random
 from collections.abc import Awaitable, Callable
 from typing import cast
 
-from rl_async.agent_loop.chat_formats.hermes import parse_hermes
-from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.environments import EnvironmentFactory, get_environment
 from rl_async.agent_loop.episodes.episode import Episode
-from rl_async.agent_loop.tools.tool import get_tool
-from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
-from rl_async.messages import LeasedGroup, Trajectory
-from rl_async.rollout_server.api import Generator
 from rl_async.userload import is_user_reference, load_user_object
 
 log = logging.getLogger("rl_async.agent_loop")
@@ -39,7 +30,7 @@ async def tool_agent(episode: Episode) -> str:
         reason = await episode.generate()
         if reason != "stop":
             return reason
-        calls = parse_hermes(episode.text)
+        calls = episode.tool_calls()
         if not calls:
             return "stop"
         if not turns_left:
@@ -64,53 +55,3 @@ def get_loop(name: str) -> Loop:
     if name not in LOOPS:
         raise ConfigError(f"agent.loop: no loop {name!r}; built in: {', '.join(LOOPS)}; or path.py:name")
     return LOOPS[name]
-
-
-class EpisodeRunner:
-    """Runs episodes of one config. Raises ConfigError at once for loops, tools or environments that do not exist."""
-
-    def __init__(self, config: RunConfig, renderer: ChatRenderer, generator: Generator) -> None:
-        self._config, self._renderer, self._generator = config, renderer, generator
-        self._random = random.Random(config.seed)  # chooses which episodes are checked
-        get_loop(config.agent.loop)
-        for name in config.agent.tools:
-            get_tool(name)
-        environment = config.agent.environment
-        self._environment: EnvironmentFactory | None = get_environment(environment) if environment else None
-
-    async def run(self, group: LeasedGroup, sample: int) -> Trajectory:
-        """One episode, from the prompt to a trajectory without a reward.
-
-        Raises what the engines raise (EngineError), what a user's loop or environment raises, and ConfigError or
-        DataError when the task asks for what does not exist.
-        """
-        task = group.task
-        loop = get_loop(task.agent or self._config.agent.loop)
-        names = self._config.agent.tools if task.tools is None else task.tools
-        tools = [get_tool(name) for name in names]
-        async with contextlib.AsyncExitStack() as stack:
-            if self._environment is not None:
-                environment = await stack.enter_async_context(self._environment(task))
-                tools += environment.tools()
-            episode = Episode(
-                group,
-                sample,
-                config=self._config,
-                renderer=self._renderer,
-                generator=self._generator,
-                tools=tools,
-            )
-            reason = await loop(episode)
-        if self._random.random() < self._config.agent.check_rendering:
-            self._check(episode)
-        return episode.trajectory(reason)
-
-    def _check(self, episode: Episode) -> None:
-        at = episode.drift()
-        if at is not None:
-            log.warning(
-                "task %s: from token %d on, the turns as sampled differ from the chat template of the whole "
-                "conversation; the model is trained on what was sampled",
-                episode.task.task_id,
-                at,
-            )

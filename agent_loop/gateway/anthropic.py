@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from rl_async.agent_loop.gateway.chat import Call, ChatMessage, ChatRequest, Completion
+from rl_async.agent_loop.gateway.chat import ChatMessage, ChatRequest, Completion, FunctionCall
 from rl_async.agent_loop.gateway.openai import Limit, unsupported
 from rl_async.errors import RequestRefused
 
@@ -27,14 +27,14 @@ class Block(msgspec.Struct):
     content: "str | list[Block] | None" = None
 
 
-class MessageBody(msgspec.Struct):
+class AnthropicMessage(msgspec.Struct):
     """One message."""
 
     role: Literal["user", "assistant"]
     content: str | list[Block]
 
 
-class Tool(msgspec.Struct):
+class AnthropicTool(msgspec.Struct):
     """A tool of the client's."""
 
     name: str
@@ -45,11 +45,11 @@ class Tool(msgspec.Struct):
 class MessagesBody(msgspec.Struct):
     """The fields of a request that are used."""
 
-    messages: list[MessageBody]
+    messages: list[AnthropicMessage]
     max_tokens: Limit
     model: str = ""
     system: str | list[Block] | None = None
-    tools: list[Tool] | None = None
+    tools: list[AnthropicTool] | None = None
     tool_choice: Any = None
     temperature: float | None = None
     top_p: float | None = None
@@ -84,13 +84,15 @@ def read_request(body: bytes) -> ChatRequest:
     )
 
 
-def _messages(body: MessageBody) -> Iterator[ChatMessage]:
+def _messages(body: AnthropicMessage) -> Iterator[ChatMessage]:
     """One message as the templates know them: results of tools are messages of their own."""
     if isinstance(body.content, str):
         yield ChatMessage(body.role, body.content)
         return
     if body.role == "assistant":
-        calls = [Call(b.name, msgspec.json.encode(b.input).decode()) for b in body.content if b.type == "tool_use"]
+        calls = [
+            FunctionCall(b.name, msgspec.json.encode(b.input).decode()) for b in body.content if b.type == "tool_use"
+        ]
         yield ChatMessage(body.role, _text([b for b in body.content if b.type != "tool_use"]), tuple(calls))
         return
     for block in body.content:
@@ -109,7 +111,7 @@ def _text(content: str | list[Block] | None) -> str:
     return "".join(block.text for block in content)
 
 
-def _schema(tool: Tool) -> dict[str, Any]:
+def _schema(tool: AnthropicTool) -> dict[str, Any]:
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     return {"type": "function", "function": function}
 

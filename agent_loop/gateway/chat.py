@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rl_async.agent_loop.chat_formats.hermes import CALL_END, CALL_START, parse_hermes
+from rl_async.agent_loop.chat_formats.format import ChatFormat
 
 ASSISTANT = "assistant"
 
 
-class Call(msgspec.Struct, frozen=True):
+class FunctionCall(msgspec.Struct, frozen=True):
     """One call of a tool. ``arguments`` is JSON text."""
 
     name: str
@@ -23,7 +23,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
     role: str
     text: str
-    calls: tuple[Call, ...] = ()
+    calls: tuple[FunctionCall, ...] = ()
 
     def identity(self) -> bytes:
         """Equal for messages that are the same to the gateway: clients trim answers and write JSON anew."""
@@ -65,22 +65,19 @@ def history_keys(messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]
     return keys
 
 
-def read_answer(text: str, *, tools: bool) -> ChatMessage:
-    """A sampled answer with its calls, if there are tools and every call is well formed; else all of it is text."""
-    calls = parse_hermes(text) if tools else []
+def read_answer(text: str, chat_format: ChatFormat, *, tools: bool) -> ChatMessage:
+    """Split a sampled answer into text and calls. Without tools, or with a malformed call, all of it is text."""
+    calls = chat_format.parse(text) if tools else []
     if not calls or any(call.arguments is None for call in calls):
         return ChatMessage(ASSISTANT, text)
-    made = tuple(Call(call.name, msgspec.json.encode(call.arguments).decode()) for call in calls)
-    return ChatMessage(ASSISTANT, text.partition(CALL_START)[0].strip(), made)
+    made = tuple(FunctionCall(call.name, msgspec.json.encode(call.arguments).decode()) for call in calls)
+    return ChatMessage(ASSISTANT, text.partition(chat_format.call_start)[0].strip(), made)
 
 
-def answer_text(message: ChatMessage) -> str:
-    """An answer that nobody sampled here, in the form in which answers are read."""
-    parts = [message.text] if message.text else []
-    for call in message.calls:
-        body = f'{{"name": {msgspec.json.encode(call.name).decode()}, "arguments": {call.arguments}}}'
-        parts.append(f"{CALL_START}\n{body}\n{CALL_END}")
-    return "\n".join(parts)
+def answer_text(message: ChatMessage, chat_format: ChatFormat) -> str:
+    """Write an answer that was not sampled in this episode the way the model would have written it."""
+    calls = [chat_format.render(call.name, call.arguments) for call in message.calls]
+    return "\n".join([*filter(None, [message.text]), *calls])
 
 
 def _canonical(arguments: str) -> bytes:

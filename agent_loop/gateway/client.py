@@ -26,7 +26,7 @@ class GatewayError(RlAsyncError):
 
 
 @dataclass(frozen=True)
-class Episode:
+class RemoteEpisode:
     """One episode to play. ``task`` has prompt (chat messages), ground_truth, tools (schemas), partition and extra."""
 
     id: str
@@ -66,12 +66,12 @@ class Gateway:
         self._url, self._wait_s, self._start_s, self._gone_s = url.rstrip("/"), wait_s, start_s, gone_s
         self._answered = False
 
-    def episodes(self) -> Iterator[Episode]:
+    def episodes(self) -> Iterator[RemoteEpisode]:
         """Episodes to play, one after another, until the run is over. Call it once in each thread that plays."""
         while True:
             status, answer = self.post("/episodes", {"wait_s": self._wait_s})
             if status == 200:
-                yield Episode(answer["episode_id"], answer["base_url"], answer["task"], self)
+                yield RemoteEpisode(answer["episode_id"], answer["base_url"], answer["task"], self)
             elif status != 503:
                 raise GatewayError(f"{status}: {answer}")
             elif answer == FINISHED:

@@ -13,7 +13,7 @@ from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.episodes.episode import policy_sampling
 from rl_async.agent_loop.gateway.chat import ASSISTANT, ChatRequest, Completion, read_answer
 from rl_async.agent_loop.gateway.openai import unsupported
-from rl_async.agent_loop.gateway.recorder import Prompt, Recorder, cut_at_stop
+from rl_async.agent_loop.gateway.recorder import EpisodeRecorder, Prompt, cut_at_stop
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RequestRefused
 from rl_async.messages import LeasedGroup, Trajectory
@@ -42,7 +42,7 @@ class GatewayEpisode:
         self.began = time.monotonic()
         self._name = f"{group.group_id}.{sample}.{group.attempt}"
         self._renderer, self._generator, self._max_answers = renderer, generator, max_answers
-        self._recorder = Recorder(renderer)
+        self._recorder = EpisodeRecorder(renderer)
         self._sampling = policy_sampling(config, group.partition)
         self._usual = policy_sampling(config, "train")  # what a program may ask for in held-out episodes as well
         self._limit = min(config.agent.max_tokens, config.rollout.max_model_len)
@@ -70,7 +70,7 @@ class GatewayEpisode:
             raise RequestRefused("the episode ended before this answer came", code="episode_ended", status=404)
         sampled = len(result.token_ids)
         result, text = cut_at_stop(result, request.stops, self._renderer)
-        said = read_answer(text, tools=bool(request.tools))
+        said = read_answer(text, self._renderer.format, tools=bool(request.tools))
         self._recorder.record(prompt, result, said, seconds)
         self._answers += 1
         self._generate_s += seconds

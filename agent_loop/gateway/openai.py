@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from rl_async.agent_loop.gateway.chat import Call, ChatMessage, ChatRequest, Completion
+from rl_async.agent_loop.gateway.chat import ChatMessage, ChatRequest, Completion, FunctionCall
 from rl_async.errors import RequestRefused
 
 # Fields that change no token. A seed would make the members of a group alike, which then teach nothing.
@@ -54,7 +54,7 @@ class ToolCallBody(msgspec.Struct):
     function: Function
 
 
-class MessageBody(msgspec.Struct):
+class OpenAIMessage(msgspec.Struct):
     """One message; fields that no template prints are passed over."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -71,7 +71,7 @@ class StreamOptions(msgspec.Struct):
 class ChatBody(msgspec.Struct):
     """The fields of a request that are used."""
 
-    messages: list[MessageBody]
+    messages: list[OpenAIMessage]
     model: str = ""
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
@@ -122,9 +122,9 @@ def unsupported(name: str, value: Any) -> RequestRefused:
     )
 
 
-def _message(body: MessageBody) -> ChatMessage:
+def _message(body: OpenAIMessage) -> ChatMessage:
     role = "system" if body.role == "developer" else body.role
-    calls = [Call(call.function.name, call.function.arguments or "{}") for call in body.tool_calls or []]
+    calls = [FunctionCall(call.function.name, call.function.arguments or "{}") for call in body.tool_calls or []]
     return ChatMessage(role, _text(body.content), tuple(calls))
 
 

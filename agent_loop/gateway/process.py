@@ -9,8 +9,8 @@ import uvicorn
 import uvloop
 
 from rl_async.agent_loop.chat_formats.render import load_renderer
-from rl_async.agent_loop.gateway.episodes import Episodes
-from rl_async.agent_loop.gateway.server import Server
+from rl_async.agent_loop.gateway.open_episodes import OpenEpisodes
+from rl_async.agent_loop.gateway.server import GatewayServer
 from rl_async.agent_loop.process import cancel_on_signals
 from rl_async.configs.checks.gateway import gateway_problem
 from rl_async.configs.load.loader import load_resolved
@@ -45,9 +45,9 @@ async def run_gateway(
         client = QueueClient(queue_address, role="agent", name="gateway", keys=client_keys(config, folder))
         queue = await stack.enter_async_context(client)
         stack.push_async_callback(pool.close)
-        episodes = Episodes(config, renderer, pool, queue, rewards)
+        episodes = OpenEpisodes(config, renderer, pool, queue, rewards)
         settings = uvicorn.Config(
-            Server(config, episodes).app,
+            GatewayServer(config, episodes).app,
             log_level="warning",
             access_log=False,
             lifespan="off",

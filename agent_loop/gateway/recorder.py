@@ -22,7 +22,7 @@ from rl_async.rollout_server.api import GenerateResult
 
 
 @dataclass
-class Row:
+class Segment:
     """One segment of the episode."""
 
     tokens: RowTokens
@@ -30,10 +30,10 @@ class Row:
     finish_reason: str = ""
 
 
-class Answer(NamedTuple):
+class RecordedAnswer(NamedTuple):
     """Where a recorded answer ends: in which row, behind how many of its tokens and turns."""
 
-    row: Row
+    row: Segment
     tokens: int
     turns: int
 
@@ -48,19 +48,19 @@ class Prompt(NamedTuple):
 
     token_ids: list[int]
     turns: list[Turn]  # those that are new
-    continues: Answer | None
+    continues: RecordedAnswer | None
     messages: Sequence[ChatMessage]
     tools: Sequence[dict[str, Any]]
 
 
-class Recorder:
+class EpisodeRecorder:
     """The rows of one episode, in the order in which they began."""
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self._renderer = renderer
-        self.rows: list[Row] = []
+        self.rows: list[Segment] = []
         self.last = -1  # the row with the answer recorded last
-        self._answers: defaultdict[bytes, list[Answer]] = defaultdict(list)  # by the history that each ends
+        self._answers: defaultdict[bytes, list[RecordedAnswer]] = defaultdict(list)  # by the history that each ends
         self._texts: dict[bytes, str] = {}  # what was sampled, by the identity of the answer as it was given out
 
     def prompt(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> Prompt:
@@ -93,11 +93,13 @@ class Recorder:
         )
         row.finish_reason = result.finish_reason
         key = history_keys([*prompt.messages, said], prompt.tools)[-1]
-        self._answers[key].append(Answer(row, len(row.tokens), len(row.turns)))
+        self._answers[key].append(RecordedAnswer(row, len(row.tokens), len(row.turns)))
         self._texts[said.identity()] = text
         self.last = next(number for number, other in enumerate(self.rows) if other is row)
 
-    def _longest(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> tuple[int, Answer | None]:
+    def _longest(
+        self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]
+    ) -> tuple[int, RecordedAnswer | None]:
         """The longest part of the history that a recorded answer ends, in messages, and that answer.
 
         Of answers that say the same, one behind which nothing stands is preferred, so that no row is begun in vain.
@@ -108,7 +110,7 @@ class Recorder:
                 return size, next((answer for answer in reversed(found) if answer.newest), found[-1])
         return 0, None
 
-    def _row(self, prompt: Prompt) -> Row:
+    def _row(self, prompt: Prompt) -> Segment:
         """The row that goes on behind the prompt, with the prompt's tokens in it."""
         before = prompt.continues
         if before is not None and before.newest:
@@ -116,7 +118,7 @@ class Recorder:
             row.tokens.add(prompt.token_ids[before.tokens :])
         else:
             turns = before.row.turns[: before.turns] if before is not None else []
-            row = Row(RowTokens(prompt.token_ids), list(turns))
+            row = Segment(RowTokens(prompt.token_ids), list(turns))
             self.rows.append(row)
         row.turns += prompt.turns
         return row
@@ -125,7 +127,7 @@ class Recorder:
         """As chat templates take it. A tool's result could end its turn, or begin another, with special tokens."""
         text = message.text
         if message.role == ASSISTANT:
-            text = self._texts.get(message.identity()) or answer_text(message)
+            text = self._texts.get(message.identity()) or answer_text(message, self._renderer.format)
         elif message.role == "tool":
             text = self._renderer.clean(text, len(text.encode(errors="replace")))
         return {"role": message.role, "content": text}

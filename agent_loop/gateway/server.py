@@ -13,8 +13,8 @@ from starlette.routing import Route
 from rl_async.agent_loop.gateway import anthropic, openai
 from rl_async.agent_loop.gateway.chat import ChatRequest, Completion
 from rl_async.agent_loop.gateway.episode import task_view
-from rl_async.agent_loop.gateway.episodes import Ending, Episodes
-from rl_async.agent_loop.tools.tool import get_tool
+from rl_async.agent_loop.gateway.open_episodes import Ending, OpenEpisodes
+from rl_async.agent_loop.tools.registry import get_tool
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EngineLost, EngineRejected, QueueLost, RequestRefused
 
@@ -33,10 +33,10 @@ class ClientGone(Exception):
     """The client hung up; nobody reads the answer."""
 
 
-class Server:
+class GatewayServer:
     """Routes over the episodes. ``app`` is the ASGI application."""
 
-    def __init__(self, config: RunConfig, episodes: Episodes) -> None:
+    def __init__(self, config: RunConfig, episodes: OpenEpisodes) -> None:
         self._config, self._episodes = config, episodes
         one = "/episodes/{id}"
         routes: dict[str, tuple[Handler, Callable[[RequestRefused], dict[str, Any]]]] = {

@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import functools
 import inspect
 import logging
 from collections.abc import Callable
@@ -10,10 +9,8 @@ from typing import Any, NamedTuple, Self, get_type_hints
 
 import msgspec
 
-from rl_async.agent_loop.tools.arithmetic import evaluate
 from rl_async.errors import ConfigError
 from rl_async.threads import in_daemon_thread
-from rl_async.userload import is_user_reference, load_user_object
 
 log = logging.getLogger("rl_async.agent_loop")
 
@@ -114,26 +111,3 @@ def _schema(name: str, function: Callable[..., Any], arguments: type[msgspec.Str
     parameters = {key: parameters[key] for key in ("type", "properties", "required")}
     description = inspect.getdoc(function) or ""
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
-
-
-def calculator(expression: str) -> str:
-    """Evaluate whole-number arithmetic with + - * and parentheses."""
-    return str(evaluate(expression))
-
-
-BUILT_IN = {"calculator": Tool(calculator, quick=True)}
-
-
-@functools.cache
-def get_tool(name: str) -> Tool:
-    """A built-in tool, or the user's function ``path.py:name``. Raises ConfigError when there is none."""
-    if is_user_reference(name):
-        function = load_user_object(name, "agent.tools")
-        if isinstance(function, Tool):
-            return function
-        if not callable(function):
-            raise ConfigError(f"agent.tools: {name} is not a function")
-        return Tool(function)
-    if name not in BUILT_IN:
-        raise ConfigError(f"agent.tools: no tool {name!r}; built in: {', '.join(BUILT_IN)}; or path.py:function")
-    return BUILT_IN[name]

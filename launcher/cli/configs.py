@@ -61,7 +61,7 @@ def add_data_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def _make(arguments: argparse.Namespace) -> int:
-    from rl_async.agent_loop.data.tasks import PAIRS, make_data, make_pairs
+    from rl_async.agent_loop.data.toy_tasks import PAIRS, make_data, make_pairs
 
     pairs = arguments.name in PAIRS
     folder = arguments.out or Path("artifacts") / (PAIRS[arguments.name][0] if pairs else arguments.name)

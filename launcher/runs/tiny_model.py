@@ -13,7 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.data.tiny_tokenizer import read_demos, train_tokenizer
-from rl_async.agent_loop.episodes.loops import EpisodeRunner
+from rl_async.agent_loop.episodes.runner import EpisodeRunner
 from rl_async.configs.schema.finetune import WarmStartConfig
 from rl_async.configs.schema.run import EvalConfig, RunConfig
 from rl_async.errors import UserError

@@ -245,7 +245,7 @@ def test_interrupt_and_resume_everything(home: Path, start: Callable[..., Run]) 
 
 
 BROKEN_TOOL = """
-from rl_async.agent_loop.chat_formats.hermes import parse_hermes
+from rl_async.agent_loop.chat_formats.hermes import HERMES
 
 def broken(x: int) -> int:
     '''Fails.'''
@@ -255,7 +255,7 @@ async def calls_it(episode):
     reason = await episode.generate()
     if reason != "stop":
         return reason
-    calls = parse_hermes('<tool_call>{"name": "broken", "arguments": {"x": 1}}</tool_call>')
+    calls = HERMES.parse('<tool_call>{"name": "broken", "arguments": {"x": 1}}</tool_call>')
     if not episode.add(await episode.call(calls)):
         return "length"
     return await episode.generate()

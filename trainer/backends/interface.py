@@ -1,4 +1,4 @@
-"""What the trainer needs of a model that may be spread over ranks. ``fsdp2.py`` and ``megatron.py`` provide it."""
+"""What the trainer needs of a model that may be spread over ranks; ``fsdp2`` and ``megatron`` implement it."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,11 +18,11 @@ Published = Literal["merged", "base", "adapters"]
 
 
 class Outputs(msgspec.Struct, frozen=True):
-    """What one forward pass says about tokens 1..T-1 of a micro-batch, at the recorded temperature.
+    """Results of one forward pass for tokens 1..T-1 of a micro-batch, at the recorded temperature.
 
-    ``values`` comes from a value head (of a critic always, of a policy that shares its backbone when asked for),
-    everything else from a policy head; what was not asked for is None. Where a row has no token any more
-    (``Tensors.lengths``) the numbers are finite and mean nothing.
+    ``values`` comes from a value head (always for a critic, on request for a policy that shares its backbone with one),
+    everything else from a policy head; what was not requested is None. Beyond the end of a row (``Tensors.lengths``)
+    the numbers are finite and meaningless.
     """
 
     logprobs: Tensor | None = None  # [B, T-1] of the tokens that are there
@@ -33,7 +33,7 @@ class Outputs(msgspec.Struct, frozen=True):
 
 
 def policy_outputs(logits: Tensor, chosen: Tensor, requested: frozenset[OutputName]) -> Outputs:
-    """Outputs from logits [B, T, V] and the tokens that follow them, int64 [B, T]."""
+    """Compute outputs from logits [B, T, V] and the tokens that follow them, int64 [B, T]."""
     normaliser = logits.logsumexp(-1)
     logprobs = logits.gather(2, chosen[..., None]).squeeze(2) - normaliser
     if not requested:
@@ -59,11 +59,11 @@ class Backend(Protocol):
     """
 
     device: str
-    row_cost: RowCost  # what a row costs it
+    row_cost: RowCost  # how much work a row is
     data_parallel: DataParallel
 
     def forward(self, batch: Tensors, requested: frozenset[OutputName] = frozenset()) -> Outputs:
-        """Outputs without gradient."""
+        """Compute outputs of a micro-batch without gradient."""
         ...
 
     def step(
@@ -76,33 +76,38 @@ class Backend(Protocol):
         ...
 
     def sharded_weights(self, what: Published = "merged") -> ShardedWeights:
-        """Who holds what of the weights that engines get, under Hugging Face names, to travel in the model's dtype;
-        tied duplicates left out, and a value head, which no engine knows. Of what is published as it is held, no
-        copy is made. Of a backend that trains adapters: merged with them, without them, or they alone as
-        ``weight_sync/buckets/adapters.py`` names them, in float32."""
+        """Return this rank's shards of the weights that engines get, and the layout over all ranks.
+
+        Names are Hugging Face's; tied duplicates and a value head are left out. Weights are sent in the model's dtype,
+        without a copy if they are held as they are published. A backend that trains adapters gives the weights merged
+        with them, the base without them, or the adapters alone, in float32 and named as in
+        ``weight_sync/buckets/adapters.py``.
+        """
         ...
 
     def stage(self, folder: Path, group: dist.ProcessGroup | None) -> Callable[[], None]:
-        """Copy model and optimizer to the host; what is returned writes the copy into ``folder``, and may be called in
-        another thread while training goes on. It is a collective of ``group`` alone (None: of all ranks).
+        """Copy model and optimizer to the host and return a function that writes the copy into ``folder``.
 
-        It raises CheckpointFailed on all ranks if one of them could not write.
+        That function may run in another thread while training continues. It is a collective of ``group`` (None: of all
+        ranks) and raises CheckpointFailed on all ranks if one of them could not write.
         """
         ...
 
     def save(self, folder: Path) -> None:
-        """Write model and optimizer at once."""
+        """Write model and optimizer into ``folder`` and return when they are written."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Read what was written, on any number of ranks."""
+        """Read model and optimizer from ``folder``, which any number of ranks may have written."""
         ...
 
     def sleep(self) -> None:
-        """Give the device's memory back: that of the optimizer, and of the weights if the backend can. Until ``wake``
-        only ``stage``, ``save`` and ``export`` may be called."""
+        """Release device memory: the optimizer's, and the weights' if the backend can.
+
+        Until ``wake`` only ``stage``, ``save`` and ``sharded_weights`` may be called.
+        """
         ...
 
     def wake(self) -> None:
-        """Undo ``sleep``."""
+        """Move back to the device what ``sleep`` released."""
         ...

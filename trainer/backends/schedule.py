@@ -1,4 +1,4 @@
-"""Learning-rate schedules, pure."""
+"""Learning-rate schedules as pure functions of the optimizer step."""
 
 import math
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from rl_async.configs.schema.trainer import TrainerConfig
 
 
 def learning_rate_factor(config: TrainerConfig) -> Callable[[int], float]:
-    """Factor on the peak learning rate by optimizer step: linear warm-up, then constant, linear or cosine to 0."""
+    """Return the factor on the peak learning rate by optimizer step: warm-up, then constant, linear or cosine to 0."""
     total = config.steps * config.epochs * config.minibatches
 
     def factor(step: int) -> float:

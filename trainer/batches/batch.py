@@ -53,7 +53,7 @@ def take_batch(
     Reserves again if a payload shard was lost and rows with it. None if any rank was asked to stop.
     """
     while True:
-        reserved = source.reserve(step, lambda: stop.asked)
+        reserved = source.reserve(step, lambda: stop.requested)
         if stop.agreed() or reserved is None:
             return None
         headers = reserved.headers

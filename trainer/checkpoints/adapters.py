@@ -1,7 +1,7 @@
-"""Adapters on disk: PEFT's own files, what they belong to, and the model that both make together.
+"""Adapters on disk: PEFT's own files, a record of their base, and merging the two into a model.
 
 adapter/adapter_config.json, adapter_model.safetensors    as PEFT and vLLM read them
-adapter/base.json                                         the base's folder, and the digest of each weight file
+adapter/base.json                                         the base's folder and the digest of each of its weight files
 """
 
 import json
@@ -23,27 +23,29 @@ from rl_async.weight_sync.buckets.adapters import add
 
 ADAPTER_FOLDER = "adapter"
 CONFIG, TENSORS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
-OURS, PEFTS = "lm.", "base_model.model."  # before the names of the model's modules
+OURS, PEFTS = "lm.", "base_model.model."  # prefixes of the model's modules
 WEIGHT = ".weight"
 
 
 class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What adapters belong to: the folder of a model, and the digest of each of its weight files."""
+    """The base of adapters: a model's folder, and the digest of each of its weight files."""
 
     path: str
     files: dict[str, FileDigest]
 
 
 def base_of(path: str) -> Base:
-    """Read and sum up the weight files of ``path``. Raises UserError if there are none."""
+    """Describe the model in ``path``, reading its weight files. Raises UserError if there are none."""
     files = {file.name: digest(file) for file in sorted(Path(path).glob("*.safetensors"))}
     if not files:
-        raise UserError(f"trainer.lora: {path} has no *.safetensors, which merging adapters reads; save it as such")
+        raise UserError(
+            f"trainer.lora: {path} has no *.safetensors, which merging adapters needs; save the model in that format"
+        )
     return Base(str(Path(path).absolute()), files)
 
 
 def write_adapter(folder: Path, shards: Path, base: Base, config: LoraConfig, targets: list[str]) -> None:
-    """Put the adapters of ``shards`` together in ``folder``'s adapter folder. No collective."""
+    """Assemble the adapters of ``shards`` in ``folder``'s adapter folder, in PEFT's format. Not a collective."""
     target = folder / ADAPTER_FOLDER
     target.mkdir(exist_ok=True)
     write_whole(shards, target / TENSORS, _peft_name)
@@ -59,29 +61,31 @@ def write_adapter(folder: Path, shards: Path, base: Base, config: LoraConfig, ta
 
 
 def require_whole(folder: Path) -> None:
-    """Raise UserError if the checkpoint ``folder`` has adapters."""
+    """Raise UserError if the checkpoint ``folder`` holds adapters instead of whole weights."""
     if (folder / ADAPTER_FOLDER).is_dir():
-        raise UserError(f"{folder} has adapters alone; set trainer.lora as it was, or start from `rl-async export`")
+        raise UserError(
+            f"{folder} holds only adapters; set trainer.lora as in that run, or start from `rl-async export`'s model"
+        )
 
 
 def require_adapters(folder: Path, base: Base, config: LoraConfig, targets: list[str]) -> None:
-    """Raise UserError unless the checkpoint ``folder`` has adapters of this kind and this base."""
+    """Raise UserError unless the checkpoint ``folder`` holds adapters of this kind for this base."""
     file = folder / ADAPTER_FOLDER / BASE
     if not file.is_file():
-        raise UserError(f"{folder} has whole weights and no adapters; leave trainer.lora out, or start anew from it")
+        raise UserError(f"{folder} holds whole weights, not adapters; omit trainer.lora, or start a new run from it")
     if read_base(file).files != base.files:
         raise UserError(
-            f"{folder}: its adapters were trained on {read_base(file).path}, and {base.path} has other weights; set "
-            "model.path to what it was"
+            f"{folder}: its adapters were trained on {read_base(file).path}, but {base.path} has other weights; set "
+            "model.path as in that run"
         )
     described = json.loads((folder / ADAPTER_FOLDER / CONFIG).read_text())
     changed = [key for key, value in _kind(config, targets).items() if described[key] != value]
     if changed:
-        raise UserError(f"{folder}: its adapters have another {', '.join(changed)}; set trainer.lora to what it was")
+        raise UserError(f"{folder}: its adapters differ in {', '.join(changed)}; set trainer.lora as in that run")
 
 
 def read_base(file: Path) -> Base:
-    """Raises CheckpointDamaged for a file that is not one of ours."""
+    """Read ``base.json``. Raises CheckpointDamaged if it is malformed."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=Base)
     except msgspec.MsgspecError as error:
@@ -89,13 +93,13 @@ def read_base(file: Path) -> Base:
 
 
 def write_merged(adapter: Path, target: Path) -> None:
-    """Write the base's tensors under their names and in their dtype, adapters added, one at a time.
+    """Write the base's tensors with adapters added, under their names and in their dtype, one at a time.
 
-    Raises UserError if the base is no longer what the adapters were trained on.
+    Raises UserError if the base's weights have changed since the adapters were trained.
     """
     base = read_base(adapter / BASE)
     if base_of(base.path).files != base.files:
-        raise UserError(f"{base.path} has other weights now than those that the adapters in {adapter} were trained on")
+        raise UserError(f"{base.path} no longer has the weights on which the adapters in {adapter} were trained")
     described = json.loads((adapter / CONFIG).read_text())
     scale = LoraConfig(rank=described["r"], alpha=described["lora_alpha"]).scale
     parts = load_file(adapter / TENSORS)
@@ -108,7 +112,7 @@ def write_merged(adapter: Path, target: Path) -> None:
             sizes[name] = (piece.get_dtype(), piece.get_shape())
         unknown = [n for key in parts if (n := _module(key) + WEIGHT) not in where]
         if unknown:
-            raise UserError(f"{base.path} has no tensor {unknown[0]}, which an adapter in {adapter} changes")
+            raise UserError(f"{base.path} has no tensor {unknown[0]}, for which {adapter} has an adapter")
 
         def tensors() -> Iterator[Tensor]:
             for name, file in where.items():
@@ -121,17 +125,17 @@ def write_merged(adapter: Path, target: Path) -> None:
 
 
 def _kind(config: LoraConfig, targets: list[str]) -> dict[str, object]:
-    """What two adapters must have in common, under PEFT's names."""
+    """Return the settings that two sets of adapters must share to continue one another, under PEFT's names."""
     return {"r": config.rank, "lora_alpha": config.alpha, "target_modules": targets}
 
 
 def _module(key: str) -> str:
-    """The layer that a tensor of PEFT's file is for."""
+    """Return the layer to which a tensor of PEFT's file belongs."""
     return key.removeprefix(PEFTS).rpartition(".lora_")[0]
 
 
 def _peft_name(name: str) -> str | None:
-    """The name in PEFT's file of a tensor in our shards; None for one that is no adapter's."""
+    """Map a tensor's name in our shards to that in PEFT's file; None unless it belongs to an adapter."""
     if not name.endswith(NAMES):
         return None
     return PEFTS + name.removeprefix(OURS).replace(".default.weight", ".weight")

@@ -1,4 +1,4 @@
-"""Out of a checkpoint's shards into Hugging Face safetensors, as every other tool reads them."""
+"""Exports a checkpoint's shards as Hugging Face safetensors, which other tools read."""
 
 import shutil
 from pathlib import Path
@@ -11,16 +11,16 @@ from rl_async.trainer.checkpoints.shards import write_whole
 from rl_async.trainer.model.heads import MODEL_FOLDER, VALUE_HEAD_FILE
 
 SHARDS = "shards"
-WEIGHTS = "lm."  # before the names of the language model's parameters
-MOMENT = "|"  # between the name of a parameter and that of a tensor of AdamW
+WEIGHTS = "lm."  # prefix of the language model's parameters
+MOMENT = "|"  # separates the name of a parameter from that of a tensor of AdamW
 WHOLE = "model.safetensors"
 
 
 def write_model(folder: Path, target: Path | None = None) -> None:
-    """Put the language model's weights into the file ``target``, by default beside its config in ``folder``'s Hugging
-    Face folder. Of adapters, those merged into their base. No collective.
+    """Write the language model's weights to ``target``, by default beside the config in ``folder``'s Hugging Face
+    folder.
 
-    Raises UserError if the base is not what it was.
+    Adapters are merged into their base. Not a collective. Raises UserError if the base's weights have changed.
     """
     target = target or folder / MODEL_FOLDER / WHOLE
     if (folder / ADAPTER_FOLDER).is_dir():
@@ -34,10 +34,11 @@ def _hf_name(name: str) -> str | None:
 
 
 def export(run: Path, out: Path, step: int | None = None, part: str = ".") -> int:
-    """Write the Hugging Face folder ``out`` from the checkpoint of ``step``, by default the newest; returns the step.
+    """Write the Hugging Face folder ``out`` from the checkpoint of ``step``, by default the newest; return the step.
 
-    ``part`` is the model's folder within the checkpoint: ``.`` the policy, ``critic`` a critic with a model of its own,
-    whose value head comes along. Raises UserError if there is no such checkpoint, or it is damaged, or ``out`` exists.
+    ``part`` is the model's folder within the checkpoint: ``.`` for the policy, ``critic`` for a critic with a model of
+    its own, whose value head is copied too. Raises UserError if there is no such checkpoint, it is damaged, or ``out``
+    exists.
     """
     found = {int(path.name.rpartition("-")[2]): path for path in list_checkpoints(run / "checkpoints")}
     chosen = max(found, default=None) if step is None else step
@@ -50,7 +51,7 @@ def export(run: Path, out: Path, step: int | None = None, part: str = ".") -> in
     if not (folder / part / MODEL_FOLDER).is_dir():
         raise UserError(f"checkpoint {folder} has no model in {part}")
     if out.exists():
-        raise UserError(f"{out} exists; give a folder that does not")
+        raise UserError(f"{out} exists; name a folder that does not exist yet")
     with written_whole(out) as temporary:
         shutil.copytree(folder / part / MODEL_FOLDER, temporary)
         if not (temporary / WHOLE).is_file():

@@ -1,16 +1,17 @@
-"""Checkpoints on disk: a folder is whole or not there. ``step-000010`` holds the state after 10 completed steps.
+"""Checkpoints on disk. A folder exists only when it is complete; ``step-000010`` is the state after 10 steps.
 
-model/               Hugging Face folder (float32 master weights), usable by any other tool; without weights if
-                     trainer.checkpoint_hf is off, when ``rl-async export`` puts them together
-shards/              weights and optimizer, each rank's part in a safetensors file of its own
+model/               Hugging Face folder (float32 master weights), usable by any other tool; if
+                     trainer.checkpoint_hf is off it has no weights, and ``rl-async export`` assembles them
+shards/              weights and optimizer, one safetensors file per rank
 value_head.safetensors     of a critic, or of a policy that shares its backbone with one
-critic/              the same three of a critic with a model of its own
+critic/              the same three for a critic with a model of its own
 random-rankN.safetensors   torch's random state
 queue.msgpack        what the queue needs to admit unfinished work again
-state.json           step, lineage, the KL's coefficient and the format of all this
-manifest.json        sizes and checksums of all others
+state.json           step, lineage, KL coefficient and the format version
+manifest.json        sizes and checksums of all other files
 
-Format 1 had whole tensors in optimizer.safetensors and no manifest. It can still be gone on from, unverified.
+Format 1 had whole tensors in optimizer.safetensors and no manifest. Runs can still resume from it, without
+verification.
 """
 
 import logging
@@ -37,9 +38,9 @@ FORMAT = 2
 
 
 class CheckpointState(msgspec.Struct, frozen=True):
-    """``step`` completed steps, trained in ``lineage``; ``kl_coef`` is where the controller had got to.
+    """Contents of ``state.json``: ``step`` completed steps in ``lineage``, the KL controller's coefficient, the format.
 
-    ``format``: which files there are; without it, the first.
+    A file without ``format`` is of format 1.
     """
 
     step: int
@@ -49,10 +50,10 @@ class CheckpointState(msgspec.Struct, frozen=True):
 
 
 class CheckpointSchedule:
-    """When to write one. Every rank keeps its own and comes to the same answers, from the headers of whole batches.
+    """Decides when to write a checkpoint. Every rank has one and decides alike, from the headers of whole batches.
 
-    The queue holds the payloads of trained steps until a checkpoint makes going back to them pointless. Were they to
-    fill its budget, it would admit too few groups to keep the engines busy; so they may take half of it.
+    The queue holds the payloads of trained steps until a checkpoint covers them. If they filled its budget, it would
+    admit too few groups to keep the engines busy, so a checkpoint is due at half of ``queue.max_bytes``.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -61,7 +62,10 @@ class CheckpointSchedule:
         self._unsaved_bytes = 0
 
     def is_due(self, completed: int, batch_bytes: int) -> bool:
-        """Call once after each step; ``batch_bytes``: payloads of the batch it trained. True asks for a checkpoint."""
+        """Return whether to write a checkpoint; call it once after each step.
+
+        ``batch_bytes`` is the size of the payloads of the batch that the step trained.
+        """
         self._unsaved_bytes += batch_bytes
         planned = completed == self._steps or (self._every > 0 and completed % self._every == 0)
         full = self._unsaved_bytes >= self._most_bytes
@@ -69,7 +73,7 @@ class CheckpointSchedule:
             return False
         if not planned:
             log.warning(
-                "checkpoint after step %d, out of turn: the queue holds %d bytes trained since the last one, half of "
+                "unscheduled checkpoint after step %d: the queue holds %d bytes trained since the last one, half of "
                 "queue.max_bytes; raise that or lower trainer.checkpoint_every",
                 completed,
                 self._unsaved_bytes,
@@ -79,24 +83,24 @@ class CheckpointSchedule:
 
 
 def folder_of(root: Path, step: int) -> Path:
-    """The checkpoint of ``step``."""
+    """Return the path of the checkpoint of ``step``."""
     return root / f"{PREFIX}{step:06d}"
 
 
 def temporary_folder(root: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` is written before it gets its name."""
+    """Return the path at which the checkpoint of ``step`` is written before it gets its name."""
     return root / f".{PREFIX}{step:06d}{UNFINISHED}"
 
 
 def begin(temporary: Path, names: Iterable[str]) -> None:
-    """An empty folder with a folder for each model, without what a crash left of an earlier attempt."""
+    """Create the folder and one within it per model, deleting what a crash left of an earlier attempt."""
     shutil.rmtree(temporary, ignore_errors=True)
     for name in names:
         (temporary / name).mkdir(parents=True, exist_ok=True)
 
 
 def publish(temporary: Path, root: Path, step: int, keep: int) -> None:
-    """Give a folder whose files are on disk its name, and delete all but the newest ``keep``."""
+    """Rename a folder whose files are durable to its final name, and delete all but the newest ``keep``."""
     final = folder_of(root, step)
     for folder in (temporary, *(path for path in temporary.rglob("*") if path.is_dir())):
         force_to_disk(folder)
@@ -108,24 +112,26 @@ def publish(temporary: Path, root: Path, step: int, keep: int) -> None:
     force_to_disk(root)
     shutil.rmtree(replaced, ignore_errors=True)
     for old in list_checkpoints(root)[:-keep]:
-        shutil.rmtree(old.rename(root / f".{old.name}.old{UNFINISHED}"))  # a part of it must not be listed either
+        shutil.rmtree(
+            old.rename(root / f".{old.name}.old{UNFINISHED}")
+        )  # renamed first, so that a partly deleted one is not listed
 
 
 def drop_unfinished(root: Path) -> None:
-    """Delete what a crash left half written or half deleted."""
+    """Delete folders that a crash left partly written or partly deleted."""
     for path in root.glob(f".{PREFIX}*{UNFINISHED}"):
         shutil.rmtree(path)
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Checkpoints that were written to their end, oldest first."""
+    """List the complete checkpoints, oldest first."""
     return sorted(path for path in root.glob(f"{PREFIX}*") if (path / "state.json").is_file())
 
 
 def newest_whole(root: Path) -> Path | None:
-    """The newest checkpoint whose files are as they were written; None if none was ever written.
+    """Return the newest undamaged checkpoint; None if none was ever written.
 
-    Warns of each that is damaged, naming the file. Raises CheckpointDamaged if all are.
+    Logs a warning for each damaged one, naming the file. Raises CheckpointDamaged if all are damaged.
     """
     found = []
     for folder in reversed(list_checkpoints(root)):
@@ -133,16 +139,16 @@ def newest_whole(root: Path) -> Path | None:
         if wrong is None:
             return folder
         found.append(wrong)
-        log.warning("checkpoint %s is damaged, an older one is used: %s", folder.name, wrong)
+        log.warning("checkpoint %s is damaged, trying an older one: %s", folder.name, wrong)
     if found:
         raise CheckpointDamaged(
-            f"no checkpoint in {root} is as it was written: {'; '.join(found)}; restore one, or delete the run"
+            f"all checkpoints in {root} are damaged: {'; '.join(found)}; restore one, or delete the run"
         )
     return None
 
 
 def damage_of(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, naming the file; None if nothing is, or if it is of format 1, without sums."""
+    """Describe the damage of a checkpoint, naming the file; None if there is none, or if format 1 has no checksums."""
     try:
         state = read_state(folder)
     except msgspec.MsgspecError as error:
@@ -155,14 +161,14 @@ def damage_of(folder: Path) -> str | None:
 
 
 def read_state(folder: Path) -> CheckpointState:
-    """How far the checkpoint goes."""
+    """Read ``state.json`` of a checkpoint."""
     return msgspec.json.decode((folder / "state.json").read_bytes(), type=CheckpointState)
 
 
 def load_checkpoint(folder: Path, backends: Mapping[str, Backend]) -> tuple[CheckpointState, bytes]:
-    """Load models, optimizers and random state; returns the state and the queue's snapshot. A collective.
+    """Load models, optimizers and random state; return the state and the queue's snapshot. A collective.
 
-    The random state is restored only on as many ranks as wrote one.
+    The random state is restored only on ranks that have one in the checkpoint.
     """
     for name, backend in backends.items():
         backend.load(folder / name)

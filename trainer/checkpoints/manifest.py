@@ -1,7 +1,7 @@
-"""What makes a checkpoint whole: a manifest with the size and the checksum of every other file in it.
+"""The manifest of a checkpoint: size and checksum of every other file in it.
 
-The manifest is the last file written before the folder gets its name. It needs no checksum of its own: whatever is
-wrong with it does not agree with the files.
+It is the last file written before the folder gets its name. It needs no checksum of its own, since a damaged manifest
+does not match the files.
 """
 
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ BLOCK_BYTES = 2**22
 
 
 class FileDigest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of one file: its size in bytes and xxh3-128."""
+    """Size of a file in bytes and its xxh3-128 in hex."""
 
     bytes: int
     xxh3: str
 
 
 def digest(path: Path) -> FileDigest:
-    """Read the file and sum it up."""
+    """Return size and checksum of a file, read in blocks."""
     state, size = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
@@ -32,18 +32,18 @@ def digest(path: Path) -> FileDigest:
 
 
 def files_in(folder: Path) -> list[str]:
-    """Every file below ``folder`` but the manifest, in order."""
+    """List every file below ``folder`` except the manifest, as sorted relative paths."""
     paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return sorted(path for path in paths if path != MANIFEST)
 
 
 def write_manifest(folder: Path, digests: Mapping[str, FileDigest]) -> None:
-    """Write the digests of all files."""
+    """Write the manifest with the digests of all other files."""
     (folder / MANIFEST).write_bytes(msgspec.json.encode(dict(digests), order="sorted"))
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, naming the first such file; None if all files are as they were written."""
+    """Describe the first damaged file of a checkpoint; None if all files match the manifest."""
     path = folder / MANIFEST
     try:
         digests = msgspec.json.decode(path.read_bytes(), type=dict[str, FileDigest])
@@ -56,5 +56,5 @@ def damage(folder: Path) -> str | None:
         if size != written.bytes:
             return f"{folder / name} has {size} bytes instead of {written.bytes}"
         if digest(folder / name) != written:
-            return f"{folder / name} is not what was written: its checksum differs"
+            return f"{folder / name} has another checksum than the manifest"
     return None

@@ -1,9 +1,9 @@
-"""Writes checkpoints while training goes on: a copy on the host, files in the background, one rename at the end.
+"""Writes checkpoints while training goes on: copies to the host, writes files in the background, renames at the end.
 
-    training thread   copy ──────────────> next steps ...                          ──> durable(): the queue may forget
+    training thread   copy ──────────────> next steps ...                          ──> durable(): the queue can retire
     background        shards, files ──> digests ──> manifest ──> rename ──> retention ──┘
 
-Every rank has one ``Saver``; its background thread speaks to the others' through a process group of its own.
+Every rank has one ``Saver``; the background threads communicate through a process group of their own.
 """
 
 import logging
@@ -34,30 +34,31 @@ DIGESTS = ".digests-rank"
 class Saver:
     """Keeps the newest ``keep`` checkpoints in ``root``. All ranks call ``save`` and ``wait`` alike.
 
-    At most one checkpoint is being written; ``timeout_s`` is how long that may take. Making one is a collective.
+    One checkpoint is written at a time, within ``timeout_s``. The constructor is a collective.
     """
 
     def __init__(self, root: Path, keep: int, timeout_s: float) -> None:
         self._root, self._keep, self._timeout_s = root, keep, timeout_s
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._flight: Future[None] | None = None
-        self._step = -1  # of the newest checkpoint that was begun
+        self._step = -1  # of the newest checkpoint that was started
         self._durable: int | None = None
 
     @property
     def newest(self) -> int:
-        """Completed steps in the newest checkpoint, whether it is durable yet or not; -1 before the first."""
+        """Completed steps in the newest checkpoint, durable or not; -1 before the first."""
         return self._step
 
     def save(self, backends: Mapping[str, Backend], state: CheckpointState, snapshot: bytes) -> None:
-        """Copy what is to be saved and go on; ``backends`` is by folder within the checkpoint. A collective.
+        """Copy the state to save, and write it in the background. A collective.
 
-        Waits for the checkpoint before. Raises CheckpointFailed if that one, or the copy, came to nothing.
+        ``backends`` maps folders within the checkpoint to models. Waits for the previous checkpoint first. Raises
+        CheckpointFailed if that one, or the folder of this one, could not be written.
         """
         self.wait()
         temporary = temporary_folder(self._root, state.step)
         try:
-            self._together(lambda: begin(temporary, backends) if dist.get_rank() == 0 else None)
+            self._on_all_ranks(lambda: begin(temporary, backends) if dist.get_rank() == 0 else None)
         except CheckpointFailed as error:
             raise CheckpointFailed(f"step {state.step}: {error}") from error
         writers = [backend.stage(temporary / name, self._group) for name, backend in backends.items()]
@@ -66,23 +67,26 @@ class Saver:
         def write() -> None:
             began = time.monotonic()
             for writer in writers:
-                self._together(writer)
-            self._together(lambda: self._own_files(temporary, random, state, snapshot))
-            self._together(lambda: self._sum_up(temporary))
-            self._together(lambda: self._publish(temporary, state.step))
+                self._on_all_ranks(writer)
+            self._on_all_ranks(lambda: self._own_files(temporary, random, state, snapshot))
+            self._on_all_ranks(lambda: self._digest_files(temporary))
+            self._on_all_ranks(lambda: self._publish(temporary, state.step))
             log.info("checkpoint after step %d, written in %.1f s", state.step, time.monotonic() - began)
 
         self._step, self._flight = state.step, in_daemon_thread(write, "checkpoint")
 
     def durable(self) -> int | None:
-        """The step of a checkpoint that became durable since the last call. Raises CheckpointFailed if it did not."""
+        """Return the step of a checkpoint that became durable since the last call, or None.
+
+        Raises CheckpointFailed if writing it failed.
+        """
         if self._flight is not None and self._flight.done():
             self.wait()
         step, self._durable = self._durable, None
         return step
 
     def wait(self) -> None:
-        """Until the checkpoint that is being written is durable. Raises CheckpointFailed, also after ``timeout_s``."""
+        """Block until the checkpoint being written is durable. Raises CheckpointFailed, also after ``timeout_s``."""
         flight, self._flight = self._flight, None
         if flight is None:
             return
@@ -102,8 +106,8 @@ class Saver:
             (folder / "queue.msgpack").write_bytes(snapshot)
             (folder / "state.json").write_bytes(msgspec.json.encode(state))
 
-    def _sum_up(self, folder: Path) -> None:
-        """Every rank forces its part of the files to disk and sums them up; no rank reads all."""
+    def _digest_files(self, folder: Path) -> None:
+        """Force this rank's share of the files to disk and write their digests; no rank reads all files."""
         names = [name for name in files_in(folder) if DIGESTS not in name][dist.get_rank() :: dist.get_world_size()]
         for name in names:
             force_to_disk(folder / name)
@@ -120,16 +124,16 @@ class Saver:
         write_manifest(folder, digests)
         publish(folder, self._root, step, self._keep)
 
-    def _together(self, work: Callable[[], None]) -> None:
-        """Do the work on all ranks. Raises CheckpointFailed on all of them if one could not."""
+    def _on_all_ranks(self, work: Callable[[], None]) -> None:
+        """Do ``work`` on all ranks. Raises CheckpointFailed on all of them if it fails on one."""
         failure: OSError | SafetensorError | None = None
         try:
             work()
-        except (OSError, SafetensorError) as error:  # a full disk is either, by who was writing
+        except (OSError, SafetensorError) as error:  # a full disk raises either, depending on who was writing
             failure = error
         failed = torch.tensor([failure is not None], dtype=torch.int64)
         dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
         if failure is not None:
             raise CheckpointFailed(f"rank {dist.get_rank()}: {failure}") from failure
         if failed.item():
-            raise CheckpointFailed("another rank could not write; its log says why")
+            raise CheckpointFailed("another rank could not write its files; see that rank's log")

@@ -1,7 +1,7 @@
-"""Tensors of all ranks in one folder: every rank writes what it holds, and any number of ranks reads it.
+"""Stores tensors of all ranks in one folder: each rank writes what it holds, and any number of ranks can read it.
 
-torch.distributed.checkpoint (DCP) plans who writes and reads what. Its safetensors storage holds the bytes and says in
-each file's header which part of which tensor is there, so nothing is pickled on disk.
+torch.distributed.checkpoint (DCP) plans who writes and reads what. Its safetensors storage records in each file's
+header which part of which tensor the file has, so nothing is pickled.
 """
 
 import json
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from rl_async.errors import CheckpointDamaged, CheckpointFailed
 
-DTYPES = {  # as in a header
+DTYPES = {  # names as in a safetensors header
     torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -39,21 +39,21 @@ ON_HOST = StagingOptions(
 
 
 def host_copy(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's shards as they are now, in host memory of their own. No collective."""
+    """Copy this rank's shards to host memory. Not a collective."""
     copied = DefaultStager(ON_HOST).stage(dict(state))
     assert isinstance(copied, dict)
     return copied
 
 
 def write_shards(state: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Write every rank's shards. A collective of ``group``; all files are whole and on disk when it returns.
+    """Write every rank's shards. A collective of ``group``; all files are complete and durable when it returns.
 
     Raises CheckpointFailed on all ranks if one of them could not write.
     """
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         dcp.save(dict(state), storage_writer=writer, process_group=group)
-    except CheckpointException as error:  # no Exception, and its own text is a traceback
+    except CheckpointException as error:  # not an Exception subclass, and its own text is a traceback
         raise CheckpointFailed(_causes(error)) from error
 
 
@@ -69,14 +69,14 @@ def read_shards(state: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def stored(folder: Path) -> Metadata:
-    """What tensors are in ``folder``, and in which files. No collective."""
+    """Read which tensors are in ``folder``, and in which files. Not a collective."""
     return HuggingFaceStorageReader(str(folder)).read_metadata()
 
 
 def write_whole(folder: Path, target: Path, rename: Callable[[str], str | None]) -> None:
-    """Put the tensors of ``folder`` together into the safetensors file ``target``, one at a time.
+    """Assemble the tensors of ``folder`` into the safetensors file ``target``, one at a time.
 
-    ``rename`` gives each tensor its name there, or None to leave it out. No collective: any process may do it.
+    ``rename`` maps each tensor's name to its name there, or to None to omit it. Not a collective: one process does it.
     """
     found = stored(folder)
     names = {name: new for name in sorted(found.state_dict_metadata) if (new := rename(name)) is not None}
@@ -92,7 +92,7 @@ def write_whole(folder: Path, target: Path, rename: Callable[[str], str | None])
 
 
 def write_tensors(target: Path, sizes: Mapping[str, tuple[str, list[int]]], tensors: Iterable[Tensor]) -> None:
-    """Write a safetensors file one tensor at a time; ``sizes`` has dtype and shape of each, in the same order."""
+    """Write a safetensors file one tensor at a time; ``sizes`` has their dtypes and shapes, in the same order."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in sizes.items():
@@ -107,7 +107,7 @@ def write_tensors(target: Path, sizes: Mapping[str, tuple[str, list[int]]], tens
 
 
 def _whole(found: Metadata, name: str, parts: Sequence[tuple[Sequence[int], str]]) -> Tensor:
-    """One tensor, out of all files that hold a part of it: where the part begins, and the file."""
+    """Assemble one tensor from ``parts``: the offset of each part, and its file."""
     size = found.state_dict_metadata[name]
     assert isinstance(size, TensorStorageMetadata)
     whole = torch.empty(size.size, dtype=size.properties.dtype)

@@ -3,9 +3,9 @@
     rows ──> batch ──> ranks, micro-batches ──> Backend.step ──> [held-out loss] ──> [checkpoint] ──> metrics
 
 Consumes encoded conversations from the run folder. Produces weights (in checkpoints), ``metrics.jsonl`` and
-``evaluations.jsonl``. Waits only for the other ranks (deadline: trainer.collective_timeout_s). Asked to stop, it ends
-the step, saves and returns. What a step trains depends on the seed and its number alone, so a run that was killed
-goes on from its last checkpoint to the weights that it would have had.
+``evaluations.jsonl``. Waits only for the other ranks (deadline: trainer.collective_timeout_s). On a request to stop it
+ends the step, saves and returns. The rows of a step depend only on the seed and the step's number, so a run that was
+killed resumes from its last checkpoint and reaches the same weights as without the interruption.
 """
 
 import logging
@@ -38,8 +38,10 @@ log = logging.getLogger("rl_async.trainer")
 
 @dataclass
 class Finetuning:
-    """Everything the loop works with. ``config.trainer`` has the steps and the schedule. ``held_out`` may be empty;
-    tracking exists on rank 0 only."""
+    """Everything the loop works with; ``config.trainer`` has the steps and the schedule.
+
+    ``held_out`` may be empty. Only rank 0 has ``tracking``.
+    """
 
     config: RunConfig
     finetune: FinetuneConfig
@@ -54,12 +56,12 @@ class Finetuning:
     tracking: Tracking | None
 
     def at(self, step: int, phase: Phase) -> None:
-        """Say where this rank is."""
+        """Record this rank's position in its heartbeat, for ``rl-async doctor``."""
         beat(self.folder, dist.get_rank(), step, phase)
 
 
 def finetune(run: Finetuning) -> bool:
-    """Train from ``run.start_step`` to the last step. False: asked to stop, it saved and left early."""
+    """Train from ``run.start_step`` to the last step; return False if it was asked to stop and saved early."""
     config, steps = run.config, run.config.trainer.steps
     schedule, factor = CheckpointSchedule(config), learning_rate_factor(config.trainer)
     if run.start_step == 0:
@@ -94,7 +96,7 @@ def finetune(run: Finetuning) -> bool:
         }
         report(run, step, metrics)
         if stopping:
-            log.info("asked to stop: saved %d completed steps", completed)
+            log.info("stopping on request: saved %d completed steps", completed)
             break
     run.saver.wait()
     run.stop.wait_for_step(False)
@@ -105,13 +107,13 @@ def finetune(run: Finetuning) -> bool:
 
 
 def rows_of(run: Finetuning, step: int) -> list[int]:
-    """The conversations that all ranks together train in ``step``."""
+    """Return the conversations that all ranks together train in ``step``."""
     size, seed = run.finetune.batch_size, run.config.seed
     return batch_of(step, len(run.rows), size, seed=seed, shuffle=run.config.data.shuffle)
 
 
 def train_step(run: Finetuning, step: int, rows: Sequence[int]) -> tuple[float, float]:
-    """One optimizer step; its loss per learned token, over all ranks, and the gradient norm.
+    """Take one optimizer step; return its loss per learned token over all ranks, and the gradient norm.
 
     Raises TrainingDiverged, before any weight changes.
     """
@@ -131,13 +133,13 @@ def train_step(run: Finetuning, step: int, rows: Sequence[int]) -> tuple[float, 
 
 
 def negative_log_likelihood(outputs: Outputs, batch: Tensors) -> torch.Tensor:
-    """Sum over the learned tokens of a micro-batch [B, T-1] of -log p, a scalar."""
+    """Return the sum of -log p over the learned tokens of a micro-batch [B, T-1], a scalar."""
     assert outputs.logprobs is not None
     return -torch.where(batch.mask, outputs.logprobs, 0.0).sum()
 
 
 def evaluate(run: Finetuning, completed: int) -> dict[str, float]:
-    """Loss per learned token on the held-out conversations, which rank 0 writes down; empty if there are none."""
+    """Return the loss per learned token on held-out conversations, logged by rank 0; empty if there are none."""
     if not len(run.held_out):
         return {}
     sums = torch.zeros(2, dtype=torch.float64)
@@ -154,12 +156,15 @@ def evaluate(run: Finetuning, completed: int) -> dict[str, float]:
 
 
 def is_measured(config: FinetuneConfig, completed: int, steps: int) -> bool:
-    """Whether the held-out loss is due after ``completed`` steps."""
+    """Return whether the held-out loss is due after ``completed`` steps."""
     return completed == steps or (config.eval_every > 0 and completed % config.eval_every == 0)
 
 
 def micro_batches(run: Finetuning, data: ChatRows, rows: Sequence[int]) -> Iterator[Tensors]:
-    """This rank's, within the token budget; every rank gets as many, for each forward pass is a collective."""
+    """Yield this rank's micro-batches, within the token budget.
+
+    Every rank gets the same number, since each forward pass is a collective.
+    """
     data_parallel = run.policy.data_parallel
     (plan,) = layout(
         [data.size(row) for row in rows],
@@ -175,7 +180,7 @@ def micro_batches(run: Finetuning, data: ChatRows, rows: Sequence[int]) -> Itera
 
 
 def collate(rows: ChatRows, numbers: Sequence[int], device: str) -> Tensors:
-    """Pad rows to a micro-batch. ``mask`` is true where a token is learned."""
+    """Pad rows to a micro-batch; ``mask`` is true where a token is learned. There is no behaviour policy."""
     if not numbers:
         return empty_tensors(device)
     spans = [rows.span(number) for number in numbers]
@@ -193,7 +198,7 @@ def collate(rows: ChatRows, numbers: Sequence[int], device: str) -> Tensors:
 
 
 def checkpoint(run: Finetuning, completed: int) -> None:
-    """Begin to save. There is no queue whose state would belong to it."""
+    """Start writing a checkpoint, without a snapshot of a queue."""
     state = CheckpointState(step=completed, lineage=run.lineage, kl_coef=0.0, format=FORMAT)
     run.saver.save({".": run.policy}, state, b"")
     if not run.config.trainer.checkpoint_async:
@@ -201,7 +206,7 @@ def checkpoint(run: Finetuning, completed: int) -> None:
 
 
 def report(run: Finetuning, step: int, metrics: dict[str, float]) -> None:
-    """Log one step."""
+    """Send the metrics of one step to the trackers, on rank 0."""
     run.at(step, "reporting")
     if run.tracking:
         head = {"step": step, "lineage": run.lineage, "time": time.time()}

@@ -1,4 +1,4 @@
-"""Held-out evaluation while training goes on: asked for after a step, collected when it is done."""
+"""Evaluates on held-out tasks while training goes on: requested after a step, collected when complete."""
 
 import logging
 import time
@@ -22,23 +22,24 @@ class EvalVerbs(Protocol):
 
 
 class FinishedEvaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished evaluation, as it stands in ``evaluations.jsonl``."""
+    """Result of an evaluation, one line of ``evaluations.jsonl``."""
 
-    step: int  # of the version that was published when it was asked for: no token is older
-    newest_step: int  # of the newest version that sampled a token; later than ``step`` if training went on meanwhile
+    step: int  # of the version published when it was requested: no token is older
+    newest_step: int  # of the newest version that sampled a token; above ``step`` if training went on meanwhile
     reward: float  # mean over episodes
-    trajectories: int  # episodes, each of one row or several
+    trajectories: int  # number of episodes, each of one or several rows
 
     def metrics(self) -> dict[str, float]:
-        """As ``eval/...``."""
+        """Return the result as metrics ``eval/...``."""
         return {f"eval/{name}": float(value) for name, value in msgspec.structs.asdict(self).items()}
 
 
 class Evaluator:
-    """Asks the queue to sample the held-out tasks (partition ``eval``) and reports their mean reward.
+    """Has the queue sample the held-out tasks (partition ``eval``) and reports their mean reward.
 
-    An evaluation is named by the step of the published version. One runs at a time; one that falls due while another
-    runs, or whose version was evaluated before, is skipped, except the last. ``record`` keeps each result.
+    An evaluation is identified by the step of the published version. One runs at a time. An evaluation that is due
+    while another runs, or whose version was evaluated before, is skipped, except the last. ``record`` stores each
+    result.
     """
 
     def __init__(
@@ -46,12 +47,13 @@ class Evaluator:
     ) -> None:
         self._queue, self._every, self._record = queue, every, record
         self._running: int | None = None
-        self._newest = -1  # asked for last
+        self._newest = -1  # requested last
 
     def after_step(self, completed: int, published: int) -> FinishedEvaluation | None:
-        """Call after each step with the number of completed steps and the step of the version that engines serve.
+        """Start an evaluation if one is due; call it after each step.
 
-        Returns the result of an evaluation that is done.
+        ``completed`` counts steps, ``published`` is the step of the version that engines serve. Returns the result of
+        an evaluation that is complete.
         """
         result = self._collect(0.0)
         if self._every and completed % self._every == 0 and self._running is None and self._newest != published:
@@ -59,7 +61,7 @@ class Evaluator:
         return result
 
     def finish(self, published: int, timeout_s: float) -> list[FinishedEvaluation]:
-        """Wait for the evaluation that runs, and evaluate the final weights. Raises RlAsyncError after ``timeout_s``.
+        """Wait for a running evaluation, then evaluate the final weights. Raises RlAsyncError after ``timeout_s``.
 
         Returns the results that ``after_step`` has not returned, oldest first.
         """
@@ -79,7 +81,9 @@ class Evaluator:
         while self._running is not None:
             result = self._collect(1.0)
             if self._running is not None and time.monotonic() > deadline:
-                raise RlAsyncError(f"the evaluation of version step {self._running} did not finish in time")
+                raise RlAsyncError(
+                    f"evaluation of version step {self._running} did not finish within trainer.batch_timeout_s"
+                )
         return result
 
     def _collect(self, wait_s: float) -> FinishedEvaluation | None:

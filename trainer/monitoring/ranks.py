@@ -1,4 +1,4 @@
-"""What every rank does first and last: join the process group, and name the ranks that failed it."""
+"""Joins the trainer's process group at a rank's start, and names the ranks that were lost when it fails."""
 
 import os
 import random
@@ -17,9 +17,9 @@ from rl_async.process.heartbeat import who_is_missing
 
 @contextmanager
 def ranks_joined(config: RunConfig, folder: Path) -> Iterator[tuple[str, dist.Store]]:
-    """Be a member of the trainer's process group inside the block; yields this rank's device and the ranks' store.
+    """Belong to the trainer's process group inside the block; yields this rank's device and the ranks' store.
 
-    Raises RanksLost, naming the ranks that did not arrive, when a collective of the block fails.
+    Raises RanksLost, naming the ranks that did not arrive, if a collective in the block fails.
     """
     try:
         device, store = start_process_group(config)
@@ -32,25 +32,25 @@ def ranks_joined(config: RunConfig, folder: Path) -> Iterator[tuple[str, dist.St
             raise
         rank = os.environ.get("RANK", "0")
         missing = who_is_missing(folder, int(rank), int(os.environ.get("WORLD_SIZE", "1")))
-        hint = "one died, or hung for trainer.collective_timeout_s"
+        hint = "one died, or did not answer within trainer.collective_timeout_s"
         raise RanksLost(f"rank {rank} lost the other ranks ({hint}): {missing}: {error}") from error
 
 
 def is_collective_failure(error: RuntimeError) -> bool:
-    """Whether the error is of a collective among ranks: gloo raises plain RuntimeErrors that only their text tells."""
+    """Return whether a collective raised the error; gloo raises plain RuntimeErrors, known only by their text."""
     return isinstance(error, dist.DistError) or "gloo" in str(error) or "pair closure" in str(error)
 
 
 def start_process_group(config: RunConfig) -> tuple[str, dist.Store]:
-    """Join the trainer's process group and seed this rank. Returns the device of this rank, and the ranks' store."""
+    """Join the trainer's process group and seed this rank; return this rank's device and the ranks' store."""
     torch.set_num_threads(config.launcher.threads)
     cuda = config.model.device == "cuda" or (config.model.device == "auto" and torch.cuda.is_available())
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.setdefault(key, value)
-    backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"  # counts and flags are reduced on the host
+    backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"  # counts and flags are reduced on the host with gloo
     timeout = timedelta(seconds=config.trainer.collective_timeout_s)
     store, rank, ranks = dist.HashStore(), 0, 1
-    if "MASTER_PORT" in os.environ:  # else a single rank started by hand
+    if "MASTER_PORT" in os.environ:  # without it this is a single rank started by hand
         store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
     dist.init_process_group(backends, store=store, rank=rank, world_size=ranks, timeout=timeout)
     random.seed(config.seed + rank)
@@ -59,5 +59,5 @@ def start_process_group(config: RunConfig) -> tuple[str, dist.Store]:
         return "cpu", store
     local = rank % torch.cuda.device_count()
     torch.cuda.set_device(local)
-    dist.all_reduce(torch.zeros(1, device="cuda"))  # NCCL wants all ranks in the first exchange of a group
+    dist.all_reduce(torch.zeros(1, device="cuda"))  # NCCL needs all ranks in the first exchange of a group
     return f"cuda:{local}", store

@@ -1,4 +1,4 @@
-"""What the trainer writes: ``trained.jsonl``, ``evaluations.jsonl``, ``trajectories/``, and the lineage counter."""
+"""Files the trainer writes: ``trained.jsonl``, ``evaluations.jsonl``, ``trajectories/`` and the lineage counter."""
 
 import gzip
 import os
@@ -15,7 +15,7 @@ from rl_async.messages import Explanation, Trajectory
 
 
 class TrainedRow(msgspec.Struct, frozen=True):
-    """One trained row, as it stands in ``trained.jsonl``."""
+    """One trained row, one line of ``trained.jsonl``."""
 
     lineage: int
     step: int
@@ -47,7 +47,7 @@ def append_trained(path: Path, lineage: int, step: int, rows: Iterable[Trajector
 
 
 def append_evaluation(path: Path, lineage: int, metrics: Mapping[str, float]) -> None:
-    """Append the result of one evaluation."""
+    """Append the result of one evaluation to ``path``, one JSON object with its lineage and time."""
     with append_lines(path) as file:
         file.write(msgspec.json.encode({"lineage": lineage, "time": time.time(), **metrics}) + b"\n")
 
@@ -57,7 +57,7 @@ def write_trajectories(
 ) -> None:
     """Write rows as compressed JSON lines, atomically. Floats keep every bit.
 
-    ``explanations``, one per row, are added as ``correction``; who reads trajectories passes over it.
+    ``explanations``, one per row, are added as ``correction``, which readers of trajectories skip.
     Read them with ``import gzip, json`` and ``rows = [json.loads(line) for line in gzip.open(path, "rt")]``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def write_trajectories(
 
 
 def read_trajectories(path: Path) -> list[Trajectory]:
-    """The inverse of ``write_trajectories``."""
+    """Read the rows of a file that ``write_trajectories`` wrote, without the explanations."""
     with gzip.open(path, "rb") as file:
         rows = [msgspec.json.decode(line, type=Trajectory, dec_hook=_list_to_array) for line in file]
     for row in rows:
@@ -88,14 +88,15 @@ def _array_to_list(value: Any) -> Any:
 
 def _list_to_array(kind: type, value: Any) -> Any:
     if kind is np.ndarray:
-        return np.asarray(value, dtype=np.float64)  # exact for int32, bool and float32; narrowed by the reader
+        return np.asarray(value, dtype=np.float64)  # exact for int32, bool and float32, to which the caller narrows it
     raise NotImplementedError(f"cannot decode {kind}")
 
 
 def next_lineage(run: Path, resuming: bool) -> int:
-    """The lineage of this trainer process: 0 for a new run, one more than ever before after each resume.
+    """Return the lineage of this trainer process: 0 for a new run, one more than the last after each resume.
 
-    Kept in ``lineage`` in the run folder, not in the checkpoint: two crashes after one checkpoint are two lineages.
+    It is kept in the file ``lineage`` of the run folder, not in the checkpoint: two crashes after one checkpoint make
+    two lineages.
     """
     path = run / "lineage"
     lineage = int(path.read_text()) + 1 if resuming and path.exists() else 0

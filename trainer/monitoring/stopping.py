@@ -1,4 +1,4 @@
-"""A request to end early: SIGTERM or Ctrl-C. Between two steps all ranks agree on it, save, and end with code 0."""
+"""Requests to end early, by SIGTERM or Ctrl-C. Between two steps all ranks agree on one, save, and exit with 0."""
 
 import signal
 import sys
@@ -9,28 +9,28 @@ import torch.distributed as dist
 
 
 class StopRequest:
-    """Heard at once while there is nothing to save, and at the end of the step while there is; a second one at once."""
+    """Ends the process at once while there is nothing to save, else at the end of the step; a second signal at once."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         self._training = False
 
     def listen(self) -> None:
-        """Take over SIGTERM and SIGINT, from the main thread."""
+        """Install the handlers of SIGTERM and SIGINT; call it in the main thread."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
     def wait_for_step(self, training: bool) -> None:
-        """From now on a request waits for the end of the step, or does not."""
+        """Choose whether a request waits for the end of the step from now on."""
         self._training = training
 
     def agreed(self) -> bool:
-        """Whether any rank was asked. A collective, and a barrier."""
-        asked = torch.tensor([self.asked], dtype=torch.int64)
-        dist.all_reduce(asked, dist.ReduceOp.MAX)
-        return bool(asked.item())
+        """Return whether any rank received a request. A collective, and a barrier."""
+        requested = torch.tensor([self.requested], dtype=torch.int64)
+        dist.all_reduce(requested, dist.ReduceOp.MAX)
+        return bool(requested.item())
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.asked or not self._training:
+        if self.requested or not self._training:
             sys.exit(0)
-        self.asked = True
+        self.requested = True

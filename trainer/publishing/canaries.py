@@ -1,4 +1,4 @@
-"""Short samples from every engine, drawn after a publication while the trainer waits for its next batch."""
+"""Draws short samples from every engine after a publication, while the trainer waits for its next batch."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ import numpy as np
 
 from rl_async.errors import EngineError
 from rl_async.messages import EngineList, EngineRecord, Sampling, Version
-from rl_async.rollout_server.api import GenerateRequest, GenerateResult
+from rl_async.rollout_server.api import GenerateRequest, Generator
 from rl_async.threads import in_daemon_thread
 
 PROMPT_TOKENS = 8
@@ -19,16 +19,15 @@ PROMPT_TOKENS = 8
 log = logging.getLogger("rl_async.mismatch")
 
 
-class Engine(Protocol):
-    """What is needed of an engine client."""
+class CanaryEngine(Generator, Protocol):
+    """An engine client as canaries need it: it generates, and can be closed."""
 
-    async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult: ...
     async def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Canary:
-    """What one engine sampled: ``logprobs`` are those of the last ``len(logprobs)`` of ``token_ids``."""
+    """A sample of one engine: ``logprobs`` belong to the last ``len(logprobs)`` tokens of ``token_ids``."""
 
     engine_id: str
     token_ids: list[int]
@@ -36,12 +35,12 @@ class Canary:
 
 
 class Canaries:
-    """Asks every engine of ``directory()`` for ``tokens`` tokens after a prompt of random ones below ``vocabulary``."""
+    """Has each engine of ``directory()`` sample ``tokens`` tokens after a random prompt of ids below ``vocabulary``."""
 
     def __init__(
         self,
         directory: Callable[[], EngineList],
-        connect: Callable[[EngineRecord], Engine],
+        connect: Callable[[EngineRecord], CanaryEngine],
         *,
         vocabulary: int,
         tokens: int,
@@ -50,26 +49,26 @@ class Canaries:
     ) -> None:
         self._directory, self._connect, self._vocabulary = directory, connect, vocabulary
         self._tokens, self._sampling, self._timeout_s = tokens, Sampling(temperature=temperature), timeout_s
-        self._asked: Future[list[Canary]] | None = None
-        self.asked = 0  # engines, by the latest ``send``
+        self._pending: Future[list[Canary]] | None = None
+        self.requested = 0  # engines that the latest ``send`` addressed
 
     def send(self, version: Version) -> None:
-        """Ask the engines that serve exactly this version, in a thread of its own. Raises QueueLost."""
+        """Start sampling, in a thread, on the engines that serve exactly this version. Raises QueueLost."""
         engines = [record for record in self._directory().engines if record.version == version]
-        self.asked = len(engines)
-        self._asked = in_daemon_thread(lambda: asyncio.run(self._ask_all(engines, version)), "canaries")
+        self.requested = len(engines)
+        self._pending = in_daemon_thread(lambda: asyncio.run(self._sample_all(engines, version)), "canaries")
 
     def collect(self) -> list[Canary]:
-        """Of the engines that answered since ``send``; none if nobody was asked. Waits until the deadline."""
-        asked, self._asked = self._asked, None
-        return asked.result() if asked is not None else []
+        """Return the samples since ``send``, none without one. Blocks until all engines answered or timed out."""
+        pending, self._pending = self._pending, None
+        return pending.result() if pending is not None else []
 
-    async def _ask_all(self, engines: Sequence[EngineRecord], version: Version) -> list[Canary]:
-        answers = await asyncio.gather(*(self._ask(record, version) for record in engines))
+    async def _sample_all(self, engines: Sequence[EngineRecord], version: Version) -> list[Canary]:
+        answers = await asyncio.gather(*(self._sample(record, version) for record in engines))
         return [canary for canary in answers if canary is not None]
 
-    async def _ask(self, record: EngineRecord, version: Version) -> Canary | None:
-        """None for an engine that is lost or busy beyond the deadline: that is noticed elsewhere."""
+    async def _sample(self, record: EngineRecord, version: Version) -> Canary | None:
+        """Return None for an engine that is lost or busy beyond the deadline, which others notice."""
         prompt = np.random.default_rng([version.lineage, version.step]).integers(0, self._vocabulary, PROMPT_TOKENS)
         request = GenerateRequest(
             request_id=f"canary-{version}",
@@ -84,10 +83,10 @@ class Canaries:
             async with asyncio.timeout(self._timeout_s):
                 got = await engine.generate(request, session="")
         except (EngineError, TimeoutError) as error:
-            log.warning("%s sampled no tokens to compare: %s", record.engine_id, error or type(error).__name__)
+            log.warning("engine %s returned no tokens to compare: %s", record.engine_id, error or type(error).__name__)
             return None
         finally:
             await engine.close()
-        if not got.token_ids:  # given up at once
+        if not got.token_ids:  # aborted before its first token
             return None
         return Canary(record.engine_id, request.token_ids + got.token_ids, got.logprobs)

@@ -1,11 +1,10 @@
-"""Do engines sample from the weights that they were given? Asked of every engine after every few publications.
+"""Checks, every few publications, that engines sample from the weights that they were given.
 
-    publish(v) ──> every engine samples a few tokens, while the batch of the next step comes in
+    publish(v) ──> every engine samples a few tokens while the trainer waits for its next batch
     before_train ──> the trainer, whose weights are still v, computes the same log-probabilities ──> warn, stop, resync
 
-When they share devices, the engines have answered and sleep by then, and the trainer has its device.
-
-Versions and checksums tell what an engine received; only its log-probabilities tell what it computes with.
+On shared devices the engines have answered and sleep by then, and the trainer has its device. Versions and checksums
+prove what an engine received; only its log-probabilities prove what it computes with.
 """
 
 import logging
@@ -29,14 +28,14 @@ log = logging.getLogger("rl_async.mismatch")
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Of all engines: d = log pi(trainer) - log mu(engine) over the canaries' tokens."""
+    """Statistics of d = log pi(trainer) - log mu(engine) over the canaries' tokens of all engines."""
 
-    means: list[float]  # of |d|, per engine
-    largest: float  # |d|
+    means: list[float]  # mean of |d| per engine
+    largest: float  # largest |d|
     kl: float  # mean of exp(d) - 1 - d, an estimate of KL(mu || pi) (k3)
 
     def metrics(self) -> dict[str, float]:
-        """For the step's line."""
+        """Return the metrics ``mismatch/...`` of a step."""
         return {
             "mismatch/mean": sum(self.means) / len(self.means),
             "mismatch/worst_engine_mean": max(self.means),
@@ -46,24 +45,24 @@ class Mismatch:
 
 
 class WatchedPublisher:
-    """A publisher that compares. All ranks call it alike; only rank 0 has ``canaries``."""
+    """A publisher that compares log-probabilities. All ranks call it alike; only rank 0 has ``canaries``."""
 
     def __init__(
         self, publisher: Publisher, canaries: Canaries | None, config: MismatchConfig, temperature: float
     ) -> None:
         self._publisher, self._canaries, self._config, self._temperature = publisher, canaries, config, temperature
-        self._published: tuple[Version, Backend] | None = None  # until it was compared
-        self._found: dict[str, float] = {}
+        self._published: tuple[Version, Backend] | None = None  # to be compared in the next step
+        self._metrics: dict[str, float] = {}  # of the last comparison
         self._publications = 0
         self._resynced = False
 
     def before_train(self) -> None:
-        """Compare, while the weights are those that the engines were given.
+        """Compare while the trainer still has the published weights; publish them again if that is configured.
 
-        Raises WeightSyncError, on all ranks alike, when the run is to end.
+        Raises WeightSyncError, on all ranks alike, if the mismatch is to end the run.
         """
         drawn = self._canaries.collect() if self._published is not None and self._canaries is not None else []
-        self._publisher.before_train()  # without it the weights need not be where they can compute
+        self._publisher.before_train()  # before it the weights may not be on the device
         if self._published is not None:
             version, backend = self._published
             self._published = None
@@ -72,46 +71,46 @@ class WatchedPublisher:
                 self._publisher.before_train()
 
     def publish(self, version: Version, backend: Backend) -> dict[str, float]:
-        """As the publisher does, and let the engines sample. The metrics are those of the last comparison."""
+        """Publish, and let the engines sample. The metrics include those of the last comparison."""
         metrics = self._publisher.publish(version, backend)
         if self._publications % self._config.every == 0 or self._resynced:
             self._published = version, backend
             if self._canaries is not None:
                 self._canaries.send(version)
         self._publications += 1
-        found, self._found = self._found, {}
-        return metrics | found
+        compared, self._metrics = self._metrics, {}
+        return metrics | compared
 
     def _beyond_limit(self, version: Version, backend: Backend, drawn: Sequence[Canary]) -> bool:
-        """Whether the weights are to be sent again."""
-        agreement = compare(backend, drawn, self._temperature)
-        silent = self._canaries.asked - len(drawn) if self._canaries is not None else 0
+        """Compare, log or raise as configured, and return whether to publish the weights again."""
+        mismatch = compare(backend, drawn, self._temperature)
+        silent = self._canaries.requested - len(drawn) if self._canaries is not None else 0
         if silent:
-            log.warning("version %s: %d engines sampled nothing to compare within the deadline", version, silent)
-        self._found = {"mismatch/engines": float(len(drawn)), "mismatch/silent": float(silent)}
-        if agreement is None:
+            log.warning("version %s: %d engines returned nothing to compare within the deadline", version, silent)
+        self._metrics = {"mismatch/engines": float(len(drawn)), "mismatch/silent": float(silent)}
+        if mismatch is None:
             return False
-        self._found |= agreement.metrics()
-        worse = [n for n, mean in enumerate(agreement.means) if not mean <= self._config.limit]  # or not-a-number
+        self._metrics |= mismatch.metrics()
+        worse = [n for n, mean in enumerate(mismatch.means) if not mean <= self._config.limit]  # also true of NaN
         if not worse:
             self._resynced = False
             return False
-        names = [drawn[n].engine_id if drawn else f"engine number {n}" for n in worse]  # rank 0 alone knows them
-        by = ", ".join(f"{agreement.means[n]:.3g} from those of {name}" for n, name in zip(worse, names, strict=True))
+        names = [drawn[n].engine_id if drawn else f"engine number {n}" for n in worse]  # only rank 0 has the names
+        by = ", ".join(f"{mismatch.means[n]:.3g} from {name}" for n, name in zip(worse, names, strict=True))
         what = (
-            f"version {version} is not what engines sample from: the trainer's log-probabilities differ, on average, "
-            f"by {by} (weight_sync.mismatch.limit = {self._config.limit:g})"
+            f"engines do not sample from version {version}: the trainer's log-probabilities differ on average by {by} "
+            f"(weight_sync.mismatch.limit = {self._config.limit:g})"
         )
         if self._config.action == "stop" or (self._config.action == "resync" and self._resynced):
-            again = "; sending the weights again did not help" if self._resynced else ""
-            raise WeightSyncError(f"{what}{again}. Compare them with `rl-async engine verify`")
+            again = "; publishing the weights again did not help" if self._resynced else ""
+            raise WeightSyncError(f"{what}{again}. Compare trainer and engine with `rl-async engine verify`")
         log.warning("%s", what)
         self._resynced = self._config.action == "resync"
         return self._resynced
 
 
 def compare(backend: Backend, drawn: Sequence[Canary], temperature: float) -> Mismatch | None:
-    """Rank 0's canaries under the backend's weights, on all ranks; None if there are none. A collective."""
+    """Compare rank 0's canaries with the backend's weights, on all ranks; None if there are none. A collective."""
     tokens, lengths, behaviour, mask = _broadcast(drawn)
     if len(tokens) == 0:
         return None
@@ -129,14 +128,16 @@ def compare(backend: Backend, drawn: Sequence[Canary], temperature: float) -> Mi
     sampled = difference[mask]
     means = [row[used].abs().mean().item() for row, used in zip(difference, mask, strict=True)]
     found = torch.tensor([sampled.abs().max().item(), (sampled.exp() - 1 - sampled).mean().item(), *means])
-    dist.broadcast(found, 0)  # rounding differs between ranks, and all must come to the same verdict
+    dist.broadcast(found, 0)  # rounding differs between ranks, and all must decide alike
     largest, kl, *means = found.tolist()
     return Mismatch(means, largest, kl)
 
 
 def _broadcast(drawn: Sequence[Canary]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rank 0's canaries on every rank: tokens int64 [B, T], lengths int64 [B], log-probabilities float32 and mask
-    bool [B, T-1]."""
+    """Broadcast rank 0's canaries.
+
+    Returns tokens int64 [B, T], lengths int64 [B], log-probabilities float32 [B, T-1] and mask bool [B, T-1].
+    """
     shape = torch.tensor([len(drawn), max((len(canary.token_ids) for canary in drawn), default=1)])
     dist.broadcast(shape, 0)
     rows, width = shape.tolist()

@@ -1,6 +1,6 @@
-"""From what each rank holds of the weights to engines that confirmed a version.
+"""Publishes the policy's weights to engines, which confirm the version.
 
-Rank 0 gathers; all ranks take part. How training and generation share devices is the phase's business
+All ranks take part and rank 0 gathers. How training and generation share devices is up to the phase
 (``weight_sync.phases``).
 """
 
@@ -18,21 +18,21 @@ from rl_async.weight_sync.reshard.gather import Gathering
 
 
 class Publisher(Protocol):
-    """Gives weights to engines. All ranks call it alike."""
+    """Publishes weights to engines. All ranks call it alike."""
 
     def before_train(self) -> None:
-        """Returns when this rank may use its device for training."""
+        """Return when this rank may use its device for training."""
         ...
 
     def publish(self, version: Version, backend: Backend) -> dict[str, float]:
-        """Gather, send, wait until the engines confirm. Returns the sync's metrics."""
+        """Gather and send the weights, and wait until the engines confirm. Returns the metrics ``sync/...``."""
         ...
 
 
 class EnginePublisher:
-    """Publishes through a phase what the ranks hold, gathered in buckets on rank 0.
+    """Publishes the ranks' weights through a phase, gathered into buckets on rank 0.
 
-    With ``lora`` these are its adapters, and their base, which is gathered once and kept for engines that have it not.
+    With ``lora`` it sends adapters and their base, which is gathered once and kept for engines that do not hold it.
     """
 
     def __init__(self, phase: Phase, gathering: Gathering, lora: LoraConfig | None = None) -> None:
@@ -63,10 +63,10 @@ class EnginePublisher:
 
 
 class NoEngines:
-    """For replays of recorded batches: nobody samples, so nobody needs weights."""
+    """The publisher of a replay of recorded batches, in which there are no engines."""
 
     def before_train(self) -> None:
-        """Nothing shares this device."""
+        """Do nothing: no engine shares this device."""
 
     def publish(self, version: Version, backend: Backend) -> dict[str, float]:
         return {}

@@ -15,9 +15,9 @@ from rl_async.trainer.algorithms.kl import KlController
 from rl_async.trainer.batches.sources import BatchSource
 from rl_async.trainer.checkpoints.folder import FORMAT, CheckpointState
 from rl_async.trainer.checkpoints.saver import Saver
-from rl_async.trainer.monitoring.depth import QueueDepth
 from rl_async.trainer.monitoring.evaluation import Evaluator
 from rl_async.trainer.monitoring.guard import Guard
+from rl_async.trainer.monitoring.queue_depth import QueueDepth
 from rl_async.trainer.monitoring.stopping import StopRequest
 from rl_async.trainer.monitoring.trackers import Tracking
 from rl_async.trainer.publishing.publisher import Publisher

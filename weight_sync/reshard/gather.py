@@ -1,7 +1,7 @@
-"""Whole weights in the buckets of one rank, out of what all ranks hold: a reshard into that rank's host memory.
+"""Gathers the weights of all ranks into the buckets of one: a reshard into that rank's host memory.
 
-Each rank sends what it holds and the gatherer does not, once, in the type in which weights travel; no other rank ever
-has a whole tensor.
+Each rank sends once what it holds and the gathering rank does not, in the type in which weights are sent. No other rank
+ever holds a whole tensor.
 """
 
 from typing import NamedTuple
@@ -12,34 +12,34 @@ from rl_async.weight_sync.reshard.execute import LocalShards, reshard
 from rl_async.weight_sync.reshard.plan import ReshardPlan, plan
 from rl_async.weight_sync.reshard.wire import Wire
 
-GATHERER = 0  # the rank that speaks to the engines
+GATHERER = 0  # the rank that talks to the engines
 
 
 class ShardedWeights(NamedTuple):
-    """What all ranks hold of the weights, and what this one does. The same ``layout`` object every time."""
+    """This rank's shards of the weights, and the layout over all ranks, which is the same object every time."""
 
     layout: Layout
     held: LocalShards
 
 
 class Gathering:
-    """Gathers parts of one layout after another; a plan is made once per layout. All ranks call it alike."""
+    """Gathers weights into buckets and keeps the plan while the layout stays the same. All ranks call it alike."""
 
     def __init__(self, wire: Wire, rank: int, bucket_bytes: int, timeout_s: float) -> None:
         self._wire, self._rank, self._bucket_bytes, self._timeout_s = wire, rank, bucket_bytes, timeout_s
         self._plan: ReshardPlan | None = None
 
-    def buckets(self, parts: ShardedWeights) -> list[Bucket]:
-        """All weights in buckets of at most ``bucket_bytes``, on the gatherer; nothing on other ranks.
+    def buckets(self, weights: ShardedWeights) -> list[Bucket]:
+        """Return all weights in buckets of at most ``bucket_bytes`` on the gathering rank, an empty list on others.
 
-        Raises RanksLost if a rank is gone or does not come within ``timeout_s``.
+        Raises RanksLost if a rank is gone or does not take part within ``timeout_s``.
         """
-        if self._plan is None or self._plan.source is not parts.layout:
-            self._plan = plan(parts.layout, _target(parts.layout, self._bucket_bytes), self._bucket_bytes)
-        rooms = allocate_buckets(parts.layout.tensors, self._bucket_bytes) if self._rank == GATHERER else []
-        places = {(name, box): place for room in rooms for name, box, place in room.boxes}
-        reshard(self._plan, self._rank, parts.held, places, self._wire, self._timeout_s)
-        return [room.seal() for room in rooms]
+        if self._plan is None or self._plan.source is not weights.layout:
+            self._plan = plan(weights.layout, _target(weights.layout, self._bucket_bytes), self._bucket_bytes)
+        empty = allocate_buckets(weights.layout.tensors, self._bucket_bytes) if self._rank == GATHERER else []
+        places = {(name, box): place for bucket in empty for name, box, place in bucket.boxes}
+        reshard(self._plan, self._rank, weights.held, places, self._wire, self._timeout_s)
+        return [bucket.seal() for bucket in empty]
 
 
 def _target(source: Layout, bucket_bytes: int) -> Layout:

@@ -1,8 +1,8 @@
-"""Layouts of Llama, Qwen2, Qwen3 and Qwen3-MoE under tensor, pipeline and expert parallelism, by names. Pure.
+"""Layouts of Llama, Qwen2, Qwen3 and Qwen3-MoE under tensor, pipeline and expert parallelism, by tensor names. Pure.
 
-Two sets of rules: Megatron-Core's, and an engine's, after vLLM (``QKVParallelLinear``, ``MergedColumnParallelLinear``,
-``RowParallelLinear``, ``VocabParallelEmbedding``, ``determine_expert_map``).
-Rows that pad a vocabulary are nobody's weights, so no box holds them.
+There are two sets of rules: Megatron-Core's, and an engine's, after vLLM (``QKVParallelLinear``,
+``MergedColumnParallelLinear``, ``RowParallelLinear``, ``VocabParallelEmbedding``, ``determine_expert_map``). Rows that
+pad a vocabulary are not weights, so no box holds them.
 """
 
 import re
@@ -42,26 +42,26 @@ LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 class Slot(NamedTuple):
-    """One of ``of`` places among which something is dealt out."""
+    """Position ``number`` among the ``of`` ranks that divide something among themselves."""
 
     number: int
     of: int
 
     def part(self, size: int, what: str) -> range:
-        """Its equal share of ``size``. Raises WeightSyncError if that does not divide."""
+        """Return its equal share of ``size``. Raises WeightSyncError if ``size`` does not divide."""
         if size % self.of:
             raise WeightSyncError(f"{what}: {size} does not divide among {self.of} ranks")
         return self.uneven(size)
 
     def uneven(self, size: int) -> range:
-        """Its share of ``size``, where the first places take one more if it does not divide."""
+        """Return its share of ``size``; the first positions take one more if ``size`` does not divide."""
         base, more = divmod(size, self.of)
         start = self.number * base + min(self.number, more)
         return range(start, start + base + (self.number < more))
 
 
 class RankPosition(NamedTuple):
-    """Where a rank stands: its part of dense tensors, of the layers, of the experts, and of each of those."""
+    """A rank's position in dense tensors, among the experts, within each expert, and among pipeline stages."""
 
     dense: Slot
     experts: Slot
@@ -72,11 +72,12 @@ class RankPosition(NamedTuple):
 def engine(
     tensors: Mapping[str, TensorSpec], *, tp: int, kv_heads: int, ep: int = 1, vocab_multiple: int = VLLM_VOCAB_MULTIPLE
 ) -> Layout:
-    """An engine of ``tp`` ranks, of which ``ep`` groups share the experts out (in vLLM ``ep`` is 1 or ``tp``).
+    """Return the layout of an engine of ``tp`` ranks, whose ``ep`` groups divide the experts (in vLLM 1 or ``tp``).
 
-    With more ranks than ``kv_heads`` neighbours hold the same key and value head. Tensors are cut as Hugging Face
-    names them; an engine that fuses them (``qkv_proj``, ``gate_up_proj``) holds these boxes as views of the fused one.
-    Raises WeightSyncError for a name that it does not know and for sizes that do not divide.
+    Kept for engines of several ranks, whose workers will take their slices straight from the ranks that hold them. With
+    more ranks than ``kv_heads``, neighbours hold the same key and value head. Tensors are cut under their Hugging Face
+    names; an engine that fuses them (``qkv_proj``, ``gate_up_proj``) holds these boxes as views of the fused one.
+    Raises WeightSyncError for an unknown name and for sizes that do not divide.
     """
     _divides(tp, ep, "ep", "tp")
     inner = tp // ep
@@ -105,12 +106,12 @@ def megatron(
     virtual_stages: int = 1,
     vocab_multiple: int = 1,
 ) -> Layout:
-    """Megatron-Core on ``tp * dp * pp`` ranks in its order: tensor-parallel neighbours first, stages last.
+    """Return Megatron-Core's layout on ``tp * dp * pp`` ranks: tensor-parallel neighbours first, stages last.
 
-    Within a stage experts are dealt to ``ep`` groups of ``expert_tp`` neighbours. ``linear_qkv`` has, per key head, its
-    queries, its key and its value, so that a rank holds one box of each per key head (``fused_parts`` has their order).
-    A tied embedding lies on the last stage too. The vocabulary is padded to a multiple of ``vocab_multiple * tp``.
-    Raises WeightSyncError as ``engine`` does.
+    Within a stage, ``ep`` groups of ``expert_tp`` neighbours divide the experts. ``linear_qkv`` has the queries, the
+    key and the value of one key head after another, so a rank holds one box of each per key head (in the order of
+    ``fused_parts``). The last stage also holds a tied embedding. The vocabulary is padded to a multiple of
+    ``vocab_multiple * tp``. Raises WeightSyncError as ``engine`` does.
     """
     per_stage = tp * dp
     _divides(per_stage, ep * expert_tp, "ep * expert_tp", "tp * dp")
@@ -136,10 +137,10 @@ def megatron(
 
 
 def fused_parts(layout: Layout, rank: int, names: Sequence[str]) -> list[tuple[str, Box]]:
-    """The rows, top to bottom, of a parameter that ``rank`` fuses out of ``names``.
+    """List the boxes, top to bottom, of a parameter that ``rank`` fuses from ``names``.
 
-    Such as an engine's ``qkv_proj`` (queries, keys, values), Megatron's ``linear_qkv`` (the same once per key head),
-    and ``gate_up_proj`` or ``linear_fc1``.
+    Examples are an engine's ``qkv_proj`` (queries, keys, values), Megatron's ``linear_qkv`` (the same once per key
+    head), ``gate_up_proj`` and ``linear_fc1``.
     """
     boxes = [[shard.box for shard in layout.shards[name] if shard.rank == rank] for name in names]
     return [(name, box) for level in zip(*boxes, strict=True) for name, box in zip(names, level, strict=True)]
@@ -160,12 +161,12 @@ class _Model(NamedTuple):
         return max([0, *stacked, *(1 + int(found[1]) for found in map(EXPERT.search, self.tensors) if found)])
 
     def head_dim(self) -> int:
-        """Taken from the keys, of whose heads the number is known."""
+        """Return the size of a head, from the key projection and its known number of heads."""
         for name, tensor in self.tensors.items():
             if name.endswith("k_proj.weight"):
                 _divides(tensor.shape[0], self.kv_heads, "kv_heads", name)
                 return tensor.shape[0] // self.kv_heads
-        raise WeightSyncError("no tensor is called k_proj.weight: this is no model that layouts are known of")
+        raise WeightSyncError("no tensor is named k_proj.weight, so the layout of this model is not known")
 
 
 class _Attention(Protocol):
@@ -179,7 +180,7 @@ def _layout(model: _Model, places: Sequence[RankPosition], attention: _Attention
 
     def is_here(name: str, stage: int) -> bool:
         layer = LAYER.search(name)
-        if layer:  # virtual stages are dealt out to the pipeline's ranks in turn
+        if layer:  # virtual stages are dealt to the pipeline's ranks in turn
             return int(layer[1]) * stages * virtual_stages // layers % stages == stage
         is_input = name.endswith("embed_tokens.weight")
         return (is_input and stage == 0) or ((not is_input or tied) and stage == stages - 1)
@@ -212,7 +213,9 @@ def _dense(kind: Kind, name: str, shape: Sequence[int], at: Slot, vocab_multiple
 
 
 def _stacked(name: str, shape: Sequence[int], at: RankPosition) -> list[Box]:
-    """Of [experts, gate and up, hidden] the gate's part and the up projection's; of [experts, hidden, inner] one."""
+    """Return the boxes of stacked experts: gate and up of [experts, gate and up, hidden], or of [experts, hidden,
+    inner].
+    """
     mine = cut(shape, 0, at.experts.uneven(shape[0]))
     if name.endswith("down_proj"):
         parts = [at.expert.part(shape[2], name)]
@@ -231,7 +234,7 @@ def _whole_heads(shape: Sequence[int], heads: int, part: range) -> Box:
 def _kind(name: str) -> Kind:
     kind = KINDS.get(_suffix(name))
     if kind is None:
-        raise WeightSyncError(f"{name}: no rule says how this tensor is spread over ranks; add its name to KINDS")
+        raise WeightSyncError(f"{name}: there is no rule for how ranks divide this tensor; add its name to KINDS")
     return kind
 
 

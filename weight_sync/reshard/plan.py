@@ -1,9 +1,9 @@
-"""Which slices go from where to where, when weights in one layout are wanted in another. Pure; no torch.
+"""Plans a reshard: which slices go from which rank to which, to bring weights from one layout into another. Pure.
 
-Every byte that a target rank wants comes from exactly one source: its own rank where that has it, which moves nothing,
-else the holder that has least to send so far. The slices that move are dealt to buckets in which no rank has more than
-``bucket_bytes`` to send and receive together, so that bounds what a rank needs beside the two layouts themselves. The
-plan is a function of its arguments alone, so that every rank works it out for itself.
+Every byte that a target rank needs comes from exactly one source: its own rank if that holds it, and otherwise the
+holder that has least to send so far. The slices that move are dealt to exchanges in each of which a rank sends and
+receives at most ``bucket_bytes`` together; this bounds the memory a rank needs beside the two layouts. The plan is a
+function of its arguments alone, so every rank computes the same one for itself.
 """
 
 from collections import defaultdict
@@ -15,12 +15,12 @@ from typing import NamedTuple
 from rl_async.errors import WeightSyncError
 from rl_async.weight_sync.layout import Box, Layout, Shard, common, lengths, volume, without
 
-ALIGNMENT = 16  # bytes: a message begins on such a boundary of its rank's buffer
-MOVES_PER_BUCKET = 4  # at least so many fit, so that what is left of a full bucket is less than a quarter
+ALIGNMENT = 16  # bytes: messages begin at multiples of it in their rank's buffer
+MOVES_PER_BUCKET = 4  # at least so many moves fit, so less than a quarter of a full exchange is unused
 
 
 class Move(NamedTuple):
-    """``box`` of a tensor goes from the shard ``source`` into the shard ``target``; both contain it."""
+    """A slice to move: ``box`` of a tensor, from shard ``source`` to shard ``target``, which both contain it."""
 
     tensor: str
     source: Shard
@@ -29,22 +29,22 @@ class Move(NamedTuple):
     nbytes: int
 
 
-Message = tuple[Move, ...]  # from one rank to another, packed in this order without gaps
+Message = tuple[Move, ...]  # all moves from one rank to another in an exchange, packed in this order without gaps
 
 
 class Exchange(NamedTuple):
-    """What travels at the same time. Messages by (source rank, target rank)."""
+    """Messages that are sent at the same time, by (source rank, target rank)."""
 
     messages: Mapping[tuple[int, int], Message]
 
     def nbytes(self, source: int, target: int) -> int:
-        """Bytes of one message."""
+        """Return the size of the message from ``source`` to ``target`` in bytes."""
         return sum(move.nbytes for move in self.messages[source, target])
 
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """``local`` moves stay on their rank and need no bucket."""
+    """The exchanges, in order, and the ``local`` moves, which stay on their rank."""
 
     source: Layout
     target: Layout
@@ -53,58 +53,58 @@ class ReshardPlan:
 
     @cached_property
     def figures(self) -> "Figures":
-        """What the plan costs, beside the best and the worst that could be."""
+        """Cost of the plan, beside the lowest and the highest possible."""
         return _figures(self)
 
 
 class Figures(NamedTuple):
-    """In bytes, of all ranks unless it says otherwise."""
+    """Cost of a plan in bytes, summed over all ranks unless noted."""
 
     moved: int
     local: int  # copied without leaving their rank
-    minimal: int  # wanted by a rank that does not hold them: what any transfer has to move
-    full_gather: int  # if every target rank got every tensor whole, less what it holds
+    minimal: int  # needed by a rank that does not hold them: any transfer has to move these
+    full_gather: int  # if every target rank received every tensor whole, minus what it holds
     sent_by_busiest: int  # by the rank that sends most
-    peak_extra: int  # on the rank and in the bucket where it is largest
+    peak_extra: int  # buffers on the rank and in the exchange where they are largest
 
 
 class MessageSpan(NamedTuple):
-    """One message of a bucket; ``start`` is where it begins among all that its sender sends, in bytes."""
+    """One message of an exchange; ``start`` is its offset in bytes in its sender's buffer."""
 
     peer: int
     start: int
     nbytes: int
 
     @property
-    def room(self) -> int:
-        """Bytes that it takes in a buffer."""
+    def padded_bytes(self) -> int:
+        """Bytes that the message takes up in a buffer, with alignment."""
         return _aligned(self.nbytes)
 
 
 class RankMessages(NamedTuple):
-    """All messages of one rank in a bucket."""
+    """All messages of one rank in an exchange."""
 
     outgoing: tuple[MessageSpan, ...]
     incoming: tuple[MessageSpan, ...]
 
     @property
     def outgoing_bytes(self) -> int:
-        """Of a buffer for all outgoing messages."""
-        return sum(span.room for span in self.outgoing)
+        """Size of a buffer for all outgoing messages."""
+        return sum(span.padded_bytes for span in self.outgoing)
 
     @property
     def incoming_bytes(self) -> int:
-        """Of a buffer for all incoming messages."""
-        return sum(span.room for span in self.incoming)
+        """Size of a buffer for all incoming messages."""
+        return sum(span.padded_bytes for span in self.incoming)
 
 
 def messages_of(exchange: Exchange, rank: int) -> RankMessages:
-    """A rank's messages of a bucket, and where each lies among those of its sender."""
+    """Return a rank's messages in an exchange, each with its offset in its sender's buffer."""
     outgoing, incoming = [], []
     ends: dict[int, int] = defaultdict(int)
     for sender, receiver in sorted(exchange.messages):
         span = MessageSpan(receiver if sender == rank else sender, ends[sender], exchange.nbytes(sender, receiver))
-        ends[sender] += span.room
+        ends[sender] += span.padded_bytes
         if sender == rank:
             outgoing.append(span)
         elif receiver == rank:
@@ -113,19 +113,21 @@ def messages_of(exchange: Exchange, rank: int) -> RankMessages:
 
 
 def plan(source: Layout, target: Layout, bucket_bytes: int) -> ReshardPlan:
-    """The slices that make ``target`` out of ``source``.
+    """Plan the moves that bring ``source`` into the layout ``target``.
 
-    Raises WeightSyncError if the two are not of the same tensors or nobody holds something that is wanted, ValueError
-    for a bucket that is too small.
+    Raises WeightSyncError if the two have different tensors or no rank holds an element that is needed, and ValueError
+    if ``bucket_bytes`` is too small.
     """
     if bucket_bytes < ALIGNMENT * MOVES_PER_BUCKET:
-        raise ValueError(f"a bucket of {bucket_bytes} bytes; the least is {ALIGNMENT * MOVES_PER_BUCKET}")
+        raise ValueError(f"bucket_bytes is {bucket_bytes}, and must be at least {ALIGNMENT * MOVES_PER_BUCKET}")
     local: list[Move] = []
     schedule = _Schedule(bucket_bytes)
     sent: dict[int, int] = defaultdict(int)
     for name in target.tensors:
         if source.tensors.get(name) != target.tensors[name]:
-            raise WeightSyncError(f"{name}: {target.tensors[name]} is wanted, {source.tensors.get(name)} is there")
+            raise WeightSyncError(
+                f"{name}: the target has {target.tensors[name]}, the source {source.tensors.get(name)}"
+            )
         for move in _moves(name, source, target, sent):
             if move.source.rank == move.target.rank:
                 local.append(move)
@@ -137,7 +139,7 @@ def plan(source: Layout, target: Layout, bucket_bytes: int) -> ReshardPlan:
 
 
 def _moves(name: str, source: Layout, target: Layout, sent: Mapping[int, int]) -> Iterator[Move]:
-    """Each wanted box, carved out of the boxes that there are; the target rank's own come first."""
+    """Yield the moves that fill the target's boxes of a tensor; the target rank's own shards are used first."""
     holders: dict[Box, list[int]] = defaultdict(list)
     for rank, box in source.shards[name]:
         holders[box].append(rank)
@@ -157,11 +159,11 @@ def _moves(name: str, source: Layout, target: Layout, sent: Mapping[int, int]) -
                 yield Move(name, Shard(rank, box), wanted, found, target.nbytes(name, found))
             rest = left
         if rest:
-            raise WeightSyncError(f"{name}: rank {wanted.rank} wants {rest[0]}, which no source holds")
+            raise WeightSyncError(f"{name}: no source holds {rest[0]}, which rank {wanted.rank} needs")
 
 
 def _pieces(move: Move, most: int) -> Iterator[Move]:
-    """A move in parts of at most ``most`` bytes: rows as long as a row fits, else parts of rows."""
+    """Cut a move into parts of at most ``most`` bytes: whole rows if a row fits, else parts of rows."""
     if move.nbytes <= most:
         yield move
         return
@@ -177,12 +179,12 @@ def _pieces(move: Move, most: int) -> Iterator[Move]:
 
 
 class _Schedule:
-    """Puts each move into the first bucket that has room for it at both ends."""
+    """Puts each move into the first exchange that has room for it on both ranks."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
-        self._used: dict[tuple[int, int], int] = defaultdict(int)  # by bucket and rank
-        self._first: dict[int, int] = defaultdict(int)  # by rank: buckets before this one are full
+        self._used: dict[tuple[int, int], int] = defaultdict(int)  # bytes by (exchange, rank)
+        self._first: dict[int, int] = defaultdict(int)  # by rank: exchanges before this one are full
         self._moves: dict[int, dict[tuple[int, int], list[Move]]] = {}
 
     def add(self, move: Move) -> None:
@@ -198,7 +200,7 @@ class _Schedule:
                 self._first[rank] += 1
 
     def exchanges(self) -> tuple[Exchange, ...]:
-        """Wide elements first in a message, so that none needs padding before it."""
+        """Return the exchanges; each message has its widest elements first, so that none needs padding before it."""
         return tuple(
             Exchange({ends: tuple(sorted(moves, key=_width)) for ends, moves in sorted(messages.items())})
             for _, messages in sorted(self._moves.items())
@@ -230,7 +232,7 @@ def _figures(made: ReshardPlan) -> Figures:
 
 
 def _on_own_rank(source: Layout, target: Layout) -> int:
-    """Bytes that are wanted where they are. A rank holds nothing twice, so that pairs of boxes count each once."""
+    """Count the bytes needed on a rank that holds them. No rank holds an element twice, so each counts once."""
     total = 0
     for name, shards in target.shards.items():
         held: dict[int, list[Box]] = defaultdict(list)

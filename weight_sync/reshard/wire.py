@@ -1,7 +1,7 @@
-"""How a bucket of slices gets from rank to rank: point to point over gloo or NCCL, or through shared memory.
+"""Exchanges messages between ranks: point to point over gloo or NCCL, or through shared memory.
 
-Whoever misses a peer says so in the group's store before it gives up, so that of a chain of ranks that wait for one
-another each can name the one at its end.
+A rank that misses a peer records it in the group's store before it gives up. When ranks wait for one another in a
+chain, each of them can therefore name the rank at its end.
 """
 
 import time
@@ -18,54 +18,54 @@ from rl_async.errors import RanksLost
 from rl_async.weight_sync.reshard.plan import RankMessages
 from rl_async.weight_sync.transports.ipc import mapped, new_segment
 
-GRACE_S = 1.0  # others notice a failure at their own deadline, which may be a little later than ours
+GRACE_S = 1.0  # other ranks notice a failure at their own deadline, which may be a little later than ours
 
 
 class Wire(Protocol):
-    """One rank's end. For each bucket in turn ``send_buffers``, ``exchange``, ``release``.
+    """One rank's end. The caller goes through ``send_buffers``, ``exchange``, ``release`` for each exchange in turn.
 
-    Methods raise WeightSyncError; if a peer is gone, RanksLost.
-
-    ``deadline`` is on the clock of ``time.monotonic``.
+    Methods raise WeightSyncError, and RanksLost if a peer is gone. ``deadline`` is on the clock of ``time.monotonic``.
     """
 
     @property
     def held_bytes(self) -> int:
-        """Of buffers on this rank."""
+        """Size of the buffers that this rank has allocated."""
         ...
 
     def open(self, outgoing: int, both: int) -> None:
-        """Make room for so many bytes to send, and to send and receive, of the largest bucket."""
+        """Allocate buffers for the largest exchange: ``outgoing`` bytes to send, ``both`` to send and receive."""
         ...
 
     def send_buffers(self, messages: RankMessages) -> list[Tensor]:
-        """Where to pack each outgoing message, uint8[nbytes]."""
+        """Return a buffer to pack each outgoing message into, uint8[nbytes]."""
         ...
 
     def exchange(self, messages: RankMessages, what: str, deadline: float) -> list[Tensor]:
-        """Send what was packed, and return what came, uint8[nbytes] each, valid until ``release``."""
+        """Send the packed messages; return those received, uint8[nbytes] each, valid until ``release``.
+
+        ``what`` names the exchange in errors.
+        """
         ...
 
     def release(self, messages: RankMessages, deadline: float) -> None:
-        """What came was copied; returns when what went may be overwritten."""
+        """Tell senders that their messages were copied; return when this rank's send buffers may be overwritten."""
         ...
 
     def close(self) -> None:
-        """Give up what this end holds; may be called twice."""
+        """Release this end's buffers; may be called twice."""
         ...
 
 
 class PointToPoint:
-    """Messages of ``torch.distributed`` in ``group``, whose ranks are those of the plan: gloo, or NCCL with ``device``.
+    """Sends messages with ``torch.distributed`` in ``group``, whose ranks are the plan's: gloo, or NCCL on ``device``.
 
-    The sum of what a rank sends and receives in a bucket is in one buffer. ``store`` is one that all ranks share, with
-    keys that belong to this group alone. NCCL wants all ranks in the first exchange of a group, so let them meet in a
-    barrier before.
+    One buffer holds what a rank sends and receives in an exchange. ``store`` is shared by all ranks and has keys of
+    this group only. NCCL needs all ranks in the first exchange of a group, so run a barrier before.
     """
 
     def __init__(self, store: dist.Store, group: dist.ProcessGroup | None = None, device: str = "cpu") -> None:
         self._group, self._device = group, device
-        self._blame = _Blame(store, dist.get_rank(group))
+        self._lost = _LostRankFinder(store, dist.get_rank(group))
         self._arena = torch.empty(0, dtype=torch.uint8)
 
     @property
@@ -80,58 +80,59 @@ class PointToPoint:
         return [self._arena[span.start : span.start + span.nbytes] for span in messages.outgoing]
 
     def exchange(self, messages: RankMessages, what: str, deadline: float) -> list[Tensor]:
-        at, inboxes = messages.outgoing_bytes, []
+        at, receive_buffers = messages.outgoing_bytes, []
         for span in messages.incoming:
-            inboxes.append(self._arena[at : at + span.nbytes])
-            at += span.room
+            receive_buffers.append(self._arena[at : at + span.nbytes])
+            at += span.padded_bytes
         receives = [
-            dist.P2POp(dist.irecv, room, group=self._group, group_peer=span.peer)
-            for span, room in zip(messages.incoming, inboxes, strict=True)
+            dist.P2POp(dist.irecv, buffer, group=self._group, group_peer=span.peer)
+            for span, buffer in zip(messages.incoming, receive_buffers, strict=True)
         ]
         sends = [
-            dist.P2POp(dist.isend, room, group=self._group, group_peer=span.peer)
-            for span, room in zip(messages.outgoing, self.send_buffers(messages), strict=True)
+            dist.P2POp(dist.isend, buffer, group=self._group, group_peer=span.peer)
+            for span, buffer in zip(messages.outgoing, self.send_buffers(messages), strict=True)
         ]
         peers = [span.peer for span in (*messages.incoming, *messages.outgoing)]
         self._wait([*receives, *sends], peers, what, deadline)
-        return inboxes
+        return receive_buffers
 
     def release(self, messages: RankMessages, deadline: float) -> None:
-        """The buffer is this rank's own, and both ends are through with it."""
+        """Do nothing: the buffer is this rank's own, and the messages have been sent."""
 
     def close(self) -> None:
-        """The group is its owner's to end."""
+        """Do nothing: whoever made the process group ends it."""
 
     def _wait(self, operations: list[dist.P2POp], peers: list[int], what: str, deadline: float) -> None:
         peer = peers[0]
         try:
             works = dist.batch_isend_irecv(operations)
-            for number, work in enumerate(works):  # of gloo one each, of NCCL one for all
+            for number, work in enumerate(works):  # gloo returns one per operation, NCCL one for all
                 peer = peers[number]
                 work.wait(_left(deadline))
         except RuntimeError as error:
-            raise self._blame.error(peer, what, str(error)) from error
+            raise self._lost.error(peer, what, str(error)) from error
 
 
 class SharedMemoryWire:
-    """For ranks on one host: each packs into a segment of its own, out of which the others copy. Nothing is sent.
+    """Exchanges messages on one host: each rank packs into its own segment, from which the others copy.
 
-    ``store`` is as that of ``PointToPoint``, and carries a few bytes per message. A peer that dies is missed at the
-    deadline, not before.
+    Kept for resharding on shared devices, of which this is the CPU form (CUDA IPC handles take its place on a GPU).
+    ``store`` is as for ``PointToPoint`` and carries a few bytes per message. A dead peer is noticed at the deadline
+    only.
     """
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store, self._rank = store, rank
-        self._blame = _Blame(store, rank)
+        self._lost = _LostRankFinder(store, rank)
         self._segment: SharedMemory | None = None
-        self._room = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self._peers: dict[int, Tensor] = {}
         self._round = 0
-        self._what = ""  # of the exchange under way
+        self._what = ""  # name of the exchange in progress
 
     @property
     def held_bytes(self) -> int:
-        return self._room.numel()
+        return self._buffer.numel()
 
     def open(self, outgoing: int, both: int) -> None:
         self.close()
@@ -139,11 +140,11 @@ class SharedMemoryWire:
         if outgoing == 0:
             return
         self._segment = new_segment(outgoing)
-        self._room = mapped(self._segment.name, outgoing, shared=True)
+        self._buffer = mapped(self._segment.name, outgoing, shared=True)
         self._store.set(self._key("segment", self._rank), f"{self._segment.name} {outgoing}")
 
     def send_buffers(self, messages: RankMessages) -> list[Tensor]:
-        return [self._room[span.start : span.start + span.nbytes] for span in messages.outgoing]
+        return [self._buffer[span.start : span.start + span.nbytes] for span in messages.outgoing]
 
     def exchange(self, messages: RankMessages, what: str, deadline: float) -> list[Tensor]:
         self._what = what
@@ -162,9 +163,9 @@ class SharedMemoryWire:
             self._take(self._key(self._what, "copied", self._rank, span.peer), span.peer, deadline)
 
     def close(self) -> None:
-        """Unlink this rank's segment; may be called twice."""
+        """Unlink this rank's segment and drop the mappings of others; may be called twice."""
         self._peers.clear()
-        self._room = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         if self._segment is not None:
             self._segment.close()
             self._segment.unlink()
@@ -177,7 +178,7 @@ class SharedMemoryWire:
         return self._peers[peer]
 
     def _take(self, key: str, peer: int, deadline: float) -> None:
-        """Wait for a key that is for us alone, and delete it."""
+        """Wait for a key that only this rank reads, and delete it."""
         self._get(key, peer, deadline)
         self._store.delete_key(key)
 
@@ -186,28 +187,28 @@ class SharedMemoryWire:
             self._store.wait([key], _left(deadline))
             return bytes(self._store.get(key))
         except RuntimeError as error:
-            raise self._blame.error(peer, self._what, "nothing in time") from error
+            raise self._lost.error(peer, self._what, "no answer within the deadline") from error
 
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, (self._round, *parts)))
 
 
-class _Blame:
-    """Finds the rank that failed: who is missed, and misses nobody itself."""
+class _LostRankFinder:
+    """Finds the rank that failed: one that others miss and that misses no other rank."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store, self._rank = store, rank
 
     def error(self, peer: int, what: str, reason: str) -> RanksLost:
-        """This rank missed ``peer``."""
+        """Return the error for this rank having missed ``peer``."""
         missed, chain = peer, [self._rank]
-        with suppress(RuntimeError):  # nobody answers for this one, or the store went with its rank
+        with suppress(RuntimeError):  # no record of this one, or the store was on the lost rank
             self._store.set(f"missed/{self._rank}", str(peer))
             while missed not in chain:
                 chain.append(missed)
                 self._store.wait([f"missed/{missed}"], timedelta(seconds=GRACE_S))
                 missed = int(self._store.get(f"missed/{missed}"))
-        through = "" if missed == peer else f", for which rank {peer} waits,"
+        through = "" if missed == peer else f", for which rank {peer} waits"
         return RanksLost(f"reshard, {what}: rank {self._rank} lost rank {missed}{through}: {reason}")
 
 

@@ -96,7 +96,7 @@ class Sleeper:
     """A backend whose weights can compute only between ``before_train`` and the next publication."""
 
     def __init__(self, backend: Backend, publisher: Publisher) -> None:
-        self.device, self.parts = backend.device, backend.parts
+        self.device, self.sharded_weights = backend.device, backend.sharded_weights
         self._backend, self._publisher = backend, publisher
 
     def forward(self, batch: Tensors) -> Outputs:
@@ -129,9 +129,7 @@ def test_an_engine_that_took_the_weights_agrees(peer: Peer, policy: Backend) -> 
 def test_one_that_samples_from_other_weights_ends_the_run(peer: Peer, policy: Backend) -> None:
     watch, publisher = watched(peer, [1.5], MismatchConfig(action="stop"))
     watch.publish(Version(0, 1), policy)
-    with pytest.raises(
-        WeightSyncError, match=r"version 0\.1 is not .* from those of engine-0 .*mismatch\.limit = 0\.05"
-    ):
+    with pytest.raises(WeightSyncError, match=r"version 0\.1.* engine-0 .*weight_sync\.mismatch\.limit = 0\.05"):
         watch.before_train()
     assert len(publisher.published) == 1
 
@@ -141,7 +139,7 @@ def test_a_warning_leaves_the_run_alone(peer: Peer, policy: Backend, caplog: pyt
     watch.publish(Version(0, 1), policy)
     with caplog.at_level(logging.WARNING):
         watch.before_train()
-    assert "from those of engine-0" in caplog.text
+    assert "engine-0" in caplog.text
     assert len(publisher.published) == 1
     assert watch.publish(Version(0, 2), policy)["mismatch/mean"] > 0.05
 
@@ -160,5 +158,5 @@ def test_the_weights_are_sent_again_once(peer: Peer, policy: Backend) -> None:
     assert len(publisher.published) == 6
     publisher.scales = [1.5]
     watch.publish(Version(0, 5), policy)
-    with pytest.raises(WeightSyncError, match="again did not help"):
+    with pytest.raises(WeightSyncError, match=r"again.* engine-0|engine-0.* again"):
         watch.before_train()

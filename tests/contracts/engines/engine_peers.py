@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.rollout import RolloutConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.engines import engine_spec
+from rl_async.launcher.plan.ports import PortWish, assign_ports
 from rl_async.rollout_server.answers import EMPTY, join
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.vllm.client import VllmEngine
@@ -53,11 +53,8 @@ def running(
     )
     config = RunConfig(model=ModelConfig(path=str(model)), data=DataConfig(path="none"), rollout=rollout)
     (folder / "config.yaml").write_text(dump(config))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     spec = engine_spec(config, folder, 0, None, None)
-    ports = {"engine-0": port}
+    ports = assign_ports((PortWish(spec.name),))
     log = folder / f"{kind}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -68,7 +65,7 @@ def running(
             start_new_session=True,
         )
     try:
-        url = f"http://127.0.0.1:{port}"
+        url = f"http://127.0.0.1:{ports[spec.name]}"
         if not asyncio.run(_healthy(url, process, START_S[kind])):
             print(log.read_text()[-4000:], file=sys.stderr)
             raise AssertionError(f"the {kind} engine did not start")

@@ -103,10 +103,10 @@ async def test_samples_of_one_prompt_are_asked_for_together(engine: VllmEngine, 
 
 async def test_it_is_verified_against_its_own_weights_and_no_others(engine: VllmEngine, model_folder: Path) -> None:
     found = await asyncio.to_thread(verify, engine.url, model_folder, 12, 1e-5)
-    assert found.ok and found.tokens == 12 * 32 and "samples from this model" in found.text()
+    assert found.ok and found.tokens == 12 * 32
     await send(engine, tensors(model_folder, 1.5), V1)
     found = await asyncio.to_thread(verify, engine.url, model_folder, 4, 1e-2)
-    assert not found.ok and "does NOT agree" in found.text() and "other weights" in found.text()
+    assert not found.ok
 
 
 async def test_greedy_and_stop_tokens(engine: VllmEngine, model_folder: Path) -> None:
@@ -175,7 +175,7 @@ async def test_deltas_and_staged_updates_end_in_the_same_weights(
     await engine.pause("keep")
     await engine.start_update()
     sender = SharedMemorySender()
-    with pytest.raises(EngineLost, match=r"a delta against version 0\.0, but this engine holds 0\.1"):
+    with pytest.raises(EngineLost, match=r"0\.0.*0\.1"):
         await engine.update(sender.stage(sent[0]))
     sender.close()
     await send(engine, weights, V0)
@@ -212,7 +212,7 @@ async def test_adapters_for_another_base_are_refused_and_an_update_with_theirs_i
         sent = numbered([*base, *as_adapters(make_buckets(named.items(), 1 << 12), 2.0)], V1, "no")
         await engine.pause("keep")
         if scale == 1.5:
-            with pytest.raises(EngineLost, match=sent[-1].info.base):
+            with pytest.raises(EngineLost, match=rf"{sent[-1].info.base}.*base-\w+"):
                 await deliver(engine, adapter_buckets(sent), V1)
         await deliver(engine, sent, V1)
         await engine.resume()
@@ -221,7 +221,7 @@ async def test_adapters_for_another_base_are_refused_and_an_update_with_theirs_i
 
 
 async def test_the_version_gate(engine: VllmEngine) -> None:
-    with pytest.raises(EngineLost, match="older than"):
+    with pytest.raises(EngineLost, match=str(V1)):
         await engine.generate(ask(min_version=V1))
     assert await engine.version() == V0
 
@@ -339,7 +339,7 @@ async def test_sleep_keeps_requests(engine: VllmEngine, model_folder: Path, leve
 async def test_bad_requests_are_refused_and_harm_nobody(engine: VllmEngine) -> None:
     with pytest.raises(EngineRejected, match=f"{MAX_LENGTH}|{MAX_LENGTH - 1}"):
         await engine.generate(ask(tokens=MAX_LENGTH + 44))
-    with pytest.raises(EngineRejected, match=r"99999|token_ids must lie"):
+    with pytest.raises(EngineRejected, match=r"99999|token_ids"):
         await engine.generate(msgspec.structs.replace(ask(), token_ids=[99999]))
     async with aiohttp.ClientSession() as session:
         for body in ({"token_ids": [1], "sampling_params": {"temperature": -1}}, {"token_ids": "x"}, {}):

@@ -15,6 +15,7 @@ from rl_async.configs.load.loader import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.rollout import RolloutConfig
 from rl_async.configs.schema.run import DebugConfig, RunConfig
+from rl_async.launcher.plan.ports import PortWish, assign_ports
 from tests.support.forked import Forked
 
 START_S = 60.0
@@ -36,12 +37,6 @@ def run_folder(folder: Path, model: Path) -> Path:
 def start(run: Path, port: int) -> Forked:
     """The engine's process."""
     return Forked("rl_async.rollout_server", "--run", str(run), "--index", "0", "--port", str(port))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def refusal(process: Forked) -> str:
@@ -70,7 +65,7 @@ async def until_healthy(url: str, process: Forked) -> None:
 @pytest.fixture(scope="module")
 def url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Where an engine runs."""
-    port = free_port()
+    port = assign_ports((PortWish("engine"),))["engine"]
     process = start(run_folder(tmp_path_factory.mktemp("run"), model_folder), port)
     try:
         url = f"http://127.0.0.1:{port}"
@@ -91,7 +86,7 @@ def test_a_taken_port_is_one_line(model_folder: Path, tmp_path: Path) -> None:
 
 
 def test_sigterm_ends_it_with_requests_in_flight(model_folder: Path, tmp_path: Path) -> None:
-    port = free_port()
+    port = assign_ports((PortWish("engine"),))["engine"]
     process = start(run_folder(tmp_path / "run", model_folder), port)
     url = f"http://127.0.0.1:{port}"
 

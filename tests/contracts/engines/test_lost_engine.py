@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import re
 import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -26,6 +27,7 @@ REQUESTS = 40  # more than both engines decode at once
 CAUGHT = 8  # answers of the lost engine that are in their middle when it is struck
 WAIT_S = 120.0
 STOP = 7
+KEPT = re.compile(r"request (\S+): victim .*after (\d+) tokens")  # the pool's line on a request that lost its engine
 
 PAIRS = [  # who is lost, and who goes on
     pytest.param(("embedded", "embedded"), id="embedded-embedded"),
@@ -162,10 +164,9 @@ async def answers(
 
 
 def kept(log: pytest.LogCaptureFixture) -> dict[str, int]:
-    """Tokens that the pool kept of a lost engine's answers, by request, without those of which it kept none."""
-    records = [record.args for record in log.records if record.name == "rl_async.pool"]
-    losses = [args for args in records if isinstance(args, tuple) and len(args) == 4]  # request, engine, tokens, error
-    return {str(request): tokens for request, _, tokens, _ in losses if isinstance(tokens, int) and tokens}
+    """By request, how many tokens of the lost engine the pool says that it kept; those of which it kept some."""
+    lines = [KEPT.match(record.getMessage()) for record in log.records if record.name == "rl_async.pool"]
+    return {line[1]: int(line[2]) for line in lines if line and int(line[2])}
 
 
 def assert_as_asked(request: GenerateRequest, got: GenerateResult) -> None:

@@ -14,8 +14,8 @@ import uvicorn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.gateway.episodes import Episodes
-from rl_async.agent_loop.gateway.server import Server
+from rl_async.agent_loop.gateway.open_episodes import OpenEpisodes
+from rl_async.agent_loop.gateway.server import GatewayServer
 from rl_async.configs.load.loader import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.reward import RewardConfig
@@ -91,8 +91,8 @@ class RunningGateway:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         async with RewardService(RewardConfig()) as rewards:
-            episodes = Episodes(self._config, self._renderer, self.engine, self.queue, rewards)
-            app = Server(self._config, episodes).app
+            episodes = OpenEpisodes(self._config, self._renderer, self.engine, self.queue, rewards)
+            app = GatewayServer(self._config, episodes).app
             server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
             serving = asyncio.create_task(server.serve(sockets=[self._listener]))
             self._ready.set()

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
-from rl_async.agent_loop.gateway.client import Episode, Gateway, GatewayError
+from rl_async.agent_loop.gateway.client import Gateway, GatewayError, RemoteEpisode
 from rl_async.errors import UserError
 from rl_async.messages import Version
 from rl_async.process.role import bind
@@ -54,7 +54,7 @@ def start(renderer: ChatRenderer) -> Iterator[Callable[..., RunningGateway]]:
         gateway.stop()
 
 
-def take(gateway: RunningGateway) -> tuple[Episode, Any]:
+def take(gateway: RunningGateway) -> tuple[RemoteEpisode, Any]:
     """An episode, and an openai client for it."""
     episode = next(Gateway(gateway.url).episodes())
     return episode, openai.OpenAI(base_url=episode.base_url, api_key="none", max_retries=0)
@@ -230,7 +230,7 @@ def test_what_a_real_engine_sampled_reaches_the_queue_as_it_was(
         assert other.replace("<|im_end|>", "") == branch.replace("<|im_end|>", "")
 
 
-def play(episode: Episode) -> tuple[str, str, str]:
+def play(episode: RemoteEpisode) -> tuple[str, str, str]:
     """Two turns and a branch of the second; what was said in each."""
     client = openai.OpenAI(base_url=episode.base_url, api_key="none", max_retries=0)
 
@@ -266,7 +266,7 @@ def test_a_gateway_that_is_gone_has_ended_with_its_run(start: Any) -> None:
     door = Gateway(gateway.url, gone_s=0)
     episodes = door.episodes()
     episode = next(episodes)
-    unknown = Episode("guessed", "", {}, door).reward(1.0)
+    unknown = RemoteEpisode("guessed", "", {}, door).reward(1.0)
     assert unknown == {"accepted": False, "reason": "the episode has ended", "rows": 0, "reward": None}
     gateway.stop()
     assert episode.fail("late")["accepted"] is False and list(episodes) == []

@@ -17,8 +17,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForSequenceClassification
 
-from rl_async.agent_loop.data.tasks import GENERATORS
 from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
+from rl_async.agent_loop.data.toy_tasks import GENERATORS
 from rl_async.configs.schema.reward import RewardModelConfig
 from rl_async.errors import ConfigError
 from rl_async.messages import Turn

@@ -142,7 +142,7 @@ def test_what_sglang_refuses_is_told_in_its_own_words(start: Start) -> None:
     async def fail(client: SglangEngine) -> None:
         with pytest.raises(EngineRejected, match="no weight-update session is open"):
             await client.finish_update(Version())
-        with pytest.raises(EngineRejected, match="before the transfer was initialised"):
+        with pytest.raises(EngineRejected, match="init_transfer"):
             await client.update(update)
         await client.start_update()
         with pytest.raises(EngineRejected, match="Flush cache failed"):  # it is not paused

@@ -50,7 +50,7 @@ def test_checkpoints_go_on_with_other_numbers_of_ranks_and_replicas(model_folder
     for folder, left_by in ((tmp_path / "first", "saved-2"), (root / "step-000002" / "model", "saved-1")):
         weights = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
         assert all(weights[name].equal(tensor) for name, tensor in weights_of(left[left_by]).items())
-    with pytest.raises(UserError, match=r"no checkpoint of step 7; there are: 1, 2, 3, 4"):
+    with pytest.raises(UserError, match=r"step 7\b.* 1, 2, 3, 4"):
         export(run, tmp_path / "none", step=7)
 
 

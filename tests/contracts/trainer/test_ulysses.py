@@ -13,8 +13,8 @@ from transformers import AutoConfig
 
 from rl_async.trainer.batches.packing import pack
 from rl_async.trainer.model.families import FAMILIES, why_not_shared
+from tests.contracts.trainer.test_fsdp2 import train
 from tests.support.forked import run_ranks
-from tests.unit.trainer.backends.test_fsdp2 import train
 from tests.unit.trainer.batches.test_packing import padded
 from tests.unit.trainer.model.test_families import COMMON, saved
 

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 
-from rl_async.agent_loop.gateway.client import Episode, Gateway
+from rl_async.agent_loop.gateway.client import Gateway, RemoteEpisode
 
 
-def play(episode: Episode) -> None:
+def play(episode: RemoteEpisode) -> None:
     """Two conversations, the first of which is branched: three rows."""
     client = openai.OpenAI(base_url=episode.base_url, api_key="none")
     question = list(episode.task["prompt"])

@@ -6,12 +6,12 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.data.tasks import GENERATORS
 from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
+from rl_async.agent_loop.data.toy_tasks import KINDS
 
 
 def demos(name: str, count: int) -> list[list[dict[str, str]]]:
-    source, generator, found = random.Random(5), GENERATORS[name], []
+    source, generator, found = random.Random(5), KINDS[name], []
     for _ in range(count):
         sample = generator.sample(source)
         found.append([{"role": "user", "content": sample.prompt}, *generator.demonstrate(sample, source)])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.episodes.loops import EpisodeRunner
+from rl_async.agent_loop.episodes.runner import EpisodeRunner
 from rl_async.agent_loop.worker import AgentWorker
 from rl_async.configs.schema.reward import RewardConfig
 from rl_async.errors import EngineLost, QueueLost

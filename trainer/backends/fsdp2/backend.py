@@ -34,10 +34,11 @@ STEPS = "schedule|steps"
 
 
 class Fsdp2Backend:
-    """See ``backend.Backend``. Without a trainer config, or if it does not train, the model is frozen: a reference.
+    """Implements ``interface.Backend`` with FSDP2.
 
-    Master weights are float32; with dtype bfloat16 they are cast for compute, gradients are reduced in float32.
-    ``config`` is what the optimizer of this model follows; a critic's differs from the policy's.
+    Master weights are float32; with dtype bfloat16 they are cast for compute, and gradients are reduced in float32.
+    ``config`` configures this model's optimizer; a critic's differs from the policy's. Without a config, or unless
+    ``trains``, the model is frozen: a reference.
     """
 
     def __init__(
@@ -93,8 +94,8 @@ class Fsdp2Backend:
             self.model.set_requires_gradient_sync(number == len(batches) - 1)
             loss = loss_fn(number, self.model.outputs(batch, requested))
             losses += loss.detach()
-            # FSDP averages over ranks. The loss is already divided by the global count, and of ranks that share rows
-            # each has its own part of the gradient (ulysses.py).
+            # FSDP averages over ranks, but the loss is already divided by the global count, and each of the ranks that
+            # share rows has its own part of the gradient (ulysses.py).
             (loss * world).backward()
         norm = _full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)).item()
         total = losses.item()
@@ -122,7 +123,7 @@ class Fsdp2Backend:
 
     @functools.cached_property
     def _layout(self) -> Layout:
-        """Of parameters that engines have too; a value head is none of their business."""
+        """The layout of the language model's weights; engines have no value head."""
         tied, dtype = self.hf_config.tie_word_embeddings, dtype_name(self.dtype)
         shapes = {name: parameter.shape for name, parameter in without_adapters(self.model.lm)}
         specs = {n: TensorSpec(tuple(s), dtype) for n, s in shapes.items() if not (tied and n == "lm_head.weight")}
@@ -150,7 +151,7 @@ class Fsdp2Backend:
         return write
 
     def _describe(self, folder: Path, head: dict[str, Tensor], complete: bool) -> None:
-        """Write what others read: a Hugging Face folder and a value head. Of rank 0."""
+        """Write what other tools read: a Hugging Face folder and the value head. Called on rank 0."""
         target = folder / MODEL_FOLDER
         self.hf_config.save_pretrained(target)
         if self._lora is not None:
@@ -159,7 +160,7 @@ class Fsdp2Backend:
             AutoTokenizer.from_pretrained(self.path).save_pretrained(target)
         if complete:
             write_model(folder)
-        if head:  # beside the model's folder, out of which engines load every tensor that they find
+        if head:  # not in the model's folder, from which engines load every tensor
             save_file(head, folder / VALUE_HEAD_FILE)
 
     def save(self, folder: Path) -> None:
@@ -179,22 +180,22 @@ class Fsdp2Backend:
             self._make_moments()
         if sharded:
             read_shards(self._weights() | self._moments() | steps, shards)
-        else:  # whole tensors, as format 1 has them
+        else:  # format 1 has whole tensors
             read_shards({n.removeprefix(WEIGHTS): t for n, t in self._language_model().items()}, folder / MODEL_FOLDER)
             read_shards(self._value_head() | self._moments() | steps, folder)
         done = self.schedule.last_epoch = int(steps[STEPS])
-        # Not schedule.step(): before the optimizer's first step it warns.
+        # schedule.step() would warn before the optimizer's first step.
         for group, rate, factor in zip(
             self.optimizer.param_groups, self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True
         ):
             group["lr"] = rate * factor(done)
 
     def _trained(self) -> list[tuple[str, Tensor]]:
-        """Parameters that the optimizer has."""
+        """Return the parameters that the optimizer trains, by name."""
         return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
 
     def _weights(self) -> dict[str, Tensor]:
-        """Parameters and buffers by name; of tied ones one. With adapters only what trains: the rest is in the base."""
+        """Return parameters and buffers by name, tied ones once; with adapters only the trained parameters."""
         named = {name for name, _ in (*self.model.named_parameters(), *self.model.named_buffers())}
         if self._lora is not None:
             named = {name for name, _ in self._trained()}
@@ -204,12 +205,12 @@ class Fsdp2Backend:
         return {name: tensor for name, tensor in self._weights().items() if name.startswith(WEIGHTS)}
 
     def _value_head(self) -> dict[str, Tensor]:
-        """By name within the head; empty if there is none."""
+        """Return the value head's parameters by name within it; empty if there is none."""
         head = self.model.value_head
         return {} if head is None else {name: parameter.detach() for name, parameter in head.named_parameters()}
 
     def _moments(self) -> dict[str, Tensor]:
-        """AdamW's tensors as ``parameter|name``; none before its first step."""
+        """Return AdamW's tensors as ``parameter|name``; none before its first step."""
         assert self.optimizer is not None
         return {
             f"{name}{MOMENT}{key}": tensor
@@ -218,7 +219,7 @@ class Fsdp2Backend:
         }
 
     def _make_moments(self) -> None:
-        """Room for what is loaded, as AdamW's first step would make it."""
+        """Allocate AdamW's tensors as its first step would, so that a checkpoint can be loaded into them."""
         assert self.optimizer is not None
         for _, parameter in self._trained():
             state = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
@@ -231,7 +232,7 @@ class Fsdp2Backend:
         self._move(self.device)
 
     def _move(self, device: str) -> None:
-        """Weights and what the optimizer keeps. Saving and exporting work from either place, computing does not."""
+        """Move weights and optimizer state. Saving and publishing work from either device, computing does not."""
         if self.device == "cpu" or self._offloads:
             return  # they already live in host memory
         self.model.to(device)
@@ -242,12 +243,12 @@ class Fsdp2Backend:
 
 
 def _shard(parameter: Tensor) -> Tensor:
-    """This rank's rows of a sharded parameter."""
+    """Return this rank's rows of a sharded parameter, without gradient."""
     detached = parameter.detach()
     assert isinstance(detached, DTensor)
     return detached.to_local()
 
 
 def _full(tensor: Tensor) -> Tensor:
-    """The whole tensor on every rank; a collective for sharded ones."""
+    """Return the whole tensor on every rank; a collective for sharded ones."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""How a model's layers are spread over ranks, where their weights are kept, and what is kept of their activations."""
+"""Spreads a model's layers over ranks, and decides where weights are kept and which activations are recomputed."""
 
 import functools
 from typing import Any
@@ -15,23 +15,25 @@ from rl_async.trainer.model import attention as packed_attention
 
 
 def mesh_of(device: str, ranks: int, replicas: int, timeout_s: float) -> DeviceMesh:
-    """All ranks in a row that shares one copy of the model; or HSDP's rows of ranks, each with a copy of its own, whose
-    collectives wait ``timeout_s`` at most. A collective."""
+    """Return the device mesh: one row of ranks that share one copy of the model, or HSDP's ``replicas`` rows.
+
+    HSDP's collectives wait ``timeout_s`` at most. A collective.
+    """
     kind = device.partition(":")[0]
     if replicas == 1:
-        return init_device_mesh(kind, (ranks,))  # the process group of all, with its deadline
+        return init_device_mesh(kind, (ranks,))  # the group of all ranks, with its own deadline
     sharing, same_shard = adjacent_and_strided(ranks // replicas, timeout_s)
     rows = torch.arange(ranks).view(replicas, -1)
     return DeviceMesh.from_group([same_shard, sharing], kind, mesh=rows, mesh_dim_names=("replicate", "shard"))
 
 
 def prepare(layers: torch.nn.ModuleList, config: TrainerConfig) -> None:
-    """Change how layers compute, before they are sharded: FSDP's hooks stay outside of what is changed here.
+    """Apply compilation and activation checkpointing to layers, before sharding puts FSDP's hooks around them.
 
-    Modules keep their names and their class, so checkpoints and exports are those of the model without it.
+    Modules keep their names and class, so checkpoints and exports do not change.
     """
     if config.compile:
-        # Its groups are other numbers in every micro-batch, each of which would be compiled anew.
+        # Its grouping differs in every micro-batch, and each would be compiled anew.
         AttentionInterface.register(packed_attention.NAME, torch.compiler.disable(packed_attention.packed_attention))
         for layer in layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
@@ -41,8 +43,10 @@ def prepare(layers: torch.nn.ModuleList, config: TrainerConfig) -> None:
 
 
 def shard(model: Any, mesh: DeviceMesh, dtype: torch.dtype, cpu_offload: bool = False) -> Any:
-    """A ``heads.Headed`` under ``fully_shard``: still the module it was, and an FSDPModule too. Computes in ``dtype``,
-    but values in float32: they are regressed, and bfloat16 has three digits."""
+    """Put a ``heads.Headed`` under ``fully_shard``; it remains the same module and becomes an FSDPModule too.
+
+    It computes in ``dtype``, but values in float32: they are regression targets, and bfloat16 has three digits.
+    """
     policy = MixedPrecisionPolicy()
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Causal attention over rows packed one behind the other, as a core attention of Megatron-Core's layers."""
+"""Causal attention over packed rows, in the form of a core attention of Megatron-Core's layers."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class PackedAttention(torch.nn.Module):
-    """Block-diagonal: a token attends to itself and those before it in its own row, never to another row.
+    """Block-diagonal causal attention: a token attends to itself and to earlier tokens of its own row.
 
-    Megatron-Core's local attention refuses packed rows, and the one of Transformer Engine needs a GPU.
+    Megatron-Core's local attention refuses packed rows, and Transformer Engine's needs a GPU.
     """
 
     def __init__(self, *, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
-        """Built by Megatron-Core, which passes more than is needed here."""
+        """Take the arguments with which Megatron-Core builds it; most are not needed here."""
         super().__init__()
         assert config.context_parallel_size == 1, "rows are whole on every rank"
         self._scale = softmax_scale
@@ -30,9 +30,9 @@ class PackedAttention(torch.nn.Module):
         attention_bias: None,
         packed_seq_params: Any,
     ) -> Tensor:
-        """Queries [N, heads, d], keys and values [N, groups, d] of N packed tokens, to [N, heads * d].
+        """Map queries [N, heads, d], keys and values [N, groups, d] of N packed tokens to [N, heads * d].
 
-        Rows are laid out to a batch padded on the right, where causal attention never looks.
+        Rows are unpacked into a batch padded on the right, where causal attention never looks.
         """
         bounds = packed_seq_params.cu_seqlens_q.long()
         rows, places = row_places(bounds)
@@ -43,13 +43,13 @@ class PackedAttention(torch.nn.Module):
 
 
 def row_places(bounds: Tensor) -> tuple[Tensor, Tensor]:
-    """Of N packed tokens, the row and the position in it, int64 [N], from where rows begin and end, int64 [B + 1]."""
+    """Return row and position within it of N packed tokens, int64 [N], from the bounds of B rows, int64 [B + 1]."""
     lengths = bounds.diff()
     rows = torch.repeat_interleave(torch.arange(len(lengths), device=bounds.device), lengths)
     return rows, torch.arange(len(rows), device=bounds.device) - bounds[rows]
 
 
 def _lay_out(packed: Tensor, rows: Tensor, places: Tensor, count: int, longest: int) -> Tensor:
-    """Packed [N, heads, d] to [B, heads, T, d]."""
+    """Unpack [N, heads, d] into [B, heads, T, d], padded with zeros."""
     padded = packed.new_zeros(count, longest, *packed.shape[1:])
     return padded.index_put((rows, places), packed).transpose(1, 2)

@@ -1,8 +1,8 @@
-"""The Megatron-Core backend: tensor-, pipeline-, data- and expert-parallel ranks, with the distributed optimizer.
+"""The Megatron-Core backend: forward and backward passes through the pipeline, checkpoints, weights for engines.
 
-A micro-batch's rows are packed one behind the other. All processes of one data-parallel rank get the same
-micro-batches; the last pipeline stage differentiates the loss, and the others evaluate it on the numbers that it
-found, so that whatever sums a loss keeps are the same on all of them.
+The rows of a micro-batch are packed into one sequence. All processes of one data-parallel rank get the same
+micro-batches; the last pipeline stage differentiates the loss, and the others evaluate it on the last stage's outputs,
+so that the sums which a loss keeps are equal on all of them.
 """
 
 import functools
@@ -30,8 +30,7 @@ from rl_async.trainer.backends.megatron.model import build_chunks, require_divis
 from rl_async.trainer.backends.megatron.optimizer import MOMENTS, DistributedAdamW, wrap
 from rl_async.trainer.backends.megatron.outputs import vocab_parallel_outputs
 from rl_async.trainer.backends.megatron.parallel import Parallel, join_groups
-from rl_async.trainer.backends.megatron.parts import layout_of, parts_of
-from rl_async.trainer.backends.megatron.weights import Spread, fill, open_weights, stream
+from rl_async.trainer.backends.megatron.weights import ShardedModel, fill, layout_of, local_shards, open_weights, stream
 from rl_async.trainer.batches.cost import row_cost_of
 from rl_async.trainer.batches.tensors import Tensors, empty_tensors
 from rl_async.trainer.checkpoints.export import MOMENT, WEIGHTS, WHOLE
@@ -39,14 +38,14 @@ from rl_async.trainer.model.heads import MODEL_FOLDER
 from rl_async.weight_sync.layout import Layout
 from rl_async.weight_sync.reshard.gather import ShardedWeights
 
-OPTIMIZER_FILE = "optimizer.safetensors"  # with FSDP2's names, which then reads the same file
+OPTIMIZER_FILE = "optimizer.safetensors"  # in FSDP2's naming, so that FSDP2 can read it too
 
 
 class MegatronBackend:
-    """See ``backend.Backend``. It computes in float32, exports in ``dtype``, and gives neither values nor
-    distributions.
+    """Implements ``interface.Backend`` with Megatron-Core. It offers neither values nor distributions.
 
-    ``config`` says how the ranks share the model; unless ``trains``, the model is frozen: a reference.
+    It computes in float32 and publishes in ``dtype``. ``config`` says how the ranks share the model; unless ``trains``,
+    the model is frozen: a reference.
     """
 
     def __init__(self, path: str, dtype: str, device: str, config: TrainerConfig, *, trains: bool = True) -> None:
@@ -59,24 +58,24 @@ class MegatronBackend:
             self.data_parallel = parallel.data_parallel
             shape = shape_of(self.hf_config, path)
             require_divisible(shape, parallel)
-            model = transformer_config(self.hf_config, shape, parallel, on_cpu=device == "cpu")
-            chunks = [c.to(device) for c in build_chunks(self.hf_config, shape, model, parallel)]
-            self._spread = Spread(chunks, shape, parallel)
-            fill(self._spread, open_weights(Path(path)), _copy)
+            transformer = transformer_config(self.hf_config, shape, parallel, on_cpu=device == "cpu")
+            chunks = [c.to(device) for c in build_chunks(self.hf_config, shape, transformer, parallel)]
+            self._model = ShardedModel(chunks, shape, parallel)
+            fill(self._model, open_weights(Path(path)), _copy)
             self._chunks = chunks
             self._optimizer: DistributedAdamW | None = None
             if trains:
-                model.finalize_model_grads_func = _finish_gradients
-                self._chunks = wrap(chunks, model)
+                transformer.finalize_model_grads_func = _finish_gradients
+                self._chunks = wrap(chunks, transformer)
                 self._optimizer = DistributedAdamW(self._chunks, config, device)
 
     def _megatron(self) -> AbstractContextManager[None]:
-        """In which Megatron's code runs."""
+        """Return the context in which Megatron's code runs."""
         return megatron_on_cpu() if self.device == "cpu" else nullcontext()
 
     @property
     def _parallel(self) -> Parallel:
-        return self._spread.parallel
+        return self._model.parallel
 
     def forward(self, batch: Tensors, requested: frozenset[OutputName] = frozenset()) -> Outputs:
         with torch.no_grad():
@@ -102,8 +101,10 @@ class MegatronBackend:
     def _run(
         self, batches: Sequence[Tensors], loss_fn: LossFn | None, requested: frozenset[OutputName]
     ) -> tuple[list[Outputs], float]:
-        """Pass the micro-batches through the pipeline, and back if there is a loss. Returns detached outputs and the
-        summed loss, on all stages."""
+        """Pass the micro-batches through the pipeline, and back if there is a loss.
+
+        Returns the detached outputs and the summed loss, on all stages.
+        """
         pipeline = self._parallel.pipeline
         missing = -len(batches) % pipeline.size if self._parallel.virtual_stages > 1 else 0
         passed = [*batches, *(empty_tensors(self.device) for _ in range(missing))]
@@ -115,7 +116,7 @@ class MegatronBackend:
                 data_iterator=[iter(enumerate(passed)) for _ in chunks],
                 model=chunks,
                 num_microbatches=len(passed),
-                seq_length=1,  # of the first message between stages; each tells its own
+                seq_length=1,  # of the first message between stages; each message carries its own shape
                 micro_batch_size=1,
                 forward_only=loss_fn is None,
             )
@@ -124,11 +125,11 @@ class MegatronBackend:
         return ran.outputs[: len(batches)], sum(torch.stack(ran.losses).tolist()) if ran.losses else 0.0
 
     def _outputs(self, logits: Tensor, batch: Tensors, *, requested: frozenset[OutputName]) -> Outputs:
-        """Outputs [B, T-1] from this rank's columns of the packed logits [1, N, V / ranks]; 0 beyond a row's end."""
+        """Compute outputs [B, T-1], 0 beyond rows' ends, from this rank's columns of logits, [1, N, V / ranks]."""
         rows, places = _packed_places(batch)
         following = batch.tokens.roll(-1, 1)[rows, places]
         logits = logits[0].float() / batch.temperature[rows, 0]
-        packed = vocab_parallel_outputs(logits, following, requested, self._parallel.tensor, self._spread.shape.vocab)
+        packed = vocab_parallel_outputs(logits, following, requested, self._parallel.tensor, self._model.shape.vocab)
         inside = places < batch.lengths.to(self.device)[rows] - 1
         index = rows[inside], places[inside]
 
@@ -140,7 +141,7 @@ class MegatronBackend:
         return Outputs(padded(packed.logprobs), padded(packed.entropy), padded(packed.sum_squares))
 
     def _share(self, ran: "_Pass", batches: Sequence[Tensors]) -> None:
-        """Give the last stage's outputs to the others, which evaluate the loss on them."""
+        """Broadcast the last stage's outputs to the other stages, which evaluate the loss on them."""
         pipeline = self._parallel.pipeline
         source = dist.get_global_rank(pipeline.group, pipeline.size - 1)
         for number, batch in enumerate(batches):
@@ -157,21 +158,23 @@ class MegatronBackend:
 
     def sharded_weights(self, what: Published = "merged") -> ShardedWeights:
         assert what == "merged"  # it trains no adapters
-        return parts_of(self._spread, self._layout)
+        return local_shards(self._model, self._layout)
 
     @functools.cached_property
     def _layout(self) -> Layout:
-        return layout_of(self._spread, Path(self.path), self.dtype)
+        return layout_of(self._model, Path(self.path), self.dtype)
 
     def stage(self, folder: Path, group: dist.ProcessGroup | None) -> Callable[[], None]:
-        """Whole tensors under Hugging Face names, gathered on rank 0: any number of ranks may go on from them, and the
-        FSDP2 backend too."""
+        """Gather whole tensors under Hugging Face names on rank 0.
+
+        Any number of ranks can resume from them, and so can the FSDP2 backend.
+        """
         assert self._optimizer is not None
-        model = _on_rank0(stream(self._spread, torch.Tensor.detach))
+        model = _on_rank0(stream(self._model, torch.Tensor.detach))
         optimizer = self._optimizer
         state: dict[str, Tensor] = {}
         for key in MOMENTS if optimizer.has_moments else ():
-            moments = _on_rank0(stream(self._spread, functools.partial(optimizer.moment, key=key)))
+            moments = _on_rank0(stream(self._model, functools.partial(optimizer.moment, key=key)))
             state |= {_moment_name(name, key): moment for name, moment in moments.items()}
         if dist.get_rank() != 0:
             return lambda: None
@@ -197,10 +200,10 @@ class MegatronBackend:
         if not (folder / OPTIMIZER_FILE).is_file():
             raise UserError(
                 f"checkpoint {folder} was written with trainer.backend=fsdp2, whose shards this backend cannot read; "
-                "go on with fsdp2, or begin a new run from what `rl-async export` makes of it"
+                "resume with fsdp2, or start a new run from the model that `rl-async export` writes"
             )
         optimizer = self._optimizer
-        fill(self._spread, open_weights(folder / MODEL_FOLDER), _copy)
+        fill(self._model, open_weights(folder / MODEL_FOLDER), _copy)
         state = load_file(folder / OPTIMIZER_FILE)
         optimizer.steps = int(state.pop("schedule|steps"))
         if not state:
@@ -208,7 +211,7 @@ class MegatronBackend:
         steps = torch.tensor(float(optimizer.steps))
         for key in MOMENTS:
             fetch = functools.partial(_moment_of, state, key)
-            fill(self._spread, fetch, functools.partial(optimizer.set_moment, key=key, steps=steps))
+            fill(self._model, fetch, functools.partial(optimizer.set_moment, key=key, steps=steps))
 
     def sleep(self) -> None:
         self._move_optimizer("cpu")
@@ -222,7 +225,7 @@ class MegatronBackend:
 
 
 class _Pass:
-    """One walk of micro-batches through the pipeline, as Megatron's schedules call it."""
+    """One pass of micro-batches through the pipeline: the callbacks of Megatron's schedules, and what they collect."""
 
     def __init__(self, loss_fn: LossFn | None, count: int, requested: frozenset[OutputName], outputs_of: Any) -> None:
         self._loss_fn, self._count, self._outputs_of = loss_fn, count, outputs_of
@@ -231,19 +234,19 @@ class _Pass:
         self.losses = list[Tensor]()  # on the device: reading one would wait for it
 
     def forward(self, batches: Iterator[tuple[int, Tensors]], chunk: Any) -> tuple[Tensor, Any]:
-        """The next micro-batch through a part of the model, and what to do with what comes out of the last part."""
+        """Pass the next micro-batch through a part of the model; return its output and the loss function for it."""
         number, batch = next(batches)
         rows, places = _packed_places(batch)
         packing = _packing(batch.lengths, batch.tokens.device)
         out = chunk(batch.tokens[rows, places][None], places[None], None, packed_seq_params=packing)
-        return out, functools.partial(self._judge, number, batch)
+        return out, functools.partial(self._loss, number, batch)
 
-    def _judge(self, number: int, batch: Tensors, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _loss(self, number: int, batch: Tensors, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         outputs = self._outputs_of(logits, batch)
         return self.take(number, outputs), torch.zeros((), dtype=torch.int), {}
 
     def take(self, number: int, outputs: Outputs) -> Tensor:
-        """Keep the outputs of a micro-batch, and evaluate its loss; 0 for one that only fills the pipeline."""
+        """Keep a micro-batch's outputs and return its loss; 0 for one that only fills the pipeline."""
         assert outputs.logprobs is not None
         self.outputs.append(_detached(outputs))
         if self._loss_fn is None or number >= self._count:
@@ -258,7 +261,7 @@ def _packed_places(batch: Tensors) -> tuple[Tensor, Tensor]:
 
 
 def _bounds(lengths: Tensor, device: torch.device) -> Tensor:
-    """Where packed rows of these lengths [B] begin and end, int64 [B + 1]."""
+    """Return the bounds of packed rows of these lengths [B], int64 [B + 1]."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(device)
 
 
@@ -275,7 +278,7 @@ def _detached(outputs: Outputs) -> Outputs:
 
 
 def _finish_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **more: Any) -> None:
-    """Megatron's own, without its division by a count of tokens: losses are divided already."""
+    """Finish gradients as Megatron does, without dividing by a token count: losses are divided already."""
     finalize_model_grads(chunks, None, **more)
 
 
@@ -293,7 +296,7 @@ def _copy(parameter: torch.nn.Parameter, whole: Tensor) -> None:
 
 
 def _on_rank0(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Walk a collective stream; rank 0 keeps it, on the host."""
+    """Consume a stream that is a collective; rank 0 keeps its tensors, on the host."""
     kept = {}
     for name, tensor in tensors:
         if dist.get_rank() == 0:

@@ -1,17 +1,17 @@
 """Lets Megatron-Core 0.16 run on gloo and the CPU, so that ``trainer.backend=megatron`` can be tried on a laptop.
 
-Megatron-Core names CUDA devices outright, also where its mathematics does not need one. Inside ``megatron_on_cpu()``
+Megatron-Core hard-codes CUDA devices, even where its mathematics needs none. Inside ``megatron_on_cpu()``
 
-- ``torch.cuda.current_device`` answers ``cpu``; ``set_device``, ``synchronize`` and ``empty_cache`` do nothing;
-- there is one stream, in which everything has happened already;
-- counts of tokens for experts, which are "moved to the host" as NumPy arrays, become that;
+- ``torch.cuda.current_device`` returns ``cpu``; ``set_device``, ``synchronize`` and ``empty_cache`` do nothing;
+- there is one stream, on which all work is complete;
+- token counts of experts, which Megatron moves to the host as NumPy arrays, are converted to these directly;
 - the random state of "the GPU" is that of the CPU;
 - a factory's ``device="cuda"``, ``Tensor.cuda()`` and ``Tensor.to("cuda")`` stay on the CPU;
-- ``Tensor.type()`` says ``torch.cuda.FloatTensor``, which Megatron's optimizer compares as text.
+- ``Tensor.type()`` returns ``torch.cuda.FloatTensor``, which Megatron's optimizer compares as text.
 
-Everything is put back on leaving. The first four are seen by other threads too meanwhile, which on a machine without
-CUDA call none of them; the others hold in this thread only. The layers, the sharding, the
-schedules and the collectives that run so are Megatron's own and real; streams, kernels and NCCL are not proven by it.
+Everything is restored on exit. Other threads see the first four too, but on a machine without CUDA none of them calls
+these; the others apply to this thread only. The layers, sharding, schedules and collectives that run this way are
+Megatron's own; streams, kernels and NCCL are not exercised.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,16 +39,16 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """Of a device without streams: what was asked of it is done."""
+    """The stream of a device without streams, on which all work is complete."""
 
     def wait_stream(self, other: "_Stream") -> None:
-        """Nothing is under way."""
+        """Do nothing: all work is complete."""
 
     def record_event(self) -> "_Stream":
         return self
 
     def synchronize(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: all work is complete."""
 
 
 _STREAM = _Stream()
@@ -64,12 +64,12 @@ def _on_host(value: Any, as_numpy: bool = False, record_stream: bool = False) ->
 
 @contextmanager
 def megatron_on_cpu() -> Iterator[None]:
-    """Within this context Megatron-Core's calls for CUDA mean the CPU."""
+    """Within this context, run Megatron-Core's CUDA calls on the CPU."""
     import megatron.core.tensor_parallel.random as megatron_random
     from megatron.core.transformer.moe import token_dispatcher
 
     def nothing(*_: Any, **__: Any) -> None:
-        """There is no device to do it to."""
+        """Do nothing: there is no device."""
 
     replaced: list[tuple[Any, str, Any]] = [
         (torch.cuda, "current_device", lambda: torch.device("cpu")),

@@ -1,14 +1,14 @@
-"""Hugging Face weights <-> Megatron-Core's, as pure functions of names and tensors: one layer at a time, both ways.
+"""Maps Hugging Face weights to Megatron-Core's and back, as pure functions of names and tensors.
 
-A ``Rule`` says which Hugging Face tensors make up one parameter of a Megatron layer; a form, how the shards of that
-parameter on the tensor-parallel ranks are cut out of them. Copies only, so that the way there and back is exact, and
-the same rules carry an optimizer's moments.
+A ``Rule`` says which Hugging Face tensors make up one parameter of a Megatron layer; its form says how the parameter's
+shards on tensor-parallel ranks are cut out of them. The mapping only copies, so a round trip is exact, and the same
+rules apply to an optimizer's moments.
 
-    qkv       per group of queries that share a key: its queries, its key, its value; the groups are dealt to ranks
+    qkv       for each group of queries that share a key: its queries, key and value; ranks divide the groups
     gate_up   a rank's part of the gate, then its part of the up projection
     rows      cut along the input (dimension 1)
-    vocab     cut along the output (dimension 0), after zeros below made the vocabulary divisible
-    copy      whole on every rank
+    vocab     cut along the output (dimension 0), padded with zeros to a divisible size
+    copy      the whole parameter on every rank
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ Form = Literal["copy", "rows", "vocab", "qkv", "gate_up"]
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """What the mapping needs to know of a model."""
+    """The dimensions of a model on which the mapping depends."""
 
     layers: int
     heads: int
@@ -36,7 +36,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rule(NamedTuple):
-    """One parameter of Megatron's and what it is made of. Names are relative to a layer, or to the model."""
+    """One Megatron parameter and the tensors that make it up. Names are relative to a layer, or to the model."""
 
     megatron: str
     hugging_face: tuple[str, ...]
@@ -50,7 +50,7 @@ TIED_OUTPUT = Rule("output_layer.weight", EMBEDDING.hugging_face, "vocab")  # th
 
 
 def layer_rules(shape: Shape) -> list[Rule]:
-    """The rules of a layer, the experts' left out."""
+    """Return the rules of a layer, without those of its experts."""
     attention = "self_attention"
     rules = [
         Rule("input_layernorm.weight", ("input_layernorm.weight",), "copy"),
@@ -69,7 +69,7 @@ def layer_rules(shape: Shape) -> list[Rule]:
 
 
 def expert_rules(local: int, number: int) -> list[Rule]:
-    """Of the ``local``-th expert that a rank holds, which is ``number`` among all."""
+    """Return the rules of a rank's ``local``-th expert, which has ``number`` among all experts of the layer."""
     return _mlp(f"mlp.experts.local_experts.{local}", f"mlp.experts.{number}")
 
 
@@ -89,17 +89,17 @@ def _qkv(kind: str) -> tuple[str, ...]:
 
 
 def split(rule: Rule, whole: Sequence[Tensor], shape: Shape, ranks: int) -> list[Tensor]:
-    """The shards on ``ranks`` tensor-parallel ranks, from the whole tensors that the rule names, in its order."""
+    """Cut the whole tensors that the rule names, in its order, into shards for ``ranks`` tensor-parallel ranks."""
     return _SPLIT[rule.form](whole, shape, ranks)
 
 
 def join(rule: Rule, shards: Sequence[Tensor], shape: Shape) -> list[Tensor]:
-    """The inverse of ``split``."""
+    """Join the shards of all tensor-parallel ranks into whole tensors; the inverse of ``split``."""
     return _JOIN[rule.form](shards, shape)
 
 
 def padded_vocab(vocab: int, ranks: int) -> int:
-    """The vocabulary with what makes it divisible among ``ranks``."""
+    """Return the vocabulary's size, rounded up to a multiple of ``ranks``."""
     return -(-vocab // ranks) * ranks
 
 

@@ -1,4 +1,4 @@
-"""From a Hugging Face config to Megatron-Core's: the model's shape, its layers, and this rank's part of it."""
+"""Builds this rank's part of a Megatron-Core model from a Hugging Face config."""
 
 from typing import Any
 
@@ -17,15 +17,15 @@ from rl_async.trainer.backends.megatron.parallel import Parallel
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
-if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 forgets this name where Transformer Engine is missing
+if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 does not define this name without Transformer Engine
     moe_utils.te_general_gemm = None
 
 
 def shape_of(hf: Any, path: str) -> Shape:
-    """What the mapping needs, from a Hugging Face config. Raises UserError naming what Megatron is not taught here."""
+    """Read the model's dimensions from a Hugging Face config. Raises UserError for a feature not supported here."""
     problem = _unsupported(hf)
     if problem is not None:
-        raise UserError(f"model.path: {path} {problem}, which trainer.backend=megatron does not know; use fsdp2")
+        raise UserError(f"model.path: {path} {problem}, which trainer.backend=megatron does not support; use fsdp2")
     return Shape(
         layers=hf.num_hidden_layers,
         heads=hf.num_attention_heads,
@@ -40,7 +40,7 @@ def shape_of(hf: Any, path: str) -> Shape:
 
 
 def _unsupported(hf: Any) -> str | None:
-    """What the model has that is not taught here; None if there is nothing."""
+    """Return the first feature of the model that is not supported here; None if there is none."""
     if hf.model_type not in FAMILIES:
         return f"is of the family {hf.model_type!r}, not of {', '.join(FAMILIES)}"
     rope, moe = hf.rope_parameters, hf.model_type == "qwen3_moe"
@@ -55,12 +55,12 @@ def _unsupported(hf: Any) -> str | None:
 
 
 def _is_llama3(rope: dict[str, Any]) -> bool:
-    """Whether it is the scaling of Llama 3.1 and later, whose other numbers Megatron-Core has built in."""
+    """Return whether this is the scaling of Llama 3.1 and later, whose other constants are built into Megatron-Core."""
     return rope["rope_type"] == "llama3" and all(rope[key] == value for key, value in LLAMA3_ROPE.items())
 
 
 def require_divisible(shape: Shape, parallel: Parallel) -> None:
-    """Raise UserError if the model cannot be dealt out to this many ranks."""
+    """Raise UserError if the model's dimensions do not divide among the ranks."""
     tensor, stages = parallel.tensor.size, parallel.pipeline.size * parallel.virtual_stages
     problems = {
         f"its {shape.heads} heads and {shape.groups} key-value heads do not divide among "
@@ -79,7 +79,7 @@ def require_divisible(shape: Shape, parallel: Parallel) -> None:
 
 
 def transformer_config(hf: Any, shape: Shape, parallel: Parallel, *, on_cpu: bool) -> TransformerConfig:
-    """Megatron's config of the model: float32, no dropout, none of the fused kernels."""
+    """Return Megatron's config of the model: float32, no dropout, no fused kernels."""
     sparse: dict[str, Any] = {}
     if shape.experts:
         sparse = {
@@ -111,7 +111,7 @@ def transformer_config(hf: Any, shape: Shape, parallel: Parallel, *, on_cpu: boo
         params_dtype=torch.float32,
         pipeline_dtype=torch.float32,
         use_cpu_initialization=on_cpu,
-        perform_initialization=True,  # else parameters are not marked as sharded, and the gradient norm misses shards
+        perform_initialization=True,  # else parameters are not marked as sharded, and the gradient norm omits shards
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         gradient_accumulation_fusion=False,
@@ -121,14 +121,14 @@ def transformer_config(hf: Any, shape: Shape, parallel: Parallel, *, on_cpu: boo
         pipeline_model_parallel_size=stages,
         virtual_pipeline_model_parallel_size=parallel.virtual_stages if parallel.virtual_stages > 1 else None,
         moe_token_dispatcher_type="alltoall",
-        variable_seq_lengths=stages > 1,  # micro-batches have as many tokens as they have
-        calculate_per_token_loss=True,  # gradients are added up: the loss is divided by the global count already
+        variable_seq_lengths=stages > 1,  # the number of tokens differs between micro-batches
+        calculate_per_token_loss=True,  # gradients are summed: the loss is already divided by the global count
         **sparse,
     )
 
 
 def build_chunks(hf: Any, shape: Shape, config: TransformerConfig, parallel: Parallel) -> list[Any]:
-    """This rank's parts of the model, one per virtual stage, with weights yet to be read."""
+    """Build this rank's parts of the model, one per virtual stage, without loading weights."""
     rope = hf.rope_parameters
     last = parallel.virtual_stages - 1
     return [
@@ -152,7 +152,7 @@ def build_chunks(hf: Any, shape: Shape, config: TransformerConfig, parallel: Par
 
 
 def _layer_spec(shape: Shape) -> ModuleSpec:
-    """Megatron's local layer, with our attention in place of the one that refuses packed sequences."""
+    """Return Megatron's local layer with ``PackedAttention``, since its own refuses packed rows."""
     spec = get_gpt_layer_local_spec(
         num_experts=shape.experts or None, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
     )

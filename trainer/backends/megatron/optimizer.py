@@ -1,4 +1,4 @@
-"""Megatron-Core's distributed AdamW: every data-parallel rank keeps the moments of its own part of each parameter."""
+"""Megatron-Core's distributed AdamW: each data-parallel rank keeps the moments of its own part of a parameter."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def wrap(chunks: list[Any], config: TransformerConfig) -> list[Any]:
-    """The model's parts with buffers in which their gradients are added up over data-parallel ranks."""
+    """Wrap the model's parts with buffers in which gradients are summed over data-parallel ranks."""
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False)
     return [
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)
@@ -24,7 +24,7 @@ def wrap(chunks: list[Any], config: TransformerConfig) -> list[Any]:
 
 
 class DistributedAdamW:
-    """AdamW as ``torch.optim.AdamW`` computes it, weight decay on all parameters, with clipping and a schedule."""
+    """AdamW with clipping and a schedule; weight decay applies to all parameters, as in ``torch.optim.AdamW``."""
 
     def __init__(self, chunks: list[Any], config: TrainerConfig, device: str) -> None:
         self._chunks, self._config, self._device = chunks, config, device
@@ -42,35 +42,35 @@ class DistributedAdamW:
                 use_distributed_optimizer=True,
             ),
             chunks,
-            config_overrides={},  # without them Megatron would spare norms and biases the weight decay
+            config_overrides={},  # by default Megatron exempts norms and biases from weight decay
         )
         self.clear()
 
     def norm(self) -> float:
-        """The global norm of the gradients that have been added up. A collective."""
+        """Return the global norm of the accumulated gradients. A collective."""
         self._optimizer.prepare_grads()
         return float(self._optimizer.get_grad_norm())
 
     def step(self) -> None:
-        """Change the weights, on all ranks. A collective."""
+        """Apply the accumulated gradients at the scheduled learning rate, on all ranks. A collective."""
         for group in self._optimizer.param_groups:
             group["lr"] = self._config.learning_rate * self._factor(self.steps)
         self._optimizer.step()
         self.steps += 1
 
     def clear(self) -> None:
-        """Forget the gradients."""
+        """Set all accumulated gradients to zero."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
 
     @property
     def has_moments(self) -> bool:
-        """Whether there was a step; equal on all ranks."""
+        """Whether the moments exist, that is after the first step; equal on all ranks."""
         return self.steps > 0
 
     def moment(self, parameter: torch.nn.Parameter, key: str) -> Tensor:
-        """A moment of this rank's shard of a parameter, put together from the data-parallel ranks. A collective."""
+        """Return a moment of this rank's shard of a parameter, gathered from the data-parallel ranks. A collective."""
         owner = self._owner(parameter)
         whole = torch.zeros_like(parameter, requires_grad=False)
         part = self._part(owner, parameter)
@@ -81,7 +81,7 @@ class DistributedAdamW:
         return whole
 
     def set_moment(self, parameter: torch.nn.Parameter, moment: Tensor, *, key: str, steps: Tensor) -> None:
-        """Take this rank's part of a moment of its shard of a parameter, as it was after ``steps`` steps."""
+        """Store this rank's part of ``moment``, that of its shard of a parameter after ``steps`` steps."""
         owner = self._owner(parameter)
         part = self._part(owner, parameter)
         if part is not None:
@@ -90,19 +90,19 @@ class DistributedAdamW:
             state["step"] = steps.clone()
 
     def move(self, device: str) -> None:
-        """Keep the moments on ``device``."""
+        """Move the moments of all parameters to ``device``."""
         for owner in self._optimizer.chained_optimizers:
             for state in owner.optimizer.state.values():
                 for key in MOMENTS:
                     state[key] = state[key].to(device)
 
     def _owner(self, parameter: torch.nn.Parameter) -> Any:
-        """Experts have an optimizer of their own, since fewer ranks hold copies of them."""
+        """Return the optimizer of a parameter: experts have their own, since fewer ranks hold copies of them."""
         experts = not getattr(parameter, "allreduce", True)
         return self._optimizer.chained_optimizers[-1 if experts else 0]
 
     def _part(self, owner: Any, parameter: torch.nn.Parameter) -> slice | None:
-        """The elements of a flat parameter whose moments this rank keeps; None if it keeps none."""
+        """Return the slice of a flattened parameter whose moments this rank keeps; None if it keeps none."""
         if parameter not in owner.model_param_gbuf_map:
             return None
         found = owner._get_model_param_range_map(parameter)["param"]

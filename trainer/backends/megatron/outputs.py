@@ -1,8 +1,8 @@
-"""What the policy says of the next token, from logits of which every tensor-parallel rank holds a part.
+"""Outputs per token from logits whose vocabulary is split over tensor-parallel ranks.
 
-Only numbers per token cross ranks, never the vocabulary. Sums over ranks have the gradient of a sum for each of them;
-what is the same on all ranks and enters the parts again collects the gradients of all (Megatron-LM, Shoeybi et al.
-2019, arXiv:1909.08053, the functions f and g of section 3).
+Ranks exchange a few numbers per token, never the vocabulary. The gradient of a sum over ranks reaches every rank
+unchanged; a value that is equal on all ranks and enters their parts again sums the gradients of all (Megatron-LM,
+Shoeybi et al. 2019, arXiv:1909.08053, the functions f and g of section 3).
 """
 
 import torch
@@ -17,9 +17,9 @@ from rl_async.trainer.backends.megatron.parallel import Axis
 def vocab_parallel_outputs(
     logits: Tensor, chosen: Tensor, requested: frozenset[OutputName], tensor: Axis, vocabulary: int
 ) -> Outputs:
-    """Outputs [N], equal on all ranks of ``tensor``, from this rank's columns of the logits [N, V / ranks].
+    """Compute outputs [N], equal on all ranks of ``tensor``, from this rank's columns of the logits, [N, V / ranks].
 
-    ``chosen``, int64 [N]: the tokens that are there. Columns beyond ``vocabulary`` are padding and have probability 0.
+    ``chosen``, int64 [N], are the tokens that follow. Columns beyond ``vocabulary`` are padding and have probability 0.
     """
     first = tensor.rank * logits.shape[1]
     padding = first + torch.arange(logits.shape[1], device=logits.device) >= vocabulary
@@ -41,7 +41,7 @@ def vocab_parallel_outputs(
 
 
 def _pick(logits: Tensor, column: Tensor) -> Tensor:
-    """The logit in each row's column [N]; 0 where another rank has it."""
+    """Return the logit in each row's column, [N]; 0 where another rank holds it."""
     mine = (column >= 0) & (column < logits.shape[1])
     picked = logits.gather(1, torch.where(mine, column, 0)[:, None]).squeeze(1)
     return torch.where(mine, picked, 0.0)

@@ -1,7 +1,7 @@
-"""This rank's place among tensor-, pipeline-, data- and expert-parallel ranks, and the process groups that go with it.
+"""This process's rank along each axis of parallelism, and the process groups of the axes.
 
-Ranks are numbered as Megatron-Core does: tensor-parallel neighbours first, then data-parallel ones, pipeline stages
-last. Expert-parallel ranks are data-parallel ranks that share the experts out.
+Ranks are numbered as in Megatron-Core: tensor-parallel neighbours first, then data-parallel ones, pipeline stages last.
+Expert-parallel ranks are data-parallel ranks that divide the experts among themselves.
 """
 
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.batches.data_parallel import DataParallel
 
-SEED = 1  # of Megatron's own random state: nothing is drawn from it, all weights are read
+SEED = 1  # of Megatron's own random state, which goes unused: all weights are read from files
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One kind of parallelism: how many ranks, which of them this is, and the group that they form."""
+    """One kind of parallelism: number of ranks, this process's rank among them, and their process group."""
 
     size: int
     rank: int
@@ -27,7 +27,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Parallel:
-    """The axes of this process."""
+    """All axes of parallelism, as this process sees them."""
 
     tensor: Axis
     pipeline: Axis
@@ -49,7 +49,7 @@ class Parallel:
 def join_groups(config: TrainerConfig) -> Parallel:
     """Form Megatron's process groups, once per process. A collective of all ranks.
 
-    The groups wait no longer than ``trainer.collective_timeout_s``, as the trainer's own does.
+    Their collectives have the deadline ``trainer.collective_timeout_s``, as the trainer's own group has.
     """
     virtual = config.virtual_pipeline
     if not parallel_state.is_initialized():

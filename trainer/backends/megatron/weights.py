@@ -1,6 +1,6 @@
-"""Weights in and out of a model that is spread over ranks, under Hugging Face names, one layer in memory at a time.
+"""Moves weights into and out of a model that is spread over ranks, under Hugging Face names, layer by layer.
 
-The same walk carries an optimizer's moments: what a parameter stands for is up to the caller.
+An optimizer's moments go the same way: the caller says which tensor stands for a parameter.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,15 +27,20 @@ from rl_async.trainer.backends.megatron.mapping import (
     split,
 )
 from rl_async.trainer.backends.megatron.parallel import Parallel
+from rl_async.weight_sync.buckets.buckets import dtype_name
+from rl_async.weight_sync.layout import Box, Layout, TensorSpec, lengths
+from rl_async.weight_sync.reshard.execute import split_fused
+from rl_async.weight_sync.reshard.gather import ShardedWeights
+from rl_async.weight_sync.reshard.model_layouts import fused_parts, megatron
 
-Read = Callable[[torch.nn.Parameter], Tensor]  # a tensor of the parameter's shape, which stands for it
+Read = Callable[[torch.nn.Parameter], Tensor]  # a tensor of the parameter's shape: its values, or a moment
 Write = Callable[[torch.nn.Parameter, Tensor], None]
 Fetch = Callable[[str], Tensor]  # a whole tensor by its Hugging Face name
 
 
 @dataclass(frozen=True)
-class Spread:
-    """A model, the parts of it that this rank holds, and where the others are."""
+class ShardedModel:
+    """A model of which this rank holds some parts: those parts, its shape, and the axes it is spread along."""
 
     chunks: list[Any]  # GPTModel, one per virtual stage
     shape: Shape
@@ -43,37 +48,37 @@ class Spread:
 
     @property
     def layers(self) -> dict[int, Any]:
-        """This rank's layers by their number in the model."""
+        """This rank's layers by their index in the model."""
         return {layer.layer_number - 1: layer for chunk in self.chunks for layer in chunk.decoder.layers}
 
     def stage_of(self, layer: int) -> int:
-        """Virtual stages are dealt out to the pipeline's ranks in turn."""
+        """Return the pipeline rank that holds a layer; virtual stages are dealt to the ranks in turn."""
         stages = self.parallel.pipeline.size
         per_chunk = self.shape.layers // (stages * self.parallel.virtual_stages)
         return layer // per_chunk % stages
 
     @property
     def local_experts(self) -> range:
-        """The experts of a layer that this rank holds, counted from 0."""
+        """Indices, from 0, of the experts that this rank holds in each layer."""
         return range(self.shape.experts // self.parallel.expert.size)
 
 
-class Held(NamedTuple):
-    """A parameter of this rank, and the tensors that it has a part of, by their whole names."""
+class LocalParameter(NamedTuple):
+    """A parameter of this rank, and the full names of the tensors of which it holds a part."""
 
     parameter: torch.nn.Parameter
     rule: Rule
     names: list[str]
 
 
-def held(spread: Spread) -> Iterator[Held]:
-    """Every parameter of this rank. No collective."""
-    shape = spread.shape
+def local_parameters(model: ShardedModel) -> Iterator[LocalParameter]:
+    """Yield every parameter of this rank with its rule and tensor names. Not a collective."""
+    shape = model.shape
 
-    def of(owner: Any, rule: Rule, prefix: str = "") -> Held:
-        return Held(owner.get_parameter(rule.megatron), rule, [prefix + name for name in rule.hugging_face])
+    def of(owner: Any, rule: Rule, prefix: str = "") -> LocalParameter:
+        return LocalParameter(owner.get_parameter(rule.megatron), rule, [prefix + name for name in rule.hugging_face])
 
-    for chunk in spread.chunks:
+    for chunk in model.chunks:
         if chunk.pre_process:
             yield of(chunk, EMBEDDING)
         if chunk.post_process:
@@ -82,70 +87,97 @@ def held(spread: Spread) -> Iterator[Held]:
                 yield of(chunk, OUTPUT)
             elif not chunk.pre_process:
                 yield of(chunk, TIED_OUTPUT)
-    first_expert = spread.parallel.expert.rank * len(spread.local_experts)
-    for number, layer in spread.layers.items():
+    first_expert = model.parallel.expert.rank * len(model.local_experts)
+    for number, layer in model.layers.items():
         rules = layer_rules(shape)
-        for local in spread.local_experts:
+        for local in model.local_experts:
             rules += expert_rules(local, first_expert + local)
         for rule in rules:
             yield of(layer, rule, f"model.layers.{number}.")
 
 
-def fill(spread: Spread, fetch: Fetch, write: Write) -> None:
-    """Give every parameter of this rank its part of the tensors that ``fetch`` finds. No collective."""
-    tensor = spread.parallel.tensor
-    for parameter, rule, names in held(spread):
+def fill(model: ShardedModel, fetch: Fetch, write: Write) -> None:
+    """Write to every parameter of this rank its part of the tensors from ``fetch``. Not a collective."""
+    tensor = model.parallel.tensor
+    for parameter, rule, names in local_parameters(model):
         whole = [fetch(name) for name in names]
-        write(parameter, split(rule, whole, spread.shape, tensor.size)[tensor.rank])
+        write(parameter, split(rule, whole, model.shape, tensor.size)[tensor.rank])
+
+
+def layout_of(model: ShardedModel, folder: Path, dtype: torch.dtype) -> Layout:
+    """Return the layout over all ranks; shapes come from the weights in ``folder``, which are sent in ``dtype``."""
+    shape, parallel = model.shape, model.parallel
+    shapes = shapes_in(folder, names_of(shape))
+    specs = {name: TensorSpec(size, dtype_name(dtype)) for name, size in shapes.items()}
+    return megatron(
+        specs,
+        kv_heads=shape.groups,
+        tp=parallel.tensor.size,
+        pp=parallel.pipeline.size,
+        ep=parallel.expert.size,
+        dp=parallel.data.size,
+        virtual_stages=parallel.virtual_stages,
+    )
+
+
+def local_shards(model: ShardedModel, layout: Layout) -> ShardedWeights:
+    """Return this rank's parameters as views under Hugging Face names."""
+    rank = dist.get_rank()
+    found: dict[tuple[str, Box], Tensor] = {}
+    for parameter, _, names in local_parameters(model):
+        values = parameter.detach()
+        rows = sum(lengths(box)[0] for _, box in fused_parts(layout, rank, names))
+        found |= split_fused(values[:rows], layout, rank, names)  # the rows after them pad the vocabulary
+    return ShardedWeights(layout, found)
 
 
 def names_of(shape: Shape) -> list[str]:
-    """Of all tensors of the model, tied duplicates left out, as ``stream`` has them."""
+    """List the Hugging Face names of all tensors, tied duplicates left out, in the order of ``stream``."""
     ends = [FINAL_NORM] if shape.tied else [FINAL_NORM, OUTPUT]
     layer = layer_rules(shape) + [rule for number in range(shape.experts) for rule in expert_rules(number, number)]
     inner = [f"model.layers.{i}.{name}" for i in range(shape.layers) for rule in layer for name in rule.hugging_face]
     return [*EMBEDDING.hugging_face, *inner, *(name for rule in ends for name in rule.hugging_face)]
 
 
-def stream(spread: Spread, read: Read) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors under Hugging Face names, tied duplicates left out, on every rank. A collective."""
-    yield from _gather(spread, EMBEDDING, spread.chunks[0], 0, read)
-    for number in range(spread.shape.layers):
-        stage, layer = spread.stage_of(number), spread.layers.get(number)
-        for rule in layer_rules(spread.shape):
-            yield from _gather(spread, rule, layer, stage, read, f"model.layers.{number}.")
-        for local in spread.local_experts:
-            yield from _gather_experts(spread, local, layer, stage, read, f"model.layers.{number}.")
-    last = spread.parallel.pipeline.size - 1
-    yield from _gather(spread, FINAL_NORM, spread.chunks[-1], last, read)
-    if not spread.shape.tied:
-        yield from _gather(spread, OUTPUT, spread.chunks[-1], last, read)
+def stream(model: ShardedModel, read: Read) -> Iterator[tuple[str, Tensor]]:
+    """Yield whole tensors under Hugging Face names, tied duplicates left out, on every rank. A collective."""
+    yield from _gather(model, EMBEDDING, model.chunks[0], 0, read)
+    for number in range(model.shape.layers):
+        stage, layer = model.stage_of(number), model.layers.get(number)
+        for rule in layer_rules(model.shape):
+            yield from _gather(model, rule, layer, stage, read, f"model.layers.{number}.")
+        for local in model.local_experts:
+            yield from _gather_experts(model, local, layer, stage, read, f"model.layers.{number}.")
+    last = model.parallel.pipeline.size - 1
+    yield from _gather(model, FINAL_NORM, model.chunks[-1], last, read)
+    if not model.shape.tied:
+        yield from _gather(model, OUTPUT, model.chunks[-1], last, read)
 
 
 def _gather(
-    spread: Spread, rule: Rule, owner: Any, stage: int, read: Read, prefix: str = ""
+    model: ShardedModel, rule: Rule, owner: Any, stage: int, read: Read, prefix: str = ""
 ) -> Iterator[tuple[str, Tensor]]:
-    shard = _from_stage(spread, rule, owner, stage, read)
-    shards = _all_gather(shard, spread.parallel.tensor.size, spread.parallel.tensor.group)
-    for name, whole in zip(rule.hugging_face, join(rule, shards, spread.shape), strict=True):
+    shard = _from_stage(model, rule, owner, stage, read)
+    shards = _all_gather(shard, model.parallel.tensor.size, model.parallel.tensor.group)
+    for name, whole in zip(rule.hugging_face, join(rule, shards, model.shape), strict=True):
         yield prefix + name, whole
 
 
 def _gather_experts(
-    spread: Spread, local: int, owner: Any, stage: int, read: Read, prefix: str
+    model: ShardedModel, local: int, owner: Any, stage: int, read: Read, prefix: str
 ) -> Iterator[tuple[str, Tensor]]:
-    """The ``local``-th expert of every expert-parallel rank; each is whole on its rank."""
-    expert, count = spread.parallel.expert, len(spread.local_experts)
+    """Yield the tensors of the ``local``-th expert of every expert-parallel rank; each expert is whole on its rank."""
+    expert, count = model.parallel.expert, len(model.local_experts)
     for mine, *others in zip(*(expert_rules(local, rank * count + local) for rank in range(expert.size)), strict=True):
-        shard = _from_stage(spread, mine, owner, stage, read)
+        shard = _from_stage(model, mine, owner, stage, read)
         for rule, part in zip((mine, *others), _all_gather(shard, expert.size, expert.group), strict=True):
-            for name, whole in zip(rule.hugging_face, join(rule, [part], spread.shape), strict=True):
+            for name, whole in zip(rule.hugging_face, join(rule, [part], model.shape), strict=True):
                 yield prefix + name, whole
 
 
-def _from_stage(spread: Spread, rule: Rule, owner: Any, stage: int, read: Read) -> Tensor:
-    """This rank's shard as the pipeline stage that holds it has it."""
-    pipeline = spread.parallel.pipeline
+def _from_stage(model: ShardedModel, rule: Rule, owner: Any, stage: int, read: Read) -> Tensor:
+    """Return this tensor-parallel rank's shard, broadcast from the pipeline stage that holds it."""
+    pipeline = model.parallel.pipeline
     if pipeline.size == 1:
         return read(owner.get_parameter(rule.megatron))
     header = torch.zeros(3, dtype=torch.int64)
@@ -154,7 +186,7 @@ def _from_stage(spread: Spread, rule: Rule, owner: Any, stage: int, read: Read) 
         shard = read(owner.get_parameter(rule.megatron)).contiguous()
         header[: 1 + shard.dim()] = torch.tensor([shard.dim(), *shard.shape])
     source = dist.get_global_rank(pipeline.group, stage)
-    device = next(spread.chunks[0].parameters()).device
+    device = next(model.chunks[0].parameters()).device
     header = header.to(device)
     dist.broadcast(header, source, group=pipeline.group)
     dimensions, *sizes = header.tolist()
@@ -173,9 +205,9 @@ def _all_gather(shard: Tensor, size: int, group: dist.ProcessGroup) -> list[Tens
 
 
 def open_weights(folder: Path) -> Fetch:
-    """Tensors of the safetensors files in a folder, each read when it is asked for, as float32.
+    """Return a function that reads one tensor of the safetensors files in ``folder``, as float32.
 
-    Raises UserError if there are none, or not the one that is asked for.
+    Raises UserError if there are no such files; the function does if there is no such tensor.
     """
     files = _files_by_name(folder)
 
@@ -187,7 +219,7 @@ def open_weights(folder: Path) -> Fetch:
 
 
 def shapes_in(folder: Path, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Of these tensors, without reading them. Raises as ``open_weights``."""
+    """Return the shapes of tensors without reading them. Raises UserError as ``open_weights`` does."""
     files, shapes = _files_by_name(folder), {}
     for name in names:
         with safe_open(_file_of(files, name, folder), "pt") as opened:

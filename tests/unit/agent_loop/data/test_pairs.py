@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rl_async.agent_loop.data.pairs import read_pairs, to_pair
-from rl_async.agent_loop.data.tasks import make_data, make_pairs
+from rl_async.agent_loop.data.toy_tasks import make_data, make_pairs
 from rl_async.errors import ConfigError, DataError
 
 ASK = {"role": "user", "content": "1+1?"}

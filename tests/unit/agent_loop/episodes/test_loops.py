@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.data.tasks import make_data
-from rl_async.agent_loop.episodes.loops import EpisodeRunner
+from rl_async.agent_loop.data.toy_tasks import make_data
+from rl_async.agent_loop.episodes.runner import EpisodeRunner
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError
 from rl_async.messages import LeasedGroup, Sampling, Trajectory, Version, VersionRun

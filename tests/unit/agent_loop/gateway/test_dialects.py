@@ -7,11 +7,13 @@ import msgspec
 import pytest
 
 from rl_async.agent_loop.gateway import anthropic, openai
-from rl_async.agent_loop.gateway.chat import Call, ChatMessage, Completion
+from rl_async.agent_loop.gateway.chat import ChatMessage, Completion, FunctionCall
 from rl_async.errors import RequestRefused
 
 HELLO = {"role": "user", "content": "hello"}
-CALLING = Completion(3, ChatMessage("assistant", "so", (Call("f", '{"a": 1}'), Call("g", "{}"))), "stop", 5, 7)
+CALLING = Completion(
+    3, ChatMessage("assistant", "so", (FunctionCall("f", '{"a": 1}'), FunctionCall("g", "{}"))), "stop", 5, 7
+)
 SPEAKING = Completion(0, ChatMessage("assistant", "hi"), "length", 5, 7)
 
 
@@ -82,7 +84,7 @@ def test_messages_become_one_form() -> None:
     )
     assert request.messages == [
         ChatMessage("system", "be brief"),
-        ChatMessage("assistant", "", (Call("f", '{"a": 1}'),)),
+        ChatMessage("assistant", "", (FunctionCall("f", '{"a": 1}'),)),
         ChatMessage("tool", "1"),
     ]
     assert len(request.tools) == 1
@@ -139,7 +141,7 @@ def test_anthropic_messages_become_the_same_form() -> None:
     assert request.messages == [
         ChatMessage("system", "be brief"),
         ChatMessage("user", "hello"),
-        ChatMessage("assistant", "", (Call("f", '{"a":1}'),)),
+        ChatMessage("assistant", "", (FunctionCall("f", '{"a":1}'),)),
         ChatMessage("tool", "1"),
         ChatMessage("user", "go on"),
     ]

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rl_async.agent_loop.chat_formats.hermes import HERMES
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.gateway.chat import Call, ChatMessage, answer_text, history_keys, read_answer
-from rl_async.agent_loop.gateway.recorder import Prompt, Recorder, cut_at_stop
+from rl_async.agent_loop.gateway.chat import ChatMessage, FunctionCall, answer_text, history_keys, read_answer
+from rl_async.agent_loop.gateway.recorder import EpisodeRecorder, Prompt, cut_at_stop
 from rl_async.messages import Version, VersionRun
 from rl_async.rollout_server.api import GenerateResult
 from tests.support.effort import examples
@@ -31,7 +32,7 @@ class Talk:
     """A recorder with an engine whose every token has a log-probability of its own."""
 
     def __init__(self, renderer: ChatRenderer) -> None:
-        self.renderer, self.recorder = renderer, Recorder(renderer)
+        self.renderer, self.recorder = renderer, EpisodeRecorder(renderer)
         self.prompts: list[Prompt] = []
         self.results: list[GenerateResult] = []
         self._sampled = 0
@@ -50,7 +51,7 @@ class Talk:
         return self.answer(self.recorder.prompt(messages, tools), self.result(spoken, "stop" if ends else "length"))
 
     def answer(self, prompt: Prompt, result: GenerateResult) -> ChatMessage:
-        said = read_answer(self.renderer.turn_text(result.token_ids), tools=bool(prompt.tools))
+        said = read_answer(self.renderer.turn_text(result.token_ids), HERMES, tools=bool(prompt.tools))
         self.prompts.append(prompt)
         self.results.append(result)
         self.recorder.record(prompt, result, said)
@@ -72,8 +73,8 @@ def talk(renderer: ChatRenderer) -> Talk:
 def test_a_conversation_with_calls_is_one_row_of_the_sampled_tokens(talk: Talk) -> None:
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "2+3"}}</tool_call>'
     said = talk.say([user("2+3?")], "so: " + call, TOOLS)
-    assert said == ChatMessage("assistant", "so:", (Call("calculator", '{"expression":"2+3"}'),))
-    echoed = ChatMessage("assistant", "so: ", (Call("calculator", '{ "expression" : "2+3" }'),))
+    assert said == ChatMessage("assistant", "so:", (FunctionCall("calculator", '{"expression":"2+3"}'),))
+    echoed = ChatMessage("assistant", "so: ", (FunctionCall("calculator", '{ "expression" : "2+3" }'),))
     talk.say([user("2+3?"), echoed, tool("5<|im_end|>")], "5", TOOLS)
     assert talk.text(0) == (
         f"<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\nso: {call}<|im_end|>\n<|im_start|>user\n"
@@ -125,7 +126,7 @@ def test_two_requests_at_once_that_continue_one_answer_are_two_rows(talk: Talk) 
         ([user("other?"), ChatMessage("assistant", "1"), user("b?")], ()),
         ([ChatMessage("system", "s"), user("a?"), ChatMessage("assistant", "1"), user("b?")], ()),
         ([user("a?"), ChatMessage("assistant", "7"), user("b?")], ()),
-        ([user("a?"), ChatMessage("assistant", "1", (Call("x", "{}"),)), user("b?")], ()),
+        ([user("a?"), ChatMessage("assistant", "1", (FunctionCall("x", "{}"),)), user("b?")], ()),
         ([user("a?"), ChatMessage("assistant", "1"), user("b?")], TOOLS),
     ],
     ids=["user", "system", "assistant", "calls", "tools"],
@@ -157,11 +158,11 @@ def test_a_cut_answer_is_closed_by_a_token_that_does_not_train(talk: Talk) -> No
 
 def test_answers_with_a_broken_call_are_text() -> None:
     broken = 'x <tool_call>{"name": "f"}</tool_call><tool_call>{</tool_call>'
-    assert read_answer(broken, tools=True) == ChatMessage("assistant", broken)
+    assert read_answer(broken, HERMES, tools=True) == ChatMessage("assistant", broken)
     good = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    assert read_answer(good, tools=False).calls == ()
-    said = read_answer(good, tools=True)
-    assert read_answer(answer_text(said), tools=True) == said
+    assert read_answer(good, HERMES, tools=False).calls == ()
+    said = read_answer(good, HERMES, tools=True)
+    assert read_answer(answer_text(said, HERMES), HERMES, tools=True) == said
 
 
 def test_a_history_is_named_by_all_that_counts() -> None:
@@ -172,8 +173,8 @@ def test_a_history_is_named_by_all_that_counts() -> None:
             [user("a"), user("b")],
             [tool("ab")],
             [user("ab ")],
-            [ChatMessage("assistant", "", (Call("f", '{"a":1}'),))],
-            [ChatMessage("assistant", "", (Call("f", '{"a":2}'),))],
+            [ChatMessage("assistant", "", (FunctionCall("f", '{"a":1}'),))],
+            [ChatMessage("assistant", "", (FunctionCall("f", '{"a":2}'),))],
         )
         for tools in ((), TOOLS)
     ]
@@ -253,8 +254,8 @@ def test_every_sampled_token_trains_in_exactly_one_row_as_it_was_returned(render
 
 def test_arguments_are_compared_as_values() -> None:
     first, second = (
-        ChatMessage("assistant", "", (Call("f", text),)) for text in ('{"b": 1,"a":2}', '{"a": 2, "b": 1}')
+        ChatMessage("assistant", "", (FunctionCall("f", text),)) for text in ('{"b": 1,"a":2}', '{"a": 2, "b": 1}')
     )
     assert first.identity() == second.identity()
     assert json.loads(first.calls[0].arguments) == json.loads(second.calls[0].arguments)
-    assert ChatMessage("assistant", "", (Call("f", "{"),)).identity() != first.identity()
+    assert ChatMessage("assistant", "", (FunctionCall("f", "{"),)).identity() != first.identity()

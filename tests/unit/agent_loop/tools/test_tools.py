@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import pytest
 
-from rl_async.agent_loop.chat_formats.hermes import parse_hermes
-from rl_async.agent_loop.tools.tool import Tool, ToolResult, get_tool
+from rl_async.agent_loop.chat_formats.hermes import HERMES
+from rl_async.agent_loop.tools.registry import get_tool
+from rl_async.agent_loop.tools.tool import Tool, ToolResult
 from rl_async.errors import ConfigError
 
 
@@ -116,4 +117,4 @@ def test_users_tools(tmp_path: Path) -> None:
     ],
 )
 def test_hermes(text: str, expected: list[tuple[str, Any]]) -> None:
-    assert [(call.name, call.arguments) for call in parse_hermes(text)] == expected
+    assert [(call.name, call.arguments) for call in HERMES.parse(text)] == expected

@@ -101,7 +101,7 @@ def test_the_first_format_is_taken_as_it_is_and_a_later_one_is_refused(tmp_path:
     (first / "manifest.json").unlink()
     assert newest_whole(tmp_path) == first
     later = make(tmp_path, 4, version=FORMAT + 1)
-    with pytest.raises(CheckpointDamaged, match=f"{later} has format {FORMAT + 1}"):
+    with pytest.raises(CheckpointDamaged, match=f"{later}.* format {FORMAT + 1}"):
         newest_whole(tmp_path)
 
 

@@ -129,19 +129,19 @@ def test_adapters_go_on_with_their_base_alone(folder: Path, tmp_path: Path) -> N
     make(folder).save(adapters)
     plain = TrainerConfig(minibatches=1)
     train(make(folder, plain)).save(whole)
-    with pytest.raises(UserError, match=r"adapters alone; set trainer\.lora"):
+    with pytest.raises(UserError, match=r"adapters.* trainer\.lora"):
         make(folder, plain).load(adapters)
-    with pytest.raises(UserError, match="whole weights and no adapters"):
+    with pytest.raises(UserError, match=r"whole weights.* trainer\.lora"):
         make(folder).load(whole)
-    with pytest.raises(UserError, match=r"set model\.path to what it was"):
+    with pytest.raises(UserError, match=r"model\.path"):
         make(whole / "model").load(adapters)
-    with pytest.raises(UserError, match="another r, lora_alpha; set trainer"):
+    with pytest.raises(UserError, match=r"r, lora_alpha.* trainer\.lora"):
         make(folder, TrainerConfig(lora=LoraConfig(rank=8, alpha=16, targets=CONFIG.targets))).load(adapters)
     make_model("qwen3", other)
     make(other).save(adapters)
     weights = other / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
-    with pytest.raises(UserError, match="has other weights now"):
+    with pytest.raises(UserError, match=str(other)):
         write_model(adapters)
 
 

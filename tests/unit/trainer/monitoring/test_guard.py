@@ -32,7 +32,7 @@ def test_a_warning_comes_once_per_excursion_and_only_after_patience() -> None:
     assert [bool(verdict.warning) for verdict in verdicts] == [False, False, False, True, *[False] * 4, True]
     assert all(verdict.max_staleness is None for verdict in verdicts)
     assert "correction/k3 = 0.5 > 0.3 (algorithm.guard.max_kl)" in verdicts[3].warning
-    assert "step 3, 2 steps in a row" in verdicts[3].warning
+    assert "step 3" in verdicts[3].warning
 
 
 def test_off_sees_nothing() -> None:
@@ -42,7 +42,7 @@ def test_off_sees_nothing() -> None:
 def test_stop_raises_after_patience_naming_metric_value_limit_and_step() -> None:
     guard = Guard(config("stop"), 4)
     observe(guard, [LOW_ESS, IN, LOW_ESS])
-    with pytest.raises(PolicyDrifted, match=r"step 3, .*correction/ess = 0\.1 < 0\.3 \(algorithm\.guard\.min_ess\)"):
+    with pytest.raises(PolicyDrifted, match=r"step 3\b.*correction/ess = 0\.1 < 0\.3 .*algorithm\.guard\.min_ess"):
         guard.observe(3, LOW_ESS)
 
 

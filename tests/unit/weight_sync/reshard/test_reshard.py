@@ -202,7 +202,7 @@ def test_what_stays_on_its_rank_is_not_sent() -> None:
 def test_what_no_source_holds_is_refused() -> None:
     named = {"t": TensorSpec((4, 2), "float32")}
     half = Layout(named, {"t": (Shard(0, ((0, 2), (0, 2))),)})
-    with pytest.raises(WeightSyncError, match=r"t: .*rank 1 .*\(\(2, 4\), \(0, 2\)\)"):
+    with pytest.raises(WeightSyncError, match=r"t: .*\(\(2, 4\), \(0, 2\)\).* rank 1 "):
         plan(half, fsdp2(named, 1).placed([1]), 64)
 
 
@@ -210,5 +210,5 @@ def test_other_tensors_are_refused() -> None:
     wide, narrow = ({"t": TensorSpec((4, 2), dtype)} for dtype in ("float32", "bfloat16"))
     with pytest.raises(WeightSyncError, match=r"t: .*bfloat16.*float32"):
         plan(fsdp2(wide, 2), fsdp2(narrow, 1), 64)
-    with pytest.raises(ValueError, match=r"63 .*64"):
+    with pytest.raises(ValueError, match=r"63\b.*64"):
         plan(fsdp2(wide, 2), fsdp2(wide, 1), 63)

@@ -1,4 +1,4 @@
-"""Processes for scorers that block: each has a deadline, and one that passes it is killed and replaced."""
+"""A pool of processes for scorers that block; a process that misses its deadline is killed and replaced."""
 
 import asyncio
 import sys
@@ -9,19 +9,19 @@ from typing import Self
 import msgspec
 
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed
-from rl_async.reward_loop.child import LENGTH, Answer, Ask
+from rl_async.reward_loop.scorer_process import LENGTH, ScoreReply, ScoreRequest
 
-START_S = 60.0  # to import a scorer's modules
+START_S = 60.0  # to start Python and import a scorer's modules
 
 
 class ProcessPool:
-    """A fixed number of places, each with a process that scores one conversation at a time."""
+    """A fixed number of processes, each of which scores one conversation at a time."""
 
     def __init__(self, scorers: Sequence[str], processes: int) -> None:
-        self._places = [_Place(scorers) for _ in range(processes)]
-        self._free: asyncio.LifoQueue[_Place] = asyncio.LifoQueue()
-        for place in self._places:
-            self._free.put_nowait(place)
+        self._processes = [_ScorerProcess(scorers) for _ in range(processes)]
+        self._free: asyncio.LifoQueue[_ScorerProcess] = asyncio.LifoQueue()
+        for process in self._processes:
+            self._free.put_nowait(process)
 
     async def __aenter__(self) -> Self:
         return self
@@ -29,52 +29,52 @@ class ProcessPool:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await asyncio.gather(*(place.stop() for place in self._places))
+        await asyncio.gather(*(process.stop() for process in self._processes))
 
     async def score(self, scorer: str, conversation: Conversation, timeout_s: float) -> Score:
-        """Score in the next free process. ``timeout_s`` counts from when it has one that is ready.
+        """Score in the next free process. The deadline ``timeout_s`` starts once that process is ready.
 
-        Raises ScorerFailed when the scorer raised, passed its deadline or ended its process.
+        Raises ScorerFailed if the scorer raised, missed the deadline or ended its process.
         """
-        place = await self._free.get()
+        process = await self._free.get()
         try:
-            return await place.score(Ask(scorer, conversation, timeout_s))
+            return await process.score(ScoreRequest(scorer, conversation, timeout_s))
         finally:
-            self._free.put_nowait(place)
+            self._free.put_nowait(process)
 
 
-class _Place:
-    """One process, started when it is first needed and again after it was killed."""
+class _ScorerProcess:
+    """A process that is started when first needed, and again after it was killed."""
 
     def __init__(self, scorers: Sequence[str]) -> None:
         self._scorers = scorers
         self._process: asyncio.subprocess.Process | None = None
-        self._decoder = msgspec.msgpack.Decoder(Answer)
+        self._decoder = msgspec.msgpack.Decoder(ScoreReply)
 
-    async def score(self, ask: Ask) -> Score:
+    async def score(self, request: ScoreRequest) -> Score:
         answered = False
         try:
             process = self._process or await self._start()
-            answer = await self._ask(process, ask)
+            reply = await self._exchange(process, request)
             answered = True
         finally:
-            if not answered:  # what it would say later must not be taken for the answer to the next question
+            if not answered:  # a late reply must not be taken for the reply to the next request
                 await self.stop()
-        if answer.error:
-            raise ScorerFailed(answer.error)
-        return Score(answer.value, answer.extra)
+        if reply.error:
+            raise ScorerFailed(reply.error)
+        return Score(reply.value, reply.extra)
 
-    async def _ask(self, process: asyncio.subprocess.Process, ask: Ask) -> Answer:
+    async def _exchange(self, process: asyncio.subprocess.Process, request: ScoreRequest) -> ScoreReply:
         stdin = process.stdin
         assert stdin is not None
         try:
-            async with asyncio.timeout(ask.timeout_s):
-                body = msgspec.msgpack.encode(ask)
+            async with asyncio.timeout(request.timeout_s):
+                body = msgspec.msgpack.encode(request)
                 stdin.write(LENGTH.pack(len(body)) + body)
                 await stdin.drain()
                 return await self._read(process)
         except TimeoutError:
-            raise ScorerFailed(f"did not answer within {ask.timeout_s:g} s (reward.timeout_s)") from None
+            raise ScorerFailed(f"did not answer within {request.timeout_s:g} s (reward.timeout_s)") from None
         except (asyncio.IncompleteReadError, ConnectionError):
             code = await process.wait()
             raise ScorerFailed(f"ended its process (exit code {code})") from None
@@ -83,7 +83,7 @@ class _Place:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "rl_async.reward_loop.child",
+            "rl_async.reward_loop.scorer_process",
             *self._scorers,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -98,14 +98,14 @@ class _Place:
             raise ScorerFailed(f"its process did not start (exit code {code}); its log says why") from None
         return self._process
 
-    async def _read(self, process: asyncio.subprocess.Process) -> Answer:
+    async def _read(self, process: asyncio.subprocess.Process) -> ScoreReply:
         stdout = process.stdout
         assert stdout is not None
         (length,) = LENGTH.unpack(await stdout.readexactly(LENGTH.size))
         return self._decoder.decode(await stdout.readexactly(length))
 
     async def stop(self) -> None:
-        """Kill the process, if there is one."""
+        """Kill the process if it runs; the next request starts another."""
         process, self._process = self._process, None
         if process is None:
             return

@@ -18,17 +18,18 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rl_async.agent_loop.chat_formats.hermes import BAD_CALL, CALL_END, CALL_START
+from rl_async.agent_loop.chat_formats.format import BAD_CALL
+from rl_async.agent_loop.chat_formats.hermes import CALL_END, CALL_START
+from rl_async.agent_loop.environments.shop import NO_SUCH_ITEM
 from rl_async.agent_loop.tools.arithmetic import evaluate
 from rl_async.errors import ConfigError
 from rl_async.files import written_whole
 
 Message = dict[str, str]
 ITEMS = ("apple", "plum", "kiwi", "fig", "lime", "pear")
-NO_SUCH_ITEM = "no such item"
 
 
-class Sample(NamedTuple):
+class ToyTask(NamedTuple):
     """One generated task. ``state`` goes into ``extra_info``, where an environment finds it."""
 
     prompt: str
@@ -36,13 +37,13 @@ class Sample(NamedTuple):
     state: dict[str, Any]
 
 
-class Generator(NamedTuple):
+class ToyTaskKind(NamedTuple):
     """How to draw a task and a demonstration of it. ``agent`` is the loop that runs it."""
 
     agent: str
     ability: str
-    sample: Callable[[random.Random], Sample]
-    demonstrate: Callable[[Sample, random.Random], list[Message]]
+    sample: Callable[[random.Random], ToyTask]
+    demonstrate: Callable[[ToyTask, random.Random], list[Message]]
 
 
 def make_data(
@@ -53,15 +54,15 @@ def make_data(
     No held-out prompt occurs among the training tasks or the demonstrations. The same arguments write the same data.
     Raises ConfigError for an unknown ``name``.
     """
-    if name not in GENERATORS:
-        raise ConfigError(f"no generator {name!r}; known: {', '.join(GENERATORS)}")
-    generator = GENERATORS[name]
+    if name not in KINDS:
+        raise ConfigError(f"no generator {name!r}; known: {', '.join(KINDS)}")
+    kind = KINDS[name]
     random_source = random.Random(f"{name} {seed}")
-    test_samples = _held_out(generator, random_source, held_out)
+    test_samples = _held_out(kind, random_source, held_out)
 
-    def draw() -> Sample:
+    def draw() -> ToyTask:
         while True:
-            sample = generator.sample(random_source)
+            sample = kind.sample(random_source)
             if sample.prompt not in test_samples:
                 return sample
 
@@ -70,7 +71,7 @@ def make_data(
     for _ in range(demos):
         sample = draw()
         prompt = {"role": "user", "content": sample.prompt}
-        conversations.append([prompt, *generator.demonstrate(sample, random_source)])
+        conversations.append([prompt, *kind.demonstrate(sample, random_source)])
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     _write(target / "train.parquet", [_row(name, "train", i, s) for i, s in enumerate(train_samples)])
@@ -85,14 +86,14 @@ def make_pairs(name: str, folder: str | Path, *, pairs: int = 16384, held_out: i
     same ``held_out`` and ``seed``. Raises ConfigError for an unknown ``name``.
     """
     if name not in PAIRS:
-        raise ConfigError(f"no generator {name!r}; known: {', '.join([*GENERATORS, *PAIRS])}")
+        raise ConfigError(f"no generator {name!r}; known: {', '.join([*KINDS, *PAIRS])}")
     task, make_pair = PAIRS[name]
-    generator = GENERATORS[task]
-    test_samples = _held_out(generator, random.Random(f"{task} {seed}"), held_out)
+    kind = KINDS[task]
+    test_samples = _held_out(kind, random.Random(f"{task} {seed}"), held_out)
     random_source = random.Random(f"{name} {seed}")
     rows: list[dict[str, Any]] = []
     while len(rows) < pairs:
-        sample = generator.sample(random_source)
+        sample = kind.sample(random_source)
         if sample.prompt in test_samples:
             continue
         chosen, rejected = make_pair(sample, random_source)
@@ -103,24 +104,24 @@ def make_pairs(name: str, folder: str | Path, *, pairs: int = 16384, held_out: i
     _write(target / "pairs.parquet", rows)
 
 
-def _held_out(generator: Generator, random_source: random.Random, count: int) -> dict[str, Sample]:
+def _held_out(kind: ToyTaskKind, random_source: random.Random, count: int) -> dict[str, ToyTask]:
     """``count`` samples by their prompts."""
-    samples: dict[str, Sample] = {}
+    samples: dict[str, ToyTask] = {}
     while len(samples) < count:
-        sample = generator.sample(random_source)
+        sample = kind.sample(random_source)
         samples.setdefault(sample.prompt, sample)
     return samples
 
 
-def _row(name: str, split: str, index: int, sample: Sample) -> dict[str, Any]:
-    generator = GENERATORS[name]
+def _row(name: str, split: str, index: int, sample: ToyTask) -> dict[str, Any]:
+    kind = KINDS[name]
     return {
         "data_source": name,
         "prompt": [{"role": "user", "content": sample.prompt}],
-        "ability": generator.ability,
+        "ability": kind.ability,
         "reward_model": {"style": "rule", "ground_truth": sample.answer},
         "extra_info": {"split": split, "index": index, **sample.state},
-        "agent_name": generator.agent,
+        "agent_name": kind.agent,
     }
 
 
@@ -172,13 +173,13 @@ def _guess(random_source: random.Random, highest: int) -> Message:
 # --- calculator -----------------------------------------------------------------------------------------------------
 
 
-def _sample_calculator(random_source: random.Random) -> Sample:
+def _sample_calculator(random_source: random.Random) -> ToyTask:
     a, b, c = random_source.randint(2, 99), random_source.randint(2, 99), random_source.randint(2, 9)
     expression = f"{a}{random_source.choice('+-*')}{b}{random_source.choice('+-')}{c}"
-    return Sample(f"what is {expression}?", str(evaluate(expression)), {"expression": expression})
+    return ToyTask(f"what is {expression}?", str(evaluate(expression)), {"expression": expression})
 
 
-def _demonstrate_calculator(sample: Sample, random_source: random.Random) -> list[Message]:
+def _demonstrate_calculator(sample: ToyTask, random_source: random.Random) -> list[Message]:
     chance = random_source.random
     if chance() < 0.3:  # no tool
         return [_guess(random_source, 999)]
@@ -193,7 +194,7 @@ def _demonstrate_calculator(sample: Sample, random_source: random.Random) -> lis
     return [_assistant(call), _tool(value), _assistant(answer)]
 
 
-def _pair_calculator(sample: Sample, random_source: random.Random) -> tuple[list[Message], list[Message]]:
+def _pair_calculator(sample: ToyTask, random_source: random.Random) -> tuple[list[Message], list[Message]]:
     expression, value = sample.state["expression"], sample.answer
     call = _call("calculator", expression=expression)
     wrong = _other(expression, random_source)
@@ -210,16 +211,16 @@ def _pair_calculator(sample: Sample, random_source: random.Random) -> tuple[list
 # --- shop -----------------------------------------------------------------------------------------------------------
 
 
-def _sample_shop(random_source: random.Random) -> Sample:
+def _sample_shop(random_source: random.Random) -> ToyTask:
     count, item = random_source.randint(2, 99), random_source.choice(ITEMS)
     price, rest = random_source.randint(2, 99), random_source.randint(2, 9)
     word, sign = random_source.choice([("plus", "+"), ("minus", "-")])
     answer = evaluate(f"{count}*{price}{sign}{rest}")
     state = {"item": item, "price": price, "count": count, "sign": sign, "rest": rest}
-    return Sample(f"cost of {count} {item} {word} {rest}?", str(answer), state)
+    return ToyTask(f"cost of {count} {item} {word} {rest}?", str(answer), state)
 
 
-def _demonstrate_shop(sample: Sample, random_source: random.Random) -> list[Message]:
+def _demonstrate_shop(sample: ToyTask, random_source: random.Random) -> list[Message]:
     chance, state = random_source.random, sample.state
     if chance() < 0.25:  # no tool
         return [_guess(random_source, 9999)]
@@ -247,21 +248,21 @@ def _demonstrate_shop(sample: Sample, random_source: random.Random) -> list[Mess
 # --- sort -----------------------------------------------------------------------------------------------------------
 
 
-def _sample_sort(random_source: random.Random) -> Sample:
+def _sample_sort(random_source: random.Random) -> ToyTask:
     digits = "".join(random_source.choices("0123456789", k=6))
-    return Sample(f"sort {digits}", "".join(sorted(digits)), {})
+    return ToyTask(f"sort {digits}", "".join(sorted(digits)), {})
 
 
-def _demonstrate_sort(sample: Sample, random_source: random.Random) -> list[Message]:
+def _demonstrate_sort(sample: ToyTask, random_source: random.Random) -> list[Message]:
     answer = sample.answer
     if random_source.random() < 0.25:  # one wrong digit
         answer = _corrupt(answer, random_source)
     return [_assistant(answer)]
 
 
-GENERATORS = {
-    "calculator": Generator("tool_agent", "math", _sample_calculator, _demonstrate_calculator),
-    "shop": Generator("tool_agent", "shopping", _sample_shop, _demonstrate_shop),
-    "sort": Generator("single_turn", "sorting", _sample_sort, _demonstrate_sort),
+KINDS = {
+    "calculator": ToyTaskKind("tool_agent", "math", _sample_calculator, _demonstrate_calculator),
+    "shop": ToyTaskKind("tool_agent", "shopping", _sample_shop, _demonstrate_shop),
+    "sort": ToyTaskKind("single_turn", "sorting", _sample_sort, _demonstrate_sort),
 }
 PAIRS = {"calculator-pairs": ("calculator", _pair_calculator)}  # the task whose prompts they have, and how to draw one

@@ -1,4 +1,4 @@
-"""What the queue holds, as metrics of a step."""
+"""Reports what the queue holds as metrics of a step."""
 
 import logging
 from typing import Protocol
@@ -9,20 +9,20 @@ log = logging.getLogger("rl_async.trainer")
 
 
 class StatusVerb(Protocol):
-    """The verb of the queue's blocking client that is used here."""
+    """The one verb of the queue's blocking client that is used here."""
 
     def status(self) -> StatusReport: ...
 
 
 class QueueDepth:
-    """Reads the queue's status once per step."""
+    """Reads the queue's status, and warns once if workers wait because it is full."""
 
     def __init__(self, queue: StatusVerb) -> None:
         self._queue = queue
         self._warned = False
 
     def depth(self) -> dict[str, float]:
-        """Groups by state and the queue's counters, as ``queue/...``."""
+        """Return the number of groups by state and the queue's counters, as metrics ``queue/...``."""
         status = self._queue.status()
         states = {
             "queue/ready_groups": status.ready,
@@ -34,7 +34,7 @@ class QueueDepth:
         if status.counters.get("short_of_bytes") and not self._warned:
             self._warned = True
             log.warning(
-                "the queue holds %d payload bytes and lets workers wait for want of more; raise queue.max_bytes",
+                "queue is full (%d payload bytes), so workers are waiting; raise queue.max_bytes",
                 status.payload_bytes,
             )
         counters = {f"queue/{name}": count for name, count in status.counters.items()}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from rl_async.agent_loop.data.tasks import make_data
+from rl_async.agent_loop.data.toy_tasks import make_data
 from rl_async.agent_loop.tools.arithmetic import evaluate
 from rl_async.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""Episodes of a gateway against a queue in memory: leased on demand, ended once, given up when late."""
+"""A gateway's episodes against a queue in memory: leased on demand, ended once, given up when late."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -11,7 +11,7 @@ import pytest
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.gateway.chat import ChatMessage, ChatRequest
 from rl_async.agent_loop.gateway.episode import GatewayEpisode
-from rl_async.agent_loop.gateway.episodes import Ending, Episodes
+from rl_async.agent_loop.gateway.open_episodes import Ending, OpenEpisodes
 from rl_async.configs.schema.reward import RewardConfig
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.errors import EngineLost, QueueLost, RequestRefused
@@ -62,10 +62,10 @@ class Gone:
 @asynccontextmanager
 async def gateway(
     queue: FakeQueue, renderer: ChatRenderer, engine: Any, rollout: Any = None, **agent: Any
-) -> AsyncIterator[Episodes]:
+) -> AsyncIterator[OpenEpisodes]:
     config = run_config(rollout, **agent)
     async with RewardService(RewardConfig()) as rewards:
-        episodes = Episodes(config, renderer, engine, queue, rewards)
+        episodes = OpenEpisodes(config, renderer, engine, queue, rewards)
         running = asyncio.create_task(episodes.run())
         yield episodes
         queue.over.set()
@@ -78,7 +78,7 @@ def ask(*texts: str, **changes: Any) -> ChatRequest:
     return plain._replace(**changes)
 
 
-async def begin(episodes: Episodes) -> GatewayEpisode:
+async def begin(episodes: OpenEpisodes) -> GatewayEpisode:
     episode = await episodes.begin(5.0)
     assert episode is not None
     return episode

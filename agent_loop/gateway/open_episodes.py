@@ -64,7 +64,7 @@ class Ended(NamedTuple):
         return self._asdict()
 
 
-class Episodes:
+class OpenEpisodes:
     """Use ``run`` beside the server. Episodes are named by their secret ids."""
 
     def __init__(

@@ -1,0 +1,24 @@
+"""The built-in environments by name, and users' own."""
+
+from typing import cast
+
+from rl_async.agent_loop.environments.interface import EnvironmentFactory
+from rl_async.agent_loop.environments.shop import Shop
+from rl_async.errors import ConfigError
+from rl_async.userload import is_user_reference, load_user_object
+
+ENVIRONMENTS: dict[str, EnvironmentFactory] = {"shop": Shop}
+
+
+def get_environment(name: str) -> EnvironmentFactory:
+    """Return a built-in environment or the user's class ``path.py:name``. Raises ConfigError if there is none."""
+    if is_user_reference(name):
+        factory = load_user_object(name, "agent.environment")
+        if not callable(factory):
+            raise ConfigError(f"agent.environment: {name} is not a class")
+        return cast(EnvironmentFactory, factory)
+    if name not in ENVIRONMENTS:
+        raise ConfigError(
+            f"agent.environment: no environment {name!r}; built in: {', '.join(ENVIRONMENTS)}; or path.py:class"
+        )
+    return ENVIRONMENTS[name]

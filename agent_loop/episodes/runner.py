@@ -1,0 +1,67 @@
+"""Runs one episode: its loop, its tools and its environment."""
+
+import contextlib
+import logging
+import random
+
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.environments.interface import EnvironmentFactory
+from rl_async.agent_loop.environments.registry import get_environment
+from rl_async.agent_loop.episodes.episode import Episode
+from rl_async.agent_loop.episodes.loops import get_loop
+from rl_async.agent_loop.tools.registry import get_tool
+from rl_async.configs.schema.run import RunConfig
+from rl_async.messages import LeasedGroup, Trajectory
+from rl_async.rollout_server.api import Generator
+
+log = logging.getLogger("rl_async.agent_loop")
+
+
+class EpisodeRunner:
+    """Runs episodes of one config. Raises ConfigError at once for loops, tools or environments that do not exist."""
+
+    def __init__(self, config: RunConfig, renderer: ChatRenderer, generator: Generator) -> None:
+        self._config, self._renderer, self._generator = config, renderer, generator
+        self._random = random.Random(config.seed)  # chooses which episodes are checked
+        get_loop(config.agent.loop)
+        for name in config.agent.tools:
+            get_tool(name)
+        environment = config.agent.environment
+        self._environment: EnvironmentFactory | None = get_environment(environment) if environment else None
+
+    async def run(self, group: LeasedGroup, sample: int) -> Trajectory:
+        """One episode, from the prompt to a trajectory without a reward.
+
+        Raises what the engines raise (EngineError), what a user's loop or environment raises, and ConfigError or
+        DataError when the task asks for what does not exist.
+        """
+        task = group.task
+        loop = get_loop(task.agent or self._config.agent.loop)
+        names = self._config.agent.tools if task.tools is None else task.tools
+        tools = [get_tool(name) for name in names]
+        async with contextlib.AsyncExitStack() as stack:
+            if self._environment is not None:
+                environment = await stack.enter_async_context(self._environment(task))
+                tools += environment.tools()
+            episode = Episode(
+                group,
+                sample,
+                config=self._config,
+                renderer=self._renderer,
+                generator=self._generator,
+                tools=tools,
+            )
+            reason = await loop(episode)
+        if self._random.random() < self._config.agent.check_rendering:
+            self._check(episode)
+        return episode.trajectory(reason)
+
+    def _check(self, episode: Episode) -> None:
+        at = episode.drift()
+        if at is not None:
+            log.warning(
+                "task %s: from token %d on, the turns as sampled differ from the chat template of the whole "
+                "conversation; the model is trained on what was sampled",
+                episode.task.task_id,
+                at,
+            )

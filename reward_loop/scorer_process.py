@@ -1,0 +1,74 @@
+"""A process of the pool: reads conversations from stdin and writes scores to stdout, until stdin closes.
+
+Frames are msgpack, preceded by a four-byte length.
+"""
+
+import math
+import os
+import signal
+import struct
+import sys
+from typing import BinaryIO
+
+import msgspec
+
+from rl_async.reward_loop.api import Conversation, to_score
+from rl_async.reward_loop.scorers.registry import describe, get_scorer
+
+LENGTH = struct.Struct(">I")
+GRACE_S = 5.0  # past the deadline, in which the pool should have killed this process
+
+
+class ScoreRequest(msgspec.Struct):
+    """A conversation to score, from the pool."""
+
+    scorer: str
+    conversation: Conversation
+    timeout_s: float
+
+
+class ScoreReply(msgspec.Struct):
+    """The score, or in ``error`` why there is none. An empty one is sent first, when the process is ready."""
+
+    value: float = 0.0
+    extra: dict[str, float] = {}
+    error: str = ""
+
+
+def serve(requests: BinaryIO, replies: BinaryIO, names: list[str]) -> None:
+    """Load the scorers, report that they are ready, then score until ``requests`` ends.
+
+    Consumes ScoreRequests; produces a ScoreReply for each; waits for the next one, unblocked by the end of the stream.
+    """
+    functions = {name: get_scorer(name).function for name in names}
+    decoder = msgspec.msgpack.Decoder(ScoreRequest)
+    _write(replies, ScoreReply())
+    while head := requests.read(LENGTH.size):
+        request = decoder.decode(requests.read(*LENGTH.unpack(head)))
+        # The pool kills a process that misses its deadline; if the pool itself is dead, the kernel does.
+        signal.alarm(math.ceil(request.timeout_s + GRACE_S))
+        try:
+            score = to_score(functions[request.scorer](request.conversation))
+            reply = ScoreReply(score.value, score.extra)
+        except Exception as error:  # the user's code may raise anything; only this conversation fails
+            reply = ScoreReply(error=describe(error))
+        signal.alarm(0)
+        _write(replies, reply)
+
+
+def _write(stream: BinaryIO, reply: ScoreReply) -> None:
+    body = msgspec.msgpack.encode(reply)
+    stream.write(LENGTH.pack(len(body)) + body)
+    stream.flush()
+
+
+def main() -> None:
+    """Serve the scorers whose names are the arguments."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes stdin
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a scorer prints goes to the log
+    serve(sys.stdin.buffer, replies, sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()
