@@ -72,7 +72,7 @@ def run_queue(run: Path, address: str, *, relaunched: bool, stopped: threading.E
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; the exit code."""
+    """Parse the command line and serve the queue; return the exit code."""
     parser = role_parser("transfer_queue", __doc__)
     add_run(parser)
     parser.add_argument("--address", required=True, help="where to listen, e.g. tcp://127.0.0.1:5555")

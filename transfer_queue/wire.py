@@ -37,7 +37,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class RequestMessage(NamedTuple):
-    """A decoded request."""
+    """A decoded request with its id and payload frames."""
 
     request_id: bytes
     request: Request[Any]
@@ -45,7 +45,7 @@ class RequestMessage(NamedTuple):
 
 
 class ReplyMessage(NamedTuple):
-    """A decoded reply."""
+    """A decoded reply with its request's id and payload frames."""
 
     request_id: bytes
     reply: Reply
@@ -59,13 +59,13 @@ class RequestIds:
         self._next = secrets.randbits(8 * ID_BYTES)
 
     def take(self) -> bytes:
-        """A new id."""
+        """The next id, which no other request has."""
         self._next = (self._next + 1) % (1 << 8 * ID_BYTES)
         return self._next.to_bytes(ID_BYTES, "big")
 
 
 def encode(request_id: bytes, message: Request[Any] | Reply, payload: Sequence[Frame] = ()) -> list[Frame]:
-    """The frames of one message."""
+    """The frames of one message, in the order of the envelope."""
     return [request_id, _encode(message), *payload]
 
 

@@ -50,7 +50,7 @@ def lengths(groups: int) -> np.ndarray:
 
 
 def row(group: LeasedGroup, sample: int, tokens: int) -> Trajectory:
-    """What a worker hands over."""
+    """A trajectory of random tokens, as a worker would hand it over."""
     return Trajectory(
         task_id=group.task.task_id,
         group_id=group.group_id,
@@ -67,7 +67,7 @@ def row(group: LeasedGroup, sample: int, tokens: int) -> Trajectory:
 
 
 def encoded(count: int) -> list[list[bytes]]:
-    """Different groups as frames, one per row."""
+    """Frames of ``DIFFERENT`` groups, one frame per row."""
     task = Task(task_id="t", data_source="", prompt=[], ground_truth="")
     groups = [
         LeasedGroup(group_id=i, partition="train", attempt=0, samples=[], task=task, min_version=Version())
@@ -185,7 +185,7 @@ def queue_server(address: str, kind: str, folder: str, batch: str = str(BATCH), 
 
 
 def queue_shard(address: str, queue: str, name: str) -> None:
-    """A payload shard of the queue."""
+    """Serve one payload shard of the queue until killed."""
     run_shard(address, queue, name)
 
 
@@ -225,7 +225,7 @@ async def _produce(address: str, groups: int, rate: float) -> None:
 
 
 def queue_consumer(address: str, groups: str) -> None:
-    """A trainer: reserve, fetch, commit, publish, retire."""
+    """Act as the trainer: reserve, fetch, commit, publish and retire each step."""
     with SyncQueueClient(address, role="trainer", name="consumer") as client:
         client.publish(Version(), [])
         print("ready", flush=True)

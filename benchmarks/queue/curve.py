@@ -51,7 +51,7 @@ class Cost(NamedTuple):
     cpu: float
 
     def text(self) -> str:
-        """Both."""
+        """Both figures as one cell of the table."""
         return f"{self.mb_per_s:.0f} MB/s, {self.cpu:.1f} CPU s/GB"
 
 
@@ -96,12 +96,12 @@ def running(folder: Path | None, cpu_s: Any) -> Iterator[str]:
 
 
 def rows_of(group: LeasedGroup) -> list[Trajectory]:
-    """What a worker puts for a group."""
+    """The rows that a worker puts for a group."""
     return [row_of(group, sample, LENGTHS[(group.group_id + sample) % len(LENGTHS)]) for sample in group.samples]
 
 
 def row_of(group: LeasedGroup, sample: int, tokens: int) -> Trajectory:
-    """One trajectory of so many tokens."""
+    """One trajectory with this many tokens."""
     return Trajectory(
         task_id=group.task.task_id,
         group_id=group.group_id,
@@ -119,7 +119,7 @@ def row_of(group: LeasedGroup, sample: int, tokens: int) -> Trajectory:
 
 
 async def work(address: str, keys: ClientKeys | None, over: Callable[[], bool]) -> None:
-    """The worker, until ``over``."""
+    """Lease and put groups as a worker, until ``over``."""
     async with QueueClient(address, role="agent", name="worker", keys=keys) as client:
         while not over():
             for group in (await client.lease(8, 0.2)).groups:
@@ -146,7 +146,7 @@ def train(address: str, keys: ClientKeys | None, groups: int) -> float:
 
 
 def measure(folder: Path | None, groups: int) -> Cost:
-    """From the worker to the trainer."""
+    """Measure the path from the worker to the trainer."""
     keys = client_keys(config_of(folder), Path())
     over = threading.Event()
     cpu_s = multiprocessing.get_context("spawn").Value("d", 0.0)

@@ -19,7 +19,7 @@ ROWS, AT_ONCE = 8, 8
 
 
 def columns(lengths: np.ndarray) -> TensorDict:
-    """The fields of one call's rows, ragged."""
+    """The fields of one call's rows, as ragged columns."""
 
     def ragged(value: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.nested.as_nested_tensor(

@@ -25,7 +25,7 @@ Start = Callable[..., AbstractContextManager["Popen[str]"]]
 
 
 def rank(address: str, number: int, ranks: int, rounds: int) -> None:
-    """One rank."""
+    """Act as one trainer rank that reads its share of each batch."""
     with SyncQueueClient(address, role="trainer", name=f"rank-{number}") as client:
         headers = expect(client.reserve(0, wait_s=30.0), m.Reserved).headers
         mine = karmarkar_karp([header.tokens for header in headers], ranks)[number]

@@ -22,7 +22,7 @@ POLICIES: tuple[tuple[Any, int], ...] = (("fifo", 0), ("fifo", BATCH), ("freshes
 
 
 class Trained(NamedTuple):
-    """One group of a batch."""
+    """One group of a batch, as the simulation trained it."""
 
     step: int
     staleness: int
@@ -38,7 +38,7 @@ def tasks(steps: int) -> TaskList:
 
 
 def header(group: m.LeasedGroup) -> m.TrajectoryHeader:
-    """Of its one row."""
+    """The header of the one row of a sample."""
     values: dict[str, Any] = {"episode_id": "", "segment": 0, "tokens": 1, "sampled": 1, "reward": 0.0}
     return m.TrajectoryHeader(
         group_id=group.group_id,

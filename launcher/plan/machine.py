@@ -1,4 +1,4 @@
-"""The plan of a run for the machine this is, checked against what is there. Imports nothing heavy."""
+"""Checks that this machine has what a run needs, and plans the run for it. Imports nothing heavy."""
 
 import json
 import os
@@ -25,10 +25,10 @@ EXPERTS_SENT: Mapping[str, Experts] = {"fsdp2": "stacked", "megatron": "single"}
 
 
 def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: int | None = None) -> Plan:
-    """The plan for this machine, or for a cluster with ``gpus`` GPUs, whose nodes are asked later for their engines.
+    """Plan for this machine, or for a cluster with ``gpus`` GPUs, whose nodes check their engines later.
 
     Raises UserError for what is missing here: files, an engine's package, Megatron-Core, PEFT, Liger, FlashAttention, a
-    GPU asked for, the judge's key; for experts that an engine cannot load, and rows that ranks cannot share.
+    required GPU, the judge's key; for experts that an engine cannot load, and rows that ranks cannot share.
     """
     elsewhere = gpus is not None
     gpus = count_gpus() if gpus is None else gpus
@@ -62,12 +62,12 @@ def check_expert_names(config: RunConfig) -> None:
 
 
 def has_megatron() -> bool:
-    """Whether Megatron-Core is installed here. Imports nothing of it but its folder."""
+    """Whether Megatron-Core is installed here. Does not import it."""
     return find_spec("megatron") is not None and find_spec("megatron.core") is not None
 
 
 def check_trainer(config: RunConfig, gpus: int) -> None:
-    """Raise UserError unless ranks can train here as ``config.trainer`` says, as far as it can be told before."""
+    """Raise UserError if ``config.trainer`` needs a package or a device that is missing here."""
     if config.trainer.backend == "megatron":
         check_megatron()
     if config.trainer.lora is not None:
@@ -77,7 +77,7 @@ def check_trainer(config: RunConfig, gpus: int) -> None:
 
 
 def check_megatron() -> None:
-    """Raise UserError unless trainers can import Megatron-Core."""
+    """Raise UserError unless Megatron-Core is installed for the trainer."""
     if not has_megatron():
         raise UserError(
             f"trainer.backend=megatron: {sys.executable} has no Megatron-Core; install it with "
@@ -86,13 +86,13 @@ def check_megatron() -> None:
 
 
 def check_peft() -> None:
-    """Raise UserError unless trainers can import PEFT."""
+    """Raise UserError unless PEFT is installed for the trainer."""
     if find_spec("peft") is None:
         raise UserError(f"trainer.lora: {sys.executable} has no PEFT; install it with `pip install 'rl-async[lora]'`")
 
 
 def check_kernels(config: RunConfig, gpus: int) -> None:
-    """Raise UserError unless trainers can compute with the kernels that they are told to."""
+    """Raise UserError unless the configured kernels are installed and there is a GPU for them."""
     wanted = {
         "trainer.attention=flash": ("flash_attn", config.trainer.attention == "flash"),
         "trainer.kernels=liger": ("liger_kernel", config.trainer.kernels == "liger"),
@@ -106,7 +106,7 @@ def check_kernels(config: RunConfig, gpus: int) -> None:
 
 
 def check_sharing(config: RunConfig) -> None:
-    """Raise UserError if trainer ranks cannot share rows of the policy, as far as its ``config.json`` tells."""
+    """Raise UserError if ``config.json`` of the policy shows that trainer ranks cannot share its rows."""
     file, ranks = Path(config.model.path) / "config.json", config.trainer.sequence_parallel
     if ranks == 1:
         return
@@ -137,7 +137,7 @@ def check_engines(config: RunConfig, *, on_gpus: bool) -> None:
 
 
 def count_gpus() -> int:
-    """GPUs that processes started from here may use."""
+    """Count the GPUs that processes started from here may use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
@@ -170,8 +170,8 @@ def check_engine_python(kind: str, python: str) -> None:
 
 
 def _ask(python: str, code: str) -> list[str]:
-    """The words that ``code`` prints there. Raises UserError if it cannot be run."""
-    command = [python, "-P", "-c", code]  # -P: a folder named vllm where we are is not vLLM
+    """Return the words that ``code`` prints in that Python. Raises UserError if it cannot be run."""
+    command = [python, "-P", "-c", code]  # -P: a folder named vllm in the working directory is not vLLM
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:

@@ -1,4 +1,4 @@
-"""Rough memory of each role, for ``--dry-run``. Estimates, meant to catch a run that is ten times too large."""
+"""Estimates the memory of each role for ``--dry-run``, to catch a run that is ten times too large."""
 
 import json
 from dataclasses import dataclass, replace
@@ -20,8 +20,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What memory depends on, in elements: weights, the KV cache per token, weights of a critic of its own, what a
-    token of a forward pass keeps for the backward pass, that with checkpointed layers, words of the vocabulary."""
+    """The sizes of a model, in elements: weights, KV cache per token, weights of a separate critic, activations that a
+    token keeps for the backward pass, the same with checkpointed layers, and the vocabulary."""
 
     parameters: int
     kv_per_token: int
@@ -32,8 +32,8 @@ class ModelSize:
 
 
 def model_size(config: RunConfig) -> ModelSize | None:
-    """Sizes of the model at ``model.path``, or of the one that the warm start will make, and of the critic; None if
-    unknown.
+    """Return the sizes of the model at ``model.path``, or of the one that the warm start will make, and of the critic;
+    None if unknown.
 
     Raises UserError if a ``config.json`` is there but cannot be read.
     """
@@ -47,7 +47,7 @@ def model_size(config: RunConfig) -> ModelSize | None:
 
 
 def _read_size(key: str, folder: Path) -> ModelSize | None:
-    """Size of the model in ``folder``, or in the ``model`` folder of a saved critic; None if it cannot be told."""
+    """Return the size of the model in ``folder``, or in the ``model`` folder of a saved critic; None if unknown."""
     saved = folder / "model" / "config.json"
     file = saved if saved.is_file() else folder / "config.json"
     if not file.is_file():
@@ -74,7 +74,7 @@ def _policy_size(config: RunConfig) -> ModelSize | None:
 
 
 def tiny_shape(settings: WarmStartConfig) -> dict[str, Any]:
-    """Sizes of the model that a warm start makes, under the names of Hugging Face's configs."""
+    """Return the sizes of the model that a warm start makes, by the names of Hugging Face's configs."""
     heads = max(2, settings.hidden_size // 16)
     return {
         "hidden_size": settings.hidden_size,
@@ -87,7 +87,7 @@ def tiny_shape(settings: WarmStartConfig) -> dict[str, Any]:
 
 
 def size_of(model: dict[str, Any]) -> ModelSize | None:
-    """Size from the usual keys of a decoder's ``config.json``; None if they are not there."""
+    """Return the size from the usual keys of a decoder's ``config.json``; None if they are missing."""
     if not {"hidden_size", "num_hidden_layers", "vocab_size"} <= model.keys():
         return None
     hidden, layers, vocab = model["hidden_size"], model["num_hidden_layers"], model["vocab_size"]
@@ -109,11 +109,11 @@ def size_of(model: dict[str, Any]) -> ModelSize | None:
 
 
 def trainer_bytes(config: RunConfig, size: ModelSize | None) -> int | None:
-    """One rank: its shard of float32 weights, gradients and AdamW's two moments, of the policy and of a critic, and one
-    forward pass with what it keeps, when all rows are as long as they may be.
+    """Estimate one trainer rank: its shard of float32 weights, gradients and AdamW's two moments, of policy and critic,
+    and the activations of one forward pass over rows of the greatest length.
 
-    Megatron's data-parallel ranks share out only the moments, FSDP's the copy of the model that is theirs. With
-    ``cpu_offload`` all of that but a layer is the host's. Adapters are not counted, their frozen base is.
+    Megatron's data-parallel ranks shard only the moments; FSDP's ranks shard their whole replica. With ``cpu_offload``
+    all of that but a layer is on the host. LoRA adapters are not counted, their frozen base is.
     """
     if size is None:
         return None
@@ -128,14 +128,16 @@ def trainer_bytes(config: RunConfig, size: ModelSize | None) -> int | None:
 
 
 def forward_bytes(config: RunConfig, size: ModelSize) -> int:
-    """A layer keeps its residual stream, normalised and not (6 hidden sizes), its queries before and after their norm
-    and rotation and what they find (5), keys (3) and values (1), and the four parts of a gated MLP; the gradients of
-    one layer take as much again. With activation checkpointing layers keep their input alone, and one at a time all of
-    that. Logits exist for one chunk of tokens (``trainer/model/logprobs.py``), twice. Ranks that share rows have an
-    equal part of their tokens each: what they have of whole rows, around attention, is of a part of the heads.
+    """Estimate the activations of one micro-batch.
 
-    Rows are dealt out to copies of the model; what Megatron's other ranks divide of a row's layers is not taken off.
-    More than one expert per token is not counted, nor are copies of heads of keys where more ranks share a row.
+    A layer keeps its residual stream, normalised and not (6 hidden sizes), its queries before and after norm and
+    rotation and the attention output (5), keys (3) and values (1), and the four parts of a gated MLP; the gradients of
+    one layer take as much again. With activation checkpointing a layer keeps only its input, and one layer at a time
+    keeps all of that. Logits exist for one chunk of tokens (``trainer/model/logprobs.py``), twice. Ranks that share
+    rows hold an equal part of the tokens each; around attention they hold whole rows of a part of the heads.
+
+    Rows are distributed over the replicas of the model; that Megatron's other ranks divide a row's layers is not
+    subtracted. More than one expert per token is not counted, nor are key heads that are copied to several ranks.
     """
     rows = -(-config.data.train_batch_groups * config.rollout.group_size // config.trainer.minibatches)
     longest = -(-rows // data_parallel(config)) * config.rollout.max_model_len
@@ -147,8 +149,7 @@ def forward_bytes(config: RunConfig, size: ModelSize) -> int:
 
 
 def engine_bytes(config: RunConfig, size: ModelSize | None) -> int | None:
-    """Weights, their copy on the host if they are updated with one, and a KV cache in which every sequence has its full
-    length."""
+    """Estimate an engine: weights, their host copy if updates need one, and a KV cache of full-length sequences."""
     if size is None:
         return None
     sync, tokens = config.weight_sync, config.rollout.max_batch_size * config.rollout.max_model_len
@@ -157,22 +158,22 @@ def engine_bytes(config: RunConfig, size: ModelSize | None) -> int | None:
 
 
 def queue_bytes(config: RunConfig) -> int:
-    """The most payload that the queue holds; shards, or a journal outside its memory, hold it instead."""
+    """Estimate the queue, which holds payload only without shards and with a journal in memory."""
     own = config.queue.journal == "memory" and not config.queue.shards
     return PYTHON_BYTES + (config.queue.max_bytes if own else 0)
 
 
 def shard_bytes(config: RunConfig) -> int:
-    """One payload shard's part of the most payload, copies included."""
+    """Estimate one payload shard: its part of queue.max_bytes, replicas included."""
     return PYTHON_BYTES + config.queue.max_bytes * config.queue.replicas // max(1, config.queue.shards)
 
 
 def worker_bytes(config: RunConfig) -> int:
-    """One agent worker with its scorer processes."""
+    """Estimate one agent worker together with its scorer processes."""
     return PYTHON_BYTES * (1 + config.reward.processes)
 
 
 def reward_model_bytes(model: RewardModelConfig) -> int | None:
-    """Weights; the activations of one batch are left out."""
+    """Estimate the reward model: its weights, without activations."""
     size = _read_size("reward.model.path", Path(model.path))
     return None if size is None else TORCH_BYTES + size.parameters * DTYPE_BYTES[model.dtype]

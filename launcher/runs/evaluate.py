@@ -1,4 +1,4 @@
-"""``rl-async eval``: the processes of a run without its trainer, one pass over the held-out tasks."""
+"""``rl-async eval``: one pass over the held-out tasks with the processes of a run but its trainer."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ POLL_S = 5.0
 
 
 class EvaluationTimeout(RlAsyncError):
-    """The held-out tasks were not finished within trainer.batch_timeout_s; names what is missing."""
+    """The held-out tasks did not finish within trainer.batch_timeout_s; names what is missing."""
 
 
 def evaluate(config: RunConfig, name_or_path: str) -> int:
@@ -35,9 +35,7 @@ def evaluate(config: RunConfig, name_or_path: str) -> int:
     if config.data.eval_path is None:
         raise ConfigError("data.eval_path: an evaluation needs held-out tasks")
     if not Path(config.model.path).exists():
-        raise ConfigError(
-            f"model.path: no folder {config.model.path}; an evaluation makes none, `rl-async sft` makes a preset's own"
-        )
+        raise ConfigError(f"model.path: no folder {config.model.path}; an evaluation makes none (`rl-async sft` does)")
     folder = next_folder(Path(config.launcher.run_dir), f"eval-{Path(name_or_path).stem}")
     config = without_training(msgspec.structs.replace(config, name=folder.name))
     console = Console()
@@ -64,7 +62,7 @@ def evaluate(config: RunConfig, name_or_path: str) -> int:
 
 
 def without_training(config: RunConfig) -> RunConfig:
-    """The queue always admits training groups as well; this leaves it one small one."""
+    """Reduce the training groups, which the queue always admits too, to one small one."""
     return msgspec.structs.replace(
         config,
         data=msgspec.structs.replace(config.data, train_batch_groups=1),
@@ -76,7 +74,7 @@ def without_training(config: RunConfig) -> RunConfig:
 
 
 class EvaluationRun:
-    """What the supervisor runs in place of the trainer."""
+    """One evaluation, which the supervisor runs in place of the trainer."""
 
     def __init__(self, supervisor: Supervisor, config: RunConfig, folder: Path) -> None:
         self._supervisor, self._timeout_s = supervisor, config.trainer.batch_timeout_s
@@ -84,7 +82,7 @@ class EvaluationRun:
         self.result = Reserved(step=EVAL_ID, headers=[])
 
     async def on_engine(self, record: EngineRecord) -> None:
-        """An update without buckets: the engine keeps the weights of ``model.path`` and serves them as version 0."""
+        """Send an update without buckets: the engine keeps the weights of ``model.path``, as version 0."""
         engine = connect(record.kind, record.url)
         try:
             await engine.pause("keep")
@@ -95,10 +93,10 @@ class EvaluationRun:
             await engine.close()
         queue = self._supervisor.queue
         await queue.publish(Version(), [record.engine_id])
-        await queue.confirm(record.engine_id, Version())  # where another engine was published before
+        await queue.confirm(record.engine_id, Version())  # needed where another engine was published before
 
     async def run(self) -> None:
-        """Ask for the evaluation, wait for its last trajectory, and keep all of them in the run folder.
+        """Request the evaluation, wait for its last trajectory, and write all of them into the run folder.
 
         Raises EvaluationTimeout.
         """
@@ -114,7 +112,7 @@ class EvaluationRun:
 
 
 def report_lines(result: Reserved) -> Sequence[str]:
-    """Mean reward per data source, and over all."""
+    """Return the mean reward per data source and, with several sources, over all."""
     rewards: dict[str, list[float]] = defaultdict(list)
     episodes = [header for header in result.headers if header.segment == 0]
     for header in episodes:

@@ -1,6 +1,6 @@
 """``rl-async sft`` with a section ``finetune``: from conversations and a model folder to a fine-tuned one.
 
-The conversations are checked and encoded here, once; the ranks map what is written. A run that was interrupted goes on
+The conversations are checked and encoded here, once; the ranks map what is written. An interrupted run continues
 from its newest checkpoint when the same command is given again.
 """
 
@@ -44,7 +44,7 @@ KEPT = (
 
 
 class DataRecord(msgspec.Struct, frozen=True):
-    """What was encoded, beside it: checksums of the files, and how much there is."""
+    """Describes the encoded conversations beside it: checksums of their files, and counts."""
 
     checksums: dict[str, str]
     conversations: int
@@ -55,7 +55,7 @@ class DataRecord(msgspec.Struct, frozen=True):
 
 
 def finetune(config: RunConfig) -> int:
-    """Fine-tune, showing how it goes; the exit code. Raises UserError or RoleFailed."""
+    """Fine-tune and show the progress; the exit code. Raises UserError or RoleFailed."""
     assert config.finetune is not None
     out = Path(config.finetune.out)
     if not out.name:
@@ -66,7 +66,7 @@ def finetune(config: RunConfig) -> int:
         resumes = _resumes(config, folder)
         if out.exists():
             _require_finished(config, folder, resumes)
-            print(f"{out} is there already; delete it and {folder} to train it again")
+            print(f"{out} exists; delete it and {folder} to train it again")
             return 0
         create(config, folder)
         record = _encode_once(config, folder)
@@ -79,13 +79,13 @@ def finetune(config: RunConfig) -> int:
             console.print(summary(folder, out), markup=False, soft_wrap=True)
         elif code == 0:
             raise RoleFailed(
-                f"the ranks were asked to end before the last step; the same command goes on; see {folder}/logs"
+                f"the ranks were asked to end before the last step; the same command continues; see {folder}/logs"
             )
         return code
 
 
 async def _train(config: RunConfig, folder: Path, console: Console) -> int:
-    """The exit code; that of a signal if one asked the run to end."""
+    """Run the ranks; the exit code, that of a signal if one ended the run."""
     rows = ChatRows.map(folder / ROWS)
     assert config.finetune is not None
     steps = total_steps(len(rows), config.finetune)
@@ -99,7 +99,7 @@ async def _train(config: RunConfig, folder: Path, console: Console) -> int:
         view.show_new()
         done = (checkpoints(folder) or [0])[-1]
         print(
-            f"interrupted ({interrupted}) with {done} of {steps} steps saved; the same command goes on from there",
+            f"interrupted ({interrupted}) with {done} of {steps} steps saved; the same command continues from there",
             file=sys.stderr,
         )
         return EXIT_SIGNAL + interrupted.number
@@ -108,7 +108,7 @@ async def _train(config: RunConfig, folder: Path, console: Console) -> int:
 
 
 def _check(config: RunConfig) -> None:
-    """What can be told before anything is read. Raises UserError."""
+    """Raise UserError for what can be checked before the conversations are read."""
     check_model_folder(Path(config.model.path), "model.path")
     gpus = count_gpus()
     if config.model.device == "cuda" and gpus == 0:
@@ -117,9 +117,9 @@ def _check(config: RunConfig) -> None:
 
 
 def _resumes(config: RunConfig, folder: Path) -> bool:
-    """Whether a run of this config was begun. Raises UserError if one of another config was, and has trained.
+    """Whether a run of this config was begun. Raises UserError if one of another config was, and has a checkpoint.
 
-    What was begun with another config and has no checkpoint is forgotten.
+    What was encoded for another config is discarded if there is no checkpoint.
     """
     if not (folder / "config.yaml").is_file():
         if folder.exists() and any(folder.iterdir()):
@@ -134,8 +134,8 @@ def _resumes(config: RunConfig, folder: Path) -> bool:
             return False
         if old != new:
             raise UserError(
-                f"{key}={new}: the run in {folder} was begun with {old}, and goes on with that; give it again, delete "
-                f"{folder} to begin anew, or choose another finetune.out"
+                f"{key}={new}: the run in {folder} was begun with {old}, which it keeps; give it again, delete "
+                f"{folder} to start again, or choose another finetune.out"
             )
     return True
 
@@ -168,7 +168,7 @@ def _encode_once(config: RunConfig, folder: Path) -> DataRecord:
 
 
 def checksum(key: str, path: Path) -> str:
-    """Of a file's bytes. Raises DataError, naming ``key``, if there is none."""
+    """Return the SHA-256 of a file. Raises DataError, naming ``key``, if there is none."""
     if not path.is_file():
         raise DataError(f"{key}: no file {path}; paths are relative to the working directory")
     with path.open("rb") as file:
@@ -203,7 +203,7 @@ def _encode(config: RunConfig, folder: Path, checksums: dict[str, str]) -> DataR
 
 
 def _tokens(path: str, encoder: ChatEncoder, limit: int, own: FinetuneConfig) -> tuple[list[ChatTokens], int]:
-    """The conversations of a file, and how many were skipped. Raises DataError naming the line."""
+    """Encode the conversations of a file; returns also how many were skipped. Raises DataError naming the line."""
     rows, skipped = list[ChatTokens](), 0
     for chat in read_chats(path):
         tokens = encoder.encode(chat)
@@ -220,25 +220,25 @@ def _tokens(path: str, encoder: ChatEncoder, limit: int, own: FinetuneConfig) ->
 
 
 def split(rows: list[ChatTokens], share: float, seed: int) -> tuple[list[ChatTokens], list[ChatTokens]]:
-    """Rows to train on and held-out ones; at least one of each, if ``share`` and the rows allow it."""
+    """Split rows into training and held-out ones; at least one of each, if ``share`` and the rows allow it."""
     count = min(max(1, round(share * len(rows))), len(rows) - 1) if share > 0 and rows else 0
     kept = set(np.random.default_rng([seed & 0xFFFFFFFF, 1]).permutation(len(rows))[:count].tolist())
     return [r for i, r in enumerate(rows) if i not in kept], [r for i, r in enumerate(rows) if i in kept]
 
 
 def longest(config: RunConfig) -> int:
-    """Tokens that a conversation may have. Raises UserError if the model has fewer positions than are asked for."""
+    """Return the most tokens of a conversation. Raises UserError if the model has too few positions."""
     assert config.finetune is not None
-    asked = config.finetune.max_tokens
+    wanted = config.finetune.max_tokens
     file = Path(config.model.path) / "config.json"
     try:
-        told = json.loads(file.read_text())
+        shape = json.loads(file.read_text())
     except ValueError as error:
         raise UserError(f"model.path: {file} is not JSON: {error}") from error
-    positions = told.get("text_config", told).get("max_position_embeddings")
-    if positions is not None and asked > positions:
-        raise UserError(f"finetune.max_tokens={asked}: {config.model.path} has {positions} positions; ask for fewer")
-    return asked or positions or sys.maxsize
+    positions = shape.get("text_config", shape).get("max_position_embeddings")
+    if positions is not None and wanted > positions:
+        raise UserError(f"finetune.max_tokens={wanted}: {config.model.path} has {positions} positions; set fewer")
+    return wanted or positions or sys.maxsize
 
 
 def _headline(config: RunConfig, record: DataRecord, folder: Path) -> list[str]:
@@ -251,5 +251,5 @@ def _headline(config: RunConfig, record: DataRecord, folder: Path) -> list[str]:
         f"out{skipped}; {record.learned:,} of {record.tokens:,} tokens are learned",
         f"{total_steps(record.conversations, own)} steps of {own.batch_size} conversations on {config.trainer.ranks} "
         f"rank(s) of {config.trainer.backend}; run folder: {folder}",
-        *([f"going on after step {begun[-1]}"] if begun else []),
+        *([f"continuing after step {begun[-1]}"] if begun else []),
     ]

@@ -34,7 +34,7 @@ EXIT_SIGNAL = 128  # plus the number of the signal, as shells have it
 
 
 def launch(config: RunConfig, folder: Path, *, resume: bool = False) -> int:
-    """Train, showing the run; the exit code. Raises UserError or RoleFailed."""
+    """Train and show the run; the exit code. Raises UserError or RoleFailed."""
     with hold(folder):
         planned, ports = make_ready(config, folder, resume=resume)
         with log_into(folder):
@@ -42,7 +42,7 @@ def launch(config: RunConfig, folder: Path, *, resume: bool = False) -> int:
 
 
 def launch_on_ray(config: RunConfig, folder: Path, address: str, *, resume: bool = False) -> int:
-    """As ``launch``, on the nodes of the Ray cluster at ``address``. Raises NoRoom, too."""
+    """Train on the nodes of the Ray cluster at ``address``; the exit code. Raises NoRoom, and what ``launch`` does."""
     if find_spec("ray") is None:
         raise UserError("--launcher ray: Ray is not installed here; run `python -m pip install 'rl-async[ray]'`")
     check_reachable(address)
@@ -57,7 +57,7 @@ def launch_on_ray(config: RunConfig, folder: Path, address: str, *, resume: bool
 
 
 def make_ready(config: RunConfig, folder: Path, *, resume: bool = False) -> tuple[Plan, dict[str, int]]:
-    """Check the surroundings, assign ports and create the run folder. Nothing is created if something is wrong."""
+    """Check this machine, assign ports and create the run folder. Raises UserError before anything is created."""
     check_engines(config, on_gpus=True)
     planned = plan_here(config, folder, resume=resume)
     ports = assign_ports(planned.ports)
@@ -71,10 +71,10 @@ def _make_folder(config: RunConfig, folder: Path) -> None:
 
 
 def check_reachable(address: str) -> None:
-    """Raise UserError if nobody listens at HOST:PORT: Ray itself would try for minutes."""
+    """Raise UserError if nothing listens at HOST:PORT; Ray itself would retry for minutes."""
     host, colon, port = address.rpartition(":")
     if not (colon and port.isdigit()) or "/" in host:
-        return  # not of that form, or none was given
+        return  # another form of address, or none
     try:
         socket.create_connection((host, int(port)), CONNECT_S).close()
     except (OSError, OverflowError) as error:
@@ -85,7 +85,7 @@ def check_reachable(address: str) -> None:
 
 @contextmanager
 def log_into(folder: Path) -> Iterator[None]:
-    """The launcher's own log goes into a file: lines on the terminal would tear the live view."""
+    """Write the launcher's own log into a file; on the terminal it would disrupt the live view."""
     log = logging.getLogger("rl_async")
     handler = logging.FileHandler(folder / "logs" / "launcher.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
@@ -103,7 +103,7 @@ def log_into(folder: Path) -> Iterator[None]:
 
 
 async def prepare(config: RunConfig, planned: Plan, supervisor: Supervisor, console: Console) -> None:
-    """Make missing data and the missing model in a process of its own, whose lines are shown."""
+    """Make missing data and a missing model in a process of its own, and print its lines."""
     if planned.prepare is not None and needs_preparation(config):
         await supervisor.run_once(
             planned.prepare, lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -111,7 +111,7 @@ async def prepare(config: RunConfig, planned: Plan, supervisor: Supervisor, cons
 
 
 def announce(config: RunConfig, folder: Path, executor: Executor, console: Console) -> None:
-    """Write down where others may join the run, and print where agent programs are awaited."""
+    """Write ``endpoints.json``, and print the address of the gateway if there is one."""
     places = endpoints(config, *executor.places())
     write_endpoints(folder, places)
     if places.gateway:
@@ -123,10 +123,10 @@ async def _run(config: RunConfig, folder: Path, planned: Plan, executor: Executo
     view: View | None = None
     try:
 
-        async def sees_folder(why: str) -> None:
+        async def on_trouble(why: str) -> None:
             await _diagnose(folder, why, console)
 
-        with Supervisor(planned, executor, folder, client_keys(config, folder), sees_folder) as supervisor:
+        with Supervisor(planned, executor, folder, client_keys(config, folder), on_trouble) as supervisor:
             await prepare(config, planned, supervisor, console)
             await supervisor.allocate()
             console.print(f"run folder: {folder}", markup=False, highlight=False, soft_wrap=True)
@@ -144,9 +144,9 @@ async def _run(config: RunConfig, folder: Path, planned: Plan, executor: Executo
 
 
 async def _diagnose(folder: Path, why: str, console: Console) -> None:
-    """Print who is to blame for what happened, and write the whole diagnosis into the run folder.
+    """Print the findings on a run in trouble, and write the whole diagnosis into the run folder.
 
-    It must not hide the trouble itself: what keeps it from looking is logged, and the run goes on as without it.
+    If the diagnosis itself fails, that is logged, and the run continues as without it.
     """
     log = logging.getLogger("rl_async.launcher")
     try:
@@ -162,7 +162,7 @@ async def _diagnose(folder: Path, why: str, console: Console) -> None:
 
 @asynccontextmanager
 async def shown(view: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run a view beside the block. A view that fails is reported and does not end the run."""
+    """Run a view while the block runs. A view that fails is reported and does not end the run."""
     task = asyncio.create_task(view)
     task.add_done_callback(_report_failure)
     try:
@@ -175,7 +175,7 @@ async def shown(view: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 def _report_failure(task: "asyncio.Task[None]") -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         logging.getLogger("rl_async.launcher").error("the view failed", exc_info=error)
-        print(f"the view failed ({error!r}); the run goes on, see metrics.jsonl and logs/", file=sys.stderr)
+        print(f"the view failed ({error!r}); the run continues, see metrics.jsonl and logs/", file=sys.stderr)
 
 
 def _print_summary(console: Console, view: View | None) -> None:

@@ -1,4 +1,4 @@
-"""Makes what a run needs and does not find: data, then a tiny warm-started model.
+"""Makes what a run lacks: data, then a tiny warm-started model.
 
 ``python -m rl_async.launcher.runs.prepare --config FILE`` does so in a process of its own, because it imports torch.
 """
@@ -34,8 +34,8 @@ def prepare(config: RunConfig, report: Report) -> None:
 
 
 def main() -> int:
-    """Entry point; the exit code."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unlike a role, a half-done preparation is a failure
+    """Prepare the run whose config is given; the exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unlike a role, it fails if interrupted
     parser = role_parser("launcher.runs.prepare", __doc__)
     parser.add_argument("--config", type=Path, required=True, help="a resolved config.yaml")
     arguments = parser.parse_args()

@@ -18,13 +18,13 @@ from rl_async.reward_loop.render import conversation_ids, load_tokenizer
 from rl_async.reward_loop.server.classifier import longest, pick_device
 from rl_async.trainer.finetune.reward_model import PairTraining, TokenPair, accuracy, train_pairs
 
-RECORD_FILE = "reward_model.json"  # beside the weights: how well they do
+RECORD_FILE = "reward_model.json"  # beside the weights, with their accuracy
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class RewardModelJob:
-    """The arguments of the command."""
+    """The arguments of ``rl-async reward-model``."""
 
     pairs: str
     model: str
@@ -40,7 +40,7 @@ class RewardModelJob:
 
 
 def make_reward_model(job: RewardModelJob, report: Report) -> float:
-    """Train and save a reward model; its accuracy on held-out pairs. Raises UserError and TrainingDiverged."""
+    """Train and save a reward model; returns its accuracy on held-out pairs. Raises UserError and TrainingDiverged."""
     _check(job)
     torch.set_num_threads(job.threads)
     torch.manual_seed(job.seed)
@@ -68,7 +68,7 @@ def make_reward_model(job: RewardModelJob, report: Report) -> float:
 
 
 def split(pairs: Sequence[Pair], share: float, seed: int) -> tuple[list[Pair], list[Pair]]:
-    """Pairs to train on and held-out ones, with every prompt on one side only. Raises DataError if a side is empty."""
+    """Split pairs into training and held-out ones, each prompt on one side. Raises DataError if a side is empty."""
     prompts = sorted({pair.prompt for pair in pairs})
     random.Random(seed).shuffle(prompts)
     kept = set(prompts[: max(1, round(share * len(prompts)))])
@@ -90,7 +90,7 @@ def _check(job: RewardModelJob) -> None:
 
 
 def _load(path: str) -> Any:
-    """A sequence classifier with one label; a causal LM gets a new head. Float32: small updates vanish in bfloat16."""
+    """Load a sequence classifier; a causal LM gets a new head. Float32: small updates would vanish in bfloat16."""
     try:
         return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: the head there has another size
@@ -109,7 +109,7 @@ def _to_tokens(pair: Pair, tokenizer: Any, limit: int | None, margin: float) -> 
 
 
 def _save(path: Path, model: Any, tokenizer: Any, record: dict[str, Any]) -> None:
-    """Write the folder whole or not at all."""
+    """Write the model folder, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # training padded with other tokens
     with written_whole(path) as partial:

@@ -28,7 +28,7 @@ from rl_async.transfer_queue.data.task_stream import make_sources
 
 
 def make_model(config: RunConfig, settings: WarmStartConfig, report: Callable[[str], None]) -> None:
-    """Train a tokenizer and a tiny model on the demonstrations, until the gate, and save both at ``model.path``."""
+    """Train a tokenizer and a tiny model on the demonstrations until the gate, and save both at ``model.path``."""
     torch.set_num_threads(config.launcher.threads)
     torch.manual_seed(settings.seed)
     demos = read_demos(settings.demos_path)
@@ -50,7 +50,7 @@ def make_model(config: RunConfig, settings: WarmStartConfig, report: Callable[[s
 
 
 def tiny_model(settings: WarmStartConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A Qwen3 of the size in the config, with random weights."""
+    """Make a Qwen3 of the configured size, with random weights."""
     shape = Qwen3Config(
         vocab_size=len(tokenizer),
         **tiny_shape(settings),
@@ -64,7 +64,7 @@ def tiny_model(settings: WarmStartConfig, tokenizer: PreTrainedTokenizerFast) ->
 
 
 def greedy_reward(config: RunConfig, model: torch.nn.Module, renderer: ChatRenderer, tasks: Sequence[Task]) -> float:
-    """Mean reward of one greedy episode per task, by the run's own loop and scorers."""
+    """Return the mean reward of one greedy episode per task, played by the run's own loop and scorers."""
     assert config.warm_start is not None
     config = msgspec.structs.replace(config, eval=_greedy(config, config.warm_start))
     model.eval()
@@ -103,9 +103,9 @@ def save(
     settings: WarmStartConfig,
     result: WarmStartResult,
 ) -> None:
-    """Write the model folder whole or not at all."""
+    """Write the model folder, whole or not at all; another launch may have written it first."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    disable_progress_bar()  # of a file that takes milliseconds
+    disable_progress_bar()  # the file is written in milliseconds
     try:
         with written_whole(path) as partial:
             model.save_pretrained(partial)
@@ -114,4 +114,4 @@ def save(
             (partial / SFT_FILE).write_text(json.dumps(record) + "\n")
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-            raise  # else another launch was faster; `prepare` looks at what it made
+            raise  # else another launch was faster; `prepare` checks what it made

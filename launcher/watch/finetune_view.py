@@ -1,4 +1,4 @@
-"""What ``rl-async sft`` prints: a line of a table every few steps, and what came of it."""
+"""What ``rl-async sft`` prints: a line of a table every few steps, and a summary at the end."""
 
 import asyncio
 import os
@@ -15,9 +15,9 @@ HEAD = f"{'step':>7} {'epoch':>6} {'loss':>8} {'held-out':>8} {'tokens/s':>10} {
 
 
 class ReplacedTail:
-    """Reads the records that were added to a file since the last call.
+    """Reads the records that were added to a file since the last call, also when the file is replaced.
 
-    Ranks that start again cut the file down to their checkpoint, by another file in its place; that one is read anew.
+    Ranks that restart from a checkpoint replace the file by a shorter one, which is then read from its beginning.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,8 +38,7 @@ class ReplacedTail:
 
 
 class FinetuneView:
-    """Shows the lines that the ranks write, each step once. ``steps`` are those of the whole run, ``begun`` those that
-    were done before."""
+    """Shows the records that the ranks write, each step once, of ``steps`` in all, the first ``begun`` done before."""
 
     def __init__(self, folder: Path, steps: int, begun: int, console: Console) -> None:
         self._console, self._steps, self._shown = console, steps, begun
@@ -47,7 +46,7 @@ class FinetuneView:
         self._evaluations = ReplacedTail(folder / "evaluations.jsonl")
         self._since: list[Record] = []
         self._measured, self._headed = begun > 0, False
-        self._metrics.read()  # what an earlier start left; the ranks put another file in its place
+        self._metrics.read()  # left by an earlier start; the ranks replace the file
         self._evaluations.read()
 
     async def run(self) -> None:
@@ -57,7 +56,7 @@ class FinetuneView:
             await asyncio.sleep(POLL_S)
 
     def show_new(self) -> None:
-        """Print what is new."""
+        """Print the lines for the records since the last call."""
         for evaluation in self._evaluations.read():
             if evaluation["eval/step"] == 0 and not self._measured:
                 self._measured = True
@@ -80,11 +79,11 @@ class FinetuneView:
 
 
 def line(records: list[Record], steps: int) -> str:
-    """The mean of some steps; the time left is as if the others took as long."""
+    """Format the mean of some steps; the time left assumes that the other steps take as long."""
     last = records[-1]
     completed = int(last["step"]) + 1
-    learned = sum(r["tokens/trained"] for r in records)
-    loss = sum(r["loss/train"] * r["tokens/trained"] for r in records) / max(learned, 1)
+    trained = sum(r["tokens/trained"] for r in records)
+    loss = sum(r["loss/train"] * r["tokens/trained"] for r in records) / max(trained, 1)
     speed = sum(r["tokens/all"] for r in records) / sum(r["time/train_s"] for r in records)
     left = (steps - completed) * sum(r["time/step_s"] for r in records) / len(records)
     return row(completed, last["epoch"], loss, last.get("eval/loss"), speed, last["learning_rate"], left)
@@ -99,7 +98,7 @@ def row(
     rate: float | None,
     left: float | None,
 ) -> str:
-    """One line of the table; ``left`` in seconds."""
+    """Format one line of the table; ``left`` is in seconds."""
     cells = (
         (f"{completed}", 7),
         (f"{epoch:.2f}", 6),
@@ -113,7 +112,7 @@ def row(
 
 
 def summary(folder: Path, out: Path) -> str:
-    """What came of a run that wrote ``out``."""
+    """Summarize a run that wrote ``out``: held-out loss before and after, and where its files are."""
     losses = [evaluation["eval/loss"] for evaluation in MetricsTail(folder / "evaluations.jsonl").read()]
     held_out = f"held-out loss per token {losses[0]:.4f} before, {losses[-1]:.4f} after; " if losses else ""
     return f"{held_out}model: {out}; metrics and checkpoints: {folder}"

@@ -24,7 +24,7 @@ LEGEND = (
 
 
 class RecordedRow(msgspec.Struct):
-    """The part of a recorded trajectory that is shown; other fields of the line are passed over."""
+    """The part of a recorded trajectory that is shown; other fields of the line are skipped."""
 
     group_id: int
     sample: int
@@ -37,7 +37,7 @@ class RecordedRow(msgspec.Struct):
 
 
 class Mark(NamedTuple):
-    """What became of a token; neighbours with the same fate are shown together."""
+    """How a token was corrected; adjacent tokens with the same mark are shown together."""
 
     style: str
     name: str = ""  # of the rule, or "less"
@@ -47,7 +47,7 @@ CONTEXT, TRAINED, LESSENED = Mark("dim"), Mark(""), Mark("yellow", "less")
 
 
 def show(run: Path, step: int | None, group: int | None, sample: int | None, console: Console | None = None) -> None:
-    """Print the groups of a step (the newest) or the rows of one, and a row token by token: the most corrected one.
+    """Print the groups of a step (default: the newest) or the rows of a group, and the most corrected row in full.
 
     Raises UserError if there is no such run, step or row.
     """
@@ -68,7 +68,7 @@ def show(run: Path, step: int | None, group: int | None, sample: int | None, con
 
 
 def read_step(folder: Path, step: int | None) -> tuple[int, list[RecordedRow]]:
-    """The step's number and rows, of its newest lineage and all ranks; None: that lineage's newest step.
+    """Read a step's number and rows, of the newest lineage and all ranks; None: the newest step.
 
     Raises UserError if there is none.
     """
@@ -86,7 +86,7 @@ def read_step(folder: Path, step: int | None) -> tuple[int, list[RecordedRow]]:
 
 
 def render(row: RecordedRow, decode: Callable[[Sequence[int]], str]) -> Text:
-    """The row's tokens as text; what did not train fully stands in braces, followed by the reason."""
+    """Render the row's tokens as text; those that did not train fully are in braces, followed by the reason."""
     text = Text()
     weights = _weights(row)
     places = enumerate(zip(row.token_ids, marks(row), strict=True))
@@ -102,7 +102,7 @@ def render(row: RecordedRow, decode: Callable[[Sequence[int]], str]) -> Text:
 
 
 def marks(row: RecordedRow) -> list[Mark]:
-    """What became of each token of the row."""
+    """Return the mark of each token of the row."""
     found = [CONTEXT] * len(row.token_ids)
     places = _sampled(row)
     for place in places:
@@ -117,7 +117,7 @@ def marks(row: RecordedRow) -> list[Mark]:
 
 
 def _weights(row: RecordedRow) -> dict[int, float]:
-    """By the place of each sampled token among the tokens."""
+    """Return the weights of the sampled tokens, by their positions in the row."""
     return dict(zip(_sampled(row), row.correction.weights, strict=True)) if row.correction else {}
 
 
@@ -126,12 +126,12 @@ def _sampled(row: RecordedRow) -> list[int]:
 
 
 def _corrected(row: RecordedRow) -> int:
-    """How many tokens are marked."""
+    """Count the tokens that were masked or weighted down."""
     return sum(mark not in (CONTEXT, TRAINED) for mark in marks(row))
 
 
 def _table(title: str, rows: Sequence[RecordedRow], key: Callable[[RecordedRow], int], heading: str) -> Table:
-    """One line per value of ``key`` in the rows, which are sorted by it."""
+    """Lay out a table with one line per value of ``key``; the rows are sorted by it."""
     table = Table(title=title, title_justify="left")
     for name in (heading, "rows", "reward", "tokens", "mean weight"):
         table.add_column(name, justify="right")
@@ -151,7 +151,7 @@ def _table(title: str, rows: Sequence[RecordedRow], key: Callable[[RecordedRow],
 
 
 def _counts(rows: Sequence[RecordedRow]) -> str:
-    """Tokens by rule."""
+    """Count the corrected tokens of the rows by rule."""
     counts: Counter[str] = Counter()
     for run in (run for row in rows if row.correction for run in row.correction.rules):
         counts[run.rule] += run.end - run.start
@@ -159,13 +159,13 @@ def _counts(rows: Sequence[RecordedRow]) -> str:
 
 
 def _place(file: Path) -> tuple[int, int]:
-    """The lineage and the step of ``step-000012-lineage0-rank0.jsonl.gz``."""
+    """Parse lineage and step from a name such as ``step-000012-lineage0-rank0.jsonl.gz``."""
     _, step, lineage, *_ = file.name.split("-")
     return int(lineage.removeprefix("lineage")), int(step)
 
 
 def _decoder(run: Path) -> Callable[[Sequence[int]], str]:
-    """Token ids to text, by the tokenizer of the run's model, without importing transformers."""
+    """Return a function from token ids to text: the tokenizer of the run's model, without importing transformers."""
     from tokenizers import Tokenizer
 
     path = load_resolved(run / "config.yaml").model.path

@@ -1,4 +1,4 @@
-"""The live view of a run: a panel that refreshes on a terminal, one line per trainer step anywhere else."""
+"""The live view of a run: a panel that refreshes on a terminal, one line per trainer step otherwise."""
 
 import asyncio
 import re
@@ -34,15 +34,15 @@ from rl_async.messages import StatusReport
 
 REFRESH_S = 0.5
 STATE_COLOURS = {"running": "green", "starting": "yellow", "restarting": "yellow", "ended": "dim"}
-INDENT = 10  # of what is said
+INDENT = 10  # columns, of the text of a turn
 MARKUP = re.compile(r"<tool_call>.*?(</tool_call>|$)", re.DOTALL)
 ROLE_COLOURS = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
 class View:
-    """Shows a run until cancelled, and sums it up.
+    """Shows a run until cancelled, and summarizes it.
 
-    ``states`` lists the processes; ``status`` asks the queue. Both are called only on the view's event loop.
+    ``states`` lists the processes; ``status`` queries the queue. Both are called only on the view's event loop.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class View:
         self._tail = MetricsTail(folder / "metrics.jsonl")
         self._history = History()
         self._began = time.monotonic()
-        self._read()  # what an earlier part of the run left is not news
+        self._read()  # records of an earlier start are not shown again
 
     async def run(self) -> None:
         """Consumes metrics.jsonl, recorded trajectories, process states and the queue's status.
 
-        Produces what is on the terminal. Waits REFRESH_S between looks, and for the queue's answer up to its
+        Produces the display. Waits REFRESH_S between updates, and for the queue's answer up to its
         client's deadline. Runs until cancelled.
         """
         if self._console.is_terminal:
@@ -72,7 +72,7 @@ class View:
             await self._run_lines()
 
     def summary(self) -> str:
-        """What came of the run, in a few lines. Reads what the trainer wrote last."""
+        """Summarize the run in a few lines, up to the last record of the trainer."""
         self._read()
         seconds = time.monotonic() - self._began
         return "\n".join(summary_lines(self._history, self._folder, seconds, self._config.queue.max_staleness))
@@ -90,7 +90,7 @@ class View:
                 self._print_news(known)
                 await asyncio.sleep(REFRESH_S)
         finally:
-            self._print_news(known)  # the last step may have come with the end of the run
+            self._print_news(known)  # the last step may have been recorded at the end of the run
 
     def _print_news(self, known: dict[str, ProcessState]) -> None:
         for state in self._states():
@@ -113,7 +113,7 @@ class View:
                 try:
                     report = await self._status()
                 except QueueLost:
-                    report = None  # shown as such; what follows from it is the supervisor's business
+                    report = None  # shown as "no answer"; the supervisor handles it
                 live.update(self._render(report, conversation), refresh=True)
                 await asyncio.sleep(REFRESH_S)
 
@@ -124,9 +124,9 @@ class View:
         title = f"{self._config.name}  {self._config.mode}  {seconds // 60}:{seconds % 60:02d}"
         panels: list[RenderableType] = [Panel(self._numbers(report), title=title, title_align="left")]
         if conversation is not None:
-            step, talk = conversation
-            head = f"a conversation of step {step}, reward {talk.reward:g}"
-            panels.append(Panel(render_conversation(talk), title=head, title_align="left"))
+            step, recorded = conversation
+            head = f"a conversation of step {step}, reward {recorded.reward:g}"
+            panels.append(Panel(render_conversation(recorded), title=head, title_align="left"))
         return Group(*panels)
 
     def _numbers(self, report: StatusReport | None) -> Table:
@@ -181,21 +181,21 @@ def _processes_text(states: Sequence[ProcessState]) -> Text:
     return text
 
 
-def render_conversation(talk: RecordedConversation) -> Text:
-    """A conversation; each tool call on a line of its own with its result, instead of markup and tool message."""
+def render_conversation(recorded: RecordedConversation) -> Text:
+    """Render a conversation; each tool call is one line with its result, instead of markup and tool message."""
     text = Text()
-    for turn in talk.turns:
-        if turn.role == "tool" and any(turn.tool_calls for turn in talk.turns):
+    for turn in recorded.turns:
+        if turn.role == "tool" and any(turn.tool_calls for turn in recorded.turns):
             continue
-        spoken = MARKUP.sub("", turn.text).strip() if turn.tool_calls else turn.text.strip()
+        content = MARKUP.sub("", turn.text).strip() if turn.tool_calls else turn.text.strip()
         text.append(f"{turn.role:<{INDENT}}", style=ROLE_COLOURS.get(turn.role, ""))
-        text.append(textwrap.indent(spoken, " " * INDENT).removeprefix(" " * INDENT))
+        text.append(textwrap.indent(content, " " * INDENT).removeprefix(" " * INDENT))
         for number, call in enumerate(turn.tool_calls):
-            text.append("\n" + " " * INDENT if spoken or number else "")
+            text.append("\n" + " " * INDENT if content or number else "")
             text.append(f"{call.name}({arguments_text(call.arguments)}) -> ", style=ROLE_COLOURS["tool"])
             text.append(call.error or call.result, style="red" if call.error else "")
         text.append("\n")
-    if talk.error:
-        text.append(f"error: {talk.error}\n", style="red")
+    if recorded.error:
+        text.append(f"error: {recorded.error}\n", style="red")
     text.rstrip()
     return text

@@ -1,4 +1,4 @@
-"""What the live view shows, without a terminal: the history of metrics, process states, one conversation."""
+"""Computes what the live view shows, without a terminal: metrics so far, bars, summaries, one conversation."""
 
 import gzip
 import itertools
@@ -14,7 +14,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 class RecordedConversation(msgspec.Struct):
-    """The part of a recorded trajectory that people read; other fields of the line are skipped."""
+    """The part of a recorded trajectory that the view shows; other fields of the line are skipped."""
 
     turns: list[Turn]
     reward: float
@@ -29,7 +29,7 @@ class History:
         self._records: dict[int, Record] = {}
 
     def add(self, record: Record) -> None:
-        """Take a record over, and forget what an abandoned lineage trained at and after its step."""
+        """Add a record, and drop those of an abandoned lineage at and after its step."""
         step = int(record["step"])
         self._records = {at: kept for at, kept in self._records.items() if at < step}
         self._records[step] = record
@@ -39,21 +39,21 @@ class History:
 
     @property
     def last(self) -> Record | None:
-        """The newest record."""
+        """The record of the newest step; None before the first."""
         return next(reversed(self._records.values()), None)
 
     def values(self, key: str) -> list[float]:
-        """The values of one metric, oldest first; steps without it are left out."""
+        """Return the values of one metric, oldest first, without the steps that lack it."""
         return [record[key] for record in self._records.values() if key in record]
 
 
 def mean(values: Sequence[float]) -> float:
-    """Arithmetic mean; 0 of nothing."""
+    """Return the arithmetic mean; 0 for no values."""
     return sum(values) / len(values) if values else 0.0
 
 
 def sparkline(values: Sequence[float], width: int, low: float = 0.0, high: float = 1.0) -> str:
-    """One character per value, or per bucket of neighbouring values if there are more than ``width``."""
+    """Draw one character per value, or per bucket of neighbouring values if there are more than ``width``."""
     if not values or width < 1:
         return ""
     count = min(width, len(values))
@@ -64,7 +64,7 @@ def sparkline(values: Sequence[float], width: int, low: float = 0.0, high: float
 
 
 def time_split(record: Record) -> dict[str, float]:
-    """Seconds of a step by what the trainer did: waiting for the batch, training, syncing weights."""
+    """Split the seconds of a step into waiting for the batch, training and syncing weights."""
     return {
         "waiting": record.get("time/wait_batch_s", 0.0),
         "training": record.get("time/train_s", 0.0),
@@ -73,7 +73,7 @@ def time_split(record: Record) -> dict[str, float]:
 
 
 def bar(parts: Sequence[float], width: int, fills: str = "░█▒") -> str:
-    """A bar of ``width`` characters divided in proportion to ``parts``, one fill character each."""
+    """Draw a bar of ``width`` characters, divided in proportion to ``parts``, with a fill character for each."""
     total = sum(parts)
     if total <= 0:
         return ""
@@ -82,7 +82,7 @@ def bar(parts: Sequence[float], width: int, fills: str = "░█▒") -> str:
 
 
 def step_line(record: Record, steps: int) -> str:
-    """One trainer step as one line of text."""
+    """Format one trainer step as a line of text."""
     split = time_split(record)
     parts = [
         f"step {int(record['step']) + 1}/{steps}",
@@ -107,7 +107,7 @@ def no_tool_works(record: Record) -> bool:
 
 
 def summary_lines(history: History, folder: Path, seconds: float, bound: int) -> list[str]:
-    """What to tell about a run that ended."""
+    """Summarize a run that ended."""
     if not len(history):
         return [f"no step was trained; logs are in {folder / 'logs'}"]
     rewards = history.values("reward/mean")
@@ -128,7 +128,7 @@ def summary_lines(history: History, folder: Path, seconds: float, bound: int) ->
 
 
 def newest_conversation(folder: Path) -> tuple[str, RecordedConversation] | None:
-    """The first trajectory of the newest file of trained ones, and the file's step; None if there is none yet."""
+    """Return the newest trained step and its first recorded trajectory; None if there is none yet."""
     files = sorted(folder.glob("step-*.jsonl.gz"))
     if not files:
         return None
@@ -141,7 +141,7 @@ def newest_conversation(folder: Path) -> tuple[str, RecordedConversation] | None
 
 
 def arguments_text(arguments: str) -> str:
-    """The arguments of a tool call as people write them; as the model wrote them if they are not a JSON object."""
+    """Format the arguments of a tool call as ``name=value``, or as they are if they are no JSON object."""
     try:
         values = msgspec.json.decode(arguments)
     except msgspec.DecodeError:

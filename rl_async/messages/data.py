@@ -122,7 +122,7 @@ class TrajectoryHeader(msgspec.Struct, kw_only=True):
 
     @property
     def key(self) -> RowKey:
-        """Names the row within its run."""
+        """The (group, sample, segment) that names the row within its run."""
         return self.group_id, self.sample, self.segment
 
 
@@ -135,7 +135,7 @@ class Media(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, data: bytes, mime: str, position: int) -> "Media":
-        """What refers to these bytes."""
+        """A reference to these bytes, by their hash."""
         return cls(sha256=hashlib.sha256(data).hexdigest(), mime=mime, position=position)
 
 
@@ -194,7 +194,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
 
     @property
     def key(self) -> RowKey:
-        """Names the row within its run."""
+        """The (group, sample, segment) that names the row within its run."""
         return self.group_id, self.sample, self.segment
 
     def header(self) -> TrajectoryHeader:

@@ -10,11 +10,11 @@ from rl_async.messages.data import Task, TrajectoryHeader, Version
 
 
 class Reply(msgspec.Struct, kw_only=True, tag=True):
-    """Base of all replies."""
+    """Base of all replies, tagged by class name."""
 
 
 class Welcome(Reply):
-    """The hello was accepted."""
+    """The queue accepted the hello of a connection."""
 
     schema: int
     run_id: str
@@ -106,7 +106,7 @@ class ShardList(Reply):
 
 
 class Swept(Reply):
-    """These groups are of no use any more."""
+    """The shard may delete these groups."""
 
     gone: list[int]
 
@@ -203,7 +203,7 @@ class Inspection(Reply):
 
 
 class GroupRecord(msgspec.Struct, kw_only=True):
-    """One line of a listing."""
+    """One group of a GroupList, or the one peeked at."""
 
     group_id: int
     partition: str
@@ -224,7 +224,7 @@ class GroupList(Reply):
 
 
 class Peeked(Reply):
-    """One group; headers ordered by (sample, segment)."""
+    """One group with its finished rows; headers ordered by (sample, segment)."""
 
     group: GroupRecord
     task: Task
@@ -232,7 +232,7 @@ class Peeked(Reply):
 
 
 class Subscription(Reply):
-    """Where the consumer stands: it reads what comes behind ``position``; ``skipped`` groups were given up before."""
+    """The consumer's place: it reads what comes after ``position``; ``skipped`` groups were given up before."""
 
     position: int
     skipped: int

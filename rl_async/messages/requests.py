@@ -307,7 +307,7 @@ class Acknowledge(Request[Done]):
 
 
 class Unsubscribe(Request[Done]):
-    """Forget a consumer. Any role -> queue."""
+    """Forget a consumer and what was kept for it. Any role -> queue."""
 
     consumer: str
 

@@ -7,7 +7,7 @@ import pytest
 import zmq
 
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
-from tests.contracts.queue.peers import SETTINGS, RunningQueue
+from tests.contracts.queue.peers import FREE_PORT, SETTINGS, RunningQueue
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def address(make_address: Callable[[], str]) -> str:
 
 
 @pytest.fixture
-def queue(address: str) -> Iterator[RunningQueue]:
-    running = RunningQueue(address, SETTINGS)
+def queue() -> Iterator[RunningQueue]:
+    running = RunningQueue(FREE_PORT, SETTINGS)
     yield running
     running.stop()
 

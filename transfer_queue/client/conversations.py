@@ -62,7 +62,7 @@ def chosen(group: int, shards: Sequence[m.ShardRecord], replicas: int) -> list[m
 
 
 class Parcel(NamedTuple):
-    """One sample on its way: headers and rows, in the same order, and the bytes of media by hash."""
+    """One sample to hand over: headers and rows, in the same order, and the bytes of media by hash."""
 
     headers: list[m.TrajectoryHeader]
     rows: list[Frame]
@@ -70,12 +70,12 @@ class Parcel(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Its group."""
+        """The id of the group that the sample belongs to."""
         return self.headers[0].group_id
 
     @property
     def key(self) -> m.SampleKey:
-        """Names it at a shard."""
+        """The name of the sample at a payload shard."""
         first = self.headers[0]
         return first.group_id, first.sample, first.attempt
 
@@ -96,12 +96,12 @@ class Sending:
         self._sent: dict[tuple[int, str, str], None] = {}  # (group, hash, shard), oldest first
 
     def unsent(self, parcels: Sequence[Parcel], shard: str = "") -> dict[m.MediaKey, Frame]:
-        """Media of these samples that were not sent there."""
+        """Media of these samples that were not sent to the shard (empty: to the queue) before."""
         media = {(each.group, sha256): data for each in parcels for sha256, data in each.media.items()}
         return {key: data for key, data in media.items() if (*key, shard) not in self._sent}
 
     def sent(self, media: Iterable[m.MediaKey], shard: str = "") -> None:
-        """These are there."""
+        """Remember that these media were sent to the shard (empty: to the queue)."""
         self._sent.update(dict.fromkeys((*key, shard) for key in media))
         while len(self._sent) > _REMEMBERED:
             del self._sent[next(iter(self._sent))]
@@ -313,7 +313,7 @@ def split(message: wire.ReplyMessage, asked: int) -> list[Frame]:
 
 
 def _answered(outcome: Outcome) -> wire.ReplyMessage:
-    """The queue's own answer; its loss ends the conversation."""
+    """The queue's own answer. Raises QueueLost if there was none: without the queue no conversation can go on."""
     if isinstance(outcome, QueueLost):
         raise outcome
     return outcome

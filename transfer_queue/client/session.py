@@ -30,7 +30,7 @@ decode_row = codec.decoder(m.Trajectory)
 
 
 class Session:
-    """What both clients share: who they are, request ids, and what they think of the queue's replies."""
+    """Identity, request ids and hello of one client, and why its connection fails if it does."""
 
     def __init__(self, address: str, role: str, name: str, keys: ClientKeys | None = None) -> None:
         if not re.fullmatch(r"tcp://[^\s/]+:\d+|(ipc|inproc)://\S+", address):
@@ -46,13 +46,13 @@ class Session:
         self._run_id: str | None = None
 
     def prepare(self, socket: "zmq.Socket[Any]") -> None:
-        """Options of a new socket, before it connects."""
+        """Set the options of a new socket, before it connects."""
         _set_options(socket)
         use_keys(socket, self._keys)
         self._watch.attach(socket)
 
     def abandon(self) -> None:
-        """Before the socket is closed."""
+        """Stop watching the socket; call it before the socket is closed."""
         self._watch.detach()
 
     def hello(self) -> tuple[bytes, list[Frame]]:
@@ -61,7 +61,7 @@ class Session:
         return request_id, wire.encode(request_id, self._hello)
 
     def welcome(self, reply: m.Reply) -> None:
-        """Judge the answer to hello. That there is no place now is kept for ``lost``.
+        """Check the answer to hello; remember for ``lost`` that the queue has no place for another client now.
 
         Raises ProtocolError if it is refused for good, QueueLost if this is another queue.
         """
@@ -93,7 +93,7 @@ async def send(socket: zmq.asyncio.Socket, frames: Sequence[Frame]) -> None:
 
 
 def send_sync(socket: "zmq.Socket[bytes]", frames: Sequence[Frame]) -> None:
-    """The same, for a thread that may block."""
+    """Hand a message to the socket as ``send`` does, from a thread that may block."""
     with contextlib.suppress(zmq.Again):
         socket.send_multipart(frames, zmq.NOBLOCK)
 
@@ -165,7 +165,7 @@ def expect(reply: m.Reply, *kinds: type[R]) -> R:
 
 
 def _set_options(socket: "zmq.Socket[Any]") -> None:
-    """Of a client's socket, before it connects."""
+    """Set the options of a client's socket, before it connects."""
     socket.set(zmq.LINGER, 0)  # what is unanswered is sent again on a new connection
     socket.set(zmq.SNDHWM, 0)
     socket.set(zmq.RECONNECT_IVL, 50)

@@ -107,7 +107,7 @@ def _fetch_media(client: "ClientVerbs", rows: Sequence[m.Trajectory]) -> Convers
 
 
 class ClientSettings(TypedDict):
-    """Keyword arguments of both clients."""
+    """Keyword arguments of the constructors of both clients."""
 
     role: str
     name: str

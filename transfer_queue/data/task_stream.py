@@ -41,7 +41,7 @@ class _Source:
         return self.at(number)
 
     def at(self, number: int) -> Task:
-        """The task of one row."""
+        """The task made of the row with this number."""
         task = to_task(self.rows[number], f"{self.rows.name}, row {number}", f"{self.label}:{number}")
         return msgspec.structs.replace(task, source=self.label)
 
@@ -82,7 +82,7 @@ class TaskStream:
         return task
 
     def cursor(self) -> bytes:
-        """Where the source stands; opaque."""
+        """The place after the last task taken, opaque to the queue."""
         return msgspec.msgpack.encode(_Cursor(self._drawn, [len(s.rows) for s in self._sources], self._owed))
 
     def seek(self, cursor: bytes) -> None:

@@ -27,11 +27,11 @@ class Journal(Protocol):
 
     @property
     def run_id(self) -> str:
-        """Names the state: another one means that what an earlier queue knew is lost."""
+        """The name of the recorded state: another name means that an earlier queue's state is lost."""
         ...
 
     def recover(self) -> Recovered:
-        """What was flushed so far. Call it once, before anything else."""
+        """Read what was flushed so far. Call it once, before anything else."""
         ...
 
     def append(self, transition: Transition) -> None:
@@ -39,15 +39,15 @@ class Journal(Protocol):
         ...
 
     def put(self, group: int, sample: int, rows: Sequence[Frame]) -> None:
-        """Record the rows of one sample, by segment, unless they are here."""
+        """Record the rows of one sample, by segment, unless they are recorded already."""
         ...
 
     def has(self, group: int, sample: int) -> bool:
-        """Whether rows of this sample are here."""
+        """Whether the journal holds rows of this sample."""
         ...
 
     def get(self, key: RowKey) -> Frame | None:
-        """One row; None if it is not here."""
+        """One row; None if the journal does not hold it."""
         ...
 
     def flush(self) -> None:
@@ -64,7 +64,7 @@ class Journal(Protocol):
         ...
 
     def close(self) -> None:
-        """Let others have it; what was not flushed is forgotten."""
+        """Release the journal to other processes; what was not flushed is lost."""
         ...
 
 

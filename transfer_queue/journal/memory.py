@@ -19,30 +19,30 @@ class MemoryJournal:
         self._payloads = Payloads()
 
     def recover(self) -> Recovered:
-        """Nothing was recorded."""
+        """Return an empty record: nothing outlives the process."""
         return Recovered(b"", 0, iter(()))
 
     def append(self, transition: Transition) -> None:
-        """Only frees payloads: no later process could read the transition."""
+        """Free payloads only: no later process could read the transition."""
         self._payloads.free(freed_by(transition))
 
     def put(self, group: int, sample: int, rows: Sequence[Frame]) -> None:
-        """Keep the rows."""
+        """Keep the rows of one sample until its group is freed."""
         self._payloads.put(group, sample, rows)
 
     def has(self, group: int, sample: int) -> bool:
-        """Whether rows of this sample are here."""
+        """Whether the journal holds rows of this sample."""
         return self._payloads.get(group, sample, 0) is not None
 
     def get(self, key: RowKey) -> Frame | None:
-        """One row; None if it is not here."""
+        """One row; None if the journal does not hold it."""
         return self._payloads.get(*key)
 
     def flush(self) -> None:
-        """Nothing is durable here."""
+        """Do nothing: memory cannot be made durable."""
 
     def compact(self, dump: bytes) -> None:
-        """There is nothing to replace."""
+        """Do nothing: no transitions are kept that a dump could replace."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file or connection is open."""

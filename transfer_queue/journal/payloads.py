@@ -57,20 +57,20 @@ class Payloads:
         self._freed = 0  # bytes since memory was given back
 
     def groups(self) -> list[int]:
-        """Of which there is something."""
+        """Ids of the groups of which rows are kept."""
         return list(self._groups)
 
     def put(self, group: int, sample: Hashable, rows: Sequence[Frame]) -> None:
-        """Keep the rows of one sample, by segment, unless they are here."""
+        """Keep the rows of one sample, by segment, unless they are kept already."""
         self._groups.setdefault(group, {}).setdefault(sample, rows)
 
     def get(self, group: int, sample: Hashable, segment: int) -> Frame | None:
-        """One row; None if it is not here."""
+        """One row; None if it is not kept."""
         rows = self._groups.get(group, {}).get(sample, ())
         return rows[segment] if 0 <= segment < len(rows) else None
 
     def free(self, groups: Iterable[int] | None) -> None:
-        """Forget the payloads of these groups, or of all."""
+        """Forget the payloads of these groups, or of all groups if None."""
         freed = list(self._groups.values()) if groups is None else [self._groups.pop(g, {}) for g in groups]
         if groups is None:
             self._groups.clear()

@@ -93,7 +93,7 @@ class _PayloadPlace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Dump(msgspec.Struct, frozen=True):
-    """The state after ``count`` transitions."""
+    """A dump of the store after its first ``count`` transitions."""
 
     count: int
     state: bytes
@@ -232,7 +232,7 @@ class RedisJournal:
         return meta.run_id
 
     def recover(self) -> Recovered:
-        """What was flushed. Deletes payloads that a killed queue wrote and never named."""
+        """Read what was flushed, and delete payloads that a killed queue wrote and never named."""
         places: dict[bytes, bytes] = self._ask(self._redis.hgetall, self._key("places"))
         for field, place in places.items():
             group, _, sample = field.decode().partition(":")
@@ -262,7 +262,7 @@ class RedisJournal:
     # --- recording --------------------------------------------------------------------------------------------------
 
     def append(self, transition: Transition) -> None:
-        """Take it in; ``flush`` writes it."""
+        """Queue the transition for the next ``flush``."""
         self._pending.append((type(transition).__name__, _encode(transition)))
         freed = freed_by(transition)
         if freed is None:
@@ -276,7 +276,7 @@ class RedisJournal:
                     self._unlinked.append(place.key)
 
     def put(self, group: int, sample: int, rows: Sequence[Frame]) -> None:
-        """Take the rows in, unless they are here; ``flush`` writes them."""
+        """Queue the rows for the next ``flush``, unless the journal holds them."""
         samples = self._places.setdefault(group, {})
         if sample in samples:
             return
@@ -287,11 +287,11 @@ class RedisJournal:
         self._placed[f"{group}:{sample}"] = _encode(place)
 
     def has(self, group: int, sample: int) -> bool:
-        """Whether rows of this sample are here."""
+        """Whether the journal holds rows of this sample."""
         return sample in self._places.get(group, {})
 
     def get(self, key: RowKey) -> Frame | None:
-        """One row, asked of the server; None if it is not here."""
+        """One row, read from the server; None if the journal does not hold it."""
         group, sample, segment = key
         place = self._places.get(group, {}).get(sample)
         if place is None or not 0 <= segment < len(place.lengths):
@@ -339,14 +339,14 @@ class RedisJournal:
         return self._log > self._least_log and self._log_bytes > LOG_PER_STATE * self._dump_bytes
 
     def compact(self, dump: bytes) -> None:
-        """Put the dump in place of the stream's entries."""
+        """Replace the entries of the stream by the dump."""
         body = _encode(_Dump(self._seq, dump))
         self._checked(self._try(self._script, _COMPACT, ["transitions", "dump"], body))
         self._log = self._log_bytes = 0
         self._dump_bytes = len(dump)
 
     def close(self) -> None:
-        """Give up the ownership, if it can be said, and the connection."""
+        """Release the ownership if the server can be reached, and close the connection."""
         with contextlib.suppress(redis.RedisError):  # it ends by itself
             self._script(_RELEASE, [])
         self._redis.close()

@@ -1,7 +1,7 @@
 """Payload bytes in append-only files, ``RUN/queue-payloads/00000001.segment`` and so on.
 
 A file is written from one end to the other, read in the middle, and deleted whole when nothing in it is wanted. Which
-bytes belong to what is said elsewhere (``sqlite_journal.py``), so that bytes which a killed process left behind, whole
+bytes belong to what is said elsewhere (``sqlite.py``), so that bytes which a killed process left behind, whole
 or torn, mean nothing.
 """
 
@@ -29,7 +29,7 @@ class SegmentPlace(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def nbytes(self) -> int:
-        """Of all rows together."""
+        """Bytes of all rows together."""
         return sum(self.lengths)
 
 
@@ -73,7 +73,7 @@ class Segments:
         return self._folder / f"{segment:08d}.segment"
 
     def _begin(self) -> None:
-        """Begin a new file."""
+        """Close the file being written and begin a new one."""
         if self._writing >= 0:
             self._force()
             os.close(self._writing)
@@ -134,7 +134,7 @@ class Segments:
             rest = rest[os.write(self._writing, rest) :]
 
     def read(self, place: SegmentPlace, row: int) -> Frame:
-        """One row."""
+        """Read one row from its file."""
         if self._pending:
             self._hand_over()
         offset = place.offset + sum(place.lengths[:row])
@@ -153,13 +153,13 @@ class Segments:
         return data
 
     def free(self, places: Iterable[SegmentPlace]) -> None:
-        """Nobody will read these any more."""
+        """Count these samples as unused; their files can be deleted once no sample uses them."""
         for place in places:
             self._live[place.segment] -= 1
 
     @property
     def dead(self) -> list[int]:
-        """Files that hold nothing that is wanted."""
+        """Files, by number, that no sample uses any more."""
         return [segment for segment, count in self._live.items() if not count and segment != self._segment]
 
     def delete(self, segments: Iterable[int]) -> None:
@@ -175,7 +175,7 @@ class Segments:
                 raise failed(self._path(segment), error) from error
 
     def close(self) -> None:
-        """Close all files."""
+        """Close the file descriptors of all segments."""
         for descriptor in [*self._reading.values(), self._writing]:
             if descriptor >= 0:
                 os.close(descriptor)

@@ -98,12 +98,12 @@ class SqliteJournal:
         return db
 
     def _count(self) -> int:
-        """How many transitions there were."""
+        """The number of transitions recorded so far, dumped ones included."""
         dumped = self._db.execute("SELECT coalesce(max(seq), 0) FROM dump").fetchone()[0]
         return max(dumped, self._db.execute("SELECT coalesce(max(seq) + 1, 0) FROM log").fetchone()[0])
 
     def recover(self) -> Recovered:
-        """What was flushed. Raises JournalError naming the file for what cannot be understood."""
+        """Read what was flushed. Raises JournalError naming the file for what cannot be understood."""
         try:
             for group, sample, place in self._db.execute("SELECT grp, sample, place FROM payload"):
                 self._places.setdefault(group, {})[sample] = _place.decode(place)
@@ -134,7 +134,7 @@ class SqliteJournal:
     # --- recording --------------------------------------------------------------------------------------------------
 
     def append(self, transition: Transition) -> None:
-        """Take it in; ``flush`` writes it."""
+        """Queue the transition for the next ``flush``."""
         self._pending.append((self._seq, type(transition).__name__, _encode(transition)))
         self._seq += 1
         freed = freed_by(transition)
@@ -150,18 +150,18 @@ class SqliteJournal:
                     self._placed.pop((group, sample), None)
 
     def put(self, group: int, sample: int, rows: Sequence[Frame]) -> None:
-        """Take the rows in, unless they are here; ``flush`` writes them."""
+        """Queue the rows for the next ``flush``, unless the journal holds them."""
         places = self._places.setdefault(group, {})
         if sample not in places:
             places[sample] = self._segments.add(rows)
             self._placed[group, sample] = _encode(places[sample])
 
     def has(self, group: int, sample: int) -> bool:
-        """Whether rows of this sample are here."""
+        """Whether the journal holds rows of this sample."""
         return sample in self._places.get(group, {})
 
     def get(self, key: RowKey) -> Frame | None:
-        """One row, read from its file, which the operating system caches; None if it is not here."""
+        """One row, read from its file, which the operating system caches; None if the journal does not hold it."""
         group, sample, segment = key
         place = self._places.get(group, {}).get(sample)
         if place is None or not 0 <= segment < len(place.lengths):
@@ -209,7 +209,7 @@ class SqliteJournal:
         return self._log_bytes > max(self._least_log_bytes, LOG_PER_STATE * self._dump_bytes)
 
     def compact(self, dump: bytes) -> None:
-        """Put the dump in place of the log."""
+        """Replace the transitions of the log by the dump."""
         try:
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute("DELETE FROM dump")
@@ -221,7 +221,7 @@ class SqliteJournal:
         self._log_bytes, self._dump_bytes = 0, len(dump)
 
     def close(self) -> None:
-        """Close the files and let go of the lock."""
+        """Close the files and release the lock."""
         if hasattr(self, "_db"):
             self._db.close()
         self._segments.close()

@@ -64,7 +64,7 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, config: RunConfig) -> "QueueSettings":
-        """Pick them from the run's config."""
+        """Derive the settings from the run's config."""
         return cls(
             steps=config.trainer.steps,
             batch_groups=config.data.train_batch_groups,
@@ -86,7 +86,7 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Occupancy(NamedTuple):
-    """What admission looks at."""
+    """How full the queue is, as far as admission is concerned."""
 
     slots: int  # that may be held; fewer than the settings' while the bound is tightened
     alive: int  # training groups that hold a slot

@@ -142,7 +142,7 @@ class _Taking:
 
     @property
     def free(self) -> int:
-        """Seats that nobody needs."""
+        """Seats that no group needs to meet its deadline."""
         return self._seats - len(self.taken) - max(0, 0, *(need for _, need in self._unmet))
 
     def offer(self, candidate: Candidate) -> bool:

@@ -40,7 +40,7 @@ class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainedLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One trained row."""
+    """One line of ``trained.jsonl``: a row that was trained."""
 
     lineage: int
     step: int
@@ -54,7 +54,7 @@ Rows = dict[tuple[int, int, int], list[TrainedLine]]  # by (group, sample, segme
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the comparison found; ``violations`` are sentences."""
+    """The result of the comparison; ``violations`` are sentences for people."""
 
     admitted: int  # training groups
     given_up: int  # of these, dropped or dead-lettered
@@ -70,7 +70,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
         return not self.violations
 
     def text(self) -> str:
-        """For people."""
+        """The report as lines for people to read."""
         lines = [
             f"{self.admitted} groups admitted, {self.given_up} given up, {self.trained} trained with {self.rows} rows"
             f" ({self.cut} rows beyond the checkpoints that were resumed from do not count)"
@@ -103,7 +103,7 @@ class Admissions:
         self.finished = False
 
     def read(self, line: LedgerLine) -> None:
-        """Apply one line."""
+        """Apply one line of the ledger."""
         match line.event:
             case "admit" if line.partition == "train":
                 self.groups[line.group] = line.samples

@@ -83,7 +83,7 @@ class Ledger:
 
     @property
     def count(self) -> int:
-        """Transitions so far."""
+        """The number of transitions seen so far."""
         return self._seq
 
     def append(self, transition: Transition) -> None:

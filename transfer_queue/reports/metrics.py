@@ -1,13 +1,15 @@
-"""The queue's state for Prometheus: ``GET /metrics`` in its text format, version 0.0.4.
+"""The queue's state for Prometheus: ``GET /metrics`` in its text format.
 
 The thread that answers asks the queue as any client does, so the queue's own thread shares nothing with it.
-https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format
 """
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
+
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from rl_async.errors import ProtocolError, QueueLost, UserError
 from rl_async.messages import Inspection
@@ -18,44 +20,52 @@ from rl_async.transfer_queue.state.groups import State
 HOST = "127.0.0.1"
 ANSWER_S = 5.0  # of the queue to one scrape
 STOP_S = 10.0
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-Samples = list[tuple[str, float]]  # the label with its value, or empty, and the number
+PREFIX = "rl_async_queue_"
 
 
-def metrics_text(report: Inspection) -> str:
-    """The exposition: groups, ages and rates by state, slots, bytes, and every counter."""
-    status = report.status
-    counts = (status.waiting, status.leased, status.ready, status.reserved, status.committed)
-    behind = {record.name: record.behind for record in report.consumers}
-    families: list[tuple[str, str, str, Samples]] = [
-        ("groups", "gauge", "Training groups by state.", _labelled("state", dict(zip(State, counts, strict=True)))),
-        ("oldest_seconds", "gauge", "Age of the group longest in a state.", _labelled("state", report.ages_s)),
-        ("oldest_lease_seconds", "gauge", "Age of the oldest lease.", [("", status.oldest_lease_s)]),
-        ("rate_per_second", "gauge", "Per second over the last minute.", _labelled("of", report.rates)),
-        ("slots", "gauge", "Training groups that may be alive.", [("", status.slots)]),
-        ("slots_used", "gauge", "Training groups that are alive.", [("", status.slots_used)]),
-        ("payload_bytes", "gauge", "Bytes of the trajectories held.", [("", status.payload_bytes)]),
-        ("workers", "gauge", "Workers heard of within the lease time.", [("", status.workers)]),
-        ("shards", "gauge", "Payload shards that live.", [("", len(report.shards))]),
-        ("submitted_tasks", "gauge", "Submitted tasks that are not admitted yet.", [("", report.submitted)]),
-        ("consumer_behind", "gauge", "Trained groups that a consumer has not read.", _labelled("consumer", behind)),
-        ("consumer_bytes", "gauge", "Bytes kept for consumers only.", [("", report.kept_bytes)]),
-        ("draining", "gauge", "1 if nothing is admitted.", [("", report.draining)]),
-        ("finished", "gauge", "1 if the run is over.", [("", status.finished)]),
-        ("published_step", "gauge", "Step of the published version; -1: none.", [("", status.published.step)]),
-        ("published_lineage", "gauge", "Lineage of the published version.", [("", status.published.lineage)]),
-        ("admitted_total", "counter", "Training groups admitted.", [("", status.admitted)]),
-        ("events_total", "counter", "What else was counted, by kind.", _labelled("kind", dict(status.counters))),
-    ]
-    lines: list[str] = []
-    for name, kind, text, samples in families:
-        lines += [f"# HELP rl_async_queue_{name} {text}", f"# TYPE rl_async_queue_{name} {kind}"]
-        lines += [f"rl_async_queue_{name}{label} {float(value)!r}" for label, value in samples]
-    return "\n".join(lines) + "\n"
+class InspectionCollector:
+    """The metrics of one inspection: groups, ages and rates by state, slots, bytes, and every counter."""
+
+    def __init__(self, report: Inspection) -> None:
+        self._report = report
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield each metric with its samples; prometheus_client calls it."""
+        report, status = self._report, self._report.status
+        counts = (status.waiting, status.leased, status.ready, status.reserved, status.committed)
+        behind = {record.name: record.behind for record in report.consumers}
+        yield _by("state", "groups", "Training groups by state.", dict(zip(State, counts, strict=True)))
+        yield _by("state", "oldest_seconds", "Age of the group longest in a state.", report.ages_s)
+        yield _gauge("oldest_lease_seconds", "Age of the oldest lease.", status.oldest_lease_s)
+        yield _by("of", "rate_per_second", "Per second over the last minute.", report.rates)
+        yield _gauge("slots", "Training groups that may be alive.", status.slots)
+        yield _gauge("slots_used", "Training groups that are alive.", status.slots_used)
+        yield _gauge("payload_bytes", "Bytes of the trajectories held.", status.payload_bytes)
+        yield _gauge("workers", "Workers heard of within the lease time.", status.workers)
+        yield _gauge("shards", "Registered payload shards.", len(report.shards))
+        yield _gauge("submitted_tasks", "Submitted tasks that are not admitted yet.", report.submitted)
+        yield _by("consumer", "consumer_behind", "Trained groups that a consumer has not read.", behind)
+        yield _gauge("consumer_bytes", "Bytes kept for consumers only.", report.kept_bytes)
+        yield _gauge("draining", "1 if nothing is admitted.", report.draining)
+        yield _gauge("finished", "1 if the run is over.", status.finished)
+        yield _gauge("published_step", "Step of the published version; -1: none.", status.published.step)
+        yield _gauge("published_lineage", "Lineage of the published version.", status.published.lineage)
+        yield CounterMetricFamily(PREFIX + "admitted", "Training groups admitted.", status.admitted)
+        events = CounterMetricFamily(PREFIX + "events", "Other counted events, by kind.", labels=["kind"])
+        for kind, count in status.counters.items():
+            events.add_metric([kind], count)
+        yield events
 
 
-def _labelled(label: str, values: "dict[str, float] | dict[State, int] | dict[str, int]") -> Samples:
-    return [(f'{{{label}="{name}"}}', float(value)) for name, value in values.items()]
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(PREFIX + name, text, float(value))
+
+
+def _by(label: str, name: str, text: str, values: Mapping[str, float]) -> Metric:
+    family = GaugeMetricFamily(PREFIX + name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([str(key)], float(value))
+    return family
 
 
 @contextlib.contextmanager
@@ -99,17 +109,17 @@ def _handler(address: str, keys: ClientKeys | None, answer_s: float) -> type[Bas
             try:
                 client = SyncQueueClient(address, role="metrics", name="metrics", timeout_s=answer_s, keys=keys)
                 with client as queue:
-                    body = metrics_text(queue.inspect()).encode()
+                    body = generate_latest(InspectionCollector(queue.inspect()))
             except (QueueLost, ProtocolError) as error:
                 self.send_error(503, "the queue does not answer", str(error))
                 return
             self.send_response(200)
-            self.send_header("Content-Type", CONTENT_TYPE)
+            self.send_header("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Scrapes are not worth a line."""
+            """Do not log scrapes."""
 
     return Scrape

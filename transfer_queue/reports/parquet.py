@@ -87,7 +87,7 @@ def export(queue: SyncQueueClient, path: Path) -> Moved:
 
 
 def _groups(queue: SyncQueueClient) -> Iterator[GroupRecord]:
-    """Those of which some sample is here."""
+    """Records of the groups with at least one finished sample."""
     after, more = -1, True
     while more:
         page = queue.group_list(after)

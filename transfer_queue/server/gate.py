@@ -15,14 +15,14 @@ log = logging.getLogger("rl_async.queue")
 
 
 class Response(NamedTuple):
-    """A reply and its payload frames."""
+    """A reply with the payload frames that follow it."""
 
     reply: m.Reply
     payload: Sequence[Frame] = ()
 
 
 class Outgoing(NamedTuple):
-    """An answer with its address."""
+    """A response with the connection and the request that it belongs to."""
 
     identity: bytes
     request_id: bytes
@@ -33,7 +33,7 @@ Handler = Callable[[bytes, wire.RequestMessage], Response | None]  # of who asks
 
 
 class Gate:
-    """Lets through what a server may handle. ``count`` adds one to a counter of what is turned away."""
+    """Checks limits, decoding and hello before a server handles a request; ``count`` counts what is refused."""
 
     def __init__(
         self, limits: QueueLimits, clock: Callable[[], float], count: Callable[[str], None], run_id: str
@@ -42,7 +42,7 @@ class Gate:
         self._peers = Peers(limits.clients, limits.requests_per_s)
 
     def forget(self, identity: bytes) -> None:
-        """The connection is gone."""
+        """Drop what is known about a connection that is gone."""
         self._peers.forget(identity)
 
     def answer(self, parts: Sequence[Any], handle: Handler) -> Outgoing | None:
@@ -73,7 +73,7 @@ class Gate:
         return handle(identity, message)
 
     def _beyond_limits(self, identity: bytes, parts: Sequence[Any]) -> m.Refused | None:
-        """Why the message is not even decoded."""
+        """The refusal of a message that exceeds a limit, before it is decoded; None if it does not."""
         limits = self._limits
         if identity in self._peers and not self._peers.spend(identity, self._clock()):
             self._count("too_many_requests")

@@ -57,7 +57,7 @@ class Leasing:
 
 
 def _remember(memory: "OrderedDict[Any, Any]", key: Any, value: Any) -> None:
-    """Make ``key`` the newest."""
+    """Store ``value`` under ``key`` as the newest entry."""
     memory.pop(key, None)
     memory[key] = value
     _trim(memory)

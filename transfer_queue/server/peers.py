@@ -59,5 +59,5 @@ class Peers:
         return True
 
     def forget(self, identity: bytes) -> None:
-        """The connection is gone."""
+        """Drop a connection that is gone."""
         self._peers.pop(identity, None)

@@ -31,7 +31,7 @@ Q = TypeVar("Q", bound=m.Request[Any])
 
 
 class Serving(NamedTuple):
-    """What handlers work on."""
+    """What the handlers of verbs work on."""
 
     store: Store
     journal: Journal

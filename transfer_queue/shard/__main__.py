@@ -47,7 +47,7 @@ CLEAR_S = 30.0  # for the serving thread to drop everything
 
 
 class ShardServer:
-    """Keeps rows by (group, sample, attempt), and says no to everything else. One thread calls it.
+    """Keeps rows by (group, sample, attempt) and refuses other requests. One thread calls it.
 
     ``orders`` brings groups to forget, or None for all of them; whoever sends None waits for ``cleared``.
     """
@@ -65,16 +65,16 @@ class ShardServer:
         self.turned_away[name] += 1
 
     def groups(self) -> list[int]:
-        """Of which something is kept. Any thread may ask."""
+        """Ids of the groups of which rows are kept. Safe to call from any thread."""
         return self._payloads.groups()
 
     def handle(self, parts: Sequence[Any]) -> list[Outgoing]:
-        """Answer one message."""
+        """Answer one message of a worker or reader."""
         answer = self._gate.answer(parts, lambda _, message: self._answer(message))
         return [] if answer is None else [answer]
 
     def tick(self) -> list[Outgoing]:
-        """Forget what is of no use."""
+        """Delete the groups that the queue no longer needs."""
         while not self.orders.empty():
             groups = self.orders.get()
             self._payloads.free(ALL_GROUPS if groups is None else groups)
@@ -83,7 +83,7 @@ class ShardServer:
         return []
 
     def undelivered(self, message: Outgoing) -> list[Outgoing]:
-        """The client asks again, here or elsewhere."""
+        """Forget a lost connection; its client asks again, here or at another shard."""
         self._gate.forget(message.identity)
         return []
 
@@ -131,11 +131,11 @@ class Membership:
         self._thread = threading.Thread(target=self._run, name="shard membership", daemon=True)
 
     def start(self) -> None:
-        """Register, soon."""
+        """Start the thread that registers this shard."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Let the registry forget this shard by and by."""
+        """End the thread; the registry drops this shard once its lease time is over."""
         self._stopped.set()
         self._thread.join(SWEEP_S + CLEAR_S)
 
@@ -170,7 +170,7 @@ class Membership:
 
 
 def new_id(name: str) -> str:
-    """An id that no shard had before."""
+    """A random id, which no shard had before."""
     return f"{name}-{secrets.token_hex(4)}"
 
 
@@ -218,11 +218,11 @@ def run_shard(
 
 
 def _nothing() -> None:
-    """Rows in memory need no flush."""
+    """Do nothing: rows in memory need no flush."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; the exit code."""
+    """Parse the command line and serve the shard; return the exit code."""
     parser = role_parser("transfer_queue.shard", __doc__)
     add_run(parser)
     parser.add_argument("--queue", required=True, help="address of the transfer queue")

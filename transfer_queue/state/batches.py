@@ -26,7 +26,7 @@ from rl_async.transfer_queue.state.transitions import (
 
 
 class StepBatch(msgspec.Struct):
-    """The members of one step."""
+    """The groups of one step, and how far training has come with them."""
 
     groups: list[int]
     committed: bool = False
@@ -35,7 +35,7 @@ class StepBatch(msgspec.Struct):
 
 
 class BatchesState(msgspec.Struct, kw_only=True):
-    """All batches, and where the trainer is."""
+    """The dump of Batches: all batches, and where the trainer is."""
 
     batches: dict[int, StepBatch]
     next_step: int
@@ -169,7 +169,7 @@ class Batches:
         )
 
     def commit(self, step: int) -> Done | Refused:
-        """The batch of ``step`` was trained."""
+        """Record that the batch of ``step`` was trained."""
         batch = self._batches.get(step)
         if batch is None:
             if 0 <= step < self._retired:
@@ -180,7 +180,7 @@ class Batches:
         return Done()
 
     def publish(self, version: Version) -> Done | Refused:
-        """Engines serve ``version``: the groups of all steps before it give back their slots."""
+        """Record that engines serve ``version``: the groups of all steps before it free their slots."""
         book = self._book
         if version.lineage != book.lineage:
             return Refused(code="wrong_lineage", reason=f"this is lineage {book.lineage}, not {version.lineage}")
@@ -313,7 +313,7 @@ class Batches:
     # --- what a change does -----------------------------------------------------------------------------------------
 
     def batch_reserved(self, event: BatchReserved) -> None:
-        """A step has its members."""
+        """Apply `BatchReserved`: the step has its groups, which leave the ready ones."""
         self._batches[event.step] = StepBatch(event.groups)
         self._next_step = event.step + 1
         self._book.refills_left = event.refills_left
@@ -321,14 +321,14 @@ class Batches:
             self._book.move(self._book.groups[group_id], State.RESERVED)
 
     def batch_committed(self, event: BatchCommitted) -> None:
-        """A step was trained."""
+        """Apply `BatchCommitted`: the groups of the step are COMMITTED."""
         batch = self._batches[event.step]
         batch.committed = True
         for group_id in batch.groups:
             self._book.trained(self._book.groups[group_id])
 
     def version_published(self, event: Published) -> None:
-        """The steps before the version give back their slots."""
+        """Apply `Published`: the steps before the version free their slots."""
         for step in [at for at in self._batches if at < event.version.step]:
             batch = self._batches[step]
             if not batch.released:
@@ -339,7 +339,7 @@ class Batches:
         self._book.published = event.version
 
     def steps_retired(self, event: Retired) -> None:
-        """The groups of steps are forgotten; those not published yet keep their slots."""
+        """Apply `Retired`: forget the groups of the steps; those not published yet keep their slots."""
         for step in [at for at, batch in self._batches.items() if at < event.step and not batch.retired]:
             batch = self._batches[step]
             batch.retired = True
@@ -350,11 +350,11 @@ class Batches:
         self._retired = event.step
 
     def bound_tightened(self, event: Tightened) -> None:
-        """Groups are admitted for this bound."""
+        """Apply `Tightened`: admit groups for this bound."""
         self._book.max_staleness = event.max_staleness
 
     def rolled_back(self, event: RolledBack) -> None:
-        """Steps from ``event.step`` on are to come, and nothing is published."""
+        """Apply `RolledBack`: the steps from ``event.step`` on are to come, and nothing is published."""
         book = self._book
         if event.fresh:
             self._start_over(event)
@@ -390,11 +390,11 @@ class Batches:
     # --- dump and load ----------------------------------------------------------------------------------------------
 
     def dump(self) -> BatchesState:
-        """The state; equal for equal batches."""
+        """The state for a dump; equal for equal batches."""
         batches = {step: self._batches[step] for step in sorted(self._batches)}
         return BatchesState(batches=batches, next_step=self._next_step, retired=self._retired, resumed=self._resumed)
 
     def load(self, state: BatchesState) -> None:
-        """Take over a state."""
+        """Restore a dumped state; only a new store can."""
         self._batches = state.batches
         self._next_step, self._retired, self._resumed = state.next_step, state.retired, state.resumed

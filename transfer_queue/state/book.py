@@ -19,8 +19,8 @@ _FIRST_GUESS_BYTES = 1 << 10  # of a sample, until one has been seen
 
 
 class _LinePosition(NamedTuple):
-    """A waiting group's place in line: by the step that it is pinned to, then what was begun before what was not,
-    then by age. What a batch misses comes first of all."""
+    """A waiting group's position in its line: by the step it is pinned to, then begun groups before others, then by
+    age. Groups that a reserved batch lost come first of all."""
 
     step: int
     unleased: bool
@@ -28,7 +28,7 @@ class _LinePosition(NamedTuple):
 
 
 class BookState(msgspec.Struct, kw_only=True):
-    """What of the book cannot be counted again."""
+    """The dump of the book: what cannot be derived from the groups."""
 
     groups: list[Group]
     counters: dict[str, int]
@@ -86,7 +86,7 @@ class Book:
         self._queued: set[int] = set()  # groups in these lines
 
     def count(self, state: State) -> int:
-        """Training groups in this state."""
+        """The number of training groups in this state."""
         return self._states[TRAIN, state]
 
     @property
@@ -100,7 +100,7 @@ class Book:
         return self.alive - self._unleased
 
     def occupancy(self) -> Occupancy:
-        """What admission looks at."""
+        """How full the queue is, as far as admission is concerned."""
         return Occupancy(
             slots=self.settings.slots_at(self.max_staleness),
             alive=self.alive,
@@ -111,7 +111,7 @@ class Book:
         )
 
     def add(self, group: Group) -> None:
-        """Take in a group none of whose samples is here; a training group takes a slot."""
+        """Add a group without finished samples; a training group takes a slot."""
         self.groups[group.group_id] = group
         self.since[group.group_id] = self.now
         self._states[group.partition, group.state] += 1
@@ -136,7 +136,7 @@ class Book:
         self._queue(group)
 
     def settle(self, group: Group) -> None:
-        """After a change of its samples: WAITING, LEASED or READY, or back in its batch."""
+        """Set the group's state after a change of its samples: WAITING, LEASED or READY, or back in its batch."""
         state = group.progress()
         whole = state is State.READY
         if whole and group.group_id in self.regenerating:
@@ -150,13 +150,13 @@ class Book:
             group.oldest = min(steps, default=group.oldest)
 
     def stored(self, nbytes: int) -> None:
-        """A sample whose rows have this size together has come."""
+        """Account for a stored sample whose rows have this many bytes."""
         self.payload_bytes += nbytes
         self._outstanding -= 1
         self._largest_bytes = max(self._largest_bytes, nbytes)
 
     def lost(self, group: Group, index: int) -> None:
-        """The rows of a sample are nowhere any more. It waits again; trained groups need it only after a rollback."""
+        """Make a sample whose rows were lost wait again; a trained group needs it only after a rollback."""
         sample = group.samples[index]
         self.payload_bytes -= sample.nbytes
         self._outstanding += 1
@@ -168,7 +168,7 @@ class Book:
         self.settle(group)
 
     def trained(self, group: Group) -> None:
-        """Whoever generates again what the trainer had read before it was lost, need not go on."""
+        """Mark a group as trained; end the leases of samples that were being generated again after a loss."""
         self.regenerating.discard(group.group_id)
         for index, sample in enumerate(group.samples):
             if sample.worker is not None:
@@ -177,16 +177,16 @@ class Book:
         self.move(group, State.COMMITTED)
 
     def reopen(self, group: Group) -> None:
-        """A group of a batch that is to be reserved again; what is lost of it must be generated before."""
+        """Return a group of a batch that is to be reserved again; its lost samples are generated first."""
         self.regenerating.discard(group.group_id)
         self.move(group, group.progress())
 
     def sample_given_up(self) -> None:
-        """A sample will never come."""
+        """Account for a sample that will never be produced."""
         self._outstanding -= 1
 
     def remove(self, group: Group) -> None:
-        """Forget a group, its leases and its bytes. Slots are the caller's business."""
+        """Forget a group, its leases and its bytes. The caller accounts for its slot."""
         for index, sample in enumerate(group.samples):
             if sample.worker is not None:
                 self.leases.end(sample.worker, group.group_id, index)
@@ -233,7 +233,7 @@ class Book:
         return _FIRST if group.group_id in self.regenerating else group.pinned
 
     def take(self, group: Group, weights_step: int) -> None:
-        """The head of its line leaves it, to be generated from weights of ``weights_step`` or newer."""
+        """Remove the head of its line, to be generated from weights of ``weights_step`` or newer."""
         line = self._line(group)
         if self.head(line) is not group:
             raise ValueError(f"group {group.group_id} is not the head of its line")
@@ -270,7 +270,7 @@ class Book:
     # --- dump and load ----------------------------------------------------------------------------------------------
 
     def dump(self) -> BookState:
-        """The state; equal for equal books."""
+        """The state for a dump; equal for equal books."""
         return BookState(
             groups=[self.groups[group_id] for group_id in sorted(self.groups)],
             counters={name: self.counters[name] for name in sorted(self.counters) if self.counters[name]},
@@ -293,7 +293,7 @@ class Book:
         )
 
     def load(self, state: BookState) -> None:
-        """Take over a state; only an empty book can."""
+        """Restore a dumped state; only an empty book can."""
         self.counters.update(state.counters)
         self.lineage, self.published, self.max_staleness = state.lineage, state.published, state.max_staleness
         self.next_group, self.next_eval_group = state.next_group, state.next_eval_group

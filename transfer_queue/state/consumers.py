@@ -43,7 +43,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """One group of the log."""
+    """One group of the log, with the step that trained it."""
 
     step: int
     group: int
@@ -65,7 +65,7 @@ class Cursor(msgspec.Struct):
 
 
 class ConsumersState(msgspec.Struct, kw_only=True):
-    """Log, shelf and cursors."""
+    """The dump of the consumers: log, shelf and cursors."""
 
     log: list[Entry] = []
     end: int = 0
@@ -75,7 +75,7 @@ class ConsumersState(msgspec.Struct, kw_only=True):
 
 
 class Consumers:
-    """The verbs decide and ``change``; what a change does is said once, by the methods in the past tense below them."""
+    """Readers by name. A verb decides and emits a transition; the methods named in the past tense apply it."""
 
     def __init__(self, book: Book, change: Callable[[Transition], None]) -> None:
         self._book, self._change = book, change
@@ -162,22 +162,22 @@ class Consumers:
             self._change(Missed(freed=freed))
 
     def records(self) -> list[ConsumerRecord]:
-        """For people."""
+        """Name, position and backlog of each consumer, for inspection."""
         return [
             ConsumerRecord(name=name, position=at.position, behind=self._end - at.position, skipped=at.skipped)
             for name, at in sorted(self._cursors.items())
         ]
 
     def keeps(self, group: int) -> bool:
-        """Whether the group is on the shelf."""
+        """Whether the group is kept on the shelf."""
         return group in self._shelf
 
     def kept_headers(self, group: int, sample: int) -> list[TrajectoryHeader]:
-        """Of the rows of a sample on the shelf, by segment."""
+        """Headers of the rows of a sample on the shelf, by segment."""
         return [header for header in self.headers_of(group) if header.sample == sample]
 
     def headers_of(self, group: int) -> list[TrajectoryHeader]:
-        """Of the rows of a group on the shelf."""
+        """Headers of the rows of a group on the shelf."""
         kept = self._shelf.get(group)
         return [] if kept is None else kept.headers
 
@@ -187,7 +187,7 @@ class Consumers:
 
     @property
     def kept_bytes(self) -> int:
-        """On the shelf."""
+        """Bytes of the groups on the shelf."""
         return self._shelf_bytes
 
     @property
@@ -223,21 +223,21 @@ class Consumers:
     # --- what a change does -----------------------------------------------------------------------------------------
 
     def subscribed(self, event: Subscribed) -> None:
-        """A cursor more."""
+        """Apply `Subscribed`: add a cursor."""
         self._cursors[event.consumer] = Cursor(event.position)
 
     def acknowledged(self, event: Acknowledged) -> None:
-        """A cursor moves."""
+        """Apply `Acknowledged`: move a cursor forward."""
         self._cursors[event.consumer].position = event.position
         self._forget(event.freed)
 
     def unsubscribed(self, event: Unsubscribed) -> None:
-        """A cursor less."""
+        """Apply `Unsubscribed`: remove a cursor."""
         del self._cursors[event.consumer]
         self._forget(event.freed)
 
     def missed(self, event: Missed) -> None:
-        """Consumers that have not read these groups go on behind them."""
+        """Apply `Missed`: move consumers that have not read these groups past them."""
         last = self._places[event.freed[-1]]
         for cursor in self._cursors.values():
             if cursor.position < last:
@@ -245,9 +245,9 @@ class Consumers:
         self._forget(event.freed)
 
     def committed(self, batches: Iterable[tuple[int, Sequence[int]]]) -> None:
-        """Batches from the step ``logged`` on join the log.
+        """Append the batches from the step ``logged`` on to the log.
 
-        So none joins it again after a rollback: its groups are the same, with the same rows.
+        None is appended again after a rollback: its groups are the same, with the same rows.
         """
         for step, groups in batches:
             self.logged = step + 1
@@ -257,7 +257,7 @@ class Consumers:
                 self._places[group] = self._end
 
     def retired(self, event: Retired) -> None:
-        """Groups leave the log, or go to the shelf; they are still in the book."""
+        """Apply `Retired`: drop groups from the log, or keep them on the shelf; they are still in the book."""
         for group_id in event.shelved:
             group = self._book.groups[group_id]
             headers = group.headers()
@@ -266,7 +266,7 @@ class Consumers:
         self._forget(event.groups)
 
     def lost(self, group: int, sample: int) -> None:
-        """A sample of a group on the shelf went with its payload shard; consumers get the group without it."""
+        """Drop a sample that was lost with its payload shard; consumers get the group without it."""
         kept = self._shelf[group]
         gone = sum(header.nbytes for header in kept.headers if header.sample == sample)
         left = [header for header in kept.headers if header.sample != sample]
@@ -274,7 +274,7 @@ class Consumers:
         self._shelf_bytes -= gone
 
     def rolled_back(self, event: RolledBack) -> None:
-        """A queue that starts over has no rows of before; what is trained from there on is new to all."""
+        """Apply `RolledBack`: a queue that starts over has no earlier rows, so consumers skip to the end of the log."""
         if not event.fresh:
             return
         for cursor in self._cursors.values():
@@ -305,7 +305,7 @@ class Consumers:
     # --- dump and load ----------------------------------------------------------------------------------------------
 
     def dump(self) -> ConsumersState:
-        """The state; equal for equal consumers."""
+        """The state for a dump; equal for equal consumers."""
         return ConsumersState(
             log=[self._log[position] for position in range(self._first, self._end + 1)],
             end=self._end,
@@ -315,7 +315,7 @@ class Consumers:
         )
 
     def load(self, state: ConsumersState) -> None:
-        """Take over a state; only of a new store."""
+        """Restore a dumped state; only a new store can."""
         self._end, self.logged, self._cursors = state.end, state.logged, state.cursors
         first = state.end - len(state.log) + 1
         self._log = dict(enumerate(state.log, first))

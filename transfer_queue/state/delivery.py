@@ -41,7 +41,7 @@ NO_SIGNAL = "no_signal"  # the reason for which a group without signal is droppe
 class Delivery:
     """Hands out groups and takes in trajectories. Every sample is with one worker, here, or waiting.
 
-    The verbs decide and ``change``; what a change does is said once, by the methods in the past tense below them.
+    A verb decides and emits a transition; the methods named in the past tense below apply it.
     """
 
     def __init__(self, book: Book, change: Callable[[Transition], None], tasks: Tasks) -> None:
@@ -151,7 +151,7 @@ class Delivery:
         return _leased(group, lent)
 
     def renew(self, worker: str, now: float) -> Done:
-        """Keep the worker's leases."""
+        """Renew the worker's leases: it was just heard of."""
         self._book.leases.hear(worker, now)
         return Done()
 
@@ -181,14 +181,14 @@ class Delivery:
         return Done()
 
     def _change_sample(self, group: Group, transition: SampleStored | SampleFailed) -> None:
-        """A change that may complete the group, which is then announced."""
+        """Apply a change that may complete the group, and announce the group if it does."""
         before = group.state
         self._change(transition)
         if group.state in _WHOLE and before not in _WHOLE:
             self._change(GroupReady(group=group.group_id, partition=group.partition))
 
     def _refill(self, group: Group) -> None:
-        """Give up a training group that is complete and teaches nothing, as long as the allowance lasts.
+        """Drop a complete training group without reward signal, as long as the allowance lasts.
 
         One that a batch already has, as after a resume, stays: a batch never changes its members. The bound on
         staleness is not touched, since there are only fewer groups that need a place in time (``policy.py``).
@@ -264,7 +264,7 @@ class Delivery:
         self._change(GrantVoided(request=request))
 
     def _charge(self, group: Group, samples: list[int], error: str) -> None:
-        """These samples used up one attempt each."""
+        """Count one failed attempt for each of these samples; too many dead-letter their group."""
         limit = self._book.settings.max_attempts
         for index in samples:
             sample = group.samples[index]
@@ -289,7 +289,7 @@ class Delivery:
     # --- what a change does -----------------------------------------------------------------------------------------
 
     def admitted(self, event: Admitted) -> None:
-        """A waiting group more."""
+        """Apply `Admitted`: add a WAITING group."""
         book = self._book
         if event.partition == TRAIN:
             book.next_group, book.cursor = event.group + 1, event.cursor
@@ -300,7 +300,7 @@ class Delivery:
         book.add(Group(event.group, event.task, event.partition, [Sample() for _ in range(event.samples)]))
 
     def lease_given(self, event: LeaseGiven) -> None:
-        """The head of a line goes to a worker."""
+        """Apply `LeaseGiven`: lease the head of a line to a worker."""
         book, group = self._book, self._book.groups[event.group]
         book.take(group, event.min_version.step)
         group.leases = event.attempt + 1
@@ -313,11 +313,11 @@ class Delivery:
         self.grants.give(event.request, event.worker, lent)
 
     def grant_voided(self, event: GrantVoided) -> None:
-        """The answer is forgotten."""
+        """Apply `GrantVoided`: forget the answer to the request."""
         self.grants.void(event.request)
 
     def lease_lost(self, event: LeaseLost) -> None:
-        """Samples wait again."""
+        """Apply `LeaseLost`: the samples wait again."""
         group = self._book.groups[event.group]
         for index in event.samples:
             self._book.leases.end(event.worker, event.group, index)
@@ -326,7 +326,7 @@ class Delivery:
         self._book.settle(group)
 
     def sample_stored(self, event: SampleStored) -> None:
-        """A sample is here."""
+        """Apply `SampleStored`: record the headers of a finished sample."""
         group = self._book.groups[event.headers[0].group_id]
         index = event.headers[0].sample
         sample = self._leave(group, index)
@@ -335,7 +335,7 @@ class Delivery:
         self._book.settle(group)
 
     def sample_failed(self, event: SampleFailed) -> None:
-        """A sample waits again, or is given up."""
+        """Apply `SampleFailed`: the sample waits again, or is given up."""
         group = self._book.groups[event.group]
         sample = self._leave(group, event.sample)
         sample.failures += 1
@@ -348,7 +348,7 @@ class Delivery:
         self._book.settle(group)
 
     def _leave(self, group: Group, index: int) -> Sample:
-        """A sample that no worker holds any more."""
+        """End the lease of a sample, if it has one, and return the sample."""
         sample = group.samples[index]
         if sample.worker is not None:
             self._book.leases.end(sample.worker, group.group_id, index)
@@ -356,14 +356,14 @@ class Delivery:
         return sample
 
     def announced(self, event: GroupReady) -> None:
-        """Do nothing: the sample that completed the group has made it ready."""
+        """Apply `GroupReady`: nothing to do, since the sample that completed the group has made it READY."""
 
     def signal_waived(self, event: SignalWaived) -> None:
-        """It is counted."""
+        """Apply `SignalWaived`: count a group accepted without signal."""
         self._book.counters["accepted_without_signal"] += 1
 
     def group_dropped(self, event: GroupDropped) -> None:
-        """A group less; one without signal uses up the allowance."""
+        """Apply `GroupDropped`: forget the group; one without signal uses up the allowance."""
         book = self._book
         book.give_up(book.groups[event.group])
         if event.reason == NO_SIGNAL:
@@ -373,7 +373,7 @@ class Delivery:
             book.counters["dropped"] += 1
 
     def dead_lettered(self, event: DeadLettered) -> None:
-        """A group less."""
+        """Apply `DeadLettered`: forget the group and keep its task as a dead letter."""
         group = self._book.groups[event.group]
         self._book.give_up(group)
         self._book.bury(DeadLetter(group_id=event.group, task=group.task, error=event.error))

@@ -18,7 +18,7 @@ from rl_async.transfer_queue.state.transitions import (
 
 
 class EvalRound(msgspec.Struct):
-    """One round over the held-out tasks."""
+    """One evaluation: a round over the held-out tasks."""
 
     groups: list[int]
     answered: bool = False  # its result was given out at least once
@@ -74,7 +74,7 @@ class EvalRounds:
             self._close(eval_id)
 
     def close_all(self) -> None:
-        """Forget every evaluation."""
+        """Forget every evaluation and its groups."""
         for eval_id in list(self._evals):
             self._close(eval_id)
 
@@ -84,15 +84,15 @@ class EvalRounds:
     # --- what a change does -----------------------------------------------------------------------------------------
 
     def opened(self, event: EvalOpened) -> None:
-        """Its groups, just admitted, are one evaluation."""
+        """Apply `EvalOpened`: the groups just admitted form an evaluation."""
         self._evals[event.eval_id] = EvalRound(event.groups)
 
     def answered(self, event: EvalAnswered) -> None:
-        """It need not be kept for long."""
+        """Apply `EvalAnswered`: the evaluation may be forgotten when the next begins."""
         self._evals[event.eval_id].answered = True
 
     def closed(self, event: EvalClosed) -> None:
-        """It and its groups are forgotten."""
+        """Apply `EvalClosed`: forget the evaluation and its groups."""
         del self._evals[event.eval_id]
         for group_id in event.groups:
             if group_id in self._book.groups:
@@ -101,9 +101,9 @@ class EvalRounds:
     # --- dump and load ----------------------------------------------------------------------------------------------
 
     def dump(self) -> dict[int, EvalRound]:
-        """The state; equal for equal evaluations."""
+        """The state for a dump; equal for equal evaluations."""
         return {eval_id: self._evals[eval_id] for eval_id in sorted(self._evals)}
 
     def load(self, evals: dict[int, EvalRound]) -> None:
-        """Take over a state."""
+        """Restore a dumped state; only a new store can."""
         self._evals = evals

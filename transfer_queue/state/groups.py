@@ -34,12 +34,12 @@ class Sample(msgspec.Struct):
 
     @property
     def here(self) -> bool:
-        """Whether it was handed over."""
+        """Whether the sample was handed over."""
         return bool(self.headers)
 
     @property
     def nbytes(self) -> int:
-        """Of the payloads that are here."""
+        """Bytes of the payloads handed over."""
         return sum(header.nbytes for header in self.headers)
 
     @property
@@ -49,7 +49,7 @@ class Sample(msgspec.Struct):
 
 
 class Group(msgspec.Struct):
-    """The samples of one task."""
+    """A task with its samples, one episode each."""
 
     group_id: int
     task: Task
@@ -65,11 +65,11 @@ class Group(msgspec.Struct):
         return [index for index, sample in enumerate(self.samples) if sample.missing]
 
     def untouched(self) -> bool:
-        """Whether no token of it exists or is being generated."""
+        """Whether no token of the group exists or is being generated."""
         return all(sample.worker is None and not sample.here for sample in self.samples)
 
     def progress(self) -> State:
-        """WAITING, LEASED or READY, as its samples say."""
+        """The state that the samples imply: WAITING, LEASED or READY."""
         leased = False
         for sample in self.samples:  # a plain loop: this runs at every put, over all samples of the group
             if sample.worker is not None:
@@ -79,7 +79,7 @@ class Group(msgspec.Struct):
         return State.LEASED if leased else State.READY
 
     def headers(self) -> list[TrajectoryHeader]:
-        """Of the rows that are here, by sample and segment."""
+        """Headers of the rows handed over, by sample and segment."""
         return [header for sample in self.samples for header in sample.headers]
 
 
@@ -104,7 +104,7 @@ class Leases:
 
     @property
     def workers(self) -> int:
-        """Workers heard of within the lease time."""
+        """The number of workers heard of within the lease time."""
         return len(self._heard)
 
     def hears(self, worker: str) -> bool:
@@ -112,7 +112,7 @@ class Leases:
         return worker in self._heard
 
     def hear(self, worker: str, now: float) -> None:
-        """The worker lives."""
+        """Note a sign of life of the worker."""
         self._heard.pop(worker, None)
         self._heard[worker] = now
 
@@ -128,7 +128,7 @@ class Leases:
         self._since = dict.fromkeys(self._since, now)
 
     def end(self, worker: str, group: int, sample: int) -> None:
-        """The worker holds this sample no longer."""
+        """End the lease of one sample."""
         held = self._held.get(worker, {})
         samples = held.get(group, set())
         samples.discard(sample)
@@ -144,7 +144,7 @@ class Leases:
                 del self._held[worker]
 
     def holding(self) -> list[Lost]:
-        """All that is leased, by worker."""
+        """Everything that is leased, by worker."""
         return [self._lost(worker) for worker in self._held]
 
     def expired(self, now: float) -> list[Lost]:
@@ -167,7 +167,7 @@ class Leases:
         return now - self._since.get((worker, group), now)
 
     def oldest(self) -> tuple[str, int] | None:
-        """The (worker, group) of the oldest lease."""
+        """The (worker, group) of the oldest lease; None without leases."""
         return next(iter(self._since), None)
 
     def oldest_s(self, now: float) -> float:
@@ -179,7 +179,7 @@ class Leases:
 
 
 class Lent(msgspec.Struct, frozen=True, array_like=True):
-    """One group of an answer."""
+    """One group of the answer to a request for leases."""
 
     group: int
     attempt: int
@@ -188,7 +188,7 @@ class Lent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Grant(msgspec.Struct, kw_only=True):
-    """What was answered, and to whom."""
+    """The answer to one request for leases, and its worker."""
 
     request: bytes
     worker: str
@@ -202,11 +202,11 @@ class Grants:
         self._grants: OrderedDict[bytes, Grant] = OrderedDict()
 
     def get(self, request: bytes) -> Grant | None:
-        """The answer that a request got."""
+        """The answer that a request got; None if it is not remembered."""
         return self._grants.get(request)
 
     def give(self, request: bytes, worker: str, lent: Lent) -> None:
-        """One more group of an answer. Requests without an id are not remembered."""
+        """Add a group to the answer of a request. Requests without an id are not remembered."""
         if not request:
             return
         self._grants.setdefault(request, Grant(request=request, worker=worker)).lent.append(lent)
@@ -214,13 +214,13 @@ class Grants:
             self._grants.popitem(last=False)
 
     def void(self, request: bytes) -> None:
-        """Forget an answer."""
+        """Forget the answer to a request."""
         self._grants.pop(request, None)
 
     def dump(self) -> list[Grant]:
-        """All of them, oldest first."""
+        """All remembered answers, oldest first, for a dump."""
         return list(self._grants.values())
 
     def load(self, grants: list[Grant]) -> None:
-        """Take over what was dumped."""
+        """Restore the answers of a dump."""
         self._grants = OrderedDict((grant.request, grant) for grant in grants)

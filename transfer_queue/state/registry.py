@@ -33,7 +33,7 @@ class Engines:
         self.effects: Effects = {EnginesChanged: self.changed}
 
     def records(self) -> list[EngineRecord]:
-        """Copies, in order of registration."""
+        """Copies of the records, in order of registration."""
         return [msgspec.structs.replace(engine) for engine in self._engines.values()]
 
     def register(self, engine_id: str, url: str, kind: str) -> Done | Refused:
@@ -61,15 +61,15 @@ class Engines:
         return Done()
 
     def published(self, engine_ids: Iterable[str], version: Version) -> None:
-        """All of these confirmed ``version``, and it was published. One that has gone meanwhile is passed over."""
+        """Record that these engines confirmed the published ``version``; engines removed meanwhile are passed over."""
         self._announce(self._raised(set(engine_ids), version))
 
     def unpublished(self) -> None:
-        """No version counts any more."""
+        """Announce a new revision after a rollback: no version is published any more."""
         self._announce(self.records())
 
     def forget_all(self) -> None:
-        """The processes that were engines are gone."""
+        """Remove all engines: their processes are gone."""
         if self._engines:
             self._announce([])
 
@@ -85,7 +85,7 @@ class Engines:
         self._change(EnginesChanged(revision=self.revision + 1, engines=records))
 
     def changed(self, event: EnginesChanged) -> None:
-        """The registry is what the event says."""
+        """Apply the event: replace the registry."""
         self.revision = event.revision
         self._engines = {engine.engine_id: engine for engine in event.engines}
 
@@ -112,7 +112,7 @@ class Shards:
         self.effects: Effects = {ShardsChanged: self.changed, ShardLost: self.shard_lost}
 
     def list(self) -> ShardList:
-        """The registry."""
+        """The registry of payload shards, as a reply."""
         return ShardList(
             revision=self.revision, replicas=self._book.settings.replicas, shards=list(self._shards.values())
         )
@@ -129,7 +129,7 @@ class Shards:
         return Done()
 
     def hear(self, shard_id: str, now: float) -> None:
-        """The shard lives, if it counts."""
+        """Note a sign of life of a registered shard."""
         if shard_id in self._shards:
             self._heard[shard_id] = now
 
@@ -153,7 +153,7 @@ class Shards:
         return Refused(code=wire.SHARD_LOST, reason=f"of the shards {shards} none is known")
 
     def places(self, rows: Sequence[RowKey]) -> Elsewhere | Refused:
-        """Where these rows are."""
+        """The attempts and shards that hold these rows."""
         attempts: list[int] = []
         shards: list[list[str]] = []
         for key in rows:
@@ -191,12 +191,12 @@ class Shards:
         return Refused(code="unknown_row", reason=f"no medium {key}")
 
     def expire(self, now: float) -> None:
-        """Do without the shards that were silent for the lease time."""
+        """Remove the shards that were silent for the lease time."""
         for shard_id in [key for key, heard in self._heard.items() if now - heard >= self._book.settings.lease_s]:
             self._lose(shard_id)
 
     def forget_all(self) -> None:
-        """The processes that were shards are gone."""
+        """Remove all shards: their processes are gone."""
         for shard_id in list(self._shards):
             self._lose(shard_id)
 
@@ -219,12 +219,12 @@ class Shards:
     # --- what a change does -----------------------------------------------------------------------------------------
 
     def changed(self, event: ShardsChanged) -> None:
-        """The registry is what the event says."""
+        """Apply the event: replace the registry."""
         self.revision = event.revision
         self._shards = {shard.shard_id: shard for shard in event.shards}
 
     def shard_lost(self, event: ShardLost) -> None:
-        """One shard less, and samples that wait again."""
+        """Apply `ShardLost`: remove the shard; samples without another copy wait again."""
         self.revision += 1
         del self._shards[event.shard_id]
         self._heard.pop(event.shard_id, None)
@@ -237,16 +237,16 @@ class Shards:
         self._book.counters["samples_lost"] += len(event.samples)
 
     def clear(self) -> None:
-        """What shards keep means nothing any more; they start again."""
+        """Remove all shards after a fresh start, when the rows that they keep have no meaning any more."""
         self.revision += 1
         self._shards, self._heard = {}, {}
 
     # --- dump and load ----------------------------------------------------------------------------------------------
 
     def dump(self) -> ShardsState:
-        """The state; equal for equal registries."""
+        """The state for a dump; equal for equal registries."""
         return ShardsState(revision=self.revision, shards=list(self._shards.values()))
 
     def load(self, state: ShardsState) -> None:
-        """Take over a state."""
+        """Restore a dumped state; only a new store can."""
         self.changed(ShardsChanged(revision=state.revision, shards=state.shards))

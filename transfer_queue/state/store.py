@@ -40,7 +40,7 @@ from rl_async.transfer_queue.state.tasks import Tasks, TaskSource
 
 
 class StoreState(msgspec.Struct, kw_only=True):
-    """The whole state, but for the times of leases and what was counted of requests that changed nothing."""
+    """The dump of the store: all but the times of leases and the unjournaled counters."""
 
     book: BookState
     grants: list[Grant]
@@ -117,7 +117,7 @@ class Store:
         return msgspec.msgpack.encode(state)
 
     def recover(self, dump: bytes, transitions: Iterable[t.Transition], now: float) -> None:
-        """Take over a dump, unless it is empty, and what came after it. Only a new store can.
+        """Restore a dump, unless it is empty, and apply what came after it. Only a new store can.
 
         Every worker with leases has a full lease time from ``now``. Nothing is emitted. Raises DataError if the tasks
         are not those that the cursor was taken from.
@@ -139,7 +139,7 @@ class Store:
         self.shards.revive(now)
 
     def relaunch(self) -> None:
-        """All other processes of the run were started anew: nobody holds a lease, serves, or knows that it was over."""
+        """Forget leases, engines and shards, and that the run was over: all other processes were started anew."""
         self.delivery.revoke_all()
         self.engines.forget_all()
         self.shards.forget_all()
@@ -161,7 +161,7 @@ class Store:
     # --- trainer ----------------------------------------------------------------------------------------------------
 
     def publish(self, version: Version, engines: Sequence[str]) -> Done | Refused:
-        """These engines serve ``version``; slots are freed and work is leased under it."""
+        """Record that these engines serve ``version``: slots are freed, and groups are leased under it."""
         before = self.book.published
         answer = self.batches.publish(version)
         if isinstance(answer, Done) and self.book.published != before:
@@ -184,7 +184,7 @@ class Store:
         return answer
 
     def finish(self) -> Done:
-        """The run is over."""
+        """End the run: nothing more is admitted or leased."""
         if not self.book.finished:
             self.evals.close_answered()
             self._change(t.RunFinished())
@@ -195,7 +195,7 @@ class Store:
         return EngineList(revision=self.engines.revision, engines=self.engines.records(), published=self._published())
 
     def status(self, now: float) -> StatusReport:
-        """Counts of training groups; counters of changes since the run began, of other requests since the start."""
+        """Counts of training groups, and counters: of changes since the run began, others since the start."""
         book = self.book
         return StatusReport(
             published=self._published(),

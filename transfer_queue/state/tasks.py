@@ -35,7 +35,7 @@ class TaskSource(Protocol):
 
 
 class TaskList:
-    """These tasks, once each. Implements TaskSource."""
+    """A source of given tasks, once each. Implements TaskSource."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self._tasks, self._taken = tasks, 0
@@ -76,11 +76,11 @@ class Counted:
         return self._make(self.taken - 1)
 
     def cursor(self) -> bytes:
-        """How many were taken."""
+        """The number of tasks taken."""
         return str(self.taken).encode()
 
     def seek(self, cursor: bytes) -> None:
-        """Go on from a cursor."""
+        """Continue from the place that a cursor names."""
         self.taken = int(cursor)
 
 
@@ -100,7 +100,7 @@ class Tasks:
         return None if task is None else (task, self._source.cursor(), False)
 
     def submit(self, tasks: Sequence[Task], request: bytes = b"") -> Done | Refused:
-        """Take in tasks; the same ``request`` again changes nothing."""
+        """Queue tasks for admission; the same ``request`` again changes nothing."""
         book = self._book
         if request in book.submissions:
             return Done()
@@ -134,7 +134,7 @@ class Tasks:
         return Done()
 
     def drain(self, on: bool) -> Done:
-        """Stop admission, or go on with it."""
+        """Stop admission, or resume it with ``on=False``."""
         if on != self._book.draining:
             self._change(Drained(on=on))
         return Done()
@@ -142,12 +142,12 @@ class Tasks:
     # --- what a change does -----------------------------------------------------------------------------------------
 
     def submitted(self, event: Submitted) -> None:
-        """Tasks more."""
+        """Apply `Submitted`: queue the tasks before those of the source."""
         self._book.submitted.extend(event.tasks)
         self._remember(event.request)
 
     def requeued(self, event: Requeued) -> None:
-        """A task more, and a dead letter less."""
+        """Apply `Requeued`: queue the task of a dead letter first."""
         book = self._book
         book.submitted.appendleft(book.dead_letters.pop(event.group).task)
         book.counters["requeued"] += 1
@@ -161,5 +161,5 @@ class Tasks:
                 submissions.popitem(last=False)
 
     def drained(self, event: Drained) -> None:
-        """Admission stops, or goes on."""
+        """Apply `Drained`: admission stops, or resumes."""
         self._book.draining = event.on

@@ -17,7 +17,7 @@ from rl_async.messages import EngineRecord, ShardRecord, Task, TrajectoryHeader,
 
 
 class Transition(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of all transitions."""
+    """Base of all transitions, tagged by class name."""
 
 
 class Admitted(Transition, frozen=True, kw_only=True):
@@ -77,7 +77,7 @@ class SampleFailed(Transition, frozen=True, kw_only=True):
 
 
 class GroupReady(Transition, frozen=True, kw_only=True):
-    """No sample of the group is outstanding."""
+    """The group is complete: none of its samples is outstanding."""
 
     group: int
     partition: str
@@ -112,7 +112,7 @@ class BatchReserved(Transition, frozen=True, kw_only=True):
 
 
 class BatchCommitted(Transition, frozen=True, kw_only=True):
-    """The step's batch was trained."""
+    """The trainer committed the step: its batch was trained."""
 
     step: int
 
@@ -216,7 +216,7 @@ class Drained(Transition, frozen=True, kw_only=True):
 
 
 class EvalOpened(Transition, frozen=True, kw_only=True):
-    """The held-out tasks were admitted as ``groups``."""
+    """An evaluation began: the held-out tasks were admitted as ``groups``."""
 
     eval_id: int
     groups: list[int]
@@ -229,7 +229,7 @@ class EvalAnswered(Transition, frozen=True, kw_only=True):
 
 
 class EvalClosed(Transition, frozen=True, kw_only=True):
-    """An evaluation and its payloads are forgotten."""
+    """An evaluation is over; its groups and payloads are forgotten."""
 
     eval_id: int
     groups: list[int]
@@ -257,7 +257,7 @@ class ShardLost(Transition, frozen=True, kw_only=True):
 
 
 class RunFinished(Transition, frozen=True, kw_only=True):
-    """Nothing more is admitted or leased."""
+    """The run is over: nothing more is admitted or leased."""
 
 
 class Relaunched(Transition, frozen=True, kw_only=True):

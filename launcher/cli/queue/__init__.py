@@ -1,1 +1,3 @@
-"""TODO"""
+"""``rl-async queue ...``: ``commands`` parses, ``actions`` connects to the queue and does what was asked for, ``text``
+renders the queue's replies. To add a subcommand, add its parser to ``commands`` and its function to ``actions``.
+"""

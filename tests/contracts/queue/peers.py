@@ -32,6 +32,7 @@ from rl_async.transfer_queue.state.store import Store
 from rl_async.transfer_queue.state.tasks import Counted, numbered
 from rl_async.transfer_queue.state.transitions import Feed
 
+FREE_PORT = "tcp://127.0.0.1:*"
 SETTINGS = QueueSettings(steps=50, batch_groups=2, group_size=2, lease_s=30.0)
 
 
@@ -66,6 +67,7 @@ class RunningQueue:
             if self._keys is not None:
                 auth = stack.enter_context(Authenticator(context, self._keys.allowed, lambda: store.count("denied")))
             socket = stack.enter_context(bind(context, self.address, keys=self._keys, limits=self._limits))
+            self.address = socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
             self._ready.set()
             serve(socket, server, journal.flush, self._stop.is_set, auth=auth)
 

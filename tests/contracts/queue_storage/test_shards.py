@@ -16,7 +16,7 @@ from rl_async.transfer_queue.client.readers import read_groups, rows_of
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.state.tasks import numbered
-from tests.contracts.queue.peers import HELLO, ID, RunningQueue, ask, put_all, trajectory
+from tests.contracts.queue.peers import FREE_PORT, HELLO, ID, RunningQueue, ask, put_all, trajectory
 from tests.contracts.queue_storage.shards import WAIT_S, RunningShard, registry, wait_for_shards
 
 LEASE_S = 1.0
@@ -33,7 +33,7 @@ def sharded(make_address):
     @contextmanager
     def start(count: int, replicas: int = 1) -> Iterator[tuple[RunningQueue, list[RunningShard]]]:
         with ExitStack() as stack:
-            queue = RunningQueue(make_address(), settings(replicas))
+            queue = RunningQueue(FREE_PORT, settings(replicas))
             stack.callback(queue.stop)
             shards = [RunningShard(make_address(), queue, f"shard-{n}") for n in range(count)]
             for shard in shards:

@@ -40,10 +40,10 @@ def test_the_resolved_config_is_in_the_folder(root: str) -> None:
 
 def test_an_existing_name_is_refused(root: str) -> None:
     make_run(root, name="mine")
-    with pytest.raises(UserError, match=r"--name: the run .*mine exists; nothing is to be resumed there, so delete it"):
+    with pytest.raises(UserError, match=r"--name: the run .*mine "):
         new_run("calculator", [root], name="mine")
     make_run(root, name="more", steps=(2,))
-    with pytest.raises(UserError, match=r"--name: the run .*more exists; add --resume"):
+    with pytest.raises(UserError, match=r"--name: the run .*more .*--resume"):
         new_run("calculator", [root], name="more")
 
 
@@ -111,7 +111,7 @@ def test_resume_says_where_the_given_config_is_not_followed(
 def test_resume_without_a_complete_checkpoint_is_refused(root: str) -> None:
     folder = make_run(root, name="mine")
     (folder / "checkpoints" / "step-000004").mkdir(parents=True)  # no state.json: not complete
-    with pytest.raises(UserError, match="has no complete checkpoint"):
+    with pytest.raises(UserError, match=r"--resume: .*checkpoint"):
         resumed_run("calculator", [root], name="mine")
 
 

@@ -111,10 +111,10 @@ def test_kernels_must_be_installed_where_there_is_a_gpu(
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
     config = load_config("calculator", [key, "model.dtype=bfloat16"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(UserError, match=f"{key} needs a GPU, and none is visible"):
+    with pytest.raises(UserError, match=f"{key} .*GPU"):
         plan_here(config, tmp_path / "run")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(UserError, match=f"{key}: .* has no .*install it with `pip install .*rl-async"):
+    with pytest.raises(UserError, match=f"{key}: .*pip install .*rl-async"):
         plan_here(config, tmp_path / "run")
 
 
