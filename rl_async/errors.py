@@ -1,24 +1,24 @@
-"""The error tree. Every error a user can cause says where it is and how to mend it.
+"""The error tree. Every error that a user can cause names the place and a remedy.
 
 RlAsyncError
 ├── UserError            bad config, data, paths or user code; the command line prints it and exits with 2
 │   ├── ConfigError      names the key and the file and line, or the argument
 │   ├── DataError        names the file, the row and the column
-│   ├── JournalError     the queue's journal cannot be read or written; names the file or server and the way out
-│   └── CheckpointDamaged no checkpoint to go on from is as it was written; names the files
+│   ├── JournalError     the queue's journal cannot be read or written; names the file or server and a remedy
+│   └── CheckpointDamaged no undamaged checkpoint is left to continue from; names the files
 ├── ProtocolError        a malformed or unexpected message from another process
 ├── EngineError          an engine refused or failed a request
-│   ├── EngineRejected   it will refuse again (bad request); never retried
+│   ├── EngineRejected   a bad request, which is never retried
 │   └── EngineLost       connection lost or timed out; the request may be replayed elsewhere
 ├── WeightSyncError      names the engine, the phase and the bucket
-│   └── RanksLost        another rank of the trainer died or hangs; names it. The ranks start again together
-├── RequestRefused       an agent program asked the gateway for what cannot be had; names the field
-├── RowsLost             trajectories are gone with a payload shard, and are generated again
+│   └── RanksLost        another rank of the trainer died or hangs; names it. All ranks restart together
+├── RequestRefused       an agent program sent the gateway an unsupported request; names the field
+├── RowsLost             trajectories were lost with a payload shard, and are generated again
 ├── QueueLost            the transfer queue did not answer within the deadline
 ├── CheckpointFailed     a checkpoint could not be written; names the step and the cause
-├── RewardsMissing       no row of a batch could be scored; names the step and what the scorer said
+├── RewardsMissing       no row of a batch could be scored; names the step and the scorer's message
 ├── TrainingDiverged     a NaN or infinite number; names the step and the batch
-└── PolicyDrifted        the data is too far from the policy; names the metric, its value, the limit and the step
+└── PolicyDrifted        the data is too far off-policy; names the metric, its value, the limit and the step
 """
 
 # Exit codes. Starting a process again helps after EXIT_RESTART only.
@@ -48,7 +48,7 @@ class JournalError(UserError):
 
 
 class CheckpointDamaged(UserError):
-    """A checkpoint is not what was written, and there is none to use in its place."""
+    """A checkpoint is damaged, and there is no older one to use instead."""
 
 
 class ProtocolError(RlAsyncError):
@@ -60,7 +60,7 @@ class EngineError(RlAsyncError):
 
 
 class EngineRejected(EngineError):
-    """The engine understood the request and refuses it; sending it again is useless."""
+    """The engine understood the request and refuses it; a retry would be refused too."""
 
 
 class EngineLost(EngineError):
@@ -84,7 +84,7 @@ class WeightSyncError(RlAsyncError):
 
 
 class RanksLost(WeightSyncError):
-    """A rank of the trainer died or hangs; names it. This one is sound, and starts again with the others."""
+    """Another rank of the trainer died or hangs; names it. This rank is sound and restarts with the others."""
 
 
 class QueueLost(RlAsyncError):
@@ -92,7 +92,7 @@ class QueueLost(RlAsyncError):
 
 
 class RowsLost(RlAsyncError):
-    """Rows of a batch are gone with a payload shard; they are generated again, so reserve the batch once more."""
+    """Rows of a batch were lost with a payload shard; they are generated again, so reserve the batch again."""
 
 
 class CheckpointFailed(RlAsyncError):
@@ -108,4 +108,4 @@ class TrainingDiverged(RlAsyncError):
 
 
 class PolicyDrifted(RlAsyncError):
-    """The guard ends the run: the data is too far off-policy; names the metric, its value, the limit and the step."""
+    """The data is too far off-policy, so the guard ends the run; names the metric, its value, limit and step."""

@@ -1,4 +1,4 @@
-"""The one loader for users' own functions and classes, given as ``path.py:name`` or ``package.module:name``."""
+"""Loads users' functions and classes, given as ``path.py:name`` or ``package.module:name``."""
 
 import importlib
 import importlib.util
@@ -16,9 +16,9 @@ def is_user_reference(name: str) -> bool:
 
 
 def load_user_object(reference: str, key: str) -> Any:
-    """Load what ``reference`` names. ``key`` is the config key it stands in, for the error.
+    """Load the object that ``reference`` names.
 
-    Raises ConfigError naming the key, and what is missing: the file, the module or the name.
+    Raises ConfigError naming the config key ``key``, and what is missing: the file, the module or the name.
     """
     place, _, name = reference.rpartition(":")
     if not place or not name:
@@ -47,7 +47,7 @@ def _load_file(path: Path, reference: str, key: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     with ExitStack() as undo:
         sys.modules[module_name] = module
-        undo.callback(sys.modules.pop, module_name)  # a half-loaded module must not be found next time
+        undo.callback(sys.modules.pop, module_name)  # the next call must not find a partly loaded module
         try:
             spec.loader.exec_module(module)
         except SyntaxError as error:

@@ -70,7 +70,7 @@ def plan(
         ports=_ports(config),
         start_timeout_s=config.rollout.start_timeout_s,
         stop_timeout_s=config.launcher.stop_timeout_s,
-        reward_model=_reward_model(config, gpus) if serves_reward_model(config) else None,
+        reward_model=_reward_model(config, devices) if serves_reward_model(config) else None,
         shards=tuple(_shard(config, run_dir, f"shard-{i}") for i in range(config.queue.shards)),
         queue_host=queue_host(config),
         hosts={f"shard-{i}": config.queue.host for i in range(config.queue.shards)},
@@ -86,10 +86,11 @@ def serves_reward_model(config: RunConfig) -> bool:
 
 @dataclass(frozen=True)
 class Devices:
-    """GPU numbers by engine and by trainer rank; empty: CPU."""
+    """GPU numbers by engine and by trainer rank, empty: CPU. ``unused`` comes after all of them."""
 
     engines: tuple[int, ...] = ()
     trainers: tuple[int, ...] = ()
+    unused: int | None = None
 
     def engine(self, index: int) -> int | None:
         """Return the GPU number of an engine; None: CPU."""
@@ -101,13 +102,17 @@ def assign_devices(config: RunConfig, gpus: int) -> Devices:
 
     With fewer GPUs than processes, the numbers wrap around and processes share.
     """
-    if config.model.device == "cpu" or gpus == 0:
+    if gpus == 0:
         return Devices()
-    ranks = config.trainer.ranks
+    ranks, engines = config.trainer.ranks, config.rollout.engines
     first_engine = 0 if config.mode == "colocated" else ranks
+    unused = max(first_engine + engines, ranks) % gpus
+    if config.model.device == "cpu":
+        return Devices(unused=unused)
     return Devices(
-        engines=tuple((first_engine + i) % gpus for i in range(config.rollout.engines)),
+        engines=tuple((first_engine + i) % gpus for i in range(engines)),
         trainers=tuple(i % gpus for i in range(ranks)),
+        unused=unused,
     )
 
 
@@ -149,12 +154,11 @@ def _shard(config: RunConfig, run_dir: Path, name: str) -> ProcessSpec:
     )
 
 
-def _reward_model(config: RunConfig, gpus: int) -> ProcessSpec:
+def _reward_model(config: RunConfig, devices: Devices) -> ProcessSpec:
     """Place the reward model on the GPU after those of engines and trainers; with too few GPUs it shares one."""
     model = config.reward.model
     assert model is not None
-    others = config.rollout.engines + (config.trainer.ranks if config.mode == "disaggregated" else 0)
-    gpu = None if model.device == "cpu" or gpus == 0 else max(others, config.trainer.ranks) % gpus
+    gpu = None if model.device == "cpu" else devices.unused
     flags = {
         "--model": model.path,
         "--host": f"{{{REWARD_MODEL}.host}}",

@@ -1,4 +1,4 @@
-"""Where a run's processes answer, for those who join it while it goes on: ``RUN/endpoints.json``."""
+"""Addresses of a running run, for programs that join it: ``RUN/endpoints.json``."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ FILE = "endpoints.json"
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
-    """Addresses; an empty one belongs to what the run does not have."""
+    """Addresses of a run; empty for what the run does not have."""
 
     queue: str
     reward_model: str = ""
@@ -19,13 +19,13 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_endpoints(run: Path, endpoints: Endpoints) -> None:
-    """Tell others where the run is, in one step."""
+    """Write the addresses, in place of those of an earlier start."""
     replace_file(run / FILE, msgspec.json.encode(endpoints) + b"\n")
 
 
 def read_endpoints(run: Path) -> Endpoints:
-    """Where the run was when it was started last. Raises UserError if it never was."""
+    """Read the addresses of the last start. Raises UserError if the run was never started."""
     try:
         return msgspec.json.decode((run / FILE).read_bytes(), type=Endpoints)
     except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise UserError(f"{run} is not the folder of a run that is going on: {error}") from error
+        raise UserError(f"{run} is not the folder of a running run: {error}") from error

@@ -1,4 +1,8 @@
-"""What Linux says about a process in ``/proc``. Elsewhere every process looks gone."""
+"""Reads a process's state from Linux's ``/proc``; on other systems every process looks gone.
+
+psutil is not used: it has no caught signals and no wait channel, and its start times change with the wall clock, while
+the ticks since the boot that ``processes.json`` holds identify a process exactly.
+"""
 
 import os
 import time
@@ -26,7 +30,7 @@ ENDED = ("Z", "X", GONE)
 
 
 class ProcStat(msgspec.Struct, frozen=True):
-    """Of ``/proc/PID/stat``: the state's letter, and in clock ticks the CPU time used and the start since the boot."""
+    """Fields of ``/proc/PID/stat``: the state's letter, and in clock ticks CPU time and start since the boot."""
 
     state: str = GONE
     cpu_ticks: int = 0
@@ -34,31 +38,31 @@ class ProcStat(msgspec.Struct, frozen=True):
 
 
 def read_stat(pid: int) -> ProcStat:
-    """The process as it is now; state ``gone`` if there is none."""
+    """Read the current state of a process; GONE if there is none."""
     with suppress(FileNotFoundError, ProcessLookupError):
-        # The name stands in brackets and may hold anything; fields are counted from the last one on (proc(5)).
+        # The name is in brackets and may contain anything; fields are counted after the last bracket (proc(5)).
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return ProcStat(fields[0], int(fields[11]) + int(fields[12]), int(fields[19]))
     return ProcStat()
 
 
 def state_of(pid: int) -> str:
-    """One letter as in ``ps``, or ``gone``."""
+    """Return the state as one letter, as in ``ps``, or GONE."""
     return read_stat(pid).state
 
 
 def age_s(stat: ProcStat) -> float:
-    """Seconds since the process was started."""
+    """Return the seconds since the process was started."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) - stat.started / os.sysconf("SC_CLK_TCK")
 
 
 def describe(state: str) -> str:
-    """The state as a verb."""
+    """Render a state as a verb phrase."""
     return MEANING.get(state, f"is in state {state}")
 
 
 def catches(pid: int, signal_number: int) -> bool:
-    """Whether the process has a handler for the signal; without one it may be killed by it."""
+    """Whether the process handles the signal; without a handler the signal may kill it."""
     with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):
@@ -67,7 +71,7 @@ def catches(pid: int, signal_number: int) -> bool:
 
 
 def waits_in(pid: int) -> str:
-    """The kernel function that the main thread sleeps in; empty if it runs, or if the kernel does not tell."""
+    """Return the kernel function in which the main thread sleeps; empty if it runs or is hidden."""
     with suppress(OSError):
         name = Path(f"/proc/{pid}/wchan").read_text().strip()
         return "" if name == "0" else name

@@ -1,4 +1,4 @@
-"""A child process that must not outlive its supervisor watches a pipe which only the supervisor holds open."""
+"""Ends a child process with its supervisor: it watches a pipe whose write end only the supervisor holds."""
 
 import os
 import signal
@@ -9,9 +9,9 @@ LIFELINE_FD = "RL_ASYNC_LIFELINE_FD"
 
 
 def watch_lifeline() -> None:
-    """Exit this process, and those it started, at once when the supervisor is gone. Does nothing when started by hand.
+    """Exit this process, and those it started, when the supervisor is gone. Does nothing if it was started by hand.
 
-    The supervisor passes the read end of a pipe and keeps the write end; the kernel closes it however it dies.
+    The supervisor passes the read end of a pipe and keeps the write end, which the kernel closes however it dies.
     """
     fd = os.environ.pop(LIFELINE_FD, None)
     if fd is None:

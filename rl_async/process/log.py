@@ -1,4 +1,4 @@
-"""One log format for all processes; the supervisor routes each process's lines into its own file."""
+"""The log format of all processes; the supervisor redirects each process into its own file."""
 
 import logging
 import sys

@@ -1,7 +1,7 @@
-"""Engines of a run that is going on: ``rl-async engine list | add | remove``.
+"""``rl-async engine list | add | remove``: the engines of a running run.
 
-An added engine is one that somebody else started and looks after. It gets the published weights from the trainer, as a
-restarted one does, and requests only after that. When it fails it is cut off, and nobody starts it again.
+An added engine is started and supervised by somebody else. It gets the published weights from the trainer, as a
+restarted engine does, and requests only after that. If it fails it is cut off and not restarted.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ ADDED = "added-"
 
 
 def table(engines: EngineList) -> str:
-    """One line per engine."""
+    """Format the engines as a table, one line each."""
     lines = [f"{'engine':24}{'kind':10}{'version':12}url"]
     for engine in engines.engines:
         version = "none yet" if engine.version is None else str(engine.version)
@@ -37,7 +37,7 @@ def table(engines: EngineList) -> str:
 
 
 def list_engines(run: Path) -> EngineList:
-    """Those that the run knows now. Raises UserError if it is not going on."""
+    """Return the engines of the run. Raises UserError if it is not running."""
     with _queue(run) as queue:
         return queue.engines()
 
@@ -45,7 +45,7 @@ def list_engines(run: Path) -> EngineList:
 def add_engine(run: Path, url: str, kind: EngineKind, wait_s: float) -> EngineRecord:
     """Register the engine at ``url`` and wait until it has confirmed the published weights.
 
-    Raises UserError if the run is not going on, if no engine answers there, if the run has it already, or if it was cut
+    Raises UserError if the run is not running, if no engine answers there, if the run has it already, or if it was cut
     off or has no weights after ``wait_s``.
     """
     parts = urlsplit(url)
@@ -57,7 +57,7 @@ def add_engine(run: Path, url: str, kind: EngineKind, wait_s: float) -> EngineRe
         )
     if not asyncio.run(_answers(url, kind)):
         raise UserError(f"{url}: no {kind} engine answers GET /health there within {ANSWER_S:g} s")
-    engine_id = f"{ADDED}{parts.port}-{secrets.token_hex(2)}"  # never used again: a name stands for one process
+    engine_id = f"{ADDED}{parts.port}-{secrets.token_hex(2)}"  # never reused: a name stands for one process
     with _queue(run) as queue:
         known = queue.engines()
         for engine in known.engines:
@@ -83,18 +83,16 @@ def _place(url: str) -> tuple[str | None, int | None]:
 
 
 def remove_engine(run: Path, engine_id: str) -> None:
-    """Send it no more requests; what it is working on goes to others, with the tokens that it has sampled.
+    """Remove an engine. Its requests move to other engines, with the tokens sampled so far.
 
-    Raises UserError if the run has no such engine, or looks after it itself.
+    Raises UserError if the run has no such engine, or started it itself.
     """
     with _queue(run) as queue:
         known = [engine.engine_id for engine in queue.engines().engines]
         if engine_id not in known:
             raise UserError(f"no engine {engine_id}; there are: {', '.join(known) or 'none'}")
         if not engine_id.startswith(ADDED):
-            raise UserError(
-                f"{engine_id} belongs to the launcher, which would start it again; rollout.engines sets how many"
-            )
+            raise UserError(f"{engine_id} belongs to the launcher, which would restart it; set rollout.engines instead")
         queue.remove_engine(engine_id, "removed by hand")
 
 
@@ -114,4 +112,4 @@ def _queue(run: Path) -> Iterator[SyncQueueClient]:
         with SyncQueueClient(address, role="launcher", name="engines-by-hand", timeout_s=ANSWER_S, keys=keys) as client:
             yield client
     except QueueLost as error:
-        raise UserError(f"{run} is not going on: its queue at {address} does not answer") from error
+        raise UserError(f"{run} is not running: its queue at {address} does not answer") from error

@@ -1,7 +1,7 @@
-"""``rl-async engine verify``: does a server sample from the model that we think it does?
+"""``rl-async engine verify``: checks that an engine samples from the model that it should.
 
-It is asked to sample, and its log-probabilities are compared with those of a plain forward pass over the same tokens.
-Sampling is not at temperature 1, so that log-probabilities of another distribution than the sampled one show.
+It samples, and its log-probabilities are compared with those of a plain forward pass over the same tokens.
+The temperature is not 1, so that log-probabilities of another distribution than the sampled one are noticed.
 """
 
 import asyncio
@@ -37,11 +37,11 @@ class Agreement:
 
     @property
     def ok(self) -> bool:
-        """Whether every token is within the tolerance."""
+        """Whether the difference of every token is within the tolerance."""
         return self.largest <= self.tolerance
 
     def text(self) -> str:
-        """What was compared, and the verdict with its most likely reason."""
+        """Format the comparison, and the verdict with its most likely reason."""
         lines = [
             f"tokens compared          {self.tokens}, sampled at temperature {TEMPERATURE}",
             f"log-probability, largest {self.largest:.2e}   mean {self.mean:.2e}   (tolerance {self.tolerance:.0e})",
@@ -61,7 +61,7 @@ class Agreement:
 def verify(url: str, folder: Path, prompts: int, tolerance: float, kind: EngineKind = "vllm") -> Agreement:
     """Compare the engine of this kind at ``url`` with the model in ``folder`` on this many random prompts.
 
-    Raises UserError if the model cannot be loaded or the engine cannot be asked.
+    Raises UserError if the model cannot be loaded or the engine does not answer.
     """
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
@@ -75,21 +75,21 @@ def verify(url: str, folder: Path, prompts: int, tolerance: float, kind: EngineK
         raise UserError(f"{url}: {error}") from error
     scaled, raw = [], []
     for request, answer in zip(requests, answers, strict=True):
-        told = torch.tensor(answer.logprobs, dtype=torch.float32)
-        scaled.append((logprobs(model, request, answer, TEMPERATURE) - told).abs())
-        raw.append((logprobs(model, request, answer, 1.0) - told).abs())
-    apart = torch.cat(scaled)
+        reported = torch.tensor(answer.logprobs, dtype=torch.float32)
+        scaled.append((logprobs(model, request, answer, TEMPERATURE) - reported).abs())
+        raw.append((logprobs(model, request, answer, 1.0) - reported).abs())
+    differences = torch.cat(scaled)
     return Agreement(
-        tokens=len(apart),
-        largest=apart.max().item(),
-        mean=apart.mean().item(),
+        tokens=len(differences),
+        largest=differences.max().item(),
+        mean=differences.mean().item(),
         raw_largest=torch.cat(raw).max().item(),
         tolerance=tolerance,
     )
 
 
 def make_requests(count: int, vocabulary: int) -> list[GenerateRequest]:
-    """Prompts of random tokens, of several lengths; the same ones every time."""
+    """Draw prompts of random tokens, of several lengths, with a fixed seed."""
     draw = torch.Generator().manual_seed(0)
     return [
         GenerateRequest(
@@ -105,7 +105,7 @@ def make_requests(count: int, vocabulary: int) -> list[GenerateRequest]:
 
 @torch.inference_mode()
 def logprobs(model: Any, request: GenerateRequest, answer: GenerateResult, temperature: float) -> Tensor:
-    """Of the sampled tokens by a plain forward pass, float32 [sampled]."""
+    """Compute log-probabilities of the sampled tokens by a plain forward pass, float32 [sampled]."""
     ids = torch.tensor(request.token_ids + answer.token_ids)
     start = len(request.token_ids)
     logits = model(ids[None]).logits[0, start - 1 : -1].float() / temperature
@@ -113,7 +113,7 @@ def logprobs(model: Any, request: GenerateRequest, answer: GenerateResult, tempe
 
 
 async def _ask(kind: EngineKind, url: str, requests: list[GenerateRequest]) -> list[GenerateResult]:
-    # A server that never got weights from us calls them what it likes.
+    # A server that never got weights from us may use any version name.
     engine = connect(kind, url, read_version=lambda name: Version())
     places = asyncio.Semaphore(CONCURRENT)
 

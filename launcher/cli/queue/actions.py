@@ -1,4 +1,4 @@
-"""What ``rl-async queue ...`` does: one connection, a few questions, text for people or JSON for programs."""
+"""Executes ``rl-async queue ...``: one connection, a few requests, text or JSON on standard output."""
 
 import signal
 import sys
@@ -23,25 +23,25 @@ from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.policy.admission import QueueSettings
 
 ANSWER_S = 5.0
-TAIL_WAIT_S = 10.0  # of one question
+TAIL_WAIT_S = 10.0  # of one request
 CLEAR = "\x1b[H\x1b[2J"
 
 
 @contextmanager
 def connected(run: str) -> Iterator[SyncQueueClient]:
-    """A client of the queue of a folder, or at an address. Raises UserError if none answers there."""
+    """Connect to the queue of a folder, or at an address. Raises UserError if none answers there."""
     address = run if "://" in run else read_endpoints(Path(run)).queue
-    config = Path(run) / "config.yaml"  # a queue that is served alone has none, and no keys
+    config = Path(run) / "config.yaml"  # a queue that is served without a run has neither config nor keys
     keys = client_keys(load_resolved(config), Path(run)) if config.is_file() else None
     try:
         with SyncQueueClient(address, role="person", name="queue-by-hand", timeout_s=ANSWER_S, keys=keys) as client:
             yield client
     except QueueLost as error:
-        raise UserError(f"{run}: {error}; is it going on?") from error
+        raise UserError(f"{run}: {error}; is it running?") from error
 
 
 def status(run: str, *, as_json: bool, every_s: float | None) -> int:
-    """Print the state of the queue, again and again if asked to; ends with Ctrl-C or the queue."""
+    """Print the state of the queue, once or every ``every_s`` seconds until Ctrl-C or the queue's end."""
     with connected(run) as queue:
         while True:
             report = queue.inspect()
@@ -56,7 +56,7 @@ def status(run: str, *, as_json: bool, every_s: float | None) -> int:
 
 
 def ls(run: str, state: str, *, as_json: bool) -> int:
-    """Print the groups that are here."""
+    """Print the groups that the queue holds, all or those in one state."""
     with connected(run) as queue:
         groups: list[GroupRecord] = []
         more = True
@@ -69,7 +69,7 @@ def ls(run: str, state: str, *, as_json: bool) -> int:
 
 
 def peek(run: str, group: int, sample: int | None) -> int:
-    """Print a group and one of its samples. Raises UserError if it is not here."""
+    """Print a group and one of its samples. Raises UserError if the queue does not hold it."""
     with connected(run) as queue:
         found = queue.peek(group)
         if isinstance(found, Refused):
@@ -77,11 +77,11 @@ def peek(run: str, group: int, sample: int | None) -> int:
         here = sorted({header.sample for header in found.headers})
         if sample is None and not here:
             print(groups_text([found.group]))
-            print("no sample of it is here yet")
+            print("no sample of it is stored yet")
             return 0
         chosen = here[0] if sample is None else sample
         if chosen not in here:
-            raise UserError(f"{run}: sample {chosen} of group {group} is not here; here are: {here or 'none'}")
+            raise UserError(f"{run}: sample {chosen} of group {group} is not stored; stored are: {here or 'none'}")
         rows = queue.fetch([header.key for header in found.headers if header.sample == chosen])
     print(groups_text([found.group]))
     for row in rows:
@@ -90,7 +90,7 @@ def peek(run: str, group: int, sample: int | None) -> int:
 
 
 def requeue(run: str, group: int) -> int:
-    """Give a dead letter another chance. Raises UserError if it cannot have one."""
+    """Admit the task of a dead letter again. Raises UserError if the queue refuses."""
     with connected(run) as queue:
         answer = queue.requeue(group)
         if isinstance(answer, Refused):
@@ -100,12 +100,12 @@ def requeue(run: str, group: int) -> int:
 
 
 def drain(run: str, *, on: bool) -> int:
-    """Stop admission, or go on with it, and say what is left."""
+    """Stop admission or resume it, and print what is left."""
     with connected(run) as queue:
         queue.drain(on)
         report = queue.status()
     left = f"{report.waiting} waiting, {report.leased} leased, {report.ready} ready, {report.reserved} reserved"
-    print(f"nothing more is admitted; still here: {left}" if on else "groups are admitted again")
+    print(f"admission is stopped; the queue holds: {left}" if on else "groups are admitted again")
     return 0
 
 
@@ -121,7 +121,7 @@ def tail(run: str, consumer: str, *, oldest: bool) -> int:
             reply = queue.read(consumer, TAIL_WAIT_S)
             if reply.skipped > skipped:
                 skipped = reply.skipped
-                print(f"{skipped} groups were given up before {consumer} read them", file=sys.stderr)
+                print(f"{skipped} groups were dropped before {consumer} read them", file=sys.stderr)
             for group in reply.groups:
                 print(trained_line(group), flush=True)
             if reply.groups:
@@ -131,26 +131,26 @@ def tail(run: str, consumer: str, *, oldest: bool) -> int:
 
 
 def forget(run: str, consumer: str) -> int:
-    """End a consumer."""
+    """Remove a consumer, so that the queue keeps nothing for it."""
     with connected(run) as queue:
         queue.unsubscribe(consumer)
-    print(f"nothing is kept for {consumer} any more")
+    print(f"consumer {consumer} is removed")
     return 0
 
 
 def write(run: str, file: Path) -> int:
-    """Export. Raises UserError if the file cannot be written."""
+    """Export the stored rows. Raises UserError if the file cannot be written."""
     from rl_async.transfer_queue.reports.parquet import export
 
     with connected(run) as queue:
         moved = export(queue, file)
-    gone = f"; {moved.skipped} groups went away meanwhile" if moved.skipped else ""
+    gone = f"; {moved.skipped} groups were removed meanwhile" if moved.skipped else ""
     print(f"wrote {moved.rows} rows of {moved.groups} groups to {file}{gone}")
     return 0
 
 
 def bring(run: str, file: Path, kind: Literal["ready", "tasks"], timeout_s: float) -> int:
-    """Import. Raises UserError naming the group that the queue cannot take."""
+    """Import a file. Raises UserError naming the group that the queue refuses."""
     from rl_async.transfer_queue.reports.parquet import import_ready, import_tasks
 
     with connected(run) as queue:
@@ -174,14 +174,14 @@ def serve(settings: QueueSettings, tasks: str | None, folder: Path | None, port:
         stack.enter_context(serve_metrics(metrics_port, address))
         if folder is not None:
             write_endpoints(folder, Endpoints(queue=address))
-            stack.callback((folder / ENDPOINTS).unlink, missing_ok=True)  # the port will be somebody else's
+            stack.callback((folder / ENDPOINTS).unlink, missing_ok=True)  # the port may be reused
         print(f"listening on {address}", flush=True)
 
     if not 0 <= port < 1 << 16:
-        raise UserError(f"--port: {port} is no port; give 1 to 65535, or 0 for a free one")
+        raise UserError(f"--port: {port} is not a port; give 1 to 65535, or 0 for a free one")
     if folder is not None:
         if (folder / "config.yaml").exists():
-            raise UserError(f"{folder} is the folder of a run, whose queue `rl-async launch` serves; take another")
+            raise UserError(f"{folder} is the folder of a run, whose queue `rl-async launch` serves; choose another")
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -205,5 +205,5 @@ def _tasks(path: str | None) -> list[Task]:
 
     rows = open_rows(path)
     if rows.generated:
-        raise UserError(f"--tasks: {path} has no end; write the rows that you want into a file")
+        raise UserError(f"--tasks: {path} is infinite; write the rows that you need into a file")
     return [to_task(row, f"{path}, row {n}", f"{Path(path).stem}:{n}") for n, row in enumerate(rows)]

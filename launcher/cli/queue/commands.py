@@ -9,48 +9,48 @@ TIMEOUT_S = 60.0
 
 
 def add_queue_commands(parser: argparse.ArgumentParser) -> None:
-    """Fill in the parser of ``rl-async queue``."""
-    parser.description = "Look into the transfer queue of a run that is going on, and act on it; or serve one alone."
+    """Add the subcommands of ``rl-async queue`` and their arguments."""
+    parser.description = "Inspect the transfer queue of a running run and act on it, or serve one without a run."
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     status = _command(commands, "status", "counts by state, ages, rates, dead letters", _status)
     status.add_argument("--json", action="store_true", help="for programs")
     status.add_argument("--watch", type=float, nargs="?", const=2.0, metavar="S", help="again every S seconds (2)")
 
-    ls = _command(commands, "ls", "the groups that are here", _ls)
+    ls = _command(commands, "ls", "the groups that the queue holds", _ls)
     ls.add_argument("--state", choices=STATES, default="", help="only those")
     ls.add_argument("--json", action="store_true", help="one object per line")
 
-    peek = _command(commands, "peek", "a stored trajectory, which stays where it is", _peek)
+    peek = _command(commands, "peek", "a stored trajectory, which stays in the queue", _peek)
     peek.add_argument("group", type=int, metavar="GROUP")
-    peek.add_argument("sample", type=int, nargs="?", metavar="SAMPLE", help="default: the first that is here")
+    peek.add_argument("sample", type=int, nargs="?", metavar="SAMPLE", help="default: the first one stored")
 
-    requeue = _command(commands, "requeue", "give the task of a dead letter another chance", _requeue)
+    requeue = _command(commands, "requeue", "admit the task of a dead letter again", _requeue)
     requeue.add_argument("group", type=int, metavar="GROUP", help="as `rl-async queue status` shows it")
 
-    drain = _command(commands, "drain", "admit nothing more; what is admitted is finished and trained", _drain)
+    drain = _command(commands, "drain", "stop admission; admitted groups are still finished and trained", _drain)
     drain.add_argument("--undo", action="store_true", help="admit again")
 
     tail = _command(
         commands, "tail", "one line of JSON for each group that is trained, as one of several readers", _tail
     )
-    tail.add_argument("--consumer", required=True, metavar="NAME", help="the queue keeps its place under this name")
-    tail.add_argument("--oldest", action="store_true", help="a new consumer begins with the oldest group that is here")
-    tail.add_argument("--forget", action="store_true", help="print nothing: end the consumer, and keep nothing for it")
+    tail.add_argument("--consumer", required=True, metavar="NAME", help="name under which the queue keeps the position")
+    tail.add_argument("--oldest", action="store_true", help="a new consumer begins with the oldest group")
+    tail.add_argument("--forget", action="store_true", help="print nothing; remove the consumer")
 
-    export = _command(commands, "export", "write the rows that are here as Parquet; they stay here", _export)
+    export = _command(commands, "export", "write the stored rows as Parquet; they stay in the queue", _export)
     export.add_argument("file", type=Path, metavar="FILE.parquet")
 
-    bring = _command(commands, "import", "hand an exported file over to a queue", _import)
+    bring = _command(commands, "import", "put an exported file into a queue", _import)
     bring.add_argument("file", type=Path, metavar="FILE.parquet")
     bring.add_argument("--as", dest="kind", choices=("ready", "tasks"), default="ready", help="default: ready groups")
     bring.add_argument(
-        "--timeout", type=float, default=TIMEOUT_S, metavar="S", help=f"for room for the next group ({TIMEOUT_S:g})"
+        "--timeout", type=float, default=TIMEOUT_S, metavar="S", help=f"wait for room for a group ({TIMEOUT_S:g})"
     )
     _add_serve(commands.add_parser("serve", help="a queue without a run"))
 
     keygen = commands.add_parser("keygen", help="make the keys of a queue and of a client, for queue.keys")
-    keygen.add_argument("folder", type=Path, metavar="FOLDER", help="keys that are there already stay")
+    keygen.add_argument("folder", type=Path, metavar="FOLDER", help="existing keys are kept")
     keygen.add_argument("--client", default="run", metavar="NAME", help="whose keys (default: run, the run's own)")
     keygen.set_defaults(command=_keygen)
 
@@ -74,7 +74,9 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group-size", type=int, default=1, metavar="N", help="samples per task (default: 1)")
     parser.add_argument("--batch-groups", type=int, default=1, metavar="N", help="groups per batch (default: 1)")
     parser.add_argument("--max-staleness", type=int, default=1, metavar="N", help="batches ahead (default: 1)")
-    parser.add_argument("--lease", type=float, default=15.0, metavar="S", help="a silent worker is lost (default: 15)")
+    parser.add_argument(
+        "--lease", type=float, default=15.0, metavar="S", help="after which a silent worker is lost (default: 15)"
+    )
     parser.add_argument(
         "--sampling", choices=("fifo", "freshest", "priority"), default="fifo", help="as queue.sampling (default: fifo)"
     )
@@ -153,5 +155,5 @@ def _keygen(arguments: argparse.Namespace) -> int:
     from rl_async.transfer_queue.auth.keys import make_keys
 
     made = make_keys(arguments.folder, arguments.client)
-    print(f"wrote {', '.join(map(str, made))}" if made else f"{arguments.folder} has these keys already")
+    print(f"wrote {', '.join(map(str, made))}" if made else f"{arguments.folder} already has these keys")
     return 0

@@ -1,4 +1,4 @@
-"""The queue's reports as text for people. Pure functions."""
+"""Formats the queue's replies as text. Pure functions."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from rl_async.transfer_queue.state.groups import State
 
 
 def inspection_text(report: Inspection) -> str:
-    """Several lines: where the queue stands, groups by state, rates, counters, dead letters."""
+    """Format the queue's status: progress, groups by state, rates, counters, dead letters."""
     status = report.status
     counts = dict(
         zip(State, (status.waiting, status.leased, status.ready, status.reserved, status.committed), strict=True)
@@ -50,12 +50,12 @@ def inspection_text(report: Inspection) -> str:
 
 
 def _consumer(record: ConsumerRecord) -> str:
-    lost = f", {record.skipped} were given up before it read them" if record.skipped else ""
+    lost = f", {record.skipped} were dropped before it read them" if record.skipped else ""
     return f"consumer {record.name}: {record.position} groups done, {record.behind} to read{lost}"
 
 
 def trained_line(group: DeliveredGroup) -> str:
-    """One group as JSON; lists have an entry per row, by (sample, segment)."""
+    """Encode one group as JSON; lists have an entry per row, by (sample, segment)."""
     line = {
         "position": group.position,
         "step": group.step,
@@ -71,7 +71,7 @@ def trained_line(group: DeliveredGroup) -> str:
 
 
 def groups_text(groups: Sequence[GroupRecord]) -> str:
-    """A table, one line per group."""
+    """Format groups as a table, one line each."""
     lines = [f"{'group':>14} {'state':10}{'here':>8}{'age':>10}{'bytes':>10}  {'task':24}workers"]
     for group in groups:
         lines.append(
@@ -82,7 +82,7 @@ def groups_text(groups: Sequence[GroupRecord]) -> str:
 
 
 def trajectory_text(row: Trajectory) -> str:
-    """One row: what it is worth, what sampled it, and its turns."""
+    """Format one row: its reward, the versions that sampled it, and its turns."""
     parts = ", ".join(f"{name} {value:g}" for name, value in row.reward_parts.items())
     versions = ", ".join(f"{run.version} for tokens {run.start} to {run.end}" for run in row.versions)
     lines = [
@@ -102,7 +102,7 @@ def trajectory_text(row: Trajectory) -> str:
 
 
 def nbytes(count: float) -> str:
-    """Bytes in a unit that fits."""
+    """Format bytes in a unit of suitable size."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -111,5 +111,5 @@ def nbytes(count: float) -> str:
 
 
 def seconds(age: float | None) -> str:
-    """An age; empty if there is none."""
+    """Format an age in seconds; empty for None."""
     return "" if age is None else f"{age:.1f} s"

@@ -131,9 +131,9 @@ def test_the_mode_decides_the_transport() -> None:
     ("mode", "gpus", "expected"),
     [
         ("disaggregated", 0, Devices()),
-        ("disaggregated", 4, Devices(engines=(2, 3), trainers=(0, 1))),
-        ("disaggregated", 1, Devices(engines=(0, 0), trainers=(0, 0))),
-        ("colocated", 4, Devices(engines=(0, 1), trainers=(0, 1))),
+        ("disaggregated", 4, Devices(engines=(2, 3), trainers=(0, 1), unused=0)),
+        ("disaggregated", 1, Devices(engines=(0, 0), trainers=(0, 0), unused=0)),
+        ("colocated", 4, Devices(engines=(0, 1), trainers=(0, 1), unused=2)),
     ],
 )
 def test_devices(mode: str, gpus: int, expected: Devices) -> None:
