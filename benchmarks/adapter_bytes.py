@@ -20,7 +20,7 @@ import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.processes.command_line import parser
-from benchmarks.processes.engine_process import Directory, serving
+from benchmarks.processes.engine_process import SingleEngineDirectory, serving
 from benchmarks.processes.trainer_arms import VOCAB, rows_of
 from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.trainer import LoraConfig, TrainerConfig
@@ -96,7 +96,7 @@ def publications(folder: Path, lora: LoraConfig, repeats: int) -> dict[str, list
         publishers = {}
         for way, delta in WAYS.items():
             at = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            directory = Directory(stack.enter_context(serving("embedded", config, at, "")))
+            directory = SingleEngineDirectory(stack.enter_context(serving("embedded", config, at, "")))
             coordinator = stack.enter_context(
                 WeightCoordinator(
                     directory.open,

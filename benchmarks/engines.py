@@ -1,14 +1,14 @@
 """How fast are engines, and what do the agent loop and the pool cost? Sampled tokens per second of the demo's model.
 
-    pool_vs_bare_*                           episodes with tools through agent loop and pool / the same requests sent
-                                             straight to the engine by a bare client; 64 conversations at once, on
-                                             the event loop that a worker has
-    embedded_vs_vllm_tokens_per_s            over HTTP, bare client; the least of 8, 64 and 256 requests at once
+    pool_vs_bare_*                           episodes with tools through agent loop and pool / the same requests from a
+                                             bare client; 64 conversations at once, on a worker's event loop
+    embedded_vs_vllm_tokens_per_s            over HTTP, bare client; smallest ratio of 8, 64 and 256 requests at once
     embedded_vs_static_batch_tokens_per_s    engine in this process / one batch of 256 by Transformers' `generate`
 
     python -m benchmarks.engines [--vllm PYTHON] [--json FILE]
 
-The model is made by `rl-async sft --config calculator` if it is not there. Arms that are compared take turns.
+The model is the one that `rl-async launch --config calculator` prepares, and is made if it is missing. Arms that are
+compared take turns.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from rl_async.rollout_server.pool import EnginePool
 from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.transfer_queue.data.task_stream import make_sources
 
-PROMPT, NEW = 25, 32  # tokens of the requests that are all alike
+PROMPT, NEW = 25, 32  # tokens of the uniform requests
 AT_ONCE = (8, 64, 256)
 CONVERSATIONS, EPISODES = 64, 256
 STATIC = 256
@@ -55,8 +55,8 @@ V0 = Version(0, 0)
 Send = Callable[[GenerateRequest], Awaitable[int]]  # returns the number of sampled tokens
 
 
-def alike(config: RunConfig, count: int) -> list[GenerateRequest]:
-    """Requests that nothing stops before NEW tokens."""
+def uniform_requests(config: RunConfig, count: int) -> list[GenerateRequest]:
+    """Return random prompts of PROMPT tokens, which nothing stops before NEW sampled ones."""
     vocabulary = AutoConfig.from_pretrained(config.model.path).vocab_size
     tokens = torch.randint(2, vocabulary, (count, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
     return [
@@ -66,7 +66,7 @@ def alike(config: RunConfig, count: int) -> list[GenerateRequest]:
 
 
 async def rate(conversations: Sequence[Sequence[GenerateRequest]], send: Send, at_once: int) -> float:
-    """Sampled tokens per second; the requests of a conversation one after another, ``at_once`` conversations."""
+    """Return sampled tokens per second of ``at_once`` conversations, each of which sends its requests in turn."""
     places = asyncio.Semaphore(at_once)
 
     async def converse(requests: Sequence[GenerateRequest]) -> int:
@@ -80,15 +80,15 @@ async def rate(conversations: Sequence[Sequence[GenerateRequest]], send: Send, a
 
 @contextmanager
 def timed(rates: list[float]) -> Iterator[list[int]]:
-    """Adds the rate of the tokens that the block appends."""
+    """Append to ``rates`` the rate of the tokens that the block counts."""
     tokens: list[int] = []
     began = time.perf_counter()
     yield tokens
     rates.append(sum(tokens) / (time.perf_counter() - began))
 
 
-class Bare:
-    """The least that a client can do: one POST, the whole answer, no pool, no version, no stream."""
+class BareClient:
+    """The least that a client can do: one POST per request, without pool, versions or streaming."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self._url, self._session = f"{url}/inference/v1/generate", session
@@ -110,28 +110,28 @@ class Bare:
         return count
 
 
-class Recorder:
-    """A generator that keeps what was asked of it: per conversation, requests of exactly the sampled length."""
+class RecordingGenerator:
+    """Passes requests on and keeps them, by conversation, with exactly the length that was sampled."""
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
-        self.asked: dict[str, list[GenerateRequest]] = defaultdict(list)
+        self.requests: dict[str, list[GenerateRequest]] = defaultdict(list)
 
     async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
         result = await self._generator.generate(request, session=session)
         exact = msgspec.structs.replace(request, max_tokens=len(result.token_ids), stop_token_ids=[])
-        self.asked[session].append(exact)
+        self.requests[session].append(exact)
         return result
 
 
 def lease(config: RunConfig, task: Task, number: int) -> LeasedGroup:
-    """A whole group, as a worker gets it."""
+    """Return a lease of a whole group, as a worker gets it."""
     samples = list(range(config.rollout.group_size))
     return LeasedGroup(group_id=number, task=task, samples=samples, attempt=0, partition="train", min_version=V0)
 
 
-async def pool_against_bare(config: RunConfig, url: str, bare: Bare) -> tuple[float, float]:
-    """Medians of (agent loop and pool, bare client)."""
+async def pool_against_bare(config: RunConfig, url: str, bare: BareClient) -> tuple[float, float]:
+    """Return median tokens per second of (agent loop and pool, bare client)."""
     record = EngineRecord(engine_id="engine", url=url, kind="embedded", version=V0)
     pool = EnginePool(lambda r: VllmEngine(r.url), 120.0, config.rollout.max_batch_size)
     pool.update(EngineList(revision=1, engines=[record], published=V0))
@@ -139,7 +139,7 @@ async def pool_against_bare(config: RunConfig, url: str, bare: Bare) -> tuple[fl
     tasks, _ = make_sources(config)
     rates: tuple[list[float], list[float]] = ([], [])
     for repeat in range(REPEATS + 1):  # the first warms up
-        recorder, places = Recorder(pool), asyncio.Semaphore(CONVERSATIONS)
+        recorder, places = RecordingGenerator(pool), asyncio.Semaphore(CONVERSATIONS)
         runner = EpisodeRunner(config, renderer, recorder)
 
         count = EPISODES // config.rollout.group_size
@@ -152,18 +152,18 @@ async def pool_against_bare(config: RunConfig, url: str, bare: Bare) -> tuple[fl
 
         with timed(rates[0]) as tokens:
             await asyncio.gather(*(play(*episode) for episode in episodes))
-            tokens += [request.max_tokens for asked in recorder.asked.values() for request in asked]
-        rates[1].append(await rate(list(recorder.asked.values()), bare, CONVERSATIONS))
+            tokens += [request.max_tokens for sent in recorder.requests.values() for request in sent]
+        rates[1].append(await rate(list(recorder.requests.values()), bare, CONVERSATIONS))
     await pool.close()
     return statistics.median(rates[0][1:]), statistics.median(rates[1][1:])
 
 
 async def over_http(config: RunConfig, url: str) -> tuple[dict[int, float], float, float]:
-    """Tokens per second of requests that are alike, by how many at once; then of episodes and of their requests."""
+    """Return tokens per second of uniform requests, by how many at once; of episodes; of the requests of episodes."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2)) as session:
-        bare = Bare(url, session)
+        bare = BareClient(url, session)
         rates: dict[int, list[float]] = {count: [] for count in AT_ONCE}
-        requests = [[request] for request in alike(config, max(AT_ONCE))]
+        requests = [[request] for request in uniform_requests(config, max(AT_ONCE))]
         for _ in range(REPEATS + 1):
             for count in AT_ONCE:
                 rates[count].append(await rate(requests[:count], bare, count))
@@ -172,9 +172,9 @@ async def over_http(config: RunConfig, url: str) -> tuple[dict[int, float], floa
 
 
 async def in_process(config: RunConfig) -> tuple[float, float]:
-    """Medians of (one static batch, the engine in this process), tokens per second."""
+    """Return median tokens per second of (one static batch, the engine in this process)."""
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
-    requests = alike(config, STATIC)
+    requests = uniform_requests(config, STATIC)
     tokens = torch.tensor([request.token_ids for request in requests])
     engine = LocalEngine(model, max_batch=STATIC, max_length=config.rollout.max_model_len)
 
@@ -193,7 +193,7 @@ async def in_process(config: RunConfig) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", default=".venv-vllm/bin/python", metavar="PYTHON", help="that has vLLM")
+    parser.add_argument("--vllm", default=".venv-vllm/bin/python", metavar="PYTHON", help="Python with vLLM")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     config = load_config("calculator", ["rollout.max_batch_size=256"])
@@ -205,14 +205,14 @@ def main() -> None:
     print(f"{'':34}{'tokens/s':>10}{'ratio':>8}")
     print(f"{f'static batch of {STATIC}, in process':34}{static:10,.0f}")
     print(f"{'embedded engine, in process':34}{inside:10,.0f}{inside / static:8.2f}")
-    kinds = ["embedded", "vllm"] if Path(arguments.vllm).exists() else ["embedded"]
+    pythons = {"embedded": ""} | ({"vllm": arguments.vllm} if Path(arguments.vllm).exists() else {})
     rates: dict[str, dict[int, float]] = {}
-    for kind in kinds:
-        with tempfile.TemporaryDirectory() as folder, serving(kind, config, Path(folder), arguments.vllm) as url:
+    for kind, python in pythons.items():
+        with tempfile.TemporaryDirectory() as folder, serving(kind, config, Path(folder), python) as url:
             rates[kind], pool, bare = uvloop.run(over_http(config, url))
         result[f"pool_vs_bare_{kind}"] = pool / bare
         for count, found in rates[kind].items():
-            ratio = f"{rates['embedded'][count] / found:8.2f}" if kind == "vllm" else ""
+            ratio = f"{rates['embedded'][count] / found:8.2f}" if len(rates) > 1 else ""
             print(f"{f'{kind}, HTTP, {count} at once':34}{found:10,.0f}{ratio}")
         print(f"{f'{kind}, episodes, bare client':34}{bare:10,.0f}")
         print(f"{f'{kind}, episodes, agent loop, pool':34}{pool:10,.0f}{pool / bare:8.2f}")

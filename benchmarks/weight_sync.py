@@ -28,7 +28,7 @@ import uvicorn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.processes.command_line import parser, save
-from benchmarks.processes.engine_process import Directory
+from benchmarks.processes.engine_process import SingleEngineDirectory
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.messages import Version
 from rl_async.process.role import bind
@@ -186,7 +186,7 @@ class Publication:
 
     def __init__(self, peer: Peer, sync: WeightSyncConfig, versions: list[list[Bucket]]) -> None:
         self.phases: dict[str, float] = defaultdict(float)
-        self._directory, self._versions, self._step = Directory(peer.url), versions, 0
+        self._directory, self._versions, self._step = SingleEngineDirectory(peer.url), versions, 0
         self._coordinator = WeightCoordinator(
             self._directory.open,
             lambda record: Timed(record.url, self.phases),  # type: ignore[arg-type,return-value]

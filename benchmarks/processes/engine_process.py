@@ -26,9 +26,12 @@ START_S = 240.0
 
 
 @contextmanager
-def serving(kind: str, config: RunConfig, folder: Path, vllm_python: str) -> Iterator[str]:
-    """The URL of an engine of this kind, which serves the model's weights as version 0.0."""
-    rollout = msgspec.structs.replace(config.rollout, engine=kind, python=vllm_python if kind == "vllm" else "")
+def serving(kind: str, config: RunConfig, folder: Path, python: str) -> Iterator[str]:
+    """Start an engine of this kind, with the model's weights as version 0.0, and yield its URL.
+
+    ``python`` is ``rollout.python``.
+    """
+    rollout = msgspec.structs.replace(config.rollout, engine=kind, python=python)
     config = msgspec.structs.replace(config, rollout=rollout)
     (folder / "config.yaml").write_text(dump(config))
     spec = engine_spec(config, folder, 0, None, None)
@@ -49,7 +52,7 @@ def serving(kind: str, config: RunConfig, folder: Path, vllm_python: str) -> Ite
 
 
 async def _load(url: str, model_path: str, process: "subprocess.Popen[bytes]") -> bool:
-    """Wait until it answers, and send it the weights; whether that went well."""
+    """Wait until the engine answers and send it the weights. Returns False if its process ended before that."""
     engine = VllmEngine(url)
     try:
         async with asyncio.timeout(START_S):
@@ -72,14 +75,14 @@ async def _load(url: str, model_path: str, process: "subprocess.Popen[bytes]") -
         await engine.close()
 
 
-class Directory:
-    """A registry of one engine."""
+class SingleEngineDirectory:
+    """An EngineDirectory of one engine, without a queue."""
 
     def __init__(self, url: str) -> None:
         self.record = EngineRecord(engine_id="engine", url=url, kind="embedded")
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator["Directory"]:
+    async def open(self) -> AsyncIterator["SingleEngineDirectory"]:
         yield self
 
     async def engines(self, after: int = -1, wait_s: float = 0.0) -> EngineList:
