@@ -1,4 +1,4 @@
-"""Real engines for the conformance suite: processes on free ports, ended by pid."""
+"""Real engines for the contract tests: processes on free ports, ended by pid."""
 
 import asyncio
 import os
@@ -80,7 +80,7 @@ def running(
 
 
 async def _healthy(url: str, process: "subprocess.Popen[bytes]", start_s: float) -> bool:
-    """Whether it answered in time."""
+    """Return whether the engine answered its health probe in time."""
     client, deadline = VllmEngine(url), time.monotonic() + start_s
     try:
         while process.poll() is None and time.monotonic() < deadline:
@@ -94,7 +94,7 @@ async def _healthy(url: str, process: "subprocess.Popen[bytes]", start_s: float)
 
 @asynccontextmanager
 async def sampling(engine: VllmEngine, *requests: GenerateRequest) -> AsyncIterator[list[asyncio.Task[GenerateResult]]]:
-    """The requests' tasks, when each has got its first tokens and none its last."""
+    """Yield the requests' tasks when each has its first tokens and none its last."""
     begun = [asyncio.Event() for _ in requests]
 
     async def generate(request: GenerateRequest, first: asyncio.Event) -> GenerateResult:
@@ -117,7 +117,7 @@ async def sampling(engine: VllmEngine, *requests: GenerateRequest) -> AsyncItera
 
 
 async def metric(engine: VllmEngine, name: str) -> float:
-    """From the engine's Prometheus text."""
+    """Return the value of one of the engine's Prometheus metrics."""
     async with aiohttp.ClientSession() as session, session.get(f"{engine.url}/metrics") as response:
         lines = (await response.text()).splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split(" ")[0] == name)

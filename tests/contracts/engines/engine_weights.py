@@ -1,4 +1,4 @@
-"""What the conformance suite's engines compute with: a model folder's weights, sent to them and applied here."""
+"""Weights of the engine contract: read from a model folder, sent to engines, and applied here for comparison."""
 
 from collections.abc import Sequence
 from pathlib import Path

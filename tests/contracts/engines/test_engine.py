@@ -76,14 +76,14 @@ async def test_logprobs_agree_with_a_plain_forward_pass(engine: VllmEngine, mode
         assert difference(model_folder, request, got).max() < 1e-5
 
 
-async def test_samples_of_one_prompt_are_asked_for_together(engine: VllmEngine, model_folder: Path) -> None:
+async def test_samples_of_one_prompt_are_coalesced(engine: VllmEngine, model_folder: Path) -> None:
     client = VllmEngine(engine.url, max_coalesced=8)
     requests = [ask(max_tokens=40) for _ in range(6)]
     answers = await asyncio.gather(*(client.generate(r) for r in requests))
     for request, got in zip(requests, answers, strict=True):
         assert len(got.token_ids) == 40 and got.versions == [VersionRun(V0, 0, 40)]
         assert difference(model_folder, request, got).max() < 1e-5
-    assert len({tuple(got.token_ids) for got in answers}) == 6, "each is a sample of its own"
+    assert len({tuple(got.token_ids) for got in answers}) == 6, "the samples are equal"
     likeliest = [ask(sampling=Sampling(temperature=0.0)) for _ in range(2)]
     assert len({tuple(got.token_ids) for got in await asyncio.gather(*map(client.generate, likeliest))}) == 1
     async with sampling(client, *(ask(max_tokens=LONG) for _ in range(3))) as tasks:
@@ -97,7 +97,7 @@ async def test_samples_of_one_prompt_are_asked_for_together(engine: VllmEngine, 
             break
         await asyncio.sleep(0.05)
     else:
-        pytest.fail("the engine goes on for those who left")
+        pytest.fail("the engine decodes on for callers that left")
     await client.close()
 
 
@@ -349,7 +349,7 @@ async def test_bad_requests_are_refused_and_harm_nobody(engine: VllmEngine) -> N
     assert len((await engine.generate(ask())).token_ids) == 16
 
 
-async def test_no_update_is_finished_that_was_not_started(engine: VllmEngine) -> None:
+async def test_finishing_an_update_that_was_not_started_is_an_error(engine: VllmEngine) -> None:
     with pytest.raises(EngineLost, match="500"):
         await engine.finish_update(Version(0, 9))
     assert await engine.version() == V0
@@ -378,7 +378,7 @@ async def test_streaming_sends_every_token_once(engine: VllmEngine) -> None:
     assert chunks[-1]["weight_versions"] == [{"version": "0.0", "start": 0, "end": 12}]
 
 
-async def test_a_client_that_hangs_up_frees_its_place(engine: VllmEngine) -> None:
+async def test_a_disconnected_client_frees_its_slot(engine: VllmEngine) -> None:
     async with sampling(engine, ask(max_tokens=LONG)) as (task,):
         task.cancel()
     async with asyncio.timeout(1):

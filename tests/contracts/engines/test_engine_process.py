@@ -143,7 +143,7 @@ async def test_weights_change_only_while_it_is_paused_and_completely(url: str) -
             assert await response.json() == {"weight_version": "0.1"}
 
 
-async def test_a_stream_whose_client_hangs_up_ends(url: str) -> None:
+async def test_a_stream_ends_when_its_client_disconnects(url: str) -> None:
     body = {"token_ids": [1, 2], "stream": True, "sampling_params": {"max_tokens": 4000}}
     async with ClientSession(url) as session:
         async with session.post("/inference/v1/generate", json=body) as response:

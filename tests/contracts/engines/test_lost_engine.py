@@ -1,4 +1,4 @@
-"""An answer whose engine was lost in its middle is continued by another exactly: both are real processes over HTTP."""
+"""An answer whose engine is lost is continued exactly by another engine; both are real processes."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ REQUESTS = 40  # more than both engines decode at once
 CAUGHT = 8  # answers of the lost engine that are in their middle when it is struck
 WAIT_S = 120.0
 STOP = 7
-KEPT = re.compile(r"request (\S+): victim .*after (\d+) tokens")  # the pool's line on a request that lost its engine
+KEPT = re.compile(r"request (\S+): victim .*after (\d+) tokens")  # the pool's log line
 
 PAIRS = [  # who is lost, and who goes on
     pytest.param(("embedded", "embedded"), id="embedded-embedded"),
@@ -38,27 +38,27 @@ VLLM_IS_LOST = pytest.param(("vllm", "embedded"), marks=pytest.mark.slow, id="vl
 
 @pytest.fixture(scope="module")
 def kinds(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """Of the engine that is lost, and of the one that goes on."""
+    """The kinds of the engine that is lost and of the one that survives."""
     found: tuple[str, str] = request.param
     return found
 
 
 @pytest.fixture(scope="module")
 def survivor(kinds: tuple[str, str], model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peer]:
-    """The engine that lives through all tests."""
+    """The engine that survives all tests."""
     with running(kinds[1], model_folder, tmp_path_factory.mktemp("survivor"), batch=BATCH, eager=True) as peer:
         yield peer
 
 
 @pytest.fixture
 def victim(kinds: tuple[str, str], model_folder: Path, tmp_path: Path) -> Iterator[Peer]:
-    """The engine that a test takes away."""
+    """The engine that a test kills or freezes."""
     with running(kinds[0], model_folder, tmp_path, batch=BATCH, eager=True) as peer:
         yield peer
 
 
 class Watched:
-    """A client that notes how many tokens of each unfinished answer came through it."""
+    """A client that counts the tokens of each unfinished answer."""
 
     def __init__(self, url: str) -> None:
         self._client = VllmEngine(url)
@@ -75,7 +75,7 @@ class Watched:
             yield part
 
     async def in_the_middle(self, count: int) -> None:
-        """Wait until that many answers have got a part and not their end."""
+        """Wait until that many answers have a part and not their end."""
         async with asyncio.timeout(WAIT_S):
             while sum(tokens >= STREAM_INTERVAL for tokens in self.begun.values()) < count:
                 self.more.clear()
@@ -92,7 +92,7 @@ class Watched:
 
 
 class Registry:
-    """A registry that does not change: the queue has not noticed yet."""
+    """A registry that never changes, as if the queue had not noticed the loss yet."""
 
     def __init__(self, engines: EngineList) -> None:
         self._engines = engines
@@ -153,7 +153,7 @@ def requests() -> list[GenerateRequest]:
 async def answers(
     number: signal.Signals, asked: list[GenerateRequest], victim: Peer, survivor: Peer, *, version: Version = V0
 ) -> list[GenerateResult]:
-    """What the pool answers when one of two engines is struck in the middle; the other's weights are ``version``."""
+    """Return the pool's answers when one of two engines gets a signal midway; the other's weights are ``version``."""
     with struck(victim):
         async with pool_of({"victim": (victim, V0), "survivor": (survivor, version)}) as (pool, clients):
             tasks = [asyncio.create_task(pool.generate(request, session=request.request_id)) for request in asked]
@@ -164,7 +164,7 @@ async def answers(
 
 
 def kept(log: pytest.LogCaptureFixture) -> dict[str, int]:
-    """By request, how many tokens of the lost engine the pool says that it kept; those of which it kept some."""
+    """Return how many tokens of the lost engine the pool logged as kept, by request, if there are any."""
     lines = [KEPT.match(record.getMessage()) for record in log.records if record.name == "rl_async.pool"]
     return {line[1]: int(line[2]) for line in lines if line and int(line[2])}
 
@@ -218,7 +218,7 @@ async def test_answers_of_a_lost_engine_are_continued_exactly(
 
 
 @pytest.mark.parametrize("kinds", [*PAIRS, VLLM_IS_LOST], indirect=True)
-async def test_the_tokens_behind_the_boundary_are_of_the_other_engines_weights(
+async def test_tokens_after_the_boundary_are_from_the_other_engines_weights(
     victim: Peer, survivor: Peer, model_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "rl_async.pool")

@@ -135,7 +135,7 @@ def test_an_update_that_an_earlier_trainer_left_is_ended(start: Start) -> None:
     assert state(record) == (expected(5.0), Version(0, 0))
 
 
-def test_what_sglang_refuses_is_told_in_its_own_words(start: Start) -> None:
+def test_sglangs_refusals_keep_their_messages(start: Start) -> None:
     [record] = start("a")
     update = UpdateInfo(names=["w"], dtype_names=["float32"], shapes=[[1]], checksum="")
 

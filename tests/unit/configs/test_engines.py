@@ -5,6 +5,7 @@ from typing import get_args
 
 import pytest
 
+from rl_async.configs.derived.transport import Transport
 from rl_async.configs.engines import ENGINES, EngineKind
 from rl_async.configs.engines.traits import EngineTraits
 from rl_async.rollout_server.connect import CLIENTS
@@ -25,3 +26,8 @@ def test_the_flags_that_we_set_are_refused() -> None:
         for flag in (*traits.flags, *traits.fixed_flags, *traits.refused_flags, "--host"):
             assert traits.refusal(flag) and traits.refusal(f"{flag}=1")
         assert not traits.refusal("--block-size=32")
+
+
+def test_transports_are_those_of_the_configs() -> None:
+    for traits in ENGINES.values():
+        assert set(traits.transports) <= set(get_args(Transport))

@@ -16,7 +16,7 @@ Behaviour = Callable[[GenerateRequest], GenerateResult | Iterator[GenerateResult
 
 
 class FakeEngine:
-    """Answers as its behaviour says, after ``hold`` is set; a behaviour that gives several parts streams them."""
+    """Answers as its behaviour does, after ``hold`` is set; a behaviour that returns several parts is streamed."""
 
     def __init__(self, name: str, behaviour: Behaviour) -> None:
         self.name, self.behaviour = name, behaviour
@@ -99,7 +99,7 @@ async def test_engines_without_the_version_get_no_traffic() -> None:
     assert not engines["none"].seen
 
 
-async def test_whoever_waits_is_called_once_and_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiters_are_woken_once_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, engines = make_pool(a=lambda r: result(1, V1))
     pool.update(registry(a=V1))
     engines["a"].hold.clear()
@@ -114,7 +114,7 @@ async def test_whoever_waits_is_called_once_and_in_line(monkeypatch: pytest.Monk
     assert tried[60:] == [str(i) for i in range(10, 60)], "ten had found room at once"
 
 
-async def test_room_at_an_engine_that_is_too_old_goes_to_those_who_take_it() -> None:
+async def test_room_at_an_old_engine_goes_to_waiters_that_accept_its_version() -> None:
     pool, engines = make_pool(old=lambda r: result(1, Version(0, 0)), new=lambda r: result(1, V1))
     pool.update(registry(old=Version(0, 0), new=V1))
     for engine in engines.values():
@@ -149,7 +149,7 @@ async def test_it_waits_for_an_engine_that_comes_back() -> None:
     assert (await task).finish_reason == "stop"
 
 
-async def test_the_deadline_names_what_is_known() -> None:
+async def test_an_expired_request_names_the_known_engines() -> None:
     pool, _ = make_pool(timeout_s=0.2, a=lose)
     pool.update(registry(a=Version(0, 0)))
     with pytest.raises(EngineLost, match=r"version 0\.1.*rollout\.request_timeout_s.*a at 0\.0"):
@@ -171,7 +171,7 @@ async def test_time_in_which_the_engine_sleeps_does_not_count() -> None:
     assert len(engine.seen) == 1, "it was asked once"
 
 
-async def test_an_engine_that_hangs_awake_is_given_up() -> None:
+async def test_a_request_times_out_on_an_engine_that_hangs_awake() -> None:
     pool, engines = make_pool(timeout_s=0.1, a=lambda r: result(3, V1))
     pool.update(registry(a=V1))
     engine = engines["a"]
@@ -192,7 +192,7 @@ async def test_a_rejected_request_is_not_replayed() -> None:
     assert len(engines["a"].seen) + len(engines["b"].seen) == 1
 
 
-async def test_what_was_sampled_before_an_abort_is_kept() -> None:
+async def test_tokens_sampled_before_an_abort_are_kept() -> None:
     answers = [result(3, Version(0, 1), "abort"), result(2, Version(0, 2), "stop", first=3)]
     pool, engines = make_pool(a=lambda r: answers.pop(0))
     pool.update(registry(a=Version(0, 1)))
@@ -215,7 +215,7 @@ def broken_after(parts: int) -> Behaviour:
     return behave
 
 
-async def test_what_an_engine_had_sampled_before_it_was_lost_is_kept() -> None:
+async def test_tokens_sampled_before_an_engine_was_lost_are_kept() -> None:
     pool, engines = make_pool(a=broken_after(3))
     pool.update(registry(a=V1))
     asking = asyncio.create_task(pool.generate(request(), session="s"))
@@ -230,7 +230,7 @@ async def test_what_an_engine_had_sampled_before_it_was_lost_is_kept() -> None:
     assert (asked.token_ids, asked.max_tokens) == ([1, 2, *range(6)], 2)
 
 
-async def test_a_request_whose_last_token_is_here_is_not_asked_for_again() -> None:
+async def test_a_complete_answer_without_its_finish_reason_is_not_requested_again() -> None:
     pool, engines = make_pool(a=broken_after(4))
     pool.update(registry(a=V1))
     got = await pool.generate(request(), session="s")
@@ -238,7 +238,7 @@ async def test_a_request_whose_last_token_is_here_is_not_asked_for_again() -> No
     assert len(engines["a"].seen) == 1
 
 
-async def test_nothing_is_sampled_behind_a_stop_token_whose_last_word_was_lost() -> None:
+async def test_nothing_is_sampled_after_a_stop_token_whose_finish_reason_was_lost() -> None:
     pool, engines = make_pool(a=broken_after(2))
     pool.update(registry(a=V1))
     asked = msgspec.structs.replace(request(), stop_token_ids=[3])
@@ -248,17 +248,17 @@ async def test_nothing_is_sampled_behind_a_stop_token_whose_last_word_was_lost()
 
 
 @pytest.mark.parametrize("what", ["errors", "empty aborts"])
-async def test_engines_that_answer_probes_and_nothing_else_are_given_up_at_the_deadline(what: str) -> None:
+async def test_requests_time_out_on_engines_that_answer_only_probes(what: str) -> None:
     behaviour = lose if what == "errors" else lambda r: result(0, V1, "abort")
     pool, engines = make_pool(timeout_s=2.5, a=behaviour, b=behaviour)
     pool.update(registry(a=V1, b=V1))
     async with asyncio.timeout(10):
         with pytest.raises(EngineLost, match=r"rollout\.request_timeout_s"):
             await pool.generate(request(), session="s")
-    assert 2 <= len(engines["a"].seen) + len(engines["b"].seen) < 10, "they are set aside in between"
+    assert 2 <= len(engines["a"].seen) + len(engines["b"].seen) < 10, "the pool backs off between attempts"
 
 
-async def test_each_part_moves_the_deadline() -> None:
+async def test_each_part_extends_the_deadline() -> None:
     def slowly(engine: FakeEngine) -> None:
         async def stream(request: GenerateRequest, *, session: str) -> AsyncGenerator[GenerateResult, None]:
             for number in range(4):
@@ -273,7 +273,7 @@ async def test_each_part_moves_the_deadline() -> None:
     assert len((await pool.generate(request(), session="s")).token_ids) == 8
 
 
-async def test_requests_leave_an_engine_that_left_the_registry_or_answers_no_probe(
+async def test_requests_move_away_from_an_engine_that_left_or_misses_probes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pool_module, "PROBE_EVERY_S", 0.01)

@@ -1,4 +1,4 @@
-"""Where a request costs least, and how many an engine gets at once."""
+"""The choice of the cheapest engine, and how many requests an engine gets at once."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def test_a_conversation_stays_while_its_prefix_is_worth_the_wait() -> None:
     assert a.tokens == a.requests == 0
 
 
-def test_requests_of_others_count_by_number() -> None:
+def test_other_clients_requests_are_estimated_by_their_number() -> None:
     a, b, router = member("a"), member("b"), Router[None]()
     with a.in_flight(request()), b.in_flight(request(max_tokens=40)):
         assert chosen(router, [a, b], "s") == "a"
@@ -53,7 +53,7 @@ def test_requests_of_others_count_by_number() -> None:
         assert chosen(router, [a, b], "t") == "b"
 
 
-def test_an_engine_that_only_others_use_is_not_free() -> None:
+def test_an_engine_used_only_by_other_clients_is_not_free() -> None:
     a, b, router = member("a"), member("b"), Router[None]()
     a.observe(load(requests=3))
     with b.in_flight(request()):

@@ -81,7 +81,7 @@ def test_logprobs_agree_with_a_plain_forward_pass(model: Qwen3ForCausalLM) -> No
         assert len(s.tokens) <= 64
 
 
-def test_a_prompt_that_several_have_is_computed_once(model: Qwen3ForCausalLM) -> None:
+def test_a_shared_prompt_is_prefilled_once(model: Qwen3ForCausalLM) -> None:
     core = EngineCore(model, max_batch=12, max_length=64)
     todo = sequences(9, seed=4)
     for i, sequence in enumerate(todo):

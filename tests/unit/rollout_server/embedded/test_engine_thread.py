@@ -87,7 +87,7 @@ def parameters(engine: EngineThread) -> list[Piece]:
     return [whole(name, p.detach().clone()) for name, p in engine.core.model.named_parameters()]
 
 
-def test_pause_wait_ends_when_all_that_came_before_have(engine: EngineThread) -> None:
+def test_pause_wait_ends_when_all_earlier_requests_have_finished(engine: EngineThread) -> None:
     requests = [Request(str(i), max_tokens=20) for i in range(6)]  # more than run at once
     for request in requests:
         engine.submit(request)
@@ -100,7 +100,7 @@ def test_pause_wait_ends_when_all_that_came_before_have(engine: EngineThread) ->
     assert late.wait().finish_reason == "length"
 
 
-def test_resume_ends_a_pause_that_still_waits(engine: EngineThread) -> None:
+def test_resume_ends_a_waiting_pause(engine: EngineThread) -> None:
     running = Request(max_tokens=4000)
     engine.submit(running)
     waiting = engine.pause("wait")
@@ -121,7 +121,7 @@ def test_abort_of_one_sequence_spares_others_of_its_id(engine: EngineThread) -> 
     assert second.wait().finish_reason == "length"
 
 
-def test_nothing_is_decoded_until_weights_that_were_given_up_are_sent(engine: EngineThread) -> None:
+def test_nothing_is_decoded_until_freed_weights_are_sent_again(engine: EngineThread) -> None:
     weights = parameters(engine)
     engine.sleep(2).result(WAIT_S)
     with pytest.raises(WeightSyncError, match="weights"):
@@ -149,7 +149,7 @@ def test_weights_of_another_model_are_refused(engine: EngineThread) -> None:
         engine.load_weights([whole(name, tensor.detach()[:1])])
 
 
-def test_a_failed_thread_is_reported_and_takes_nothing_more() -> None:
+def test_a_failed_thread_is_reported_and_accepts_no_more_requests() -> None:
     failures: list[Exception] = []
     core = EngineCore(llama(), max_batch=4, max_length=64)
     core.model.lm_head = None  # the next iteration fails
@@ -221,7 +221,7 @@ def test_sampling_values_that_would_fail_later_are_refused(params: dict[str, obj
         msgspec.json.decode(body, type=GenerateBody)
 
 
-def test_the_bounds_themselves_can_be_sampled(engine: EngineThread) -> None:
+def test_sampling_values_at_their_bounds_are_accepted(engine: EngineThread) -> None:
     params = SamplingParams(top_k=2**31, seed=-(2**63), max_tokens=2)
     request = Request()
     request.seed, request.sampling = params.seed, GenerateBody([1], params).sampling()
@@ -229,7 +229,7 @@ def test_the_bounds_themselves_can_be_sampled(engine: EngineThread) -> None:
     assert request.wait().finish_reason == "length"
 
 
-def test_a_delta_does_not_look_at_samples_that_are_being_added() -> None:
+def test_a_delta_leaves_out_samples_that_are_being_appended() -> None:
     sequence = Request(max_tokens=3)
     sequence.append(7, -0.5, "0.0", 64)
     sequence.tokens.append(8)  # its log-probability is not there yet
@@ -267,7 +267,7 @@ async def test_local_engine_sees_changes_of_the_model() -> None:
         local.close()
 
 
-async def test_local_engine_drops_what_is_cancelled() -> None:
+async def test_local_engine_aborts_cancelled_requests() -> None:
     local = LocalEngine(llama(), max_batch=4, max_length=100_000)
     try:
         task = asyncio.create_task(local.generate(ask(max_tokens=99_000), session=""))

@@ -61,7 +61,7 @@ def test_rows_of_different_settings_do_not_disturb_one_another() -> None:
     assert tokens[-1] == logits[-1].argmax()
 
 
-def test_a_row_without_numbers_disturbs_no_other() -> None:
+def test_a_row_of_nans_affects_no_other() -> None:
     logits = torch.zeros(2, 5)
     logits[1] = torch.nan
     tokens, logprobs = Sampler([Sampling()] * 2, [None] * 2, CPU).sample(logits)

@@ -1,4 +1,4 @@
-"""The client against servers that answer what SGLang may answer."""
+"""The client of SGLang's API, against servers that send what SGLang may send."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -115,7 +115,7 @@ async def test_an_aborted_request_keeps_what_was_sampled() -> None:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(top_p=0.9), Sampling(top_k=20), Sampling(min_p=0.1)])
-async def test_samplers_whose_logprobs_sglang_does_not_tell_are_refused(sampling: Sampling) -> None:
+async def test_samplers_whose_logprobs_sglang_does_not_report_are_refused(sampling: Sampling) -> None:
     async with answering(lambda path, body: (200, {"output_ids": [5, 9], "meta_info": META})) as client:
         with pytest.raises(EngineRejected, match=r"top_p.*top_k.*min_p"):
             await client.generate(msgspec.structs.replace(REQUEST, sampling=sampling))
@@ -152,7 +152,7 @@ async def test_one_request_is_aborted_by_the_id_that_it_runs_under() -> None:
 
 
 @pytest.mark.parametrize("status", [200, 400])
-async def test_a_no_is_an_error_with_its_message(status: int) -> None:
+async def test_a_refusal_is_an_error_with_its_message(status: int) -> None:
     no = {"success": False, "message": "Failed to receive weights: Unaligned received tensor w"}
 
     def serve(path: str, body: Any) -> tuple[int, Any]:
@@ -235,7 +235,7 @@ async def test_a_version_that_is_not_ours_is_an_error() -> None:
             await client.version()
 
 
-async def test_what_sglang_has_no_pause_for_is_refused() -> None:
+async def test_pause_wait_is_refused() -> None:
     modes: list[str] = []
 
     def serve(path: str, body: Any) -> tuple[int, Any]:
@@ -250,7 +250,7 @@ async def test_what_sglang_has_no_pause_for_is_refused() -> None:
     assert modes == ["retract", "abort"]
 
 
-async def test_only_what_sleeps_is_woken() -> None:
+async def test_only_tags_that_sleep_are_woken() -> None:
     calls: list[tuple[str, Any]] = []
 
     def serve(path: str, body: Any) -> tuple[int, Any]:
@@ -279,7 +279,7 @@ async def test_only_what_sleeps_is_woken() -> None:
         ({"hold": "keep"}, "weight_sync.delta"),
     ],
 )
-async def test_buckets_that_sglang_could_not_put_together_are_not_sent(change: dict[str, Any], said: str) -> None:
+async def test_buckets_that_sglang_cannot_load_are_not_sent(change: dict[str, Any], said: str) -> None:
     paths: list[str] = []
 
     def serve(path: str, body: Any) -> tuple[int, Any]:

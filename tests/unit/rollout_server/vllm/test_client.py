@@ -1,4 +1,4 @@
-"""The client against servers that answer what vLLM may answer."""
+"""The client of vLLM's dialect, against servers that send what vLLM may send."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -71,7 +71,7 @@ async def parts_of(client: VllmEngine) -> list[GenerateResult]:
     return [given async for given in client.stream(REQUEST)]
 
 
-async def test_parts_are_given_as_soon_as_their_versions_are_known() -> None:
+async def test_parts_are_yielded_as_soon_as_their_versions_are_known() -> None:
     whole = [("0.1", 0, 2), ("0.2", 2, 4)]
     told_early = part([1], [("0.1", 0, 1)]), part([2, 3], [("0.1", 0, 2), ("0.2", 2, 3)]), part([4], whole, "stop")
     async with answering(lambda path, body: (200, stream(*told_early))) as client:
@@ -85,7 +85,7 @@ async def test_parts_are_given_as_soon_as_their_versions_are_known() -> None:
     assert only == join(join(first, second), third)
 
 
-async def test_a_stream_that_breaks_off_has_given_what_came_before() -> None:
+async def test_a_broken_stream_has_yielded_the_parts_before() -> None:
     cut = stream(part([1], [("0.1", 0, 1)])), stream(part([1], [("0.1", 0, 1)]), {"error": {"message": "engine died"}})
     for body in cut:
         given = []
@@ -104,7 +104,7 @@ async def test_a_stream_may_begin_with_a_refusal(code: int, kind: type[Exception
             await client.generate(REQUEST)
 
 
-async def test_its_load_is_the_sum_over_its_parts() -> None:
+async def test_the_load_is_summed_over_the_labels_of_a_metric() -> None:
     text = """# HELP vllm:num_requests_running x
 vllm:num_requests_running{engine="0"} 3.0
 vllm:num_requests_running{engine="1"} 2.0
@@ -147,7 +147,7 @@ async def test_samples_of_one_prompt_share_a_request_and_are_told_apart_by_their
     assert asked == [2] and [got.token_ids for got in answers] == [[7], [8]]
 
 
-async def test_an_answer_that_nobody_asked_for_is_refused() -> None:
+async def test_choices_that_were_not_requested_are_refused() -> None:
     body = stream({"choices": [ANSWER | {"index": 1}]})
     async with answering(lambda path, _: (200, body)) as client:
         with pytest.raises(EngineRejected, match="choices 1"):
@@ -171,7 +171,7 @@ async def test_answers_that_cannot_be_trained_on_are_refused(change: Any, error:
             await client.generate(REQUEST)
 
 
-async def test_an_update_that_an_earlier_trainer_left_is_made_to_fail_and_started_again() -> None:
+async def test_an_update_left_by_an_earlier_trainer_is_made_to_fail_and_started_again() -> None:
     calls: list[str] = []
 
     def serve(path: str, body: Any) -> tuple[int, Any]:
@@ -185,11 +185,11 @@ async def test_an_update_that_an_earlier_trainer_left_is_made_to_fail_and_starte
     assert calls == ["/start_weight_update", "/update_weights", "/start_weight_update"]
 
 
-async def test_a_connection_that_the_server_closed_meanwhile_costs_no_request() -> None:
+async def test_a_connection_closed_by_the_server_costs_no_request() -> None:
     answered = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answers once per connection, promises to keep it, and hangs up when it is used again."""
+        """Answers once per connection, promises to keep it open, and closes it when it is used again."""
         nonlocal answered
         head = await reader.readuntil(b"\r\n\r\n")
         length = next(int(line.split()[1]) for line in head.lower().splitlines() if line.startswith(b"content-length"))

@@ -1,4 +1,4 @@
-"""What is asked for together is asked for once, and answered to each."""
+"""Requests for one prompt are sent as one, and each caller gets its own answer."""
 
 import asyncio
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ async def answer(coalescer: Coalescer, one: GenerateRequest) -> list[list[int]]:
 
 
 class Engine:
-    """Answers the i-th of a group with i, twice. ``calls`` has the ids that were asked for together."""
+    """Answers the i-th request of a group with token i, in two parts. ``calls`` holds the ids of each group."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.calls: list[list[str]] = []
@@ -46,14 +46,14 @@ class Engine:
             raise self._error
 
 
-async def test_one_prompt_is_asked_for_once_and_each_gets_its_own_answer() -> None:
+async def test_one_prompt_is_sent_once_and_each_caller_gets_its_own_answer() -> None:
     engine = Engine()
     coalescer = Coalescer(engine.sample, max_size=8)
     answers = await asyncio.gather(*(answer(coalescer, request(name)) for name in "abc"))
     assert engine.calls == [["a", "b", "c"]]
     assert answers == [[[0], [0, 0]], [[1], [1, 1]], [[2], [2, 2]]]
     await answer(coalescer, request("d"))
-    assert engine.calls[1:] == [["d"]], "what was asked for is over"
+    assert engine.calls[1:] == [["d"]], "a later request is sent by itself"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ async def test_one_prompt_is_asked_for_once_and_each_gets_its_own_answer() -> No
     ],
     ids=str,
 )
-async def test_what_differs_in_more_than_its_id_is_asked_for_alone(change: dict[str, object]) -> None:
+async def test_requests_that_differ_in_more_than_their_ids_are_sent_separately(change: dict[str, object]) -> None:
     engine = Engine()
     coalescer = Coalescer(engine.sample, max_size=8)
     await asyncio.gather(answer(coalescer, request("a")), answer(coalescer, request("b", **change)))
@@ -76,14 +76,14 @@ async def test_what_differs_in_more_than_its_id_is_asked_for_alone(change: dict[
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"sampling": Sampling(temperature=0.0)}], ids=str)
-async def test_what_has_no_other_sample_is_asked_for_alone(change: dict[str, object]) -> None:
+async def test_seeded_and_greedy_requests_are_sent_separately(change: dict[str, object]) -> None:
     engine = Engine()
     coalescer = Coalescer(engine.sample, max_size=8)
     await asyncio.gather(*(answer(coalescer, request(name, **change)) for name in "ab"))
     assert engine.calls == [["a"], ["b"]]
 
 
-async def test_what_is_refused_together_is_asked_for_one_by_one() -> None:
+async def test_a_refused_group_is_sent_one_by_one() -> None:
     calls = []
 
     async def sample(group: Sequence[PendingRequest]) -> None:
@@ -91,17 +91,17 @@ async def test_what_is_refused_together_is_asked_for_one_by_one() -> None:
         if len(group) > 1:
             raise EngineRejected("n must be at most 1")
         if calls[-1] == ["b"]:
-            raise EngineRejected("b alone is refused too")
+            raise EngineRejected("b is refused by itself too")
         group[0].add(tokens(len(calls)))
         group[0].end()
 
     coalescer = Coalescer(sample, max_size=8)
     first, second = await asyncio.gather(*(answer(coalescer, request(name)) for name in "ab"), return_exceptions=True)
     assert calls == [["a", "b"], ["a"], ["b"]]
-    assert first == [[2]] and str(second) == "b alone is refused too"
+    assert first == [[2]] and str(second) == "b is refused by itself too"
 
 
-async def test_the_rest_of_an_answer_is_read_when_all_have_theirs() -> None:
+async def test_an_answer_is_read_to_its_end_when_all_callers_have_theirs() -> None:
     read = asyncio.Event()
 
     async def sample(group: Sequence[PendingRequest]) -> None:
@@ -115,21 +115,21 @@ async def test_the_rest_of_an_answer_is_read_when_all_have_theirs() -> None:
         await read.wait()
 
 
-async def test_no_more_than_the_engine_takes() -> None:
+async def test_groups_are_no_larger_than_max_size() -> None:
     engine = Engine()
     coalescer = Coalescer(engine.sample, max_size=2)
     await asyncio.gather(*(answer(coalescer, request(name)) for name in "abcde"))
     assert engine.calls == [["a", "b"], ["c", "d"], ["e"]]
 
 
-async def test_a_failure_reaches_those_who_still_wait() -> None:
+async def test_a_failure_reaches_the_callers_that_still_wait() -> None:
     coalescer = Coalescer(Engine(EngineRejected("too long")).sample, max_size=8)
     first, *others = await asyncio.gather(*(answer(coalescer, request(name)) for name in "abc"), return_exceptions=True)
     assert first == [[0], [0, 0]]
     assert [str(error) for error in others] == ["too long", "too long"]
 
 
-async def test_an_answer_without_an_end_has_broken_off() -> None:
+async def test_an_answer_without_an_end_is_lost() -> None:
     async def sample(group: Sequence[PendingRequest]) -> None:
         group[0].add(tokens(5))
 
@@ -140,7 +140,7 @@ async def test_an_answer_without_an_end_has_broken_off() -> None:
     assert given == [[5]]
 
 
-async def test_the_others_go_on_when_one_leaves_and_the_engine_stops_when_all_have() -> None:
+async def test_the_engine_stops_when_all_callers_have_left_and_not_before() -> None:
     begun, stopped = asyncio.Event(), asyncio.Event()
 
     async def sample(group: Sequence[PendingRequest]) -> None:
