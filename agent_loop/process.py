@@ -10,7 +10,6 @@ import uvloop
 from rl_async.agent_loop.chat_formats.render import load_renderer
 from rl_async.agent_loop.episodes.runner import EpisodeRunner
 from rl_async.agent_loop.worker import AgentWorker
-from rl_async.configs.derived.samples import samples_per_group
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.reward_loop.service import RewardService
@@ -20,9 +19,9 @@ from rl_async.transfer_queue.client.async_client import QueueClient
 
 
 async def run_worker(config: RunConfig, index: int, address: str, *, folder: Path, reward_model: str = "") -> None:
-    """Run one worker until the run is over, or SIGTERM or SIGINT comes. ``reward_model``: where the run's own answers.
+    """Run one worker until the run is over or SIGTERM or SIGINT arrives. ``reward_model``: URL of the run's own.
 
-    Raises UserError for names in the config that do not exist, in an ExceptionGroup QueueLost or ProtocolError when
+    Raises UserError for names in the config that do not exist, and an ExceptionGroup with QueueLost or ProtocolError if
     the queue is gone.
     """
     cancel_on_signals()
@@ -33,15 +32,7 @@ async def run_worker(config: RunConfig, index: int, address: str, *, folder: Pat
         client = QueueClient(address, role="agent", name=f"agent-{index}", keys=client_keys(config, folder))
         queue = await stack.enter_async_context(client)
         stack.push_async_callback(pool.close)
-        worker = AgentWorker(
-            queue,
-            runner,
-            rewards,
-            concurrency=config.agent.concurrency,
-            group_size=samples_per_group(config),
-            lease_s=config.queue.lease_s,
-            episode_timeout_s=config.agent.episode_timeout_s,
-        )
+        worker = AgentWorker(queue, runner, rewards, config)
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(pool.watch(queue), name="engine registry")
             await worker.run()

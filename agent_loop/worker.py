@@ -1,4 +1,4 @@
-"""The agent worker: leases groups, plays their samples, has them scored, hands the trajectories over.
+"""The agent worker: leases groups, plays their samples, has them scored and puts the trajectories into the queue.
 
 queue --lease--> samples --episodes--> trajectories --reward--> put --> queue
                              |  ^
@@ -8,12 +8,15 @@ queue --lease--> samples --episodes--> trajectories --reward--> put --> queue
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine
-from typing import Any, Protocol
+from collections.abc import Coroutine
+from typing import Any
 
 from rl_async.agent_loop.episodes.runner import EpisodeRunner
+from rl_async.agent_loop.protocols import RewardScorer, SampleQueue
+from rl_async.configs.derived.samples import samples_per_group
+from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EpisodeTimeout, RlAsyncError
-from rl_async.messages import Done, Leased, LeasedGroup, Refused, Task, Trajectory
+from rl_async.messages import LeasedGroup, Refused, Trajectory
 
 log = logging.getLogger("rl_async.agent_loop")
 
@@ -21,68 +24,48 @@ LEASE_WAIT_S = 5.0
 RENEWALS_PER_LEASE = 4
 
 
-class Queue(Protocol):
-    """What a worker needs of the transfer queue."""
-
-    async def lease(self, max_groups: int, wait_s: float) -> Leased: ...
-    async def renew(self) -> Done: ...
-    def put(self, trajectory: Trajectory, /) -> Awaitable[Done | Refused]: ...
-    async def fail(self, group_id: int, sample: int, attempt: int, error: str) -> Done | Refused: ...
-
-
-class Rewards(Protocol):
-    """What a worker needs of the reward service."""
-
-    async def score(self, task: Task, trajectory: Trajectory) -> None: ...
-
-
 class AgentWorker:
-    """Plays up to ``concurrency`` conversations at once, on one event loop."""
+    """Plays up to ``agent.concurrency`` conversations at once, on one event loop."""
 
     def __init__(
         self,
-        queue: Queue,
+        queue: SampleQueue,
         runner: EpisodeRunner,
-        rewards: Rewards,
-        *,
-        concurrency: int,
-        group_size: int,
-        lease_s: float,
-        episode_timeout_s: float,
+        rewards: RewardScorer,
+        config: RunConfig,
     ) -> None:
         self._queue, self._runner, self._rewards = queue, runner, rewards
-        self._concurrency, self._group_size, self._lease_s = concurrency, group_size, lease_s
-        self._episode_timeout_s = episode_timeout_s
-        self._places = asyncio.Semaphore(concurrency)
-        self._unfinished = 0  # samples leased and not handed over
+        self._agent, self._lease_s, self._group_size = config.agent, config.queue.lease_s, samples_per_group(config)
+        self._slots = asyncio.Semaphore(config.agent.concurrency)
+        self._unfinished = 0  # samples that were leased and neither put nor failed
         self._less_work = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.put = self.failed = self.refused = 0
 
     async def run(self) -> None:
-        """Work until the queue says that the run is over.
+        """Work until the queue reports the end of the run.
 
-        Raises an ExceptionGroup with QueueLost or ProtocolError when the queue is gone; what goes wrong with one
-        sample is reported to the queue instead.
+        Raises an ExceptionGroup with QueueLost or ProtocolError if the queue is gone. An error in one sample is
+        reported to the queue instead.
         """
         async with asyncio.TaskGroup() as group:
             self._spawn(group, self._renew(), "renew")
             await self._lease(group)
             for task in self._tasks:
                 task.cancel()
-        log.info("%d trajectories handed over, %d failed, %d refused", self.put, self.failed, self.refused)
+        log.info("%d trajectories put, %d samples failed, %d refused by the queue", self.put, self.failed, self.refused)
 
     async def _lease(self, tasks: asyncio.TaskGroup) -> None:
         """Start the samples of leased groups.
 
-        Consumes leases; produces one task per sample. Waits for a free place, then for work; unblocked by a
-        conversation's end and by the queue's answer, at most LEASE_WAIT_S later. Ends when the run is over.
+        Consumes leases; produces one task per sample. Waits for a free slot, then for work; unblocked by the end of a
+        conversation and by the queue's reply, at most LEASE_WAIT_S later. Ends when the run is over.
         """
         while True:
-            while self._unfinished >= self._concurrency:
+            while self._unfinished >= self._agent.concurrency:
                 self._less_work.clear()
                 await self._less_work.wait()
-            groups = max(1, (self._concurrency - self._unfinished) // self._group_size)
+            groups = max(1, (self._agent.concurrency - self._unfinished) // self._group_size)
             leased = await self._queue.lease(groups, LEASE_WAIT_S)
             if leased.finished:
                 return
@@ -92,15 +75,15 @@ class AgentWorker:
                     self._spawn(tasks, self._play(group, sample), f"sample {group.group_id}.{sample}")
 
     async def _renew(self) -> None:
-        """Keep the leases. Consumes and produces nothing; waits for the clock; ended by cancellation."""
+        """Renew the leases until cancelled. Consumes and produces nothing; waits for the clock."""
         while True:
             await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE)
             await self._queue.renew()
 
     async def _play(self, group: LeasedGroup, sample: int) -> None:
-        """One sample, from the lease to the queue's receipt."""
+        """Play one sample and put its trajectory, or report its failure."""
         try:
-            async with self._places:
+            async with self._slots:
                 row = await self._trajectory(group, sample)
                 if isinstance(row, Trajectory):
                     reply = await self._queue.put(row)
@@ -110,13 +93,13 @@ class AgentWorker:
                     self.failed += 1
             if isinstance(reply, Refused):
                 self.refused += 1
-                log.info("sample %d.%d is no longer wanted: %s", group.group_id, sample, reply.reason)
+                log.info("sample %d.%d was refused: %s", group.group_id, sample, reply.reason)
         finally:
             self._unfinished -= 1
             self._less_work.set()
 
     async def _trajectory(self, group: LeasedGroup, sample: int) -> Trajectory | str:
-        """A scored trajectory, or why there is none."""
+        """Return the sample's scored trajectory, or the error as text."""
         try:
             row = await self._episode(group, sample)
             await self._rewards.score(group.task, row)
@@ -124,21 +107,22 @@ class AgentWorker:
         except RlAsyncError as error:
             log.warning("sample %d.%d of task %s: %s", group.group_id, sample, group.task.task_id, error)
             return f"{type(error).__name__}: {error}"
-        # Loops and environments are the user's code and may raise anything. The queue counts it and gives up on the
-        # group when it happens again and again, with this text.
+        # Loops and environments are the user's code and may raise anything. The queue counts failures and dead-letters
+        # a group that keeps failing, with this text.
         except Exception as error:
             log.exception("sample %d.%d of task %s", group.group_id, sample, group.task.task_id)
             return f"{type(error).__name__}: {error}"
 
     async def _episode(self, group: LeasedGroup, sample: int) -> Trajectory:
-        """Play it. Raises EpisodeTimeout when the loop or the environment, which are the user's code, do not end."""
+        """Play the episode. Raises EpisodeTimeout at its deadline: a user's loop or environment may never return."""
         try:
-            async with asyncio.timeout(self._episode_timeout_s) as deadline:
+            async with asyncio.timeout(self._agent.episode_timeout_s) as deadline:
                 return await self._runner.run(group, sample)
         except TimeoutError:
-            if not deadline.expired():  # the user's own
+            if not deadline.expired():  # raised by the user's code
                 raise
-            raise EpisodeTimeout(f"no end within {self._episode_timeout_s:g} s (agent.episode_timeout_s)") from None
+            limit = f"{self._agent.episode_timeout_s:g} s (agent.episode_timeout_s)"
+            raise EpisodeTimeout(f"episode {group.group_id}.{sample} did not finish within {limit}") from None
 
     def _spawn(self, group: asyncio.TaskGroup, work: Coroutine[Any, Any, None], name: str) -> None:
         task = group.create_task(work, name=name)

@@ -1,4 +1,4 @@
-"""Conversations to learn from, out of JSONL or Parquet. Every error names the file, the line and the way out."""
+"""Reads conversations to fine-tune on from JSONL or Parquet. Every error names the file, the line and what to do."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ SUFFIXES = (".jsonl", ".parquet")
 
 
 class Chat(NamedTuple):
-    """One conversation. ``tools`` are JSON schemas; ``place`` says where it stands, for errors."""
+    """One conversation. ``tools`` are JSON schemas; ``place`` is its file and line, for errors."""
 
     messages: list[Message]
     tools: list[dict[str, Any]]
@@ -24,9 +24,9 @@ class Chat(NamedTuple):
 
 
 def read_chats(path: str) -> Iterator[Chat]:
-    """All conversations of a file with the columns ``messages`` and, if it likes, ``tools``.
+    """Yield the conversations of a file with a column ``messages`` and, optionally, ``tools``.
 
-    Raises DataError for the first that cannot be learned from, and for a file that is missing or empty.
+    Raises DataError for the first that cannot be trained on, and for a file that is missing or empty.
     """
     file = Path(path)
     if not file.is_file():
@@ -43,7 +43,7 @@ def read_chats(path: str) -> Iterator[Chat]:
 
 
 def to_chat(row: dict[str, Any], place: str) -> Chat:
-    """A row as a Chat: tool calls' arguments as mappings, as most chat templates want them, and no missing content."""
+    """Convert a row: tool-call arguments become mappings, as most chat templates need, and missing content is empty."""
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{place}: needs `messages`, a list of {{role, content}}, got {messages!r:.80}")
@@ -57,7 +57,7 @@ def to_chat(row: dict[str, Any], place: str) -> Chat:
 
 
 def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Objects of a JSONL file with their line, counted from 1. Blank lines hold none."""
+    """Yield the objects of a JSONL file with their line, counted from 1; blank lines are skipped."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -77,7 +77,7 @@ def _parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Arrow gives every struct all keys that any struct of its column has."""
+    """Drop keys without a value: Arrow gives every struct all keys that any struct of its column has."""
     if isinstance(value, dict):
         return {key: _without_nulls(part) for key, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
@@ -104,7 +104,7 @@ def _message(value: Any, place: str) -> Message:
 
 
 def _call(call: Any, place: str) -> dict[str, Any]:
-    """OpenAI's form of a call, ``{"type": "function", "function": {"name", "arguments"}}``, or only its inside."""
+    """Convert a call: OpenAI's ``{"type": "function", "function": {"name", "arguments"}}``, or its inner object."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(f"{place}: a tool call needs function.name and function.arguments, got {call!r:.80}")

@@ -1,4 +1,4 @@
-"""Preference pairs out of Parquet or JSONL. Every error names the file, the row and the column."""
+"""Reads preference pairs from Parquet or JSONL. Every error names the file, the row and the column."""
 
 import math
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ Message = dict[str, Any]
 
 
 class Pair(NamedTuple):
-    """Two conversations of which the first is better. ``margin`` None: the row has none. ``place``: file and row."""
+    """Two conversations of which the first is better. ``margin`` may be None; ``place`` is file and row."""
 
     chosen: list[Message]
     rejected: list[Message]
@@ -19,13 +19,13 @@ class Pair(NamedTuple):
 
     @property
     def prompt(self) -> str:
-        """What stands before the first answer, for keeping pairs of one prompt together."""
+        """Everything before the first answer, by which pairs of one prompt are kept together."""
         spoken = (i for i, message in enumerate(self.chosen) if message["role"] == "assistant")
         return repr(self.chosen[: next(spoken, None)])
 
 
 def read_pairs(path: str) -> list[Pair]:
-    """All pairs of a file. Raises DataError for the first row that is none."""
+    """Read all pairs of a file. Raises DataError for the first row that is not a pair."""
     rows = open_rows(path)
     if rows.generated:
         raise DataError(f"{path}: preference pairs come from a Parquet or JSONL file")
@@ -33,10 +33,10 @@ def read_pairs(path: str) -> list[Pair]:
 
 
 def to_pair(row: dict[str, Any], place: str) -> Pair:
-    """A row as a Pair.
+    """Convert a row.
 
-    Columns: chosen and rejected, as messages or as what the assistant said; prompt, put before both, which whole
-    conversations do without; margin, a number.
+    Columns: chosen and rejected, as messages or as the assistant's text; prompt, which is put before both and which
+    whole conversations do not need; margin, a number.
     """
     given = row.get("prompt")
     prompt = [] if given is None else as_messages(given, place, "prompt")

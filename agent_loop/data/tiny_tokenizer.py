@@ -1,4 +1,4 @@
-"""Makes a tokenizer of a few hundred tokens out of demonstrations, for models small enough to train on a laptop."""
+"""Trains a tokenizer of a few hundred tokens on demonstrations, for models small enough to train on a laptop."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,7 +31,7 @@ CHAT_TEMPLATE = """\
 
 
 def read_demos(path: str | Path) -> list[list[dict[str, str]]]:
-    """The conversations of a demonstrations file. Raises DataError when it is missing or has no ``messages``."""
+    """Read a file of demonstrations. Raises DataError if it is missing or has no ``messages``."""
     try:
         rows = pq.read_table(path, columns=["messages"]).column("messages").to_pylist()
     except FileNotFoundError as error:
@@ -49,7 +49,7 @@ def read_demos(path: str | Path) -> list[list[dict[str, str]]]:
 def train_tokenizer(
     conversations: Iterable[Sequence[dict[str, str]]], vocab_size: int, *, model_max_length: int = 4096
 ) -> PreTrainedTokenizerFast:
-    """A byte-pair tokenizer of at most ``vocab_size`` tokens with single digits and a Qwen-style chat template.
+    """Train a byte-pair tokenizer of at most ``vocab_size`` tokens, with single digits and a Qwen-style chat template.
 
     Characters that occur neither in the conversations nor in the basic alphabet have no token and are dropped.
     """
@@ -63,7 +63,7 @@ def train_tokenizer(
         show_progress=False,
     )
     tokenizer.train_from_iterator(_pieces(conversations), trainer)
-    # The tags are text that the loop must see again, so decoding may not skip them.
+    # The loop parses the tags in decoded text, so decoding must not skip them.
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in _TAGS])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -76,7 +76,7 @@ def train_tokenizer(
 
 
 def _pieces(conversations: Iterable[Sequence[dict[str, str]]]) -> Iterator[str]:
-    """The stretches between special tokens and between roles, so that no learned token reaches across."""
+    """Yield the text between special tokens and roles, so that no learned token spans them."""
     tags = re.compile("|".join(map(re.escape, _TAGS)))
     for conversation in conversations:
         for message in conversation:

@@ -38,7 +38,7 @@ class ToyTask(NamedTuple):
 
 
 class ToyTaskKind(NamedTuple):
-    """How to draw a task and a demonstration of it. ``agent`` is the loop that runs it."""
+    """How to draw a task and a demonstration of it. ``agent`` is the name of its loop."""
 
     agent: str
     ability: str
@@ -105,7 +105,7 @@ def make_pairs(name: str, folder: str | Path, *, pairs: int = 16384, held_out: i
 
 
 def _held_out(kind: ToyTaskKind, random_source: random.Random, count: int) -> dict[str, ToyTask]:
-    """``count`` samples by their prompts."""
+    """Draw ``count`` tasks with different prompts, keyed by prompt."""
     samples: dict[str, ToyTask] = {}
     while len(samples) < count:
         sample = kind.sample(random_source)
@@ -126,12 +126,12 @@ def _row(name: str, split: str, index: int, sample: ToyTask) -> dict[str, Any]:
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write whole or not at all: another process may be waiting for the file to appear."""
+    """Write the file atomically, since another process may be waiting for it to appear."""
     with written_whole(path) as partial:
         pq.write_table(pa.Table.from_pylist(rows), partial)
 
 
-# --- what the demonstrations are made of ----------------------------------------------------------------------------
+# --- parts of demonstrations ----------------------------------------------------------------------------
 
 
 def _assistant(text: str) -> Message:
@@ -148,19 +148,19 @@ def _call(name: str, **arguments: str) -> str:
 
 
 def _broken(call: str) -> str:
-    """The call without its last brace, which no parser accepts."""
+    """Drop the call's last brace, so that no parser accepts it."""
     return call.replace('"}}', '"}')
 
 
 def _corrupt(text: str, random_source: random.Random) -> str:
-    """``text`` with one character replaced by another digit or operator."""
+    """Replace one character by a digit or operator, possibly by itself."""
     at = random_source.randrange(len(text))
     new = str(random_source.randint(1, 9)) if text[at].isdigit() else random_source.choice("+-*")
     return text[:at] + new + text[at + 1 :]
 
 
 def _other(text: str, random_source: random.Random) -> str:
-    """``_corrupt``, and really another text."""
+    """Apply ``_corrupt`` until the text differs."""
     while (other := _corrupt(text, random_source)) == text:
         pass
     return other

@@ -1,8 +1,8 @@
-"""Conversations as token ids, and which of them the assistant said: those are learned, with the token that ends a turn.
+"""Encodes conversations and marks the assistant's tokens, which are trained on with the token that ends each turn.
 
-A template that marks what is generated (``{% generation %}``) says so itself. With any other, a turn begins where the
-rendering of all before it ends, and goes up to the token that ends it. What stands before a turn is encoded on its own,
-as an engine would get it, so the tokens that are learned are those that the model is to sample.
+Chat templates may mark them (``{% generation %}``). With any other template, a turn starts where the rendering of
+everything before it ends and extends to its end-of-turn token. The text before a turn is encoded on its own, as an
+engine would get it, so the model is trained on the very tokens that it is to sample.
 """
 
 import json
@@ -22,14 +22,17 @@ _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatTokens(NamedTuple):
-    """Both [T]."""
+    """A conversation's token ids, and which of them are trained on; both [T]."""
 
     ids: np.ndarray  # int32
     learned: np.ndarray  # bool
 
 
 class ChatEncoder:
-    """Encodes with one tokenizer. Raises ConfigError if its chat template ends no turn with a special token."""
+    """Encodes with one tokenizer.
+
+    Raises ConfigError if its chat template neither marks turns nor ends them with a special token.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
@@ -41,13 +44,13 @@ class ChatEncoder:
             self._renderer = ChatRenderer(tokenizer)
         except (ValueError, jinja2.TemplateError) as error:
             raise ConfigError(
-                f"model.path: where an assistant's turn ends cannot be told: {error}; put {{% generation %}} and "
+                f"model.path: the end of an assistant's turn cannot be determined: {error}; put {{% generation %}} and "
                 "{% endgeneration %} around what the assistant says in the chat template"
             ) from error
         self._end = self._renderer.decode([self._renderer.end_of_turn])
 
     def encode(self, chat: Chat) -> ChatTokens:
-        """Raises DataError, naming the conversation, if what is to be learned cannot be told."""
+        """Encode a conversation. Raises DataError, naming it, if the assistant's tokens cannot be determined."""
         try:
             tokens = self._encode(chat)
         except (jinja2.TemplateError, TypeError, ValueError) as error:
@@ -72,7 +75,7 @@ class ChatEncoder:
         return ChatTokens(np.array(ids, np.int32), np.array(learned, bool))
 
     def _pieces(self, chat: Chat) -> Iterator[tuple[str, bool]]:
-        """The conversation's text up to the end of its last assistant turn, cut at the borders of such turns."""
+        """Yield the text up to the end of the last assistant turn, piece by piece; True marks the assistant's."""
         whole, done = self._render(chat, len(chat.messages)), 0
         for number, message in enumerate(chat.messages):
             place = f"{chat.place}, message {number}"
@@ -100,7 +103,7 @@ class ChatEncoder:
             yield whole[len(before) : done], True
 
     def _render(self, chat: Chat, count: int) -> str:
-        """The first ``count`` messages; unless these are all, with the opening of an assistant's turn."""
+        """Render the first ``count`` messages and, unless these are all, the opening of an assistant's turn."""
         return str(
             self._tokenizer.apply_chat_template(
                 chat.messages[:count],

@@ -1,4 +1,4 @@
-"""One conversation in progress: what was said, and the tokens exactly as they were sampled."""
+"""An episode in progress: its messages, and its tokens exactly as they were sampled."""
 
 import asyncio
 import time
@@ -16,9 +16,9 @@ from rl_async.rollout_server.api import GenerateRequest, Generator
 
 
 class Episode:
-    """What a loop works with: ``generate`` lets the model speak, ``call`` runs tools, ``add`` says something to it.
+    """What a loop drives: ``generate`` samples a turn, ``call`` runs tools, ``add`` appends messages of others.
 
-    Sampled tokens are only ever appended to, never made from text again.
+    Sampled tokens are only ever appended to, never re-tokenised from text.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Episode:
         self._row = RowTokens(renderer.prompt(self.messages, self.schemas))
         if len(self._row) >= self._limit:
             raise DataError(
-                f"task {self.task.task_id}: its prompt has {len(self._row)} tokens and leaves no room within "
+                f"task {self.task.task_id}: its prompt of {len(self._row)} tokens leaves no room to answer within "
                 f"{self._limit} (agent.max_tokens, rollout.max_model_len)"
             )
         for message in self.messages:
@@ -56,7 +56,7 @@ class Episode:
 
     @property
     def text(self) -> str:
-        """What the last turn says."""
+        """The text of the last turn."""
         return self.turns[-1].text
 
     def tool_calls(self) -> list[ParsedCall]:
@@ -64,7 +64,7 @@ class Episode:
         return self._renderer.format.parse(self.text)
 
     async def generate(self) -> str:
-        """Let the model take a turn. Why it ended: ``stop``, ``length`` or ``abort``."""
+        """Sample a turn of the model; return why it ended: ``stop``, ``length`` or ``abort``."""
         room = min(self.config.rollout.max_tokens, self._limit - len(self._row))
         if room <= 0:
             return "length"
@@ -88,7 +88,7 @@ class Episode:
         return result.finish_reason
 
     def add(self, messages: Sequence[Message]) -> bool:
-        """Append messages of others and open the next assistant turn. False, and nothing added, if there is no room."""
+        """Append messages and open the next assistant turn. If they do not fit, append nothing and return False."""
         delta = self._renderer.delta(messages)
         start = len(self._row)
         if start + len(delta) >= self._limit:
@@ -100,7 +100,7 @@ class Episode:
         return True
 
     async def call(self, calls: Sequence[ParsedCall]) -> list[Message]:
-        """Run the calls side by side; a message for each, in order. Calls and results are noted in the last turn."""
+        """Run the calls concurrently and record them in the last turn; return a message for each, in order."""
         began = time.monotonic()
         agent = self.config.agent
         done = await asyncio.gather(*(self._call_one(call, i) for i, call in enumerate(calls)))
@@ -127,11 +127,11 @@ class Episode:
         return result, time.monotonic() - began
 
     def drift(self) -> int | None:
-        """Position of the first token that the full chat template would have otherwise; None: all agree."""
+        """Return the first token's position that differs from the chat template of the whole conversation, or None."""
         return self._renderer.check(self.messages, self._row.token_ids, self.schemas)
 
     def trajectory(self, finish_reason: str) -> Trajectory:
-        """The row to train on, not scored yet."""
+        """Return the row to train on, which has no reward yet."""
         group = self._group
         return Trajectory(
             task_id=self.task.task_id,
@@ -152,7 +152,7 @@ class Episode:
 
 
 def policy_sampling(config: RunConfig, partition: str) -> Sampling:
-    """The distribution that a partition's tokens are drawn from."""
+    """Return the distribution from which a partition's tokens are sampled."""
     if partition == "eval":
         return Sampling(temperature=config.eval.temperature)
     rollout = config.rollout

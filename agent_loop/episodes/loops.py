@@ -20,12 +20,12 @@ Loop = Callable[[Episode], Awaitable[str]]
 
 
 async def single_turn(episode: Episode) -> str:
-    """One answer, whatever it says."""
+    """Sample one answer, whatever it says."""
     return await episode.generate()
 
 
 async def tool_agent(episode: Episode) -> str:
-    """Answer tool calls until the model speaks without one, or the turns or tokens are used up."""
+    """Answer tool calls until a turn has none, or turns or tokens are used up."""
     for turns_left in reversed(range(episode.config.agent.max_turns)):
         reason = await episode.generate()
         if reason != "stop":
@@ -46,7 +46,7 @@ LOOPS: dict[str, Loop] = {"single_turn": single_turn, "single_turn_agent": singl
 
 @functools.cache
 def get_loop(name: str) -> Loop:
-    """A built-in loop, or the user's coroutine function. Raises ConfigError when there is none."""
+    """Return a built-in loop or the user's coroutine function. Raises ConfigError if there is none."""
     if is_user_reference(name):
         loop = load_user_object(name, "agent.loop")
         if not inspect.iscoroutinefunction(loop):

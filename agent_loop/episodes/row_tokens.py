@@ -1,4 +1,4 @@
-"""The tokens of one row as they come: said to the policy, or sampled by it."""
+"""The tokens of one row: those given to the policy, and those that it sampled."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from rl_async.rollout_server.api import GenerateResult
 
 
 class RowTokens:
-    """Grows at its end only; nothing that stands in it is ever changed."""
+    """An append-only sequence of tokens with loss mask, log-probabilities and versions."""
 
     def __init__(self, token_ids: Sequence[int] = ()) -> None:
         self.token_ids: list[int] = []
@@ -24,13 +24,13 @@ class RowTokens:
         return len(self.token_ids)
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Tokens that the policy did not sample here: they do not train."""
+        """Append tokens that the policy did not sample; they are masked out of the loss."""
         self.token_ids += token_ids
         self._mask += [False] * len(token_ids)
         self._logprobs += [0.0] * len(token_ids)
 
     def add_sampled(self, result: GenerateResult) -> None:
-        """Tokens exactly as an engine returned them."""
+        """Append sampled tokens exactly as an engine returned them, merging runs of one version."""
         self.token_ids += result.token_ids
         self._mask += [True] * len(result.token_ids)
         self._logprobs += result.logprobs
@@ -42,7 +42,7 @@ class RowTokens:
         self._sampled += len(result.token_ids)
 
     def arrays(self) -> dict[str, Any]:
-        """The fields of a Trajectory that say what was sampled: token_ids, loss_mask, logprobs, versions."""
+        """Return the fields token_ids, loss_mask, logprobs and versions of a Trajectory."""
         return {
             "token_ids": np.array(self.token_ids, np.int32),
             "loss_mask": np.array(self._mask, np.bool_),

@@ -18,11 +18,11 @@ log = logging.getLogger("rl_async.agent_loop")
 
 
 class EpisodeRunner:
-    """Runs episodes of one config. Raises ConfigError at once for loops, tools or environments that do not exist."""
+    """Runs episodes of one config. Its constructor raises ConfigError for missing loops, tools or environments."""
 
     def __init__(self, config: RunConfig, renderer: ChatRenderer, generator: Generator) -> None:
         self._config, self._renderer, self._generator = config, renderer, generator
-        self._random = random.Random(config.seed)  # chooses which episodes are checked
+        self._random = random.Random(config.seed)  # chooses the episodes whose rendering is checked
         get_loop(config.agent.loop)
         for name in config.agent.tools:
             get_tool(name)
@@ -30,10 +30,10 @@ class EpisodeRunner:
         self._environment: EnvironmentFactory | None = get_environment(environment) if environment else None
 
     async def run(self, group: LeasedGroup, sample: int) -> Trajectory:
-        """One episode, from the prompt to a trajectory without a reward.
+        """Run one episode, from the prompt to a trajectory without a reward.
 
-        Raises what the engines raise (EngineError), what a user's loop or environment raises, and ConfigError or
-        DataError when the task asks for what does not exist.
+        Raises EngineError, whatever a user's loop or environment raises, and ConfigError or DataError if the task names
+        what does not exist.
         """
         task = group.task
         loop = get_loop(task.agent or self._config.agent.loop)
@@ -60,8 +60,8 @@ class EpisodeRunner:
         at = episode.drift()
         if at is not None:
             log.warning(
-                "task %s: from token %d on, the turns as sampled differ from the chat template of the whole "
-                "conversation; the model is trained on what was sampled",
+                "task %s: from token %d on, the episode's tokens differ from the chat template of the whole "
+                "conversation; the model is trained on the tokens as sampled",
                 episode.task.task_id,
                 at,
             )

@@ -14,7 +14,7 @@ _BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def evaluate(expression: str) -> int:
-    """The value of ``expression``. Raises ValueError("bad expression") for anything but + - * ( ) and digits."""
+    """Evaluate ``expression``. Raises ValueError("bad expression") for anything but + - * ( ) and digits."""
     if not _ALLOWED.fullmatch(expression):
         raise ValueError("bad expression")
     try:

@@ -1,4 +1,4 @@
-"""Typed functions as tools: their schema for the model, their call with a deadline."""
+"""Typed functions as tools: a schema for the model, and calls with a deadline."""
 
 import asyncio
 import copy
@@ -16,29 +16,29 @@ log = logging.getLogger("rl_async.agent_loop")
 
 
 class ToolResult(NamedTuple):
-    """What a call gave: ``text`` for the model, and ``error``, empty when the call succeeded."""
+    """The result of a call: ``text`` for the model, and ``error``, empty if the call succeeded."""
 
     text: str
     error: str = ""
 
 
 class Tool:
-    """A function that the model may call. Its parameters' types decide which arguments are accepted.
+    """A function that the model may call. Arguments are checked against its parameters' types.
 
-    ``quick`` functions are so short that they run on the event loop; other plain functions run in a thread, coroutine
-    functions are awaited. Raises ConfigError for parameters without types.
+    ``quick`` functions run on the event loop, other plain functions in a thread; coroutine functions are awaited.
+    Raises ConfigError for parameters without types.
     """
 
     def __init__(self, function: Callable[..., Any], *, name: str = "", quick: bool = False) -> None:
         self.name = name or function.__name__
         self.function = function
         self.quick = quick
-        self._said: set[str] = set()  # places whose errors were logged
+        self._logged: set[str] = set()  # places in the code whose errors were logged
         self.arguments = _arguments_struct(self.name, function)
         self.schema = _schema(self.name, function, self.arguments)
 
     async def call(self, arguments: dict[str, Any], *, timeout_s: float) -> ToolResult:
-        """Run it. Whatever goes wrong becomes a result with an error, as a message to the model."""
+        """Call the function. Any failure becomes a result with an error, as a message to the model."""
         try:
             accepted = msgspec.convert(arguments, self.arguments)
         except msgspec.ValidationError:
@@ -48,21 +48,21 @@ class Tool:
             return ToolResult(_text(await self._run(named, timeout_s)))
         except TimeoutError:
             return _failed("timeout")
-        # A tool is the user's code and may raise anything; what it raises belongs to the model, not to the run.
+        # A tool is the user's code and may raise anything; its errors go to the model and do not end the run.
         except Exception as error:
             self._log_once(error)
             return _failed(str(error) or type(error).__name__)
 
     def _log_once(self, error: Exception) -> None:
-        """Each place that raises, once: a model calls a tool wrongly thousands of times."""
+        """Log an error once per place that raised it, since a model may call a tool wrongly thousands of times."""
         at = error.__traceback__
         while at is not None and at.tb_next is not None:
             at = at.tb_next
         place = f"{at.tb_frame.f_code.co_filename}:{at.tb_lineno}" if at is not None else "?"
-        if place not in self._said:
-            self._said.add(place)
+        if place not in self._logged:
+            self._logged.add(place)
             kind = type(error).__name__
-            log.warning("tool %s raised %s in %s (not said again): %s", self.name, kind, place, error)
+            log.warning("tool %s raised %s in %s (logged once): %s", self.name, kind, place, error)
 
     async def _run(self, named: dict[str, Any], timeout_s: float) -> Any:
         if self.quick:
@@ -70,11 +70,11 @@ class Tool:
         async with asyncio.timeout(timeout_s):
             if inspect.iscoroutinefunction(self.function):
                 return await self.function(**named)
-            # a thread of its own: a call that never returns takes no place from others, nor at exit
+            # a thread of its own, so that a call that never returns blocks neither other calls nor the process's exit
             return await asyncio.wrap_future(in_daemon_thread(lambda: self.function(**named), "tool"))
 
     def bound(self, function: Callable[..., Any]) -> Self:
-        """The same tool with another function behind it, such as an environment's method."""
+        """Return the same tool with another function, such as a method of an environment."""
         other = copy.copy(self)
         other.function = function
         return other
@@ -89,7 +89,7 @@ def _text(value: Any) -> str:
 
 
 def _arguments_struct(name: str, function: Callable[..., Any]) -> type[msgspec.Struct]:
-    """A struct with the function's parameters; unknown arguments are refused. Raises ConfigError for untyped ones."""
+    """Make a struct of the parameters, refusing unknown arguments. Raises ConfigError for parameters without types."""
     hints = get_type_hints(function)
     fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
     for parameter in inspect.signature(function).parameters.values():
@@ -105,7 +105,7 @@ def _arguments_struct(name: str, function: Callable[..., Any]) -> type[msgspec.S
 
 
 def _schema(name: str, function: Callable[..., Any], arguments: type[msgspec.Struct]) -> dict[str, Any]:
-    """The tool in the form that chat templates take."""
+    """Return the tool's JSON schema in the form that chat templates take."""
     (reference,), components = msgspec.json.schema_components([arguments])
     parameters = components[reference["$ref"].rpartition("/")[2]]
     parameters = {key: parameters[key] for key in ("type", "properties", "required")}

@@ -130,5 +130,5 @@ def test_every_role_as_a_step_on_hosts_with_addresses_of_their_own(tmp_path: Pat
     assert all(row["correction/logprob_diff_max"] < 1e-4 for row in metrics if row["staleness/max"] == 0)
     queue_port = int(json.loads((run / "endpoints.json").read_text())["queue"].rpartition(":")[2])
     assert f"added-{queue_port + 2}-" in (run / "logs" / "engines.log").read_text(), "the far engine took the weights"
-    handed_over = re.search(r"(\d+) trajectories handed over, 0 failed", (run / "logs" / "worker-1.log").read_text())
+    handed_over = re.search(r"(\d+) trajectories put, 0 samples failed", (run / "logs" / "worker-1.log").read_text())
     assert handed_over is not None and int(handed_over[1]) > 0, "the far worker reached queue and engines"

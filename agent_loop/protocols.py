@@ -1,0 +1,21 @@
+"""What agent workers and gateways need of the transfer queue and of the reward service."""
+
+from collections.abc import Awaitable
+from typing import Protocol
+
+from rl_async.messages import Done, Leased, Refused, Task, Trajectory
+
+
+class SampleQueue(Protocol):
+    """The agents' verbs of the transfer queue."""
+
+    async def lease(self, max_groups: int, wait_s: float) -> Leased: ...
+    async def renew(self) -> Done: ...
+    def put(self, *rows: Trajectory) -> Awaitable[Done | Refused]: ...
+    async def fail(self, group_id: int, sample: int, attempt: int, error: str) -> Done | Refused: ...
+
+
+class RewardScorer(Protocol):
+    """Fills in a trajectory's reward."""
+
+    async def score(self, task: Task, trajectory: Trajectory) -> None: ...
