@@ -130,11 +130,11 @@ async def test_errors_of_users_loops_fail_the_sample(renderer: ChatRenderer, tmp
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "named"),
     [
         (
             "await asyncio.sleep(60)",
-            "EpisodeTimeout: episode 7.0 did not finish within 0.5 s (agent.episode_timeout_s)",
+            "EpisodeTimeout: .*agent.episode_timeout_s",
         ),
         ("raise TimeoutError('own')", "TimeoutError: own"),
     ],
