@@ -1,4 +1,4 @@
-"""``rl-async config ...`` and ``rl-async data ...``."""
+"""``rl-async config ...`` and ``rl-async data ...``: commands about presets, configs and data sets."""
 
 import argparse
 from pathlib import Path
@@ -7,7 +7,6 @@ from rl_async.launcher.cli.options import add_overrides
 
 
 def add_config_commands(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands of ``rl-async config``."""
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("list", help="the presets").set_defaults(command=_list)
     show = commands.add_parser("show", help="a preset or file with every value")
@@ -49,7 +48,6 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def add_data_commands(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands of ``rl-async data``."""
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     make = commands.add_parser("make", help="write tasks, held-out tasks and demonstrations as Parquet")
     make.add_argument("name", metavar="NAME", help="calculator, shop or sort; calculator-pairs: preference pairs")

@@ -8,8 +8,7 @@ from rl_async.launcher.cli.options import add_config, add_run
 
 
 def add_show(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``rl-async show``."""
-    parser.description = "Of the rows asked for, the most corrected one is shown token by token."
+    parser.description = "Show the trajectories of a step; of the selected rows, the most corrected one token by token."
     add_run(parser)
     parser.add_argument("--step", type=int, help="default: the newest")
     parser.add_argument("--group", type=int, help="only the rows of this group")
@@ -25,7 +24,6 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``rl-async doctor``."""
     parser.description = "Diagnose a run that hangs, is slow or failed; or check this machine. See docs/diagnosis.md."
     parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="run folder; without it, check this machine")
     parser.add_argument("--config", metavar="NAME|PATH", help="check this machine for a preset or a YAML file")
@@ -48,7 +46,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``rl-async plan``."""
     parser.description = "Simulate the run on N devices for each mode and split. See docs/planner.md."
     add_config(parser)
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="devices, one process each")
@@ -67,7 +64,6 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def add_audit(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``rl-async audit``."""
     add_run(parser)
     parser.set_defaults(command=_audit)
 

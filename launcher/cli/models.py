@@ -20,7 +20,6 @@ SFT_KEYS = {  # config key of each option of `rl-async sft`
 
 
 def add_sft(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``rl-async sft``."""
     parser.description = (
         "Fine-tune --model on the conversations in --data and write --out; given again, an interrupted run goes on. "
         "Or, with the --config of a preset alone, make its data and warm-started model. See docs/sft.md."
@@ -70,7 +69,6 @@ def _sft(arguments: argparse.Namespace) -> int:
 
 
 def add_reward_model(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``rl-async reward-model``."""
     parser.description = "Train a sequence classifier with one label to tell chosen from rejected (Bradley-Terry)."
     add = parser.add_argument
     add("--pairs", required=True, metavar="FILE", help="Parquet or JSONL: chosen, rejected; optional prompt, margin")
@@ -96,7 +94,6 @@ def _reward_model(arguments: argparse.Namespace) -> int:
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``rl-async export``."""
     add_run(parser)
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write, which must not exist")
     parser.add_argument("--step", type=int, help="default: the newest checkpoint")

@@ -1,4 +1,4 @@
-"""Options that several commands take."""
+"""Options that several commands share: a config, overrides of its keys, a run folder."""
 
 import argparse
 from pathlib import Path
@@ -16,5 +16,4 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run(parser: argparse.ArgumentParser, text: str = "run folder") -> None:
-    """Add the positional folder of a run."""
     parser.add_argument("run", type=Path, metavar="RUN", help=text)

@@ -10,7 +10,6 @@ LAUNCHERS = ("local", "ray")
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``rl-async launch``."""
     parser.description = "Train. Ctrl-C ends the run cleanly."
     parser.add_argument("--mode", choices=MODES, help="take turns on a device, or work side by side")
     add_config(parser)
@@ -50,7 +49,6 @@ def _launch(arguments: argparse.Namespace) -> int:
 
 
 def add_eval(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``rl-async eval``."""
     add_config(parser)
     parser.set_defaults(command=_evaluate)
 
@@ -63,7 +61,6 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def add_gateway(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``rl-async gateway``."""
     parser.description = "An OpenAI-compatible gateway; each episode gets a base_url of its own. See docs/gateway.md."
     add_run(parser, "folder of a running run")
     parser.add_argument("--host", default="", help="address to listen on (default: agent.gateway.host, or loopback)")

@@ -74,7 +74,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that was observed of a run at one moment."""
 
     run: str
-    launcher: int | None  # its pid; None: nobody supervises the run
+    launcher: int | None  # its pid; None: the run has no launcher
     launcher_state: str = "S"
     processes: tuple[ObservedProcess, ...] = ()
     ranks: tuple[ObservedRank, ...] = ()

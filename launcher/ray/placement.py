@@ -77,10 +77,10 @@ def groups(plan: Plan, threads: int, *, shared: bool) -> tuple[NodeGroup, ...]:
 
 
 def _bundles(plan: Plan, threads: int, shared: bool) -> list[Bundle]:
-    together: dict[str, list[ProcessSpec]] = {}
+    by_device: dict[str, list[ProcessSpec]] = {}
     for spec in plan.processes:
-        together.setdefault(spec.name if spec.device == "cpu" else spec.device, []).append(spec)
-    return [_bundle(plan, specs, threads, shared) for specs in together.values()]
+        by_device.setdefault(spec.name if spec.device == "cpu" else spec.device, []).append(spec)
+    return [_bundle(plan, specs, threads, shared) for specs in by_device.values()]
 
 
 def _trains(plan: Plan, spec: ProcessSpec) -> bool:

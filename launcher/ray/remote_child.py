@@ -26,7 +26,7 @@ class KeeperSilent(RlAsyncError):
 
 
 class KeeperClient(Protocol):
-    """Calls the methods of one keeper."""
+    """Calls the methods of one keeper, over whatever connects it to the launcher."""
 
     async def ask(self, method: str, *arguments: Any, timeout_s: float = ANSWER_S) -> Any:
         """Call a method of the keeper. Raises UserError as it does, KeeperGone, or KeeperSilent after ``timeout_s``."""
@@ -63,7 +63,7 @@ class RemoteChild:
         return self._code
 
     async def stop(self, timeout_s: float) -> int:
-        """Send SIGTERM, and kill it after ``timeout_s``."""
+        """Send SIGTERM to the process, and kill it after ``timeout_s``."""
         if self._code is None:
             with suppress(KeeperGone, KeeperSilent):  # then the loop below finds that it is lost
                 await self._client.ask("stop", timeout_s, timeout_s=timeout_s + ANSWER_S)

@@ -40,7 +40,7 @@ class ThisMachine:
         self._exits = ExitStack()
 
     def open(self) -> None:
-        """Open the pipe whose end tells the processes that this one is gone."""
+        """Open the pipe by whose end the processes notice that this one is gone."""
         self._lifeline = self._exits.enter_context(Lifeline())
 
     def close(self) -> None:

@@ -123,7 +123,7 @@ class Child:
         return code
 
     async def stop(self, timeout_s: float) -> int:
-        """Send SIGTERM, and kill it after ``timeout_s``."""
+        """Send SIGTERM to the process, and kill it after ``timeout_s``."""
         if self.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)

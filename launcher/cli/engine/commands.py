@@ -9,7 +9,6 @@ from rl_async.launcher.cli.options import add_run
 
 
 def add_engine_commands(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands of ``rl-async engine``."""
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     verify = commands.add_parser("verify", help="do its log-probabilities agree with a plain forward pass?")
     verify.add_argument("url", metavar="URL", help="of an embedded engine, of vLLM with --enable-scale-out, or SGLang")

@@ -9,7 +9,6 @@ TIMEOUT_S = 60.0
 
 
 def add_queue_commands(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands of ``rl-async queue`` and their arguments."""
     parser.description = "Inspect the transfer queue of a running run and act on it, or serve one without a run."
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
