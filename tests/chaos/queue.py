@@ -7,7 +7,6 @@ round these files must agree: nothing acknowledged lost, nothing trained twice, 
 import argparse
 import json
 import random
-import socket as sockets
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.rollout import RolloutConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH, GROUP, STALENESS, STEPS = 2, 2, 1, 1_000_000
@@ -54,9 +54,7 @@ class Processes:
     def _address(self, role: str) -> str:
         """Where a role listens, the same each time it is started."""
         if role not in self._addresses:
-            with sockets.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                self._addresses[role] = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+            self._addresses[role] = f"tcp://127.0.0.1:{free_port()}"
         return self._addresses[role]
 
     def kill(self, role: str) -> None:

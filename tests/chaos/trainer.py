@@ -10,7 +10,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from rl_async.configs.schema.run import DebugConfig, RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.monitoring.records import write_trajectories
 from tests.conftest import make_model, make_rows
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
@@ -37,9 +37,7 @@ END_S = 300.0
 
 def start(run: Path, *more: str) -> list["subprocess.Popen[bytes]"]:
     """Both ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     group = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "rl_async.trainer", "--run", str(run), "--replay", str(run.parent), *more]
     ranks = []

@@ -1,6 +1,5 @@
 """A queue on a free port, and a trainer's and a bare connection to it."""
 
-import socket as sockets
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -8,6 +7,7 @@ import zmq
 
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from tests.contracts.queue.peers import FREE_PORT, SETTINGS, RunningQueue
+from tests.support.ports import free_port
 
 
 @pytest.fixture
@@ -15,9 +15,7 @@ def make_address() -> Callable[[], str]:
     """Another free one each time it is called."""
 
     def make() -> str:
-        with sockets.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        return f"tcp://127.0.0.1:{free_port()}"
 
     return make
 

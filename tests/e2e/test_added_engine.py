@@ -1,7 +1,6 @@
 """An engine that somebody adds to a run that is going on, and takes away again; and one that is added and killed."""
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import psutil
 import pytest
 
 from tests.e2e.command import HARDLY_WARM, RL_ASYNC
+from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 SMALL = [
@@ -72,9 +72,7 @@ def test_an_added_engine_gets_weights_then_requests_and_may_leave_or_die(workpla
     launched = start(RL_ASYNC, "launch", "--mode", "disaggregated", "--config", "calculator", "--name", "mine", *SMALL)
     metrics = run / "metrics.jsonl"
     until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2, "no step was trained")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     assert "no embedded engine answers" in engine(workplace, "add", "runs/mine", url, "--engine", "embedded").stderr
     added = start(

@@ -22,7 +22,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes.ranks import free_ports
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 IMPORTED = [
@@ -97,7 +97,7 @@ class Forked:
 
 def start_ranks(module: str, *arguments: str, ranks: int, environment: Mapping[str, str] | None = None) -> list[Forked]:
     """Fork ``module`` once per rank of one process group, each with one thread."""
-    (port,) = free_ports(1)
+    port = str(free_port())
     group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     shared = group | dict(environment or {})
     return [Forked(module, *arguments, environment=shared | {"RANK": str(rank)}) for rank in range(ranks)]

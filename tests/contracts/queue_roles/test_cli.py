@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket as sockets
 import subprocess
 import sys
 import urllib.request
@@ -20,6 +19,7 @@ from rl_async.messages import Inspection, Task, ToolCall, Turn, Version
 from rl_async.process.endpoints import Endpoints, write_endpoints
 from rl_async.transfer_queue import SyncQueueClient, serve
 from tests.contracts.queue.peers import trajectory
+from tests.support.ports import free_port
 
 
 def tasks(count: int) -> list[Task]:
@@ -202,9 +202,7 @@ def test_a_served_queue_keeps_its_folder(tmp_path, capsys):
     )
     folder = tmp_path / "queue"
     command = [sys.executable, "-m", "rl_async.launcher.cli", "queue", "serve", str(folder), "--tasks", str(file)]
-    with sockets.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command += ["--metrics-port", str(port)]
     for number in range(2):
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

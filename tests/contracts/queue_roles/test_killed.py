@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import json
 import random
-import socket as sockets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,6 +33,7 @@ from rl_async.transfer_queue.client.async_client import QueueClient
 from rl_async.transfer_queue.reports.audit import audit
 from tests.contracts.queue.peers import trajectory
 from tests.contracts.queue_storage.journals import redis_server
+from tests.support.ports import free_port
 
 KILLS, STEPS, BATCH, GROUP = 4, 40, 2, 4
 CONFIG = RunConfig(
@@ -66,9 +66,7 @@ class Victim:
     """The queue's process at one address."""
 
     def __init__(self, run: Path) -> None:
-        with sockets.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        self.address = f"tcp://127.0.0.1:{free_port()}"
         command = [sys.executable, "-m", "rl_async.transfer_queue", "--run", str(run), "--address", self.address]
         self._command, self._run = command, run
         self.start()

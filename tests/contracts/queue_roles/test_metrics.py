@@ -1,6 +1,5 @@
 """Prometheus reads the queue over HTTP."""
 
-import socket as sockets
 import urllib.error
 import urllib.request
 
@@ -11,13 +10,12 @@ from rl_async.transfer_queue import SyncQueueClient, serve
 from rl_async.transfer_queue.reports.metrics import serve_metrics
 from rl_async.transfer_queue.state.tasks import numbered
 from tests.contracts.queue.peers import trajectory
+from tests.support.ports import free_port
 
 
 @pytest.fixture
 def port() -> int:
-    with sockets.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 def scrape(port: int, path: str = "/metrics") -> dict[str, float]:

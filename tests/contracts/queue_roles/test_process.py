@@ -21,6 +21,7 @@ from rl_async.messages import NotReady, Version
 from rl_async.transfer_queue.auth.keys import client_keys, provide_keys
 from rl_async.transfer_queue.client.async_client import QueueClient
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
+from tests.support.ports import free_port
 
 CONFIG = RunConfig(
     model=ModelConfig(path="no-model-needed"),
@@ -50,9 +51,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    with sockets.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number = probe.getsockname()[1]
+    number = free_port()
     yield number
 
 
@@ -62,9 +61,7 @@ def start(run: Path, port: int, host: str = "127.0.0.1") -> subprocess.Popen[str
 
 
 def test_the_process_answers_scrapes_on_the_configured_port(run, port):
-    with sockets.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        metrics_port = probe.getsockname()[1]
+    metrics_port = free_port()
     queue = msgspec.structs.replace(CONFIG.queue, metrics_port=metrics_port)
     (run / "config.yaml").write_text(dump(msgspec.structs.replace(CONFIG, queue=queue)))
     process = start(run, port)

@@ -1,7 +1,6 @@
 """Journals of all kinds for the contract tests, a real Redis server among them, and a store that writes one."""
 
 import shutil
-import socket as sockets
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.state.store import Store
 from rl_async.transfer_queue.state.tasks import Counted
 from rl_async.transfer_queue.state.transitions import Feed
+from tests.support.ports import free_port
 
 OpenJournal = Callable[[], Journal]
 SETTINGS = QueueSettings(steps=50, batch_groups=2, group_size=2, lease_s=30.0)
@@ -35,9 +35,7 @@ def redis_server(folder: Path, port: int = 0) -> Iterator[tuple[int, subprocess.
     if program is None:
         pytest.skip("no redis-server here; install it with: apt-get install redis-server")
     if not port:
-        with sockets.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
     options = ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--appendonly", "yes", "--save", ""]
     server = subprocess.Popen([program, *options], stdout=subprocess.DEVNULL)
     try:

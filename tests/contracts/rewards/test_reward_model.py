@@ -5,7 +5,6 @@ import json
 import math
 import random
 import signal
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -18,7 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForSequenceClassification
 
 from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
-from rl_async.agent_loop.data.toy_tasks import GENERATORS
+from rl_async.agent_loop.data.toy_tasks import KINDS
 from rl_async.configs.schema.reward import RewardModelConfig
 from rl_async.errors import ConfigError
 from rl_async.messages import Turn
@@ -26,6 +25,7 @@ from rl_async.reward_loop.api import Conversation, ScorerFailed
 from rl_async.reward_loop.scorers.model import RewardModel
 from rl_async.reward_loop.server import classifier
 from tests.support.forked import Forked
+from tests.support.ports import free_port
 
 START_S = 90.0
 LONGEST = 96
@@ -53,7 +53,7 @@ def make_classifier(folder: Path, tokenizer: PreTrainedTokenizerFast, labels: in
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    draw, generator = random.Random(0), GENERATORS["sort"]
+    draw, generator = random.Random(0), KINDS["sort"]
     samples = [generator.sample(draw) for _ in range(50)]
     demos = [[{"role": "user", "content": s.prompt}, *generator.demonstrate(s, draw)] for s in samples]
     return train_tokenizer(demos, 120)
@@ -68,12 +68,6 @@ def folder(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPath
 
 def start(path: Path, port: int) -> Forked:
     return Forked("rl_async.reward_loop.server", "--model", str(path), "--port", str(port), "--batch-size", "4")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

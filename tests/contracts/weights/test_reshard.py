@@ -7,15 +7,15 @@ from contextlib import contextmanager
 
 import pytest
 
-from benchmarks.processes.ranks import free_ports
 from tests.contracts.weights.reshard_rank import BUCKET, SCENARIOS, WORLD
 from tests.support.forked import Forked, start_ranks
+from tests.support.ports import free_port
 
 
 @contextmanager
 def ranks(mode: str) -> Iterator[list[Forked]]:
     """The processes, killed at the end."""
-    (store,) = free_ports(1)
+    store = str(free_port())
     processes = start_ranks(
         "tests.contracts.weights.reshard_rank", mode, ranks=WORLD, environment={"STORE_PORT": store}
     )

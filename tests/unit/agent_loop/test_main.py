@@ -1,7 +1,6 @@
 """The worker as a process, with a real queue and no engine: it starts, is leased nothing, and ends when told to."""
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
+from tests.support.ports import free_port
 
 
 def start(module: str, *arguments: str) -> subprocess.Popen[str]:
@@ -44,9 +44,7 @@ def write_run(folder: Path, tokenizer: PreTrainedTokenizerFast, **agent: Any) ->
 
 @pytest.fixture
 def address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 @pytest.fixture
