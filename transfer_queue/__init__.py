@@ -1,8 +1,9 @@
-"""The transfer queue: the only shared state of a run, and of use without one.
+"""The transfer queue: the only shared state of a run, which also works without one (``serve``).
 
     from rl_async.transfer_queue import QueueClient, SyncQueueClient, read_batches, read_groups, serve
 
-Names are imported when they are used, so that nobody loads what they do not need.
+Names are imported on first use, so that a program loads only what it needs. In: tasks and finished rows of agent
+workers. Out: leases, batches for the trainer, trained groups for other readers. To add a verb, see ``server/verbs.py``.
 """
 
 from importlib import import_module

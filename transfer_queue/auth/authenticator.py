@@ -1,4 +1,4 @@
-"""Who may connect: libzmq asks here, on the queue's own thread, before it lets a client send anything (RFC 27, ZAP)."""
+"""Authentication of clients: libzmq asks, on the queue's own thread, before a client may send (ZAP, RFC 27)."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -14,7 +14,7 @@ _DOMAIN = b"transfer-queue"
 
 
 class Authenticator:
-    """Answers libzmq's questions from the allow-list, and calls ``deny`` for everybody and everything kept out.
+    """Answers libzmq's questions from the allow-list, and calls ``deny`` for each refused client or message.
 
     Make it before the ROUTER binds, and close it after that.
     """
@@ -34,7 +34,7 @@ class Authenticator:
         self.socket.close(0)
 
     def answer(self) -> None:
-        """Answer all questions that have come. Raises UserError if the allow-list cannot be read."""
+        """Answer all pending questions. Raises UserError if the allow-list cannot be read."""
         while self.socket.poll(0):
             version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
             self._allowed.refresh()
@@ -47,11 +47,11 @@ class Authenticator:
             self.socket.send_multipart([version, request, *reply])
 
     def refresh(self) -> None:
-        """Notice keys that were added or taken away. Raises UserError if the allow-list cannot be read."""
+        """Read the keys again if the folder changed. Raises UserError if the allow-list cannot be read."""
         self._allowed.refresh()
 
     def allows(self, user: str) -> bool:
-        """Whether a connection that was let in under this key may still send; if not, it is counted."""
+        """Whether a connection that was accepted with this key may still send; calls ``deny`` if not."""
         if user.encode() in self._allowed.keys:
             return True
         self._deny()
@@ -63,4 +63,4 @@ def lock(socket: Any, keys: ServerKeys) -> None:
     socket.curve_server = True
     socket.curve_secretkey = keys.secret
     socket.zap_domain = _DOMAIN
-    socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a authenticator, nobody enters
+    socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator, every client is refused

@@ -1,7 +1,7 @@
-"""CURVE keys (Curve25519, as libzmq has them) in files: who the queue is, and whom it lets in.
+"""CURVE key files (Curve25519, as in libzmq): the identity of the queue, and the clients that may connect.
 
     FOLDER/server.pub, server.key            the queue's; clients know it by the first
-    FOLDER/clients/NAME.pub                  a client that is let in, until the file is deleted
+    FOLDER/clients/NAME.pub                  a client that may connect until the file is deleted
     FOLDER/NAME.key                          that client's secret; NAME is ``run`` for a run's own processes
 
 A file holds one key of 40 characters (Z85). Files are made 0600, and folders that are made 0700.
@@ -48,20 +48,20 @@ class AllowList:
     def __init__(self, folder: Path, fixed: Iterable[str] = ()) -> None:
         self._folder, self._fixed = folder, frozenset(key.encode() for key in fixed)
         self._changed_ns = -1
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self.keys = self._fixed
         self.refresh()
-        if self._told:  # when the queue starts it is a mistake; later, perhaps a file that is just being copied
-            raise UserError(min(self._told))
+        if self._warned:  # when the queue starts it is a mistake; later, perhaps a file that is just being copied
+            raise UserError(min(self._warned))
 
     def refresh(self) -> None:
-        """Look into the folder again, if it has changed.
+        """Read the folder again if it has changed.
 
-        A file that holds no key, as one that is just being copied, lets nobody in and is looked at again.
+        A file without a key, such as one that is still being copied, is ignored and read again later.
         """
         try:
             changed_ns = self._folder.stat().st_mtime_ns
-        except OSError:  # gone, or out of reach: nobody is let in until it is back
+        except OSError:  # missing or unreadable: nobody else may connect until it is back
             self.keys, self._changed_ns = self._fixed, -1
             return
         if changed_ns == self._changed_ns:
@@ -73,9 +73,9 @@ class AllowList:
             try:
                 key = _read_if_there(file)
             except UserError as error:
-                if str(error) not in self._told:
+                if str(error) not in self._warned:
                     log.warning("%s", error)
-                    self._told.add(str(error))
+                    self._warned.add(str(error))
                 self._changed_ns = -1
                 continue
             if key is not None:
@@ -84,7 +84,7 @@ class AllowList:
 
 
 class ServerKeys(msgspec.Struct, frozen=True):
-    """What the queue needs: its secret, and whom it lets in."""
+    """What the queue needs: its secret, and the keys that may connect."""
 
     secret: bytes
     allowed: AllowList

@@ -75,7 +75,7 @@ class Session:
         self._run_id = reply.run_id
 
     def lost(self, request: m.Request[Any], seconds: float) -> QueueLost:
-        """The error for a request that nobody answered."""
+        """The error for a request that was not answered."""
         why = self._full or self._watch.why()
         return QueueLost(
             f"the transfer queue at {self.address} did not answer {type(request).__name__} for {seconds:.0f} s"

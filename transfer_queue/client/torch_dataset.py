@@ -10,7 +10,7 @@ from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 
 
 class QueueDataset(IterableDataset[Batch]):
-    """Yields reserved batches; each iteration opens a connection of its own and goes on where the queue stands.
+    """Yields reserved batches; each iteration opens a connection of its own and continues where the queue stands.
 
     Give it to ``DataLoader(dataset, batch_size=None)``: the queue has made the batches. A loader without workers asks
     for the next batch only when its caller does, so a batch is done when the loop's body is.

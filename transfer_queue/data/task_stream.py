@@ -86,7 +86,7 @@ class TaskStream:
         return msgspec.msgpack.encode(_Cursor(self._drawn, [len(s.rows) for s in self._sources], self._owed))
 
     def seek(self, cursor: bytes) -> None:
-        """Go on from a cursor. Raises DataError when the data sets are not those it was taken from."""
+        """Continue from a cursor. Raises DataError when the data sets are not those it was taken from."""
         try:
             found = msgspec.msgpack.decode(cursor, type=_Cursor)
         except msgspec.DecodeError as error:

@@ -1,4 +1,4 @@
-"""Which payloads a transition frees, and the table of those kept in memory. They are never decoded."""
+"""Which payloads a transition frees, and payloads in memory. They are never decoded."""
 
 import ctypes
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -35,13 +35,13 @@ FREEING = frozenset(_FREES)  # the transitions that may free payloads
 
 
 def freed_by(transition: Transition) -> Sequence[int] | None:
-    """The groups whose payloads nobody can ask for after this; ALL_GROUPS after a fresh start."""
+    """The groups whose payloads cannot be requested after this; ALL_GROUPS after a fresh start."""
     frees = _FREES.get(type(transition))
     return () if frees is None else frees(transition)
 
 
 def _make_trim() -> Callable[[], object]:
-    """glibc keeps what was freed below what is still used, and gives it back only when asked; others need no asking."""
+    """glibc returns memory freed below what is still used only on malloc_trim; other libraries need no call."""
     found = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return (lambda: None) if found is None else lambda: found(0)
 

@@ -1,4 +1,4 @@
-"""Going on from a journal: the store is brought to where it was, and the ledger to what the journal says."""
+"""Recovery from a journal: restores the store, and completes the ledger by what the journal says."""
 
 from collections.abc import Iterable, Iterator
 
@@ -24,13 +24,13 @@ def recover(store: Store, journal: Journal, ledger: Ledger, now: float) -> int:
     except (msgspec.MsgspecError, LookupError, ValueError) as error:
         raise JournalError(
             f"the journal of {journal.run_id} does not fit this version of the queue ({type(error).__name__}: {error}"
-            "); finish the run with the version that began it, or move the journal away and go on with --resume"
+            "); finish the run with the version that began it, or move the journal away and continue with --resume"
         ) from error
     return ledger.count
 
 
 def _of_this_run(dump: bytes, transitions: Iterable[Transition], known: bool, run_id: str) -> Iterator[Transition]:
-    """The transitions, of which a run whose ledger never followed this journal must have none."""
+    """The transitions; raises JournalError if there are any and the ledger never followed this journal."""
     empty = not dump
     for transition in transitions:
         empty = False
@@ -38,14 +38,14 @@ def _of_this_run(dump: bytes, transitions: Iterable[Transition], known: bool, ru
             yield transition
     if not empty and not known:
         raise JournalError(
-            f"the journal is that of {run_id}, which ledger.jsonl in this run folder never heard of: another run of "
-            "the same name? Choose another name, or delete the keys or files of that journal (a run that moves to "
-            "another host takes its folder along)"
+            f"the journal is that of {run_id}, which ledger.jsonl in this run folder does not mention: is it "
+            "another run of the same name? Choose another name, or delete the keys or files of that journal (a run that "
+            "moves to another host takes its folder along)"
         )
 
 
 class JournalRecorder:
-    """Journal and ledger, flushed together, and the journal compacted when it has outgrown the state."""
+    """Flushes journal and ledger together, and compacts the journal when it has outgrown the state."""
 
     def __init__(self, store: Store, journal: Journal, ledger: Ledger) -> None:
         self._store, self._journal, self._ledger = store, journal, ledger

@@ -1,9 +1,9 @@
-"""The journal on a Redis server (5 or later), so that the queue can go on on another host.
+"""The journal on a Redis server (5 or later), so that the queue can continue on another host.
 
 For a run named RUN: ``rl-async:RUN:transitions``, a stream with one entry per transition, numbered by its id;
 ``:places``, a hash from "group:sample" to the place of a payload; ``:payload:...``, one key per sample; ``:dump``, the
 state that stands for the transitions before the stream; ``:meta``; and ``:owner``, the token of the queue that may
-write. Payloads are sent first, under names that nobody else uses; then one script, which runs whole or not at all,
+write. Payloads are sent first, under unique names; then one script, which runs whole or not at all,
 checks the owner and writes the transitions with the places of the payloads.
 """
 
@@ -34,7 +34,7 @@ _PAGE = 1000  # entries read at a time
 T = TypeVar("T")
 
 # All scripts: KEYS 1 and 2 are owner and writer, ARGV 1 and 2 are the queue's token and how many ms it owns the rest.
-# An owner whose time is over goes on if nobody took over meanwhile.
+# An owner whose time is over continues if no other queue took over meanwhile.
 _CHECK = """
 local owner = redis.call('GET', KEYS[1])
 if not owner and redis.call('GET', KEYS[2]) == ARGV[1] then owner = ARGV[1] end
@@ -153,7 +153,7 @@ class RedisJournal:
     # --- the server -------------------------------------------------------------------------------------------------
 
     def _try(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Do it, again if the connection was lost: all of it may be done twice. Raises JournalError in the end."""
+        """Call ``work``, again while the connection is lost, so it may run twice. Raises JournalError after tries_s."""
         deadline, pause = time.monotonic() + self._tries_s, 0.05
         while True:
             try:
@@ -164,7 +164,7 @@ class RedisJournal:
                 if time.monotonic() + pause > deadline:
                     raise JournalError(
                         f"the Redis server at {self._url} (queue.redis_url) was lost for {self._tries_s:.0f} s: {error}"
-                        "; when it is back, go on with --resume: nothing that was acknowledged is lost"
+                        "; when it is back, continue with --resume: nothing that was acknowledged is lost"
                     ) from error
             except redis.RedisError as error:
                 raise self._failed(error) from error
@@ -179,7 +179,7 @@ class RedisJournal:
         return JournalError(f"the Redis server at {self._url} (queue.redis_url) refused the queue's journal: {error}")
 
     def _own(self) -> None:
-        """Become the only queue that writes: wait until a silent owner's time is over, not for one that lives."""
+        """Become the only writer: wait until a silent owner's time is over, but not for a living owner."""
         deadline = time.monotonic() + 1.5 * self._owner_s
         dead = ""
         while (owner := self._try(self._script, _TAKE, [], dead).decode()) != self._token:
@@ -194,7 +194,7 @@ class RedisJournal:
                 time.sleep(min(0.2, self._owner_s / 10))
 
     def _is_dead(self, owner: str) -> bool:
-        """Whether it was a process of this host and has ended."""
+        """Whether the owner was a process of this host that has ended."""
         host, _, rest = owner.partition(":")
         pid = rest.partition(":")[0]
         return host == sockets.gethostname() and pid.isdigit() and not os.path.exists(f"/proc/{pid}")
@@ -227,7 +227,7 @@ class RedisJournal:
             raise JournalError(
                 f"{self._key('meta')} on {self._url} was written by another version (journal schema {meta.schema}, "
                 f"this one has {JOURNAL_SCHEMA}). Finish the run with that version, or delete the keys "
-                f"{self._prefix}:* and go on from the last checkpoint with --resume"
+                f"{self._prefix}:* and continue from the last checkpoint with --resume"
             )
         return meta.run_id
 

@@ -183,7 +183,7 @@ class Segments:
 
 
 START_OVER = (
-    "Move queue.sqlite* and queue-payloads/ out of the run folder and go on from the last checkpoint with --resume"
+    "Move queue.sqlite* and queue-payloads/ out of the run folder and continue from the last checkpoint with --resume"
 )
 
 
@@ -191,5 +191,5 @@ def failed(path: Path, error: OSError) -> JournalError:
     """The error for a file that cannot be used: what happened to it, and the way out."""
     text = f"the queue's journal {path}: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return JournalError(f"{text}; make room there and go on with --resume: nothing that was acknowledged is lost")
+        return JournalError(f"{text}; free space there and continue with --resume: nothing acknowledged is lost")
     return JournalError(f"{text}; the queue needs to write there (or queue.journal=memory, which keeps nothing)")

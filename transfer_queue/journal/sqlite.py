@@ -126,7 +126,7 @@ class SqliteJournal:
         text = f"the queue's journal {self._path}: {error}"
         if isinstance(error, sqlite3.OperationalError):
             return JournalError(
-                f"{text}; see that there is room and that it can be written, then go on with --resume: nothing that "
+                f"{text}; see that there is room and that it can be written, then continue with --resume: nothing that "
                 "was acknowledged is lost"
             )
         return JournalError(f"{text}. {START_OVER}")

@@ -110,7 +110,7 @@ def select(
 
 
 def _within(window: int, candidates: Sequence[Candidate], seats: int) -> tuple[Sequence[Candidate], list[int]]:
-    """The head of the line, or whom it waits for; the whole line if nobody is coming who could fill the batch."""
+    """The head of the line, or the groups to wait for; the whole line if no coming group could fill the batch."""
     head = candidates[:window] if window else candidates
     if sum(c.ready for c in head) >= seats:
         return head, []

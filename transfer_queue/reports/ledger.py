@@ -44,7 +44,7 @@ class Ledger:
         self._known = 0  # transitions whose lines are in the file already
 
     def follow(self, journal: str, count: int) -> bool:
-        """Go on behind ``count`` transitions of this journal; whether it is the one that was followed so far.
+        """Continue after ``count`` transitions of this journal; return whether it is the one followed so far.
 
         If it is not, a line will say so.
         """
@@ -103,7 +103,7 @@ class Ledger:
             while written < len(data):
                 written += self._file.write(data[written:])
         except OSError as error:
-            raise JournalError(f"{self._path}: {error.strerror}; make room there and go on with --resume") from error
+            raise JournalError(f"{self._path}: {error.strerror}; make room there and continue with --resume") from error
 
     def close(self) -> None:
         """Close the file; lines that were not flushed are forgotten."""

@@ -1,4 +1,4 @@
-"""Who was given leases, and by which request: so that repeated, late and undelivered requests harm nobody."""
+"""Who was given leases, and by which request: so that repeated, late and undelivered requests lose no groups."""
 
 import logging
 from collections import OrderedDict

@@ -70,7 +70,7 @@ def serve(
 
 
 def _wait(socket: "zmq.Socket[bytes]", auth: Authenticator | None, timeout_ms: int) -> None:
-    """Until a request has come, or a client knocks, or it is time."""
+    """Wait for a request, for a client that wants to connect, or for the timeout."""
     if auth is None:
         socket.poll(timeout_ms)
     else:
@@ -96,7 +96,7 @@ def _receive(socket: Any, auth: Authenticator | None) -> tuple[list[bytes], bool
     """The next message, and whether its sender's key is still allowed. Raises zmq.Again if there is none."""
     if auth is None:
         return socket.recv_multipart(zmq.NOBLOCK), True
-    identity = socket.recv(zmq.NOBLOCK, copy=False)  # only a frame tells its sender's key
+    identity = socket.recv(zmq.NOBLOCK, copy=False)  # only a frame has its sender's key
     return [identity.bytes, *socket.recv_multipart()], auth.allows(identity.get("User-Id"))
 
 

@@ -1,4 +1,4 @@
-"""The connections that said hello, and what each may still ask for: pure, with the caller's clock."""
+"""The connections that said hello, with a rate limit for each: pure, with the caller's clock."""
 
 from collections import OrderedDict
 
@@ -29,12 +29,12 @@ class Peers:
         return len(self._peers)
 
     def name(self, identity: bytes) -> str:
-        """What the connection calls itself; its identity if it said no hello."""
+        """The name given in the hello; the identity of a connection without one."""
         peer = self._peers.get(identity)
         return identity.hex() if peer is None else peer.name
 
     def greet(self, identity: bytes, name: str, now: float) -> bool:
-        """Take a connection in, again or for the first time; False if there is no place."""
+        """Admit a connection, again or for the first time; False if there are too many."""
         known = self._peers.get(identity)
         if known is not None:
             known.name = name
@@ -48,7 +48,7 @@ class Peers:
         return True
 
     def spend(self, identity: bytes, now: float) -> bool:
-        """One request of a known connection; False if it has asked too often of late."""
+        """Charge a known connection for one request; False if it exceeds its rate."""
         peer = self._peers[identity]
         peer.tokens = min(self._burst, peer.tokens + (now - peer.heard) * self._per_s)
         peer.heard = now

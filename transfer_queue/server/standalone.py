@@ -1,4 +1,4 @@
-"""A queue without a run: for scripts, tests, and other work than ours.
+"""A queue without a run, for scripts, tests and other systems.
 
     with serve(tasks, group_size=4, batch_groups=8) as address:  # in this process, on a thread
         ...  # clients, here or elsewhere
@@ -52,7 +52,7 @@ def standalone_settings(
     sampling: Sampling = "fifo",
     window: int = 0,
 ) -> QueueSettings:
-    """The settings of a queue that no run ends. Raises UserError naming what cannot be."""
+    """The settings of a queue without a run. Raises UserError naming an argument that is out of range."""
     least = {"group_size": (group_size, 1), "batch_groups": (batch_groups, 1), "max_staleness": (max_staleness, 0)}
     for name, (value, smallest) in least.items():
         if value < smallest:
@@ -92,12 +92,12 @@ def serve_standalone(
 ) -> None:
     """Serve until ``stopped``; ``listening`` is called once with the address.
 
-    With a ``folder`` the queue is durable: another one with the same folder and tasks goes on from there. Raises
+    With a ``folder`` the queue is durable: another one with the same folder and tasks continues from there. Raises
     UserError for an address that is not this machine's loopback, a taken port, a journal that cannot be used, or a list
     of tasks of another length than the journal's.
     """
     if not is_loopback(urlsplit(address).hostname or ""):
-        raise UserError(f"{address} can be reached from elsewhere, and a queue that is served alone has no keys")
+        raise UserError(f"{address} can be reached from elsewhere, and a queue served without a run has no keys")
     with contextlib.ExitStack() as stack:
         journal: Journal = MemoryJournal("alone") if folder is None else SqliteJournal(folder, "alone")
         stack.callback(journal.close)

@@ -6,8 +6,8 @@
                             v   |
                           the queue
 
-It knows rows and nothing else: which of them count, and for how long, is the queue's business. What it keeps ends with
-its process; the queue then has the trajectories generated again, or names another shard's copy.
+It knows nothing but rows: the queue decides which are needed and for how long. The rows are lost with the process;
+the queue then has the trajectories generated again, or names another shard's copy.
 """
 
 import logging
@@ -42,7 +42,7 @@ from rl_async.transfer_queue.server.loop import bind, serve
 
 log = logging.getLogger("rl_async.queue")
 
-SWEEP_S = 1.0  # the queue says at least this often, and earlier if leases are short, what is of no use any more
+SWEEP_S = 1.0  # at least this often, or more often if leases are short, the queue says what to delete
 CLEAR_S = 30.0  # for the serving thread to drop everything
 
 
@@ -117,7 +117,7 @@ class ShardServer:
 
 
 class Membership:
-    """This shard in the queue's registry: a thread that registers it and learns what may be forgotten.
+    """A thread that registers this shard with the queue and learns which groups can be deleted.
 
     Consumes the queue's answers; produces orders to the server. Waits for the queue, SWEEP_S each time; unblocked by
     groups that end. ``failed`` has what ended it, if the queue is gone for good.

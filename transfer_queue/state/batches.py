@@ -68,7 +68,7 @@ class Batches:
         source: TaskSource,
         divide: Divide,
     ) -> None:
-        """``divide`` tells of retired groups which to forget and which to keep for other readers."""
+        """``divide`` splits retired groups into those to forget and those to keep for other readers."""
         self._book, self._change, self._delivery, self._source = book, change, delivery, source
         self._divide = divide
         self._batches: dict[int, StepBatch] = {}
@@ -207,7 +207,7 @@ class Batches:
         return Done()
 
     def tighten(self, max_staleness: int) -> Done | Refused:
-        """Admit for this bound, at most the configured one. What was admitted stays, so it takes effect by and by."""
+        """Admit for this bound, at most the configured one. Admitted groups stay, so it takes effect gradually."""
         book = self._book
         if max_staleness < 0:
             return Refused(code="bad_bound", reason=f"max_staleness={max_staleness} is negative")
@@ -259,7 +259,7 @@ class Batches:
         if not self._reaches(step):
             reason = f"step {step} is not between the steps retired ({self._retired}) and trained here"
             return Refused(code="wrong_step", reason=reason)
-        # What is being generated would go on with weights older than its lease promised.
+        # Samples in generation would continue with weights older than their lease promised.
         too_new = book.published is not None and book.published.step > step
         bound = book.settings.max_staleness
         self._change(

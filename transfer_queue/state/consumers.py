@@ -142,7 +142,7 @@ class Consumers:
         return Done()
 
     def divide(self, retired: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Of groups that the trainer retires: those that nobody needs, and those to be kept for consumers."""
+        """Split groups that the trainer retires into those to forget and those to keep for consumers."""
         lowest = min(self._positions().values(), default=self._end)
         read: list[int] = []
         unread: list[int] = []
@@ -198,7 +198,7 @@ class Consumers:
         return {name: cursor.position for name, cursor in self._cursors.items()}
 
     def _read_by_all(self, positions: dict[str, int]) -> list[int]:
-        """Groups on the shelf that nobody needs if the consumers are at these positions."""
+        """Groups on the shelf that every consumer has read if they are at these positions."""
         lowest = min(positions.values(), default=self._end)
         return [group for group in self._shelf if self._places[group] <= lowest]
 

@@ -1,4 +1,4 @@
-"""What a person may see of the queue: listings of the book, which change nothing. They cost O(groups)."""
+"""Listings of the queue for people, which change nothing and cost O(groups), and rates over the last minute."""
 
 from collections import Counter, deque
 from itertools import islice
@@ -43,7 +43,7 @@ def group_list(book: Book, after: int, limit: int, state: str, now: float) -> Gr
 
 
 def peek(book: Book, group_id: int, now: float) -> Peeked | Refused:
-    """One group with what is here of it."""
+    """One group with the headers of its finished rows; Refused if it is not here."""
     group = book.groups.get(group_id)
     if group is not None:
         return Peeked(group=_record(book, group, now), task=group.task, headers=group.headers())

@@ -137,14 +137,15 @@ class Shards:
         """Which of these groups are gone. Asking is no sign of life, since the question may have waited for long."""
         if shard_id not in self._shards:
             return Refused(
-                code=wire.SHARD_LOST, reason=f"shard {shard_id} does not count any more; start again with nothing"
+                code=wire.SHARD_LOST,
+                reason=f"shard {shard_id} is not registered; it must start again without rows",
             )
         return Swept(
             gone=[group for group in groups if group not in self._book.groups and not self._consumers.keeps(group)]
         )
 
     def misplaced(self, headers: Sequence[TrajectoryHeader]) -> Refused | None:
-        """Why these rows of one sample cannot be taken in: nobody who counts keeps them."""
+        """The refusal of rows of one sample that no registered shard keeps; None if one does."""
         shards = headers[0].shards
         if any(header.shards != shards or header.nbytes <= 0 for header in headers):
             return Refused(code="rows", reason="the rows of a sample lie on the same shards, and none is empty")

@@ -52,10 +52,10 @@ class TaskList:
         return f"{self._taken}/{len(self._tasks)}".encode()
 
     def seek(self, cursor: bytes) -> None:
-        """Go on from a cursor. Raises DataError if it is not of a list of this length."""
+        """Continue from a cursor. Raises DataError if it is not of a list of this length."""
         taken, _, total = cursor.decode(errors="replace").partition("/")
         if total != str(len(self._tasks)) or not taken.isdecimal() or int(taken) > len(self._tasks):
-            raise DataError(f"the queue goes on with a list of {total or '?'} tasks, here are {len(self._tasks)}")
+            raise DataError(f"the queue continues a list of {total or '?'} tasks, here are {len(self._tasks)}")
         self._taken = int(taken)
 
 

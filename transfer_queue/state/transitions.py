@@ -178,7 +178,7 @@ class ReadmittedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolledBack(Transition, frozen=True, kw_only=True):
-    """Training goes on from ``step`` completed steps, and groups are admitted for the configured bound.
+    """Training continues from ``step`` completed steps, and groups are admitted for the configured bound.
 
     ``fresh``: this queue had no state, or one that does not reach the checkpoint; it took all that follows from the
     checkpoint, so what was admitted from ``next_group`` on is void.
@@ -250,7 +250,7 @@ class ShardsChanged(Transition, frozen=True, kw_only=True):
 
 
 class ShardLost(Transition, frozen=True, kw_only=True):
-    """A payload shard is gone with what it kept; of these samples, (group, index), nobody has a copy."""
+    """A payload shard is gone with its rows; of these samples, (group, index), no copy is left."""
 
     shard_id: str
     samples: list[tuple[int, int]]
@@ -270,7 +270,7 @@ Consumer = Callable[[Transition], None]
 
 
 class Feed:
-    """Hands every transition to every consumer, in order of subscription, before the store goes on."""
+    """Hands every transition to every consumer, in order of subscription, before the store continues."""
 
     def __init__(self, *consumers: Consumer) -> None:
         self._consumers = list(consumers)

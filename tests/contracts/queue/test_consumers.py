@@ -162,19 +162,19 @@ def test_every_consumer_reads_every_group_and_one_that_died_gets_its_last_again(
 
 def test_a_reader_is_told_when_nothing_comes_and_what_it_cannot_have():
     with serve(tasks(2)) as address, client(address) as queue:
-        with pytest.raises(QueueLost, match=r"no group was trained within 0\.1 s"):
+        with pytest.raises(QueueLost, match=r"0\.1 s"):
             next(read_groups(queue, "logger", timeout_s=0.1))
-        with pytest.raises(ProtocolError, match="no consumer 'loger'; subscribed: logger"):
+        with pytest.raises(ProtocolError, match="unknown_consumer"):
             queue.read("loger", 0.0)
-        with pytest.raises(ProtocolError, match="the newest position is 0, and 7 was given"):
+        with pytest.raises(ProtocolError, match="bad_position"):
             queue.acknowledge("logger", 7)
-        with pytest.raises(ProtocolError, match="perhaps by a queue before this one"):
+        with pytest.raises(ProtocolError, match="bad_position"):
             next(read_groups(queue, "logger", after=7))
-        with pytest.raises(ProtocolError, match="a name has 1 to 100 letters"):
+        with pytest.raises(ProtocolError, match="bad_name"):
             queue.subscribe("no blanks")
         for number in range(63):
             queue.subscribe(f"c{number}")
-        with pytest.raises(ProtocolError, match="there are 64 consumers"):
+        with pytest.raises(ProtocolError, match="full"):
             queue.subscribe("one-more")
 
 

@@ -57,7 +57,7 @@ async def test_a_client_with_a_frame_that_is_too_large_says_so_within_its_deadli
     healthy.publish(Version(0, 0), [])
     async with worker(strict, timeout_s=1.0) as agent:
         (group,) = (await agent.lease(1, 1.0)).groups
-        with pytest.raises(QueueLost, match=r"a frame larger than queue\.limits\.frame_bytes"):
+        with pytest.raises(QueueLost, match=r"queue\.limits\.frame_bytes"):
             await agent.put(trajectory(group, 0, tokens=20_000))
     assert isinstance(healthy.status(), StatusReport)
 
@@ -89,7 +89,7 @@ def test_one_client_too_many_waits_and_says_why_and_the_others_go_on(strict, hea
         assert isinstance(second.status(), StatusReport) and isinstance(third.status(), StatusReport)
         with (
             SyncQueueClient(strict.address, role="test", name="fourth", timeout_s=1.0) as fourth,
-            pytest.raises(QueueLost, match=r"3 clients are connected, and queue\.limits\.clients=3"),
+            pytest.raises(QueueLost, match=r"queue\.limits\.clients=3"),
         ):
             fourth.status()
         counters = [client.status().counters for client in (healthy, second, third)]

@@ -134,7 +134,7 @@ def test_a_queue_that_can_be_reached_from_elsewhere_wants_keys_and_then_serves_w
             client.publish(Version(0, 0), [])
         with (
             SyncQueueClient(f"tcp://127.0.0.1:{port}", role="test", name="stranger", timeout_s=1) as stranger,
-            pytest.raises(QueueLost, match=r"closed to clients without a key|it closed the connection"),
+            pytest.raises(QueueLost, match="closed"),
         ):
             stranger.status()
     finally:

@@ -118,10 +118,10 @@ def test_a_lost_segment_is_named(tmp_path: Path) -> None:
     driver.journal.close()
     path = tmp_path / "queue-payloads" / "00000001.segment"
     os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(JournalError, match=r"00000001\.segment holds \d+ bytes.*go on from the last checkpoint"):
+    with pytest.raises(JournalError, match=r"00000001\.segment.*--resume"):
         Driver(sqlite_journals(tmp_path))
     path.unlink()
-    with pytest.raises(JournalError, match=r"00000001\.segment holds 0 bytes"):
+    with pytest.raises(JournalError, match=r"00000001\.segment"):
         Driver(sqlite_journals(tmp_path))
 
 
@@ -131,13 +131,13 @@ def test_a_journal_of_another_version_is_named(tmp_path: Path, schema: int) -> N
     with sqlite3.connect(tmp_path / "queue.sqlite") as db:
         db.execute(f"PRAGMA user_version={schema}")
     db.close()
-    with pytest.raises(JournalError, match=rf"written by another version \(journal schema {schema}, this one has 3\)"):
+    with pytest.raises(JournalError, match=rf"schema {schema}\b.*\b3\b"):
         SqliteJournal(tmp_path, "run")
 
 
 def test_a_file_that_is_no_journal_is_named(tmp_path: Path) -> None:
     (tmp_path / "queue.sqlite").write_bytes(b"nonsense" * 1000)
-    with pytest.raises(JournalError, match=r"queue\.sqlite: file is not a database.*--resume"):
+    with pytest.raises(JournalError, match=r"queue\.sqlite.*--resume"):
         SqliteJournal(tmp_path, "run")
 
 
@@ -152,7 +152,7 @@ def test_a_damaged_transition_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(JournalError, match=r"queue\.lock: No such file"):
+    with pytest.raises(JournalError, match=r"queue\.lock"):
         SqliteJournal(tmp_path / "nowhere", "run")
 
 
@@ -193,7 +193,7 @@ def test_a_segment_without_room_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     driver = started(tmp_path)
     driver.put(driver.lease(1)[0], 0)
     monkeypatch.setattr(os, "writev", lambda *_: os.write(os.open("/dev/full", os.O_WRONLY | os.O_CLOEXEC), b"x"))
-    with pytest.raises(JournalError, match=r"00000001\.segment: No space left on device; make room"):
+    with pytest.raises(JournalError, match=r"00000001\.segment.*--resume"):
         driver.journal.flush()
     driver.journal.close()
 
@@ -255,7 +255,7 @@ def test_a_server_that_stays_away_is_an_error_that_names_it(tmp_path: Path) -> N
         driver.store.publish(Version(0, 0), [])
         server.kill()
         server.wait()
-        with pytest.raises(JournalError, match=rf"redis://127\.0\.0\.1:{port}/0.*was lost for 2 s.*--resume"):
+        with pytest.raises(JournalError, match=rf"redis://127\.0\.0\.1:{port}/0.*\b2 s\b.*--resume"):
             driver.journal.flush()
         driver.journal.close()
 
@@ -269,7 +269,7 @@ def test_a_queue_that_was_replaced_while_it_was_silent_writes_nothing(tmp_path: 
         assert new.store.dump() == old.store.dump()
         before = client.xlen("rl-async:run:transitions")
         old.put(old.lease(1)[0], 0)
-        with pytest.raises(JournalError, match="another queue took over"):
+        with pytest.raises(JournalError, match="rl-async:run:transitions"):
             old.journal.flush()
         assert client.xlen("rl-async:run:transitions") == before
         old.journal.close()
@@ -295,11 +295,11 @@ def test_a_stream_of_another_version_and_an_evicted_payload_are_named(tmp_path: 
         driver.train(0)
         driver.journal.flush()
         client.delete(*client.keys("rl-async:run:payload:*"))
-        with pytest.raises(JournalError, match="evicted"):
+        with pytest.raises(JournalError, match="maxmemory-policy"):
             driver.read(0, 0)
         driver.journal.close()
         client.set("rl-async:run:meta", b"\xc1")
-        with pytest.raises(JournalError, match=r"rl-async:run:meta on .* another version.*--resume"):
+        with pytest.raises(JournalError, match=r"rl-async:run:meta.*--resume"):
             Driver(redis_journals(port))
 
 

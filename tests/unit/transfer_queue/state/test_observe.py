@@ -87,7 +87,7 @@ def test_listings_go_by_id_and_state_and_say_whether_more_follow(make_rig):
     assert isinstance(ready, GroupList)
     assert [g.group_id for g in ready.groups] == [0] and not ready.more
     wrong = observe.group_list(rig.store.book, -1, 3, "red", 7.0)
-    assert isinstance(wrong, Refused) and "waiting, leased, ready, reserved, committed" in wrong.reason
+    assert isinstance(wrong, Refused) and wrong.code == "unknown_state" and "red" in wrong.reason
 
 
 def test_peeking_changes_nothing(make_rig):
@@ -102,7 +102,7 @@ def test_peeking_changes_nothing(make_rig):
     assert peeked.task == groups[0].task
     assert rig.store.dump() == before and len(rig.seen) == seen
     missing = observe.peek(rig.store.book, 77, 1.0)
-    assert isinstance(missing, Refused) and "never admitted" in missing.reason
+    assert isinstance(missing, Refused) and missing.code == "unknown_group"
 
 
 def test_rates_are_of_the_last_minute(make_rig):
