@@ -39,8 +39,8 @@ def _of_this_run(dump: bytes, transitions: Iterable[Transition], known: bool, ru
     if not empty and not known:
         raise JournalError(
             f"the journal is that of {run_id}, which ledger.jsonl in this run folder does not mention: is it "
-            "another run of the same name? Choose another name, or delete the keys or files of that journal (a run that "
-            "moves to another host takes its folder along)"
+            "another run of the same name? Choose another name, or delete the keys or files of that journal (a run "
+            "that moves to another host takes its folder along)"
         )
 
 
