@@ -1,4 +1,4 @@
-"""Corrections in words: what ``rl-async config explain algorithm.correction`` prints below the key's own line."""
+"""Corrections in words, as ``rl-async config explain algorithm.correction`` prints them below the key's own line."""
 
 from rl_async.configs.schema.correction import PRESETS, Correction, band, limits
 
@@ -23,7 +23,7 @@ _MEASURE = {"k1": "r", "k2": "k2", "k3": "k3"}
 
 
 def describe(correction: Correction) -> str:
-    """One line: what is done, with its numbers."""
+    """Describe a correction in one line, with its numbers."""
     parts = ["decoupled" if correction.proximal == "recompute" else "bypass"]
     if correction.loss is not None:
         parts.append(f"loss {correction.loss}")
@@ -38,7 +38,7 @@ def describe(correction: Correction) -> str:
 
 
 def explanation() -> str:
-    """Modes, formulas and all presets."""
+    """Explain the modes, formulas and all presets."""
     width = max(map(len, PRESETS))
     table = "\n".join(f"  {name:<{width}}  {describe(correction)}" for name, correction in PRESETS.items())
     return f"{FORMULAS}\nPresets:\n{table}"

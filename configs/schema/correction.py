@@ -1,5 +1,4 @@
-"""Off-policy correction as data: what a preset or the user asks for;
-``trainer/algorithms/correction.py`` carries it out.
+"""Off-policy correction as data: presets and their options; ``trainer/algorithms/correction.py`` computes it.
 
 Three policies meet: the behaviour policy mu that sampled a token, the proximal policy pi_old that the trainer held when
 the step began, and the policy pi_theta that is being trained. The ratio of a token is r = pi/mu, where pi is pi_old if
@@ -30,7 +29,7 @@ RULES = ("", "band", "max_age", "veto", *REJECTIONS, "max_staleness", "overlong_
 
 
 class Correction(Config, frozen=True):
-    """One way to correct. The defaults correct nothing."""
+    """A complete correction. The defaults correct nothing."""
 
     proximal: Annotated[
         Literal["recompute", "behaviour"],
@@ -180,7 +179,7 @@ def limits(rule: str, limit: Limit) -> tuple[float, float]:
     """
     where = f"algorithm.correction_options.reject.{rule}"
     if rule not in REJECTIONS:
-        raise ConfigError(f"{where}: no such rule; known: {', '.join(REJECTIONS)}")
+        raise ConfigError(f"{where}: unknown rule; known: {', '.join(REJECTIONS)}")
     ratio = rule.endswith("k1")
     if ratio and isinstance(limit, str) and "_" in limit:
         return band(limit, where)

@@ -46,7 +46,7 @@ class AdvantageInputs:
 
     @property
     def weights(self) -> Tensor:
-        """float64 [N]: what each row counts for in a statistic over episodes."""
+        """float64 [N], the weight of each row in a statistic over episodes."""
         return torch.where(self.scored, self.row_weights, 0.0)
 
 
@@ -102,7 +102,7 @@ class Groups:
 
 
 def spread(rows: Tensor, mask: Tensor) -> Tensor:
-    """One number per row [N] on each of its sampled tokens [N, T]."""
+    """Put one number per row [N] on each of its sampled tokens [N, T]."""
     return torch.where(mask, rows[:, None], 0.0)
 
 

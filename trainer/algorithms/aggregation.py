@@ -1,4 +1,4 @@
-"""From a loss per token to one number, by the counts of the global mini-batch.
+"""Aggregate a loss per token to one number, divided by counts of the global mini-batch.
 
 Every rank divides its micro-batches' sums by the same global counts, so the gradient does not depend on how the
 mini-batch was split into micro-batches and ranks.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Counts:
-    """What a mini-batch is normalised by, over all ranks."""
+    """The divisors of a mini-batch, over all ranks."""
 
     tokens: int  # that train
     sequences: float  # sum of the row weights of rows in which any token trains
@@ -21,7 +21,7 @@ class Counts:
 
 
 def count(mask: Tensor, row_weights: Tensor, width: int) -> Counts:
-    """Counts of a mini-batch from its mask [N, T] and row weights [N]; never zero, so that nothing divides by it."""
+    """Count a mini-batch from its mask [N, T] and row weights [N]; never zero, since the counts are divisors."""
     rows = mask.any(1)
     sequences = row_weights[rows].sum().item()
     return Counts(tokens=max(int(mask.sum()), 1), sequences=sequences or 1.0, width=width)
@@ -33,7 +33,7 @@ def token_mean(values: Tensor, mask: Tensor, row_weights: Tensor, counts: Counts
 
 
 def token_sum(values: Tensor, mask: Tensor, row_weights: Tensor, counts: Counts) -> Tensor:
-    """The plain sum."""
+    """Sum over all tokens, not divided by anything."""
     return _tokens(values, mask).sum()
 
 

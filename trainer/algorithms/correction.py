@@ -1,9 +1,9 @@
-"""Off-policy correction carried out: a weight and a verdict for each token.
+"""Off-policy correction: a weight for each token, and whether it trains.
 
-What can be asked for is in ``configs/schema/correction.py``; what the verdicts add up to, in ``correction_metrics.py``.
+``configs/schema/correction.py`` declares the options, ``correction_metrics.py`` reports the outcome.
 
-Every rule looks at all sampled tokens of its row, whatever the other rules decided, so their order is of no consequence
-but for which of them is named. The ratio of a token is r = pi/mu.
+Every rule looks at all sampled tokens of its row, whatever the other rules decided, so their order only decides which
+of them is named. The ratio of a token is r = pi/mu.
 """
 
 import math
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from rl_async.configs.schema.correction import RULES, Correction, band, limits
 
-LOG_RATIO_LIMIT = 20.0  # exp of more than this is no weight but an accident
+LOG_RATIO_LIMIT = 20.0  # beyond exp(20) a ratio signals numerical trouble, not a usable weight
 
 
 @dataclass(frozen=True)
 class Corrected:
-    """What became of each token of B whole rows; nothing carries gradient."""
+    """Weight, mask and reason for each token of B whole rows; nothing carries gradient."""
 
     weights: Tensor  # [B, T], 0 where ``keep`` is false
     keep: Tensor  # bool [B, T], tokens that train
@@ -28,7 +28,7 @@ class Corrected:
 
 
 def correct(target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, correction: Correction) -> Corrected:
-    """Weigh and judge tokens. Every rule is local to a row, so any split into whole rows gives the same.
+    """Weigh and mask tokens. Every rule is local to a row, so any split into whole rows gives the same.
 
     Three policies instead of two: Hilton et al. (arXiv:2110.00641). A band zeroes weights outside it and leaves the
     mask alone: IcePop, Ring-1T (arXiv:2510.18855), section 2.3.2.
@@ -38,7 +38,7 @@ def correct(target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, correc
         behaviour: float [B, T], log mu.
         mask: bool [B, T], sampled tokens.
         age: int [B, T], staleness of each token in steps.
-        correction: what to do; batch normalisation is not local and left to ``normalise``.
+        correction: the options; batch normalisation is not local, so ``normalise`` does it.
     """
     # Bytes and numbers in place of booleans, and tensors changed in place: on a CPU that is several times faster than
     # masks and new tensors.
@@ -60,9 +60,9 @@ def correct(target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, correc
 
 
 def normalise(corrected: Corrected) -> Corrected:
-    """Weights of a whole batch over their mean over the tokens that train, so that this mean is 1.
+    """Divide the weights of a whole batch by their mean over the tokens that train, so that this mean is 1.
 
-    It comes last: a factor that all tokens share, of age for instance, is divided out. Unchanged if all weights are 0.
+    Call it last: it divides out any factor that all tokens share, such as one of age. All-zero weights stay.
     """
     mean = corrected.weights[corrected.keep].double().mean().item() if corrected.keep.any() else 0.0
     if mean == 0:
@@ -71,7 +71,7 @@ def normalise(corrected: Corrected) -> Corrected:
 
 
 def _weights(log_ratio: Tensor, correction: Correction) -> Tensor:
-    """[B, T] or [B, 1]: 1, r, or the product of r over the row, truncated at the cap.
+    """Compute weights, [B, T] or [B, 1]: 1, r, or the product of r over the row, truncated at the cap.
 
     Truncated importance sampling: Espeholt et al. (arXiv:1802.01561), rho-bar of section 4.1. The product over a
     sequence is the importance weight of the whole trajectory, e.g. Precup, Sutton & Singh (2000), section 3.
@@ -84,7 +84,7 @@ def _weights(log_ratio: Tensor, correction: Correction) -> Tensor:
 
 
 def _rejected(log_ratio: Tensor, mask: Tensor, age: Tensor, correction: Correction) -> Iterator[tuple[str, Tensor]]:
-    """Each rejecting rule with what it rejects, bool [B, T] or [B, 1], in the order of ``configs.correction.rules``."""
+    """Yield each rejecting rule and what it rejects, bool [B, T] or [B, 1], in the order of ``correction.rules``."""
     if correction.max_age is not None:
         yield "max_age", age > correction.max_age
     if correction.veto is not None:
@@ -96,7 +96,7 @@ def _rejected(log_ratio: Tensor, mask: Tensor, age: Tensor, correction: Correcti
 
 
 def _outside(log_ratio: Tensor, mask: Tensor, level: str, measure: str, low: float, high: float) -> Tensor:
-    """Where a measure, over a token [B, T] or a row [B, 1], is outside [low, high].
+    """Find where a measure, over a token [B, T] or a row [B, 1], is outside [low, high].
 
     k1 is log r, so that its sum and mean are the logarithms of the product and the geometric mean of r; a row's
     seq_max_k1 is outside if any r is. k2 = log(r)^2 / 2 and k3 = r - 1 - log r estimate KL(mu || pi). Source of the
@@ -119,10 +119,10 @@ def _outside(log_ratio: Tensor, mask: Tensor, level: str, measure: str, low: flo
 
 
 def _is_outside(values: Tensor, low: float, high: float) -> Tensor:
-    """Bool: which values are not in [low, high]."""
+    """Whether each value lies outside [low, high]."""
     return values.clamp(low, high) != values
 
 
 def _sum(values: Tensor) -> Tensor:
-    """Of each row, float64 [B, 1], in which padding cannot change a verdict through the order of additions."""
+    """Sum each row in float64, [B, 1], so that padding cannot change a decision through the order of additions."""
     return values.sum(1, keepdim=True, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""How far the policy was from the one that sampled, and what the correction made of it, overall and by age."""
+"""Metrics of the off-policy correction, overall and by age: how far the policies are apart, and what was done."""
 
 from collections.abc import Sequence
 
@@ -14,9 +14,9 @@ AGES = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, None))  # first and last age
 def correction_metrics(
     target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, corrected: Corrected, rules: Sequence[str]
 ) -> dict[str, float]:
-    """Metrics ``correction/...`` over the tokens of a whole batch [N, T] where ``mask``; none if there are none.
+    """Compute ``correction/...`` over the tokens of a whole batch [N, T] where ``mask``; empty without such tokens.
 
-    The same again for the tokens of each age that occurs, as ``correction/age_0/...``, ``age_3-4``, ``age_9+``;
+    They are repeated for the tokens of each age that occurs, as ``correction/age_0/...``, ``age_3-4``, ``age_9+``;
     sequences then are the tokens of that age in each row. ``rules`` are those that the correction may apply.
     """
     log_ratio = torch.where(mask, (target - behaviour).double(), 0.0)
@@ -40,7 +40,7 @@ def _buckets(mask: Tensor, age: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def _policies(log_ratio: Tensor, chosen: Tensor) -> dict[str, float]:
-    """The distance between the policies, from r = pi/mu, float64 [N, T], whatever the correction does.
+    """Measure the distance between the policies from r = pi/mu, float64 [N, T], whatever the correction does.
 
     ``kl``: mean of -log r, an estimate of KL(mu || pi) (k1); ``k3``: mean of r - 1 - log r, its low-variance form;
     ``ess``: (sum r)^2 / (n sum r^2), 1 when on-policy, and ``seq_ess`` the same of the products over rows;
@@ -62,7 +62,7 @@ def _policies(log_ratio: Tensor, chosen: Tensor) -> dict[str, float]:
 
 
 def _perplexities(policy: Tensor, behaviour: Tensor, chosen: Tensor) -> dict[str, float]:
-    """exp of the mean of -log pi and of -log mu per token, and the first over the second."""
+    """Perplexity per token under pi and under mu, and the first over the second."""
     ours, theirs = policy[chosen].mean(), behaviour[chosen].mean()
     return {
         "ppl_policy": ours.exp().item(),
@@ -72,7 +72,7 @@ def _perplexities(policy: Tensor, behaviour: Tensor, chosen: Tensor) -> dict[str
 
 
 def _weights(corrected: Corrected, chosen: Tensor) -> dict[str, float]:
-    """Of the tokens that train: their weights, and how many of equal weight they are worth, as a share."""
+    """Summarise the weights of the tokens that train; ``weight_ess`` is their effective share."""
     weights = corrected.weights[chosen & corrected.keep].double()
     if weights.numel() == 0:
         return {}
@@ -86,7 +86,7 @@ def _weights(corrected: Corrected, chosen: Tensor) -> dict[str, float]:
 
 
 def _rules(corrected: Corrected, chosen: Tensor, rules: Sequence[str]) -> dict[str, float]:
-    """Shares of tokens: ``masked`` by any rule, and by each; a token that several reject counts for the first.
+    """Shares of tokens masked by any rule, and by each; a token that several rules reject counts for the first.
 
     ``rule/band`` is the share whose weight became 0, which are not masked.
     """

@@ -1,4 +1,4 @@
-"""Estimators of KL(pi_theta || pi_ref) per token, and what sets its coefficient.
+"""Estimators of KL(pi_theta || pi_ref) per token, and the controller of its coefficient.
 
 k1, k2, k3: Schulman, "Approximating KL divergence" (2020). Of a sampled token only its two log-probabilities are known;
 ``full`` sums over the vocabulary. As part of a loss their gradients differ: that of k2 is an unbiased gradient of the
@@ -37,7 +37,7 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def absolute(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """|d|, [B, T]: no estimate of the divergence, but a distance."""
+    """|d|, [B, T]: a distance, which does not estimate the divergence."""
     return _difference(logprobs, reference).abs()
 
 
@@ -47,7 +47,7 @@ def full(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def straight_through(estimator: Estimator) -> Estimator:
-    """The estimator's value with the gradient of k2."""
+    """Give an estimator's value the gradient of k2."""
 
     def value_of_one_gradient_of_the_other(logprobs: Tensor, reference: Tensor) -> Tensor:
         carrier = k2(logprobs, reference)
@@ -69,7 +69,7 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 class KlController:
-    """The coefficient of the KL: fixed, or adaptive towards ``target``.
+    """Holds the coefficient of the KL: fixed, or adapted towards ``target``.
 
     coef *= max(0, 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon) after each step of n trajectories. Source: Ziegler
     et al. (arXiv:1909.08593), section 2.2; n / horizon, in place of its constant 0.1, is their published code's.

@@ -1,4 +1,4 @@
-"""What happens to rewards between scoring and advantages: pure functions of a batch's headers.
+"""Reward shaping, between scoring and advantages: pure functions of a batch's headers.
 
     scored reward ── + overlong penalty ── / scale ── clip ──> advantages ── x repeats ──> loss of the rows that train
 
@@ -23,7 +23,7 @@ BEST_AND_OTHERS = (0.4, 0.1)  # weights of max_random
 
 
 def rewards(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> Tensor:
-    """The rewards that advantages are computed from, float64 [N]; those of unscored rows are 0."""
+    """Compute the rewards that advantages see, float64 [N]; those of unscored rows are 0."""
     scored = torch.tensor([h.scored for h in headers])
     values = torch.tensor([h.reward for h in headers], dtype=torch.float64)
     values = torch.where(scored, values + penalties(headers, options), 0.0)
@@ -34,7 +34,7 @@ def rewards(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> Tens
 
 
 def penalties(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> Tensor:
-    """The soft overlong punishment, float64 [N], from -overlong_factor to 0.
+    """Compute the soft overlong punishment, float64 [N], from -overlong_factor to 0.
 
     With L sampled tokens: 0 up to max - cache, ((max - cache) - L) / cache up to max, -1 beyond. Source: DAPO
     (arXiv:2503.14476), eq. 13; there the factor is 1.
@@ -47,8 +47,9 @@ def penalties(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> Te
 
 
 def divisor(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> float:
-    """What rewards, of outcomes and of turns, are divided by: the standard deviation (biased) of the scored outcomes
-    that train, with their penalties; 1 where that is 0 or nobody asked.
+    """Return the divisor of outcome and turn rewards: the biased standard deviation of the scored outcomes that train.
+
+    Penalties are included. 1 if the deviation is 0 or ``reward_scale`` is none.
 
     The mean is not taken away, so signs stay. Source: reward scaling, arXiv:2005.12729, section 2, which divides by
     the deviation of a rolling sum of discounted rewards. Here it is that of the batch, so that a step depends on its
@@ -63,12 +64,12 @@ def divisor(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> floa
 
 
 def trains(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> Tensor:
-    """Rows whose tokens train, bool [N]. Source: overlong filtering, DAPO (arXiv:2503.14476), section 3.4."""
+    """Which rows train, bool [N]. Source: overlong filtering, DAPO (arXiv:2503.14476), section 3.4."""
     return torch.tensor([not (options.overlong_filter and h.finish_reason == CUT_OFF) for h in headers])
 
 
 def repeats(headers: Sequence[TrajectoryHeader], options: ShapingConfig, seed: int, step: int) -> Tensor:
-    """How often each row was drawn, float64 [N]: N_scored draws with replacement, the same for the same (seed, step).
+    """Count how often each row is drawn, float64 [N]: N_scored draws with replacement, fixed by (seed, step).
 
     Source: PF-PPO (arXiv:2409.06957) keeps rows whose rewards are reliable. The weights are those of verl's
     ``compute_pf_ppo_reweight_data``, over the whole batch; the paper's own table of weights was not at hand.
@@ -81,7 +82,7 @@ def repeats(headers: Sequence[TrajectoryHeader], options: ShapingConfig, seed: i
     counts = torch.ones(len(headers), dtype=torch.float64)
     values = rewards(headers, options)
     if options.resample == "none" or not scored.any() or not values.isfinite().all():
-        return counts  # an infinite reward is for the loss to notice and to name
+        return counts  # an infinite reward makes the loss diverge, which names the step
     odds = resample_weights(values[scored].numpy(), options)
     draw = np.random.default_rng([seed & 0xFFFFFFFF, step, RESAMPLE])
     counts[scored] = torch.from_numpy(draw.multinomial(len(odds), odds / odds.sum())).double()
@@ -89,7 +90,7 @@ def repeats(headers: Sequence[TrajectoryHeader], options: ShapingConfig, seed: i
 
 
 def resample_weights(values: np.ndarray, options: ShapingConfig) -> np.ndarray:
-    """Relative chance of each of the scored rewards, float64 [n], never 0."""
+    """Weigh the scored rewards for drawing, float64 [n], never 0."""
     match options.resample:
         case "pow":
             weights = np.abs(values) ** options.resample_power
@@ -103,7 +104,7 @@ def resample_weights(values: np.ndarray, options: ShapingConfig) -> np.ndarray:
 
 
 def shaping_metrics(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> dict[str, float]:
-    """What shaping did to a batch, if it is asked to do anything to rewards or rows."""
+    """Report what shaping did to a batch; empty if no option changes rewards or rows."""
     if options == ShapingConfig(dynamic_sampling=options.dynamic_sampling, max_refills=options.max_refills):
         return {}
     scored = torch.tensor([h.scored and not h.baseline for h in headers])

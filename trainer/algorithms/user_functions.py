@@ -1,4 +1,4 @@
-"""Users' own advantages, losses and corrections: loaded, and tried on a tiny batch before anything is trained.
+"""Load users' own advantages, losses and corrections, and try them on a tiny batch before anything is trained.
 
 They have the signatures of the built-in ones:
 
@@ -42,7 +42,7 @@ class Trial:
     reference: str
 
     def error(self, what: str) -> ConfigError:
-        """What was wrong, with the place."""
+        """Make the error that names the key and the function."""
         return ConfigError(f"{self.key}: {self.reference} {what}")
 
     def load(self) -> Any:
@@ -53,7 +53,7 @@ class Trial:
         return loaded
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What the function gives for a tiny batch. Raises ConfigError for whatever it raises."""
+        """Call the function on a tiny batch. Raises ConfigError for whatever it raises."""
         try:
             return function(*arguments)
         except Exception as error:  # the user's code may raise anything, and must be named whatever it is
@@ -79,7 +79,7 @@ class Trial:
 
 
 def load_advantage(reference: str, options: AdvantageOptions, *, critic: bool = False) -> AdvantageFn:
-    """The user's advantage estimator; ``critic``: there is one, and ``x.values`` with it."""
+    """Load a user's advantage estimator; ``critic`` says whether there is one, and with it ``x.values``."""
     trial = Trial("algorithm.advantage", reference)
     function: AdvantageFn = trial.load()
     mask, given = MASK.repeat(3, 1)[:5], list[Tensor]()
@@ -93,7 +93,7 @@ def load_advantage(reference: str, options: AdvantageOptions, *, critic: bool = 
 
 
 def load_loss(reference: str, options: AlgorithmConfig) -> PolicyLoss:
-    """The user's loss."""
+    """Load a user's policy loss, a function or a PolicyLoss, and try it."""
     trial = Trial("algorithm.loss", reference)
     loaded = trial.load()
     loss = loaded if isinstance(loaded, PolicyLoss) else PolicyLoss(loaded)
@@ -111,7 +111,7 @@ def load_loss(reference: str, options: AlgorithmConfig) -> PolicyLoss:
 
 
 def load_correction(reference: str) -> Correct:
-    """The user's off-policy correction."""
+    """Load a user's off-policy correction and try it."""
     trial = Trial("algorithm.correction", reference)
     function: Correct = trial.load()
     weights, kept = list[Tensor](), list[Tensor]()
@@ -125,7 +125,9 @@ def load_correction(reference: str) -> Correct:
         keep = trial.tensor(result.keep, MASK.shape, torch.bool, "keep as")
         rule = trial.tensor(result.rule, MASK.shape, torch.uint8, "rule as")
         if int(rule.max()) >= len(RULES):
-            raise trial.error(f"gave rule {int(rule.max())}; they are indexes of configs.correction.RULES, 0 for none")
+            raise trial.error(
+                f"gave rule {int(rule.max())}; rules are indexes of RULES (configs/schema/correction.py), 0 for none"
+            )
         if (keep & ~MASK).any():
             raise trial.error("keeps tokens whose mask is false")
         weights.append(torch.where(keep, trial.tensor(result.weights, MASK.shape, name="weights as"), 0.0))

@@ -1,4 +1,4 @@
-"""What a critic's values are for and what they learn: generalised advantage estimation, value loss, fit."""
+"""A critic's values: generalised advantage estimation from them, their loss, and how well they fit the returns."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ EPSILON = 1e-8
 
 
 def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of sampled tokens, float64 [N, T] each, 0 elsewhere.
+    """Compute advantages and returns of sampled tokens, float64 [N, T] each, 0 elsewhere.
 
     An episode's steps are the tokens of ``mask``: the state after one is that of the row's next one, whatever the
     prompt or a tool put in between, and after the last one it is over (value 0).
@@ -19,7 +19,7 @@ def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: 
     Args:
         token_rewards: [N, T]
         values: [N, T], of the state in which each token was chosen
-        mask: bool [N, T]; what stands elsewhere, in rewards and values alike, does not matter
+        mask: bool [N, T]; rewards and values elsewhere do not matter
     """
     rewards = torch.where(mask, token_rewards.double(), 0.0)
     values = torch.where(mask, values.double(), 0.0)
@@ -36,7 +36,9 @@ def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: 
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Values [N, T] with mean 0 and variance 1 over the tokens of ``mask``, 0 elsewhere; one alone becomes 0.
+    """Shift and scale values [N, T] to mean 0 and variance 1 over the tokens of ``mask``, 0 elsewhere.
+
+    A single token becomes 0.
 
     (A - mean) / (std + 1e-8) with the biased standard deviation: no part of the paper, but of its authors' ``ppo2``
     (openai/baselines), there over a mini-batch.
@@ -48,7 +50,7 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """Squared error, at least that of the value kept within ``clip`` of the old one: [B, T], never negative.
+    """Squared error of each value [B, T], at least that of the value kept within ``clip`` of the old one.
 
     0.5 * max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2); without ``clip`` 0.5 * (V - R)^2. A value that
     has moved further than ``clip`` towards its return gets no gradient.

@@ -1,4 +1,4 @@
-"""What a row costs a model, so that ranks and forward passes get equal work. Pure functions of the model's config."""
+"""The cost of a row to a model, so that ranks and forward passes get equal shares: a function of the model's config."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +18,9 @@ class RowCost:
 
 
 def row_cost_of(config: Any, padded: bool = False) -> RowCost:
-    """A decoder's work from its Hugging Face config.
+    """Derive a decoder's cost per row from its Hugging Face config.
 
-    Linear: 2 operations per weight that a token meets, the chosen experts' and the last layer's included. Quadratic:
+    Linear: 2 operations per weight that a token uses, the chosen experts' and the last layer's included. Quadratic:
     scores and their sum over values, 2 operations per head and element each, for the T^2 / 2 pairs under the diagonal
     (Narayanan et al., arXiv:2104.04473, appendix, with causal attention). A sliding window counts as full attention.
     """

@@ -16,7 +16,7 @@ from rl_async.trainer.batches.partition import imbalance, karmarkar_karp
 
 
 class Sized(Protocol):
-    """What the layout asks of a row; every TrajectoryHeader is one."""
+    """What the layout reads of a row; every TrajectoryHeader has it."""
 
     @property
     def tokens(self) -> int: ...
@@ -43,7 +43,7 @@ def mask_bound(config: RunConfig) -> int | None:
 
 
 def fresh_runs(header: TrajectoryHeader, step: int, max_staleness: int | None) -> list[VersionRun]:
-    """The runs of sampled tokens that may be trained at ``step``; None: no bound is applied."""
+    """Return the runs of sampled tokens that may train at ``step``; a bound of None keeps all."""
     if header.baseline:
         return []
     if max_staleness is None:
@@ -97,12 +97,12 @@ def _balance(rows: list[int], headers: Sequence[Sized], parts: int, cost: RowCos
 
 
 def token_imbalance(plan: Sequence[MiniBatch], headers: Sequence[Sized]) -> float:
-    """By how much the rank with the most tokens is above the mean, in the worst mini-batch; 0 for one rank."""
+    """How far the rank with the most tokens is above the mean, in the worst mini-batch; 0 for one rank."""
     return cost_imbalance(plan, headers, RowCost())
 
 
 def cost_imbalance(plan: Sequence[MiniBatch], headers: Sequence[Sized], cost: RowCost) -> float:
-    """By how much the rank with the highest cost is above the mean, in the worst mini-batch; 0 for one rank."""
+    """How far the rank with the highest cost is above the mean, in the worst mini-batch; 0 for one rank."""
     return max(
         imbalance([sum(cost.of(headers[row].tokens) for micro in micros for row in micro) for micros in mini.ranks])
         for mini in plan
@@ -127,7 +127,7 @@ def _first_fit(rows: list[int], headers: Sequence[Sized], max_tokens: int) -> li
 def _even(
     micros: list[list[int]], count: int, headers: Sequence[Sized], max_tokens: int, cost: RowCost
 ) -> list[list[int]]:
-    """The rows of ``micros`` over ``count`` micro-batches of nearly equal cost, or as they are if those overflow."""
+    """Spread the rows of ``micros`` over ``count`` micro-batches of nearly equal cost; unchanged if those overflow."""
     rows = [row for micro in micros for row in micro]
     even = _balance(rows, headers, count, cost)
     fits = all(len(micro) <= 1 or sum(headers[row].tokens for row in micro) <= max_tokens for micro in even)

@@ -1,4 +1,4 @@
-"""Rows of a micro-batch as one row without padding, and what was computed for it back in its place."""
+"""Packing: the rows of a micro-batch as one row without padding, and results for it back in their places."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,8 +42,8 @@ class Packed:
         }
 
     def share(self, rank: int, ranks: int) -> "Packed":
-        """One rank's N / ranks tokens of the row, which is filled up to a multiple by a sequence that nobody asks
-        about. ``groups``, and where tokens belong, stay those of the whole row: attention is over all of it."""
+        """Take one rank's N / ranks tokens of the row, which is filled up to a multiple by a sequence whose outputs are
+        dropped. ``groups``, and where tokens belong, stay those of the whole row: attention is over all of it."""
         missing = -self.tokens.shape[1] % ranks
         size = (self.tokens.shape[1] + missing) // ranks
         mine = slice(rank * size, (rank + 1) * size)
@@ -64,7 +64,7 @@ class Packed:
 
 
 def pack(batch: Tensors) -> Packed:
-    """Drop the padding. The order of rows changes nothing but how many are attended to in one call."""
+    """Drop the padding. The order of rows only affects how many are attended to in one call."""
     rows, width = batch.tokens.shape
     lengths, order = batch.lengths.sort(descending=True, stable=True)
     total = int(lengths.sum())

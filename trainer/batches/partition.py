@@ -1,4 +1,4 @@
-"""Parts of equal work: the largest differencing method."""
+"""Partition items into parts of nearly equal sums: the largest differencing method."""
 
 import heapq
 from collections.abc import Sequence
@@ -29,5 +29,5 @@ def karmarkar_karp(sizes: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def imbalance(sums: Sequence[int]) -> float:
-    """By how much the largest of these sums is above their mean: 0 is perfect balance."""
+    """How far the largest of these sums is above their mean: 0 is perfect balance."""
     return max(sums) * len(sums) / sum(sums) - 1.0 if any(sums) else 0.0

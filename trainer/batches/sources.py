@@ -41,9 +41,9 @@ class QueueSource:
         self._queue, self._timeout_s = queue, timeout_s
 
     def reserve(self, step: int, stopping: Callable[[], bool]) -> Reserved | None:
-        """Wait for the batch of ``step``, or until ``stopping``, which is asked every POLL_S.
+        """Wait for the batch of ``step``, or until ``stopping``, polled every POLL_S.
 
-        Raises RlAsyncError saying what was missing when the deadline passes.
+        Raises RlAsyncError with what is missing when the deadline passes.
         """
         deadline = time.monotonic() + self._timeout_s
         while True:
@@ -96,20 +96,20 @@ class RecordedSource:
         return [self._rows[key] for key in keys]
 
     def commit(self, step: int) -> None:
-        """Nobody waits for a replayed batch."""
+        """Do nothing: no queue waits for a replayed batch."""
 
     def checkpointed(self, step: int) -> None:
-        """Nobody holds a replayed batch."""
+        """Do nothing: no queue holds a replayed batch."""
 
     def snapshot(self) -> bytes:
         return b""
 
     def tighten(self, max_staleness: int) -> None:
-        """Recorded batches have the staleness that they have."""
+        """Do nothing: the staleness of recorded batches is fixed."""
 
 
 def _lineage(path: Path) -> int:
-    """The number behind ``lineage`` in ``step-000012-lineage0-rank0.jsonl.gz``."""
+    """Parse the number behind ``lineage`` in ``step-000012-lineage0-rank0.jsonl.gz``."""
     for part in path.name.removesuffix(".jsonl.gz").split("-"):
         if part.startswith("lineage"):
             return int(part.removeprefix("lineage"))

@@ -1,7 +1,7 @@
-"""Kinds of models whose rows can be packed: every one is compared with one row at a time by a test.
+"""Model types whose rows can be packed; a test compares each with one row at a time.
 
-A kind that is not here runs padded. To add one: no layer may mix tokens but by causal attention through Transformers'
-attention interface, and its logits must be ``lm_head(hidden)``, scaled and capped as said here.
+Other types run padded. A type may be added if its layers mix tokens only by causal attention, through Transformers'
+attention interface, and its logits are ``lm_head(hidden)``, scaled and capped as declared here.
 """
 
 from collections.abc import Callable
@@ -72,5 +72,5 @@ def why_not_shared(config: Any, size: int) -> str | None:
 
 
 def logit_form(config: Any) -> LogitForm:
-    """How a model that can be packed makes its logits."""
+    """Return how a model that can be packed makes its logits."""
     return FAMILIES[config.model_type](config)

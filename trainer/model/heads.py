@@ -31,8 +31,8 @@ VALUE_HEAD_FILE = "value_head.safetensors"
 class ValueHead(torch.nn.Linear):
     """Hidden states [B, T, H] to one number each [B, T]; 0 at first.
 
-    So every rank starts alike, and the first gradients leave the backbone alone. The result is no view of another
-    tensor: FSDP's hooks would be lost if somebody wrote to one.
+    Zeros make every rank start alike and keep the first gradients out of the backbone. The result is not a view of
+    another tensor: writing to a view would lose FSDP's hooks.
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -105,7 +105,7 @@ class Headed(torch.nn.Module):
         return {name: getattr(outputs, name) for name in outputs.__struct_fields__} | {"values": values}
 
     def _values(self, hidden: Tensor) -> Tensor:
-        assert self.value_head is not None, "values are wanted of a model without a value head"
+        assert self.value_head is not None, "values are requested of a model without a value head"
         return self.value_head(hidden).float()
 
 

@@ -1,4 +1,4 @@
-"""Which kernels compute a model's layers: attention's, and Liger's for norms, rotary embedding and gated MLPs."""
+"""Choose the kernels of a model's layers: attention, and Liger's for norms, rotary embedding and gated MLPs."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from rl_async.trainer.model.families import why_padded
 def attention(config: Any, device: str, dtype: torch.dtype, options: TrainerConfig) -> str:
     """The attention implementation of Transformers to load a model with, from its Hugging Face config.
 
-    Raises UserError when ``trainer.attention=flash`` asks for what cannot be here.
+    Raises UserError when ``trainer.attention=flash`` cannot be honoured for this model and device.
     """
     padded = why_padded(config)
     suits = device.startswith("cuda") and dtype == torch.bfloat16
@@ -25,7 +25,7 @@ def attention(config: Any, device: str, dtype: torch.dtype, options: TrainerConf
             raise UserError(f"trainer.attention=flash needs bfloat16 on a GPU, not {dtype} on {device}; use auto")
         if not is_flash_attn_2_available():
             raise UserError(
-                "trainer.attention=flash needs FlashAttention 2, which is not here; install it with "
+                "trainer.attention=flash needs FlashAttention 2, which is not installed; install it with "
                 "`pip install --no-build-isolation 'rl-async[flash-attn]'`, or use auto"
             )
         return "flash_attention_2"
@@ -50,9 +50,9 @@ def apply_liger(lm: Any, device: str) -> None:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError as error:
         raise UserError(
-            "trainer.kernels=liger needs Liger, which is not here; install it with `pip install 'rl-async[liger]'`"
+            "trainer.kernels=liger needs Liger, which is not installed; install it with `pip install 'rl-async[liger]'`"
         ) from error
     kind = lm.config.model_type
     if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:  # Liger itself would only log it
-        raise UserError(f"trainer.kernels=liger: Liger has none for models of type {kind}; use trainer.kernels=torch")
+        raise UserError(f"trainer.kernels=liger: no kernels for models of type {kind}; use trainer.kernels=torch")
     _apply_liger_kernel_to_instance(model=lm, cross_entropy=False, fused_linear_cross_entropy=False)

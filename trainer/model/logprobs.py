@@ -16,7 +16,7 @@ CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26}  # on the CPU the fastest of those 
 
 
 class TokenStats(NamedTuple):
-    """Float32 [N] each; what was not wanted is None."""
+    """Float32 [N] each; None if not requested."""
 
     logprobs: Tensor
     entropy: Tensor | None  # of the distribution over the next token
@@ -24,7 +24,7 @@ class TokenStats(NamedTuple):
 
 
 class Head(NamedTuple):
-    """The last layer: weight [V, H], bias [V], and what becomes of the logits."""
+    """The last layer: weight [V, H], bias [V], and how its outputs become logits."""
 
     weight: Tensor
     bias: Tensor | None
@@ -39,7 +39,7 @@ def token_stats(
     requested: frozenset[str] = frozenset(),
     chunk_logits: int | None = None,
 ) -> TokenStats:
-    """What the distributions softmax(logits / temperature) say of ``targets``; gradient flows to hidden, weight, bias.
+    """Evaluate softmax(logits / temperature) at ``targets``; gradient flows to hidden, weight and bias.
 
     Args:
         hidden: [N, H].

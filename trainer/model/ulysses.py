@@ -7,7 +7,7 @@ a second one goes back:
     [heads, N / S] ──> to_heads ──> [heads / S, N] ──> attention ──> to_sequence ──> [heads, N / S]
 
 What the model says of its tokens (log-probabilities, entropies, values) is gathered, so that all S ranks compute the
-same loss L from the same numbers of the whole row, and nothing after the forward pass knows of the exchange: losses
+same loss L from the same numbers of the whole row, and nothing after the forward pass is aware of the exchange: losses
 of whole sequences, means over tokens and returns need no change.
 
 Why the gradient is right. ``gathered`` passes to each rank dL / d(its own outputs) alone, so over the S ranks L is
@@ -38,8 +38,9 @@ class Sharing:
 
 
 def join_groups(size: int, timeout_s: float) -> tuple[DataParallel, Sharing | None]:
-    """Neighbouring ranks, ``size`` of them, share rows and are one data-parallel rank; the second
-    result is None if each has rows of its own. A collective.
+    """Let runs of ``size`` adjacent processes share rows, as one data-parallel rank each. A collective.
+
+    The second result is None if every process has rows of its own.
 
     Exchanges wait no longer than ``timeout_s``. ``size`` divides the number of ranks.
     """

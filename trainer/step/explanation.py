@@ -1,4 +1,4 @@
-"""Why each token trained as it did, for the recorded trajectories."""
+"""Explains for the recorded trajectories why each token trained, or did not."""
 
 import itertools
 
@@ -15,8 +15,7 @@ DIGITS = 4  # of a weight that are recorded
 
 
 def attributed(corrected: Corrected, whole: WholeBatch, filtered: Tensor) -> Corrected:
-    """Verdicts [N, T] in which every token that does not train names a rule, and has weight 0; of no meaning where
-    nothing was sampled.
+    """Complete a correction [N, T]: every sampled token that does not train names a rule and has weight 0.
 
     ``filtered``: bool [N], rows that overlong_filter took out. Else a token that the correction never saw was masked
     by the queue's bound.
@@ -32,7 +31,7 @@ def attributed(corrected: Corrected, whole: WholeBatch, filtered: Tensor) -> Cor
 
 
 def explain(row: Trajectory, index: int, corrected: Corrected) -> Explanation:
-    """Weights and rules of the sampled tokens of row ``index`` of the batch, in order; of ``attributed`` verdicts."""
+    """Collect weights and rules of the sampled tokens of row ``index``, in order, from an ``attributed`` correction."""
     sampled = np.flatnonzero(row.loss_mask[1:])  # position t of the tensors stands for token t + 1
     weights = corrected.weights[index].numpy()[sampled]
     rule = corrected.rule[index].numpy()[sampled]

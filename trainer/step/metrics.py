@@ -1,4 +1,4 @@
-"""The metrics of a step that follow from its batch: rewards, turns, lengths and realised staleness."""
+"""Metrics that follow from a step's batch: rewards, turns, lengths and realised staleness."""
 
 from collections.abc import Sequence
 
@@ -42,7 +42,7 @@ def batch_metrics(headers: Sequence[TrajectoryHeader], step: int, max_staleness:
 
 
 def _flat_groups(headers: Sequence[TrajectoryHeader]) -> float:
-    """Share of groups whose scored rewards are all equal, so that they teach nothing."""
+    """Share of groups whose scored rewards are all equal, so that they have no signal."""
     groups: dict[int, list[TrajectoryHeader]] = {}
     for header in headers:
         groups.setdefault(header.group_id, []).append(header)

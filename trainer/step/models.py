@@ -14,7 +14,7 @@ from rl_async.trainer.step.critic import critic_training, policy_training
 
 @dataclass(frozen=True)
 class Models:
-    """Those that take part in a step. A critic that shares the policy's backbone is no model of its own."""
+    """The models of a step. A critic that shares the policy's backbone is not a model of its own."""
 
     policy: Backend
     reference: Backend | None = None
@@ -22,25 +22,25 @@ class Models:
 
     @property
     def row_cost(self) -> RowCost:
-        """What a row costs the policy, and whether any of them pads rows, which then are grouped by length."""
+        """The policy's cost of a row; padded if any of the models pads rows, which then are grouped by length."""
         return replace(self.policy.row_cost, padded=any(model.row_cost.padded for model in self._all()))
 
     @property
     def data_parallel(self) -> DataParallel:
-        """Of this rank; the same for all of them."""
+        """This process's place among the data-parallel ranks, the same for all models."""
         return self.policy.data_parallel
 
     def trained(self) -> dict[str, Backend]:
-        """Those whose weights change, by their folder in a checkpoint."""
+        """Return the models whose weights change, by their folder in a checkpoint."""
         return {".": self.policy} | ({"critic": self.critic} if self.critic else {})
 
     def sleep(self) -> None:
-        """Give the device's memory back, as far as the backend can."""
+        """Free the device's memory, as far as the backends can."""
         for model in self._all():
             model.sleep()
 
     def wake(self) -> None:
-        """Undo ``sleep``."""
+        """Undo ``sleep``: bring the weights back to the device."""
         for model in self._all():
             model.wake()
 

@@ -55,7 +55,7 @@ class Recorder:
         self._submit(write)
 
     def flush(self) -> None:
-        """Wait until everything is written."""
+        """Wait until everything is written. Raises what the thread raised."""
         while self._in_flight:
             self._in_flight.popleft().result()
 

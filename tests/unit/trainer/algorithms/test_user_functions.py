@@ -86,7 +86,7 @@ def test_a_correction_that_names_an_unknown_rule_is_refused(write) -> None:
         HEAD + "def judge(target, behaviour, mask, age):\n"
         "    return Corrected(torch.ones_like(target), mask, mask.to(torch.uint8) * 200)\n"
     )
-    with pytest.raises(ConfigError, match="gave rule 200"):
+    with pytest.raises(ConfigError, match=r"algorithm\.correction.*200"):
         load_correction(f"{path}:judge")
 
 

@@ -58,7 +58,7 @@ def test_flash_attention_is_refused_where_it_cannot_be(
 
 
 def test_liger_is_refused_on_a_cpu_and_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"trainer\.kernels=liger needs a GPU"):
+    with pytest.raises(UserError, match=r"trainer\.kernels=liger"):
         apply_liger(None, "cpu")
     monkeypatch.setitem(sys.modules, "liger_kernel", None)  # as if it were not installed
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
