@@ -46,10 +46,9 @@ class AbortBody(msgspec.Struct):
 
 
 class CheckerBody(msgspec.Struct):
-    """Request of ``POST /weight_checker``: ``checksum``, or ``compare`` with a baseline."""
+    """Request of ``POST /weight_checker``, of whose actions only this one is served."""
 
-    action: str
-    baseline: dict[str, str] = {}
+    action: Literal["checksum"]
 
 
 def delta(sequence: Sequence, start: int, end: int) -> dict[str, object]:

@@ -56,7 +56,6 @@ class EngineServer:
             "POST /weight_checker": self.weight_checker,
             "POST /sleep": self.sleep,
             "POST /wake_up": self.wake,
-            "GET /is_sleeping": self.is_sleeping,
             "GET /health": self.health,
             "GET /load": self.load,
             "GET /metrics": self.metrics,
@@ -210,15 +209,9 @@ class EngineServer:
         return _json({"weight_version": self.engine.core.version})
 
     async def weight_checker(self, request: Request) -> Response:
-        body = msgspec.json.decode(await request.body(), type=dialect.CheckerBody)
+        msgspec.json.decode(await request.body(), type=dialect.CheckerBody)
         current = await asyncio.wrap_future(self.engine.call(lambda: checksums(self.engine.core.model)))
-        if body.action == "checksum":
-            return _json({"checksums": current})
-        if body.action != "compare":
-            return _error(400, f"action must be checksum or compare, not {body.action!r}")
-        names = current.keys() | body.baseline.keys()
-        mismatches = sorted(n for n in names if current.get(n) != body.baseline.get(n))
-        return _json({"match": not mismatches, "mismatches": mismatches})
+        return _json({"checksums": current})
 
     async def sleep(self, request: Request) -> Response:
         level = request.query_params.get("level", "1")
@@ -230,9 +223,6 @@ class EngineServer:
     async def wake(self, request: Request) -> Response:
         await asyncio.wrap_future(self.engine.wake(request.query_params.getlist("tags")))
         return _json({"status": "awake"})
-
-    async def is_sleeping(self, request: Request) -> Response:
-        return _json({"is_sleeping": self.engine.asleep})
 
     async def health(self, request: Request) -> Response:
         return Response(status_code=200)
