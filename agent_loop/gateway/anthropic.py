@@ -1,4 +1,4 @@
-"""Anthropic's dialect: messages requests in, messages, events and errors out, over the same core. Pure."""
+"""Anthropic's dialect: messages requests in; messages, events and errors out. Pure."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -18,7 +18,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 
 class Block(msgspec.Struct):
-    """A piece of content: text, tool_use or tool_result."""
+    """A content block: text, tool_use or tool_result."""
 
     type: str
     text: str = ""
@@ -28,22 +28,18 @@ class Block(msgspec.Struct):
 
 
 class AnthropicMessage(msgspec.Struct):
-    """One message."""
-
     role: Literal["user", "assistant"]
     content: str | list[Block]
 
 
 class AnthropicTool(msgspec.Struct):
-    """A tool of the client's."""
-
     name: str
     input_schema: dict[str, Any]
     description: str = ""
 
 
 class MessagesBody(msgspec.Struct):
-    """The fields of a request that are used."""
+    """The fields of a request that have an effect."""
 
     messages: list[AnthropicMessage]
     max_tokens: Limit
@@ -58,7 +54,7 @@ class MessagesBody(msgspec.Struct):
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """A messages request. Raises RequestRefused naming the field that cannot be had."""
+    """Decode a messages request. Raises RequestRefused naming a field that is not supported."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
         wanted = msgspec.json.decode(body, type=MessagesBody)
@@ -85,7 +81,7 @@ def read_request(body: bytes) -> ChatRequest:
 
 
 def _messages(body: AnthropicMessage) -> Iterator[ChatMessage]:
-    """One message as the templates know them: results of tools are messages of their own."""
+    """Convert a message for chat templates, in which tool results are messages of their own."""
     if isinstance(body.content, str):
         yield ChatMessage(body.role, body.content)
         return
@@ -107,7 +103,7 @@ def _text(content: str | list[Block] | None) -> str:
         return content or ""
     other = [block.type for block in content if block.type != "text"]
     if other:
-        raise RequestRefused(f"content of type {other[0]} is not possible", code="unsupported_value", param="messages")
+        raise RequestRefused(f"content of type {other[0]} is not supported", code="unsupported_value", param="messages")
     return "".join(block.text for block in content)
 
 
@@ -117,7 +113,7 @@ def _schema(tool: AnthropicTool) -> dict[str, Any]:
 
 
 def message(done: Completion, episode: str, model: str) -> dict[str, Any]:
-    """The answer as one object."""
+    """Return an answer that is not streamed."""
     return _head(done, episode, model) | {
         "content": _blocks(done),
         "stop_reason": _stop_reason(done),
@@ -126,7 +122,7 @@ def message(done: Completion, episode: str, model: str) -> dict[str, Any]:
 
 
 def events(done: Completion, episode: str, model: str) -> Iterator[dict[str, Any]]:
-    """The answer as the events of a stream."""
+    """Yield the events of a streamed answer."""
     usage = {"input_tokens": done.prompt_tokens, "output_tokens": 0}
     yield {"type": "message_start", "message": _head(done, episode, model) | {"content": [], "usage": usage}}
     for index, block in enumerate(_blocks(done)):
@@ -144,7 +140,7 @@ def events(done: Completion, episode: str, model: str) -> Iterator[dict[str, Any
 
 
 def error_body(error: RequestRefused) -> dict[str, Any]:
-    """An error as Anthropic's clients read it."""
+    """Return the body of an error response, as Anthropic's clients expect it."""
     kind = {404: "not_found_error", 429: "rate_limit_error"}.get(error.status, "invalid_request_error")
     kind = "overloaded_error" if error.status >= 500 else kind
     return {"type": "error", "error": {"type": kind, "message": str(error)}}

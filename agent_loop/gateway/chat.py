@@ -1,4 +1,4 @@
-"""Chat messages in the one form that the gateway compares and renders, whatever dialect they came in."""
+"""Chat messages, requests and answers in one form, independent of the dialect."""
 
 import hashlib
 from collections.abc import Sequence
@@ -12,28 +12,28 @@ ASSISTANT = "assistant"
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
-    """One call of a tool. ``arguments`` is JSON text."""
+    """One call of a client's tool. ``arguments`` is JSON text."""
 
     name: str
     arguments: str
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """One message. ``role`` is system, user, assistant or tool; only the assistant makes calls."""
+    """One message. ``role`` is system, user, assistant or tool; only assistant messages have calls."""
 
     role: str
     text: str
     calls: tuple[FunctionCall, ...] = ()
 
     def identity(self) -> bytes:
-        """Equal for messages that are the same to the gateway: clients trim answers and write JSON anew."""
+        """Hash the message so that trimmed answers and re-serialised JSON are equal, as clients send them back."""
         text = self.text.strip() if self.role == ASSISTANT else self.text
         calls = [[call.name, _canonical(call.arguments)] for call in self.calls]
         return hashlib.sha256(msgspec.json.encode([self.role, text, calls])).digest()
 
 
 class ChatRequest(NamedTuple):
-    """What a request of any dialect asks for; None: nothing is said about it."""
+    """A request of any dialect; None means that the field was not given."""
 
     messages: list[ChatMessage]
     tools: list[dict[str, Any]]
@@ -47,7 +47,7 @@ class ChatRequest(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """An answer as it is given out. ``number`` counts the episode's answers; ``finish_reason``: stop or length."""
+    """An answer to a request. ``number`` counts the episode's answers; ``finish_reason`` is stop or length."""
 
     number: int
     message: ChatMessage
@@ -57,7 +57,7 @@ class Completion(NamedTuple):
 
 
 def history_keys(messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> list[bytes]:
-    """A name for each history ``messages[: i + 1]`` under these tools, in time linear in the messages."""
+    """Return a hash for each history ``messages[: i + 1]`` with these tools, in time linear in the messages."""
     keys, key = [], hashlib.sha256(msgspec.json.encode(tools, order="sorted")).digest()
     for message in messages:
         key = hashlib.sha256(key + message.identity()).digest()

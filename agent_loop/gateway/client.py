@@ -1,4 +1,4 @@
-"""For agent programs: the gateway's own requests, with nothing but the standard library.
+"""The client for agent programs; it needs only the standard library.
 
 for episode in Gateway(url).episodes():
     client = openai.OpenAI(base_url=episode.base_url, api_key="none")
@@ -18,7 +18,7 @@ from typing import Any
 from rl_async.errors import RlAsyncError
 
 FINISHED = {"finished": True}
-SLOW_S = 600.0  # a judge may take its time to score
+SLOW_S = 600.0  # scoring by a judge may take this long
 
 
 class GatewayError(RlAsyncError):
@@ -35,20 +35,20 @@ class RemoteEpisode:
     gateway: "Gateway"
 
     def reward(self, value: float, **parts: float) -> dict[str, Any]:
-        """End it with this reward; ``accepted`` is false if it has ended. Raises GatewayError if it has no answer."""
+        """End the episode with this reward; ``accepted`` is false if it had ended. Raises GatewayError."""
         return self._end({"reward": value, "parts": parts})
 
     def score(self) -> dict[str, Any]:
-        """End it; the run's own reward functions score it."""
+        """End the episode; the run's own reward functions score it."""
         return self._end({})
 
     def fail(self, error: str) -> dict[str, Any]:
-        """Give it up; the sample is handed out again."""
+        """Give the episode up; its sample is played again."""
         return self._end({"error": error})
 
     def _end(self, body: dict[str, Any]) -> dict[str, Any]:
         status, answer = self.gateway.post(f"/episodes/{self.id}/reward", body)
-        if status == 404 or answer == FINISHED:  # too late, or the gateway was started again and knows nothing of it
+        if status == 404 or answer == FINISHED:  # it ended, or the gateway was restarted since
             return {"accepted": False, "reason": "the episode has ended", "rows": 0, "reward": None}
         if status != 200:
             raise GatewayError(f"{status}: {answer}")
@@ -56,10 +56,10 @@ class RemoteEpisode:
 
 
 class Gateway:
-    """The gateway at ``url``, which has ``start_s`` to begin.
+    """The gateway at ``url``, which must answer within ``start_s``.
 
-    One that answered and is gone for ``gone_s``, in which the launcher starts again a gateway that died, has ended with
-    its run.
+    Once it has answered, it counts as ended with its run if it does not answer for ``gone_s``; within that time the
+    launcher restarts a gateway that died.
     """
 
     def __init__(self, url: str, *, wait_s: float = 20.0, start_s: float = 60.0, gone_s: float = 20.0) -> None:
@@ -78,7 +78,7 @@ class Gateway:
                 return
 
     def post(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Status and body of the answer; 503 and FINISHED if the gateway is gone. Raises OSError if it never came."""
+        """Post JSON; return status and body, or 503 and FINISHED if it is gone. Raises OSError if it never answered."""
         request = urllib.request.Request(
             self._url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
@@ -99,7 +99,7 @@ class Gateway:
 
 
 def _ask(request: urllib.request.Request, timeout_s: float) -> tuple[int, bytes]:
-    """Status and whole body of the answer, whatever its status."""
+    """Return status and body of the response, whatever its status."""
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             return answer.status, answer.read()

@@ -1,4 +1,4 @@
-"""One episode that an agent program plays: its requests become answers of the run's engines, its end becomes rows."""
+"""One episode played by an agent program: engines answer its requests, and what they sampled becomes rows."""
 
 import asyncio
 import math
@@ -23,7 +23,7 @@ ID_BYTES = 16
 
 
 class GatewayEpisode:
-    """A leased sample in the hands of an agent program. ``id`` is a secret: it lets its bearer act in the episode."""
+    """A leased sample that an agent program plays. ``id`` is a secret: whoever knows it can act in the episode."""
 
     def __init__(
         self,
@@ -44,16 +44,16 @@ class GatewayEpisode:
         self._renderer, self._generator, self._max_answers = renderer, generator, max_answers
         self._recorder = EpisodeRecorder(renderer)
         self._sampling = policy_sampling(config, group.partition)
-        self._usual = policy_sampling(config, "train")  # what a program may ask for in held-out episodes as well
+        self._train_sampling = policy_sampling(config, "train")  # which programs may request in held-out episodes too
         self._limit = min(config.agent.max_tokens, config.rollout.max_model_len)
         self._max_tokens = config.rollout.max_tokens
         self._requests = self._answers = self._in_flight = 0
         self._generate_s = 0.0
 
     async def complete(self, request: ChatRequest) -> Completion:
-        """The policy's answer, recorded if the episode is still open when it comes.
+        """Return the policy's answer, and record it if the episode is still open.
 
-        Raises RequestRefused for what cannot be had, EngineRejected or EngineLost when no engine answers.
+        Raises RequestRefused for unsupported requests, EngineRejected or EngineLost if no engine answers.
         """
         self._check(request)
         prompt = self._prompt(request)
@@ -67,7 +67,7 @@ class GatewayEpisode:
             self._in_flight -= 1
         seconds = time.monotonic() - began
         if self.closed:
-            raise RequestRefused("the episode ended before this answer came", code="episode_ended", status=404)
+            raise RequestRefused("the episode ended before this answer was complete", code="episode_ended", status=404)
         sampled = len(result.token_ids)
         result, text = cut_at_stop(result, request.stops, self._renderer)
         said = read_answer(text, self._renderer.format, tools=bool(request.tools))
@@ -80,17 +80,17 @@ class GatewayEpisode:
     def _check(self, request: ChatRequest) -> None:
         if self._answers + self._in_flight >= self._max_answers:
             raise RequestRefused(
-                f"this episode has had its {self._max_answers} answers (agent.gateway.max_answers)",
+                f"this episode has used up its {self._max_answers} answers (agent.gateway.max_answers)",
                 code="too_many_answers",
             )
         if not request.messages or request.messages[-1].role == ASSISTANT:
             raise RequestRefused(
-                "the last message must be somebody's whom the assistant is to answer",
+                "the last message must not be the assistant's",
                 code="invalid_request",
                 param="messages",
             )
         for name in ("temperature", "top_p"):
-            wanted, known = getattr(request, name), [getattr(s, name) for s in (self._sampling, self._usual)]
+            wanted, known = getattr(request, name), [getattr(s, name) for s in (self._sampling, self._train_sampling)]
             if wanted is not None and not any(math.isclose(wanted, value) for value in known):
                 raise unsupported(name, wanted)
 
@@ -99,7 +99,7 @@ class GatewayEpisode:
             prompt = self._recorder.prompt(request.messages, request.tools)
         except jinja2.TemplateError as error:
             raise RequestRefused(
-                f"the chat template does not take these messages: {error}", code="invalid_request", param="messages"
+                f"the chat template rejects these messages: {error}", code="invalid_request", param="messages"
             ) from error
         if len(prompt.token_ids) >= self._limit:
             raise RequestRefused(
@@ -122,7 +122,7 @@ class GatewayEpisode:
         )
 
     def trajectories(self) -> tuple[list[Trajectory], int]:
-        """All rows, without rewards, and which of them has the answer that came last."""
+        """Return all rows, without rewards, and the index of the row with the last answer."""
         group = self.group
         timings = {"generate": self._generate_s, "total": time.monotonic() - self.began}
         rows = [
@@ -148,14 +148,14 @@ class GatewayEpisode:
 
 
 def share_reward(rows: list[Trajectory], scored: Trajectory) -> None:
-    """Give every row of an episode what one of them was scored with."""
+    """Copy the score of one row to all rows of its episode."""
     for row in rows:
         row.reward, row.scored, row.error = scored.reward, scored.scored, scored.error
         row.reward_parts = dict(scored.reward_parts)
 
 
 def give_reward(rows: list[Trajectory], reward: float, parts: Mapping[str, float]) -> None:
-    """Give every row the agent program's own reward. Raises RequestRefused for numbers that are not finite."""
+    """Set the agent program's own reward on every row. Raises RequestRefused for numbers that are not finite."""
     if not all(math.isfinite(value) for value in (reward, *parts.values())):
         raise RequestRefused("a reward is a finite number", code="invalid_request", param="reward")
     for row in rows:
@@ -163,7 +163,7 @@ def give_reward(rows: list[Trajectory], reward: float, parts: Mapping[str, float
 
 
 def task_view(episode: GatewayEpisode, tools: list[dict[str, Any]]) -> dict[str, Any]:
-    """What an agent program is told of its task."""
+    """Return the part of a task that its agent program sees."""
     task = episode.group.task
     return {
         "task_id": task.task_id,

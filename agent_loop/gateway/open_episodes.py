@@ -1,4 +1,4 @@
-"""All episodes of a gateway: leased when agent programs ask, handed to the queue when they end, given up when late.
+"""All open episodes of a gateway: leased on request, put into the queue at their end, failed at their deadline.
 
 queue --lease--> samples --POST /episodes--> agent programs --reward--> rows --put--> queue
 """
@@ -7,44 +7,30 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.gateway.episode import GatewayEpisode, give_reward, share_reward
+from rl_async.agent_loop.protocols import RewardScorer, SampleQueue
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RequestRefused
-from rl_async.messages import Done, Leased, LeasedGroup, Refused, Task, Trajectory
+from rl_async.messages import Done, Leased, LeasedGroup, Refused
 from rl_async.rollout_server.api import Generator
 
 log = logging.getLogger("rl_async.gateway")
 
 LEASE_WAIT_S = 5.0
 RENEWALS_PER_LEASE = 4
-REMEMBERED = 4096  # ends, so that one posted twice is answered twice
-
-
-class Queue(Protocol):
-    """What a gateway needs of the transfer queue."""
-
-    async def lease(self, max_groups: int, wait_s: float) -> Leased: ...
-    async def renew(self) -> Done: ...
-    def put(self, *rows: Trajectory) -> Awaitable[Done | Refused]: ...
-    async def fail(self, group_id: int, sample: int, attempt: int, error: str) -> Done | Refused: ...
-
-
-class Rewards(Protocol):
-    """What a gateway needs of the reward service."""
-
-    async def score(self, task: Task, trajectory: Trajectory) -> None: ...
+REMEMBERED = 4096  # ended episodes, so that ending one again gets the same answer
 
 
 class Ending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How an agent program ends its episode; nothing at all: the run's reward functions score it."""
+    """How an agent program ends its episode. Without a reward, the run's reward functions score it."""
 
     reward: float | None = None
     parts: dict[str, float] = {}
@@ -52,58 +38,54 @@ class Ending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Ended(NamedTuple):
-    """What became of an ended episode."""
+    """The outcome of an ended episode, which the agent program gets as JSON."""
 
     accepted: bool
     reason: str
     rows: int
     reward: float | None
 
-    def body(self) -> dict[str, Any]:
-        """What the agent program is told."""
-        return self._asdict()
-
 
 class OpenEpisodes:
-    """Use ``run`` beside the server. Episodes are named by their secret ids."""
+    """The open episodes by their secret ids. ``run`` must run beside the server."""
 
     def __init__(
-        self, config: RunConfig, renderer: ChatRenderer, generator: Generator, queue: Queue, rewards: Rewards
+        self, config: RunConfig, renderer: ChatRenderer, generator: Generator, queue: SampleQueue, rewards: RewardScorer
     ) -> None:
         self._config, self._renderer, self._generator = config, renderer, generator
         self._queue, self._rewards = queue, rewards
         self._options = config.agent.gateway or GatewayConfig()
         self._open: dict[str, GatewayEpisode] = {}
         self._ended: OrderedDict[str, Ended] = OrderedDict()
-        self._samples: deque[tuple[LeasedGroup, int]] = deque()  # leased, and nobody has asked for them yet
-        self._changed = asyncio.Condition()  # of samples, of who waits for them, or the end of the run
+        self._samples: deque[tuple[LeasedGroup, int]] = deque()  # leased, and not requested yet
+        self._changed = asyncio.Condition()  # notified of samples, waiting requests and the end of the run
         self._waiting = 0
-        self._asked = time.monotonic()
+        self._last_request = time.monotonic()
         self.finished = False
         self.put = self.failed = self.refused = 0
 
     # --- the loops --------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Work until the queue says that the run is over.
+        """Work until the queue reports the end of the run.
 
-        Raises an ExceptionGroup with QueueLost or ProtocolError when the queue is gone.
+        Raises an ExceptionGroup with QueueLost or ProtocolError if the queue is gone.
         """
         async with asyncio.TaskGroup() as group:
             others = [group.create_task(work) for work in (self._renew(), self._reap(), self._lease())]
             while not self.finished:
-                self._take(await self._queue.lease(0, LEASE_WAIT_S))  # asks for nothing but the end
+                self._take(await self._queue.lease(0, LEASE_WAIT_S))  # leases nothing, only learns of the end
                 await self._notify()
             for task in others:
                 task.cancel()
-        log.info("%d episodes handed over, %d failed, %d refused", self.put, self.failed, self.refused)
+        log.info("%d episodes put, %d failed, %d refused by the queue", self.put, self.failed, self.refused)
 
     async def _lease(self) -> None:
         """Lease a group whenever more programs wait than there are samples.
 
-        Consumes leases; produces samples. Waits for a program to ask, then for work; unblocked by ``begin`` and by the
-        queue's answer, at most LEASE_WAIT_S later. Ended by cancellation at the end of the run, not before: of a lease
-        whose answer nobody reads, the queue would think that its samples are played.
+        Consumes leases; produces samples. Waits for a request, then for work; unblocked by ``begin`` and by the queue's
+        reply, at most LEASE_WAIT_S later. Cancelled only at the end of the run: if a lease's reply were lost, the queue
+        would believe that its samples are being played.
         """
         while True:
             async with self._changed:
@@ -120,34 +102,34 @@ class OpenEpisodes:
             self._changed.notify_all()
 
     async def _renew(self) -> None:
-        """Keep the leases. Consumes and produces nothing; waits for the clock; ended by cancellation."""
+        """Renew the leases until cancelled. Consumes and produces nothing; waits for the clock."""
         while True:
             await asyncio.sleep(self._config.queue.lease_s / RENEWALS_PER_LEASE)
             await self._queue.renew()
 
     async def _reap(self) -> None:
-        """Give up what nobody ends, and samples that nobody asks for.
+        """Fail episodes that do not end, and samples that no program requests, until cancelled.
 
-        Consumes episodes and samples past their deadline; produces failures. Waits for the clock; ended by
-        cancellation.
+        Consumes episodes and samples past their deadline; produces failures. Waits for the clock.
         """
         limit = self._config.agent.episode_timeout_s
         while True:
             await asyncio.sleep(min(1.0, limit / 4))
             now = time.monotonic()
             for episode in [e for e in self._open.values() if now - e.began > limit]:
-                if not (episode.closed or episode.ending.locked()):  # else its end is on its way
-                    await self._fail(episode, f"EpisodeTimeout: no end within {limit:g} s (agent.episode_timeout_s)")
-            if now - self._asked > limit and not self._waiting:
+                if not (episode.closed or episode.ending.locked()):  # else it is ending already
+                    late = f"episode did not finish within {limit:g} s (agent.episode_timeout_s)"
+                    await self._fail(episode, f"EpisodeTimeout: {late}")
+            if now - self._last_request > limit and not self._waiting:
                 while self._samples:
                     group, sample = self._samples.popleft()
-                    await self._queue.fail(group.group_id, sample, group.attempt, "no agent program asked for it")
+                    await self._queue.fail(group.group_id, sample, group.attempt, "no agent program requested it")
 
     # --- what agent programs do -------------------------------------------------------------------------------------
 
     async def begin(self, wait_s: float) -> GatewayEpisode | None:
-        """An episode to play; None if there was none within ``wait_s``, or if the run is over (``finished``)."""
-        self._asked = time.monotonic()
+        """Return an episode to play; None if there was none within ``wait_s`` or the run is over (``finished``)."""
+        self._last_request = time.monotonic()
         async with self._changed:
             self._waiting += 1
             self._changed.notify_all()
@@ -161,7 +143,7 @@ class OpenEpisodes:
             if not self._samples:
                 return None
             group, sample = self._samples.popleft()
-        self._asked = time.monotonic()
+        self._last_request = time.monotonic()
         episode = GatewayEpisode(
             group,
             sample,
@@ -174,7 +156,7 @@ class OpenEpisodes:
         return episode
 
     def get(self, episode_id: str) -> GatewayEpisode:
-        """An open episode. Raises RequestRefused if there is none of this id."""
+        """Return an open episode. Raises RequestRefused if there is none of this id."""
         episode = self._open.get(episode_id)
         if episode is None:
             known = episode_id in self._ended
@@ -186,31 +168,31 @@ class OpenEpisodes:
         return episode
 
     async def end(self, episode_id: str, ending: Ending) -> Ended:
-        """End an episode; the same answer however often it is asked. Raises RequestRefused, and it stays open."""
+        """End an episode; ending it again returns the same. If it raises RequestRefused, the episode stays open."""
         if episode_id in self._ended:
             return self._ended[episode_id]
         episode = self.get(episode_id)
         async with episode.ending:
             if episode_id in self._ended:
                 return self._ended[episode_id]
-            if episode.closed:  # given up at this moment
+            if episode.closed:  # it is being failed right now
                 raise RequestRefused("this episode has ended", code="episode_ended", status=404)
             if ending.error:
                 return await self._fail(episode, f"the agent program: {ending.error}")
-            return await self._hand_over(episode, ending)
+            return await self._put(episode, ending)
 
-    async def _hand_over(self, episode: GatewayEpisode, ending: Ending) -> Ended:
+    async def _put(self, episode: GatewayEpisode, ending: Ending) -> Ended:
         rows, last = episode.trajectories()
         if not rows:
             raise RequestRefused(
-                'the episode has no answer to train on; ask for one, or give it up with {"error": "..."}',
+                'the episode has no answer to train on; request one, or fail the episode with {"error": "..."}',
                 code="no_answers",
                 status=409,
             )
         if ending.reward is not None:
             give_reward(rows, ending.reward, ending.parts)
         elif ending.parts:
-            raise RequestRefused("parts of a reward need the reward", code="invalid_request", param="reward")
+            raise RequestRefused("parts were given without a reward", code="invalid_request", param="reward")
         with _closing(episode):
             if ending.reward is None:
                 await self._rewards.score(episode.group.task, rows[last])
@@ -238,7 +220,7 @@ class OpenEpisodes:
 
 @contextmanager
 def _closing(episode: GatewayEpisode) -> Iterator[None]:
-    """It takes no more requests; if the block fails it does again, and its end may be posted again."""
+    """Refuse further requests of the episode; if the block fails, reopen it, so that its end may be posted again."""
     episode.closed = True
     try:
         yield

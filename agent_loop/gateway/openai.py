@@ -1,4 +1,4 @@
-"""OpenAI's dialect: chat completion requests in, completions, chunks and errors out. Pure."""
+"""OpenAI's dialect: chat completion requests in; completions, chunks and errors out. Pure."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -9,14 +9,14 @@ import msgspec
 from rl_async.agent_loop.gateway.chat import ChatMessage, ChatRequest, Completion, FunctionCall
 from rl_async.errors import RequestRefused
 
-# Fields that change no token. A seed would make the members of a group alike, which then teach nothing.
+# Fields that change no token. A seed would make the members of a group equal, which leaves nothing to compare.
 IGNORED = frozenset(
     {
         *("seed", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
         *("prompt_cache_retention", "reasoning_effort", "verbosity", "prediction"),
     }
 )
-# Fields that would change what is sampled or what is given out, and the values with which they do not.
+# Fields that would change what is sampled or returned, and the values with which they do not.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "logprobs": (False,),
@@ -35,27 +35,23 @@ Limit = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Part(msgspec.Struct):
-    """A piece of a message's content."""
+    """A part of a message's content; only text is supported."""
 
     type: str
     text: str = ""
 
 
 class Function(msgspec.Struct):
-    """The function of a call."""
-
     name: str
     arguments: str = "{}"
 
 
 class ToolCallBody(msgspec.Struct):
-    """A call in an assistant's message."""
-
     function: Function
 
 
 class OpenAIMessage(msgspec.Struct):
-    """One message; fields that no template prints are passed over."""
+    """A message; fields that no chat template prints are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
@@ -63,13 +59,11 @@ class OpenAIMessage(msgspec.Struct):
 
 
 class StreamOptions(msgspec.Struct):
-    """Of a streamed answer."""
-
     include_usage: bool | None = None
 
 
 class ChatBody(msgspec.Struct):
-    """The fields of a request that are used."""
+    """The fields of a request that have an effect."""
 
     messages: list[OpenAIMessage]
     model: str = ""
@@ -85,7 +79,7 @@ class ChatBody(msgspec.Struct):
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """A chat completion request. Raises RequestRefused naming the field that cannot be had."""
+    """Decode a chat completion request. Raises RequestRefused naming a field that is not supported."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
         chat = msgspec.json.decode(body, type=ChatBody)
@@ -112,10 +106,10 @@ def read_request(body: bytes) -> ChatRequest:
 
 
 def unsupported(name: str, value: Any) -> RequestRefused:
-    """The refusal of a field that would make the tokens another distribution's, or that nobody knows."""
+    """Return the refusal of an unknown field, or of one that would change the distribution of the tokens."""
     shown = msgspec.json.encode(value).decode()[:80]
     return RequestRefused(
-        f"{name}={shown} is not possible here: tokens are trained on, so they come from the run's own distribution, "
+        f"{name}={shown} is not supported: tokens are trained on, so they come from the run's own distribution, "
         f"one answer to a request; leave {name} out (docs/gateway.md lists the fields)",
         code="unsupported_value",
         param=name,
@@ -133,12 +127,12 @@ def _text(content: str | list[Part] | None) -> str:
         return content or ""
     other = [part.type for part in content if part.type != "text"]
     if other:
-        raise RequestRefused(f"content of type {other[0]} is not possible", code="unsupported_value", param="messages")
+        raise RequestRefused(f"content of type {other[0]} is not supported", code="unsupported_value", param="messages")
     return "".join(part.text for part in content)
 
 
 def completion(done: Completion, episode: str, model: str) -> dict[str, Any]:
-    """The answer as one object."""
+    """Return an answer that is not streamed."""
     message: dict[str, Any] = {"role": "assistant", "content": done.message.text, "refusal": None}
     if done.message.calls:
         message |= {"content": done.message.text or None, "tool_calls": _calls(done)}
@@ -147,7 +141,7 @@ def completion(done: Completion, episode: str, model: str) -> dict[str, Any]:
 
 
 def chunks(done: Completion, episode: str, model: str, *, usage: bool) -> Iterator[dict[str, Any]]:
-    """The answer as the objects of a stream."""
+    """Yield the chunks of a streamed answer."""
     head = _head(done, episode, model, "chat.completion.chunk")
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     if done.message.text:
@@ -161,12 +155,12 @@ def chunks(done: Completion, episode: str, model: str, *, usage: bool) -> Iterat
 
 
 def finish_reason(done: Completion) -> str:
-    """``tool_calls`` if there are any; else why the engine stopped."""
+    """Return ``tool_calls`` if there are any, else why the engine stopped."""
     return "tool_calls" if done.message.calls else done.finish_reason
 
 
 def models(names: Sequence[str]) -> dict[str, Any]:
-    """The list of models."""
+    """Return the response that lists the models."""
     return {
         "object": "list",
         "data": [{"id": name, "object": "model", "created": 0, "owned_by": "rl-async"} for name in names],
@@ -174,7 +168,7 @@ def models(names: Sequence[str]) -> dict[str, Any]:
 
 
 def error_body(error: RequestRefused) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
+    """Return the body of an error response, as OpenAI's clients expect it."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
 

@@ -26,15 +26,15 @@ from rl_async.transfer_queue.client.async_client import QueueClient
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 
 ANSWER_S = 5.0
-LINGER_S = 10.0  # in which agent programs hear that the run is over
+LINGER_S = 10.0  # in which agent programs are told that the run is over
 
 
 async def run_gateway(
     config: RunConfig, listener: socket.socket, queue_address: str, *, folder: Path, reward_model: str
 ) -> None:
-    """Serve until the run is over, or SIGTERM or SIGINT comes.
+    """Serve until the run is over or SIGTERM or SIGINT arrives.
 
-    Raises UserError for names in the config that do not exist, in an ExceptionGroup QueueLost or ProtocolError when
+    Raises UserError for names in the config that do not exist, and an ExceptionGroup with QueueLost or ProtocolError if
     the queue is gone.
     """
     cancel_on_signals()

@@ -1,10 +1,10 @@
-"""What was sampled in one episode, as a tree of conversations cut into rows. Pure: no engine, no clock.
+"""Records what was sampled in one episode: a tree of conversations, cut into rows. Pure: no engine, no clock.
 
     messages ── prompt() ──> token ids ── an engine ──> result ── record() ──> rows
 
 A request that continues a recorded answer gets that answer's tokens and those of the new messages, so nothing that was
-sampled is ever tokenised again. If nothing stands behind the answer in its row, the row goes on; else a new row begins
-with the same tokens, which are context there: every sampled token trains in one row only.
+sampled is ever tokenised again. If the answer is the last of its row, the row goes on; else a new row begins with the
+same tokens as context, so every sampled token trains in one row only.
 """
 
 from collections import defaultdict
@@ -23,7 +23,7 @@ from rl_async.rollout_server.api import GenerateResult
 
 @dataclass
 class Segment:
-    """One segment of the episode."""
+    """A row in the making: one unbroken history of the episode."""
 
     tokens: RowTokens
     turns: list[Turn] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Segment:
 
 
 class RecordedAnswer(NamedTuple):
-    """Where a recorded answer ends: in which row, behind how many of its tokens and turns."""
+    """Where a recorded answer ends: its row, and the row's tokens and turns up to there."""
 
     row: Segment
     tokens: int
@@ -39,12 +39,12 @@ class RecordedAnswer(NamedTuple):
 
     @property
     def newest(self) -> bool:
-        """Whether nothing stands behind it."""
+        """Whether the answer is the last thing in its row."""
         return self.tokens == len(self.row.tokens)
 
 
 class Prompt(NamedTuple):
-    """What an engine is to continue, and where it came from."""
+    """The tokens that an engine is to continue, and the recorded answer that they extend."""
 
     token_ids: list[int]
     turns: list[Turn]  # those that are new
@@ -54,19 +54,19 @@ class Prompt(NamedTuple):
 
 
 class EpisodeRecorder:
-    """The rows of one episode, in the order in which they began."""
+    """The rows of one episode, in the order in which they were started."""
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self._renderer = renderer
         self.rows: list[Segment] = []
         self.last = -1  # the row with the answer recorded last
         self._answers: defaultdict[bytes, list[RecordedAnswer]] = defaultdict(list)  # by the history that each ends
-        self._texts: dict[bytes, str] = {}  # what was sampled, by the identity of the answer as it was given out
+        self._texts: dict[bytes, str] = {}  # sampled text, by the identity of the answer that was returned for it
 
     def prompt(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> Prompt:
-        """The tokens of a conversation that the assistant is to continue; nothing is recorded yet.
+        """Return the tokens of a conversation that the assistant is to continue; nothing is recorded yet.
 
-        Raises jinja2.TemplateError for messages that the chat template does not take.
+        Raises jinja2.TemplateError for messages that the chat template rejects.
         """
         known, answer = self._longest(messages, tools)
         new = [self._plain(message) for message in messages[known:]]
@@ -82,7 +82,7 @@ class EpisodeRecorder:
         return Prompt(token_ids, turns, answer, messages, tools)
 
     def record(self, prompt: Prompt, result: GenerateResult, said: ChatMessage, seconds: float = 0.0) -> None:
-        """Take in what an engine sampled behind ``prompt``, and the answer that is given out for it."""
+        """Record what an engine sampled after ``prompt``, and the answer that is returned for it."""
         row = self._row(prompt)
         start = len(row.tokens)
         row.tokens.add_sampled(result)
@@ -100,9 +100,9 @@ class EpisodeRecorder:
     def _longest(
         self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]
     ) -> tuple[int, RecordedAnswer | None]:
-        """The longest part of the history that a recorded answer ends, in messages, and that answer.
+        """Return the longest part of the history that ends with a recorded answer, in messages, and that answer.
 
-        Of answers that say the same, one behind which nothing stands is preferred, so that no row is begun in vain.
+        Among equal answers, the last one of a row is preferred, so that the row can go on.
         """
         keys = history_keys(messages, tools)
         for size in range(len(messages) - 1, 0, -1):
@@ -111,7 +111,7 @@ class EpisodeRecorder:
         return 0, None
 
     def _row(self, prompt: Prompt) -> Segment:
-        """The row that goes on behind the prompt, with the prompt's tokens in it."""
+        """Continue or start the row that the answer to ``prompt`` belongs to, and add the prompt's tokens."""
         before = prompt.continues
         if before is not None and before.newest:
             row = before.row
@@ -124,7 +124,7 @@ class EpisodeRecorder:
         return row
 
     def _plain(self, message: ChatMessage) -> Message:
-        """As chat templates take it. A tool's result could end its turn, or begin another, with special tokens."""
+        """Convert for chat templates, removing special tokens from tool results, which could end or start turns."""
         text = message.text
         if message.role == ASSISTANT:
             text = self._texts.get(message.identity()) or answer_text(message, self._renderer.format)
@@ -134,10 +134,10 @@ class EpisodeRecorder:
 
 
 def cut_at_stop(result: GenerateResult, stops: Sequence[str], renderer: ChatRenderer) -> tuple[GenerateResult, str]:
-    """What is left of an answer that ends with the token that completes a stop string, and its text before the string.
+    """Cut an answer after the token that completes a stop string; return it and its text before the string.
 
-    Whether an answer ends there depends on earlier tokens only, so what is left is a sample of the policy that stops
-    at these strings.
+    Whether it is cut there depends on earlier tokens only, so the result is a sample of the policy that stops at these
+    strings.
     """
 
     def stopped(tokens: int) -> bool:

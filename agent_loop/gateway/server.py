@@ -1,4 +1,4 @@
-"""The gateway's HTTP application."""
+"""The gateway's HTTP routes: leasing and ending episodes, and the policy's answers in each dialect."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -24,13 +24,13 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Begin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What ``POST /episodes`` may say."""
+    """The body of ``POST /episodes``: how long to wait for an episode."""
 
     wait_s: float = 20.0
 
 
 class ClientGone(Exception):
-    """The client hung up; nobody reads the answer."""
+    """The client closed its connection, so the request is cancelled."""
 
 
 class GatewayServer:
@@ -55,7 +55,7 @@ class GatewayServer:
         )
 
     async def begin(self, request: Request) -> Response:
-        """Lease an episode: 200 with it, else 503 and whether the run is over."""
+        """Lease an episode: 200 with its URL and task, or 503 with whether the run is over."""
         wait_s = min((await _body(request, Begin)).wait_s, MAX_WAIT_S)
         episode = await _unless_gone(request, self._episodes.begin(wait_s))
         if episode is None:
@@ -70,29 +70,29 @@ class GatewayServer:
         return _json(answer)
 
     async def end(self, request: Request) -> Response:
-        """End an episode."""
+        """End an episode with a reward, an error, or neither."""
         ending = await _body(request, Ending)
-        return _json((await self._episodes.end(request.path_params["id"], ending)).body())
+        return _json((await self._episodes.end(request.path_params["id"], ending))._asdict())
 
     async def chat(self, request: Request) -> Response:
-        """One answer in OpenAI's dialect."""
-        wanted = openai.read_request(await request.body())
-        done = await self._complete(request, wanted)
-        name, model = request.path_params["id"][:8], wanted.model or self._config.model.path
-        if not wanted.stream:
+        """Answer a chat completion request in OpenAI's dialect, streamed or not."""
+        chat = openai.read_request(await request.body())
+        done = await self._complete(request, chat)
+        name, model = request.path_params["id"][:8], chat.model or self._config.model.path
+        if not chat.stream:
             return _json(openai.completion(done, name, model))
         events = [
             b"data: " + msgspec.json.encode(chunk) + b"\n\n"
-            for chunk in openai.chunks(done, name, model, usage=wanted.usage)
+            for chunk in openai.chunks(done, name, model, usage=chat.usage)
         ]
         return _stream([*events, b"data: [DONE]\n\n"])
 
     async def messages(self, request: Request) -> Response:
-        """One answer in Anthropic's dialect."""
-        wanted = anthropic.read_request(await request.body())
-        done = await self._complete(request, wanted)
-        name, model = request.path_params["id"][:8], wanted.model or self._config.model.path
-        if not wanted.stream:
+        """Answer a messages request in Anthropic's dialect, streamed or not."""
+        chat = anthropic.read_request(await request.body())
+        done = await self._complete(request, chat)
+        name, model = request.path_params["id"][:8], chat.model or self._config.model.path
+        if not chat.stream:
             return _json(anthropic.message(done, name, model))
         return _stream(
             f"event: {event['type']}\ndata: ".encode() + msgspec.json.encode(event) + b"\n\n"
@@ -100,21 +100,21 @@ class GatewayServer:
         )
 
     async def models(self, request: Request) -> Response:
-        """The one model that there is."""
+        """List the only model of the run, for clients that check its name."""
         self._episodes.get(request.path_params["id"])
         return _json(openai.models([self._config.model.path]))
 
     async def health(self, request: Request) -> Response:
-        """Whether the gateway answers, and whether the run is over."""
+        """Answer health probes, with whether the run is over."""
         return _json({"finished": self._episodes.finished})
 
-    async def _complete(self, request: Request, wanted: ChatRequest) -> Completion:
+    async def _complete(self, request: Request, chat: ChatRequest) -> Completion:
         episode = self._episodes.get(request.path_params["id"])
-        return await _unless_gone(request, episode.complete(wanted))
+        return await _unless_gone(request, episode.complete(chat))
 
 
 def _guarded(handler: Handler, error_body: Callable[[RequestRefused], dict[str, Any]]) -> Handler:
-    """Errors in the route's dialect. A lost engine is worth another try (503), a rejected request is not (400)."""
+    """Turn errors into the route's dialect: a lost engine may be retried (503), a rejected request may not (400)."""
 
     async def guarded(request: Request) -> Response:
         try:
@@ -133,7 +133,7 @@ def _guarded(handler: Handler, error_body: Callable[[RequestRefused], dict[str, 
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The work's result. Raises ClientGone, with the work cancelled, if the client hangs up before."""
+    """Await the work; cancel it and raise ClientGone if the client disconnects first."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(request.receive())  # after the body, the only message is the disconnect
     try:
@@ -147,7 +147,7 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 async def _body(request: Request, kind: type[T]) -> T:
-    """The JSON body; an empty one is ``{}``. Raises RequestRefused for anything else."""
+    """Decode the JSON body; an empty one counts as ``{}``. Raises RequestRefused if it does not fit ``kind``."""
     try:
         return msgspec.json.decode(await request.body() or b"{}", type=kind)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:

@@ -113,7 +113,7 @@ def test_errors_are_those_that_the_client_knows(start: Any) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model="any", messages=[{"role": "user", "content": "1+" * 3000}])
     assert refused.value.code == "context_length_exceeded"
-    with pytest.raises(GatewayError, match="no answer"):
+    with pytest.raises(GatewayError, match="no_answers"):
         episode.reward(1.0)
     client.chat.completions.create(model="any", messages=question)
     assert episode.reward(1.0)["accepted"] and episode.reward(0.0)["reward"] == 1.0

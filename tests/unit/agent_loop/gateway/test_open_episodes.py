@@ -161,8 +161,9 @@ async def test_a_refusal_leaves_the_episode_open(renderer: ChatRenderer) -> None
     queue = FakeQueue([leased()])
     async with gateway(queue, renderer, ScriptedEngine(renderer, ["5"])) as episodes:
         episode = await begin(episodes)
-        with pytest.raises(RequestRefused, match="no answer"):
+        with pytest.raises(RequestRefused) as refused:
             await episodes.end(episode.id, Ending(reward=1.0))
+        assert refused.value.code == "no_answers"
         await episode.complete(ask("a?"))
         for ending in (
             Ending(reward=float("inf")),
@@ -172,10 +173,12 @@ async def test_a_refusal_leaves_the_episode_open(renderer: ChatRenderer) -> None
             with pytest.raises(RequestRefused):
                 await episodes.end(episode.id, ending)
         assert (await episodes.end(episode.id, Ending(reward=1.0))).accepted
-        with pytest.raises(RequestRefused, match="has ended"):
+        with pytest.raises(RequestRefused) as refused:
             episodes.get(episode.id)
-        with pytest.raises(RequestRefused, match="no such episode"):
+        assert refused.value.code == "episode_ended"
+        with pytest.raises(RequestRefused) as refused:
             await episodes.end("guessed", Ending(reward=1.0))
+        assert refused.value.code == "unknown_episode"
     assert len(queue.rows) == 1
 
 
@@ -207,12 +210,13 @@ async def test_episodes_without_an_end_and_samples_without_a_program_are_given_u
             while len(queue.failures) < 3:
                 queue.failed.clear()
                 await queue.failed.wait()
-        with pytest.raises(RequestRefused, match="ended"):
+        with pytest.raises(RequestRefused) as refused:
             episodes.get(episode.id)
+        assert refused.value.code == "episode_ended"
     assert sorted(sample for _, sample, _ in queue.failures) == [0, 1, 2]
     assert {error.partition(":")[0] for _, _, error in queue.failures} == {
         "EpisodeTimeout",
-        "no agent program asked for it",
+        "no agent program requested it",
     }
 
 
@@ -230,8 +234,9 @@ async def test_an_end_that_comes_while_the_episode_is_given_up_is_refused(render
         episode = await begin(episodes)
         await episode.complete(ask("a?"))
         await asyncio.wait_for(failing.wait(), 10)
-        with pytest.raises(RequestRefused, match="has ended"):
+        with pytest.raises(RequestRefused) as refused:
             await episodes.end(episode.id, Ending(reward=1.0))
+        assert refused.value.code == "episode_ended"
         failed.set()
         await asyncio.wait_for(queue.failed.wait(), 10)
     assert queue.rows == [] and len(queue.failures) == 1
@@ -255,8 +260,9 @@ async def test_an_answer_that_comes_after_the_end_is_not_recorded(renderer: Chat
         await asyncio.sleep(0)
         await episodes.end(episode.id, Ending(reward=0.0))
         released.set()
-        with pytest.raises(RequestRefused, match="ended before"):
+        with pytest.raises(RequestRefused) as refused:
             await late
+        assert refused.value.code == "episode_ended"
     assert [len(rows) for rows in queue.rows] == [1]
 
 
