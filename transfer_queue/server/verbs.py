@@ -118,7 +118,7 @@ def _equal_shares(queue: Serving, parked: Sequence[Asked[m.Lease]]) -> Iterable[
     """Each parked worker with an equal share of the groups that may be leased, the longest unserved first."""
     in_turn = sorted(parked, key=lambda asked: queue.leasing.turn(asked.request.worker))
     for place, asked in enumerate(in_turn):
-        share = max(1, -(-queue.store.delivery.leasable() // (len(in_turn) - place)))
+        share = max(1, -(-queue.store.book.leasable() // (len(in_turn) - place)))
         modest = msgspec.structs.replace(asked.request, max_groups=min(asked.request.max_groups, share))
         yield asked._replace(request=modest)
 

@@ -110,6 +110,10 @@ class Book:
             group_bytes=self.settings.group_size * self._largest_bytes,
         )
 
+    def leasable(self) -> int:
+        """How many groups could be leased now; never fewer than ``lease`` finds, more when bytes or tasks are short."""
+        return self.waiting + max(0, self.settings.slots_at(self.max_staleness) - self.alive)
+
     def add(self, group: Group) -> None:
         """Add a group without finished samples; a training group takes a slot."""
         self.groups[group.group_id] = group

@@ -54,7 +54,7 @@ class Delivery:
             LeaseLost: self.lease_lost,
             SampleStored: self.sample_stored,
             SampleFailed: self.sample_failed,
-            GroupReady: self.announced,
+            GroupReady: lambda _: None,  # the sample that completed the group has made it READY
             SignalWaived: self.signal_waived,
             GroupDropped: self.group_dropped,
             DeadLettered: self.dead_lettered,
@@ -86,11 +86,6 @@ class Delivery:
                 break
             groups.append(self._give(group, worker, book.published, request))
         return Leased(groups=groups)
-
-    def leasable(self) -> int:
-        """How many groups could be leased now; never fewer than ``lease`` finds, more when bytes or tasks are short."""
-        occupancy = self._book.occupancy()
-        return self._book.waiting + max(0, occupancy.slots - occupancy.alive)
 
     def granted(self, request: bytes) -> bool:
         """Whether this request for leases was answered with groups."""
@@ -354,9 +349,6 @@ class Delivery:
             self._book.leases.end(sample.worker, group.group_id, index)
             sample.worker = None
         return sample
-
-    def announced(self, event: GroupReady) -> None:
-        """Apply `GroupReady`: nothing to do, since the sample that completed the group has made it READY."""
 
     def signal_waived(self, event: SignalWaived) -> None:
         """Apply `SignalWaived`: count a group accepted without signal."""
