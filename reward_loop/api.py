@@ -1,4 +1,4 @@
-"""What a scorer sees and what it answers."""
+"""What a scorer gets, a Conversation, and what it returns, a Score."""
 
 import math
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class Score(msgspec.Struct, frozen=True):
 
 
 class ScorerFailed(RlAsyncError):
-    """A scorer raised, died, took too long or answered nonsense. The message says which, and names no scorer."""
+    """A scorer raised, died, missed its deadline or returned no usable score; the message does not name the scorer."""
 
 
 class Scorer(Protocol):
@@ -39,7 +39,7 @@ class Scorer(Protocol):
 
 
 def to_score(answer: object) -> Score:
-    """What a reward function returned, as a Score: a number, or verl's mapping with ``score`` and other numbers.
+    """Convert what a reward function returned: a number, or verl's mapping with ``score`` and other numbers.
 
     Raises ScorerFailed for anything else and for a score that is not finite.
     """
@@ -56,7 +56,7 @@ def to_score(answer: object) -> Score:
 
 
 def _number(value: object) -> float | None:
-    """``value`` as a finite float; NumPy's scalars and truth values count as numbers."""
+    """Return ``value`` as a finite float, or None; NumPy scalars and truth values count as numbers."""
     if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
         return None
     number = float(value)

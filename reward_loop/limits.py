@@ -1,4 +1,7 @@
-"""How often something may start."""
+"""A limit on how often something may start.
+
+aiolimiter would not replace it: its leaky bucket lets up to twice the count start within one period.
+"""
 
 import asyncio
 import time
@@ -16,7 +19,7 @@ class RateLimit:
         self._turn = asyncio.Lock()
 
     async def wait(self) -> None:
-        """Return when the next start is due, first come first served; at the latest after one period per start."""
+        """Wait until the next start is allowed, in order of arrival; at most one period per start ahead."""
         if not self._count:
             return
         async with self._turn:

@@ -1,5 +1,7 @@
-"""Whole conversations as a reward model's token ids: the same for training, serving and scoring. Imports no
-torch, which is why it takes no AutoTokenizer."""
+"""Whole conversations as a reward model's token ids, the same for training, serving and scoring.
+
+AutoTokenizer would import torch, so this uses PreTrainedTokenizerFast.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +16,7 @@ Message = dict[str, Any]
 
 
 def load_tokenizer(path: str, key: str) -> PreTrainedTokenizerFast:
-    """The tokenizer of a local folder. Raises ConfigError, naming ``key``, if there is none with a chat template."""
+    """Load the tokenizer of a folder. Raises ConfigError, naming ``key``, if it or its chat template is missing."""
     if not Path(path).is_dir():  # Transformers would look for it on the Hub
         raise ConfigError(f"{key}: there is no folder {path}")
     try:
@@ -28,11 +30,11 @@ def load_tokenizer(path: str, key: str) -> PreTrainedTokenizerFast:
 
 
 def as_messages(turns: Sequence[Turn]) -> list[Message]:
-    """Turns as chat messages."""
+    """Convert an episode's turns to chat messages."""
     return [{"role": turn.role, "content": turn.text} for turn in turns]
 
 
 def conversation_ids(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a finished conversation by the tokenizer's own chat template; no special tokens are added to it."""
+    """Encode a finished conversation by the tokenizer's chat template; no special tokens are added."""
     text = tokenizer.apply_chat_template(list(messages), tokenize=False)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])

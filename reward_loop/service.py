@@ -1,4 +1,4 @@
-"""Scores finished trajectories: parts and weights, deadlines, limits. A scorer's failure marks the trajectory only."""
+"""Scores finished trajectories by the weighted scorers of the config; a failing scorer only marks its trajectory."""
 
 import asyncio
 import time
@@ -20,9 +20,9 @@ VERDICTS_FILE = "verdicts.sqlite"  # in the run folder
 
 
 class RewardService:
-    """Use it as ``async with``. Raises ConfigError at once for scorers that do not exist or lack what they need.
+    """An async context manager. Its constructor raises ConfigError for scorers that are missing or lack a dependency.
 
-    ``model_url``: where the run's own reward model answers. ``folder``: the run folder, for what a resume must know.
+    ``model_url``: URL of the run's own reward model. ``folder``: the run folder, where the judge's verdicts are kept.
     """
 
     def __init__(self, config: RewardConfig, *, model_url: str = "", folder: Path | None = None) -> None:
@@ -31,7 +31,7 @@ class RewardService:
         self._terms = [(self._spec(term.name), term.weight) for term in config.functions]
         blocking = [spec.name for spec, _ in self._terms if spec.place == "process"]
         self._pool = ProcessPool(blocking, config.processes)
-        self._places = asyncio.Semaphore(config.max_concurrent)
+        self._slots = asyncio.Semaphore(config.max_concurrent)
         self._rate = RateLimit(config.per_minute, MINUTE_S)
 
     async def __aenter__(self) -> Self:
@@ -73,18 +73,18 @@ class RewardService:
         return get_scorer(name) if model is None else ScorerSpec(name, model.score, "served")
 
     async def _term(self, spec: ScorerSpec, conversation: Conversation) -> Score | str:
-        """One part of the reward, or why there is none."""
+        """Return one part of the reward, or the error as text."""
         try:
             if spec.place == "inline":
                 return to_score(spec.function(conversation))
             if spec.place == "served":
                 return await spec.function(conversation)
-            async with self._places:
+            async with self._slots:
                 await self._rate.wait()
                 if spec.place == "process":
                     return await self._pool.score(spec.name, conversation, self._config.timeout_s)
                 return await self._awaited(spec, conversation)
-        except Exception as error:  # the user's code may raise anything; it belongs to this trajectory
+        except Exception as error:  # the user's code may raise anything; only this trajectory fails
             return describe(error)
 
     async def _awaited(self, spec: ScorerSpec, conversation: Conversation) -> Score:
@@ -98,7 +98,7 @@ class RewardService:
 
 
 def _models(config: RewardConfig, model_url: str, folder: Path | None) -> dict[str, RewardModel | Judge]:
-    """The scorers that ask a server and that some term names. They have limits and deadlines of their own."""
+    """Make the scorers in use that ask a server; they have limits and deadlines of their own."""
     names = {term.name for term in config.functions}
     models: dict[str, RewardModel | Judge] = {}
     if "reward_model" in names and config.model is not None:
@@ -110,7 +110,7 @@ def _models(config: RewardConfig, model_url: str, folder: Path | None) -> dict[s
 
 
 def as_conversation(task: Task, trajectory: Trajectory) -> Conversation:
-    """What scorers see of an episode."""
+    """Return what scorers get to see of an episode."""
     said = [turn.text for turn in trajectory.turns if turn.role == "assistant"]
     return Conversation(
         data_source=task.data_source,

@@ -1,4 +1,4 @@
-"""Mathematical equality, by math-verify."""
+"""The scorer `math`: mathematical equality as math-verify decides it."""
 
 from rl_async.reward_loop.api import Conversation
 

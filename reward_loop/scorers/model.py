@@ -68,5 +68,5 @@ class RewardModel:
         return Score(data[0].probs[0])
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the server."""
         await self._poster.close()

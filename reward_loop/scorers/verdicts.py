@@ -45,11 +45,11 @@ class Verdicts:
         return None if row is None else Verdict(score=row[0], reason=row[1])
 
     async def put(self, request: str, verdict: Verdict) -> None:
-        """Keep a verdict. The first one stays."""
+        """Store a verdict, unless the request already has one."""
         await self._run(self._put, request, verdict)
 
     async def close(self) -> None:
-        """Close the file."""
+        """Close the database and end its thread."""
         await self._run(self._db.close)
         self._thread.shutdown()
 

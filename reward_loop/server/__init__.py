@@ -1,1 +1,4 @@
-"""The reward model's own process. Torch is allowed here, and nowhere else in reward_loop."""
+"""The process that serves a run's own reward model: token ids in, one number per conversation out.
+
+The launcher starts it and the scorer `reward_model` calls its `/classify`. Torch is imported only here in reward_loop.
+"""

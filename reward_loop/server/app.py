@@ -81,7 +81,7 @@ class Application:
             batches.cancel()
 
     async def health(self, request: Request) -> Response:
-        """200 once the model is loaded."""
+        """Answer 200, which is possible only once the model is loaded."""
         return Response()
 
     async def classify(self, request: Request) -> Response:
@@ -132,7 +132,7 @@ class Application:
 
 
 def _sigmoid(number: float) -> float:
-    """Without overflow."""
+    """Compute the logistic function without overflow."""
     return 0.5 * (1.0 + math.tanh(0.5 * number))
 
 

@@ -82,5 +82,5 @@ def values(model: Any, rows: Sequence[Sequence[int]]) -> Tensor:
 
 @torch.inference_mode()
 def score(model: Any, rows: Sequence[Sequence[int]]) -> list[float]:
-    """The same as numbers."""
+    """Return ``values`` as floats, without gradients."""
     return [float(value) for value in values(model, rows)]
