@@ -40,9 +40,10 @@ FILES = sorted(path for folder in MAY_IMPORT for path in (ROOT / folder).rglob("
 
 def imports(path: Path, *, at_once: bool = False) -> set[str]:
     """Every module that a file imports, at any depth of its code; ``at_once``: only those that importing it imports."""
+    later = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.If)  # if TYPE_CHECKING
+    kept = [node for node in ast.parse(path.read_text()).body if not (at_once and isinstance(node, later))]
     found: set[str] = set()
-    tree = ast.parse(path.read_text())
-    for node in tree.body if at_once else ast.walk(tree):
+    for node in (inner for outer in kept for inner in ast.walk(outer)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -54,19 +55,6 @@ def imports(path: Path, *, at_once: bool = False) -> set[str]:
 @pytest.fixture(scope="module")
 def imported() -> dict[Path, set[str]]:
     return {path: imports(path) for path in FILES}
-
-
-def imports_at_start(path: Path) -> set[str]:
-    """Every module that is imported when the file is, which leaves out what functions import."""
-    left_out = (ast.FunctionDef, ast.ClassDef, ast.If)  # if TYPE_CHECKING
-    kept = [node for node in ast.parse(path.read_text()).body if not isinstance(node, left_out)]
-    found: set[str] = set()
-    for node in (inner for outer in kept for inner in ast.walk(outer)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
 
 
 def our_files(modules: set[str]) -> set[Path]:
@@ -116,23 +104,6 @@ def test_folders_import_one_way(imported: dict[Path, set[str]]) -> None:
     assert first_cycle(graph) == []
 
 
-ROLES = [path for path in FILES if path.name == "__main__.py" and "vllm" not in path.parts] + [
-    ROOT / "launcher" / "runs" / "prepare.py"
-]
-
-
-@pytest.mark.parametrize("role", ROLES, ids=lambda path: path.relative_to(ROOT).parent.as_posix())
-def test_the_help_of_a_role_answers_without_torch(role: Path) -> None:
-    seen, todo = set[Path](), {role}
-    while todo:
-        path = todo.pop()
-        seen.add(path)
-        modules = imports_at_start(path)
-        assert "torch" not in {module.split(".")[0] for module in modules}, path
-        packages = {file.parent / "__init__.py" for file in our_files(modules)}
-        todo |= (our_files(modules) | {file for file in packages if file.is_file()}) - seen
-
-
 def test_heavy_packages_are_imported_at_home_alone(imported: dict[Path, set[str]]) -> None:
     for path, modules in imported.items():
         where = path.relative_to(ROOT).as_posix()
@@ -149,15 +120,17 @@ ROLES = {  # every role's own process; vLLM's and SGLang's --help are theirs
 SLOW = {*HOME_OF, "transformers", "peft", "accelerate"}  # each takes seconds to import
 
 
-@pytest.mark.parametrize("role", sorted(ROLES))
-def test_help_imports_nothing_slow(role: str) -> None:
-    main = ROOT / role / "__main__.py"
-    reached, left = {main}, [main]
+@pytest.mark.parametrize("start", [*(f"{role}/__main__.py" for role in sorted(ROLES)), "launcher/runs/prepare.py"])
+def test_help_imports_nothing_slow(start: str) -> None:
+    """What is imported before arguments are parsed, the packages on the way included."""
+    reached, left = {ROOT / start}, [ROOT / start]
     while left:
         path = left.pop()
         modules = imports(path, at_once=True)
-        assert not {module.split(".")[0] for module in modules} & SLOW, f"--help of {role} imports {path}"
-        new = our_files(modules) - reached
+        assert not {module.split(".")[0] for module in modules} & SLOW, f"--help of {start} imports {path}"
+        files = our_files(modules)
+        packages = {file.parent / "__init__.py" for file in files}
+        new = (files | {file for file in packages if file.is_file()}) - reached
         reached |= new
         left += new
 
