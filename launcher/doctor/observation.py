@@ -12,7 +12,7 @@ class ObservedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """One process as the kernel, its log and its stacks show it."""
 
     record: ProcessRecord
-    state: str  # a letter as in ps, or gone, or afar
+    state: str  # a letter as in ps, or gone, or remote
     waits_in: str = ""  # kernel function
     age_s: float = float("inf")  # since it was started
     cpu: float = 0.0  # cores used while it was observed

@@ -32,7 +32,7 @@ from rl_async.launcher.supervise.roster import ProcessRecord, read_roster
 from rl_async.messages import EngineRecord, GroupRecord
 from rl_async.process.endpoints import read_endpoints
 from rl_async.process.heartbeat import read_beats
-from rl_async.process.kernel import AFAR, ENDED, GONE, HALTED, ProcStat, age_s, catches, read_stat, state_of, waits_in
+from rl_async.process.kernel import ENDED, GONE, HALTED, REMOTE, ProcStat, age_s, catches, read_stat, state_of, waits_in
 from rl_async.process.stacks import ASK, Frame, main_thread
 from rl_async.rollout_server.connect import connect
 from rl_async.rollout_server.http import EngineHttp
@@ -94,7 +94,7 @@ def observe_processes(run: Path, records: Sequence[ProcessRecord]) -> tuple[Obse
     before = {record.pid: _stat(record) for record in records}
     began = time.monotonic()
     stacks = request_stacks(
-        run, [record for record in records if before[record.pid].state not in (AFAR, *ENDED, *HALTED)]
+        run, [record for record in records if before[record.pid].state not in (REMOTE, *ENDED, *HALTED)]
     )
     time.sleep(max(0.0, 0.3 - (time.monotonic() - began)))
     elapsed = (time.monotonic() - began) * os.sysconf("SC_CLK_TCK")
@@ -106,7 +106,7 @@ def observe_processes(run: Path, records: Sequence[ProcessRecord]) -> tuple[Obse
             ObservedProcess(
                 record=record,
                 state=stat.state,
-                waits_in=waits_in(record.pid) if stat.state not in (AFAR, GONE) else "",
+                waits_in=waits_in(record.pid) if stat.state not in (REMOTE, GONE) else "",
                 age_s=age_s(stat),
                 cpu=max(0, stat.cpu_ticks - before[record.pid].cpu_ticks) / elapsed,
                 log_age_s=log_age,
@@ -118,9 +118,9 @@ def observe_processes(run: Path, records: Sequence[ProcessRecord]) -> tuple[Obse
 
 
 def _stat(record: ProcessRecord) -> ProcStat:
-    """Return the state of a process: gone if its pid belongs to another one, AFAR if it is on another machine."""
+    """Return the state of a process: gone if its pid belongs to another one, REMOTE if it is on another machine."""
     if record.host:
-        return ProcStat(AFAR if record.exit is None else GONE)
+        return ProcStat(REMOTE if record.exit is None else GONE)
     stat = read_stat(record.pid)
     return stat if stat.started == record.started else ProcStat()
 
@@ -150,7 +150,7 @@ def request_stacks(run: Path, records: Iterable[ProcessRecord]) -> dict[str, tup
 def _py_spy(pid: int, state: str) -> tuple[Frame, ...]:
     """Read the main thread of a process that cannot answer, if py-spy is installed and permitted to."""
     tool = shutil.which("py-spy")
-    if tool is None or state in (AFAR, *ENDED):
+    if tool is None or state in (REMOTE, *ENDED):
         return ()
     command = [tool, "dump", "--nonblocking", "--json", "--pid", str(pid)]
     try:

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import msgspec
 
 from rl_async.files import replace_file
-from rl_async.process.kernel import AFAR, ENDED, GONE, HALTED, describe, state_of
+from rl_async.process.kernel import ENDED, GONE, HALTED, REMOTE, describe, state_of
 
 Phase = Literal[
     "starting", "waiting for a batch", "training", "meeting the ranks", "publishing", "checkpointing", "reporting"
@@ -63,7 +63,7 @@ def missing_ranks(beats: list[Beat], mine: int, states: dict[int, str]) -> list[
 def who_is_missing(run: Path, mine: int, world: int) -> str:
     """Describe which of the ``world`` ranks did not arrive, and why, after a collective of rank ``mine`` failed."""
     beats = [beat for beat in read_beats(run) if beat.rank < world]  # a run may continue with fewer ranks
-    states = {beat.rank: state_of(beat.pid) if beat.host == socket.gethostname() else AFAR for beat in beats}
+    states = {beat.rank: state_of(beat.pid) if beat.host == socket.gethostname() else REMOTE for beat in beats}
     return "; ".join(
         f"rank {beat.rank} (pid {beat.pid}) did not arrive: it {describe(states[beat.rank])}, "
         f"{beat.phase} of step {beat.step} for {time.time() - beat.since:.0f} s"

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 GONE = "gone"
-AFAR = "afar"
+REMOTE = "remote"
 MEANING = {
     "R": "is running",
     "S": "sleeps",
@@ -23,7 +23,7 @@ MEANING = {
     "X": "has ended",
     "I": "is idle",
     GONE: "is gone",
-    AFAR: "is on another machine",
+    REMOTE: "is on another machine",
 }
 HALTED = ("T", "t")
 ENDED = ("Z", "X", GONE)

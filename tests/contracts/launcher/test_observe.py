@@ -81,10 +81,10 @@ def test_another_process_with_the_number_of_a_dead_one_is_not_it(run: Path, role
 
 def test_a_process_on_another_machine_is_not_looked_for_here(run: Path, role: "subprocess.Popen[str]") -> None:
     stacks = run / "stacks" / "worker-0.txt"
-    afar = msgspec.structs.replace(record(role.pid), host="10.0.0.2")
-    (seen,) = observe_processes(run, [afar])
-    assert (seen.state, seen.ended, stacks.read_text()) == ("afar", False, ""), "the number is another's here"
-    (ended,) = observe_processes(run, [msgspec.structs.replace(afar, exit=1)])
+    remote = msgspec.structs.replace(record(role.pid), host="10.0.0.2")
+    (seen,) = observe_processes(run, [remote])
+    assert (seen.state, seen.ended, stacks.read_text()) == ("remote", False, ""), "the number is another's here"
+    (ended,) = observe_processes(run, [msgspec.structs.replace(remote, exit=1)])
     assert ended.ended
 
 
