@@ -6,15 +6,12 @@ A loop is ``async def loop(episode: Episode) -> str``. It drives the episode and
 
 import functools
 import inspect
-import logging
 from collections.abc import Awaitable, Callable
 from typing import cast
 
 from rl_async.agent_loop.episodes.episode import Episode
 from rl_async.errors import ConfigError
 from rl_async.userload import is_user_reference, load_user_object
-
-log = logging.getLogger("rl_async.agent_loop")
 
 Loop = Callable[[Episode], Awaitable[str]]
 

@@ -31,7 +31,7 @@ class _Dumper(yaml.SafeDumper):
     """Quotes text that `_Loader` would read as a number."""
 
 
-_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$")  # PyYAML matches at the start only
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, [*"-+0123456789"])
 
@@ -98,14 +98,12 @@ def _read(name_or_path: str, places: Places) -> dict[str, Any]:
 
 def _parse(text: str, origin: str) -> tuple[Any, yaml.Node | None]:
     """Parse YAML into plain values and the node tree, which has line numbers. Raises ConfigError, naming ``origin``."""
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         return (None if node is None else loader.construct_document(node)), node
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2026-13-01
         raise ConfigError(f"{origin}: not valid YAML: {error}") from error
-    finally:
-        loader.dispose()
 
 
 def _find(name_or_path: str) -> tuple[str, str]:

@@ -56,6 +56,13 @@ def test_overrides_are_yaml_values_in_order() -> None:
     assert config.warm_start is None
 
 
+def test_text_that_begins_like_a_number_is_text(tmp_path: Path) -> None:
+    config = load_config("calculator", ["data.path=2e3/train.parquet"], name="12e45ab")
+    (tmp_path / "config.yaml").write_text(dump(config))
+    assert load_resolved(tmp_path / "config.yaml") == config
+    assert (config.data.path, config.name) == ("2e3/train.parquet", "12e45ab")
+
+
 def test_an_override_may_fill_a_section_that_is_missing(write) -> None:
     config = load_config(write(MINIMAL), ["warm_start.demos_path=demos.parquet", "queue.max_staleness=2"])
     assert config.warm_start is not None and config.warm_start.demos_path == "demos.parquet"
@@ -109,6 +116,8 @@ def test_mistakes_in_a_file_name_the_line(write, text: str, expected: list[str])
         ("trainer.steps", "written a.b=c"),
         ("=3", "written a.b=c"),
         ("agent.tools=[", "not valid YAML"),
+        ("model.path=\x01", "not valid YAML"),
+        ("model.path=2026-13-01", "not valid YAML"),
         ("queue.sampling=freshst", "did you mean freshest?"),
         ("queue.sampling=7", "queue.sampling"),
         ("queue.sampling=xyz", "known: fifo, freshest, priority, quota"),
