@@ -17,14 +17,19 @@ def written_whole(path: Path) -> Iterator[Path]:
     That path is beside ``path`` and differs between processes. If the block raises, what it wrote is deleted.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    _delete(temporary)  # a killed process had the same id: in a container every main process is 1
     try:
         yield temporary
         temporary.replace(path)
     finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
+        _delete(temporary)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def replace_file(path: Path, content: bytes) -> None:

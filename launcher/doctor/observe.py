@@ -48,9 +48,11 @@ LISTED = 1000
 
 
 def observe(run: Path) -> Observation:
-    """Observe the run in this folder. Raises UserError if no run was ever started there."""
+    """Observe the run in this folder. Raises UserError if no run was ever started there, or only a fine-tuning."""
     records = read_roster(run)
     config = load_resolved(run / "config.yaml")
+    if config.finetune is not None:
+        raise UserError(f"{run} is the folder of a fine-tuning, which has no queue to diagnose; see its logs")
     launcher = launcher_of(run)
     trouble: list[str] = []
     queue, engines = (None, ()) if launcher is None else _observe_queue(run, config, trouble)

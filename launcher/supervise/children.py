@@ -150,6 +150,12 @@ class Children:
         children = [self._newest[name] for name in names if name in self._newest]
         await asyncio.gather(*(child.stop(timeout_s) for child in children))
 
+    def mark_ended(self) -> None:
+        """Record that no process is left; those that failed keep that state."""
+        for name, state in self.states.items():
+            if state.state != "failed":
+                self.set_state(name, "ended", state.restarts)
+
     @property
     def names(self) -> list[str]:
         """Names of all processes that were ever started."""
@@ -192,3 +198,4 @@ async def keep_ranks(specs: Sequence[ProcessSpec], executor: Executor, folder: P
             await children.beside(children.keep_together(specs))
         finally:
             await children.stop(children.names, stop_timeout_s)
+            children.mark_ended()

@@ -282,6 +282,4 @@ class Supervisor:
         others = [name for name in self._children.names if name not in (queue, *shards, *trainers)]
         for names, share in ((trainers, TRAINERS_SHARE), (others, 1.0), (shards, 1.0), ([queue], 1.0)):
             await self._children.stop(names, max(0.0, began + share * timeout - time.monotonic()))
-        for name, state in self._children.states.items():
-            if state.state != "failed":
-                self._children.set_state(name, "ended", state.restarts)
+        self._children.mark_ended()

@@ -1,10 +1,11 @@
-"""Files of lines survive a crash in the middle of one."""
+"""Files are replaced whole, and files of lines survive a crash in the middle of one."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from rl_async.files import append_lines, drop_torn_line
+from rl_async.files import append_lines, drop_torn_line, replace_file, written_whole
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"st', b"x" * 200_000])
@@ -22,3 +23,29 @@ def test_a_new_file_is_begun(tmp_path: Path) -> None:
     assert not (tmp_path / "new.jsonl").exists()
     append_lines(tmp_path / "new.jsonl").close()
     assert (tmp_path / "new.jsonl").read_bytes() == b""
+
+
+def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
+    for content in (b"old", b"new"):
+        replace_file(tmp_path / "file", content)
+    assert (tmp_path / "file").read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_folder_appears_whole_without_what_a_killed_process_of_the_same_id_left(tmp_path: Path) -> None:
+    left = tmp_path / f".out.{os.getpid()}"
+    left.mkdir()
+    (left / "old").touch()
+    with written_whole(tmp_path / "out") as unfinished:
+        unfinished.mkdir()
+        (unfinished / "new").touch()
+        assert not (tmp_path / "out").exists()
+    assert os.listdir(tmp_path) == ["out"] and os.listdir(tmp_path / "out") == ["new"]
+
+
+def test_a_failure_leaves_the_old_file(tmp_path: Path) -> None:
+    replace_file(tmp_path / "file", b"old")
+    with pytest.raises(KeyError), written_whole(tmp_path / "file") as unfinished:
+        unfinished.write_bytes(b"ne")
+        raise KeyError
+    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == b"old"

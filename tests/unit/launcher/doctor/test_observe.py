@@ -1,7 +1,11 @@
 import os
 from pathlib import Path
 
-from rl_async.launcher.doctor.observe import launcher_of, oldest_groups
+import pytest
+
+from rl_async.configs.load.loader import dump, load_config
+from rl_async.errors import UserError
+from rl_async.launcher.doctor.observe import launcher_of, observe, oldest_groups
 from rl_async.launcher.folder.run_folder import hold
 from rl_async.messages import GroupRecord
 
@@ -37,3 +41,11 @@ def test_the_oldest_group_of_each_state_is_listed() -> None:
         group(4, "leased", 99.0, "eval"),
     ]
     assert [g.group_id for g in oldest_groups(groups)] == [1, 3]
+
+
+def test_a_fine_tuning_is_not_diagnosed_as_a_run(tmp_path: Path) -> None:
+    (tmp_path / "processes.json").write_text("[]")
+    config = load_config(None, ["model.path=base", "data.path=chats.jsonl", "finetune.out=out"])
+    (tmp_path / "config.yaml").write_text(dump(config))
+    with pytest.raises(UserError, match="fine-tuning"):
+        observe(tmp_path)
