@@ -1,5 +1,6 @@
 """Records what was trained and evaluated in the run folder, without holding up the loop."""
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +13,8 @@ from rl_async.trainer.monitoring.evaluation import FinishedEvaluation
 from rl_async.trainer.monitoring.records import append_evaluation, append_trained, write_trajectories
 from rl_async.trainer.step.explanation import explain
 
+log = logging.getLogger("rl_async.trainer")
+
 IN_FLIGHT = 2  # trajectory files that may wait to be written; a further one waits for the oldest
 
 
@@ -20,8 +23,9 @@ class Recorder:
 
     ``trained.jsonl`` is on disk when ``trained`` returns, before the queue is told. Trajectory files follow: ``flush``
     before a checkpoint and at the end, so that those of every step up to a checkpoint are there when it is durable.
-    A rank that is killed loses at most the files of the last IN_FLIGHT + 1 steps since, which a resumed run trains and
-    writes again. An error of the thread is raised by the next call.
+    A rank that is killed loses at most the newest IN_FLIGHT files, of steps that a resumed run trains and writes again.
+    An error of the thread is logged at once, in case the rank ends for another reason, and raised by the next call that
+    waits for the file.
     """
 
     def __init__(self, folder: Path, lineage: int, rank: int, *, is_recorder: bool) -> None:
@@ -62,4 +66,12 @@ class Recorder:
     def _submit(self, write: Callable[[], None]) -> None:
         while self._in_flight and (len(self._in_flight) >= IN_FLIGHT or self._in_flight[0].done()):
             self._in_flight.popleft().result()
-        self._in_flight.append(self._writer.submit(write))
+        self._in_flight.append(self._writer.submit(_logging_errors, write))
+
+
+def _logging_errors(write: Callable[[], None]) -> None:
+    try:
+        write()
+    except Exception as error:
+        log.error("recording trajectories: %s: %s", type(error).__name__, error)
+        raise

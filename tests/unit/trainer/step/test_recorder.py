@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,9 @@ def test_training_does_not_wait_until_too_many_files_are_in_flight(
     thread = threading.Thread(target=run)
     thread.start()
     assert began.wait(10)
+    deadline = time.monotonic() + 10
+    while len(submitted) < IN_FLIGHT and time.monotonic() < deadline:
+        time.sleep(0.01)
     thread.join(0.2)
     assert thread.is_alive() and submitted == list(range(IN_FLIGHT))
     may_write.set()
@@ -79,7 +83,9 @@ def test_training_does_not_wait_until_too_many_files_are_in_flight(
 
 
 @pytest.mark.parametrize("raises", ["next step", "flush"])
-def test_an_error_of_the_thread_is_raised_by_the_next_call(tmp_path: Path, raises: str) -> None:
+def test_an_error_of_the_thread_is_logged_and_raised_by_the_next_call(
+    tmp_path: Path, raises: str, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "trajectories").write_text("a file where the folder should be")
     recorder = Recorder(tmp_path, 0, 0, is_recorder=True)
     made = batch(0)
@@ -89,6 +95,7 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call(tmp_path: Path, raise
             recorder.flush()
         for _ in range(IN_FLIGHT):
             recorder.trained(made, verdicts(made))
+    assert "FileExistsError" in caplog.text
 
 
 def test_an_evaluation_is_recorded_with_its_rows(tmp_path: Path) -> None:
