@@ -169,7 +169,7 @@ class QueueClient(ClientVerbs):
 
     async def _shard(self, url: str) -> "QueueClient":
         if url not in self._shards:
-            self._shards[url] = await QueueClient(url, **self._shard_settings()).__aenter__()
+            self._shards[url] = await QueueClient(url, **self._shard_settings).__aenter__()
         return self._shards[url]
 
     async def _part(self, url: str) -> None:

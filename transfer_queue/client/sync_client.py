@@ -127,7 +127,7 @@ class SyncQueueClient(ClientVerbs):
             if call.url == conversations.QUEUE:
                 return self.exchange(call.request, call.payload)
             if call.url not in self._shards:
-                self._shards[call.url] = SyncQueueClient(call.url, **self._shard_settings())
+                self._shards[call.url] = SyncQueueClient(call.url, **self._shard_settings)
             return self._shards[call.url].exchange(call.request, call.payload)
         except QueueLost as error:
             if call.url in self._shards:  # it may come back under its url, with nothing

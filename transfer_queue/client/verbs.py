@@ -15,7 +15,6 @@ from typing import (
     Protocol,
     TypedDict,
     TypeVar,
-    Unpack,
     overload,
 )
 
@@ -111,7 +110,7 @@ class ClientSettings(TypedDict):
 
     role: str
     name: str
-    timeout_s: NotRequired[float]  # for an answer, beyond the wait that is asked for; 60
+    timeout_s: NotRequired[float]  # for an answer, beyond the wait that is asked for
     patience_s: NotRequired[float]  # without an answer, beyond that wait, until it reconnects; doubled each time
     shard_s: NotRequired[float]  # for a payload shard's answer, before another is tried
     keys: NotRequired[ClientKeys | None]
@@ -124,16 +123,27 @@ class ClientVerbs:
     the queue refuses or the answer makes no sense.
     """
 
-    def __init__(self, address: str, **settings: Unpack[ClientSettings]) -> None:
-        self._session = Session(address, settings["role"], settings["name"], settings.get("keys"))
-        self._patience_s, self._shard_s = settings.get("patience_s", PATIENCE_S), settings.get("shard_s", SHARD_S)
-        self._settings: ClientSettings = settings
-        self.timeout_s = settings.get("timeout_s", 60.0)
+    def __init__(
+        self,
+        address: str,
+        *,
+        role: str,
+        name: str,
+        timeout_s: float = 60.0,
+        patience_s: float = PATIENCE_S,
+        shard_s: float = SHARD_S,
+        keys: ClientKeys | None = None,
+    ) -> None:
+        self._session = Session(address, role, name, keys)
+        self._patience_s, self.timeout_s = patience_s, timeout_s
+        self._shard_settings: ClientSettings = {
+            "role": role,
+            "name": name,
+            "timeout_s": shard_s,
+            "patience_s": patience_s,
+            "keys": keys,
+        }
         self.sending = conversations.Sending()
-
-    def _shard_settings(self) -> ClientSettings:
-        """For a client of a payload shard, in place of this one's."""
-        return {**self._settings, "timeout_s": self._shard_s}
 
     @property
     def worker(self) -> str:
