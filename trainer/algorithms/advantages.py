@@ -220,7 +220,7 @@ def _whitened(rows: Tensor, x: AdvantageInputs) -> Tensor:
 
 
 def gae_advantage(x: AdvantageInputs) -> Tensor:
-    """Generalised advantage estimation by a critic's values, whitened over the batch if asked to; see ``gae.py``."""
+    """Generalised advantage estimation by a critic's values (``values.py``), whitened over the batch on demand."""
     assert x.values is not None, "gae needs a critic"
     advantages, _ = gae(x.token_rewards, x.values, x.mask, x.options.gamma, x.options.lam)
     if not x.options.whiten:

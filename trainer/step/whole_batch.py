@@ -18,9 +18,8 @@ from rl_async.trainer.batches.data_parallel import DataParallel
 from rl_async.trainer.batches.layout import fresh_runs
 from rl_async.trainer.batches.tensors import Tensors
 
-FIRST_TURN = (
-    2  # codes of a token in ``assemble``: 0 not sampled, 1 sampled outside any turn, 2 by turn 0, 3 by turn 1, ...
-)
+# Codes of a token in ``assemble``: 0 not sampled, 1 sampled outside any turn, 2 in assistant turn 0, 3 in turn 1, ...
+FIRST_TURN = 2
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def assemble(ranks: DataParallel, batch: Batch, max_staleness: int | None, train
     """Build the whole batch from each rank's own rows. A collective: one all-reduce of 12 bytes per token.
 
     A rank fills in the rows that the plan gives it and the all-reduce adds those of the others. Floats travel as the
-    integers that have their bits, to which adding 0 changes nothing. Staleness and mask follow from the headers, which
+    integers that have their bits, since adding 0 then changes no bit. Staleness and mask follow from the headers, which
     every rank has. Tokens staler than ``max_staleness`` are masked (None applies no bound), and so are rows where
     ``trains``, bool [N], is false.
     """

@@ -21,7 +21,7 @@ from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.journal.interface import Journal
 from rl_async.transfer_queue.server.gate import Gate, Outgoing, Response
 from rl_async.transfer_queue.server.leasing import Leasing
-from rl_async.transfer_queue.server.verbs import VERBS, Asked, Serving, Verb
+from rl_async.transfer_queue.server.verbs import VERBS, Incoming, Serving, Verb
 from rl_async.transfer_queue.state import transitions as t
 from rl_async.transfer_queue.state.observe import Rates
 from rl_async.transfer_queue.state.store import Store
@@ -32,7 +32,7 @@ _VERBS = {verb.request: verb for verb in VERBS}
 class Parked(NamedTuple):
     """A long poll that waits for the store to change, until its deadline at the latest."""
 
-    asked: Asked[Any]
+    incoming: Incoming[Any]
     deadline: float
 
 
@@ -72,8 +72,8 @@ class QueueServer:
         self._store.expire(now)
         outgoing = self._wake()
         for verb, parked in self._parked.items():
-            for asked in [waiting.asked for waiting in parked.values() if waiting.deadline <= now]:
-                outgoing += self._try(verb, asked, last=True)
+            for incoming in [waiting.incoming for waiting in parked.values() if waiting.deadline <= now]:
+                outgoing += self._try(verb, incoming, last=True)
         return outgoing + self._wake()
 
     def undelivered(self, message: Outgoing) -> list[Outgoing]:
@@ -83,7 +83,7 @@ class QueueServer:
         """
         self._gate.forget(message.identity)
         for parked in self._parked.values():
-            for request_id in [key for key, waiting in parked.items() if waiting.asked.identity == message.identity]:
+            for request_id in [key for key, waiting in parked.items() if waiting.incoming.identity == message.identity]:
                 del parked[request_id]
         self._leasing.undelivered(message.request_id, message.identity)
         return self._wake()
@@ -95,17 +95,17 @@ class QueueServer:
             changed, self._changed = self._changed, set()
             for verb, parked in self._parked.items():
                 if parked and not changed.isdisjoint(verb.wakes):
-                    for asked in verb.retry(self._queue, [waiting.asked for waiting in parked.values()]):
-                        outgoing += self._try(verb, asked, last=False)
+                    for incoming in verb.retry(self._queue, [waiting.incoming for waiting in parked.values()]):
+                        outgoing += self._try(verb, incoming, last=False)
         return outgoing
 
-    def _try(self, verb: Verb, asked: Asked[Any], *, last: bool) -> list[Outgoing]:
+    def _try(self, verb: Verb, incoming: Incoming[Any], *, last: bool) -> list[Outgoing]:
         """Answer a parked request if there is something to say, or if this is its ``last`` chance."""
-        response = verb.handle(self._queue, asked, last)
+        response = verb.handle(self._queue, incoming, last)
         if response is None:
             return []
-        del self._parked[verb][asked.request_id]
-        return [Outgoing(asked.identity, asked.request_id, response)]
+        del self._parked[verb][incoming.request_id]
+        return [Outgoing(incoming.identity, incoming.request_id, response)]
 
     def _answer(self, identity: bytes, message: wire.RequestMessage) -> Response | None:
         """The response, or None if the request is parked. Raises ProtocolError for a payload in the wrong place."""
@@ -115,13 +115,13 @@ class QueueServer:
             raise ProtocolError(f"a {kind.__name__} with {len(message.payload)} payload frames")
         if verb is None:
             return Response(m.Refused(code="not_here", reason=f"a {kind.__name__} is for payload shards"))
-        asked = Asked(identity, message.request_id, message.request, message.payload)
+        incoming = Incoming(identity, message.request_id, message.request, message.payload)
         if not isinstance(message.request, m.LongPoll):
-            return verb.handle(self._queue, asked, True)
+            return verb.handle(self._queue, incoming, True)
         wait_s = min(self._wait_s(message.request), verb.arrive(self._store, message.request, self._clock()))
-        response = verb.handle(self._queue, asked, wait_s <= 0)
+        response = verb.handle(self._queue, incoming, wait_s <= 0)
         if response is None:
-            self._parked[verb][message.request_id] = Parked(asked, self._clock() + wait_s)
+            self._parked[verb][message.request_id] = Parked(incoming, self._clock() + wait_s)
         return response
 
     @staticmethod

@@ -4,7 +4,7 @@
         ...  # clients, here or elsewhere
 
 Version 0.0 is published from the start, so workers get leases at once. Whoever reads batches commits, publishes and
-retires them (``batches.py`` says what that means; ``consume.py`` does it).
+retires them (``state/batches.py`` says what that means; ``client/readers.py`` does it).
 """
 
 import contextlib

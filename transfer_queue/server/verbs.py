@@ -40,7 +40,7 @@ class Serving(NamedTuple):
     clock: Callable[[], float]
 
 
-class Asked(NamedTuple, Generic[Q]):
+class Incoming(NamedTuple, Generic[Q]):
     """One request, whose connection is ``identity``, and its payload frames."""
 
     identity: bytes
@@ -49,7 +49,7 @@ class Asked(NamedTuple, Generic[Q]):
     payload: Sequence[Frame] = ()
 
 
-def _in_order(queue: Serving, parked: Sequence[Asked[Any]]) -> Iterable[Asked[Any]]:
+def _in_order(queue: Serving, parked: Sequence[Incoming[Any]]) -> Iterable[Incoming[Any]]:
     return parked
 
 
@@ -66,21 +66,21 @@ class Verb(NamedTuple):
     """
 
     request: type[m.Request[Any]]
-    handle: Callable[[Serving, Asked[Any], bool], Response | None]
+    handle: Callable[[Serving, Incoming[Any], bool], Response | None]
     wakes: frozenset[type[t.Transition]] = frozenset()
     arrive: Callable[[Store, Any, float], float] = _any_wait
-    retry: Callable[[Serving, Sequence[Asked[Any]]], Iterable[Asked[Any]]] = _in_order
+    retry: Callable[[Serving, Sequence[Incoming[Any]]], Iterable[Incoming[Any]]] = _in_order
     payload: bool = False  # whether frames may follow the request
 
 
 def _verb(kind: type[Q], handle: Callable[[Store, Q, float], m.Reply]) -> Verb:
     """A verb that needs nothing but the store, its request and the time."""
-    return Verb(kind, lambda queue, asked, _: Response(handle(queue.store, asked.request, queue.clock())))
+    return Verb(kind, lambda queue, incoming, _: Response(handle(queue.store, incoming.request, queue.clock())))
 
 
 def _once(kind: type[Q], handle: Callable[[Store, Q, bytes], m.Reply]) -> Verb:
     """A verb that takes effect once for each request id."""
-    return Verb(kind, lambda queue, asked, _: Response(handle(queue.store, asked.request, asked.request_id)))
+    return Verb(kind, lambda queue, incoming, _: Response(handle(queue.store, incoming.request, incoming.request_id)))
 
 
 def _poll(
@@ -92,9 +92,9 @@ def _poll(
 ) -> Verb:
     """A long poll that ``waits`` while its reply has nothing to say."""
 
-    def answer(queue: Serving, asked: Asked[Q], last: bool) -> Response | None:
-        reply = handle(queue.store, asked.request, queue.clock())
-        waiting = not last and not isinstance(reply, m.Refused) and waits(asked.request, reply)
+    def answer(queue: Serving, incoming: Incoming[Q], last: bool) -> Response | None:
+        reply = handle(queue.store, incoming.request, queue.clock())
+        waiting = not last and not isinstance(reply, m.Refused) and waits(incoming.request, reply)
         return None if waiting else Response(reply)
 
     return Verb(kind, answer, frozenset(wakes), arrive)
@@ -103,31 +103,31 @@ def _poll(
 # --- leases ---------------------------------------------------------------------------------------------------------
 
 
-def _lease(queue: Serving, asked: Asked[m.Lease], last: bool) -> Response | None:
-    reply = queue.leasing.lease(asked.request_id, asked.identity, asked.request, queue.clock(), last=last)
+def _lease(queue: Serving, incoming: Incoming[m.Lease], last: bool) -> Response | None:
+    reply = queue.leasing.lease(incoming.request_id, incoming.identity, incoming.request, queue.clock(), last=last)
     return None if reply is None else Response(reply)
 
 
-def _worker_asks(store: Store, request: m.Lease, now: float) -> float:
+def _lease_arrived(store: Store, request: m.Lease, now: float) -> float:
     """Renew the worker's leases: only the arrival of its question is a sign of life, not that it is still parked."""
     store.delivery.renew(request.worker, now)
     return MAX_WAIT_S
 
 
-def _equal_shares(queue: Serving, parked: Sequence[Asked[m.Lease]]) -> Iterable[Asked[m.Lease]]:
+def _equal_shares(queue: Serving, parked: Sequence[Incoming[m.Lease]]) -> Iterable[Incoming[m.Lease]]:
     """Each parked worker with an equal share of the groups that may be leased, the longest unserved first."""
-    in_turn = sorted(parked, key=lambda asked: queue.leasing.turn(asked.request.worker))
-    for place, asked in enumerate(in_turn):
+    in_turn = sorted(parked, key=lambda incoming: queue.leasing.turn(incoming.request.worker))
+    for place, incoming in enumerate(in_turn):
         share = max(1, -(-queue.store.book.leasable() // (len(in_turn) - place)))
-        modest = msgspec.structs.replace(asked.request, max_groups=min(asked.request.max_groups, share))
-        yield asked._replace(request=modest)
+        modest = msgspec.structs.replace(incoming.request, max_groups=min(incoming.request.max_groups, share))
+        yield incoming._replace(request=modest)
 
 
 # --- payloads -------------------------------------------------------------------------------------------------------
 
 
-def _put(queue: Serving, asked: Asked[m.Put], last: bool) -> Response:
-    request, payload, store = asked.request, asked.payload, queue.store
+def _put(queue: Serving, incoming: Incoming[m.Put], last: bool) -> Response:
+    request, payload, store = incoming.request, incoming.payload, queue.store
     if not all(request.samples):
         raise ProtocolError("a Put of a sample without rows")
     hashes = {sha256 for headers in request.samples for header in headers for sha256 in header.media}
@@ -193,10 +193,10 @@ def _checked_media(keys: Sequence[m.MediaKey], frames: Sequence[Frame]) -> dict[
     return dict(zip(keys, frames, strict=True))
 
 
-def _fetch(queue: Serving, asked: Asked[m.Fetch], last: bool) -> Response:
-    wanted = asked.request.rows
+def _fetch(queue: Serving, incoming: Incoming[m.Fetch], last: bool) -> Response:
+    wanted = incoming.request.rows
     if len(set(wanted)) != len(wanted):
-        return Response(m.Refused(code="rows", reason="a row is asked for twice"))
+        return Response(m.Refused(code="rows", reason="a row is requested twice"))
     if queue.store.settings.replicas:
         return Response(queue.store.shards.places(wanted))
     rows = [queue.journal.get(key) for key in wanted]
@@ -216,7 +216,7 @@ def _register_shard(store: Store, request: m.RegisterShard, now: float) -> m.Rep
     return store.shards.register(record, now)
 
 
-def _shard_asks(store: Store, request: m.Sweep, now: float) -> float:
+def _sweep_arrived(store: Store, request: m.Sweep, now: float) -> float:
     """Note the shard's sign of life; it must give the next one before it would count as lost."""
     store.shards.hear(request.shard_id, now)
     return min(MAX_WAIT_S, store.settings.lease_s / 4)
@@ -250,7 +250,7 @@ _LEASE_WAKES: frozenset[type[t.Transition]] = frozenset(
 
 VERBS = (
     # agent workers
-    Verb(m.Lease, _lease, _LEASE_WAKES, _worker_asks, _equal_shares),
+    Verb(m.Lease, _lease, _LEASE_WAKES, _lease_arrived, _equal_shares),
     _verb(m.Renew, lambda s, r, now: s.delivery.renew(r.worker, now)),
     Verb(m.Put, _put, payload=True),
     _verb(m.Fail, lambda s, r, now: s.delivery.fail(r.worker, r.group_id, r.sample, r.attempt, r.error, now)),
@@ -293,7 +293,7 @@ VERBS = (
         t.ShardLost,
         *FREEING,
         waits=lambda _, reply: not reply.gone,
-        arrive=_shard_asks,
+        arrive=_sweep_arrived,
     ),
     # other readers of what is trained
     _verb(m.Subscribe, lambda s, r, _: s.consumers.subscribe(r.consumer, r.oldest)),

@@ -186,7 +186,7 @@ class Delivery:
         """Drop a complete training group without reward signal, as long as the allowance lasts.
 
         One that a batch already has, as after a resume, stays: a batch never changes its members. The bound on
-        staleness is not touched, since there are only fewer groups that need a place in time (``policy.py``).
+        staleness is not touched, since there are only fewer groups that need a place in time (``policy/admission.py``).
         """
         book = self._book
         if not book.settings.max_refills or group.partition != TRAIN or group.state is not State.READY:

@@ -8,8 +8,8 @@ again. So a store that was recovered is in the state in which the lost one was.
                         +-- fail, expiry --+              +------ resume -----+--------------------+
 
 ``delivery.py`` is the workers' side, ``batches.py`` the trainer's, ``consumers.py`` other readers', ``evals.py`` the
-evaluations', ``engines.py`` the registry; all work on the one ``book.py``. The rules for staleness are in
-``policy.py``.
+evaluations', ``registry.py`` that of engines and payload shards; all work on the one ``book.py``. The rules for
+staleness are in ``policy/admission.py``.
 """
 
 from collections.abc import Callable, Iterable, Sequence
