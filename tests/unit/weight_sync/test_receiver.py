@@ -81,7 +81,7 @@ def test_a_manifest_larger_than_its_segment_is_refused(staged: UpdateInfo) -> No
 
 
 def test_an_update_needs_an_init(staged: UpdateInfo) -> None:
-    with pytest.raises(WeightSyncError):
+    with pytest.raises(WeightSyncError, match="before the engine joined"):
         WeightReceiver(lambda _: None).update(staged)
 
 
@@ -183,6 +183,6 @@ def test_two_buckets_are_staged_at_a_time_and_none_after_the_end() -> None:
     sender.unstage()
     assert [Path("/dev/shm", info.shm_name).exists() for info in (first, second)] == [False, True]
     sender.close()
-    with pytest.raises(WeightSyncError):
+    with pytest.raises(WeightSyncError, match="closed"):
         sender.stage(bucket)
     assert not Path("/dev/shm", second.shm_name).exists()

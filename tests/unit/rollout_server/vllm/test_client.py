@@ -87,10 +87,10 @@ async def test_parts_are_yielded_as_soon_as_their_versions_are_known() -> None:
 
 async def test_a_broken_stream_has_yielded_the_parts_before() -> None:
     cut = stream(part([1], [("0.1", 0, 1)])), stream(part([1], [("0.1", 0, 1)]), {"error": {"message": "engine died"}})
-    for body in cut:
+    for body, named in zip(cut, ("broke off", "engine died"), strict=True):
         given = []
         async with answering(lambda path, _, body=body: (200, body)) as client:
-            with pytest.raises(EngineLost):
+            with pytest.raises(EngineLost, match=named):
                 async for one in client.stream(REQUEST):
                     given.append(one.token_ids)
         assert given == [[1]]
@@ -155,19 +155,19 @@ async def test_choices_that_were_not_requested_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "error"),
+    ("change", "error", "named"),
     [
-        ({"weight_versions": [{"version": "0.0", "start": 0, "end": 2}]}, EngineLost),
-        ({"weight_versions": [{"version": "default", "start": 0, "end": 2}]}, EngineLost),
-        ({"weight_versions": None}, EngineRejected),
-        ({"weight_versions": [{"version": "0.1", "start": 0, "end": 1}]}, EngineRejected),
-        ({"logprobs": None}, EngineRejected),
-        ({"finish_reason": "error"}, EngineLost),
+        ({"weight_versions": [{"version": "0.0", "start": 0, "end": 2}]}, EngineLost, r"0\.0.* 0\.1"),
+        ({"weight_versions": [{"version": "default", "start": 0, "end": 2}]}, EngineLost, "'default'"),
+        ({"weight_versions": None}, EngineRejected, "weight version"),
+        ({"weight_versions": [{"version": "0.1", "start": 0, "end": 1}]}, EngineRejected, "weight version"),
+        ({"logprobs": None}, EngineRejected, "log-probability"),
+        ({"finish_reason": "error"}, EngineLost, "finish_reason"),
     ],
 )
-async def test_answers_that_cannot_be_trained_on_are_refused(change: Any, error: type[Exception]) -> None:
+async def test_answers_that_cannot_be_trained_on_are_refused(change: Any, error: type[Exception], named: str) -> None:
     async with answering(lambda path, body: (200, stream({"choices": [ANSWER | change]}))) as client:
-        with pytest.raises(error, match=client.url):
+        with pytest.raises(error, match=f"{client.url}.*{named}"):
             await client.generate(REQUEST)
 
 

@@ -134,7 +134,7 @@ async def test_an_answer_without_an_end_is_lost() -> None:
         group[0].add(tokens(5))
 
     given = []
-    with pytest.raises(EngineLost):
+    with pytest.raises(EngineLost, match="broke off"):
         async for part in Coalescer(sample, max_size=8).stream(request("a")):
             given.append(part.token_ids)
     assert given == [[5]]
