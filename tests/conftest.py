@@ -38,7 +38,8 @@ class SkipRecorder:
         self._record(report)
 
     def _record(self, report: pytest.TestReport | pytest.CollectReport) -> None:
-        if report.skipped and "install" in str(report.longrepr) and report.nodeid not in self._written:
+        reason = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else ""
+        if "install" in reason and report.nodeid not in self._written:
             self._written.add(report.nodeid)
             with self._file.open("a") as file:
                 file.write(f"{report.nodeid}\n")
