@@ -351,7 +351,7 @@ def test_a_run_goes_on_when_tools_raise_and_rewards_hang(home: Path, start: Call
     assert step["reward/unscored_fraction"] == step["rollout/error_fraction"] > 0
     marked = [row for row in rows if not row["scored"]]
     assert len(marked) == step["batch/trajectories"] * step["reward/unscored_fraction"]
-    assert all("hanging.py:score" in row["error"] for row in marked)
+    assert all("hanging.py:score" in row["error"] and "reward.timeout_s" in row["error"] for row in marked)
 
 
 def test_a_reward_that_always_fails_ends_the_run_with_its_message(home: Path, start: Callable[..., Run]) -> None:

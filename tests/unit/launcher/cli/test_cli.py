@@ -39,15 +39,15 @@ def only_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["launch", "--config", "sort", "rollout.engine=vllm"], "rollout.engine=vllm"),
         (["launch", "--config", "sort", "rollout.engine=vllm", "rollout.python=nix"], "rollout.python: nix"),
         (["engine", "verify", "http://127.0.0.1:9", "--model", "nowhere"], "--model: nowhere"),
-        (["config", "show", "nothing"], "nothing"),
+        (["config", "show", "nothing"], "'nothing'"),
         (["config", "explain", "queue.max_stale"], "queue.max_staleness"),
-        (["data", "make", "nothing"], "nothing"),
+        (["data", "make", "nothing"], "'nothing'"),
         (["data", "inspect", "missing.parquet"], "missing.parquet"),
-        (["audit", "missing"], "missing"),
-        (["gateway", "missing"], "missing"),
+        (["audit", "missing"], "missing/ledger.jsonl"),
+        (["gateway", "missing"], "missing/endpoints.json"),
         (["reward-model", "--pairs", "x.jsonl", "--model", "m", "--out", "rm"], "x.jsonl"),
         (["eval", "--config", "calculator", "data.eval_path=null"], "data.eval_path"),
-        (["eval", "--config", "calculator", "model.path=typo"], "model.path"),
+        (["eval", "--config", "calculator", "model.path=typo"], "folder typo"),
         (["doctor", "runs/mine", "--config", "calculator"], "--config"),
         (["doctor", "--json"], "--json"),
     ],
@@ -77,7 +77,8 @@ def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path, capsys: 
 def test_a_model_without_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    assert "model.path" in only_error(capsys, "launch", "--config", "calculator", "model.path=model")
+    error = only_error(capsys, "launch", "--config", "calculator", "model.path=model")
+    assert "model.path" in error and "tokenizer" in error
 
 
 def test_the_existing_name_of_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,13 +154,13 @@ def test_a_dead_worker_that_is_being_started_again_is_no_reason_to_act() -> None
     dead = process("worker-0", state="gone", exit=-9, kept="restarting")
     verdict = diagnose(run(dead, queue=ObservedQueue(report=inspection(), oldest=(group(8, here=1, age_s=3),))))
     assert verdict.health == "slow"
-    assert named(verdict.text, "worker-0 (pid 30)", "killed by SIGKILL", "group 8")
+    assert named(verdict.text, "worker-0 (pid 30)", "killed by SIGKILL", "is started again", "group 8")
 
 
 def test_a_role_that_failed_for_good_is_quoted() -> None:
     dead = process("worker-0", state="gone", exit=7, kept="failed", log_line="ValueError: broken")
     text = diagnose(run(dead)).text
-    assert named(text, "worker-0 (pid 30)", "exit code 7") and text.endswith("ValueError: broken")
+    assert named(text, "worker-0 (pid 30)", "exit code 7", "not started again") and text.endswith("ValueError: broken")
 
 
 @pytest.mark.parametrize("state", ["R", "S"])
@@ -178,7 +178,8 @@ def test_a_stopped_engine_is_called_stopped_and_not_frozen_too() -> None:
 
 def test_an_engine_that_somebody_added_has_no_process_here() -> None:
     frozen = (ObservedEngine(engine_id="added-9000-1f3a", url="http://127.0.0.1:9000", answers=False),)
-    assert diagnose(run(engines=frozen)).text.startswith("added-9000-1f3a at http://127.0.0.1:9000")
+    text = diagnose(run(engines=frozen)).text
+    assert text.startswith("added-9000-1f3a at http://127.0.0.1:9000") and "GET /health" in text
 
 
 def test_a_queue_that_runs_and_does_not_answer_is_named() -> None:
@@ -190,7 +191,8 @@ def test_a_queue_that_was_just_started_is_given_time_to_answer() -> None:
     verdict = diagnose(run(process("queue", age_s=2.0), queue=None))
     assert verdict.health == "slow" and named(verdict.text, "queue (pid 1)", "2 s")
     assert diagnose(run(process("queue", age_s=60.0), queue=None)).health == "stuck"
-    assert diagnose(run(process("queue", age_s=2.0, state="T"), queue=None)).health == "stuck"
+    stopped = diagnose(run(process("queue", age_s=2.0, state="T"), queue=None))
+    assert stopped.health == "stuck" and named(stopped.text, "queue (pid 1)", "SIGSTOP")
     assert diagnose(run(process("queue", age_s=2.0))).health == "fine"
 
 
@@ -205,7 +207,8 @@ def test_a_full_disk_comes_before_what_it_broke() -> None:
 
 
 def test_a_stopped_launcher_restarts_nothing() -> None:
-    assert diagnose(run(launcher_state="T")).text.startswith("the launcher (pid 99)")
+    text = diagnose(run(launcher_state="T")).text
+    assert text.startswith("the launcher (pid 99)") and "SIGSTOP" in text
 
 
 def waiting(for_s: float, queue: Inspection, **changes: Any) -> Observation:
