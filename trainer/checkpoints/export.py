@@ -1,5 +1,6 @@
 """Exports a checkpoint's shards as Hugging Face safetensors, which other tools read."""
 
+import glob
 import shutil
 from pathlib import Path
 
@@ -52,6 +53,8 @@ def export(run: Path, out: Path, step: int | None = None, part: str = ".") -> in
         raise UserError(f"checkpoint {folder} has no model in {part}")
     if out.exists():
         raise UserError(f"{out} exists; name a folder that does not exist yet")
+    for left in out.parent.glob(f".{glob.escape(out.name)}.[0-9]*"):
+        shutil.rmtree(left)  # whole weights, of an export that was killed
     with written_whole(out) as temporary:
         shutil.copytree(folder / part / MODEL_FOLDER, temporary)
         if not (temporary / WHOLE).is_file():

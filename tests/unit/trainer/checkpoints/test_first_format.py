@@ -77,7 +77,9 @@ def test_it_is_gone_on_from_and_exported(model_folder: Path, tmp_path: Path, kin
         assert found.keys() == wanted.keys() and all(found[name].equal(wanted[name]) for name in wanted)
 
     weights = state(models)
+    (tmp_path / ".policy.12345").mkdir()  # of an export that was killed
     assert export(tmp_path, tmp_path / "policy") == 2
+    assert not list(tmp_path.glob(".policy.*"))
     policy = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "policy").named_parameters())
     assert all(tensor.equal(weights[f"export.{name}"]) for name, tensor in policy.items())
     if kind == "own":
