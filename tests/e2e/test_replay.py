@@ -176,7 +176,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     last = start(tmp_path, recorded, model_folder, "--resume")
     _, errors = last.communicate(timeout=120)
     assert last.returncode == 2, errors[-3000:]
-    assert "no checkpoint in" in errors and f"{damaged} is missing" in errors and "Traceback" not in errors
+    assert f"{damaged} is missing" in errors and "Traceback" not in errors
 
 
 def test_a_missing_batch_is_one_clear_error(recorded: Path, model_folder: Path, tmp_path: Path) -> None:

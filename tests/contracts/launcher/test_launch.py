@@ -67,7 +67,7 @@ def test_a_view_that_fails_is_reported_and_the_run_goes_on(
     monkeypatch.setattr(View, "run", broken)
     rig.go()
     assert launch(config, rig.folder) == 0
-    assert "the view failed (ValueError('no such colour')); the run goes on" in capsys.readouterr().err
+    assert "ValueError('no such colour')" in capsys.readouterr().err
 
 
 def test_the_log_of_the_launcher_stays_off_the_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
