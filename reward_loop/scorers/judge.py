@@ -1,7 +1,7 @@
 """The scorer ``judge``: a language model behind an OpenAI-compatible URL grades conversations.
 
-The verdict is a JSON object {"reason": text, "score": number}, read strictly: anything else, a score out of range
-included, is a failure of this conversation's scoring. The reward is the score mapped from [lowest, highest] to [0, 1].
+The verdict is a JSON object {"reason": text, "score": number}, parsed strictly: anything else, including a score out
+of range, fails the scoring of the conversation. The reward is the score mapped from [lowest, highest] to [0, 1].
 """
 
 import asyncio
@@ -25,7 +25,7 @@ log = logging.getLogger("rl_async.reward_loop")
 
 _SCHEMA = {
     "type": "object",
-    # The reason first: what is written before the number can still change it.
+    # The reason comes first, so that the number can depend on it.
     "properties": {"reason": {"type": "string"}, "score": {"type": "number"}},
     "required": ["reason", "score"],
     "additionalProperties": False,
@@ -56,9 +56,9 @@ class _Completion(msgspec.Struct):
 
 
 class Judge:
-    """Asks once per request: equal ones share a verdict, also while it is being given. ``verdicts`` None: they do not.
+    """Grades conversations. Equal requests share one verdict, from the cache ``verdicts`` or while one is in flight.
 
-    Raises ConfigError when the environment lacks the key.
+    With ``verdicts`` None every request is sent. Raises ConfigError if the environment lacks the API key.
     """
 
     def __init__(self, config: JudgeConfig, verdicts: Verdicts | None) -> None:
@@ -73,52 +73,52 @@ class Judge:
             per_minute=config.per_minute,
             api_key=api_key(config),
         )
-        self._asking: dict[str, asyncio.Task[Verdict | ScorerFailed]] = {}
-        self._asked = self._known = self._tokens = 0
+        self._in_flight: dict[str, asyncio.Task[Verdict | ScorerFailed]] = {}
+        self._sent = self._shared_verdicts = self._tokens = 0
 
     async def score(self, conversation: Conversation) -> Score:
-        """The verdict as a number from 0 to 1; ``raw`` is the judge's own. Raises ScorerFailed."""
+        """Return the judge's score, scaled to [0, 1], with its own number as ``raw``. Raises ScorerFailed."""
         body = self._body(conversation)
-        verdict = await (self._shared(body) if self._verdicts is not None else self._outcome(body))
+        verdict = await (self._request(body) if self._verdicts is None else self._shared(body))
         if isinstance(verdict, ScorerFailed):
             raise verdict
         lowest, highest = self._config.lowest, self._config.highest
         return Score((verdict.score - lowest) / (highest - lowest), {"raw": verdict.score})
 
     async def close(self) -> None:
-        """Give up what is being asked, and close connections and the cache."""
-        for task in list(self._asking.values()):
+        """Cancel requests in flight, and close connections and the cache."""
+        for task in list(self._in_flight.values()):
             task.cancel()
-        await asyncio.gather(*self._asking.values(), return_exceptions=True)
+        await asyncio.gather(*self._in_flight.values(), return_exceptions=True)
         await self._poster.close()
         if self._verdicts is not None:
             await self._verdicts.close()
-        log.info("judge: %d verdicts asked for, %d known, %d tokens", self._asked, self._known, self._tokens)
+        log.info("judge: %d requests, %d shared verdicts, %d tokens", self._sent, self._shared_verdicts, self._tokens)
 
     async def _shared(self, body: dict[str, Any]) -> Verdict | ScorerFailed:
         assert self._verdicts is not None
-        request = hashlib.sha256(self._poster.url.encode() + msgspec.json.encode(body, order="sorted")).hexdigest()
-        asking = self._asking.get(request)
-        if asking is None:
-            asking = self._asking[request] = asyncio.create_task(self._look_up(request, body), name="verdict")
-            asking.add_done_callback(lambda _: self._asking.pop(request))
+        key = hashlib.sha256(self._poster.url.encode() + msgspec.json.encode(body, order="sorted")).hexdigest()
+        task = self._in_flight.get(key)
+        if task is None:
+            task = self._in_flight[key] = asyncio.create_task(self._look_up(key, body), name="verdict")
+            task.add_done_callback(lambda _: self._in_flight.pop(key))
         else:
-            self._known += 1
-        return await asyncio.shield(asking)  # one conversation given up does not end the others' verdict
+            self._shared_verdicts += 1
+        return await asyncio.shield(task)  # cancelling one conversation must not cancel the others' verdict
 
-    async def _look_up(self, request: str, body: dict[str, Any]) -> Verdict | ScorerFailed:
+    async def _look_up(self, key: str, body: dict[str, Any]) -> Verdict | ScorerFailed:
         assert self._verdicts is not None
-        if (known := await self._verdicts.get(request)) is not None:
-            self._known += 1
-            return known
-        outcome = await self._outcome(body)
+        if (cached := await self._verdicts.get(key)) is not None:
+            self._shared_verdicts += 1
+            return cached
+        outcome = await self._request(body)
         if isinstance(outcome, Verdict):
-            await self._verdicts.put(request, outcome)
+            await self._verdicts.put(key, outcome)
         return outcome
 
-    async def _outcome(self, body: dict[str, Any]) -> Verdict | ScorerFailed:
-        """Ask. A failure is returned: the task's result may have many readers, or none any more."""
-        self._asked += 1
+    async def _request(self, body: dict[str, Any]) -> Verdict | ScorerFailed:
+        """Send a request. A failure is returned, not raised: many conversations may wait for the task, or none."""
+        self._sent += 1
         try:
             return self._read(await self._poster.post(body))
         except ScorerFailed as failure:
@@ -129,7 +129,7 @@ class Judge:
             completion = msgspec.json.decode(raw, type=_Completion)
             choice = completion.choices[0]
         except (msgspec.DecodeError, IndexError) as error:
-            raise ScorerFailed(f"{self._poster.url} answered what is no chat completion: {error}") from error
+            raise ScorerFailed(f"{self._poster.url} did not answer with a chat completion: {error}") from error
         self._tokens += completion.usage.total_tokens if completion.usage else 0
         content = choice.message.content or ""
         if choice.message.refusal or choice.finish_reason not in ("stop", None):
@@ -141,7 +141,7 @@ class Judge:
             raise ScorerFailed(f"gave no verdict: {error} in {content!r:.200}") from error
         lowest, highest = self._config.lowest, self._config.highest
         if not lowest <= verdict.score <= highest:
-            raise ScorerFailed(f"gave {verdict.score:g}, which is not from {lowest:g} to {highest:g}")
+            raise ScorerFailed(f"gave the score {verdict.score:g}, which is not from {lowest:g} to {highest:g}")
         return verdict
 
     def _body(self, conversation: Conversation) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class Judge:
 
 
 def api_key(config: JudgeConfig) -> str:
-    """The key, from the environment. Raises ConfigError when the variable is missing or empty."""
+    """Read the API key from the environment. Raises ConfigError if the variable is missing or empty."""
     if not config.api_key_env:
         return ""
     if not (key := os.environ.get(config.api_key_env)):
@@ -168,21 +168,21 @@ def api_key(config: JudgeConfig) -> str:
 
 
 def fill(config: JudgeConfig, conversation: Conversation) -> str:
-    """The template with its places filled, all at once: a response cannot smuggle in another place's name."""
+    """Fill the template's placeholders, all in one pass, so that a placeholder in a response stays text."""
     turns = conversation.turns
-    spoken = next((i for i, turn in enumerate(turns) if turn.role == "assistant"), len(turns))
+    first_answer = next((i for i, turn in enumerate(turns) if turn.role == "assistant"), len(turns))
     values = {
-        "prompt": turns[0].text if spoken == 1 else transcript(turns[:spoken]),
+        "prompt": turns[0].text if first_answer == 1 else transcript(turns[:first_answer]),
         "response": conversation.solution_str,
         "ground_truth": conversation.ground_truth,
         "conversation": transcript(turns),
         "lowest": f"{config.lowest:g}",
         "highest": f"{config.highest:g}",
     }
-    places = re.compile(rf"{{({'|'.join(values)})}}")
-    return places.sub(lambda match: values[match[1]], config.template)
+    placeholders = re.compile(rf"{{({'|'.join(values)})}}")
+    return placeholders.sub(lambda match: values[match[1]], config.template)
 
 
 def transcript(turns: Sequence[Turn]) -> str:
-    """Turns as text, each headed by its role."""
+    """Render turns as text, each headed by its role."""
     return "\n\n".join(f"[{turn.role}]\n{turn.text}" for turn in turns)

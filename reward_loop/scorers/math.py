@@ -4,7 +4,7 @@ from rl_async.reward_loop.api import Conversation
 
 
 def score(conversation: Conversation) -> float:
-    """1 if the answer equals the ground truth as mathematics (numbers, LaTeX, sets, intervals); else 0.
+    """Return 1 if the answer equals the ground truth mathematically (numbers, LaTeX, sets, intervals); else 0.
 
     math-verify's own timeouts are off: they use the alarm signal, and the service has a deadline.
     """

@@ -19,7 +19,7 @@ BACKOFF_S = 0.25
 
 
 class _Classify(msgspec.Struct):
-    """vLLM's request for one sequence; ``use_activation`` false asks for the logit instead of its sigmoid."""
+    """vLLM's request for one sequence; ``use_activation`` false: the logit instead of its sigmoid."""
 
     model: str
     input: list[int]
@@ -35,9 +35,9 @@ class _Classified(msgspec.Struct):
 
 
 class RewardModel:
-    """Client of one server. ``url``: the run's own server, when the config names none.
+    """The client of one server. ``url``: the run's own server, used if the config names none.
 
-    Raises ConfigError when neither is there, or the tokenizer cannot be used.
+    Raises ConfigError if there is neither, or the tokenizer cannot be used.
     """
 
     def __init__(self, config: RewardModelConfig, url: str) -> None:
@@ -56,13 +56,13 @@ class RewardModel:
         )
 
     async def score(self, conversation: Conversation) -> Score:
-        """The model's output for the whole conversation. Raises ScorerFailed."""
+        """Return the model's output for the whole conversation. Raises ScorerFailed."""
         token_ids = conversation_ids(self._tokenizer, as_messages(conversation.turns))
         raw = await self._poster.post(_Classify(self._name, token_ids))
         try:
             data = msgspec.json.decode(raw, type=_Classified).data
         except msgspec.DecodeError as error:
-            raise ScorerFailed(f"{self._poster.url} answered what is no classification: {error}") from error
+            raise ScorerFailed(f"{self._poster.url} did not answer with a classification: {error}") from error
         if len(data) != 1 or len(data[0].probs) != 1 or not math.isfinite(data[0].probs[0]):
             raise ScorerFailed(f"{self._poster.url} answered {data!r:.200}, not one number; has the model one label?")
         return Score(data[0].probs[0])

@@ -9,7 +9,7 @@ _FROM = ("dataset", "rows", "seed", "index")  # the keys of extra_info that say 
 
 
 def score(conversation: Conversation) -> float:
-    """What reasoning-gym gives for the answer, 0 to 1. The task is made again from ``extra_info``."""
+    """Return reasoning-gym's score of the answer, 0 to 1. The task is generated again from ``extra_info``."""
     if any(key not in conversation.extra_info for key in _FROM):
         raise ScorerFailed(f"needs a task of a reasoning_gym:NAME source (extra_info: {', '.join(_FROM)})")
     name, rows, seed, index = (conversation.extra_info[key] for key in _FROM)

@@ -1,9 +1,9 @@
 """The scorers by name, and users' own reward functions.
 
 A user's function has verl's signature, with keyword arguments: ``def compute_score(data_source, solution_str,
-ground_truth, extra_info)``; it may leave out those it does not need, and ask for ``turns`` and ``finish_reason`` as
-well. It returns a number, or a mapping with ``score`` and further numbers to record. ``async def`` functions are
-awaited here; others may block and run in a process of their own.
+ground_truth, extra_info)``; it may omit parameters that it does not need, and add ``turns`` and ``finish_reason``. It
+returns a number, or a mapping with ``score`` and further numbers to record. ``async def`` functions are awaited on the
+event loop; others may block, so they run in a separate process.
 """
 
 import importlib.util
@@ -21,9 +21,11 @@ _FIELDS = Conversation.__struct_fields__
 
 
 class ScorerSpec(NamedTuple):
-    """A function of one conversation, and where it runs: ``inline`` on the event loop (quick), ``awaited`` on it
-    (a coroutine function), in a ``process`` of its own (may block), or ``served`` elsewhere (a coroutine function with
-    limits of its own)."""
+    """A function of one conversation, and where it runs.
+
+    ``inline``: called on the event loop (quick); ``awaited``: a coroutine function; ``process``: in a separate process
+    (may block); ``served``: a coroutine function that sends requests to a server and limits their rate itself.
+    """
 
     name: str
     function: Callable[[Conversation], Any]
@@ -31,7 +33,7 @@ class ScorerSpec(NamedTuple):
 
 
 def exact_answer(conversation: Conversation) -> float:
-    """1 if the last thing the model said is the ground truth, surrounding white space aside; else 0."""
+    """Return 1 if the model's last answer equals the ground truth, ignoring surrounding white space; else 0."""
     return float(conversation.solution_str.strip() == conversation.ground_truth.strip())
 
 
@@ -40,12 +42,12 @@ BUILT_IN: dict[str, ScorerSpec] = {
     "math": ScorerSpec("math", math.score, "process"),
     "reasoning_gym": ScorerSpec("reasoning_gym", reasoning_gym.score, "process"),
 }
-SERVED = {"reward_model": "model", "judge": "judge"}  # made by the service out of these sections of the config
+SERVED = {"reward_model": "model", "judge": "judge"}  # name -> section of `reward` that the service makes it from
 _NEEDS = {"math": ("math_verify", "math"), "reasoning_gym": ("reasoning_gym", "reasoning-gym")}  # module, extra
 
 
 def get_scorer(name: str) -> ScorerSpec:
-    """A built-in scorer or the user's ``path.py:name``. Raises ConfigError when it, or what it needs, is missing."""
+    """Return a built-in scorer or the user's ``path.py:name``. Raises ConfigError if it, or its package, is missing."""
     if is_user_reference(name):
         function = load_user_object(name, KEY)
         place: Literal["awaited", "process"] = "awaited" if inspect.iscoroutinefunction(function) else "process"
@@ -64,7 +66,7 @@ def get_scorer(name: str) -> ScorerSpec:
 
 
 def _by_keyword(name: str, function: Any) -> Callable[[Conversation], Any]:
-    """``function`` called with those of the conversation's fields that it has parameters for."""
+    """Wrap ``function`` to be called with those fields of a conversation for which it has parameters."""
     if not callable(function):
         raise ConfigError(f"{KEY}: {name} is not a function")
     parameters = inspect.signature(function).parameters.values()
@@ -76,7 +78,7 @@ def _by_keyword(name: str, function: Any) -> Callable[[Conversation], Any]:
         )
         if required and (parameter.name not in _FIELDS or parameter.kind is parameter.POSITIONAL_ONLY):
             raise ConfigError(
-                f"{KEY}: {name} asks for {parameter.name!r}; a reward function may ask for {', '.join(_FIELDS)}"
+                f"{KEY}: {name} has the parameter {parameter.name!r}; a reward function may have {', '.join(_FIELDS)}"
             )
 
     def call(conversation: Conversation) -> Any:
@@ -86,7 +88,7 @@ def _by_keyword(name: str, function: Any) -> Callable[[Conversation], Any]:
 
 
 def describe(error: BaseException) -> str:
-    """What went wrong in a scorer, in one line."""
+    """Describe a scorer's error in one line."""
     if isinstance(error, ScorerFailed):
         return str(error)
     return f"raised {type(error).__name__}: {error}".rstrip(": ")

@@ -1,4 +1,4 @@
-"""Verdicts by a hash of the request: in memory, or in a file that all workers and a resumed run share."""
+"""A cache of verdicts by a hash of the request: in memory, or in a file that all workers and a resumed run share."""
 
 import asyncio
 import sqlite3
@@ -16,14 +16,14 @@ LOCK_S = 10.0  # another worker's write takes milliseconds
 
 
 class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a judge says: ``score`` in the range that it was given, and why."""
+    """A judge's ``score``, within the range that its prompt states, and its reason."""
 
     reason: str
     score: float
 
 
 class Verdicts:
-    """An SQLite table; ``path`` None: in memory. Raises UserError for a file that is not one.
+    """An SQLite table; ``path`` None: in memory. Raises UserError if the file is not an SQLite database.
 
     Its calls run in one thread: a write waits for the disk, and for other workers' writes.
     """
@@ -40,7 +40,7 @@ class Verdicts:
             raise UserError(f"{path}: cannot hold the judge's verdicts ({error}); delete it to ask again") from error
 
     async def get(self, request: str) -> Verdict | None:
-        """The verdict on the request with that hash, if there is one."""
+        """Return the stored verdict on the request with that hash; None if there is none."""
         row = await self._run(self._get, request)
         return None if row is None else Verdict(score=row[0], reason=row[1])
 

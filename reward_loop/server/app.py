@@ -54,7 +54,7 @@ class Classified(msgspec.Struct, kw_only=True):
 
 
 class Application:
-    """Routes over one model. ``app`` is the ASGI application; ``longest``: tokens per sequence, None: no limit."""
+    """The routes of one model. ``app`` is the ASGI application; ``longest``: tokens of a sequence, None: no limit."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Application:
         return Response()
 
     async def classify(self, request: Request) -> Response:
-        """Numbers for the input's sequences; 400 for what cannot be scored."""
+        """Answer with a number per sequence; with status 400 if the input cannot be scored."""
         try:
             body = msgspec.json.decode(await request.body(), type=ClassifyBody)
             rows = self._rows(body)
@@ -93,7 +93,7 @@ class Application:
             return _error(400, str(error))
         numbers = await self._batcher.score(rows)
         if not all(map(math.isfinite, numbers)):
-            return _error(500, f"the model gave {numbers}, which is not finite")
+            return _error(500, f"the model returned {numbers}, which are not all finite")
         if body.use_activation:
             numbers = [_sigmoid(number) for number in numbers]
         tokens = sum(map(len, rows))
@@ -107,18 +107,18 @@ class Application:
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
     def _rows(self, body: ClassifyBody) -> list[list[int]]:
-        """Token ids of each sequence. Raises ValueError for those that cannot be scored."""
+        """Return the token ids of each sequence. Raises ValueError for sequences that cannot be scored."""
         given: Sequence[Any] = [body.input] if isinstance(body.input, str) else body.input
         if given and all(isinstance(part, int) for part in given):
             given = [given]
         rows = [self._encode(part, body.add_special_tokens) for part in given]
         if not rows:
-            raise ValueError("input: there is nothing in it")
+            raise ValueError("input: it is empty")
         for row in rows:
             if not row:
-                raise ValueError("input: a sequence without tokens")
+                raise ValueError("input: a sequence has no tokens")
             if self._longest is not None and len(row) > self._longest:
-                raise ValueError(f"input: a sequence of {len(row)} tokens; the model takes {self._longest}")
+                raise ValueError(f"input: a sequence has {len(row)} tokens; the model takes at most {self._longest}")
             if not 0 <= min(row) <= max(row) < self._vocabulary:
                 raise ValueError(f"input: token ids must be from 0 to {self._vocabulary - 1}")
         return rows
@@ -143,7 +143,7 @@ def _error(status: int, message: str) -> Response:
 
 
 def _end_with(batches: "asyncio.Task[None]") -> None:
-    """The model failed: end the process, which is then replaced, rather than let its clients wait."""
+    """End the process after an error of the model, so that it is restarted and no client waits for an answer."""
     if not batches.cancelled():
         log.critical("the reward model failed", exc_info=batches.exception())
         os._exit(1)

@@ -1,4 +1,4 @@
-"""Puts requests that come while the model works into its next batch."""
+"""Collects requests that arrive while the model is busy into its next batch."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ class Batcher:
         self._waiting: asyncio.Queue[Waiting] = asyncio.Queue()
 
     async def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """A number for each row. Waits for its batches; what ends ``run`` ends the process, and with it this wait."""
+        """Return a number for each row once it was scored. Has no deadline: the process ends if ``run`` fails."""
         futures = [asyncio.get_running_loop().create_future() for _ in rows]
         for waiting in zip(rows, futures):
             self._waiting.put_nowait(waiting)
@@ -27,7 +27,7 @@ class Batcher:
             batch = [await self._waiting.get()]
             while len(batch) < self._batch_size and not self._waiting.empty():
                 batch.append(self._waiting.get_nowait())
-            batch = [waiting for waiting in batch if not waiting[1].done()]  # the others' clients have gone
+            batch = [waiting for waiting in batch if not waiting[1].done()]  # the others' clients disconnected
             if not batch:
                 continue
             numbers = await asyncio.to_thread(self._scoring, [row for row, _ in batch])

@@ -15,9 +15,9 @@ SUFFIX = "ForSequenceClassification"
 
 
 def load_classifier(path: str, dtype: str, device: str) -> torch.nn.Module:
-    """The classifier in ``path``, ready to score; ``device`` auto: cuda if there is one.
+    """Load the classifier in ``path`` for inference; ``device`` auto: cuda if there is one.
 
-    Raises UserError if it is no sequence classifier with one label: a causal LM would load, with a random head.
+    Raises UserError if it is not a sequence classifier with one label: a causal LM would load, with a random head.
     """
     config = _read_config(Path(path))
     architectures = config.get("architectures") or []
@@ -46,23 +46,23 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def pick_device(device: str) -> str:
-    """``device``, with auto resolved to cuda if there is one."""
+    """Resolve ``auto`` to cuda if there is one, else cpu."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return device
 
 
 def longest(model: Any) -> int | None:
-    """The most tokens that the model has positions for; None: unknown."""
+    """Return the number of positions of the model, the most tokens of a sequence; None if unknown."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return int(limit) if limit else None
 
 
 def values(model: Any, rows: Sequence[Sequence[int]]) -> Tensor:
-    """float32 [N]: the classifier's output for each of N token sequences, with gradients if they are on.
+    """Return the classifier's output for each of N token sequences, float32 [N], with gradients if they are on.
 
-    Decoders are read at the last token that is not the padding token; many tokenizers pad with the very token that
-    ends a turn. So padding is on the right and of a token that ends none of these rows.
+    A decoder's output is taken at the last token that is not padding, and many tokenizers pad with the token that ends
+    a turn. So rows are padded on the right with a token that ends none of them.
     """
     ends = {row[-1] for row in rows}
     text_config = model.config.get_text_config()

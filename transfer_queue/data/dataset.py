@@ -1,4 +1,4 @@
-"""Rows of task files in verl's columns, as Tasks. Every error names the file, the row and the column."""
+"""Reads task files with verl's columns as Tasks. Every error names the file, the row and the column."""
 
 import json
 import math
@@ -18,7 +18,7 @@ _BATCH = 1024
 
 
 class Rows(Protocol):
-    """A data set: rows by number, as dicts in verl's columns. ``generated``: too many to be read all at once."""
+    """A data set: rows by number, as dicts with verl's columns. ``generated``: too many rows to read them all."""
 
     name: str
     generated: bool
@@ -31,7 +31,7 @@ class Rows(Protocol):
 
 
 def open_rows(path: str, *, seed: int = 0) -> Rows:
-    """Open Parquet, JSONL or ``reasoning_gym:NAME``. Raises DataError for files missing, empty or unreadable."""
+    """Open Parquet, JSONL or ``reasoning_gym:NAME``. Raises DataError for a missing, empty or unreadable file."""
     if path.startswith("reasoning_gym:"):
         return GeneratedRows(path.removeprefix("reasoning_gym:"), seed)
     file = Path(path)
@@ -39,15 +39,15 @@ def open_rows(path: str, *, seed: int = 0) -> Rows:
         raise DataError(f"no file {path}; paths are relative to the working directory")
     readers: dict[str, Callable[[Path], Rows]] = {".parquet": ParquetRows, ".jsonl": JsonlRows}
     if file.suffix not in readers:
-        raise DataError(f"{path}: unknown kind of file; known: {', '.join(readers)}, reasoning_gym:NAME")
+        raise DataError(f"{path}: unknown kind of data set; known: {', '.join(readers)}, reasoning_gym:NAME")
     rows = readers[file.suffix](file)
     if not len(rows):
-        raise DataError(f"{path}: no rows in it")
+        raise DataError(f"{path}: it has no rows")
     return rows
 
 
 class ParquetRows:
-    """A Parquet file, held in Arrow's columns; rows are made when asked for."""
+    """A Parquet file, held as Arrow columns; rows are made on access."""
 
     generated = False
 
@@ -70,7 +70,7 @@ class ParquetRows:
 
 
 class JsonlRows:
-    """One JSON object per line; blank lines do not count as rows."""
+    """A JSONL file, one object per line; blank lines do not count as rows."""
 
     generated = False
 
@@ -96,7 +96,7 @@ class JsonlRows:
 
 
 class GeneratedRows:
-    """A data set of reasoning-gym, generated row by row. Its scorer makes the same row again from ``extra_info``."""
+    """A reasoning-gym data set, generated row by row. Its scorer generates the row again from ``extra_info``."""
 
     generated = True
 
@@ -122,7 +122,7 @@ class GeneratedRows:
 
 
 def open_reasoning_gym(dataset: str, seed: int) -> Any:
-    """A reasoning-gym data set of GENERATED_ROWS rows. Raises ConfigError when it or the package is missing."""
+    """A reasoning-gym data set of GENERATED_ROWS rows. Raises ConfigError if it, or the package, is missing."""
     try:
         import reasoning_gym
     except ModuleNotFoundError as error:
@@ -134,7 +134,7 @@ def open_reasoning_gym(dataset: str, seed: int) -> Any:
 
 
 def to_task(row: dict[str, Any], place: str, task_id: str) -> Task:
-    """A row as a Task. ``place`` is "file, row n" for the error.
+    """Convert a row to a Task. ``place`` is "file, row n", for errors.
 
     Columns: prompt (messages, or one user message as text), reward_model.ground_truth, data_source, ability,
     extra_info, agent_name, tools, priority (a number, which may also stand in extra_info).
@@ -163,7 +163,7 @@ def to_task(row: dict[str, Any], place: str, task_id: str) -> Task:
 
 
 def as_messages(value: Any, place: str, column: str, *, role: str = "user") -> list[dict[str, Any]]:
-    """Chat messages, of which a text is one said by ``role``. Raises DataError, naming ``place`` and ``column``."""
+    """Return a column's chat messages; a text is one message of ``role``. Raises DataError naming place and column."""
     if isinstance(value, str) and value:
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
@@ -177,7 +177,7 @@ def as_messages(value: Any, place: str, column: str, *, role: str = "user") -> l
 
 
 def _priority(row: dict[str, Any], extra: dict[str, Any], place: str) -> float:
-    """The column's number, or extra_info's; something else there is somebody else's business."""
+    """Return the number in column ``priority``, or in extra_info, where any other value is ignored."""
     value = row.get("priority")
     if value is None:
         inner = extra.get("priority")

@@ -1,4 +1,4 @@
-"""The endless stream of tasks, with a cursor that finds its place again."""
+"""The endless stream of tasks, with a cursor from which it continues after a restart."""
 
 import random
 from collections import Counter
@@ -22,7 +22,7 @@ class _Cursor(msgspec.Struct, array_like=True):
 
 
 class _Source:
-    """One data set, gone through in an order of its own in each epoch."""
+    """One data set, which has another order in each epoch if it is shuffled."""
 
     def __init__(self, rows: Rows, label: str, weights: Points, seed: int | None) -> None:
         self.rows, self.label, self.weights = rows, label, weights
@@ -30,7 +30,7 @@ class _Source:
         self._epoch, self._order = -1, list[int]()
 
     def task(self, drawn: int) -> Task:
-        """The task number ``drawn``, counted from the beginning of the first epoch."""
+        """Return task number ``drawn``, counted from the beginning of the first epoch."""
         epoch, position = divmod(drawn, len(self.rows))
         number = position
         if self._seed is not None and not self.rows.generated:  # generated rows are random already
@@ -41,23 +41,23 @@ class _Source:
         return self.at(number)
 
     def at(self, number: int) -> Task:
-        """The task made of the row with this number."""
+        """Return the task of the row with this number."""
         task = to_task(self.rows[number], f"{self.rows.name}, row {number}", f"{self.label}:{number}")
         return msgspec.structs.replace(task, source=self.label)
 
     def check(self, length: PromptLength, longest: int) -> None:
-        """Raise DataError for the first row that is no task, or whose prompt has more than ``longest`` tokens."""
+        """Raise DataError for the first row that is not a task, or whose prompt has more than ``longest`` tokens."""
         if self.rows.generated:
             return
         for number, row in enumerate(self.rows):
             place = f"{self.rows.name}, row {number}"
             task = to_task(row, place, "")
             if (tokens := length(task)) > longest:
-                raise DataError(f"{place}, column prompt: {tokens} tokens, data.max_prompt_tokens is {longest}")
+                raise DataError(f"{place}, column prompt: {tokens} tokens, more than data.max_prompt_tokens={longest}")
 
 
 class TaskStream:
-    """Tasks without end, from several data sets in proportion to their weights. Implements the queue's Protocol.
+    """Endless tasks from several data sets in proportion to their weights. Implements the queue's Protocol.
 
     The order depends only on the data, the weights, the seed and the steps that were asked for, so a cursor is how much
     was taken of each, and by how much each is behind: weights may change from step to step.
@@ -69,7 +69,7 @@ class TaskStream:
         self._owed = [0.0] * len(sources)
 
     def next(self, step: int = 0) -> Task:
-        """The next task, to be trained at about ``step``: of the data set that is furthest behind its share.
+        """Return the next task, trained at about ``step``, from the data set that is furthest behind its share.
 
         One whose share is 0 gives none.
         """
@@ -82,23 +82,25 @@ class TaskStream:
         return task
 
     def cursor(self) -> bytes:
-        """The place after the last task taken, opaque to the queue."""
+        """Return the position after the last task taken, opaque to the queue."""
         return msgspec.msgpack.encode(_Cursor(self._drawn, [len(s.rows) for s in self._sources], self._owed))
 
     def seek(self, cursor: bytes) -> None:
-        """Continue from a cursor. Raises DataError when the data sets are not those it was taken from."""
+        """Continue from a cursor. Raises DataError if it was taken from other data sets."""
         try:
             found = msgspec.msgpack.decode(cursor, type=_Cursor)
         except msgspec.DecodeError as error:
-            raise DataError(f"not a cursor of a task source: {error}") from error
+            raise DataError(f"not a cursor of a task stream: {error}") from error
         rows = [len(source.rows) for source in self._sources]
         if found.rows != rows or len(found.drawn) != len(rows):
-            raise DataError(f"data.path has changed: the cursor is for data sets of {found.rows} rows, here are {rows}")
+            raise DataError(
+                f"data.path has changed: the cursor is for data sets of {found.rows} rows, these have {rows}"
+            )
         self._drawn, self._owed = list(found.drawn), list(found.owed) or [0.0] * len(rows)
 
 
 def make_sources(config: RunConfig) -> tuple[TaskStream, list[Task]]:
-    """The training tasks, and the held-out tasks of one evaluation.
+    """Return the training tasks, and the held-out tasks of one evaluation.
 
     All rows are read once, so that a bad one stops the run before it starts. Raises DataError naming it.
     """
@@ -121,7 +123,7 @@ def make_sources(config: RunConfig) -> tuple[TaskStream, list[Task]]:
 
 
 def prompt_length(model_path: str, longest: int) -> PromptLength:
-    """An upper bound of a prompt's tokens, exact where it may pass ``longest``; only then the tokenizer is loaded."""
+    """Return a bound on a prompt's tokens, exact if it may exceed ``longest``; only then the tokenizer is loaded."""
     exact: list[PromptLength] = []
 
     def length(task: Task) -> int:
@@ -148,7 +150,7 @@ def _exact_length(model_path: str) -> PromptLength:
 
 
 def inspect(path: str, *, show: int = 2) -> str:
-    """What a data set holds, for a person to read. Raises DataError for the first bad row."""
+    """Describe a data set in a few lines of text. Raises DataError for the first bad row."""
     rows = open_rows(path)
     total = min(len(rows), 1000) if rows.generated else len(rows)
     tasks = [to_task(rows[n], f"{path}, row {n}", f"{label_of(path)}:{n}") for n in range(total)]

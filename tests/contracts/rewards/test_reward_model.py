@@ -161,10 +161,10 @@ def test_every_form_of_input(url: str, folder: Path, tokenizer: PreTrainedTokeni
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ([], "there is nothing in it"),
-        ("", "a sequence without tokens"),
-        ([[1, 2], []], "a sequence without tokens"),
-        ([1] * (LONGEST + 1), f"{LONGEST + 1} tokens; the model takes {LONGEST}"),
+        ([], "input: it is empty"),
+        ("", "has no tokens"),
+        ([[1, 2], []], "has no tokens"),
+        ([1] * (LONGEST + 1), f"{LONGEST + 1} tokens; the model takes at most {LONGEST}"),
         ([1, 100000], "token ids must be from 0 to"),
         ([-1], "token ids must be from 0 to"),
         ([1, "a"], "mixed"),
@@ -180,7 +180,7 @@ def test_what_cannot_be_scored_is_refused(url: str, given: Any, said: str) -> No
 
 async def test_a_conversation_too_long_is_a_failure_that_says_so(url: str, folder: Path) -> None:
     rewards = client(url, folder)
-    with pytest.raises(ScorerFailed, match=rf"answered 400: .* the model takes {LONGEST}"):
+    with pytest.raises(ScorerFailed, match=rf"answered 400: .* the model takes at most {LONGEST}"):
         await rewards.score(conversation("sort 1", "1" * LONGEST))
     await rewards.close()
 

@@ -61,8 +61,8 @@ async def test_the_score_is_mapped_to_0_and_1(said: str, lowest: float, highest:
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (verdict("11"), "gave 11, which is not from 0 to 10"),
-        (verdict("-1"), "gave -1, which is not"),
+        (verdict("11"), "not from 0 to 10"),
+        (verdict("-1"), "not from 0 to 10"),
         (verdict('"7"'), "gave no verdict: Expected `float`, got `str`"),
         (verdict("true"), "gave no verdict: Expected `float`, got `bool`"),
         (verdict("NaN"), "gave no verdict"),
@@ -72,8 +72,8 @@ async def test_the_score_is_mapped_to_0_and_1(said: str, lowest: float, highest:
         (says(""), "gave no verdict"),
         (says('{"reason": "x", "score": 7}', "length"), "it ended with 'length' (reward.judge.max_tokens)"),
         (says("", refusal="I will not grade this"), "I will not grade this"),
-        (Answer({"choices": []}), "answered what is no chat completion"),
-        (Answer("<html>"), "answered what is no chat completion"),
+        (Answer({"choices": []}), "chat completion"),
+        (Answer("<html>"), "chat completion"),
     ],
 )
 async def test_anything_but_a_verdict_is_refused_and_not_asked_again(answer: Answer, reason: str) -> None:

@@ -43,9 +43,9 @@ async def test_the_whole_conversation_is_sent_and_the_raw_output_is_the_reward(f
     [
         (classified(0.1, 0.9), "has the model one label?"),
         (classified(), "has the model one label?"),
-        (classified(None), "what is no classification"),
+        (classified(None), "classification"),
         (Answer({"data": []}), "has the model one label?"),
-        (Answer("<html>"), "what is no classification"),
+        (Answer("<html>"), "classification"),
         (Answer(None), "did not answer within 0.2 s (reward.model.timeout_s)"),
     ],
 )

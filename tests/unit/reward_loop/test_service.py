@@ -112,7 +112,7 @@ async def test_a_conversation_given_up_ends_the_process_that_scores_it() -> None
         ("reward_model", "reward_model needs the section reward.model"),
         (user("missing"), "has no 'missing'"),
         (user("USER_DATA"), "has no 'USER_DATA'"),
-        (user("asks_for_more"), "asks for 'weather'; a reward function may ask for data_source, solution_str"),
+        (user("asks_for_more"), "'weather'; a reward function may have data_source, solution_str"),
     ],
 )
 def test_scorers_that_do_not_exist_are_refused_at_once(name: str, message: str) -> None:
