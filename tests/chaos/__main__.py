@@ -138,7 +138,7 @@ def one_run(home: Path, name: str, arguments: argparse.Namespace) -> Finished:
         sys.exit(f"{name} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}\nsee {home}")
     audit = [sys.executable, "-m", "rl_async.launcher.cli", "audit", f"runs/{name}"]
     checked = subprocess.run(audit, cwd=home, capture_output=True, text=True, timeout=RUN_S)
-    if checked.returncode != 0:
+    if checked.returncode != 0 or "ok: every admitted group" not in checked.stdout:  # "ok so far" exits with 0 as well
         sys.exit(f"{name}: {checked.stdout}{checked.stderr}\nsee {home}")
     steps = [json.loads(line) for line in (home / "runs" / name / "metrics.jsonl").read_text().splitlines()]
     longest = max(step["sync/total_s"] - step["sync/without_engines_s"] for step in steps)

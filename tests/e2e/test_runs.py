@@ -120,7 +120,7 @@ def assert_complete(home: Path, name: str, bound: int) -> list[dict[str, float]]
     rows = metrics(home, name)
     assert sorted({m["step"] for m in rows}) == list(range(STEPS))
     assert max(m["staleness/max"] for m in rows) <= bound
-    succeed(home, "audit", f"runs/{name}")
+    assert "ok: every admitted group" in succeed(home, "audit", f"runs/{name}")  # "ok so far" exits with 0 as well
     commands = (p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"]))
     assert not any(f"runs/{name}" in command for command in commands), "processes outlived the run"
     assert not any(psutil.pid_exists(pid) for pid in pids(home, name).values()), "roles outlived the run"
