@@ -79,10 +79,12 @@ def all_keys(prefix: str = "") -> list[str]:
 
 
 def explain(key: str) -> str:
-    """Describe a key with its type, default and bounds, or a section with one line per key.
+    """Describe a key with its type, default and bounds, or a section with one line per key; without a key, name all.
 
     Raises ConfigError, naming the nearest keys, if there is none.
     """
+    if not key:
+        return "\n".join(field_names(""))
     field = field_at(key)
     if field is None:
         raise ConfigError(f"unknown key {key!r}{replacement(key) or _suggestion(key)}")

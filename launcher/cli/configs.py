@@ -14,7 +14,9 @@ def add_config_commands(parser: argparse.ArgumentParser) -> None:
     add_overrides(show)
     show.set_defaults(command=_show)
     explain = commands.add_parser("explain", help="what a key or a section means")
-    explain.add_argument("key", metavar="KEY")
+    explain.add_argument(
+        "key", metavar="KEY", nargs="?", default="", help="default: list the sections and the keys beside them"
+    )
     explain.set_defaults(command=_explain)
 
 

@@ -33,7 +33,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     if arguments.resume is None and arguments.name:
         arguments.resume = unfinished(arguments.config, arguments.overrides, arguments.name)
         if arguments.resume:
-            print(f"{arguments.name} did not reach its end: continuing it (--no-resume refuses)", flush=True)
+            print(f"{arguments.name} did not reach its end: continuing it; --no-resume prevents this", flush=True)
     find = resumed_run if arguments.resume else new_run
     config, folder = find(arguments.config, arguments.overrides, mode=arguments.mode, name=arguments.name)
     if arguments.dry_run:

@@ -115,7 +115,7 @@ def summary_lines(history: History, folder: Path, seconds: float, bound: int) ->
     steps = "step" if some == 1 else f"{some} steps"
     lines = [
         f"reward: {mean(rewards[:some]):.3f} (mean of the first {steps}) -> {mean(rewards[-some:]):.3f} "
-        f"(mean of the last {some}), {len(rewards)} steps",
+        f"(mean of the last {steps}), {len(rewards)} steps",
         f"staleness: at most {max(history.values('staleness/max'), default=0.0):.0f} (bound {bound})",
         f"wall time: {seconds:.0f} s",
         f"run folder: {folder}",

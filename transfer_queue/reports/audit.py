@@ -73,7 +73,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
         """The report as lines for people to read."""
         lines = [
             f"{self.admitted} groups admitted, {self.given_up} given up, {self.trained} trained with {self.rows} rows"
-            f" ({self.cut} rows beyond the checkpoints that were resumed from do not count)"
+            + (f" ({self.cut} rows were trained again after a resume and are counted once)" if self.cut else "")
         ]
         lines += [f"violation: {violation}" for violation in self.violations[:SHOWN]]
         if len(self.violations) > SHOWN:
@@ -194,8 +194,7 @@ def _missing(admissions: Admissions, rows: Rows) -> Iterator[str]:
             continue
         missing = [sample for sample in range(samples) if (group, sample, 0) not in rows]
         if missing:
-            what = "all samples" if len(missing) == samples else f"samples {missing}"
-            yield f"group {group} was admitted, but {what} were never trained"
+            yield f"group {group} was admitted, but its samples {missing} were not trained"
         for sample in set(range(samples)) - set(missing):
             came = range(1, len(admissions.tokens.get((group, sample), [])))
             if lost := [segment for segment in came if (group, sample, segment) not in rows]:

@@ -100,8 +100,8 @@ def test_groups_without_signal_count_as_given_up(run):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (TRAINED[:-1], "group 4 was admitted, but samples [1] were never trained"),
-        (TRAINED[:-2], "group 4 was admitted, but all samples were never trained"),
+        (TRAINED[:-1], "group 4 was admitted, but its samples [1] were not trained"),
+        (TRAINED[:-2], "group 4 was admitted, but its samples [0, 1] were not trained"),
         ([*TRAINED, trained(1, 3, 0)], "group 3 sample 0 was trained 2 times"),
         ([*TRAINED, trained(1, 9, 0)], "group 9 sample 0 was trained (0.1) but never admitted"),
         ([*TRAINED, trained(1, 2, 0)], "although it was dropped or dead-lettered"),
