@@ -6,11 +6,10 @@
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 from rl_async.errors import EXIT_FAILED, EXIT_RESTART, RanksLost, RlAsyncError
-from rl_async.process.role import add_run, role_parser, run_role
+from rl_async.process.role import add_run, end_with, role_parser, run_role
 
 
 def main() -> int:
@@ -42,4 +41,4 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -128,7 +128,10 @@ def _stat(record: ProcessRecord) -> ProcStat:
 
 
 def request_stacks(run: Path, records: Iterable[ProcessRecord]) -> dict[str, tuple[Frame, ...]]:
-    """Signal each process that handles the signal, and read the stacks that it wrote within STACK_S, by name."""
+    """Signal each process that handles the signal, and read the stacks that it wrote within STACK_S, by name.
+
+    A stack counts when two reads in a row give the same: a process writes it line by line.
+    """
     signalled: dict[str, tuple[Path, int]] = {}
     for record in records:
         file = run / "stacks" / f"{record.name}.txt"
@@ -137,6 +140,7 @@ def request_stacks(run: Path, records: Iterable[ProcessRecord]) -> dict[str, tup
             with suppress(ProcessLookupError):
                 os.kill(record.pid, ASK)
     deadline = time.monotonic() + STACK_S
+    last: dict[str, tuple[Frame, ...]] = {}
     found: dict[str, tuple[Frame, ...]] = {}
     while len(found) < len(signalled) and time.monotonic() < deadline:
         time.sleep(POLL_S)
@@ -144,8 +148,9 @@ def request_stacks(run: Path, records: Iterable[ProcessRecord]) -> dict[str, tup
             with file.open("rb") as opened:
                 opened.seek(start)
                 frames = main_thread(opened.read().decode(errors="replace"))
-            if frames:
+            if frames and frames == last.get(name):
                 found[name] = frames
+            last[name] = frames
     return found
 
 

@@ -5,10 +5,13 @@ is imported only then, so that ``--help`` answers at once.
 """
 
 import argparse
+import logging
+import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from rl_async.errors import EXIT_USER, RlAsyncError, UserError
 from rl_async.process.lifeline import watch_lifeline
@@ -54,6 +57,25 @@ def run_role(name: str, work: Callable[[], None], exits: Mapping[type[RlAsyncErr
         log.error("%s", "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes))
         return max(code for code in codes if code is not None)
     return 0
+
+
+def end_with(main: Callable[[], int]) -> NoReturn:
+    """Call ``main`` and end this process with its exit code, without the interpreter's own end.
+
+    For roles that use torch in daemon threads: such a thread may be waiting in gloo, and one that comes back from C++
+    while the interpreter ends aborts the process ("terminate called without an active exception"). Whatever must be
+    finished is finished by ``main``: no ``atexit`` function runs.
+    """
+    try:
+        code = main()
+    except SystemExit as ended:  # a signal's handler, or argparse
+        if not isinstance(ended.code, int | None):
+            raise
+        code = ended.code or 0
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -5,11 +5,10 @@ writes the model when the last step is done.
 """
 
 import os
-import sys
 from pathlib import Path
 
 from rl_async.errors import EXIT_FAILED, EXIT_RESTART, RanksLost, RlAsyncError
-from rl_async.process.role import role_parser, run_role
+from rl_async.process.role import end_with, role_parser, run_role
 
 
 def main() -> int:
@@ -28,4 +27,4 @@ def _run(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

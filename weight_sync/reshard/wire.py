@@ -84,16 +84,17 @@ class PointToPoint:
         for span in messages.incoming:
             receive_buffers.append(self._arena[at : at + span.nbytes])
             at += span.padded_bytes
-        receives = [
+        operations = [
             dist.P2POp(dist.irecv, buffer, group=self._group, group_peer=span.peer)
             for span, buffer in zip(messages.incoming, receive_buffers, strict=True)
-        ]
-        sends = [
+        ] + [
             dist.P2POp(dist.isend, buffer, group=self._group, group_peer=span.peer)
             for span, buffer in zip(messages.outgoing, self.send_buffers(messages), strict=True)
         ]
-        peers = [span.peer for span in (*messages.incoming, *messages.outgoing)]
-        self._wait([*receives, *sends], peers, what, deadline)
+        # NCCL needs a batch, or two ranks that send to each other wait for ever. gloo starts one at a time, so that
+        # the peer of the operation that fails is known, also when it fails at its start.
+        together = [[operation] for operation in operations] if self._device == "cpu" else [operations]
+        self._carry_out(together, what, deadline)
         return receive_buffers
 
     def release(self, messages: RankMessages, deadline: float) -> None:
@@ -102,12 +103,16 @@ class PointToPoint:
     def close(self) -> None:
         """Do nothing: whoever made the process group ends it."""
 
-    def _wait(self, operations: list[dist.P2POp], peers: list[int], what: str, deadline: float) -> None:
-        peer = peers[0]
+    def _carry_out(self, batches: list[list[dist.P2POp]], what: str, deadline: float) -> None:
+        """Start all operations and wait for them."""
+        started: list[tuple[int, dist.Work]] = []
+        peer = -1
         try:
-            works = dist.batch_isend_irecv(operations)
-            for number, work in enumerate(works):  # gloo returns one per operation, NCCL one for all
-                peer = peers[number]
+            for batch in batches:
+                peer = batch[0].group_peer
+                started += [(peer, work) for work in dist.batch_isend_irecv(batch)]
+            for of_work, work in started:
+                peer = of_work
                 work.wait(_left(deadline))
         except RuntimeError as error:
             raise self._lost.error(peer, what, str(error)) from error

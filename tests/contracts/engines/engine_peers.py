@@ -27,6 +27,7 @@ from tests.conftest import vllm_python
 
 START_S = {"embedded": 60.0, "vllm": 240.0}
 MAX_LENGTH = 2560
+ATTEMPTS = 5  # at catching requests in their middle
 EAGER = ("--enforce-eager",)
 
 
@@ -95,25 +96,31 @@ async def _healthy(url: str, process: "subprocess.Popen[bytes]", start_s: float)
 @asynccontextmanager
 async def sampling(engine: VllmEngine, *requests: GenerateRequest) -> AsyncIterator[list[asyncio.Task[GenerateResult]]]:
     """Yield the requests' tasks when each has its first tokens and none its last."""
-    begun = [asyncio.Event() for _ in requests]
+    for _ in range(ATTEMPTS):
+        begun = [asyncio.Event() for _ in requests]
+        tasks = [asyncio.create_task(_stream(engine, *pair)) for pair in zip(requests, begun, strict=True)]
+        try:
+            async with asyncio.timeout(60):
+                await asyncio.gather(*(first.wait() for first in begun))
+            if any(task.done() for task in tasks):  # this process was too slow to see the middle of an answer
+                await asyncio.gather(*tasks)
+                continue
+            yield tasks
+            return
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            raise
+    raise AssertionError(f"{ATTEMPTS} times an answer was over before all had begun")
 
-    async def generate(request: GenerateRequest, first: asyncio.Event) -> GenerateResult:
-        done = EMPTY
-        async for part in engine.stream(request):
-            done = join(done, part)
-            first.set()
-        return done
 
-    tasks = [asyncio.create_task(generate(*pair)) for pair in zip(requests, begun, strict=True)]
-    try:
-        async with asyncio.timeout(60):
-            await asyncio.gather(*(first.wait() for first in begun))
-        assert [task.result() for task in tasks if task.done()] == []
-        yield tasks
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        raise
+async def _stream(engine: VllmEngine, request: GenerateRequest, first: asyncio.Event) -> GenerateResult:
+    """Return the whole answer; ``first`` is set at its first tokens."""
+    done = EMPTY
+    async for part in engine.stream(request):
+        done = join(done, part)
+        first.set()
+    return done
 
 
 async def metric(engine: VllmEngine, name: str) -> float:

@@ -142,7 +142,7 @@ def requests() -> list[GenerateRequest]:
             request_id=f"r{n}",
             token_ids=[(7 * i + n) % 60 for i in range(4 + n % 9)],
             sampling=Sampling(temperature=(0.7, 1.0, 1.4)[n % 3]),
-            max_tokens=100 + 5 * (n % 20),
+            max_tokens=400 + 5 * (n % 20),
             stop_token_ids=[STOP] if n % 4 == 0 else [],
             min_version=V0,
         )

@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rl_async.launcher.doctor.observe import request_stacks
+from rl_async.launcher.supervise.roster import ProcessRecord
 from rl_async.process.heartbeat import beat, who_is_missing
 from rl_async.process.kernel import catches, read_stat, state_of
-from rl_async.process.stacks import ASK, STACKS, main_thread
+from rl_async.process.stacks import ASK, STACKS
 
 SLEEPER = """
 import sys, threading, time
@@ -38,15 +40,14 @@ def test_a_stopped_rank_is_called_stopped(tmp_path: Path) -> None:
 
 
 def test_a_process_that_sleeps_answers_with_its_stack(tmp_path: Path) -> None:
-    file = tmp_path / "role.txt"
+    file = tmp_path / "stacks" / "role.txt"
+    file.parent.mkdir()
     command, env = [sys.executable, "-c", SLEEPER], os.environ | {STACKS: str(file)}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as role:
         assert role.stdout is not None and role.stdout.readline() == "there\n"
         assert catches(role.pid, ASK) and not catches(role.pid, signal.SIGTERM)
         assert read_stat(role.pid).started > 0
-        role.send_signal(ASK)
-        while not main_thread(file.read_text()):
-            assert role.poll() is None
-        frames = main_thread(file.read_text())
+        record = ProcessRecord(name="role", role="worker", pid=role.pid, started=0, state="running")
+        found = request_stacks(tmp_path, [record])
         role.kill()
-    assert [frame.name for frame in frames] == ["deep", "<module>"], "the thread beside it is not the main one"
+    assert [frame.name for frame in found["role"]] == ["deep", "<module>"], "the thread beside it is not the main one"
