@@ -175,6 +175,7 @@ def band(text: str, where: str = "a band") -> tuple[float, float]:
 def limits(rule: str, limit: Limit) -> tuple[float, float]:
     """The smallest and largest value that a rejection rule keeps: of a ratio for k1, of the measure for k2 and k3.
 
+    k2 and k3 have no smallest: they are never below 0, but for the rounding of tokens that are almost on-policy.
     Raises ConfigError naming the rule.
     """
     where = f"algorithm.correction_options.reject.{rule}"
@@ -193,7 +194,7 @@ def limits(rule: str, limit: Limit) -> tuple[float, float]:
         return 1 / number, number
     if not 0 < number < math.inf:
         raise ConfigError(f"{where}: {limit!r} must be a number > 0, the largest value that is kept")
-    return 0.0, number
+    return -math.inf, number
 
 
 def rules(correction: Correction) -> tuple[str, ...]:

@@ -1,5 +1,7 @@
 """What can be asked of a correction: wrong values and combinations are refused, naming the key."""
 
+import math
+
 import pytest
 
 from rl_async.configs.checks.rules import problems
@@ -61,7 +63,7 @@ def test_yaml_does_not_take_bands_for_numbers() -> None:
 
 def test_bands_and_limits() -> None:
     assert band("0.6_1.4") == (0.6, 1.4) and band("0_5") == (0.0, 5.0)
-    assert limits("seq_mean_k1", 2) == (0.5, 2.0) and limits("seq_mean_k3", "0.01") == (0.0, 0.01)
+    assert limits("seq_mean_k1", 2) == (0.5, 2.0) and limits("seq_mean_k3", "0.01") == (-math.inf, 0.01)
     for text in ("1", "0.5-2", "-1_2", "a_b", "nan_1", "1_nan", "0_inf"):
         with pytest.raises(ConfigError, match="low_high"):
             band(text)

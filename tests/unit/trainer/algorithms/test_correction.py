@@ -132,6 +132,16 @@ def test_an_asymmetric_band_keeps_the_ratios_it_names_and_not_their_inverses() -
     assert rejected([math.log(4.0), math.log(1e-8), math.log(6.0)], "token_k1", "0_5") == [False, False, True]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rule", [name for name in REJECTIONS if not name.endswith("k1")])
+def test_a_measure_that_rounding_makes_negative_is_within_its_limit(rule: str, dtype: torch.dtype) -> None:
+    # r - 1 - log r of tokens that are almost on-policy: never negative, but in rounding it often is
+    log_ratio = torch.linspace(-3e-7, 3e-7, 512, dtype=dtype).reshape(16, 32)
+    mask = torch.ones_like(log_ratio, dtype=torch.bool)
+    got = correct(log_ratio, torch.zeros_like(log_ratio), mask, mask.long(), Correction(reject={rule: 0.01}))
+    assert got.keep.all()
+
+
 @pytest.mark.parametrize("rule", ["seq_max_k1", "seq_mean_k1", "seq_sum_k1", "token_k1"])
 def test_tokens_that_were_not_sampled_are_in_no_band(rule: str) -> None:
     target, mask = torch.tensor([[0.0, math.log(2.0), 0.0]]), torch.tensor([[False, True, False]])
