@@ -38,7 +38,7 @@ SOURCES = TARGETS = 2  # ranks
 
 
 class Model(NamedTuple):
-    """Qwen's names; the number of parameters follows."""
+    """Shape of a model with Qwen's parameter names."""
 
     layers: int
     hidden: int
@@ -51,7 +51,7 @@ class Model(NamedTuple):
     tied: bool = False
 
     def specs(self) -> dict[str, TensorSpec]:
-        """Of all tensors, in bfloat16."""
+        """Return the specs of all tensors, in bfloat16."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab, self.hidden)}
         for layer in range(self.layers):
@@ -101,7 +101,7 @@ def larger() -> dict[str, tuple[Layout, Layout]]:
 
 
 def small_plan() -> ReshardPlan:
-    """What the processes carry out."""
+    """Plan the reshard that the four processes carry out."""
     named = SMALL.specs()
     target = engine(named, tp=TARGETS, kv_heads=SMALL.kv_heads).placed(range(SOURCES, SOURCES + TARGETS))
     return plan(fsdp2(named, SOURCES), target, BUCKET)
@@ -177,7 +177,7 @@ def rank_process(repeats: int) -> None:
 
 
 def measure(repeats: int) -> list[dict[str, dict[str, float]]]:
-    """What each of the four processes told."""
+    """Run four processes and return what each measured."""
     (store,) = free_ports(1)
     command = [sys.executable, "-m", "benchmarks.reshard", "--rank", "--repeats", str(repeats)]
     outputs = run_ranks(command, SOURCES + TARGETS, timeout_s=DEADLINE_S, environment={"STORE_PORT": store})

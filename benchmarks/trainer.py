@@ -165,7 +165,7 @@ def run_alone(name: str, argument: str) -> str:
 
 
 def reshard_bytes_vs_minimal() -> float:
-    """Four processes, in ``reshard.py``, which says more."""
+    """Measure a reshard between four processes (``reshard.py``)."""
     return reshard.figures(1)["reshard_bytes_vs_minimal"]
 
 

@@ -44,7 +44,7 @@ Rate = tuple[float, float]  # rows per second, MB per second
 
 
 def address() -> str:
-    """A free one on loopback."""
+    """Return a free address on loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
@@ -55,7 +55,7 @@ def role(name: str, *arguments: str) -> AbstractContextManager["subprocess.Popen
 
 
 def reader(*arguments: str) -> AbstractContextManager["subprocess.Popen[str]"]:
-    """One trainer rank; killed in the end."""
+    """Run one trainer rank inside the block and kill it at its end."""
     return program("ranks", *arguments)
 
 
@@ -68,7 +68,7 @@ def ranks_server(at: str, batch: str) -> Iterator["subprocess.Popen[str]"]:
 
 @contextmanager
 def program(module: str, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    """One process; killed in the end."""
+    """Run one process inside the block and kill it at its end."""
     command = [sys.executable, "-m", f"benchmarks.queue.{module}", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

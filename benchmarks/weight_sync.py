@@ -108,7 +108,7 @@ def engine_process() -> None:
 
 
 class Peer:
-    """The engine process, seen from here."""
+    """The engine process as the sender sees it."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "benchmarks.weight_sync", "--engine"]
@@ -150,7 +150,7 @@ class Timed:
 
 
 class Gloo:
-    """Both arms over one group."""
+    """Both arms of the comparison over one gloo group."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer, self._sender = peer, GlooSender(1, "benchmark", TIMEOUT_S)

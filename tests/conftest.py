@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -13,6 +14,10 @@ from rl_async.messages import Sampling, Trajectory, Version, VersionRun
 
 VOCAB = 64
 VLLM_PYTHON = "RL_ASYNC_VLLM_PYTHON"
+
+
+hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine fails no test
+hypothesis.settings.load_profile("no deadline")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -101,7 +101,7 @@ def step(backend: Backend, lengths: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def rank_process(model: str, out: str, sizes: str) -> None:
-    """One rank of a layout."""
+    """Train as one rank of a layout; rank 0 writes outputs and weights to the file ``out``."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     trainer = TrainerConfig(learning_rate=LEARNING_RATE, minibatches=1, steps=10, **json.loads(sizes))

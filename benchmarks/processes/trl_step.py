@@ -24,14 +24,14 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Clock(TrainerCallback):
-    """When each step ended."""
+    """Records when each of TRL's steps ended."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
         self.used: list[float] = []
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Called by the trainer."""
+        """Note the time; TRL's trainer calls this after every step."""
         self.ends.append(time.perf_counter())
         self.used.append(time.process_time())
 

@@ -101,7 +101,7 @@ def rows_of(group: LeasedGroup) -> list[Trajectory]:
 
 
 def row_of(group: LeasedGroup, sample: int, tokens: int) -> Trajectory:
-    """One trajectory with this many tokens."""
+    """Make a trajectory with this many tokens."""
     return Trajectory(
         task_id=group.task.task_id,
         group_id=group.group_id,

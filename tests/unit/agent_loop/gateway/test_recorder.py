@@ -206,7 +206,7 @@ def test_messages_that_the_template_refuses_record_nothing(talk: Talk, monkeypat
     assert talk.recorder.rows == []
 
 
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_every_sampled_token_trains_in_exactly_one_row_as_it_was_returned(renderer: ChatRenderer, data: Any) -> None:
     """Random requests and random tokens: continued, branched, edited, parallel, with special tokens in any place."""

@@ -377,5 +377,5 @@ class Histories(RuleBasedStateMachine):
 # A history that breaks a rule is made small before it is shown, which takes minutes.
 TestHistories = pytest.mark.timeout(600)(Histories.TestCase)
 TestHistories.settings = settings(
-    max_examples=examples(150), stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(150), stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -67,7 +67,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_matrix_of_several_blocks() -> No
         assert torch.equal(whole[row], by_itself)
 
 
-@settings(deadline=None, max_examples=examples(30))
+@settings(max_examples=examples(30))
 @given(st.integers(4, 5000), st.sampled_from([torch.bfloat16, torch.float32]))
 def test_an_engine_ends_with_the_bits_of_merged_weights(max_bytes: int, dtype: torch.dtype) -> None:
     weights, engine = base(dtype=dtype), Received()

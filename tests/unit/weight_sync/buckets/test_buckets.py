@@ -32,7 +32,7 @@ def tensors(spec: list[tuple[torch.dtype, list[int]]]) -> list[tuple[str, torch.
     ]
 
 
-@settings(deadline=None, max_examples=examples(100))
+@settings(max_examples=examples(100))
 @given(parameters, st.integers(8, 400))
 def test_every_tensor_comes_back_in_order_and_no_bucket_is_above_the_bound(
     spec: list[tuple[torch.dtype, list[int]]], max_bytes: int

@@ -49,7 +49,7 @@ def put(retained: RetainedBuckets, buckets: list[Bucket]) -> list[torch.Tensor]:
     return [retained.put(bucket.data, bucket.info).clone() for bucket in buckets]
 
 
-@settings(deadline=None, max_examples=examples(100))
+@settings(max_examples=examples(100))
 @given(specs, st.sampled_from([0.0, 0.01, 0.2, 1.0]), st.integers(8, 1000))
 def test_the_result_is_the_new_version_bit_by_bit_and_no_bucket_grows(
     spec: list[tuple[torch.dtype, int]], share: float, max_bytes: int

@@ -163,7 +163,7 @@ def check_figures(made: ReshardPlan, held: dict, got: dict) -> None:
     assert max(sent.values()) == figures.sent_by_busiest
 
 
-@settings(deadline=None, max_examples=examples(200))
+@settings(max_examples=examples(200))
 @given(st.data(), st.integers(64, 300))
 def test_any_layout_from_any_other(data: st.DataObject, bucket_bytes: int) -> None:
     named = data.draw(tensors())
@@ -171,7 +171,7 @@ def test_any_layout_from_any_other(data: st.DataObject, bucket_bytes: int) -> No
     check(source, data.draw(any_layout(named, complete=False)), bucket_bytes)
 
 
-@settings(deadline=None, max_examples=examples(60))
+@settings(max_examples=examples(60))
 @given(model_layouts(), st.sampled_from([64, 1000, 1 << 20]))
 def test_a_trainer_to_engines(layouts: tuple[Layout, Layout], bucket_bytes: int) -> None:
     check(*layouts, bucket_bytes)
