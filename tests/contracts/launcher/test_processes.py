@@ -1,4 +1,4 @@
-"""The state and the Python stacks of another process, as ``rl-async doctor`` and waiting ranks read them."""
+"""Other processes: their state and Python stacks, as ``rl-async doctor`` and waiting ranks read them, and their end."""
 
 import os
 import signal
@@ -21,6 +21,25 @@ def deep():
     print("there", flush=True)
     time.sleep(60)
 deep()
+"""
+
+ENDS = """
+import sys, threading, time
+from datetime import timedelta
+from torch.distributed import HashStore
+from rl_async.process.role import end_with
+
+class EndsLate:
+    def __del__(self):
+        time.sleep(0.5)
+
+def main():
+    threading.Thread(target=HashStore().wait, args=(["never"], timedelta(seconds=0.3)), daemon=True).start()
+    time.sleep(0.1)
+    {end}
+
+late = EndsLate()  # keeps the interpreter's end busy while the thread comes back from its wait
+end_with(main)
 """
 
 
@@ -51,3 +70,9 @@ def test_a_process_that_sleeps_answers_with_its_stack(tmp_path: Path) -> None:
         found = request_stacks(tmp_path, [record])
         role.kill()
     assert [frame.name for frame in found["role"]] == ["deep", "<module>"], "the thread beside it is not the main one"
+
+
+def test_a_thread_that_waits_in_torch_does_not_abort_the_end() -> None:
+    for end, code in (("return 3", 3), ("sys.exit(4)", 4), ("sys.exit()", 0)):
+        done = subprocess.run([sys.executable, "-c", ENDS.format(end=end)], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (code, "")
