@@ -9,7 +9,7 @@ from rl_async.agent_loop.environments.interface import EnvironmentFactory
 from rl_async.agent_loop.environments.registry import get_environment
 from rl_async.agent_loop.episodes.episode import Episode
 from rl_async.agent_loop.episodes.loops import get_loop
-from rl_async.agent_loop.tools.registry import get_tool
+from rl_async.agent_loop.tools.registry import get_tool, require_listed, task_tools
 from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import LeasedGroup, Trajectory
 from rl_async.rollout_server.api import Generator
@@ -33,12 +33,11 @@ class EpisodeRunner:
         """Run one episode, from the prompt to a trajectory without a reward.
 
         Raises EngineError, whatever a user's loop or environment raises, and ConfigError or DataError if the task names
-        what does not exist.
+        what does not exist or code that the config does not list.
         """
         task = group.task
-        loop = get_loop(task.agent or self._config.agent.loop)
-        names = self._config.agent.tools if task.tools is None else task.tools
-        tools = [get_tool(name) for name in names]
+        require_listed(self._config, task)
+        loop, tools = get_loop(task.agent or self._config.agent.loop), task_tools(self._config, task)
         async with contextlib.AsyncExitStack() as stack:
             if self._environment is not None:
                 environment = await stack.enter_async_context(self._environment(task))

@@ -14,6 +14,7 @@ from rl_async.agent_loop.episodes.episode import policy_sampling
 from rl_async.agent_loop.gateway.chat import ASSISTANT, ChatRequest, Completion, read_answer
 from rl_async.agent_loop.gateway.openai import unsupported
 from rl_async.agent_loop.gateway.recorder import EpisodeRecorder, Prompt, cut_at_stop
+from rl_async.agent_loop.tools.registry import task_tools
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RequestRefused
 from rl_async.messages import LeasedGroup, Trajectory
@@ -23,7 +24,10 @@ ID_BYTES = 16
 
 
 class GatewayEpisode:
-    """A leased sample that an agent program plays. ``id`` is a secret: whoever knows it can act in the episode."""
+    """A leased sample that an agent program plays. ``id`` is a secret: whoever knows it can act in the episode.
+
+    Raises UserError for a task whose tools do not exist or are code that the config does not list.
+    """
 
     def __init__(
         self,
@@ -37,6 +41,7 @@ class GatewayEpisode:
     ) -> None:
         self.id = secrets.token_urlsafe(ID_BYTES)
         self.group, self.sample = group, sample
+        self.tools = task_tools(config, group.task)  # which the program runs, if it wants to
         self.closed = False
         self.ending = asyncio.Lock()
         self.began = time.monotonic()
@@ -162,7 +167,7 @@ def give_reward(rows: list[Trajectory], reward: float, parts: Mapping[str, float
         row.reward, row.reward_parts = reward, dict(parts)
 
 
-def task_view(episode: GatewayEpisode, tools: list[dict[str, Any]]) -> dict[str, Any]:
+def task_view(episode: GatewayEpisode) -> dict[str, Any]:
     """Return the part of a task that its agent program sees."""
     task = episode.group.task
     return {
@@ -171,6 +176,6 @@ def task_view(episode: GatewayEpisode, tools: list[dict[str, Any]]) -> dict[str,
         "partition": episode.group.partition,
         "prompt": task.prompt,
         "ground_truth": task.ground_truth,
-        "tools": tools,
+        "tools": [tool.schema for tool in episode.tools],
         "extra": task.extra,
     }

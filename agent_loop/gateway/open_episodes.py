@@ -18,7 +18,7 @@ from rl_async.agent_loop.gateway.episode import GatewayEpisode, give_reward, sha
 from rl_async.agent_loop.protocols import RewardScorer, SampleQueue
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import RequestRefused
+from rl_async.errors import RequestRefused, UserError
 from rl_async.messages import Done, Leased, LeasedGroup, Refused
 from rl_async.rollout_server.api import Generator
 
@@ -144,14 +144,20 @@ class OpenEpisodes:
                 return None
             group, sample = self._samples.popleft()
         self._last_request = time.monotonic()
-        episode = GatewayEpisode(
-            group,
-            sample,
-            config=self._config,
-            renderer=self._renderer,
-            generator=self._generator,
-            max_answers=self._options.max_answers,
-        )
+        try:
+            episode = GatewayEpisode(
+                group,
+                sample,
+                config=self._config,
+                renderer=self._renderer,
+                generator=self._generator,
+                max_answers=self._options.max_answers,
+            )
+        except UserError as error:  # the task names tools that do not exist, or unlisted code
+            log.warning("sample %d.%d: %s", group.group_id, sample, error)
+            await self._queue.fail(group.group_id, sample, group.attempt, f"{type(error).__name__}: {error}")
+            self.failed += 1
+            return None
         self._open[episode.id] = episode
         return episode
 

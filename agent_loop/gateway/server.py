@@ -14,7 +14,6 @@ from rl_async.agent_loop.gateway import anthropic, openai
 from rl_async.agent_loop.gateway.chat import ChatRequest, Completion
 from rl_async.agent_loop.gateway.episode import task_view
 from rl_async.agent_loop.gateway.open_episodes import Ending, OpenEpisodes
-from rl_async.agent_loop.tools.registry import get_tool
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EngineLost, EngineRejected, QueueLost, RequestRefused
 
@@ -60,12 +59,11 @@ class GatewayServer:
         episode = await _unless_gone(request, self._episodes.begin(wait_s))
         if episode is None:
             return _json({"finished": self._episodes.finished}, 503)
-        names = self._config.agent.tools if episode.group.task.tools is None else episode.group.task.tools
         answer = {
             "episode_id": episode.id,
             "base_url": f"{request.base_url}episodes/{episode.id}/v1",
             "deadline_s": self._config.agent.episode_timeout_s,
-            "task": task_view(episode, [get_tool(name).schema for name in names]),
+            "task": task_view(episode),
         }
         return _json(answer)
 

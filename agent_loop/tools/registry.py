@@ -4,7 +4,10 @@ import functools
 
 from rl_async.agent_loop.tools.arithmetic import evaluate
 from rl_async.agent_loop.tools.tool import Tool
-from rl_async.errors import ConfigError
+from rl_async.configs.derived.code import code_problem, listed_code
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import ConfigError, DataError
+from rl_async.messages import Task
 from rl_async.userload import is_user_reference, load_user_object
 
 
@@ -15,6 +18,21 @@ def calculator(expression: str) -> str:
 
 CALCULATOR = Tool(calculator, quick=True)
 TOOLS = {"calculator": CALCULATOR}
+
+
+def task_tools(config: RunConfig, task: Task) -> list[Tool]:
+    """Return the tools of a task: its own, or the config's.
+
+    Raises ConfigError for one that does not exist, and DataError for a task that names code not listed in the config.
+    """
+    require_listed(config, task)
+    return [get_tool(name) for name in (config.agent.tools if task.tools is None else task.tools)]
+
+
+def require_listed(config: RunConfig, task: Task) -> None:
+    """Raise DataError if the task names code that the config does not list, before any of it is loaded."""
+    if problem := code_problem(task, listed_code(config)):
+        raise DataError(f"task {task.task_id}: {problem}")
 
 
 @functools.cache

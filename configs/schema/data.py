@@ -45,3 +45,10 @@ class DataConfig(Config, frozen=True):
     train_batch_groups: Annotated[Positive, doc("Groups (tasks) per trainer step.")] = 24
     shuffle: Annotated[bool, doc("Shuffle tasks, in another order each epoch, from the run's seed.")] = True
     max_prompt_tokens: Annotated[Positive, doc("A longer prompt is an error that names its row.")] = 1024
+    trust_code: Annotated[
+        bool,
+        doc(
+            "Let agent_name and tools of a task, from the data or from a client of the queue, load any path.py:name; "
+            "false: only what agent.loop and agent.tools name."
+        ),
+    ] = False

@@ -20,7 +20,10 @@ class GatewayConfig(Config, frozen=True):
 
 class AgentConfig(Config, frozen=True):
     loop: Annotated[
-        str, doc("single_turn, tool_agent, or your own as path.py:name; a task's agent_name overrides it.")
+        str,
+        doc(
+            "single_turn, tool_agent, or your own as path.py:name; a task's agent_name overrides it (data.trust_code)."
+        ),
     ] = "single_turn"
     tools: Annotated[tuple[str, ...], doc("Built-in tool names, or typed functions as path.py:name.")] = ()
     environment: Annotated[

@@ -3,9 +3,11 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import msgspec
 
+from rl_async.configs.derived.code import ListedCode, code_problem, listed_code
 from rl_async.configs.derived.data import Points, label_of, labels, parts, points_of, shares_at
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError
@@ -24,8 +26,8 @@ class _Cursor(msgspec.Struct, array_like=True):
 class _Source:
     """One data set, which has another order in each epoch if it is shuffled."""
 
-    def __init__(self, rows: Rows, label: str, weights: Points, seed: int | None) -> None:
-        self.rows, self.label, self.weights = rows, label, weights
+    def __init__(self, rows: Rows, label: str, weights: Points, seed: int | None, listed: ListedCode | None) -> None:
+        self.rows, self.label, self.weights, self._listed = rows, label, weights, listed
         self._seed = seed  # None: in the file's order
         self._epoch, self._order = -1, list[int]()
 
@@ -42,18 +44,27 @@ class _Source:
 
     def at(self, number: int) -> Task:
         """Return the task of the row with this number."""
-        task = to_task(self.rows[number], f"{self.rows.name}, row {number}", f"{self.label}:{number}")
+        task = self._task(self.rows[number], number, f"{self.label}:{number}")
         return msgspec.structs.replace(task, source=self.label)
+
+    def _task(self, row: dict[str, Any], number: int, task_id: str) -> Task:
+        """Convert a row. Raises DataError naming it if it is bad or names code that the config does not list."""
+        place = f"{self.rows.name}, row {number}"
+        task = to_task(row, place, task_id)
+        if problem := code_problem(task, self._listed):
+            raise DataError(f"{place}, column {problem}")
+        return task
 
     def check(self, length: PromptLength, longest: int) -> None:
         """Raise DataError for the first row that is not a task, or whose prompt has more than ``longest`` tokens."""
         if self.rows.generated:
             return
         for number, row in enumerate(self.rows):
-            place = f"{self.rows.name}, row {number}"
-            task = to_task(row, place, "")
-            if (tokens := length(task)) > longest:
-                raise DataError(f"{place}, column prompt: {tokens} tokens, more than data.max_prompt_tokens={longest}")
+            if (tokens := length(self._task(row, number, ""))) > longest:
+                raise DataError(
+                    f"{self.rows.name}, row {number}, column prompt: {tokens} tokens, more than "
+                    f"data.max_prompt_tokens={longest}"
+                )
 
 
 class TaskStream:
@@ -105,16 +116,16 @@ def make_sources(config: RunConfig) -> tuple[TaskStream, list[Task]]:
     All rows are read once, so that a bad one stops the run before it starts. Raises DataError naming it.
     """
     data = config.data
-    length = prompt_length(config.model.path, data.max_prompt_tokens)
+    length, listed = prompt_length(config.model.path, data.max_prompt_tokens), listed_code(config)
     sources = []
     for part, label in zip(parts(data), labels(data), strict=True):
         rows = open_rows(part.path, seed=config.seed)
-        sources.append(_Source(rows, label, points_of(part), config.seed if data.shuffle else None))
+        sources.append(_Source(rows, label, points_of(part), config.seed if data.shuffle else None, listed))
     held_out: list[Task] = []
     if data.eval_path is not None:
         # Another seed than training's, or a generated set would hold out what is trained on.
         rows = open_rows(data.eval_path, seed=config.seed + 1_000_003)
-        source = _Source(rows, label_of(data.eval_path), ((0, 1.0),), None)
+        source = _Source(rows, label_of(data.eval_path), ((0, 1.0),), None, listed)
         source.check(length, data.max_prompt_tokens)
         held_out = [source.at(number) for number in range(min(config.eval.tasks, len(rows)))]
     for source in sources:

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from rl_async.configs.derived.code import ListedCode, listed_code
 from rl_async.configs.derived.data import Points, labels, parts, points_of
 from rl_async.configs.derived.queue import slack
 from rl_async.configs.derived.samples import samples_per_group
@@ -47,6 +48,7 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
     consumer_bytes: int = 1 << 28  # kept of trained groups that consumers have not read
     window: int = 0  # groups at the head of the line from which a batch is taken; 0: all
     weights: dict[str, Points] = {}  # of each data set, by step
+    code: ListedCode | None = None  # that tasks of clients may name; None: any
 
     @property
     def slots(self) -> int:
@@ -82,6 +84,7 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
             window=config.queue.window,
             consumer_bytes=config.queue.consumer_bytes,
             weights=dict(zip(labels(config.data), map(points_of, parts(config.data)), strict=True)),
+            code=listed_code(config),
         )
 
 

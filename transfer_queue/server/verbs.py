@@ -104,6 +104,9 @@ def _poll(
 
 
 def _lease(queue: Serving, incoming: Incoming[m.Lease], last: bool) -> Response | None:
+    own = incoming.request.task
+    if own is not None and (refused := queue.store.tasks.refused([own])):
+        return Response(refused)
     reply = queue.leasing.lease(incoming.request_id, incoming.identity, incoming.request, queue.clock(), last=last)
     return None if reply is None else Response(reply)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from rl_async.configs.derived.code import code_problem
 from rl_async.errors import DataError
 from rl_async.messages import Done, Refused, Task
 from rl_async.transfer_queue.state.book import Book
@@ -99,11 +100,20 @@ class Tasks:
         task = self._source.next((book.next_group - book.given_up) // book.settings.batch_groups)
         return None if task is None else (task, self._source.cursor(), False)
 
+    def refused(self, tasks: Sequence[Task]) -> Refused | None:
+        """Return the refusal of the first of a client's tasks that names code not listed in the config."""
+        for task in tasks:
+            if problem := code_problem(task, self._book.settings.code):
+                return Refused(code="code", reason=f"task {task.task_id:.80}: {problem}")
+        return None
+
     def submit(self, tasks: Sequence[Task], request: bytes = b"") -> Done | Refused:
         """Queue tasks for admission; the same ``request`` again changes nothing."""
         book = self._book
         if request in book.submissions:
             return Done()
+        if refused := self.refused(tasks):
+            return refused
         if book.finished:
             return Refused(code="finished", reason="the run is over")
         if len(book.submitted) + len(tasks) > MOST_SUBMITTED:

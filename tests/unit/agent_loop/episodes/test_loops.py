@@ -3,11 +3,13 @@
 import logging
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.data.toy_tasks import make_data
 from rl_async.agent_loop.episodes.runner import EpisodeRunner
+from rl_async.configs.schema.data import DataConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError
 from rl_async.messages import LeasedGroup, Sampling, Trajectory, Version, VersionRun
@@ -108,6 +110,34 @@ async def test_the_row_chooses_its_loop(renderer: ChatRenderer) -> None:
     assert (row.finish_reason, len(row.turns)) == ("stop", 2)
     with pytest.raises(ConfigError, match="no loop 'chess'"):
         await play(run_config(), ScriptedEngine(renderer, []), leased(agent="chess"))
+
+
+LOOP = """
+from pathlib import Path
+
+Path(__file__).with_suffix(".ran").touch()
+
+async def run(episode):
+    return await episode.generate()
+
+def tool(x: int) -> int:
+    return x
+"""
+
+
+@pytest.mark.parametrize("name", ["run", "tool"])
+async def test_a_task_loads_only_code_that_the_config_lists(renderer: ChatRenderer, tmp_path: Path, name: str) -> None:
+    (tmp_path / "own.py").write_text(LOOP)
+    reference, ran = f"{tmp_path}/own.py:{name}", tmp_path / "own.ran"
+    task = leased(agent=reference) if name == "run" else leased(tools=[reference])
+    with pytest.raises(DataError, match=r"task t:0: .*data\.trust_code"):
+        await play(run_config(loop="single_turn"), ScriptedEngine(renderer, ["5"]), task)
+    assert not ran.exists()
+    trusting = msgspec.structs.replace(run_config(), data=DataConfig(path="none", trust_code=True))
+    listing = run_config(loop=reference) if name == "run" else run_config(tools=(reference,))
+    for config in (trusting, listing):
+        assert (await play(config, ScriptedEngine(renderer, ["5"]), task)).finish_reason == "stop"
+    assert ran.exists()
 
 
 async def test_evaluation_samples_with_its_own_temperature(renderer: ChatRenderer) -> None:

@@ -1,6 +1,7 @@
 """A gateway's episodes against a queue in memory: leased on demand, ended once, given up when late."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -264,6 +265,15 @@ async def test_an_answer_that_comes_after_the_end_is_not_recorded(renderer: Chat
             await late
         assert refused.value.code == "episode_ended"
     assert [len(rows) for rows in queue.rows] == [1]
+
+
+async def test_a_task_with_unlisted_tools_fails_and_loads_nothing(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased(tools=["antigravity:fly"]), leased(tools=["calculator"])])
+    async with gateway(queue, renderer, Gone()) as episodes:
+        assert await episodes.begin(5.0) is None and not episodes.finished
+        assert [tool.name for tool in (await begin(episodes)).tools] == ["calculator"]
+    ((_, _, error),) = queue.failures
+    assert "data.trust_code" in error and "antigravity" not in sys.modules
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
 from rl_async.agent_loop.data.toy_tasks import make_data
 from rl_async.configs.schema.data import DataConfig, DataSource, ModelConfig
+from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError
 from rl_async.transfer_queue.data.task_stream import inspect, make_sources
@@ -141,6 +142,19 @@ def test_bad_rows_are_named(tmp_path: Path, changes: dict[str, Any], message: st
     path = jsonl(tmp_path / "bad.jsonl", [row(), row(**changes)])
     with pytest.raises(DataError, match=rf"bad\.jsonl, {message}"):
         make_sources(run_config(path))
+
+
+@pytest.mark.parametrize("changes", [{"agent_name": "evil.py:run"}, {"tools": ["calculator", "os:system"]}])
+def test_rows_name_no_code_unless_data_trust_code(tmp_path: Path, changes: dict[str, Any]) -> None:
+    bad = jsonl(tmp_path / "bad.jsonl", [row(), row(**changes)])
+    with pytest.raises(DataError, match=rf"bad\.jsonl, row 1, column {next(iter(changes))} .*data\.trust_code"):
+        make_sources(run_config(bad))
+    held_out = msgspec.structs.replace(run_config(jsonl(tmp_path / "good.jsonl", [row()])).data, eval_path=bad)
+    with pytest.raises(DataError, match=r"data\.trust_code"):
+        make_sources(RunConfig(model=ModelConfig(path="none"), data=held_out))
+    assert make_sources(run_config(bad, trust_code=True))
+    listed = AgentConfig(loop="evil.py:run", tools=("os:system",))
+    assert make_sources(msgspec.structs.replace(run_config(bad), agent=listed)), "the config names it itself"
 
 
 def test_files_that_are_no_data(tmp_path: Path) -> None:

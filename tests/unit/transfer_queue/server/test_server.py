@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from rl_async import messages as m
+from rl_async.configs.derived.code import ListedCode
 from rl_async.configs.schema.queue import QueueLimits
 from rl_async.errors import ProtocolError
 from rl_async.messages import codec
@@ -16,7 +17,7 @@ from rl_async.transfer_queue.server.peers import IDLE_S
 from rl_async.transfer_queue.server.queue_server import Outgoing, QueueServer
 from rl_async.transfer_queue.state.store import Store
 from rl_async.transfer_queue.state.tasks import Counted
-from rl_async.transfer_queue.state.transitions import Feed, LeaseLost, SampleStored, Transition
+from rl_async.transfer_queue.state.transitions import Admitted, Feed, LeaseLost, SampleStored, Submitted, Transition
 
 LEASE_S = 10.0
 EVAL_TASK = m.Task(task_id="e", data_source="", prompt=[], ground_truth="")
@@ -41,14 +42,14 @@ HEADER = m.TrajectoryHeader(
 class Served:
     """A server at time ``now``; every client's identity is its name."""
 
-    def __init__(self, limits: QueueLimits | None = None, replicas: int = 0) -> None:
+    def __init__(self, limits: QueueLimits | None = None, replicas: int = 0, code: ListedCode | None = None) -> None:
         self.now = 0.0
         self.seen: list[Transition] = []
         self._ids = wire.RequestIds()
         journal = MemoryJournal()
         feed = Feed(self.seen.append, journal.append)
         settings = QueueSettings(
-            steps=10, batch_groups=2, group_size=1, lease_s=LEASE_S, max_attempts=1, replicas=replicas
+            steps=10, batch_groups=2, group_size=1, lease_s=LEASE_S, max_attempts=1, replicas=replicas, code=code
         )
         store = Store(settings, Counted(), [EVAL_TASK], feed)
         self.server = QueueServer(store, journal, feed, lambda: self.now, limits)
@@ -293,3 +294,20 @@ def test_a_shard_hears_at_once_that_the_last_consumer_of_its_rows_is_gone() -> N
     assert served.ask("s", m.Sweep(shard_id="s1", groups=[0, 1], wait_s=1.0)) == [], "the logger has not read them"
     _, woken = served.ask("t", m.Unsubscribe(consumer="logger"))
     assert (woken.identity, woken.response.reply) == (b"s", m.Swept(gone=[0, 1]))
+
+
+@pytest.mark.parametrize("task", [{"agent": "evil.py:run"}, {"tools": ["os:system"]}])
+def test_a_clients_task_names_no_code(task: dict[str, Any]) -> None:
+    served = Served(code=ListedCode(("own.py:run",), ("own.py:tool",)))
+    served.hello("t", "a", "b")
+    served.publish()
+    named = msgspec.structs.replace(EVAL_TASK, **task)
+    listed = msgspec.structs.replace(EVAL_TASK, agent="own.py:run", tools=["own.py:tool", "calculator"])
+    for request in (m.Submit([listed, named]), m.Lease(worker="a", max_groups=1, wait_s=60.0, task=named)):
+        (answer,) = served.ask("a", request)
+        assert isinstance(answer.response.reply, m.Refused) and answer.response.reply.code == "code"
+    assert not any(isinstance(seen, (Submitted, Admitted)) for seen in served.seen), "nothing was admitted"
+    (answer,) = served.ask("a", m.Submit([listed]))
+    assert answer.response.reply == m.Done()
+    (answer,) = served.ask("b", m.Lease(worker="b", max_groups=1, wait_s=60.0, task=listed))
+    assert isinstance(answer.response.reply, m.Leased) and len(answer.response.reply.groups) == 1
