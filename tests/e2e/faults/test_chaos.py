@@ -1,5 +1,6 @@
-"""Engines that die or freeze in the middle of syncs and requests; ``scripts/chaos_engines`` does more of it by hand."""
+"""Faults in whole runs and in trainers; ``scripts/chaos_*`` do more of it by hand."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,3 +23,12 @@ def test_a_trainer_killed_three_times_ends_with_the_weights_of_an_undisturbed_on
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=380)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 kills in" in done.stdout
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="apt-get install redis-server")
+def test_whole_runs_survive_a_kill_and_a_freeze_of_every_role() -> None:
+    command = [sys.executable, "-m", "tests.chaos.run", "--rounds", "14"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "14 faults in" in done.stdout
