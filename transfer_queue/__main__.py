@@ -53,9 +53,8 @@ def run_queue(run: Path, address: str, *, relaunched: bool, stopped: threading.E
     ):
         feed = Feed(journal.append, ledger.append)
         store = Store(QueueSettings.of(config), source, eval_tasks, feed)
-        log.info(
-            "%d transitions in the journal (%s)", recover(store, journal, ledger, time.monotonic()), journal.run_id
-        )
+        count = recover(store, journal, ledger, time.monotonic(), clients_remain=not relaunched)
+        log.info("%d transitions in the journal (%s)", count, journal.run_id)
         if relaunched:
             store.relaunch()
         recorder = JournalRecorder(store, journal, ledger)

@@ -50,6 +50,13 @@ class QueueConfig(Config, frozen=True):
     redis_url: Annotated[
         str, doc("Server of queue.journal=redis; a password comes from the variable RL_ASYNC_REDIS_PASSWORD.")
     ] = "redis://127.0.0.1:6379/0"
+    redis_replicas: Annotated[
+        Count,
+        doc(
+            "Replicas of that server that must have what is acknowledged (Redis' WAIT). With 0, promoting a replica "
+            "may lose the last moments; the queue notices and ends, and --resume continues from the checkpoint."
+        ),
+    ] = 0
     on_straggler: Annotated[
         Literal["wait", "drop", "mask"],
         doc("When passing an unfinished group would break the bound: wait for it, drop it, or mask its stale tokens."),

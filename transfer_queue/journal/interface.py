@@ -1,9 +1,10 @@
 """The interface of a journal: the record of transitions and payloads from which another process can continue."""
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+from rl_async.errors import JournalError
 from rl_async.messages import RowKey
 from rl_async.messages.codec import Frame
 from rl_async.transfer_queue.state.transitions import Transition
@@ -71,3 +72,19 @@ class Journal(Protocol):
 def new_run_id(name: str) -> str:
     """An id that no other queue has: clients that outlive a queue notice by it that the next one does not know them."""
     return f"{name}-{secrets.token_hex(8)}"
+
+
+def consecutive(entries: Iterable[tuple[int, bytes]], first: int, place: str) -> Iterator[tuple[int, bytes]]:
+    """Pass on numbered transitions. Raises JournalError naming the ``place`` if one is missing, from ``first`` on."""
+    for expected, (number, body) in enumerate(entries, first):
+        if number != expected:
+            raise JournalError(hole(place, expected))
+        yield number, body
+
+
+def hole(place: str, number: int) -> str:
+    """The message for a record without transition ``number``, which cannot be replayed."""
+    return (
+        f"{place} lacks transition {number}, which was recorded, so the queue's state cannot be known; move the journal"
+        " away (or delete its keys) and continue from the last checkpoint with --resume"
+    )

@@ -26,5 +26,5 @@ def open_journal(config: RunConfig, run: Path) -> Journal:
                 if error.name != "redis":
                     raise
                 raise ConfigError("queue.journal=redis needs a package: pip install 'rl-async[redis]'") from error
-            return RedisJournal(config.queue.redis_url, config.name)
+            return RedisJournal(config.queue.redis_url, config.name, replicas=config.queue.redis_replicas)
     return MemoryJournal(config.name)

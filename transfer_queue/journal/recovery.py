@@ -11,16 +11,18 @@ from rl_async.transfer_queue.state.store import Store
 from rl_async.transfer_queue.state.transitions import Transition
 
 
-def recover(store: Store, journal: Journal, ledger: Ledger, now: float) -> int:
+def recover(store: Store, journal: Journal, ledger: Ledger, now: float, *, clients_remain: bool = False) -> int:
     """Replay the journal into a new store and complete the ledger; returns how many transitions there were.
 
-    Raises JournalError if what was recorded makes no sense, or is another run's of the same name; DataError if the
-    tasks are not those it was recorded with.
+    Raises JournalError if what was recorded makes no sense, is another run's of the same name, or ends before the
+    ledger does and ``clients_remain`` who were told what is lost; DataError if the tasks are not those it was recorded
+    with.
     """
     dump, dumped, transitions = journal.recover()
     known = ledger.follow(journal.run_id, dumped)
     try:
-        store.recover(dump, ledger.catch_up(_of_this_run(dump, transitions, known, journal.run_id)), now)
+        recorded = _of_this_run(dump, transitions, known, journal.run_id)
+        store.recover(dump, ledger.catch_up(recorded, may_cut=not clients_remain), now)
     except (msgspec.MsgspecError, LookupError, ValueError) as error:
         raise JournalError(
             f"the journal of {journal.run_id} does not fit this version of the queue ({type(error).__name__}: {error}"

@@ -21,7 +21,8 @@ import redis
 from rl_async.errors import JournalError
 from rl_async.messages import RowKey
 from rl_async.messages.codec import Frame
-from rl_async.transfer_queue.journal.interface import JOURNAL_SCHEMA, Recovered, new_run_id
+from rl_async.transfer_queue.journal import redis_scripts as scripts
+from rl_async.transfer_queue.journal.interface import JOURNAL_SCHEMA, Recovered, consecutive, hole, new_run_id
 from rl_async.transfer_queue.journal.payloads import freed_by
 from rl_async.transfer_queue.state.transitions import Transition, TransitionType
 
@@ -30,59 +31,9 @@ TRIES_S = 20.0  # how long a lost connection is tried again
 LEAST_LOG = 4096  # transitions; a shorter stream is not worth compacting
 LOG_PER_STATE = 4  # a stream this many times as long as the state, in bytes, is compacted
 _PAGE = 1000  # entries read at a time
+_WAIT_MS = 1000  # for replicas, before the flush is sent again
 
 T = TypeVar("T")
-
-# All scripts: KEYS 1 and 2 are owner and writer, ARGV 1 and 2 are the queue's token and how many ms it owns the rest.
-# An owner whose time is over continues if no other queue took over meanwhile.
-_CHECK = """
-local owner = redis.call('GET', KEYS[1])
-if not owner and redis.call('GET', KEYS[2]) == ARGV[1] then owner = ARGV[1] end
-if owner ~= ARGV[1] then return -1 end
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-"""
-_KEEP = _CHECK + "return 1"
-_UNLINK = _CHECK + "redis.call('UNLINK', ARGV[3]) return 1"
-
-# ARGV 3: a dead owner. Answers who owns it now.
-_TAKE = """
-local owner = redis.call('GET', KEYS[1])
-if owner and owner ~= ARGV[1] and owner ~= ARGV[3] then return owner end
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-redis.call('SET', KEYS[2], ARGV[1])
-return ARGV[1]
-"""
-_RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
-
-# KEYS: transitions, places. ARGV: sequence number, n, n kinds and bodies, m, m freed fields, then fields and places.
-# A flush that is repeated because its answer was lost changes nothing.
-_FLUSH = (
-    _CHECK
-    + """
-local seq, n = tonumber(ARGV[3]), tonumber(ARGV[4])
-local known = redis.call('XREVRANGE', KEYS[3], '+', '-', 'COUNT', 1)
-if known[1] and tonumber(string.match(known[1][1], '-(%d+)$')) > seq then return 1 end
-local at = 5
-for i = 1, n do
-  redis.call('XADD', KEYS[3], '0-' .. string.format('%d', seq + i), 'kind', ARGV[at], 'body', ARGV[at + 1])
-  at = at + 2
-end
-local m = tonumber(ARGV[at])
-for i = 1, m do redis.call('HDEL', KEYS[4], ARGV[at + i]) end
-for i = at + m + 1, #ARGV, 2 do redis.call('HSET', KEYS[4], ARGV[i], ARGV[i + 1]) end
-return 1
-"""
-)
-
-# KEYS: transitions, dump. ARGV: the dump.
-_COMPACT = (
-    _CHECK
-    + """
-redis.call('SET', KEYS[4], ARGV[3])
-redis.call('XTRIM', KEYS[3], 'MAXLEN', 0)
-return 1
-"""
-)
 
 
 class _PayloadPlace(msgspec.Struct, frozen=True, array_like=True):
@@ -109,19 +60,23 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class RedisJournal:
-    """See ``Journal``. A flush is as durable as the server: appendfsync and replication are its business."""
+    """See ``Journal``. A flush is as durable as the server makes it, and as ``replicas`` of its replicas make it.
+
+    A server that lost the end of the stream, as a replica may that was promoted, is written no more.
+    """
 
     def __init__(
         self,
         url: str,
         run: str,
         *,
+        replicas: int = 0,
         owner_s: float = OWNER_S,
         tries_s: float = TRIES_S,
         least_log: int = LEAST_LOG,
         clock: Any = time.monotonic,
     ) -> None:
-        self._url, self._prefix = url, f"rl-async:{run}"
+        self._url, self._prefix, self._replicas = url, f"rl-async:{run}", replicas
         self._owner_s, self._tries_s, self._least_log, self._clock = owner_s, tries_s, least_log, clock
         self._redis = redis.Redis.from_url(
             url,
@@ -163,8 +118,9 @@ class RedisJournal:
             except (redis.ConnectionError, redis.TimeoutError) as error:
                 if time.monotonic() + pause > deadline:
                     raise JournalError(
-                        f"the Redis server at {self._url} (queue.redis_url) was lost for {self._tries_s:.0f} s: {error}"
-                        "; when it is back, continue with --resume: nothing that was acknowledged is lost"
+                        f"the Redis server at {self._url} (queue.redis_url) did not take the journal for "
+                        f"{self._tries_s:.0f} s: {error}; when it does, continue with --resume: nothing that was "
+                        "acknowledged is lost"
                     ) from error
             except redis.RedisError as error:
                 raise self._failed(error) from error
@@ -182,7 +138,7 @@ class RedisJournal:
         """Become the only writer: wait until a silent owner's time is over, but not for a living owner."""
         deadline = time.monotonic() + 1.5 * self._owner_s
         dead = ""
-        while (owner := self._try(self._script, _TAKE, [], dead).decode()) != self._token:
+        while (owner := self._try(self._script, scripts.TAKE, [], dead).decode()) != self._token:
             if self._is_dead(owner):
                 dead = owner
             elif time.monotonic() > deadline:
@@ -207,7 +163,13 @@ class RedisJournal:
         return [script, len(names), *names, self._token, int(1000 * self._owner_s), *arguments]
 
     def _checked(self, answer: int) -> None:
-        if answer != 1:
+        if answer == scripts.LOST_TAIL:
+            raise JournalError(
+                f"the Redis server at {self._url} (queue.redis_url) has lost the end of {self._key('transitions')}, as "
+                f"when a replica without it is promoted: transition {self._seq} is not its last; continue from the "
+                "last checkpoint with --resume"
+            )
+        if answer != scripts.DONE:
             raise JournalError(
                 f"another queue took over {self._key('transitions')} on {self._url}, since this one was silent for "
                 f"{self._owner_s:.0f} s; this one ends, nothing that was acknowledged is lost"
@@ -240,22 +202,31 @@ class RedisJournal:
         named = {kept.key.encode() for samples in self._places.values() for kept in samples.values()}
         unnamed = set(self._try(lambda: list(self._redis.scan_iter(match=self._key("payload:*"), count=_PAGE)))) - named
         for key in unnamed:  # one by one, as the owner: they could be those of a queue that took over meanwhile
-            self._checked(self._try(self._script, _UNLINK, [], key))
+            self._checked(self._try(self._script, scripts.UNLINK, [], key))
         body: Any = self._try(self._redis.get, self._key("dump"))
         dump = msgspec.msgpack.decode(body, type=_Dump) if body else _Dump(0, b"")
         self._seq, self._dump_bytes = dump.count, len(dump.state)
         return Recovered(dump.state, dump.count, self._transitions())
 
     def _transitions(self) -> Iterator[Transition]:
+        stream = self._key("transitions")
+        for number, body in consecutive(self._entries(), self._seq + 1, f"{stream} on {self._url}"):
+            self._seq = number
+            self._log += 1
+            self._log_bytes += len(body)
+            yield _transition.decode(body)
+        if self._try(self._script, scripts.LAST, ["transitions"]) != self._seq:
+            raise JournalError(hole(f"{stream} on {self._url}", self._seq + 1))
+
+    def _entries(self) -> Iterator[tuple[int, bytes]]:
+        """The stream, as numbers and bodies."""
         after = "-"
         while True:
             page: Any = self._try(lambda start: self._redis.xrange(self._key("transitions"), start, count=_PAGE), after)
             for entry_id, fields in page:
-                last = int(entry_id.rpartition(b"-")[2])
-                after, self._seq = f"0-{last + 1}", last
-                self._log += 1
-                self._log_bytes += len(fields[b"body"])
-                yield _transition.decode(fields[b"body"])
+                number = int(entry_id.rpartition(b"-")[2])
+                after = f"0-{number + 1}"
+                yield number, fields[b"body"]
             if len(page) < _PAGE:
                 return
 
@@ -320,7 +291,7 @@ class RedisJournal:
                 self._try(self._redis.unlink, *unlinked)
             self._alive = self._clock()
         elif self._clock() - self._alive > self._owner_s / 4:
-            self._checked(self._try(self._script, _KEEP, []))
+            self._checked(self._try(self._script, scripts.KEEP, []))
             self._alive = self._clock()
 
     def _write(self) -> int:
@@ -330,8 +301,18 @@ class RedisJournal:
             for key, body in self._payloads.items():
                 pipe.set(key, body)
             counted = [self._seq, len(self._pending), *entries, len(self._unplaced), *self._unplaced, *placed]
-            pipe.eval(*self._call(_FLUSH, ["transitions", "places"], *counted))
-            return int(pipe.execute()[-1])
+            pipe.eval(*self._call(scripts.FLUSH, ["transitions", "places"], *counted))
+            if self._replicas:
+                pipe.execute_command("WAIT", self._replicas, _WAIT_MS)
+            answers = pipe.execute()
+        if not self._replicas:
+            return int(answers[-1])
+        written, replicated = answers[-2:]
+        if written == scripts.DONE and replicated < self._replicas:
+            raise redis.TimeoutError(
+                f"{replicated} of {self._replicas} replicas (queue.redis_replicas) have the newest transitions"
+            )
+        return int(written)
 
     @property
     def outgrown(self) -> bool:
@@ -341,12 +322,12 @@ class RedisJournal:
     def compact(self, dump: bytes) -> None:
         """Replace the entries of the stream by the dump."""
         body = _encode(_Dump(self._seq, dump))
-        self._checked(self._try(self._script, _COMPACT, ["transitions", "dump"], body))
+        self._checked(self._try(self._script, scripts.COMPACT, ["transitions", "dump"], self._seq, body))
         self._log = self._log_bytes = 0
         self._dump_bytes = len(dump)
 
     def close(self) -> None:
         """Release the ownership if the server can be reached, and close the connection."""
         with contextlib.suppress(redis.RedisError):  # it ends by itself
-            self._script(_RELEASE, [])
+            self._script(scripts.RELEASE, [])
         self._redis.close()

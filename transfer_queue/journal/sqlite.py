@@ -17,7 +17,7 @@ import msgspec
 from rl_async.errors import JournalError
 from rl_async.messages import RowKey
 from rl_async.messages.codec import Frame
-from rl_async.transfer_queue.journal.interface import JOURNAL_SCHEMA, Recovered, new_run_id
+from rl_async.transfer_queue.journal.interface import JOURNAL_SCHEMA, Recovered, consecutive, new_run_id
 from rl_async.transfer_queue.journal.payloads import freed_by
 from rl_async.transfer_queue.journal.segments import SEGMENT_BYTES, START_OVER, SegmentPlace, Segments
 from rl_async.transfer_queue.state.transitions import Transition, TransitionType
@@ -113,11 +113,12 @@ class SqliteJournal:
             raise self._failed(error) from error
         self._dump_bytes = len(dump)
         self._segments.open(place for samples in self._places.values() for place in samples.values())
-        return Recovered(dump, count, self._transitions())
+        return Recovered(dump, count, self._transitions(count))
 
-    def _transitions(self) -> Iterator[Transition]:
+    def _transitions(self, first: int) -> Iterator[Transition]:
         try:
-            for (body,) in self._db.execute("SELECT body FROM log ORDER BY seq"):
+            log = self._db.execute("SELECT seq, body FROM log ORDER BY seq")
+            for _, body in consecutive(log, first, str(self._path)):
                 yield _transition.decode(body)
         except (sqlite3.Error, msgspec.MsgspecError) as error:
             raise self._failed(error) from error

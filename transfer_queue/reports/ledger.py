@@ -60,12 +60,21 @@ class Ledger:
             self._lines.append(msgspec.json.encode({"event": "journal", "id": journal}) + b"\n")
         return last == journal
 
-    def catch_up(self, transitions: Iterable[Transition]) -> Iterator[Transition]:
-        """Pass on transitions of the journal, writing the lines that are missing and cutting off those too many."""
+    def catch_up(self, transitions: Iterable[Transition], *, may_cut: bool = True) -> Iterator[Transition]:
+        """Pass on transitions of the journal, writing the lines that are missing and cutting off those too many.
+
+        Raises JournalError if there are too many and they may not be cut: the journal has lost what was acknowledged.
+        """
         for transition in transitions:
             self.append(transition)
             yield transition
         if self._known > self._seq:
+            if not may_cut:
+                raise JournalError(
+                    f"the queue's journal ends at transition {self._seq}, and {self._path} knows {self._known}: what "
+                    "was acknowledged is lost, as when a replica of Redis without it is promoted; end the run's other "
+                    "processes and continue from the last checkpoint with --resume"
+                )
             self._cut(self._seq)
         self.flush()
 

@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
+from rl_async.errors import DataError
 from rl_async.messages import Done, NotReady, Refused, Reserved, Resumed, Version
 from rl_async.transfer_queue.policy.admission import choose, may_lease
 from rl_async.transfer_queue.policy.sampling import Candidate
 from rl_async.transfer_queue.state.book import Book
 from rl_async.transfer_queue.state.delivery import Delivery
 from rl_async.transfer_queue.state.groups import TRAIN, Group, Sample, State
+from rl_async.transfer_queue.state.snapshot import QueueSnapshot, decode_snapshot
 from rl_async.transfer_queue.state.tasks import TaskSource
 from rl_async.transfer_queue.state.transitions import (
     BatchCommitted,
@@ -43,21 +45,13 @@ class BatchesState(msgspec.Struct, kw_only=True):
     resumed: tuple[int, int, Resumed] | None
 
 
-class QueueSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint keeps of the queue: enough to generate again what was not trained."""
-
-    next_group: int
-    cursor: bytes  # of the task source, behind next_group
-    groups: list[ReadmittedGroup]  # not trained yet
-
-
 Divide = Callable[[Sequence[int]], tuple[list[int], list[int]]]
 
 
 class Batches:
     """Batches by step, in order: a step is reserved once, trained, published and at last retired.
 
-    The verbs decide and ``change``; what a change does is said once, by the methods in the past tense below them.
+    The verbs decide and ``change``; the methods in the past tense say what a change does.
     """
 
     def __init__(
@@ -160,8 +154,11 @@ class Batches:
             why += f", leased by {', '.join(workers)} for {max(ages):.0f} s" if workers else ", leased by nobody"
         return NotReady(why=why)
 
-    def _answer(self, step: int, batch: StepBatch) -> Reserved:
+    def _answer(self, step: int, batch: StepBatch) -> Reserved | Refused:
         groups = [self._book.groups[group_id] for group_id in batch.groups]
+        partial = [group.group_id for group in groups if not all(sample.here for sample in group.samples)]
+        if partial and not batch.committed:
+            return Refused(code="incomplete", reason=f"samples of the groups {partial} of step {step} are missing")
         return Reserved(
             step=step,
             headers=[header for group in groups for header in group.headers()],
@@ -275,16 +272,16 @@ class Batches:
         Its unfinished groups are generated again, under their old ids.
         """
         book = self._book
-        if not snapshot and step > 0:
+        if not snapshot and step != 0:
             return Refused(code="no_snapshot", reason="this queue is new, and the checkpoint has no queue snapshot")
         if not snapshot:
             state = QueueSnapshot(next_group=0, cursor=book.cursor, groups=[])
         else:
             try:
-                state = msgspec.msgpack.decode(snapshot, type=QueueSnapshot)
-            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                state = decode_snapshot(snapshot, step)
+                self._source.seek(state.cursor)
+            except (ValueError, DataError) as error:
                 return Refused(code="bad_snapshot", reason=str(error))
-        self._source.seek(state.cursor)
         self._change(
             RolledBack(
                 step=step,
@@ -313,12 +310,15 @@ class Batches:
     # --- what a change does -----------------------------------------------------------------------------------------
 
     def batch_reserved(self, event: BatchReserved) -> None:
-        """Apply `BatchReserved`: the step has its groups, which leave the ready ones."""
+        """Apply `BatchReserved`: the step has its groups, all of them complete; raise ValueError if not."""
+        groups = [self._book.groups[group_id] for group_id in event.groups]
+        if any(group.state is not State.READY for group in groups):
+            raise ValueError(f"groups of step {event.step} are not complete")
         self._batches[event.step] = StepBatch(event.groups)
         self._next_step = event.step + 1
         self._book.refills_left = event.refills_left
-        for group_id in event.groups:
-            self._book.move(self._book.groups[group_id], State.RESERVED)
+        for group in groups:
+            self._book.move(group, State.RESERVED)
 
     def batch_committed(self, event: BatchCommitted) -> None:
         """Apply `BatchCommitted`: the groups of the step are COMMITTED."""

@@ -29,15 +29,17 @@ EVAL_TASK = Task(task_id="e", data_source="", prompt=[], ground_truth="")
 
 
 @contextmanager
-def redis_server(folder: Path, port: int = 0) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+def redis_server(
+    folder: Path, port: int = 0, options: Sequence[str] = ()
+) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
     """A server of its own that answers; it ends with the block. Skips the test where there is none."""
     program = shutil.which("redis-server")
     if program is None:
         pytest.skip("no redis-server here; install it with: apt-get install redis-server")
     if not port:
         port = free_port()
-    options = ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--appendonly", "yes", "--save", ""]
-    server = subprocess.Popen([program, *options], stdout=subprocess.DEVNULL)
+    given = ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--appendonly", "yes", "--save", ""]
+    server = subprocess.Popen([program, *given, *options], stdout=subprocess.DEVNULL)
     try:
         with redis.Redis(port=port) as client:
             deadline = time.monotonic() + 30

@@ -127,6 +127,17 @@ def test_what_a_journal_lost_is_cut_off_the_ledger_and_another_journal_cuts_noth
     assert dropped(path) == ["one", 0, 1, 2, 3, None, "two"]
 
 
+def test_a_journal_that_ends_before_its_ledger_is_refused_beside_clients_and_the_ledger_kept(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    follow(path, "one", 0, DROPS).close()
+    before = path.read_bytes()
+    with closing(Ledger(path)) as ledger:
+        assert ledger.follow("one", 0)
+        with pytest.raises(JournalError, match=r"ledger\.jsonl.*--resume"):
+            list(ledger.catch_up(DROPS[:4], may_cut=False))
+    assert path.read_bytes() == before
+
+
 def test_a_ledger_that_is_none_is_named(tmp_path):
     path = tmp_path / "ledger.jsonl"
     path.write_text('{"event":"admit"}\nnonsense\n')

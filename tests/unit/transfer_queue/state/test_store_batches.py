@@ -1,9 +1,9 @@
 """The store's rules for the trainer: batches, stragglers, publication and what retires."""
 
+import pytest
+
 from rl_async.messages import Done, NotReady, Reserved, Version, VersionRun
-from rl_async.transfer_queue.state.transitions import (
-    GroupDropped,
-)
+from rl_async.transfer_queue.state.transitions import GroupDropped, SampleStored
 from tests.unit.transfer_queue.conftest import members, train_step
 
 
@@ -35,6 +35,27 @@ def test_reserve_is_idempotent_and_in_order(make_rig):
     first = train_step(rig, 0)
     assert rig.store.batches.reserve(0, 0.0) == first
     assert rig.store.batches.reserve(2, 0.0).code == "wrong_step"
+
+
+def test_a_replay_that_lacks_a_sample_of_a_batch_is_refused(make_rig):
+    """A journal with a hole must not become a partial batch."""
+    rig = make_rig()
+    rig.publish(0)
+    batch = train_step(rig, 0)
+    stored = [event for event in rig.of(SampleStored) if event.headers[0] in batch.headers]
+    assert len(stored) == 4
+    for missing in stored:
+        with pytest.raises(ValueError, match="step 0"):
+            make_rig().store.recover(b"", [event for event in rig.seen if event is not missing], 0.0)
+
+
+def test_a_batch_is_never_given_out_in_part(make_rig):
+    rig = make_rig()
+    rig.publish(0)
+    rig.put_all(rig.lease())
+    batch = rig.store.batches.reserve(0, 0.0)
+    rig.store.book.groups[batch.headers[0].group_id].samples[1].headers = []
+    assert rig.store.batches.reserve(0, 0.0).code == "incomplete"
 
 
 def test_wait_does_not_pass_a_straggler_that_would_become_too_old(make_rig):

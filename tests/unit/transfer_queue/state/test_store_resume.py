@@ -1,13 +1,14 @@
 """Going back to a checkpoint, and going on from a journal or in a new process."""
 
+from typing import Any
+
 import msgspec
+import pytest
 
 from rl_async.messages import Done, Resumed, Version
-from rl_async.transfer_queue.state.batches import QueueSnapshot
-from rl_async.transfer_queue.state.transitions import (
-    LeaseLost,
-    RolledBack,
-)
+from rl_async.transfer_queue.state.snapshot import QueueSnapshot
+from rl_async.transfer_queue.state.tasks import numbered
+from rl_async.transfer_queue.state.transitions import LeaseLost, ReadmittedGroup, RolledBack
 from tests.unit.transfer_queue.conftest import members, train_step
 
 
@@ -107,6 +108,41 @@ def test_a_fresh_queue_needs_a_good_snapshot(make_rig):
     assert rig.store.resume(0, 1, b"") == Resumed(kept=0, readmitted=0)
     rig.publish(0, lineage=1)
     assert len(rig.lease()) == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cursor": b"junk"},
+        {"next_group": -1},
+        {"next_group": 1 << 62},
+        {"groups": [4]},
+        {"groups": [2, 2]},
+        {"groups": [-1]},
+        {"step": 0},
+    ],
+)
+def test_a_snapshot_that_makes_no_sense_is_refused_and_changes_nothing(make_rig, change: dict[str, Any]):
+    rig = make_rig()
+    good = {"cursor": b"4", "next_group": 4, "groups": [2, 3], "step": 1}
+
+    def resume(values: dict[str, Any]):
+        groups = [ReadmittedGroup(group=g, task=numbered(g), step=values["step"]) for g in values["groups"]]
+        snapshot = QueueSnapshot(next_group=values["next_group"], cursor=values["cursor"], groups=groups)
+        return rig.store.resume(1, 1, msgspec.msgpack.encode(snapshot))
+
+    before = rig.store.dump()
+    assert resume(good | change).code == "bad_snapshot"
+    assert rig.store.dump() == before and rig.seen == []
+    assert resume(good) == Resumed(kept=0, readmitted=2)
+    rig.publish(1, lineage=1)
+    assert [group.group_id for group in rig.lease()] == [2, 3, 4, 5]
+
+
+def test_a_resume_at_a_negative_step_is_refused(make_rig):
+    assert make_rig().store.resume(-1, 1, b"").code == "no_snapshot"
+    snapshot = msgspec.msgpack.encode(QueueSnapshot(next_group=0, cursor=b"0", groups=[]))
+    assert make_rig().store.resume(-1, 1, snapshot).code == "bad_snapshot"
 
 
 def test_snapshot_holds_what_is_not_trained(make_rig):
