@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from rl_async.errors import CheckpointFailed
@@ -25,6 +24,7 @@ from rl_async.threads import in_daemon_thread
 from rl_async.trainer.backends.interface import Backend
 from rl_async.trainer.checkpoints.folder import CheckpointState, begin, publish, temporary_folder
 from rl_async.trainer.checkpoints.manifest import FileDigest, digest, files_in, write_manifest
+from rl_async.trainer.checkpoints.shards import on_all_ranks
 
 log = logging.getLogger("rl_async.checkpoint")
 
@@ -125,15 +125,4 @@ class Saver:
         publish(folder, self._root, step, self._keep)
 
     def _on_all_ranks(self, work: Callable[[], None]) -> None:
-        """Do ``work`` on all ranks. Raises CheckpointFailed on all of them if it fails on one."""
-        failure: OSError | SafetensorError | None = None
-        try:
-            work()
-        except (OSError, SafetensorError) as error:  # a full disk raises either, depending on who was writing
-            failure = error
-        failed = torch.tensor([failure is not None], dtype=torch.int64)
-        dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
-        if failure is not None:
-            raise CheckpointFailed(f"rank {dist.get_rank()}: {failure}") from failure
-        if failed.item():
-            raise CheckpointFailed("another rank could not write its files; see that rank's log")
+        on_all_ranks(work, self._group, CheckpointFailed)

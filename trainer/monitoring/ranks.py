@@ -1,5 +1,6 @@
 """Joins the trainer's process group at a rank's start, and names the ranks that were lost when it fails."""
 
+import errno
 import os
 import random
 from collections.abc import Iterator
@@ -11,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import RanksLost
+from rl_async.errors import RanksLost, UserError
 from rl_async.process.heartbeat import who_is_missing
+from rl_async.weight_sync.transports.rendezvous import bind_groups, listening_store, own_address
 
 
 @contextmanager
@@ -45,13 +47,15 @@ def start_process_group(config: RunConfig) -> tuple[str, dist.Store]:
     """Join the trainer's process group and seed this rank; return this rank's device and the ranks' store."""
     torch.set_num_threads(config.launcher.threads)
     cuda = config.model.device == "cuda" or (config.model.device == "auto" and torch.cuda.is_available())
-    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
-        os.environ.setdefault(key, value)
     backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"  # counts and flags are reduced on the host with gloo
-    timeout = timedelta(seconds=config.trainer.collective_timeout_s)
-    store, rank, ranks = dist.HashStore(), 0, 1
+    rank, ranks = int(os.environ.setdefault("RANK", "0")), int(os.environ.setdefault("WORLD_SIZE", "1"))
+    timeout_s = config.trainer.collective_timeout_s
+    store: dist.Store = dist.HashStore()
     if "MASTER_PORT" in os.environ:  # without it this is a single rank started by hand
-        store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
+        store = _shared_store(rank, ranks, timeout_s)
+    else:
+        bind_groups("127.0.0.1")
+    timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backends, store=store, rank=rank, world_size=ranks, timeout=timeout)
     random.seed(config.seed + rank)
     torch.manual_seed(config.seed + rank)
@@ -61,3 +65,20 @@ def start_process_group(config: RunConfig) -> tuple[str, dist.Store]:
     torch.cuda.set_device(local)
     dist.all_reduce(torch.zeros(1, device="cuda"))  # NCCL needs all ranks in the first exchange of a group
     return f"cuda:{local}", store
+
+
+def _shared_store(rank: int, ranks: int, timeout_s: float) -> dist.TCPStore:
+    """Meet the other ranks at MASTER_ADDR and MASTER_PORT, where rank 0 opens the store; return it.
+
+    Raises UserError if rank 0 cannot listen there.
+    """
+    host, port = os.environ.setdefault("MASTER_ADDR", "127.0.0.1"), int(os.environ["MASTER_PORT"])
+    bind_groups(own_address(host, port))
+    if rank > 0:
+        return dist.TCPStore(host, port, ranks, is_master=False, timeout=timedelta(seconds=timeout_s))
+    try:
+        return listening_store(host, port, timeout_s, ranks)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:  # for the moment
+            raise RanksLost(f"rank 0 cannot listen on {host}:{port} (MASTER_PORT): {error}") from error
+        raise UserError(f"MASTER_ADDR={host}: rank 0 cannot listen there ({error}); give its own address") from error

@@ -8,7 +8,6 @@ that dies during a large one is noticed only at the deadline. After any failure 
 waits for its broadcasts.
 """
 
-import socket
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from torch import Tensor
 from rl_async.errors import WeightSyncError
 from rl_async.weight_sync.buckets.buckets import Bucket, wire_bytes
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
-from rl_async.weight_sync.transports.rendezvous import group_store
+from rl_async.weight_sync.transports.rendezvous import group_store, listening_store, own_address
 
 
 class GlooSender:
@@ -32,7 +31,7 @@ class GlooSender:
     def __init__(self, engines: int, group_name: str, timeout_s: float, host: str = "127.0.0.1") -> None:
         self._world_size, self._name, self._timeout_s, self._host = engines + 1, group_name, timeout_s, host
         try:
-            self._store: dist.TCPStore | None = _listening_store(host, timeout_s)
+            self._store: dist.TCPStore | None = listening_store(host, 0, timeout_s)
         except (OSError, RuntimeError) as error:
             raise WeightSyncError(f"gloo: cannot open a store on {host}: {error}") from error
         self._port: int = self._store.port
@@ -145,36 +144,6 @@ def joined_store(info: InitInfo) -> dist.TCPStore:
         raise WeightSyncError(
             f"{info.backend}: no store answers at {info.master_address}:{info.master_port}: {error}"
         ) from error
-
-
-def own_address(peer: str, port: int) -> str:
-    """Return the IPv4 address from which this host reaches ``peer``; sends nothing.
-
-    Raises WeightSyncError if there is no route.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((peer, port))
-        except OSError as error:
-            raise WeightSyncError(f"gloo: {peer} cannot be reached from here: {error}") from error
-        return probe.getsockname()[0]
-
-
-def _listening_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """Open a store on a free port of this one IPv4 address.
-
-    By default a store listens on all interfaces and over IPv6, where it looks up the name of every peer, which takes
-    seconds with a slow resolver.
-    """
-    listener = socket.create_server((host, 0))
-    return dist.TCPStore(
-        host,
-        listener.getsockname()[1],
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
 
 
 def _make_group(

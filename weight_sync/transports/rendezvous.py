@@ -1,8 +1,74 @@
-"""Key prefixes under which the members of a process group meet inside a store."""
+"""Where the members of a process group meet: a store that listens on one address, and the keys of a group inside it.
 
+Neither a store nor gloo asks for a credential, so both listen only where the members are: on loopback, or on the
+address in the network that the launcher gives.
+"""
+
+import logging
+import os
+import socket
+from datetime import timedelta
 from typing import Literal
 
+import psutil
 from torch import distributed as dist
+
+from rl_async.errors import WeightSyncError
+
+log = logging.getLogger("rl_async.rendezvous")
+
+
+def listening_store(host: str, port: int, timeout_s: float, members: int | None = None) -> dist.TCPStore:
+    """Open a store on this one IPv4 address, on a free port if ``port`` is 0. Waits for ``members`` if they are given.
+
+    By default a store listens on all interfaces and over IPv6, where it looks up the name of every peer, which takes
+    seconds with a slow resolver. Raises OSError if the address cannot be used.
+    """
+    listener = socket.create_server((host, port))
+    return dist.TCPStore(
+        host,
+        listener.getsockname()[1],
+        world_size=members,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=members is not None,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def own_address(peer: str, port: int) -> str:
+    """Return the IPv4 address from which this host reaches ``peer``; sends nothing.
+
+    Raises WeightSyncError if there is no route.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((peer, port))
+        except OSError as error:
+            raise WeightSyncError(f"gloo: {peer} cannot be reached from here: {error}") from error
+        return probe.getsockname()[0]
+
+
+def bind_groups(address: str) -> None:
+    """Let the groups that torch makes from now on, whose options it chooses itself, listen on ``address`` only.
+
+    Both libraries take the name of an interface. A user's own setting stays. By default gloo takes the address of the
+    host's name, and NCCL the first interface that is not loopback.
+    """
+    name = interface_of(address)
+    if name is None:
+        log.warning("no interface has the address %s; set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME", address)
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface that has the IPv4 address; None if none has."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.family == socket.AF_INET and entry.address == address for entry in addresses):
+            return name
+    return None
 
 
 def group_store(store: dist.Store, name: str, device: Literal["cpu", "cuda"]) -> dist.Store:

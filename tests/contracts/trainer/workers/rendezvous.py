@@ -1,0 +1,50 @@
+"""One rank that joins the trainer's group and shows where it listens: ``… RUN_FOLDER``.
+
+It saves and loads a sharded and a whole tensor meanwhile, and would fail if that unpickled anything of another rank.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.trainer.checkpoints.shards import read_shards, write_shards
+from rl_async.trainer.monitoring.ranks import ranks_joined
+from tests.support.listeners import listeners
+
+
+def refused(*arguments: Any) -> NoReturn:
+    raise AssertionError("a pickled object came from another rank")
+
+
+def tensors(value: float) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = torch.arange(15.0).reshape(5, 3) * value
+    return {"sharded": distribute_tensor(rows, mesh, [Shard(0)]), "whole": torch.tensor(value)}
+
+
+def main(folder: Path) -> None:
+    distributed_c10d._tensor_to_object = refused
+    config = RunConfig(model=ModelConfig(path="none"), data=DataConfig(path="none"))
+    with ranks_joined(config, folder):
+        write_shards(tensors(2.0), folder / "shards", None)
+        read = tensors(0.0)
+        read_shards(read, folder / "shards")
+        assert all(torch.equal(full(a), full(b)) for a, b in zip(read.values(), tensors(2.0).values(), strict=True))
+        print(" ".join(listeners([os.getpid()])), flush=True)
+        dist.barrier()
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
