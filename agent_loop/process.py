@@ -29,7 +29,7 @@ async def run_worker(config: RunConfig, index: int, address: str, *, folder: Pat
         pool = engine_pool(config.rollout)
         runner = EpisodeRunner(config, load_renderer(config.model.path), pool)
         rewards = await stack.enter_async_context(RewardService(config.reward, model_url=reward_model, folder=folder))
-        client = QueueClient(address, role="agent", name=f"agent-{index}", keys=client_keys(config, folder))
+        client = QueueClient(address, role="agent", name=f"agent-{index}", keys=client_keys(config, folder, "worker"))
         queue = await stack.enter_async_context(client)
         stack.push_async_callback(pool.close)
         worker = AgentWorker(queue, runner, rewards, config)

@@ -16,12 +16,14 @@ interleaved and the table has medians, because others may use the machine's core
     ranks_2_bytes_untouched   share of the batch's bytes that a rank of two never reads or hands on     goal 0.5
 
     python -m benchmarks.transfer_queue [--repeats 3] [--groups 1000000] [--transferqueue PYTHON] [--json FILE]
+    python -m benchmarks.transfer_queue --credentials [--repeats 3]     what keys cost, on a socket file and with CURVE
 
 ``--transferqueue`` is the Python of an environment with TransferQueue 0.1.11, which brings Ray.
 """
 
 import argparse
 import json
+import resource
 import shutil
 import socket
 import statistics
@@ -31,16 +33,19 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
 from benchmarks.queue.arms import BATCH, ROWS
 from benchmarks.queue.costs import admission_ms, cost_of_groups, cost_of_producers, memory_of_payload
 from benchmarks.queue.ranks import ranks_figures
+from rl_async.transfer_queue.auth.keys import make_keys
 
 HERE = Path(__file__).parent
 HELD = "2048"  # groups, for the memory
 Rate = tuple[float, float]  # rows per second, MB per second
+Way = Literal["tcp", "ipc", "curve"]  # TCP without keys; a socket file with keys; TCP with keys, encrypted
 
 
 def address() -> str:
@@ -119,19 +124,46 @@ def redis_streams(groups: int) -> Rate:
         return result(consumer)
 
 
-def queue(journal: str, shards: int = 0) -> Callable[[int], Rate]:
+def queue(journal: str, shards: int = 0, way: Way = "tcp") -> Callable[[int], Rate]:
     def run(groups: int) -> Rate:
-        at, groups = address(), groups // BATCH * BATCH
+        groups = groups // BATCH * BATCH
         with ExitStack() as stack:
-            stack.enter_context(role("queue_server", at, journal, stack.enter_context(tempfile.TemporaryDirectory())))
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            at = f"ipc://{folder}/queue" if way == "ipc" else address()
+            keys = "" if way == "tcp" else f"{folder}/keys"
+            if keys:
+                make_keys(Path(keys))
+            stack.enter_context(role("queue_server", at, journal, folder))
             for number in range(shards):
                 stack.enter_context(role("queue_shard", address(), at, f"shard-{number}"))
-            consumer = stack.enter_context(role("queue_consumer", at, str(groups)))
+            consumer = stack.enter_context(role("queue_consumer", at, str(groups), keys))
             line(consumer)  # ready
-            stack.enter_context(role("queue_producer", at, str(groups)))
+            stack.enter_context(role("queue_producer", at, str(groups), "inf", keys))
             return result(consumer)
 
     return run
+
+
+def cpu_s() -> float:
+    """CPU seconds of all child processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def credentials(repeats: int, groups: int) -> None:
+    """Print rows/s and CPU per row, start included, of the memory arm on each way; medians of interleaved repeats."""
+    ways: tuple[Way, ...] = ("tcp", "ipc", "curve")
+    found: dict[Way, list[tuple[float, float]]] = {way: [] for way in ways}
+    for _ in range(repeats):
+        for way in ways:
+            began = cpu_s()
+            rate, _ = queue("memory", way=way)(groups)
+            found[way].append((rate, 1e6 * (cpu_s() - began) / (groups * ROWS)))
+            print(f"{way:6}{found[way][-1][0]:10,.0f} rows/s{found[way][-1][1]:8.1f} us/row", flush=True)
+    medians = {way: tuple(map(statistics.median, zip(*found[way]))) for way in ways}
+    for way in ways:
+        rate, cpu = (now / before for now, before in zip(medians[way], medians["tcp"]))
+        print(f"median {way:6}{medians[way][0]:10,.0f} rows/s ({rate:.3f}){medians[way][1]:8.1f} us/row ({cpu:.3f})")
 
 
 def transferqueue(python: str) -> Callable[[int], Rate]:
@@ -191,7 +223,11 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=1_000_000, help="handled in all for the cost's growth")
     parser.add_argument("--transferqueue", default="", metavar="PYTHON")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--credentials", action="store_true", help="measure only what keys cost, and end")
     arguments = parser.parse_args()
+    if arguments.credentials:
+        credentials(arguments.repeats, arguments.throughput_groups)
+        return
     print(f"{psutil.cpu_count()} cores, load {psutil.getloadavg()[0]:.1f}")
     rows = throughput(arguments)
     ours, raw = rows["this queue, memory"], rows["raw ZMQ, one broker"]

@@ -7,6 +7,7 @@ RlAsyncError
 │   ├── JournalError     the queue's journal cannot be read or written; names the file or server and a remedy
 │   └── CheckpointDamaged no undamaged checkpoint is left to continue from; names the files
 ├── ProtocolError        a malformed or unexpected message from another process
+│   └── AccessDenied     the queue does not allow this with the client's key; names the verb and the roles that may
 ├── EngineError          an engine refused or failed a request
 │   ├── EngineRejected   a bad request, which is never retried
 │   └── EngineLost       connection lost or timed out; the request may be replayed elsewhere
@@ -53,6 +54,10 @@ class CheckpointDamaged(UserError):
 
 class ProtocolError(RlAsyncError):
     """A message from another process does not follow the protocol."""
+
+
+class AccessDenied(ProtocolError):
+    """The transfer queue does not allow a request with this client's key, or any request without one."""
 
 
 class EngineError(RlAsyncError):

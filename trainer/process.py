@@ -122,7 +122,7 @@ def _restore(folder: Path, models: Models, kl: KlController, resume: bool) -> _S
 def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None, wire: Wire) -> None:
     """Train on the batches of the queue at ``address``. A resumed run first rolls the queue back to ``snapshot``."""
     config = run.config
-    keys = client_keys(config, run.folder)
+    keys = client_keys(config, run.folder, "trainer")
     with SyncQueueClient(address, role="trainer", name=f"trainer-{run.rank}", keys=keys) as queue:
         run.source = sources.QueueSource(queue, config.trainer.batch_timeout_s)
         if run.rank != 0:

@@ -1,4 +1,4 @@
-"""The transfer queue process: ``python -m rl_async.transfer_queue --run RUN --address tcp://127.0.0.1:PORT``."""
+"""The transfer queue process: ``python -m rl_async.transfer_queue --run RUN --address ADDRESS``."""
 
 import contextlib
 import logging
@@ -7,16 +7,14 @@ import sys
 import threading
 import time
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import zmq
 
-from rl_async.configs.derived.queue import is_loopback
 from rl_async.configs.load.loader import load_resolved
-from rl_async.errors import UserError
 from rl_async.process.role import add_run, role_parser, run_role
 from rl_async.transfer_queue.auth.authenticator import Authenticator
 from rl_async.transfer_queue.auth.keys import client_keys, server_keys
+from rl_async.transfer_queue.auth.sockets import is_file
 from rl_async.transfer_queue.data.task_stream import make_sources
 from rl_async.transfer_queue.journal.opener import open_journal
 from rl_async.transfer_queue.journal.recovery import JournalRecorder, recover
@@ -39,11 +37,6 @@ def run_queue(run: Path, address: str, *, relaunched: bool, stopped: threading.E
     """
     config = load_resolved(run / "config.yaml")
     keys = server_keys(config, run)
-    if keys is None and not is_loopback(urlsplit(address).hostname or ""):
-        raise UserError(
-            f"--address {address} can be reached from elsewhere, and the config leaves the queue open; set "
-            "queue.curve=always and make keys with `rl-async queue keygen`"
-        )
     source, eval_tasks = make_sources(config)
     with (
         contextlib.closing(open_journal(config, run)) as journal,
@@ -60,12 +53,13 @@ def run_queue(run: Path, address: str, *, relaunched: bool, stopped: threading.E
         recorder = JournalRecorder(store, journal, ledger)
         recorder.flush()
         limits, auth = config.queue.limits, None
-        if keys is not None:
+        if not is_file(address):
             auth = stack.enter_context(Authenticator(context, keys.allowed, lambda: store.count("denied")))
-        metrics = serve_metrics(config.queue.metrics_port, address, client_keys(config, run))
+        port = config.queue.metrics_port
+        metrics = serve_metrics(port, address, client_keys(config, run, "reader") if port else None)
         with bind(context, address, keys=keys, limits=limits) as socket, metrics:
-            log.info("listening on %s, %s", address, "open" if keys is None else "closed to clients without a key")
-            server = QueueServer(store, journal, feed, limits=limits)
+            log.info("listening on %s, closed to clients without a key", address)
+            server = QueueServer(store, journal, feed, limits=limits, allowed=keys.allowed)
             serve(socket, server, recorder.flush, stopped.is_set, auth=auth)
     log.info("ended")
 
@@ -74,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     """Parse the command line and serve the queue; return the exit code."""
     parser = role_parser("transfer_queue", __doc__)
     add_run(parser)
-    parser.add_argument("--address", required=True, help="where to listen, e.g. tcp://127.0.0.1:5555")
+    parser.add_argument("--address", required=True, help="where to listen: tcp://IP:PORT or ipc://FILE")
     parser.add_argument(
         "--relaunched",
         action="store_true",

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rl_async.errors import ProtocolError
-from rl_async.messages import Malformed, Reply, ReplyType, Request, RequestType
+from rl_async.errors import AccessDenied, ProtocolError
+from rl_async.messages import Malformed, Refused, Reply, ReplyType, Request, RequestType
 from rl_async.messages.codec import Frame
 
 ID_BYTES = 8
@@ -21,6 +21,8 @@ JOINED_BYTES = 1 << 20
 # Codes of refusals that clients act upon.
 HELLO = "hello"  # the queue does not know this connection: it was restarted, or has forgotten a silent client
 BUSY = "busy"  # the queue asks this client to wait and to ask again
+DENIED = "denied"  # the client has shown no key, or one that is not allowed (any more)
+FORBIDDEN = "forbidden"  # the client's key has a role that may not do this
 SHARDED = "sharded"  # a payload that should have gone to a shard
 SHARD_LOST = "shard_lost"  # it names a shard that does not count any more
 MEDIA = "media"  # the sample refers to media that are not here: put it again with them
@@ -130,7 +132,10 @@ def body(part: Any) -> Frame:
 
 
 def checked(message: ReplyMessage) -> ReplyMessage:
-    """The same message. Raises ProtocolError if the queue did not understand the request."""
+    """The same message. Raises ProtocolError if the queue did not understand the request, AccessDenied if it may not be
+    made with this client's key."""
     if isinstance(message.reply, Malformed):
         raise ProtocolError(f"the transfer queue did not understand a request: {message.reply.reason}")
+    if isinstance(message.reply, Refused) and message.reply.code in (DENIED, FORBIDDEN):
+        raise AccessDenied(f"the transfer queue refused: {message.reply.reason}")
     return message

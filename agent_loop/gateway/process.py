@@ -42,7 +42,7 @@ async def run_gateway(
         pool = engine_pool(config.rollout)
         renderer = load_renderer(config.model.path)
         rewards = await stack.enter_async_context(RewardService(config.reward, model_url=reward_model, folder=folder))
-        client = QueueClient(queue_address, role="agent", name="gateway", keys=client_keys(config, folder))
+        client = QueueClient(queue_address, role="agent", name="gateway", keys=client_keys(config, folder, "worker"))
         queue = await stack.enter_async_context(client)
         stack.push_async_callback(pool.close)
         episodes = OpenEpisodes(config, renderer, pool, queue, rewards)
@@ -83,7 +83,7 @@ def attach(run: Path, host: str, port: int) -> int:
 
     def work() -> None:
         places = read_endpoints(run)
-        keys = client_keys(load_resolved(run / "config.yaml"), run)
+        keys = client_keys(load_resolved(run / "config.yaml"), run, "worker")
         probe = SyncQueueClient(places.queue, role="agent", name="gateway-probe", timeout_s=ANSWER_S, keys=keys)
         try:
             with probe as queue:

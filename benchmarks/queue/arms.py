@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,11 @@ import zmq
 
 from rl_async.configs.schema.queue import QueueLimits
 from rl_async.messages import LeasedGroup, Sampling, Task, Trajectory, Version, VersionRun, codec
+from rl_async.transfer_queue.auth.allow_list import AllowList
+from rl_async.transfer_queue.auth.authenticator import Authenticator
+from rl_async.transfer_queue.auth.keys import ClientKeys, ServerKeys, read_client_keys
+from rl_async.transfer_queue.auth.roles import Role
+from rl_async.transfer_queue.auth.sockets import is_file
 from rl_async.transfer_queue.client.async_client import QueueClient
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.journal.interface import Journal
@@ -168,20 +173,34 @@ def journal_of(kind: str, folder: Path) -> Journal:
     return SqliteJournal(folder, "benchmark") if kind == "sqlite" else MemoryJournal()
 
 
+def keys_of(folder: str, role: Role) -> ClientKeys | None:
+    """Those of a role in ``folder``; None for an empty name, as an open queue needs none."""
+    return read_client_keys(Path(folder), role) if folder else None
+
+
 def queue_server(address: str, kind: str, folder: str, batch: str = str(BATCH), group_size: str = str(ROWS)) -> None:
-    """The queue's own loop, with ledger and journal, around its own store."""
+    """The queue's own loop, with ledger and journal, around its own store; closed if there are keys in ``folder``."""
+    place = Path(folder) / "keys"
+    keys = None
+    if place.exists():
+        keys = ServerKeys((place / "server.key").read_bytes().strip(), AllowList(place / "clients"))
     with (
         closing(journal_of(kind, Path(folder))) as journal,
         closing(Ledger(Path(folder) / "ledger.jsonl")) as ledger,
         zmq.Context() as context,
-        bind(context, address) as socket,
+        ExitStack() as stack,
     ):
         feed = Feed(journal.append, ledger.append)
         replicas = 1 if kind == "sharded" else 0
         store = Store(settings(int(batch), int(group_size), replicas), Counted(), [], feed)
         recover(store, journal, ledger, time.monotonic())
-        server = QueueServer(store, journal, feed, limits=QueueLimits(requests_per_s=1e6))  # one client plays many
-        serve(socket, server, JournalRecorder(store, journal, ledger).flush, lambda: False)
+        auth = None
+        if keys is not None and not is_file(address):
+            auth = stack.enter_context(Authenticator(context, keys.allowed, lambda: store.count("denied")))
+        socket = stack.enter_context(bind(context, address, keys=keys))
+        limits = QueueLimits(requests_per_s=1e6)  # one client plays many
+        server = QueueServer(store, journal, feed, limits=limits, allowed=None if keys is None else keys.allowed)
+        serve(socket, server, JournalRecorder(store, journal, ledger).flush, lambda: False, auth=auth)
 
 
 def queue_shard(address: str, queue: str, name: str) -> None:
@@ -189,11 +208,11 @@ def queue_shard(address: str, queue: str, name: str) -> None:
     run_shard(address, queue, name)
 
 
-def queue_producer(address: str, groups: str, groups_per_s: str = "inf") -> None:
-    uvloop.run(_produce(address, int(groups), float(groups_per_s)))  # as a worker
+def queue_producer(address: str, groups: str, groups_per_s: str = "inf", keys: str = "") -> None:
+    uvloop.run(_produce(address, int(groups), float(groups_per_s), keys_of(keys, "worker")))  # as a worker
 
 
-async def _produce(address: str, groups: int, rate: float) -> None:
+async def _produce(address: str, groups: int, rate: float, keys: ClientKeys | None) -> None:
     """A worker: lease, make rows, hand over; several groups at once, and ``rate`` per second at most.
 
     Prints the median milliseconds of a lease that got groups; below the full rate, those that need not wait for any.
@@ -206,7 +225,7 @@ async def _produce(address: str, groups: int, rate: float) -> None:
         n = sizes[group.group_id % len(sizes)]
         await asyncio.gather(*(client.put(row(group, s, int(n[s]))) for s in group.samples))
 
-    async with QueueClient(address, role="agent", name="producer") as client:
+    async with QueueClient(address, role="agent", name="producer", keys=keys) as client:
         while left:
             await asyncio.sleep((groups - left) / rate - (time.perf_counter() - began))
             asked = time.perf_counter()
@@ -224,9 +243,9 @@ async def _produce(address: str, groups: int, rate: float) -> None:
     print(json.dumps({"lease_ms": statistics.median(waits)}), flush=True)
 
 
-def queue_consumer(address: str, groups: str) -> None:
+def queue_consumer(address: str, groups: str, keys: str = "") -> None:
     """Act as the trainer: reserve, fetch, commit, publish and retire each step."""
-    with SyncQueueClient(address, role="trainer", name="consumer") as client:
+    with SyncQueueClient(address, role="trainer", name="consumer", keys=keys_of(keys, "trainer")) as client:
         client.publish(Version(), [])
         print("ready", flush=True)
         began, nbytes, seen = 0.0, 0, 0

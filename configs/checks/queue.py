@@ -4,7 +4,7 @@ import ipaddress
 import re
 
 from rl_async.configs.derived.data import parts
-from rl_async.configs.derived.queue import is_closed, slack
+from rl_async.configs.derived.queue import is_encrypted, slack
 from rl_async.configs.schema.run import RunConfig
 
 
@@ -23,11 +23,11 @@ def access(c: RunConfig) -> str | None:
         ipaddress.IPv4Address(c.queue.host)
     except ValueError:
         return f"queue.host={c.queue.host} must be an IPv4 address: 127.0.0.1, 0.0.0.0, or one of this machine's"
-    if c.queue.clients and not is_closed(c.queue):
-        return "queue.clients has no effect on a queue that needs no keys; also set queue.curve=always"
-    for key in c.queue.clients:
-        if not re.fullmatch(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}", key):
-            return f"queue.clients: {key!r} is not a public key; use the 40 characters of a client's .pub file"
+    if c.queue.port and not is_encrypted(c.queue):
+        return "queue.port has no effect on a queue that clients reach by a socket file; also set queue.curve=always"
+    for line in c.queue.clients:
+        if not re.fullmatch(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40} [a-z]+", line):
+            return f"queue.clients: {line!r} is not a public key with a role; use the line in a client's .pub file"
     return None
 
 

@@ -1,5 +1,5 @@
-"""What the section `queue` implies: whether clients need keys, where these are, and how many steps of the staleness
-bound are left to the sampling policy."""
+"""What the section `queue` implies: how clients reach the queue, where their keys are, and how many steps of the
+staleness bound are left to the sampling policy."""
 
 import ipaddress
 from pathlib import Path
@@ -16,15 +16,13 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def is_closed(queue: QueueConfig) -> bool:
-    """Return whether every connection to the queue needs a CURVE key."""
-    return queue.curve == "always" or bool(queue.keys) or not is_loopback(queue.host)
+def is_encrypted(queue: QueueConfig) -> bool:
+    """Return whether clients come by TCP and CURVE; otherwise by socket files that only this user can open."""
+    return queue.curve == "always" or not is_loopback(queue.host)
 
 
-def key_folder(config: RunConfig, run: Path) -> Path | None:
-    """Return the folder with the run's keys; None if its queue needs none."""
-    if not is_closed(config.queue):
-        return None
+def key_folder(config: RunConfig, run: Path) -> Path:
+    """Return the folder with the run's keys."""
     return Path(config.queue.keys) if config.queue.keys else run / "keys"
 
 

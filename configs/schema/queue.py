@@ -101,18 +101,27 @@ class QueueConfig(Config, frozen=True):
         ),
     ] = 1 << 28
     host: Annotated[
-        str, doc("IPv4 address to listen on; 0.0.0.0: all. Clients need keys on any address but loopback.")
+        str,
+        doc(
+            "IPv4 address to listen on; 0.0.0.0: all. On loopback, socket files that only this user can open take the "
+            "place of an address, unless queue.curve=always."
+        ),
     ] = "127.0.0.1"
     port: Annotated[Count, doc("0: a free port.")] = 0
-    curve: Annotated[Literal["auto", "always"], doc("auto: clients need CURVE keys if queue.host is not loopback.")] = (
-        "auto"
-    )
+    curve: Annotated[
+        Literal["auto", "always"],
+        doc(
+            "Clients always need a key. auto: connections are encrypted if queue.host is not loopback; always: on "
+            "loopback too, for clients that cannot open this machine's socket files, as in another container."
+        ),
+    ] = "auto"
     keys: Annotated[
         str,
-        doc("Folder made by `rl-async queue keygen`; turns CURVE on. Empty: keys/ in the run folder, if needed."),
+        doc("Folder made by `rl-async queue keygen`. Empty: keys/ in the run folder, made when the run starts."),
     ] = ""
     clients: Annotated[
-        tuple[str, ...], doc("Public keys (Z85) that are allowed besides those in clients/ of the key folder.")
+        tuple[str, ...],
+        doc("Public keys with their roles (lines of .pub files), allowed besides clients/ of the key folder."),
     ] = ()
     shards: Annotated[
         Count,

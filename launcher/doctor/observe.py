@@ -208,7 +208,7 @@ def _observe_queue(
 ) -> tuple[ObservedQueue | None, tuple[EngineRecord, ...]]:
     try:
         address = read_endpoints(run).queue
-        keys = client_keys(config, run)
+        keys = client_keys(config, run, "reader")
         with SyncQueueClient(address, role="person", name="doctor", timeout_s=ANSWER_S, keys=keys) as queue:
             report = queue.inspect()
             groups = queue.group_list(-1, LISTED).groups

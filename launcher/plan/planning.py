@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rl_async.configs.derived.queue import is_encrypted
 from rl_async.configs.derived.transport import Transport, resolve_transport
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.engines import engine_spec
@@ -20,8 +21,9 @@ from rl_async.launcher.plan.memory import (
     worker_bytes,
 )
 from rl_async.launcher.plan.ports import HOST, PortWish
-from rl_async.launcher.plan.spec import THIS_MACHINE, ProcessSpec, environment, module
+from rl_async.launcher.plan.spec import THIS_MACHINE, ProcessSpec, environment, fill, module
 from rl_async.process.endpoints import Endpoints
+from rl_async.transfer_queue.auth.sockets import SCHEME, socket_folder
 
 REWARD_MODEL = "reward-model"
 GATEWAY = "gateway"
@@ -44,7 +46,7 @@ class Plan:
     stop_timeout_s: float
     reward_model: ProcessSpec | None = None
     shards: tuple[ProcessSpec, ...] = ()
-    queue_host: str = HOST  # as this machine's processes reach it
+    queue_address: str = f"tcp://{HOST}:{{queue}}"  # as this machine's processes reach it, with the port to fill in
     hosts: Mapping[str, str] = field(default_factory=dict)  # of processes here that do not listen on loopback
 
     @property
@@ -72,7 +74,7 @@ def plan(
         stop_timeout_s=config.launcher.stop_timeout_s,
         reward_model=_reward_model(config, devices) if serves_reward_model(config) else None,
         shards=tuple(_shard(config, run_dir, f"shard-{i}") for i in range(config.queue.shards)),
-        queue_host=queue_host(config),
+        queue_address=queue_address(config, run_dir),
         hosts={f"shard-{i}": config.queue.host for i in range(config.queue.shards)},
     )
 
@@ -116,9 +118,14 @@ def assign_devices(config: RunConfig, gpus: int) -> Devices:
     )
 
 
-def queue_host(config: RunConfig) -> str:
-    """Return the queue's address for processes on this machine."""
-    return HOST if config.queue.host == "0.0.0.0" else config.queue.host
+def queue_address(config: RunConfig, run_dir: Path) -> str:
+    """Return the queue's address for processes on this machine, with ``{queue}`` for its port if it has one."""
+    host = HOST if config.queue.host == "0.0.0.0" else config.queue.host
+    return f"tcp://{host}:{{queue}}" if is_encrypted(config.queue) else _socket_file(run_dir, "queue")
+
+
+def _socket_file(run_dir: Path, name: str) -> str:
+    return f"{SCHEME}{socket_folder(run_dir) / name}"
 
 
 def _prepare(config: RunConfig, run_dir: Path) -> ProcessSpec | None:
@@ -129,7 +136,10 @@ def _prepare(config: RunConfig, run_dir: Path) -> ProcessSpec | None:
 
 
 def _queue(config: RunConfig, run_dir: Path) -> ProcessSpec:
-    argv = module("transfer_queue", "--run", str(run_dir), "--address", f"tcp://{config.queue.host}:{{queue}}")
+    address = f"tcp://{config.queue.host}:{{queue}}"
+    if not is_encrypted(config.queue):
+        address = queue_address(config, run_dir)
+    argv = module("transfer_queue", "--run", str(run_dir), "--address", address)
     return ProcessSpec(
         name="queue",
         role="queue",
@@ -142,8 +152,8 @@ def _queue(config: RunConfig, run_dir: Path) -> ProcessSpec:
 
 
 def _shard(config: RunConfig, run_dir: Path, name: str) -> ProcessSpec:
-    queue, own = f"tcp://{queue_host(config)}:{{queue}}", f"tcp://{{{name}.host}}:{{{name}}}"
-    flags = ("--run", str(run_dir), "--queue", queue, "--address", own, "--name", name)
+    own = f"tcp://{{{name}.host}}:{{{name}}}" if is_encrypted(config.queue) else _socket_file(run_dir, name)
+    flags = ("--run", str(run_dir), "--queue", queue_address(config, run_dir), "--address", own, "--name", name)
     return ProcessSpec(
         name=name,
         role="shard",
@@ -190,7 +200,7 @@ def _workers(config: RunConfig, run_dir: Path) -> tuple[ProcessSpec, ...]:
 
 
 def _worker(config: RunConfig, run_dir: Path, name: str, program: str, *flags: str) -> ProcessSpec:
-    argv = module(program, "--run", str(run_dir), *flags, "--queue", f"tcp://{queue_host(config)}:{{queue}}")
+    argv = module(program, "--run", str(run_dir), *flags, "--queue", queue_address(config, run_dir))
     if serves_reward_model(config):
         argv += ("--reward-model", f"http://{{{REWARD_MODEL}.host}}:{{{REWARD_MODEL}}}")
     return ProcessSpec(
@@ -206,7 +216,7 @@ def _worker(config: RunConfig, run_dir: Path, name: str, program: str, *flags: s
 def _trainer(
     config: RunConfig, run_dir: Path, rank: int, devices: Devices, size: ModelSize | None, resume: bool
 ) -> ProcessSpec:
-    flags = ("--run", str(run_dir), "--queue", f"tcp://{queue_host(config)}:{{queue}}")
+    flags = ("--run", str(run_dir), "--queue", queue_address(config, run_dir))
     argv = module("trainer", *flags, "--host", f"{{trainer-{rank}.host}}")
     return ProcessSpec(
         name=f"trainer-{rank}",
@@ -254,8 +264,10 @@ def _ports(config: RunConfig) -> tuple[PortWish, ...]:
     engines = (
         PortWish(f"engine-{i}", first + i if first else 0, "rollout.port") for i in range(config.rollout.engines)
     )
-    shards = (PortWish(f"shard-{i}") for i in range(config.queue.shards))
-    wishes = [PortWish("queue", config.queue.port, "queue.port"), *shards, *engines, PortWish(RENDEZVOUS)]
+    wishes = [*engines, PortWish(RENDEZVOUS)]
+    if is_encrypted(config.queue):
+        shards = (PortWish(f"shard-{i}") for i in range(config.queue.shards))
+        wishes = [PortWish("queue", config.queue.port, "queue.port"), *shards, *wishes]
     if config.reward.model is not None and serves_reward_model(config):
         wishes.append(PortWish(REWARD_MODEL, config.reward.model.port, "reward.model.port"))
     if config.agent.gateway is not None:
@@ -263,11 +275,13 @@ def _ports(config: RunConfig) -> tuple[PortWish, ...]:
     return tuple(wishes)
 
 
-def endpoints(config: RunConfig, ports: Mapping[str, int], hosts: Mapping[str, str] = THIS_MACHINE) -> Endpoints:
+def endpoints(
+    config: RunConfig, run_dir: Path, ports: Mapping[str, int], hosts: Mapping[str, str] = THIS_MACHINE
+) -> Endpoints:
     """Return the addresses of those processes of a run to which others connect."""
     gateway = config.agent.gateway
     return Endpoints(
-        queue=f"tcp://{queue_host(config)}:{ports['queue']}",
+        queue=fill(queue_address(config, run_dir), ports),
         reward_model=f"http://{hosts.get(REWARD_MODEL, HOST)}:{ports[REWARD_MODEL]}" if REWARD_MODEL in ports else "",
         gateway="" if gateway is None else f"http://{gateway.host}:{ports[GATEWAY]}",
     )

@@ -23,7 +23,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError,
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from rl_async.configs.derived.queue import is_closed, is_loopback
+from rl_async.configs.derived.queue import is_loopback
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RlAsyncError, UserError
 from rl_async.launcher.plan.planning import RENDEZVOUS, Plan
@@ -332,12 +332,12 @@ class RayNodes:
 
 
 def _run_files(config: RunConfig, folder: Path, spec: ProcessSpec) -> dict[str, bytes]:
-    """Return the files of the run folder that a process reads: the config, and its keys if the queue is closed."""
+    """Return the files of the run folder that a process reads: the config, and the keys of its role."""
     paths = [folder / "config.yaml"]
-    if is_closed(config.queue) and not config.queue.keys and spec.role in KEY_HOLDERS:
+    if not config.queue.keys and spec.role in KEY_HOLDERS:
         keys = folder / "keys"
-        paths += [keys / "server.pub", keys / "run.key"]
-        if spec.role == "shard":
+        paths += [keys / "server.pub", keys / ("reader.key" if spec.role == "queue" else f"{spec.role}.key")]
+        if spec.role in ("queue", "shard"):
             paths += [keys / "server.key", *(keys / "clients").glob("*.pub")]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 

@@ -21,6 +21,8 @@ from rl_async.messages import EngineRecord, Reserved, Version
 from rl_async.rollout_server.connect import connect
 from rl_async.trainer.monitoring.records import write_trajectories
 from rl_async.transfer_queue.auth.keys import client_keys
+from rl_async.transfer_queue.auth.sockets import place_sockets
+from rl_async.transfer_queue.client.async_client import QueueClient
 
 EVAL_ID = 0
 POLL_S = 5.0
@@ -42,11 +44,13 @@ def evaluate(config: RunConfig, name_or_path: str) -> int:
 
     async def run() -> int:
         try:
-            with Supervisor(planned, executor, folder, client_keys(config, folder)) as supervisor:
+            keys, trains = client_keys(config, folder, "operator"), client_keys(config, folder, "trainer")
+            with Supervisor(planned, executor, folder, keys) as supervisor:
                 await prepare(config, planned, supervisor, console)
                 announce(config, folder, executor, console)
-                evaluation = EvaluationRun(supervisor, config, folder)
-                await supervisor.run(evaluation.run, evaluation.on_engine)
+                async with QueueClient(supervisor.address, role="trainer", name="evaluation", keys=trains) as queue:
+                    evaluation = EvaluationRun(queue, config, folder)
+                    await supervisor.run(evaluation.run, evaluation.on_engine)
         except Interrupted as interruption:
             return EXIT_SIGNAL + interruption.number
         for line in report_lines(evaluation.result):
@@ -54,7 +58,7 @@ def evaluate(config: RunConfig, name_or_path: str) -> int:
         console.print(f"run folder: {folder}", markup=False, highlight=False, soft_wrap=True)
         return 0
 
-    with hold(folder):
+    with hold(folder), place_sockets(config, folder):
         planned, ports = make_ready(config, folder)
         executor = ThisMachine(ports, folder, planned.hosts)
         with log_into(folder):
@@ -76,8 +80,8 @@ def without_training(config: RunConfig) -> RunConfig:
 class EvaluationRun:
     """One evaluation, which the supervisor runs in place of the trainer."""
 
-    def __init__(self, supervisor: Supervisor, config: RunConfig, folder: Path) -> None:
-        self._supervisor, self._timeout_s = supervisor, config.trainer.batch_timeout_s
+    def __init__(self, queue: QueueClient, config: RunConfig, folder: Path) -> None:
+        self._queue, self._timeout_s = queue, config.trainer.batch_timeout_s
         self._trajectories = folder / "trajectories" / f"eval-{0:06d}.jsonl.gz"
         self.result = Reserved(step=EVAL_ID, headers=[])
 
@@ -91,23 +95,21 @@ class EvaluationRun:
             await engine.resume()
         finally:
             await engine.close()
-        queue = self._supervisor.queue
-        await queue.publish(Version(), [record.engine_id])
-        await queue.confirm(record.engine_id, Version())  # needed where another engine was published before
+        await self._queue.publish(Version(), [record.engine_id])
+        await self._queue.confirm(record.engine_id, Version())  # needed where another engine was published before
 
     async def run(self) -> None:
         """Request the evaluation, wait for its last trajectory, and write all of them into the run folder.
 
         Raises EvaluationTimeout.
         """
-        queue = self._supervisor.queue
-        await queue.evaluate(EVAL_ID)
+        await self._queue.evaluate(EVAL_ID)
         deadline = time.monotonic() + self._timeout_s
-        while not isinstance(reply := await queue.eval_result(EVAL_ID, POLL_S), Reserved):
+        while not isinstance(reply := await self._queue.eval_result(EVAL_ID, POLL_S), Reserved):
             if time.monotonic() > deadline:
                 raise EvaluationTimeout(f"no result within trainer.batch_timeout_s={self._timeout_s:g}: {reply.why}")
         self.result = reply
-        rows = await queue.fetch([header.key for header in reply.headers])
+        rows = await self._queue.fetch([header.key for header in reply.headers])
         await asyncio.to_thread(write_trajectories, self._trajectories, rows)
 
 

@@ -27,6 +27,7 @@ from rl_async.launcher.supervise.supervisor import Supervisor
 from rl_async.launcher.watch.view import View
 from rl_async.process.endpoints import write_endpoints
 from rl_async.transfer_queue.auth.keys import client_keys, provide_keys
+from rl_async.transfer_queue.auth.sockets import place_sockets
 
 DIAGNOSIS_S = 30.0
 CONNECT_S = 5.0
@@ -35,7 +36,7 @@ EXIT_SIGNAL = 128  # plus the number of the signal, as shells have it
 
 def launch(config: RunConfig, folder: Path, *, resume: bool = False) -> int:
     """Train and show the run; the exit code. Raises UserError or RoleFailed."""
-    with hold(folder):
+    with hold(folder), place_sockets(config, folder):
         planned, ports = make_ready(config, folder, resume=resume)
         with log_into(folder):
             return asyncio.run(_run(config, folder, planned, ThisMachine(ports, folder, planned.hosts)))
@@ -112,7 +113,7 @@ async def prepare(config: RunConfig, planned: Plan, supervisor: Supervisor, cons
 
 def announce(config: RunConfig, folder: Path, executor: Executor, console: Console) -> None:
     """Write ``endpoints.json``, and print the address of the gateway if there is one."""
-    places = endpoints(config, *executor.places())
+    places = endpoints(config, folder, *executor.places())
     write_endpoints(folder, places)
     if places.gateway:
         console.print(f"gateway: {places.gateway}", markup=False, highlight=False, soft_wrap=True)
@@ -126,7 +127,7 @@ async def _run(config: RunConfig, folder: Path, planned: Plan, executor: Executo
         async def on_trouble(why: str) -> None:
             await _diagnose(folder, why, console)
 
-        with Supervisor(planned, executor, folder, client_keys(config, folder), on_trouble) as supervisor:
+        with Supervisor(planned, executor, folder, client_keys(config, folder, "operator"), on_trouble) as supervisor:
             await prepare(config, planned, supervisor, console)
             await supervisor.allocate()
             console.print(f"run folder: {folder}", markup=False, highlight=False, soft_wrap=True)

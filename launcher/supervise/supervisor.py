@@ -19,7 +19,7 @@ from typing import Self
 from rl_async.errors import EXIT_USER, QueueLost
 from rl_async.launcher.folder.tail import LineTail
 from rl_async.launcher.plan.planning import Plan
-from rl_async.launcher.plan.spec import ProcessSpec
+from rl_async.launcher.plan.spec import ProcessSpec, fill
 from rl_async.launcher.supervise.children import Children
 from rl_async.launcher.supervise.executor import Executor, url_of
 from rl_async.launcher.supervise.process import Process, RoleFailed, describe_exit
@@ -75,8 +75,7 @@ class Supervisor:
     @property
     def address(self) -> str:
         """The ZeroMQ address of the queue."""
-        ports, _ = self._executor.places()
-        return f"tcp://{self._plan.queue_host}:{ports['queue']}"
+        return fill(self._plan.queue_address, *self._executor.places())
 
     def states(self) -> Sequence[ProcessState]:
         """States of all processes that live as long as the run."""

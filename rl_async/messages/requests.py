@@ -53,11 +53,21 @@ class LongPoll(Request[R], Generic[R]):
 
 
 class Hello(Request[Welcome], kw_only=True):
-    """First message of every connection. Any role -> queue."""
+    """First message of every connection. Any role -> queue.
+
+    ``key`` is the client's secret key where the socket is a file that only this user can open; empty on other sockets.
+    """
 
     schema: int
     role: str
     name: str
+    key: str = ""
+
+    def __repr__(self) -> str:
+        return f"Hello(schema={self.schema}, role={self.role!r}, name={self.name!r})"  # a secret belongs in no log
+
+    def __rich_repr__(self) -> list[tuple[str, object]]:
+        return [("schema", self.schema), ("role", self.role), ("name", self.name)]
 
 
 class Lease(LongPoll[Leased]):

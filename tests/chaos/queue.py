@@ -21,7 +21,8 @@ from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.rollout import RolloutConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
-from tests.support.ports import free_port
+from rl_async.transfer_queue.auth.sockets import make_private
+from tests.support.queue_clients import make_run_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH, GROUP, STALENESS, STEPS = 2, 2, 1, 1_000_000
@@ -54,7 +55,7 @@ class Processes:
     def _address(self, role: str) -> str:
         """Where a role listens, the same each time it is started."""
         if role not in self._addresses:
-            self._addresses[role] = f"tcp://127.0.0.1:{free_port()}"
+            self._addresses[role] = f"ipc://{self._run}/sockets/{role}"
         return self._addresses[role]
 
     def kill(self, role: str) -> None:
@@ -146,6 +147,8 @@ def prepare(run: Path, queue: QueueConfig) -> None:
         name="chaos",
     )
     (run / "config.yaml").write_text(dump(config))
+    make_run_keys(run)
+    make_private(run / "sockets")
 
 
 def main() -> int:

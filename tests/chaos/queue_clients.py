@@ -16,6 +16,7 @@ from rl_async import messages as m
 from rl_async.errors import QueueLost, RowsLost
 from rl_async.transfer_queue.client.async_client import QueueClient
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
+from tests.support.queue_clients import async_client, settings
 
 CHECKPOINT_EVERY = 5
 PATIENCE_S = 0.3  # a killed queue is back soon
@@ -45,7 +46,7 @@ def replace(path: Path, data: bytes) -> None:
 
 async def work(run: Path, name: str, address: str) -> None:
     """Consumes leases, produces samples, until it is killed; every wait has the client's deadline."""
-    async with QueueClient(address, role="agent", name=name, timeout_s=30, patience_s=PATIENCE_S) as client:
+    async with async_client(run, address, "worker", 30, PATIENCE_S) as client:
         renewing = asyncio.create_task(renew(client))
         try:
             while not (leased := await client.lease(2, 0.5)).finished:
@@ -97,7 +98,7 @@ def train(run: Path, address: str) -> None:
     saved = msgspec.msgpack.decode(file.read_bytes(), type=Saved) if file.exists() else Saved()
     lineage = int(count.read_text()) + 1 if count.exists() else 0
     replace(count, str(lineage).encode())
-    with SyncQueueClient(address, role="trainer", name="trainer", timeout_s=30, patience_s=PATIENCE_S) as queue:
+    with SyncQueueClient(address, **settings(run, "trainer", 30, PATIENCE_S)) as queue:
         if lineage:
             queue.resume(saved.step, lineage, saved.queue)
             write(run / "trained.jsonl", {"resumed": saved.step})

@@ -1,10 +1,13 @@
 """A queue on a free port, and a trainer's and a bare connection to it."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import zmq
 
+from rl_async.transfer_queue.auth.allow_list import AllowList
+from rl_async.transfer_queue.auth.keys import ServerKeys, make_keys
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from tests.contracts.queue.peers import FREE_PORT, SETTINGS, RunningQueue
 from tests.support.ports import free_port
@@ -29,6 +32,17 @@ def address(make_address: Callable[[], str]) -> str:
 def queue() -> Iterator[RunningQueue]:
     running = RunningQueue(FREE_PORT, SETTINGS)
     yield running
+    running.stop()
+
+
+@pytest.fixture
+def closed_run(tmp_path: Path) -> Iterator[tuple[Path, RunningQueue]]:
+    """The folder of a run with its keys, and its queue, which asks for them."""
+    run = tmp_path / "run"
+    make_keys(run / "keys")
+    keys = ServerKeys((run / "keys" / "server.key").read_bytes().strip(), AllowList(run / "keys" / "clients"))
+    running = RunningQueue(f"ipc://{run}/sockets/queue", SETTINGS, keys=keys)
+    yield run, running
     running.stop()
 
 

@@ -7,14 +7,15 @@ from typing import Any, Self
 import zmq
 from zmq.utils import z85
 
-from rl_async.transfer_queue.auth.keys import AllowList, ServerKeys
+from rl_async.transfer_queue.auth.allow_list import AllowList
+from rl_async.transfer_queue.auth.keys import ServerKeys
 
 _ADDRESS = "inproc://zeromq.zap.01"
 _DOMAIN = b"transfer-queue"
 
 
 class Authenticator:
-    """Answers libzmq's questions from the allow-list, and calls ``deny`` for each refused client or message.
+    """Answers libzmq's questions from the allow-list, and calls ``deny`` for each refused client.
 
     Make it before the ROUTER binds, and close it after that.
     """
@@ -34,28 +35,17 @@ class Authenticator:
         self.socket.close(0)
 
     def answer(self) -> None:
-        """Answer all pending questions. Raises UserError if the allow-list cannot be read."""
+        """Answer all pending questions."""
         while self.socket.poll(0):
             version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
             self._allowed.refresh()
             key = z85.encode(credentials[0]) if mechanism == b"CURVE" and credentials else b""
-            if key in self._allowed.keys:
+            if key in self._allowed.roles:
                 reply = [b"200", b"OK", key, b""]
             else:
                 self._deny()
                 reply = [b"400", b"this key is not allowed", b"", b""]
             self.socket.send_multipart([version, request, *reply])
-
-    def refresh(self) -> None:
-        """Read the keys again if the folder changed. Raises UserError if the allow-list cannot be read."""
-        self._allowed.refresh()
-
-    def allows(self, user: str) -> bool:
-        """Whether a connection that was accepted with this key may still send; calls ``deny`` if not."""
-        if user.encode() in self._allowed.keys:
-            return True
-        self._deny()
-        return False
 
 
 def lock(socket: Any, keys: ServerKeys) -> None:

@@ -68,6 +68,7 @@ class QueueClient(ClientVerbs):
     async def _connect(self) -> None:
         if self._context is None:
             raise RuntimeError("use the queue client as `async with`")
+        self._session.check_place()
         self._connection += 1
         self._socket = self._context.socket(zmq.DEALER)
         self._session.prepare(self._socket)
@@ -88,6 +89,7 @@ class QueueClient(ClientVerbs):
     async def _reconnect(self, connection: int) -> None:
         """Replace the connection, unless another request has done so since ``connection`` was counted."""
         if connection == self._connection and self._broken is None:
+            self._session.check_place()  # the old connection stays if there is no place for another
             await self._disconnect()
             await self._connect()
 

@@ -12,12 +12,13 @@ import zmq
 import zmq.asyncio
 
 from rl_async import messages as m
-from rl_async.errors import ProtocolError, QueueLost, UserError
+from rl_async.errors import AccessDenied, ProtocolError, QueueLost, UserError
 from rl_async.messages import codec
 from rl_async.messages.codec import Frame
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.auth.handshakes import HandshakeWatch
 from rl_async.transfer_queue.auth.keys import ClientKeys, use_keys
+from rl_async.transfer_queue.auth.sockets import check_private, folder_of, is_file
 
 PATIENCE_S = 3.0  # without an answer before a client reconnects
 
@@ -42,13 +43,20 @@ class Session:
         self.ids = wire.RequestIds()
         # Another process under the same name must not keep this one's leases alive.
         self.worker = f"{name}-{os.getpid()}-{secrets.token_hex(3)}"
-        self._hello = m.Hello(schema=m.SCHEMA, role=role, name=name)
+        shown = keys.secret.decode() if keys is not None and is_file(address) else ""
+        self._hello = m.Hello(schema=m.SCHEMA, role=role, name=name, key=shown)
         self._run_id: str | None = None
+
+    def check_place(self) -> None:
+        """Raise UserError if a stranger may listen who would be shown this client's key, QueueLost if nobody can."""
+        if self._keys is not None and is_file(self.address):
+            check_private(folder_of(self.address))
 
     def prepare(self, socket: "zmq.Socket[Any]") -> None:
         """Set the options of a new socket, before it connects."""
         _set_options(socket)
-        use_keys(socket, self._keys)
+        if self._keys is not None and not is_file(self.address):
+            use_keys(socket, self._keys)
         self._watch.attach(socket)
 
     def abandon(self) -> None:
@@ -63,8 +71,11 @@ class Session:
     def welcome(self, reply: m.Reply) -> None:
         """Check the answer to hello; remember for ``lost`` that the queue has no place for another client now.
 
-        Raises ProtocolError if it is refused for good, QueueLost if this is another queue.
+        Raises ProtocolError if it is refused for good (AccessDenied: for want of a key), QueueLost if this is another
+        queue.
         """
+        if isinstance(reply, m.Refused) and reply.code == wire.DENIED:
+            raise AccessDenied(f"the transfer queue at {self.address} refused the connection: {reply.reason}")
         self._full = reply.reason if isinstance(reply, m.Refused) and reply.code == wire.BUSY else ""
         if self._full:
             return

@@ -63,6 +63,7 @@ class SyncQueueClient(ClientVerbs):
     # --- the connection ---------------------------------------------------------------------------------------------
 
     def _connect(self) -> "zmq.Socket[bytes]":
+        self._session.check_place()
         if self._socket is not None:
             self._session.abandon()
             self._socket.close(0)

@@ -18,6 +18,7 @@ from rl_async.messages.codec import Frame
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.auth.authenticator import Authenticator, lock
 from rl_async.transfer_queue.auth.keys import ServerKeys
+from rl_async.transfer_queue.auth.sockets import folder_of, is_file, make_private
 from rl_async.transfer_queue.server.gate import Outgoing
 
 TICK_S = 0.05  # deadlines of waits and leases are kept to within this
@@ -31,7 +32,7 @@ _COPY_BELOW = 1 << 16  # bytes of a frame for which a copy is cheaper than shari
 class RequestServer(Protocol):
     """What answers requests. All that its methods return is to be sent after the next flush."""
 
-    def handle(self, parts: Sequence[Any]) -> list[Outgoing]: ...
+    def handle(self, parts: Sequence[Any], user: bytes = b"") -> list[Outgoing]: ...
     def tick(self) -> list[Outgoing]: ...
     def undelivered(self, message: Outgoing) -> list[Outgoing]: ...
 
@@ -49,14 +50,12 @@ def serve(
     Consumes: requests of all clients, and with ``auth`` libzmq's questions whether a client may connect. Produces:
     replies, and the store's transitions. Waits for: the socket and those questions. Unblocked by: either of them, or
     the next tick, which ends leases and waits that are due. Raises what ``flush`` raises, and then does not send the
-    replies that were to follow it; raises UserError if the allow-list cannot be read.
+    replies that were to follow it.
     """
     next_tick = clock()
     while not stopped():
         outgoing: list[Outgoing] = []
         if clock() >= next_tick:
-            if auth is not None:
-                auth.refresh()
             outgoing = server.tick()
             flush()  # even if there is nothing: a journal may have to say that it is alive
             next_tick = clock() + TICK_S
@@ -64,8 +63,8 @@ def serve(
             _wait(socket, auth, max(0, int((next_tick - clock()) * 1000)) + 1)
         if auth is not None:
             auth.answer()
-        for parts in _waiting(socket, auth):
-            outgoing += server.handle(parts)
+        for parts, user in _waiting(socket, encrypted=auth is not None):
+            outgoing += server.handle(parts, user)
         _deliver(socket, server, flush, outgoing)
 
 
@@ -77,27 +76,24 @@ def _wait(socket: "zmq.Socket[bytes]", auth: Authenticator | None, timeout_ms: i
         zmq.select([socket, auth.socket], [], [], timeout_ms / 1000)
 
 
-def _waiting(socket: "zmq.Socket[bytes]", auth: Authenticator | None) -> Iterator[list[bytes]]:
-    """The messages that have come from those who may send, as many as one flush should serve."""
+def _waiting(socket: "zmq.Socket[bytes]", *, encrypted: bool) -> Iterator[tuple[list[bytes], bytes]]:
+    """The messages that have come, as many as one flush should serve, each with the key that encrypted it."""
     nbytes = 0
     for _ in range(MOST_REQUESTS):
         try:
-            parts, allowed = _receive(socket, auth)
+            parts, user = _receive(socket) if encrypted else (socket.recv_multipart(zmq.NOBLOCK), b"")
         except zmq.Again:
             return
-        if allowed:
-            yield parts
+        yield parts, user
         nbytes += sum(map(len, parts))
         if nbytes > MOST_BYTES:
             return
 
 
-def _receive(socket: Any, auth: Authenticator | None) -> tuple[list[bytes], bool]:
-    """The next message, and whether its sender's key is still allowed. Raises zmq.Again if there is none."""
-    if auth is None:
-        return socket.recv_multipart(zmq.NOBLOCK), True
+def _receive(socket: Any) -> tuple[list[bytes], bytes]:
+    """The next message, and its sender's public key. Raises zmq.Again if there is none."""
     identity = socket.recv(zmq.NOBLOCK, copy=False)  # only a frame has its sender's key
-    return [identity.bytes, *socket.recv_multipart()], auth.allows(identity.get("User-Id"))
+    return [identity.bytes, *socket.recv_multipart()], identity.get("User-Id").encode()
 
 
 def _deliver(
@@ -134,13 +130,16 @@ def bind(
     keys: ServerKeys | None = None,
     limits: QueueLimits | None = None,
 ) -> Any:
-    """A ROUTER on ``address``, closed to all whom no Authenticator lets in if there are ``keys``.
+    """A ROUTER on ``address``; if there are ``keys``, closed by TCP to all whom no Authenticator lets in, and else in a
+    folder that only this user can enter.
 
     Raises UserError if it cannot be had.
     """
     limits = limits or QueueLimits()
+    if keys is not None and is_file(address):
+        make_private(folder_of(address))
     socket = context.socket(zmq.ROUTER)
-    if keys is not None:
+    if keys is not None and not is_file(address):
         lock(socket, keys)
     socket.set(zmq.MAXMSGSIZE, limits.frame_bytes)
     socket.set(zmq.LINGER, wire.LINGER_MS)

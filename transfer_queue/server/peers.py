@@ -6,10 +6,10 @@ IDLE_S = 120.0  # a connection silent for this long gives its place up; a client
 
 
 class _Peer:
-    __slots__ = ("heard", "name", "tokens")
+    __slots__ = ("heard", "key", "name", "tokens")
 
-    def __init__(self, name: str, tokens: float, heard: float) -> None:
-        self.name, self.tokens, self.heard = name, tokens, heard
+    def __init__(self, name: str, key: bytes, tokens: float, heard: float) -> None:
+        self.name, self.key, self.tokens, self.heard = name, key, tokens, heard
 
 
 class Peers:
@@ -33,18 +33,22 @@ class Peers:
         peer = self._peers.get(identity)
         return identity.hex() if peer is None else peer.name
 
-    def greet(self, identity: bytes, name: str, now: float) -> bool:
+    def key(self, identity: bytes) -> bytes:
+        """The public key that a known connection has shown; empty if it needed none."""
+        return self._peers[identity].key
+
+    def greet(self, identity: bytes, name: str, now: float, key: bytes = b"") -> bool:
         """Admit a connection, again or for the first time; False if there are too many."""
         known = self._peers.get(identity)
         if known is not None:
-            known.name = name
+            known.name, known.key = name, key
             return True
         if len(self._peers) >= self._most:
             oldest = next(iter(self._peers))
             if now - self._peers[oldest].heard < IDLE_S:
                 return False
             del self._peers[oldest]
-        self._peers[identity] = _Peer(name, self._burst, now)
+        self._peers[identity] = _Peer(name, key, self._burst, now)
         return True
 
     def spend(self, identity: bytes, now: float) -> bool:

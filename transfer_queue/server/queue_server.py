@@ -18,6 +18,7 @@ from rl_async import messages as m
 from rl_async.configs.schema.queue import QueueLimits
 from rl_async.errors import ProtocolError
 from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.auth.allow_list import AllowList
 from rl_async.transfer_queue.journal.interface import Journal
 from rl_async.transfer_queue.server.gate import Gate, Outgoing, Response
 from rl_async.transfer_queue.server.leasing import Leasing
@@ -47,9 +48,10 @@ class QueueServer:
         feed: t.Feed,
         clock: Callable[[], float] = time.monotonic,
         limits: QueueLimits | None = None,
+        allowed: AllowList | None = None,
     ) -> None:
         self._store, self._clock = store, clock
-        self._gate = Gate(limits or QueueLimits(), clock, store.count, journal.run_id)
+        self._gate = Gate(limits or QueueLimits(), clock, store.count, journal.run_id, allowed)
         self._leasing, self._rates = Leasing(store.delivery), Rates(clock())
         self._queue = Serving(store, journal, self._leasing, self._rates, clock)
         self._changed: set[type[t.Transition]] = set()
@@ -61,13 +63,14 @@ class QueueServer:
         self._changed.add(type(transition))
         self._rates.see(transition, self._clock())
 
-    def handle(self, parts: Sequence[Any]) -> list[Outgoing]:
+    def handle(self, parts: Sequence[Any], user: bytes = b"") -> list[Outgoing]:
         """Answer one message, and the parked requests that its effect concerns."""
-        own = self._gate.answer(parts, self._answer)
+        own = self._gate.answer(parts, self._answer, user)
         return ([] if own is None else [own]) + self._wake()
 
     def tick(self) -> list[Outgoing]:
         """End leases and waits whose time is over; the answers that follow."""
+        self._gate.refresh()
         now = self._clock()
         self._store.expire(now)
         outgoing = self._wake()
@@ -115,6 +118,8 @@ class QueueServer:
             raise ProtocolError(f"a {kind.__name__} with {len(message.payload)} payload frames")
         if verb is None:
             return Response(m.Refused(code="not_here", reason=f"a {kind.__name__} is for payload shards"))
+        if refused := self._gate.forbidden(identity, message, verb.roles):
+            return refused
         incoming = Incoming(identity, message.request_id, message.request, message.payload)
         if not isinstance(message.request, m.LongPoll):
             return verb.handle(self._queue, incoming, True)

@@ -1,7 +1,8 @@
 """The verbs of the queue: how each request is handled, and which transitions can change the answer of a parked one.
 
 What a handler decides, and what the transitions of that decision do to the state, stand together in ``state/``. To add
-a verb: its request and reply in ``messages/``, a row in VERBS, and a line in ``client/verbs.py``.
+a verb: its request and reply in ``messages/``, a row in VERBS with the roles that may use it, and a line in
+``client/verbs.py``.
 """
 
 import hashlib
@@ -16,6 +17,7 @@ from rl_async import messages as m
 from rl_async.errors import ProtocolError
 from rl_async.messages.codec import Frame
 from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.auth.roles import EVERYBODY, Role, only
 from rl_async.transfer_queue.journal.interface import Journal
 from rl_async.transfer_queue.journal.payloads import FREEING
 from rl_async.transfer_queue.server.gate import Response
@@ -58,7 +60,7 @@ def _any_wait(store: Store, request: Any, now: float) -> float:
 
 
 class Verb(NamedTuple):
-    """One row of the table.
+    """One row of the table. A request from a client whose key has none of ``roles`` is refused.
 
     ``handle`` gets the request and whether it must answer now; None parks a long poll until a transition among
     ``wakes``, and then the parked ones are tried again as ``retry`` yields them. ``arrive`` is called once when a long
@@ -66,6 +68,7 @@ class Verb(NamedTuple):
     """
 
     request: type[m.Request[Any]]
+    roles: frozenset[Role]
     handle: Callable[[Serving, Incoming[Any], bool], Response | None]
     wakes: frozenset[type[t.Transition]] = frozenset()
     arrive: Callable[[Store, Any, float], float] = _any_wait
@@ -73,18 +76,21 @@ class Verb(NamedTuple):
     payload: bool = False  # whether frames may follow the request
 
 
-def _verb(kind: type[Q], handle: Callable[[Store, Q, float], m.Reply]) -> Verb:
+def _verb(kind: type[Q], roles: frozenset[Role], handle: Callable[[Store, Q, float], m.Reply]) -> Verb:
     """A verb that needs nothing but the store, its request and the time."""
-    return Verb(kind, lambda queue, incoming, _: Response(handle(queue.store, incoming.request, queue.clock())))
+    return Verb(kind, roles, lambda queue, incoming, _: Response(handle(queue.store, incoming.request, queue.clock())))
 
 
-def _once(kind: type[Q], handle: Callable[[Store, Q, bytes], m.Reply]) -> Verb:
+def _once(kind: type[Q], roles: frozenset[Role], handle: Callable[[Store, Q, bytes], m.Reply]) -> Verb:
     """A verb that takes effect once for each request id."""
-    return Verb(kind, lambda queue, incoming, _: Response(handle(queue.store, incoming.request, incoming.request_id)))
+    return Verb(
+        kind, roles, lambda queue, incoming, _: Response(handle(queue.store, incoming.request, incoming.request_id))
+    )
 
 
 def _poll(
     kind: type[Q],
+    roles: frozenset[Role],
     handle: Callable[[Store, Q, float], m.Reply],
     *wakes: type[t.Transition],
     waits: Callable[[Q, Any], bool] = lambda _, reply: isinstance(reply, m.NotReady),
@@ -97,7 +103,7 @@ def _poll(
         waiting = not last and not isinstance(reply, m.Refused) and waits(incoming.request, reply)
         return None if waiting else Response(reply)
 
-    return Verb(kind, answer, frozenset(wakes), arrive)
+    return Verb(kind, roles, answer, frozenset(wakes), arrive)
 
 
 # --- leases ---------------------------------------------------------------------------------------------------------
@@ -251,47 +257,60 @@ _LEASE_WAKES: frozenset[type[t.Transition]] = frozenset(
     }
 )
 
+GENERATES = only("worker", "operator")  # an operator imports what another queue exported
+TRAINS = only("trainer")
+FETCHES = only("trainer", "reader", "operator")
+READS = only("reader", "operator")
+OPERATES = only("operator")
+KEEPS = only("shard")
+
 VERBS = (
     # agent workers
-    Verb(m.Lease, _lease, _LEASE_WAKES, _lease_arrived, _equal_shares),
-    _verb(m.Renew, lambda s, r, now: s.delivery.renew(r.worker, now)),
-    Verb(m.Put, _put, payload=True),
-    _verb(m.Fail, lambda s, r, now: s.delivery.fail(r.worker, r.group_id, r.sample, r.attempt, r.error, now)),
+    Verb(m.Lease, GENERATES, _lease, _LEASE_WAKES, _lease_arrived, _equal_shares),
+    _verb(m.Renew, GENERATES, lambda s, r, now: s.delivery.renew(r.worker, now)),
+    Verb(m.Put, GENERATES, _put, payload=True),
+    _verb(
+        m.Fail, GENERATES, lambda s, r, now: s.delivery.fail(r.worker, r.group_id, r.sample, r.attempt, r.error, now)
+    ),
     # the trainer
     _poll(
         m.Reserve,
+        TRAINS,
         lambda s, r, now: s.batches.reserve(r.step, now),
         *(t.GroupReady, t.GroupDropped, t.DeadLettered, t.BatchReserved),
     ),
-    Verb(m.Fetch, _fetch),
-    _verb(m.Commit, lambda s, r, _: s.batches.commit(r.step)),
-    _verb(m.Publish, lambda s, r, _: s.publish(r.version, r.engines)),
-    _verb(m.Retire, lambda s, r, _: s.retire(r.step)),
-    _verb(m.Tighten, lambda s, r, _: s.batches.tighten(r.max_staleness)),
-    _verb(m.Snapshot, lambda s, r, _: m.SnapshotTaken(snapshot=s.batches.snapshot())),
-    _verb(m.Resume, lambda s, r, _: s.resume(r.step, r.lineage, r.snapshot)),
-    _verb(m.Evaluate, lambda s, r, _: s.evals.open(r.eval_id)),
-    _poll(m.AwaitEvaluation, lambda s, r, _: s.evals.result(r.eval_id), t.GroupReady, t.EvalClosed),
-    _verb(m.Finish, lambda s, r, _: s.finish()),
+    Verb(m.Fetch, FETCHES, _fetch),
+    _verb(m.Commit, TRAINS, lambda s, r, _: s.batches.commit(r.step)),
+    _verb(m.Publish, TRAINS, lambda s, r, _: s.publish(r.version, r.engines)),
+    _verb(m.Retire, TRAINS, lambda s, r, _: s.retire(r.step)),
+    _verb(m.Tighten, TRAINS, lambda s, r, _: s.batches.tighten(r.max_staleness)),
+    _verb(m.Snapshot, TRAINS, lambda s, r, _: m.SnapshotTaken(snapshot=s.batches.snapshot())),
+    _verb(m.Resume, TRAINS, lambda s, r, _: s.resume(r.step, r.lineage, r.snapshot)),
+    _verb(m.Evaluate, TRAINS, lambda s, r, _: s.evals.open(r.eval_id)),
+    _poll(m.AwaitEvaluation, TRAINS, lambda s, r, _: s.evals.result(r.eval_id), t.GroupReady, t.EvalClosed),
+    _verb(m.Finish, TRAINS, lambda s, r, _: s.finish()),
     # registries of engines and payload shards
     _poll(
         m.ListEngines,
+        EVERYBODY,
         lambda s, r, _: s.engine_list(),
         t.EnginesChanged,
         waits=lambda r, reply: reply.revision <= r.after,
     ),
-    _verb(m.RegisterEngine, lambda s, r, _: s.engines.register(r.engine_id, r.url, r.kind)),
-    _verb(m.RemoveEngine, _remove_engine),
-    _verb(m.Confirm, lambda s, r, _: s.engines.confirm(r.engine_id, r.version)),
+    _verb(m.RegisterEngine, OPERATES, lambda s, r, _: s.engines.register(r.engine_id, r.url, r.kind)),
+    _verb(m.RemoveEngine, TRAINS | OPERATES, _remove_engine),
+    _verb(m.Confirm, TRAINS, lambda s, r, _: s.engines.confirm(r.engine_id, r.version)),
     _poll(
         m.ListShards,
+        EVERYBODY,
         lambda s, r, _: s.shards.list(),
         *(t.ShardsChanged, t.ShardLost, t.RolledBack),
         waits=lambda r, reply: reply.revision <= r.after,
     ),
-    _verb(m.RegisterShard, _register_shard),
+    _verb(m.RegisterShard, KEEPS, _register_shard),
     _poll(
         m.Sweep,
+        KEEPS,
         lambda s, r, _: s.shards.sweep(r.shard_id, r.groups),
         t.ShardLost,
         *FREEING,
@@ -299,21 +318,24 @@ VERBS = (
         arrive=_sweep_arrived,
     ),
     # other readers of what is trained
-    _verb(m.Subscribe, lambda s, r, _: s.consumers.subscribe(r.consumer, r.oldest)),
+    _verb(m.Subscribe, READS, lambda s, r, _: s.consumers.subscribe(r.consumer, r.oldest)),
     _poll(
         m.Read,
+        READS,
         lambda s, r, _: s.consumers.read(r.consumer, r.after, r.max_groups),
         *(t.BatchCommitted, t.RolledBack, t.RunFinished),
         waits=lambda _, reply: not reply.groups and not reply.finished,
     ),
-    _verb(m.Acknowledge, lambda s, r, _: s.consumers.acknowledge(r.consumer, r.position)),
-    _verb(m.Unsubscribe, lambda s, r, _: s.consumers.unsubscribe(r.consumer)),
+    _verb(m.Acknowledge, READS, lambda s, r, _: s.consumers.acknowledge(r.consumer, r.position)),
+    _verb(m.Unsubscribe, READS, lambda s, r, _: s.consumers.unsubscribe(r.consumer)),
     # producers of tasks, people and monitoring
-    _once(m.Submit, lambda s, r, request_id: s.tasks.submit(r.tasks, request_id)),
-    _once(m.Requeue, lambda s, r, request_id: s.tasks.requeue(r.group_id, request_id)),
-    _verb(m.Drain, lambda s, r, _: s.tasks.drain(r.on)),
-    _verb(m.Status, lambda s, _, now: s.status(now)),
-    Verb(m.Inspect, lambda q, _, __: Response(q.store.inspect(q.clock(), q.rates.per_second(q.clock())))),
-    _verb(m.ListGroups, lambda s, r, now: observe.group_list(s.book, r.after, r.limit, r.state, now)),
-    _verb(m.Peek, lambda s, r, now: observe.peek(s.book, r.group_id, now)),
+    _once(m.Submit, GENERATES, lambda s, r, request_id: s.tasks.submit(r.tasks, request_id)),
+    _once(m.Requeue, OPERATES, lambda s, r, request_id: s.tasks.requeue(r.group_id, request_id)),
+    _verb(m.Drain, OPERATES, lambda s, r, _: s.tasks.drain(r.on)),
+    _verb(m.Status, EVERYBODY, lambda s, _, now: s.status(now)),
+    Verb(m.Inspect, READS, lambda q, _, __: Response(q.store.inspect(q.clock(), q.rates.per_second(q.clock())))),
+    _verb(m.ListGroups, READS, lambda s, r, now: observe.group_list(s.book, r.after, r.limit, r.state, now)),
+    _verb(m.Peek, READS, lambda s, r, now: observe.peek(s.book, r.group_id, now)),
 )
+
+SHARD_VERBS = {m.StoreRows: GENERATES, m.LoadRows: FETCHES}  # what payload shards answer, and to whom

@@ -33,12 +33,15 @@ from rl_async.errors import EXIT_FAILED, ProtocolError, QueueLost, UserError
 from rl_async.messages.codec import Frame
 from rl_async.process.role import add_run, role_parser, run_role
 from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.auth.allow_list import AllowList
 from rl_async.transfer_queue.auth.authenticator import Authenticator
-from rl_async.transfer_queue.auth.keys import ClientKeys, client_keys, server_keys
+from rl_async.transfer_queue.auth.keys import client_keys, server_keys
+from rl_async.transfer_queue.auth.sockets import is_file
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.journal.payloads import ALL_GROUPS, Payloads
 from rl_async.transfer_queue.server.gate import Gate, Outgoing, Response
 from rl_async.transfer_queue.server.loop import bind, serve
+from rl_async.transfer_queue.server.verbs import SHARD_VERBS
 
 log = logging.getLogger("rl_async.queue")
 
@@ -53,12 +56,16 @@ class ShardServer:
     """
 
     def __init__(
-        self, shard_id: str, limits: QueueLimits | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        shard_id: str,
+        limits: QueueLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        allowed: AllowList | None = None,
     ) -> None:
         self.turned_away: Counter[str] = Counter()
         self.orders: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
         self.cleared = threading.Event()
-        self._gate = Gate(limits or QueueLimits(), clock, self._count, shard_id)
+        self._gate = Gate(limits or QueueLimits(), clock, self._count, shard_id, allowed)
         self._payloads = Payloads()
 
     def _count(self, name: str) -> None:
@@ -68,13 +75,14 @@ class ShardServer:
         """Ids of the groups of which rows are kept. Safe to call from any thread."""
         return self._payloads.groups()
 
-    def handle(self, parts: Sequence[Any]) -> list[Outgoing]:
+    def handle(self, parts: Sequence[Any], user: bytes = b"") -> list[Outgoing]:
         """Answer one message of a worker or reader."""
-        answer = self._gate.answer(parts, lambda _, message: self._answer(message))
+        answer = self._gate.answer(parts, self._answer, user)
         return [] if answer is None else [answer]
 
     def tick(self) -> list[Outgoing]:
         """Delete the groups that the queue no longer needs."""
+        self._gate.refresh()
         while not self.orders.empty():
             groups = self.orders.get()
             self._payloads.free(ALL_GROUPS if groups is None else groups)
@@ -87,8 +95,11 @@ class ShardServer:
         self._gate.forget(message.identity)
         return []
 
-    def _answer(self, message: wire.RequestMessage) -> Response:
+    def _answer(self, identity: bytes, message: wire.RequestMessage) -> Response:
         request = message.request
+        roles = SHARD_VERBS.get(type(request))
+        if roles is not None and (refused := self._gate.forbidden(identity, message, roles)):
+            return refused
         if isinstance(request, m.StoreRows):
             return self._store(request, message.payload)
         if message.payload:
@@ -189,12 +200,12 @@ def run_shard(
     """
     config = None if run is None else load_resolved(run / "config.yaml")
     keys = None if config is None or run is None else server_keys(config, run)
-    own: ClientKeys | None = None if config is None or run is None else client_keys(config, run)
+    own = None if config is None or run is None else client_keys(config, run, "shard")
     if keys is None and not is_loopback(urlsplit(address).hostname or ""):
-        raise UserError(f"--address {address} can be reached from elsewhere, and the config leaves the queue open")
+        raise UserError(f"--address {address} can be reached from elsewhere, and a shard without a run has no keys")
     limits = QueueLimits() if config is None else config.queue.limits
     shard_id = new_id(name)
-    server = ShardServer(shard_id, limits)
+    server = ShardServer(shard_id, limits, allowed=None if keys is None else keys.allowed)
     with zmq.Context() as context, bind(context, address, keys=keys, limits=limits) as socket:
         client = SyncQueueClient(queue_address, role="shard", name=name, keys=own)
         membership = Membership(server, client, shard_id, name, address)
@@ -204,7 +215,7 @@ def run_shard(
             return stopped() or membership.failed is not None
 
         try:
-            if keys is None:
+            if keys is None or is_file(address):
                 serve(socket, server, _nothing, over)
             else:
                 with Authenticator(context, keys.allowed, lambda: server.turned_away.update(denied=1)) as auth:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from rl_async.configs.derived.queue import is_loopback
 from rl_async.configs.engines import EngineKind
 from rl_async.configs.load.loader import load_resolved
 from rl_async.errors import QueueLost, UserError
@@ -51,7 +52,7 @@ def add_engine(run: Path, url: str, kind: EngineKind, wait_s: float) -> EngineRe
     parts = urlsplit(url)
     if parts.scheme != "http" or parts.hostname is None or parts.port is None:
         raise UserError(f"{url}: give the engine's address as http://HOST:PORT")
-    if parts.hostname not in LOOPBACK and urlsplit(read_endpoints(run).queue).hostname in LOOPBACK:
+    if parts.hostname not in LOOPBACK and is_loopback(load_resolved(run / "config.yaml").queue.host):
         raise UserError(
             f"{url}: an address on this machine is needed, http://{HOST}:PORT: this run's weights travel on it only"
         )
@@ -107,7 +108,7 @@ async def _answers(url: str, kind: EngineKind) -> bool:
 @contextmanager
 def _queue(run: Path) -> Iterator[SyncQueueClient]:
     address = read_endpoints(run).queue
-    keys = client_keys(load_resolved(run / "config.yaml"), run)
+    keys = client_keys(load_resolved(run / "config.yaml"), run, "operator")
     try:
         with SyncQueueClient(address, role="launcher", name="engines-by-hand", timeout_s=ANSWER_S, keys=keys) as client:
             yield client

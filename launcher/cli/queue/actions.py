@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from rl_async.configs.load.loader import load_resolved
-from rl_async.errors import QueueLost, UserError
+from rl_async.errors import AccessDenied, QueueLost, UserError
 from rl_async.launcher.cli.queue.text import groups_text, inspection_text, trained_line, trajectory_text
 from rl_async.launcher.plan.ports import HOST
 from rl_async.messages import GroupRecord, Refused, Task
@@ -29,15 +29,17 @@ CLEAR = "\x1b[H\x1b[2J"
 
 @contextmanager
 def connected(run: str) -> Iterator[SyncQueueClient]:
-    """Connect to the queue of a folder, or at an address. Raises UserError if none answers there."""
+    """Connect to the queue of a folder, or at an address. Raises UserError if none answers there, or it needs a key."""
     address = run if "://" in run else read_endpoints(Path(run)).queue
     config = Path(run) / "config.yaml"  # a queue that is served without a run has neither config nor keys
-    keys = client_keys(load_resolved(config), Path(run)) if config.is_file() else None
+    keys = client_keys(load_resolved(config), Path(run), "operator") if config.is_file() else None
     try:
         with SyncQueueClient(address, role="person", name="queue-by-hand", timeout_s=ANSWER_S, keys=keys) as client:
             yield client
     except QueueLost as error:
         raise UserError(f"{run}: {error}; is it running?") from error
+    except AccessDenied as error:
+        raise UserError(f"{run}: {error}; give the run's folder, which has the keys") from error
 
 
 def status(run: str, *, as_json: bool, every_s: float | None) -> int:

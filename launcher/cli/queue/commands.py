@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from rl_async.transfer_queue.auth.roles import ROLES
+
 STATES = ("waiting", "leased", "ready", "reserved", "committed")
 TIMEOUT_S = 60.0
 
@@ -48,9 +50,10 @@ def add_queue_commands(parser: argparse.ArgumentParser) -> None:
     )
     _add_serve(commands.add_parser("serve", help="a queue without a run"))
 
-    keygen = commands.add_parser("keygen", help="make the keys of a queue and of a client, for queue.keys")
-    keygen.add_argument("folder", type=Path, metavar="FOLDER", help="existing keys are kept")
-    keygen.add_argument("--client", default="run", metavar="NAME", help="whose keys (default: run, the run's own)")
+    keygen = commands.add_parser("keygen", help="make the keys of a queue, of a run's own processes, and of a client")
+    keygen.add_argument("folder", type=Path, metavar="FOLDER", help="RUN/keys, or for queue.keys; existing ones stay")
+    keygen.add_argument("--client", metavar="NAME", help="of one more client, too: FOLDER/NAME.key")
+    keygen.add_argument("--role", choices=ROLES, default="worker", help="what that client may do (default: worker)")
     keygen.set_defaults(command=_keygen)
 
 
@@ -61,7 +64,7 @@ def _command(
     do: Callable[[argparse.Namespace], int],
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text)
-    parser.add_argument("run", metavar="RUN", help="run folder, folder of a served queue, or tcp://HOST:PORT")
+    parser.add_argument("run", metavar="RUN", help="run folder, folder of a served queue, or its tcp://HOST:PORT")
     parser.set_defaults(command=do)
     return parser
 
@@ -151,8 +154,11 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _keygen(arguments: argparse.Namespace) -> int:
-    from rl_async.transfer_queue.auth.keys import make_keys
+    from rl_async.transfer_queue.auth.keys import make_client_keys, make_keys
 
-    made = make_keys(arguments.folder, arguments.client)
+    if arguments.client is None:
+        made = make_keys(arguments.folder)
+    else:
+        made = make_client_keys(arguments.folder, arguments.client, arguments.role)
     print(f"wrote {', '.join(map(str, made))}" if made else f"{arguments.folder} already has these keys")
     return 0

@@ -21,7 +21,8 @@ from rl_async.messages import Version
 from rl_async.process.role import bind
 from tests.contracts.engines.engine_peers import running
 from tests.contracts.gateway.peers import RunningGateway, gateway_process, make_model, serve_as_version_0
-from tests.contracts.queue.peers import RunningQueue, worker
+from tests.contracts.queue.peers import RunningQueue
+from tests.support.queue_clients import sync_client
 from tests.unit.agent_loop.conftest import demos
 from tests.unit.agent_loop.fakes import leased, run_config
 
@@ -200,26 +201,22 @@ async def test_a_framework_plays_an_episode_unchanged(start: Any, renderer: Chat
 
 
 def test_what_a_real_engine_sampled_reaches_the_queue_as_it_was(
-    tokenizer: PreTrainedTokenizerFast, renderer: ChatRenderer, queue: RunningQueue, trainer: Any, tmp_path: Path
+    tokenizer: PreTrainedTokenizerFast, renderer: ChatRenderer, closed_run: tuple[Path, RunningQueue], tmp_path: Path
 ) -> None:
-    model = make_model(tmp_path / "model", tokenizer)
+    model, (run, queue) = make_model(tmp_path / "model", tokenizer), closed_run
     with running("embedded", model, tmp_path, model_length=256) as engine:
         asyncio.run(serve_as_version_0(engine.url))
-
-        async def register() -> None:
-            async with worker(queue) as client:
-                await client.register_engine("e0", engine.url, "embedded")
-
-        asyncio.run(register())
-        trainer.publish(Version(0, 0), ["e0"])
-        (tmp_path / "run").mkdir()
-        with gateway_process(tmp_path / "run", model, queue.address) as url:
-            said = [play(episode) for _, episode in zip(range(4), Gateway(url).episodes())]
-    batch = trainer.reserve(0, 10.0)
+        with sync_client(run, queue.address, "operator") as operator:
+            operator.register_engine("e0", engine.url, "embedded")
+        with sync_client(run, queue.address, "trainer") as trainer:
+            trainer.publish(Version(0, 0), ["e0"])
+            with gateway_process(run, model, queue.address) as url:
+                said = [play(episode) for _, episode in zip(range(4), Gateway(url).episodes())]
+            batch = trainer.reserve(0, 10.0)
+            rows = trainer.fetch([header.key for header in batch.headers])
     assert [header.key for header in batch.headers] == [
         (group, sample, segment) for group in (0, 1) for sample in (0, 1) for segment in (0, 1)
     ]
-    rows = trainer.fetch([header.key for header in batch.headers])
     weights = AutoModelForCausalLM.from_pretrained(model)
     for row in rows:
         assert {run.version for run in row.versions} == {Version(0, 0)} and row.reward == 0.25

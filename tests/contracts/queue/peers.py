@@ -22,6 +22,7 @@ from rl_async.messages import (
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.auth.authenticator import Authenticator
 from rl_async.transfer_queue.auth.keys import ServerKeys
+from rl_async.transfer_queue.auth.sockets import is_file
 from rl_async.transfer_queue.client.async_client import QueueClient
 from rl_async.transfer_queue.journal.interface import Journal
 from rl_async.transfer_queue.journal.memory import MemoryJournal
@@ -61,10 +62,11 @@ class RunningQueue:
         feed = Feed(journal.append)
         store = Store(settings, Counted(), [numbered(0)], feed)
         journal.recover()
-        server = QueueServer(store, journal, feed, limits=self._limits)
+        allowed = None if self._keys is None else self._keys.allowed
+        server = QueueServer(store, journal, feed, limits=self._limits, allowed=allowed)
         with zmq.Context() as context, ExitStack() as stack:
             auth = None
-            if self._keys is not None:
+            if self._keys is not None and not is_file(self.address):
                 auth = stack.enter_context(Authenticator(context, self._keys.allowed, lambda: store.count("denied")))
             socket = stack.enter_context(bind(context, self.address, keys=self._keys, limits=self._limits))
             self.address = socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()

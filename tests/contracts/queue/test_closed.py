@@ -1,6 +1,9 @@
-"""A queue that is closed to strangers: with the right key all works, without it nothing does, over real sockets."""
+"""A queue that is closed to strangers: with the right key all works, without it nothing does, over real sockets.
 
-import re
+Over TCP libzmq refuses strangers and encrypts; on a socket file the queue refuses who shows no key.
+"""
+
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +15,16 @@ import zmq
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import QueueLost
+from rl_async.errors import AccessDenied, ProtocolError, QueueLost
 from rl_async.messages import Reserved, Status, StatusReport, Version
-from rl_async.transfer_queue.auth.keys import ClientKeys, make_keys, read_client_keys, server_keys
+from rl_async.transfer_queue.auth.keys import (
+    ClientKeys,
+    make_client_keys,
+    make_keys,
+    read_client_keys,
+    server_keys,
+)
+from rl_async.transfer_queue.auth.roles import Role
 from rl_async.transfer_queue.client.async_client import QueueClient
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from tests.contracts.queue.peers import HELLO, ID, SETTINGS, RunningQueue, put_all
@@ -40,19 +50,32 @@ def closed(address: str, folder: Path) -> Iterator[RunningQueue]:
     queue.stop()
 
 
+@pytest.fixture(params=["tcp", "ipc"])
+def either(request: pytest.FixtureRequest, address: str, folder: Path) -> Iterator[RunningQueue]:
+    """The same by both ways."""
+    with tempfile.TemporaryDirectory() as place:
+        queue = closed_queue(address if request.param == "tcp" else f"ipc://{place}/queue", folder)
+        yield queue
+        queue.stop()
+
+
+def client(queue: RunningQueue, folder: Path, role: Role) -> SyncQueueClient:
+    keys = read_client_keys(folder, role)
+    return SyncQueueClient(queue.address, role="test", name=role, timeout_s=10, keys=keys)
+
+
 @pytest.fixture
 def friend(closed: RunningQueue, folder: Path) -> Iterator[SyncQueueClient]:
     """The healthy client beside each stranger."""
-    keys = read_client_keys(folder)
-    with SyncQueueClient(closed.address, role="trainer", name="friend", timeout_s=10, keys=keys) as client:
-        client.publish(Version(0, 0), [])
-        yield client
+    with client(closed, folder, "trainer") as friend:
+        friend.publish(Version(0, 0), [])
+        yield friend
 
 
 def stranger_s_error(address: str, keys: ClientKeys | None) -> str:
     with (
         SyncQueueClient(address, role="agent", name="stranger", timeout_s=1.0, keys=keys) as stranger,
-        pytest.raises(QueueLost) as caught,
+        pytest.raises(QueueLost if address.startswith("tcp:") else AccessDenied) as caught,
     ):
         stranger.status()
     return str(caught.value)
@@ -60,39 +83,60 @@ def stranger_s_error(address: str, keys: ClientKeys | None) -> str:
 
 async def async_stranger_s_error(address: str, keys: ClientKeys | None) -> str:
     async with QueueClient(address, role="agent", name="stranger", timeout_s=1.0, keys=keys) as stranger:
-        with pytest.raises(QueueLost) as caught:
+        with pytest.raises(QueueLost if address.startswith("tcp:") else AccessDenied) as caught:
             await stranger.status()
     return str(caught.value)
 
 
-async def test_with_keys_one_step_goes_from_lease_to_publication(closed, friend, folder):
-    keys = read_client_keys(folder)
-    async with QueueClient(closed.address, role="agent", name="w", timeout_s=10, keys=keys) as agent:
-        leased = await agent.lease(2, 1.0)
-        await put_all(agent, leased.groups, tokens=100_000)
-    batch = friend.reserve(0, 1.0)
-    assert isinstance(batch, Reserved)
-    rows = friend.fetch([header.key for header in batch.headers])
-    assert all(np.array_equal(row.token_ids, np.arange(100_000)) for row in rows) and len(rows) == 4
-    friend.commit(0)
-    friend.publish(Version(0, 1), [])
-    assert friend.status().committed == 2
-    assert "denied" not in friend.status().counters
+async def test_with_keys_one_step_goes_from_lease_to_publication(either, folder):
+    keys = read_client_keys(folder, "worker")
+    with client(either, folder, "trainer") as trainer:
+        trainer.publish(Version(0, 0), [])
+        async with QueueClient(either.address, role="agent", name="w", timeout_s=10, keys=keys) as agent:
+            leased = await agent.lease(2, 1.0)
+            await put_all(agent, leased.groups, tokens=100_000)
+        batch = trainer.reserve(0, 1.0)
+        assert isinstance(batch, Reserved)
+        rows = trainer.fetch([header.key for header in batch.headers])
+        assert all(np.array_equal(row.token_ids, np.arange(100_000)) for row in rows) and len(rows) == 4
+        trainer.commit(0)
+        trainer.publish(Version(0, 1), [])
+        assert trainer.status().committed == 2
+        assert "denied" not in trainer.status().counters
 
 
-async def test_a_key_that_is_not_allowed_gets_nothing_and_is_told_so(closed, friend, folder):
-    public, secret = zmq.curve_keypair()
-    keys = msgspec.structs.replace(read_client_keys(folder), public=public, secret=secret)
-    for error in (stranger_s_error(closed.address, keys), await async_stranger_s_error(closed.address, keys)):
-        assert re.search(r"did not answer Status for 1 s: it refused the handshake; is it closed to this key\?", error)
-    assert friend.status().counters["denied"] >= 2
-    assert friend.status().workers == 0
+async def test_a_client_without_a_key_or_with_another_run_s_gets_nothing_and_is_told_so(either, folder, tmp_path):
+    make_keys(tmp_path / "other")
+    with client(either, folder, "trainer") as friend:
+        for keys in (None, read_client_keys(tmp_path / "other", "operator"), of_nobody(folder)):
+            for error in (stranger_s_error(either.address, keys), await async_stranger_s_error(either.address, keys)):
+                assert "key" in error
+        assert friend.status().workers == 0
+        assert friend.status().counters["denied"] >= 2
 
 
-async def test_a_client_without_a_key_gets_nothing_and_is_told_so(closed, friend):
-    for error in (stranger_s_error(closed.address, None), await async_stranger_s_error(closed.address, None)):
-        assert "closed to" in error and "key" in error
-    assert isinstance(friend.status(), StatusReport)
+async def test_a_worker_commits_nothing_and_registers_no_engine_and_goes_on_with_its_work(either, folder):
+    keys = read_client_keys(folder, "worker")
+    with client(either, folder, "trainer") as trainer, client(either, folder, "operator") as operator:
+        trainer.publish(Version(0, 0), [])
+        async with QueueClient(either.address, role="agent", name="w", timeout_s=10, keys=keys) as agent:
+            for request in (agent.commit(0), agent.register_engine("mine", "http://192.0.2.1:9", "embedded")):
+                with pytest.raises(AccessDenied):
+                    await request
+            await put_all(agent, (await agent.lease(2, 1.0)).groups)
+        assert trainer.engines().engines == []
+        assert trainer.status().counters["forbidden"] == 2
+        assert isinstance(trainer.reserve(0, 1.0), Reserved)
+        operator.register_engine("ours", "http://127.0.0.1:9", "embedded")
+        assert [engine.engine_id for engine in trainer.engines().engines] == ["ours"]
+
+
+def test_a_reader_reads_and_leases_nothing(either, folder):
+    with client(either, folder, "reader") as reader:
+        with pytest.raises(ProtocolError, match="operator, worker"):
+            reader.lease(1, 0.0)
+        assert reader.inspect().status.counters["forbidden"] == 1
+        assert reader.group_list(-1, 10).groups == []
 
 
 async def test_a_request_after_the_refusal_ends_at_its_deadline_too(closed, friend):
@@ -116,39 +160,47 @@ def test_a_plain_socket_gets_no_byte_of_an_answer(closed, friend):
     assert "malformed" not in friend.status().counters
 
 
-def test_another_queue_s_key_gets_nothing_and_is_told_so(closed, friend, folder, tmp_path):
+def test_a_queue_with_another_key_gets_no_word_of_a_client(closed, friend, folder, tmp_path):
     make_keys(tmp_path / "other")
-    assert "key" in stranger_s_error(closed.address, read_client_keys(tmp_path / "other"))
-    of_both = msgspec.structs.replace(read_client_keys(folder), server=read_client_keys(tmp_path / "other").server)
+    other = read_client_keys(tmp_path / "other", "trainer").server
+    of_both = msgspec.structs.replace(read_client_keys(folder, "trainer"), server=other)
     assert "key" in stranger_s_error(closed.address, of_both)
     assert isinstance(friend.status(), StatusReport)
 
 
-def test_a_revoked_key_gets_nothing_more_on_an_open_connection_or_a_new_one(closed, friend, folder):
-    make_keys(folder, "guest")
+def test_a_revoked_key_gets_nothing_more_on_an_open_connection_or_a_new_one(either, folder):
+    make_client_keys(folder, "guest", "worker")
     keys = read_client_keys(folder, "guest")
-    with SyncQueueClient(closed.address, role="agent", name="guest", timeout_s=1.0, keys=keys) as guest:
-        assert isinstance(guest.status(), StatusReport)  # a key that was added while the queue runs
-        (folder / "clients" / "guest.pub").unlink()
-        for _ in range(3):
-            friend.reserve(0, 0.1)  # the queue looks into the folder several times a second
-        with pytest.raises(QueueLost):
-            guest.status()
-    assert "refused the handshake" in stranger_s_error(closed.address, keys)
-    assert friend.status().counters["denied"] >= 2
+    with client(either, folder, "trainer") as friend:
+        with SyncQueueClient(either.address, role="agent", name="guest", timeout_s=1.0, keys=keys) as guest:
+            assert isinstance(guest.status(), StatusReport)  # a key that was added while the queue runs
+            (folder / "clients" / "guest.pub").unlink()
+            for _ in range(3):
+                friend.reserve(0, 0.1)  # the queue looks into the folder several times a second
+            with pytest.raises(AccessDenied):
+                guest.status()
+        assert "key" in stranger_s_error(either.address, keys)
+        assert friend.status().counters["denied"] >= 2
+
+
+def of_nobody(folder: Path) -> ClientKeys:
+    """A key that no list has."""
+    public, secret = zmq.curve_keypair()
+    return msgspec.structs.replace(read_client_keys(folder, "worker"), public=public, secret=secret)
 
 
 def test_a_client_may_be_allowed_by_the_config_alone(address, folder):
-    public, secret = zmq.curve_keypair()
-    keys = msgspec.structs.replace(read_client_keys(folder), public=public, secret=secret)
-    queue = closed_queue(address, folder, clients=(public.decode(),))
+    keys = of_nobody(folder)
+    queue = closed_queue(address, folder, clients=(f"{keys.public.decode()} reader",))
     try:
-        with SyncQueueClient(address, role="agent", name="listed", timeout_s=10, keys=keys) as client:
-            assert isinstance(client.status(), StatusReport)
+        with SyncQueueClient(address, role="agent", name="listed", timeout_s=10, keys=keys) as listed:
+            assert isinstance(listed.status(), StatusReport)
+            with pytest.raises(AccessDenied):
+                listed.lease(1, 0.0)
     finally:
         queue.stop()
 
 
 def test_a_client_with_a_key_does_not_talk_to_an_open_queue(queue, trainer, folder):
-    assert "key" in stranger_s_error(queue.address, read_client_keys(folder))
+    assert "key" in stranger_s_error(queue.address, read_client_keys(folder, "worker"))
     assert isinstance(trainer.status(), StatusReport)

@@ -29,11 +29,13 @@ from rl_async.messages import (
     Trajectory,
     Version,
 )
+from rl_async.transfer_queue.auth.roles import Role
+from rl_async.transfer_queue.auth.sockets import make_private
 from rl_async.transfer_queue.client.async_client import QueueClient
 from rl_async.transfer_queue.reports.audit import audit
 from tests.contracts.queue.peers import trajectory
 from tests.contracts.queue_storage.journals import redis_server
-from tests.support.ports import free_port
+from tests.support.queue_clients import async_client, make_run_keys
 
 KILLS, STEPS, BATCH, GROUP = 4, 40, 2, 4
 CONFIG = RunConfig(
@@ -53,6 +55,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
     def write(queue: QueueConfig) -> Path:
         (tmp_path / "config.yaml").write_text(dump(msgspec.structs.replace(CONFIG, queue=queue)))
+        make_run_keys(tmp_path)
         return tmp_path
 
     if request.param == "sqlite":
@@ -66,7 +69,8 @@ class Victim:
     """The queue's process at one address."""
 
     def __init__(self, run: Path) -> None:
-        self.address = f"tcp://127.0.0.1:{free_port()}"
+        self.address = f"ipc://{run}/sockets/queue"
+        make_private(run / "sockets")
         command = [sys.executable, "-m", "rl_async.transfer_queue", "--run", str(run), "--address", self.address]
         self._command, self._run = command, run
         self.start()
@@ -90,11 +94,11 @@ class Traffic:
         self.logged: dict[int, dict[tuple[int, int], str]] = {}  # by position, as a logger has them on its disk
         self.step = 0
 
-    def client(self, name: str) -> QueueClient:
-        return QueueClient(self._address, role="test", name=name, timeout_s=60, patience_s=0.3)
+    def client(self, role: Role) -> QueueClient:
+        return async_client(self._run, self._address, role, patience_s=0.3)
 
-    async def work(self, name: str) -> None:
-        async with self.client(name) as client:
+    async def work(self) -> None:
+        async with self.client("worker") as client:
             while not (leased := await client.lease(2, 0.5)).finished:
                 await asyncio.gather(*(self.put(client, g, sample) for g in leased.groups for sample in g.samples))
 
@@ -107,7 +111,7 @@ class Traffic:
     async def log(self) -> None:
         """A logger that is started again and again, in the middle of what it does, and has what it stored."""
         while len(self.logged) < STEPS * BATCH:
-            async with self.client("logger") as client:
+            async with self.client("reader") as client:
                 await client.subscribe("logger", oldest=True)
                 for _ in range(random.randint(1, 20)):
                     position = max(self.logged, default=-1)
@@ -137,7 +141,8 @@ class Traffic:
                     assert await client.retire(self.step) == Done()
             while len(self.logged) < STEPS * BATCH:  # noqa: ASYNC110 - the logger has no event, and a deadline of its own
                 await asyncio.sleep(0.05)
-            await client.unsubscribe("logger")
+            async with self.client("reader") as logger:
+                await logger.unsubscribe("logger")
             assert await client.finish() == Done()
             status = await client.status()
             assert isinstance(status, StatusReport) and (status.slots_used, status.payload_bytes) == (0, 0)
@@ -175,8 +180,8 @@ async def test_nothing_acknowledged_is_lost(run: Path) -> None:
         async with asyncio.timeout(150), asyncio.TaskGroup() as tasks:
             for work in (
                 traffic.train(),
-                traffic.work("a"),
-                traffic.work("b"),
+                traffic.work(),
+                traffic.work(),
                 traffic.log(),
                 kill_now_and_then(victim, traffic),
             ):

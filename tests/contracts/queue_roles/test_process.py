@@ -1,6 +1,7 @@
 """The queue as its own process: the composition root, its ledger, its end, and its one-line errors."""
 
 import json
+import shutil
 import signal
 import socket as sockets
 import subprocess
@@ -18,10 +19,10 @@ from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.run import EvalConfig, RunConfig
 from rl_async.errors import QueueLost
 from rl_async.messages import NotReady, Version
-from rl_async.transfer_queue.auth.keys import client_keys, provide_keys
-from rl_async.transfer_queue.client.async_client import QueueClient
+from rl_async.transfer_queue.auth.roles import ROLES
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from tests.support.ports import free_port
+from tests.support.queue_clients import async_client, make_run_keys, sync_client
 
 CONFIG = RunConfig(
     model=ModelConfig(path="no-model-needed"),
@@ -46,6 +47,7 @@ def run(tmp_path: Path) -> Path:
     ]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "config.yaml").write_text(dump(CONFIG))
+    make_run_keys(tmp_path)
     return tmp_path
 
 
@@ -66,7 +68,7 @@ def test_the_process_answers_scrapes_on_the_configured_port(run, port):
     (run / "config.yaml").write_text(dump(msgspec.structs.replace(CONFIG, queue=queue)))
     process = start(run, port)
     try:
-        with SyncQueueClient(f"tcp://127.0.0.1:{port}", role="test", name="t", timeout_s=60) as client:
+        with sync_client(run, f"tcp://127.0.0.1:{port}", "trainer") as client:
             client.publish(Version(0, 0), [])
         with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=20) as answer:
             assert b"rl_async_queue_published_step 0.0\n" in answer.read()
@@ -81,10 +83,11 @@ def test_the_process_answers_scrapes_on_the_configured_port(run, port):
 async def test_the_process_serves_and_ends_on_sigterm(run, port):
     process = start(run, port)
     try:
-        async with QueueClient(f"tcp://127.0.0.1:{port}", role="test", name="w", timeout_s=60) as client:
-            await client.publish(Version(0, 0), [])
-            await client.evaluate(0)
-            groups = (await client.lease(5, 5.0)).groups
+        address = f"tcp://127.0.0.1:{port}"
+        async with async_client(run, address, "trainer") as trainer, async_client(run, address, "worker") as worker:
+            await trainer.publish(Version(0, 0), [])
+            await trainer.evaluate(0)
+            groups = (await worker.lease(5, 5.0)).groups
             assert [group.partition for group in groups] == ["eval"] * 3 + ["train"] * 2
             assert groups[3].samples == list(range(16))
         process.send_signal(signal.SIGTERM)
@@ -103,7 +106,7 @@ def test_killed_queue_is_restored_from_a_snapshot(run, port):
     address = f"tcp://127.0.0.1:{port}"
     first = start(run, port)
     try:
-        with SyncQueueClient(address, role="trainer", name="t", timeout_s=60) as trainer:
+        with sync_client(run, address, "trainer") as trainer:
             trainer.publish(Version(0, 0), [])
             snapshot = trainer.snapshot()
     finally:
@@ -111,7 +114,7 @@ def test_killed_queue_is_restored_from_a_snapshot(run, port):
         first.communicate()
     second = start(run, port)
     try:
-        with SyncQueueClient(address, role="trainer", name="t", timeout_s=60) as trainer:
+        with sync_client(run, address, "trainer") as trainer:
             assert trainer.resume(0, 1, snapshot).readmitted == 0
             trainer.publish(Version(1, 0), [])
             assert isinstance(trainer.reserve(0, 0.0), NotReady)
@@ -120,17 +123,16 @@ def test_killed_queue_is_restored_from_a_snapshot(run, port):
         second.communicate()
 
 
-def test_a_queue_that_can_be_reached_from_elsewhere_wants_keys_and_then_serves_who_has_them(run, port):
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_queue_wants_keys_and_then_serves_who_has_them(run, port, host):
     keys = run / "keys"
-    closed = msgspec.structs.replace(CONFIG, queue=QueueConfig(journal="memory", host="0.0.0.0"))
-    (run / "config.yaml").write_text(dump(closed))
-    ends_with(run, port, f"{keys / 'server.key'} is missing", host="0.0.0.0")
-    provide_keys(closed, run)
-    process = start(run, port, host="0.0.0.0")
+    (run / "config.yaml").write_text(dump(msgspec.structs.replace(CONFIG, queue=QueueConfig(journal="memory"))))
+    shutil.rmtree(keys)
+    ends_with(run, port, f"{keys / 'server.key'} is missing", host=host)
+    make_run_keys(run)
+    process = start(run, port, host=host)
     try:
-        with SyncQueueClient(
-            f"tcp://127.0.0.1:{port}", role="test", name="w", timeout_s=60, keys=client_keys(closed, run)
-        ) as client:
+        with sync_client(run, f"tcp://127.0.0.1:{port}", "trainer") as client:
             client.publish(Version(0, 0), [])
         with (
             SyncQueueClient(f"tcp://127.0.0.1:{port}", role="test", name="stranger", timeout_s=1) as stranger,
@@ -141,11 +143,20 @@ def test_a_queue_that_can_be_reached_from_elsewhere_wants_keys_and_then_serves_w
         process.kill()
         _, errors = process.communicate()
     secrets = [path.read_text().strip() for path in keys.glob("*.key")]
-    assert len(secrets) == 2 and not [secret for secret in secrets if secret in errors]
+    assert len(secrets) == 1 + len(ROLES) and not [secret for secret in secrets if secret in errors]
 
 
-def test_an_open_queue_is_bound_to_loopback_only(run, port):
-    ends_with(run, port, "queue.curve=always", host="0.0.0.0")
+def test_a_stranger_on_loopback_registers_no_engine(run, port):
+    process = start(run, port)
+    try:
+        with (
+            SyncQueueClient(f"tcp://127.0.0.1:{port}", role="launcher", name="stranger", timeout_s=5) as stranger,
+            pytest.raises(QueueLost),
+        ):
+            stranger.register_engine("mine", "http://127.0.0.1:9", "embedded")
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def ends_with(run: Path, port: int, message: str, host: str = "127.0.0.1") -> None:

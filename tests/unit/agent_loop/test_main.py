@@ -16,8 +16,10 @@ from rl_async.agent_loop.data.toy_tasks import make_data
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.configs.schema.run import RunConfig
+from rl_async.transfer_queue.auth.keys import provide_keys
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from tests.support.ports import free_port
+from tests.support.queue_clients import sync_client
 
 
 def start(module: str, *arguments: str) -> subprocess.Popen[str]:
@@ -39,6 +41,7 @@ def write_run(folder: Path, tokenizer: PreTrainedTokenizerFast, **agent: Any) ->
         agent=AgentConfig(**agent),
     )
     (folder / "config.yaml").write_bytes(msgspec.yaml.encode(config))
+    provide_keys(config, folder)
     return folder
 
 
@@ -66,7 +69,7 @@ def wait_for_worker(client: SyncQueueClient) -> None:
 @pytest.mark.parametrize("how", ["SIGTERM", "end of the run"])
 def test_a_worker_ends_cleanly(run: Path, address: str, how: str) -> None:
     worker = start("agent_loop", "--run", str(run), "--index", "0", "--queue", address)
-    with SyncQueueClient(address, role="test", name="test") as client:
+    with sync_client(run, address, "trainer") as client:
         wait_for_worker(client)
         if how == "SIGTERM":
             worker.send_signal(signal.SIGTERM)

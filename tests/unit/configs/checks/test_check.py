@@ -218,8 +218,9 @@ def test_users_own_functions_are_looked_for_only_where_torch_is() -> None:
     ("overrides", "named"),
     [
         (["queue.host=localhost"], "queue.host=localhost"),
+        (["queue.port=5555"], "queue.port"),
         (["queue.clients=[" + "x" * 40 + "]"], "queue.clients"),
-        (["queue.curve=always", "queue.clients=[short]"], "queue.clients: 'short'"),
+        (["queue.clients=[short reader]"], "queue.clients: 'short reader'"),
         (["queue.limits.frames=2"], "queue.limits.frames"),
     ],
 )

@@ -8,9 +8,11 @@ from rl_async.launcher.plan.planning import Devices, assign_devices, endpoints, 
 from rl_async.launcher.plan.ports import PortWish
 from rl_async.launcher.plan.spec import fill
 from rl_async.process.endpoints import Endpoints
+from rl_async.transfer_queue.auth.sockets import socket_folder
 
 PORTS = {"queue": 1001, "engine-0": 1002, "engine-1": 1003, "rendezvous": 1004}
 RUN = Path("runs/x")
+QUEUE = f"ipc://{socket_folder(RUN)}/queue"
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -44,11 +46,11 @@ def test_waiting_threads_sleep_unless_the_user_says_otherwise(monkeypatch: pytes
 def test_the_command_lines_of_the_roles() -> None:
     planned = plan(load_config("calculator"), RUN)
     commands = {spec.role: " ".join(spec.command(PORTS)[1:]) for spec in planned.processes}
-    assert commands["queue"] == "-m rl_async.transfer_queue --run runs/x --address tcp://127.0.0.1:1001 --relaunched"
+    assert commands["queue"] == f"-m rl_async.transfer_queue --run runs/x --address {QUEUE} --relaunched"
     assert "--relaunched" not in planned.queue.command(PORTS, restarted=True), "then the others live on"
     assert commands["engine"] == "-m rl_async.rollout_server --run runs/x --index 0 --host 127.0.0.1 --port 1002"
-    assert commands["worker"] == "-m rl_async.agent_loop --run runs/x --index 0 --queue tcp://127.0.0.1:1001"
-    assert commands["trainer"] == "-m rl_async.trainer --run runs/x --queue tcp://127.0.0.1:1001 --host 127.0.0.1"
+    assert commands["worker"] == f"-m rl_async.agent_loop --run runs/x --index 0 --queue {QUEUE}"
+    assert commands["trainer"] == f"-m rl_async.trainer --run runs/x --queue {QUEUE} --host 127.0.0.1"
 
 
 @pytest.mark.parametrize(("host", "found"), [("0.0.0.0", "127.0.0.1"), ("10.1.2.3", "10.1.2.3")])
@@ -58,7 +60,7 @@ def test_a_queue_that_listens_elsewhere_is_found_there_and_no_command_line_holds
     commands = {spec.role: " ".join(spec.command(PORTS)[1:]) for spec in planned.processes}
     assert f"--address tcp://{host}:1001" in commands["queue"]
     assert all(f"--queue tcp://{found}:1001" in commands[role] for role in ("worker", "trainer"))
-    assert planned.queue_host == found and endpoints(config, PORTS).queue == f"tcp://{found}:1001"
+    assert fill(planned.queue_address, PORTS) == endpoints(config, RUN, PORTS).queue == f"tcp://{found}:1001"
     assert not [command for command in commands.values() if "key" in command]
 
 
@@ -68,15 +70,15 @@ def test_a_gateway_takes_the_place_of_the_workers() -> None:
     (gateway,) = planned.workers
     assert (gateway.name, gateway.role) == ("gateway", "worker")
     assert " ".join(gateway.command(ports)[1:]) == (
-        "-m rl_async.agent_loop.gateway --run runs/x --port 8123 --queue tcp://127.0.0.1:1001"
+        f"-m rl_async.agent_loop.gateway --run runs/x --port 8123 --queue {QUEUE}"
     )
     assert PortWish("gateway", 8123, "agent.gateway.port") in planned.ports
-    assert endpoints(config, ports) == Endpoints(queue="tcp://127.0.0.1:1001", gateway="http://127.0.0.1:8123")
+    assert endpoints(config, RUN, ports) == Endpoints(queue=QUEUE, gateway="http://127.0.0.1:8123")
 
 
 def test_who_joins_a_run_is_told_of_its_reward_model() -> None:
-    places = endpoints(load_config("calculator"), PORTS | {"reward-model": 1005})
-    assert places == Endpoints(queue="tcp://127.0.0.1:1001", reward_model="http://127.0.0.1:1005")
+    places = endpoints(load_config("calculator"), RUN, PORTS | {"reward-model": 1005})
+    assert places == Endpoints(queue=QUEUE, reward_model="http://127.0.0.1:1005")
 
 
 def test_trainer_ranks_meet_at_one_port() -> None:
@@ -155,7 +157,10 @@ def test_a_config_for_the_cpu_uses_no_gpu() -> None:
 
 
 def test_engines_take_configured_ports_in_turn() -> None:
-    planned = plan(load_config("calculator", ["rollout.engines=2", "rollout.port=4000", "queue.port=5000"]), RUN)
+    planned = plan(
+        load_config("calculator", ["rollout.engines=2", "rollout.port=4000", "queue.curve=always", "queue.port=5000"]),
+        RUN,
+    )
     assert {wish.name: wish.port for wish in planned.ports} == {
         "queue": 5000,
         "engine-0": 4000,
