@@ -15,6 +15,7 @@ RlAsyncError
 │   └── RanksLost        another rank of the trainer died or hangs; names it. All ranks restart together
 ├── RequestRefused       an agent program sent the gateway an unsupported request; names the field
 ├── RowsLost             trajectories were lost with a payload shard, and are generated again
+├── TrainerReplaced      another trainer has resumed the run; names both lineages. Nothing is changed by the older one
 ├── QueueLost            the transfer queue did not answer within the deadline
 ├── CheckpointFailed     a checkpoint could not be written; names the step and the cause
 ├── RewardsMissing       no row of a batch could be scored; names the step and the scorer's message
@@ -90,6 +91,10 @@ class WeightSyncError(RlAsyncError):
 
 class RanksLost(WeightSyncError):
     """Another rank of the trainer died or hangs; names it. This rank is sound and restarts with the others."""
+
+
+class TrainerReplaced(RlAsyncError):
+    """A trainer of a newer lineage has resumed the run, so this one, which was taken for dead, is refused."""
 
 
 class QueueLost(RlAsyncError):

@@ -123,7 +123,7 @@ def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None,
     """Train on the batches of the queue at ``address``. A resumed run first rolls the queue back to ``snapshot``."""
     config = run.config
     keys = client_keys(config, run.folder, "trainer")
-    with SyncQueueClient(address, role="trainer", name=f"trainer-{run.rank}", keys=keys) as queue:
+    with SyncQueueClient(address, role="trainer", name=f"trainer-{run.rank}", keys=keys, lineage=run.lineage) as queue:
         run.source = sources.QueueSource(queue, config.trainer.batch_timeout_s)
         if run.rank != 0:
             run.publisher = _watched(run, _publisher(run, IdleCoordinator(), wire), None)
@@ -136,7 +136,7 @@ def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None,
         if config.data.eval_path:
             run.evaluations = Evaluator(queue, config.eval.every, run.recorder.evaluated)
         with WeightCoordinator(
-            lambda: QueueClient(address, role="weights", name="coordinator", keys=keys),
+            lambda: QueueClient(address, role="weights", name="coordinator", keys=keys, lineage=run.lineage),
             lambda record: connect(record.kind, record.url),
             _resolved_sync(run),
             config.rollout.start_timeout_s,

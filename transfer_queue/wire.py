@@ -26,6 +26,7 @@ FORBIDDEN = "forbidden"  # the client's key has a role that may not do this
 SHARDED = "sharded"  # a payload that should have gone to a shard
 SHARD_LOST = "shard_lost"  # it names a shard that does not count any more
 MEDIA = "media"  # the sample refers to media that are not here: put it again with them
+REPLACED = "replaced"  # the request of a trainer that another has replaced
 ROWS_LOST = "rows_lost"  # what was asked for went with a shard
 
 _COPY_BELOW = 1 << 16  # a small frame's view would hold on to the whole receive buffer

@@ -1,5 +1,8 @@
 """Requests to the queue and to its payload shards, in the order in which data flows.
 
+``lineage`` says for which trainer a request is made. The queue refuses that of an older one than the newest that has
+resumed: such a trainer has been replaced. None, where it is allowed, means that no trainer asks.
+
 A request names its replies in its base class: ``Request[Done]`` is answered Done, and Refused is then an error at the
 client, whereas ``Request[Done | Refused]`` gives the refusal to the caller. The queue's handlers are the table in
 ``transfer_queue/server/verbs.py``, the clients' methods the one in ``transfer_queue/client/verbs.py``.
@@ -115,12 +118,14 @@ class Reserve(LongPoll[Reserved | NotReady]):
 
     step: int
     wait_s: float
+    lineage: int = 0
 
 
 class Fetch(Request[FetchedRows | Elsewhere | Refused]):
     """Read the payloads of rows, or of their media (``media_sample``). Trainer ranks, consumers -> queue."""
 
     rows: list[RowKey]
+    lineage: int | None = None
 
 
 class StoreRows(Request[Done], tag="Store"):
@@ -166,6 +171,7 @@ class Commit(Request[Done]):
     """Report that the batch of ``step`` was trained. Trainer rank 0, after a barrier -> queue."""
 
     step: int
+    lineage: int = 0
 
 
 class Publish(Request[Done]):
@@ -185,6 +191,8 @@ class Confirm(Request[Done | Refused]):
 class Snapshot(Request[SnapshotTaken]):
     """Read what a checkpoint must hold so that unfinished groups can be admitted again. Trainer -> queue."""
 
+    lineage: int | None = None
+
 
 class Resume(Request[Resumed]):
     """Go back to the checkpoint after ``step`` completed steps. Trainer -> queue.
@@ -201,6 +209,7 @@ class Retire(Request[Done]):
     """Forget the steps before ``step``, whose checkpoint is durable. Trainer -> queue."""
 
     step: int
+    lineage: int = 0
 
 
 class Tighten(Request[Done]):
@@ -210,12 +219,14 @@ class Tighten(Request[Done]):
     """
 
     max_staleness: int
+    lineage: int = 0
 
 
 class Evaluate(Request[Done]):
     """Admit the held-out tasks once, outside the slots, in partition ``eval``. Trainer, ``rl-async eval`` -> queue."""
 
     eval_id: int
+    lineage: int | None = None
 
 
 class AwaitEvaluation(LongPoll[Reserved | NotReady], tag="EvalResult"):
@@ -223,6 +234,7 @@ class AwaitEvaluation(LongPoll[Reserved | NotReady], tag="EvalResult"):
 
     eval_id: int
     wait_s: float
+    lineage: int | None = None
 
 
 class RegisterEngine(Request[Done]):
@@ -238,6 +250,7 @@ class RemoveEngine(Request[Done]):
 
     engine_id: str
     reason: str
+    lineage: int | None = None
 
 
 class ListEngines(LongPoll[EngineList], tag="Engines"):
@@ -245,6 +258,7 @@ class ListEngines(LongPoll[EngineList], tag="Engines"):
 
     after: int = -1
     wait_s: float = 0.0
+    lineage: int | None = None
 
 
 class Status(Request[StatusReport]):
@@ -324,6 +338,8 @@ class Unsubscribe(Request[Done]):
 
 class Finish(Request[Done]):
     """End the run: workers that ask for groups are told so, and nothing more is admitted. Trainer -> queue."""
+
+    lineage: int = 0
 
 
 REQUESTS: tuple[type[Request[Any]], ...] = tuple(

@@ -1,12 +1,12 @@
 """The workers and the trainer. They do what the real ones do, without a model."""
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rl_async import messages as m
 from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.client.session import refusal
 from rl_async.transfer_queue.wire import ReplyMessage
-from tests.simulation.network import LATEST_S, Client
+from tests.simulation.network import Client
 from tests.simulation.rules import Checkpoint
 
 if TYPE_CHECKING:
@@ -52,13 +52,8 @@ class _WorkerLife:
     def queue_lost(self) -> None:
         self._worker.killed()
 
-    def _thaw(self) -> Iterator[float]:
-        while self.frozen_until > self._world.now:
-            yield self.frozen_until - self._world.now
-
     def renew(self) -> Any:
         while True:
-            yield from self._thaw()
             yield m.Renew(worker=self.name), []
             yield self._world.settings.lease_s / 3
 
@@ -84,7 +79,6 @@ class _WorkerLife:
         world, rng = self._world, self._world.rng
         since = world.serving
         yield rng.random() * (1.0 if rng.random() < 0.1 else 0.1)
-        yield from self._thaw()
         samples, rows = [], []
         for group, sample in todo:
             if rng.random() < 0.03 and world.faults:
@@ -131,7 +125,10 @@ class _WorkerLife:
 
 
 class Trainer:
-    """Reserves, trains, commits, publishes and saves; another goes on from the last checkpoint when it dies."""
+    """Reserves, trains, commits, publishes and saves; another goes on from the last checkpoint when it dies.
+
+    One that is only taken for dead goes on beside its successor, until it is told that it was replaced.
+    """
 
     def __init__(self, world: "World") -> None:
         self._world = world
@@ -142,44 +139,76 @@ class Trainer:
 
     def _begin(self) -> None:
         self._lineage += 1
-        self.done = self.dead = False
+        self.done = False
         self._life = _TrainerLife(self._world, self, self._lineage)
         self._world.spawn(self._life, self._life.train())
 
+    def _replace(self, life: "_TrainerLife") -> None:
+        """Begin the successor, unless there is one, or the trainer came to the end meanwhile."""
+        if self.is_newest(life) and not self.done:
+            self._begin()
+
+    def is_newest(self, life: "_TrainerLife") -> bool:
+        """Whether this trainer has no successor."""
+        return self._life is life
+
     def killed(self) -> None:
-        """Another takes its place, when what this one has sent has arrived or never will."""
+        """Another takes its place; what this one has sent may still arrive."""
         if not self._life.dead:
             self._life.dead, self.done = True, False
-            self._world.after(LATEST_S + 0.2, self._begin)
+            self._world.after(self._world.rng.random(), self._replace, self._life)
+
+    def freeze(self) -> None:
+        """It does nothing for a while, and another takes its place."""
+        if not self._life.dead and not self.done:
+            self._life.frozen_until = self._world.now + self._world.rng.random() * 4
+            self._world.after(self._world.rng.random(), self._replace, self._life)
 
 
 class _TrainerLife:
     def __init__(self, world: "World", trainer: Trainer, lineage: int) -> None:
         self._world, self._trainer, self._lineage = world, trainer, lineage
-        self.dead = False
+        self.dead, self.frozen_until = False, 0.0
         self.client = Client(world, self, f"trainer-{lineage}")
 
+    @property
+    def _newest(self) -> bool:
+        return self._trainer.is_newest(self)
+
     def queue_lost(self) -> None:
-        self._trainer.killed()
+        if self._newest:
+            self._trainer.killed()
+        else:
+            self.dead = True
 
     def _ask(self, request: m.Request, *kinds: type[m.Reply]) -> Any:
-        """The reply, which is of one of these kinds."""
+        """The reply, which is of one of these kinds; the end, if another trainer has resumed."""
         message, _ = yield request, []
+        if refusal(message.reply) == wire.REPLACED and not self._newest:
+            yield from self._replaced("by the queue")
         if not isinstance(message.reply, kinds):
             self._world.rules.broken(f"{request} was answered {message.reply}")
         return message
 
+    def _replaced(self, told: str) -> Any:
+        self._world.struck[f"replaced trainer refused {told}"] += 1
+        self.dead = True
+        yield 0.0  # and never goes on
+
     def train(self) -> Any:
         world, trainer, rules = self._world, self._trainer, self._world.rules
         saved = trainer.checkpoint
-        step = trainer.step = saved.step
+        step = saved.step
         if self._lineage:
             yield from self._ask(m.Resume(step=step, lineage=self._lineage, snapshot=saved.queue), m.Resumed)
-            rules.resumed(saved, world.host.disk.run_id)
+            if self._newest:
+                rules.resumed(saved, world.host.disk.run_id)
         yield from self._publish(step)
         while step < world.settings.steps:
+            if self._newest:
+                trainer.step = step
             yield from self._one_step(step)
-            step = trainer.step = step + 1
+            step += 1
             last = step == world.settings.steps
             if last or step % world.publish_every == 0:
                 yield from self._publish(step)
@@ -187,40 +216,58 @@ class _TrainerLife:
                 yield from self._save(step)
             if world.rng.random() < 0.1:
                 bound = world.rng.randint(world.publish_every - 1, 3)
-                yield from self._ask(m.Tighten(max_staleness=bound), m.Done)
-        yield from self._ask(m.Retire(step=step), m.Done)  # the one that saved it may have died before
-        message, disk = yield m.Finish(), []
+                yield from self._ask(m.Tighten(max_staleness=bound, lineage=self._lineage), m.Done)
+        yield from self._retire(step)  # the one that saved it may have died before
+        message, disk = yield m.Finish(lineage=self._lineage), []
+        if refusal(message.reply) == wire.REPLACED and not self._newest:
+            yield from self._replaced("by the queue")
         if not isinstance(message.reply, m.Done):
             rules.broken(f"Finish was answered {message.reply}")
         if disk == world.host.disk.run_id:
             trainer.done = True
         else:  # the queue that heard of it lost its journal meanwhile, and workers ask the next one
-            trainer.killed()
+            self.queue_lost()
 
     def _publish(self, step: int) -> Any:
-        version = self._world.serving = m.Version(self._lineage, step)
+        """Send the weights to the engines, which refuse those of a trainer that they know to be replaced."""
+        version = m.Version(self._lineage, step)
+        if version.lineage < self._world.serving.lineage:
+            yield from self._replaced("by the engines")
+        self._world.serving = version
+        yield self._world.rng.random() * 0.05
         yield from self._ask(m.Publish(version=version, engines=[]), m.Done)
 
     def _one_step(self, step: int) -> Any:
-        rules = self._world.rules
         while True:
-            answer = yield from self._ask(m.Reserve(step=step, wait_s=0.5), m.Reserved, m.NotReady)
-            if isinstance(answer.reply, m.Reserved):
+            answer = yield from self._reserve(step, 0.5)
+            if isinstance(answer, m.Reserved):
                 break
             yield 0.01
-        headers = answer.reply.headers
-        rules.reserved(step, headers)
-        rows = yield from self._ask(m.Fetch(rows=[header.key for header in headers]), m.FetchedRows)
+        headers = answer.headers
+        fetch = m.Fetch(rows=[header.key for header in headers], lineage=self._lineage)
+        rows = yield from self._ask(fetch, m.FetchedRows)
         if self._world.rng.random() < 0.3 and step + 1 < self._world.settings.steps:
-            ahead = yield from self._ask(m.Reserve(step=step + 1, wait_s=0.0), m.Reserved, m.NotReady)
-            if isinstance(ahead.reply, m.Reserved):
-                rules.reserved(step + 1, ahead.reply.headers)
+            yield from self._reserve(step + 1, 0.0)
         yield self._world.rng.random() * 0.2
-        rules.trained(step, headers, [bytes(row) for row in wire.split(rows.payload, rows.reply.lengths)])
-        yield from self._ask(m.Commit(step=step), m.Done)
+        if self._newest:  # what another trains is in no checkpoint
+            payloads = [bytes(row) for row in wire.split(rows.payload, rows.reply.lengths)]
+            self._world.rules.trained(step, headers, payloads)
+        yield from self._ask(m.Commit(step=step, lineage=self._lineage), m.Done)
+
+    def _reserve(self, step: int, wait_s: float) -> Any:
+        request = m.Reserve(step=step, wait_s=wait_s, lineage=self._lineage)
+        answer = yield from self._ask(request, m.Reserved, m.NotReady)
+        if isinstance(answer.reply, m.Reserved) and self._newest:
+            self._world.rules.reserved(step, answer.reply.headers)
+        return answer.reply
 
     def _save(self, step: int) -> Any:
-        taken = yield from self._ask(m.Snapshot(), m.SnapshotTaken)
+        taken = yield from self._ask(m.Snapshot(lineage=self._lineage), m.SnapshotTaken)
         yield 0.05
+        if not self._newest:
+            yield from self._replaced("by the run folder")
         self._trainer.checkpoint = self._world.rules.checkpoint(step, taken.reply.snapshot)
-        yield from self._ask(m.Retire(step=step), m.Done)
+        yield from self._retire(step)
+
+    def _retire(self, step: int) -> Any:
+        yield from self._ask(m.Retire(step=step, lineage=self._lineage), m.Done)

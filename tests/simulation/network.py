@@ -73,6 +73,10 @@ class Client:
         pending = self._pending.get(request_id)
         if pending is None or pending.sent != sent or not self.alive:
             return
+        if self._owner.frozen_until > self._world.now:
+            thaws = self._owner.frozen_until - self._world.now
+            self._world.after(thaws, self._impatient, request_id, sent, connection)
+            return
         pending.patience = min(2 * pending.patience, MOST_PATIENCE_S)
         if connection == self._connections:
             self._connect()

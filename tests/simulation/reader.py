@@ -40,7 +40,7 @@ class Reader:
 class _ReaderLife:
     def __init__(self, world: "World", reader: Reader, name: str) -> None:
         self._world, self._reader = world, reader
-        self.dead = False
+        self.dead, self.frozen_until = False, 0.0
         self.client = Client(world, self, name)
 
     def queue_lost(self) -> None:

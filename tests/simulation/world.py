@@ -175,8 +175,11 @@ class World:
         self.after(0.0, self.proceed, owner, process, None)
 
     def proceed(self, owner: Any, process: Process, value: Any) -> None:
-        """Go on with a process, unless its owner is dead."""
+        """Go on with a process, unless its owner is dead; with that of a frozen one, when it thaws."""
         if owner.dead:
+            return
+        if owner.frozen_until > self.now:
+            self.after(owner.frozen_until - self.now, self.proceed, owner, process, value)
             return
         with contextlib.suppress(StopIteration):
             wanted = process.send(value)
@@ -193,6 +196,7 @@ class World:
         kinds: list[tuple[str, Callable[[], None], int]] = [
             ("queue", lambda: self.fuse.light(rng.randint(0, 15)), 4),
             ("trainer killed", lambda: self.trainer.killed(), 2),
+            ("trainer frozen", lambda: self.trainer.freeze(), 2),
             ("worker killed", lambda: rng.choice(self.workers).killed(), 2),
             ("consumer killed", lambda: self.reader.killed(), 2),
             ("worker frozen", lambda: rng.choice(self.workers).freeze(), 2),

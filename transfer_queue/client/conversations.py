@@ -241,7 +241,7 @@ def _refusals(reply: m.Reply, count: int) -> list[m.Refused | None]:
     return refused
 
 
-def fetch(rows: Sequence[m.RowKey], timeout_s: float) -> Conversation[list[Frame]]:
+def fetch(rows: Sequence[m.RowKey], timeout_s: float, lineage: int | None) -> Conversation[list[Frame]]:
     """The payloads of these rows, wherever they are.
 
     Raises RowsLost if some went with their shard, QueueLost if a shard that should have them could not be reached for
@@ -252,7 +252,7 @@ def fetch(rows: Sequence[m.RowKey], timeout_s: float) -> Conversation[list[Frame
     avoid: set[str] = set()
     while len(found) < len(rows):
         left = [key for key in rows if key not in found]
-        (outcome,) = yield [PeerCall(QUEUE, m.Fetch(rows=left))]
+        (outcome,) = yield [PeerCall(QUEUE, m.Fetch(rows=left, lineage=lineage))]
         message = _answered(outcome)
         if isinstance(message.reply, m.FetchedRows):
             return split(message, len(rows))
@@ -268,11 +268,11 @@ def fetch(rows: Sequence[m.RowKey], timeout_s: float) -> Conversation[list[Frame
     return [found[key] for key in rows]
 
 
-def fetch_media(rows: Sequence[m.Trajectory], timeout_s: float) -> Conversation[dict[str, bytes]]:
+def fetch_media(rows: Sequence[m.Trajectory], timeout_s: float, lineage: int | None) -> Conversation[dict[str, bytes]]:
     """The bytes of all media that these rows refer to, by hash. Raises as ``fetch`` does, and ProtocolError for bytes
     that have another hash."""
     wanted = {medium.sha256: (row.group_id, m.media_sample(medium.sha256), 0) for row in rows for medium in row.media}
-    frames = yield from fetch(list(wanted.values()), timeout_s)
+    frames = yield from fetch(list(wanted.values()), timeout_s, lineage)
     media = {sha256: bytes(frame) for sha256, frame in zip(wanted, frames, strict=True)}
     for sha256, data in media.items():
         if hashlib.sha256(data).hexdigest() != sha256:

@@ -28,6 +28,7 @@ def read_batches(client: SyncQueueClient, *, steps: int | None = None, timeout_s
     came within ``timeout_s``, saying what was missing.
     """
     published = client.status().published
+    client.lineage = published.lineage
     step, end = published.step, None if steps is None else published.step + steps
     while end is None or step < end:
         batch = _next(client, step, timeout_s)

@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 
 from rl_async import messages as m
-from rl_async.errors import AccessDenied, ProtocolError, QueueLost, UserError
+from rl_async.errors import AccessDenied, ProtocolError, QueueLost, TrainerReplaced, UserError
 from rl_async.messages import codec
 from rl_async.messages.codec import Frame
 from rl_async.transfer_queue import wire
@@ -167,7 +167,12 @@ class RequestExchange:
 
 
 def expect(reply: m.Reply, *kinds: type[R]) -> R:
-    """The reply, if it is of one of these kinds. Raises ProtocolError with the queue's reason otherwise."""
+    """The reply, if it is of one of these kinds. Raises ProtocolError with the queue's reason otherwise.
+
+    Raises TrainerReplaced, whatever is expected, if the queue serves a newer trainer now.
+    """
+    if isinstance(reply, m.Refused) and reply.code == wire.REPLACED:
+        raise TrainerReplaced(f"the transfer queue refused: {reply.reason}")
     if isinstance(reply, kinds):
         return reply
     if isinstance(reply, m.Refused):

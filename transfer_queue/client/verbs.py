@@ -78,6 +78,16 @@ def _worker_verb(request: Callable[Concatenate[str, P], m.Request[T]]) -> Client
     )
 
 
+def _trainer_verb(request: Callable[P, m.Request[T]]) -> ClientVerb[P, T]:
+    """The same for a request with a lineage, which is the client's unless it is given."""
+    kind: Any = request
+    replies = m.replies_of(kind)
+    return ClientVerb(
+        lambda client, *fields, **named: conversations.ask(kind(*fields, **(client.for_trainer() | named)), replies),
+        kind.__doc__,
+    )
+
+
 def _conversation(start: Callable[Concatenate[Any, P], Conversation[T]]) -> ClientVerb[P, T]:
     """A method that takes several requests; its function gets the client first."""
     return ClientVerb(start, start.__doc__)
@@ -85,7 +95,7 @@ def _conversation(start: Callable[Concatenate[Any, P], Conversation[T]]) -> Clie
 
 def _snapshot(client: "ClientVerbs") -> Conversation[bytes]:
     """What a checkpoint must keep of the queue."""
-    taken = yield from conversations.ask(m.Snapshot(), m.replies_of(m.Snapshot))
+    taken = yield from conversations.ask(m.Snapshot(lineage=client.lineage), m.replies_of(m.Snapshot))
     return taken.snapshot
 
 
@@ -96,13 +106,13 @@ def _put(client: "ClientVerbs", parcels: Sequence[conversations.Parcel]) -> Conv
 
 def _fetch(client: "ClientVerbs", rows: Sequence[m.RowKey]) -> Conversation[list[m.Trajectory]]:
     """The trajectories of these rows. Raises RowsLost if some were lost with a payload shard."""
-    found = yield from conversations.fetch(rows, client.timeout_s)
+    found = yield from conversations.fetch(rows, client.timeout_s, client.lineage)
     return [_decode_row(row) for row in found]
 
 
 def _fetch_media(client: "ClientVerbs", rows: Sequence[m.Trajectory]) -> Conversation[dict[str, bytes]]:
     """The bytes, by SHA-256, of all media that these rows refer to."""
-    return conversations.fetch_media(rows, client.timeout_s)
+    return conversations.fetch_media(rows, client.timeout_s, client.lineage)
 
 
 class ClientSettings(TypedDict):
@@ -114,13 +124,15 @@ class ClientSettings(TypedDict):
     patience_s: NotRequired[float]  # without an answer, beyond that wait, until it reconnects; doubled each time
     shard_s: NotRequired[float]  # for a payload shard's answer, before another is tried
     keys: NotRequired[ClientKeys | None]
+    lineage: NotRequired[int | None]  # of the trainer that this client belongs to
 
 
 class ClientVerbs:
     """What a client can do, and the settings that both clients have.
 
     All verbs raise QueueLost when no answer came within ``timeout_s`` beyond the wait asked for, and ProtocolError when
-    the queue refuses or the answer makes no sense.
+    the queue refuses or the answer makes no sense. A client with a ``lineage`` raises TrainerReplaced once a trainer of
+    a newer one has resumed.
     """
 
     def __init__(
@@ -133,9 +145,10 @@ class ClientVerbs:
         patience_s: float = PATIENCE_S,
         shard_s: float = SHARD_S,
         keys: ClientKeys | None = None,
+        lineage: int | None = None,
     ) -> None:
         self._session = Session(address, role, name, keys)
-        self._patience_s, self.timeout_s = patience_s, timeout_s
+        self._patience_s, self.timeout_s, self.lineage = patience_s, timeout_s, lineage
         self._shard_settings: ClientSettings = {
             "role": role,
             "name": name,
@@ -150,6 +163,10 @@ class ClientVerbs:
         """The name under which this client leases, unique to it."""
         return self._session.worker
 
+    def for_trainer(self) -> dict[str, int]:
+        """The field ``lineage`` of a request that may have one."""
+        return {} if self.lineage is None else {"lineage": self.lineage}
+
     # Agent workers.
     lease = _worker_verb(m.Lease)
     renew = _worker_verb(m.Renew)
@@ -157,16 +174,16 @@ class ClientVerbs:
     put_parcels = _conversation(_put)
 
     # The trainer.
-    reserve = _verb(m.Reserve)
-    commit = _verb(m.Commit)
+    reserve = _trainer_verb(m.Reserve)
+    commit = _trainer_verb(m.Commit)
     publish = _verb(m.Publish)
-    retire = _verb(m.Retire)
-    tighten = _verb(m.Tighten)
+    retire = _trainer_verb(m.Retire)
+    tighten = _trainer_verb(m.Tighten)
     snapshot = _conversation(_snapshot)
     resume = _verb(m.Resume)
-    evaluate = _verb(m.Evaluate)
-    eval_result = _verb(m.AwaitEvaluation)
-    finish = _verb(m.Finish)
+    evaluate = _trainer_verb(m.Evaluate)
+    eval_result = _trainer_verb(m.AwaitEvaluation)
+    finish = _trainer_verb(m.Finish)
 
     # Rows, for the trainer and for other readers.
     fetch = _conversation(_fetch)
@@ -177,9 +194,9 @@ class ClientVerbs:
     unsubscribe = _verb(m.Unsubscribe)
 
     # Engines and payload shards.
-    engines = _verb(m.ListEngines)
+    engines = _trainer_verb(m.ListEngines)
     register_engine = _verb(m.RegisterEngine)
-    remove_engine = _verb(m.RemoveEngine)
+    remove_engine = _trainer_verb(m.RemoveEngine)
     confirm = _verb(m.Confirm)
     shards = _verb(m.ListShards)
     register_shard = _verb(m.RegisterShard)

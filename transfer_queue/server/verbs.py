@@ -76,6 +76,16 @@ class Verb(NamedTuple):
     payload: bool = False  # whether frames may follow the request
 
 
+def _fenced(verb: Verb) -> Verb:
+    """The verb, refusing a trainer that another has replaced; a parked request of it is answered when that resumes."""
+
+    def handle(queue: Serving, incoming: Incoming[Any], last: bool) -> Response | None:
+        refused = queue.store.book.fence(incoming.request.lineage)
+        return verb.handle(queue, incoming, last) if refused is None else Response(refused)
+
+    return verb._replace(handle=handle, wakes=verb.wakes | {t.RolledBack})
+
+
 def _verb(kind: type[Q], roles: frozenset[Role], handle: Callable[[Store, Q, float], m.Reply]) -> Verb:
     """A verb that needs nothing but the store, its request and the time."""
     return Verb(kind, roles, lambda queue, incoming, _: Response(handle(queue.store, incoming.request, queue.clock())))
@@ -264,7 +274,7 @@ READS = only("reader", "operator")
 OPERATES = only("operator")
 KEEPS = only("shard")
 
-VERBS = (
+_VERBS = (
     # agent workers
     Verb(m.Lease, GENERATES, _lease, _LEASE_WAKES, _lease_arrived, _equal_shares),
     _verb(m.Renew, GENERATES, lambda s, r, now: s.delivery.renew(r.worker, now)),
@@ -299,7 +309,9 @@ VERBS = (
     ),
     _verb(m.RegisterEngine, OPERATES, lambda s, r, _: s.engines.register(r.engine_id, r.url, r.kind)),
     _verb(m.RemoveEngine, TRAINS | OPERATES, _remove_engine),
-    _verb(m.Confirm, TRAINS, lambda s, r, _: s.engines.confirm(r.engine_id, r.version)),
+    _verb(
+        m.Confirm, TRAINS, lambda s, r, _: s.book.fence(r.version.lineage) or s.engines.confirm(r.engine_id, r.version)
+    ),
     _poll(
         m.ListShards,
         EVERYBODY,
@@ -336,6 +348,12 @@ VERBS = (
     Verb(m.Inspect, READS, lambda q, _, __: Response(q.store.inspect(q.clock(), q.rates.per_second(q.clock())))),
     _verb(m.ListGroups, READS, lambda s, r, now: observe.group_list(s.book, r.after, r.limit, r.state, now)),
     _verb(m.Peek, READS, lambda s, r, now: observe.peek(s.book, r.group_id, now)),
+)
+
+# Resume names the lineage that it begins.
+VERBS = tuple(
+    _fenced(verb) if "lineage" in verb.request.__struct_fields__ and verb.request is not m.Resume else verb
+    for verb in _VERBS
 )
 
 SHARD_VERBS = {m.StoreRows: GENERATES, m.LoadRows: FETCHES}  # what payload shards answer, and to whom

@@ -179,8 +179,8 @@ class Batches:
     def publish(self, version: Version) -> Done | Refused:
         """Record that engines serve ``version``: the groups of all steps before it free their slots."""
         book = self._book
-        if version.lineage != book.lineage:
-            return Refused(code="wrong_lineage", reason=f"this is lineage {book.lineage}, not {version.lineage}")
+        if refused := book.fence(version.lineage):
+            return refused
         if book.published is not None and version < book.published:
             return Refused(code="wrong_step", reason=f"{book.published} is published already")
         trained = [(step, batch) for step, batch in self._batches.items() if step < version.step]
@@ -234,7 +234,7 @@ class Batches:
         """Go back to ``step`` completed steps. Nothing is leased until the new lineage publishes a version."""
         if self.has_resumed(step, lineage):
             return self._resume_answer()
-        if lineage < self._book.lineage or (self._resumed is not None and lineage == self._book.lineage):
+        if self._resumed is not None and lineage == self._book.lineage:
             return Refused(code="wrong_lineage", reason=f"lineage {self._book.lineage} has begun")
         untouched = self._book.next_group == 0 and self._next_step == 0
         if untouched or (snapshot and not self._reaches(step)):

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from rl_async.messages import DeadLetter, Task, Version
+from rl_async.messages import DeadLetter, Refused, Task, Version
+from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.policy.admission import Occupancy, QueueSettings
 from rl_async.transfer_queue.state.groups import EVAL, EVAL_GROUPS, TRAIN, Group, Leases, State
 
@@ -84,6 +85,20 @@ class Book:
         self._unleased = 0  # open groups of which no token exists or ever existed
         self._lines: dict[str, list[_LinePosition]] = {PINNED: [], TRAIN: [], EVAL: []}  # heaps of waiting groups
         self._queued: set[int] = set()  # groups in these lines
+
+    def fence(self, lineage: int | None) -> Refused | None:
+        """The refusal of a trainer of another lineage than the newest; None for others, and if no trainer asks."""
+        if lineage is None or lineage == self.lineage:
+            return None
+        reason = f"this is lineage {self.lineage}, and the trainer of lineage {lineage} has not resumed"
+        return self.replaced(lineage) or Refused(code="wrong_lineage", reason=reason)
+
+    def replaced(self, lineage: int) -> Refused | None:
+        """The refusal of a trainer of an older lineage than the newest; None for others."""
+        if lineage >= self.lineage:
+            return None
+        reason = f"the trainer of lineage {lineage} was replaced by one of lineage {self.lineage}"
+        return Refused(code=wire.REPLACED, reason=reason)
 
     def count(self, state: State) -> int:
         """The number of training groups in this state."""

@@ -177,7 +177,7 @@ class Store:
     def resume(self, step: int, lineage: int, snapshot: bytes) -> Resumed | Refused:
         """Go back to a checkpoint; evaluations of the lost lineage are forgotten."""
         repeated = self.batches.has_resumed(step, lineage)
-        answer = self.batches.resume(step, lineage, snapshot)
+        answer = self.book.replaced(lineage) or self.batches.resume(step, lineage, snapshot)
         if isinstance(answer, Resumed) and not repeated:
             self.evals.close_all()
             self.engines.unpublished()

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rl_async.errors import ProtocolError
+from rl_async.errors import ProtocolError, TrainerReplaced
 from rl_async.messages import (
     Done,
     NotReady,
@@ -159,3 +159,28 @@ def test_ranks_fetch_at_the_same_time(queue, trainer):
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(rank, [0, 1])) == [[50_000, 50_000]] * 2
+
+
+def test_the_clients_of_a_replaced_trainer_say_so(queue, trainer):
+    with SyncQueueClient(queue.address, role="trainer", name="trainer-0", timeout_s=10, lineage=0) as old:
+        old.publish(Version(0, 0), [])
+        trainer.resume(0, 1, b"")
+        calls = [
+            lambda: old.reserve(0, 5.0),
+            lambda: old.fetch([(0, 0, 0)]),
+            lambda: old.commit(0),
+            lambda: old.publish(Version(0, 1), []),
+            lambda: old.confirm("engine-0", Version(0, 0)),
+            old.snapshot,
+            lambda: old.resume(0, 0, b""),
+            lambda: old.retire(0),
+            lambda: old.tighten(0),
+            lambda: old.evaluate(0),
+            lambda: old.eval_result(0, 5.0),
+            lambda: old.remove_engine("engine-0", "no answer"),
+            old.engines,
+            old.finish,
+        ]
+        for call in calls:
+            with pytest.raises(TrainerReplaced):
+                call()

@@ -311,3 +311,56 @@ def test_a_clients_task_names_no_code(task: dict[str, Any]) -> None:
     assert answer.response.reply == m.Done()
     (answer,) = served.ask("b", m.Lease(worker="b", max_groups=1, wait_s=60.0, task=listed))
     assert isinstance(answer.response.reply, m.Leased) and len(answer.response.reply.groups) == 1
+
+
+FENCED = [
+    m.Reserve(step=0, wait_s=60.0),
+    m.Fetch(rows=[], lineage=0),
+    m.Commit(step=0),
+    m.Publish(version=m.Version(0, 0), engines=[]),
+    m.Confirm(engine_id="e", version=m.Version(0, 0)),
+    m.Snapshot(lineage=0),
+    m.Resume(step=0, lineage=0),
+    m.Retire(step=0),
+    m.Tighten(max_staleness=0),
+    m.Evaluate(eval_id=0, lineage=0),
+    m.AwaitEvaluation(eval_id=0, wait_s=60.0, lineage=0),
+    m.RemoveEngine(engine_id="e", reason="", lineage=0),
+    m.ListEngines(lineage=0),
+    m.Finish(),
+]
+
+
+def test_every_request_that_a_trainer_makes_carries_its_lineage() -> None:
+    assert {type(request) for request in FENCED} == {
+        kind for kind in m.REQUESTS if {"lineage", "version"} & set(kind.__struct_fields__)
+    }
+
+
+@pytest.mark.parametrize("request_", FENCED, ids=lambda request: type(request).__name__)
+def test_a_trainer_that_another_has_replaced_is_refused_and_changes_nothing(served: Served, request_: Any) -> None:
+    served.publish()
+    served.ask("b", m.RegisterEngine(engine_id="e", url="http://e", kind="embedded"))
+    served.ask("b", m.Resume(step=0, lineage=1))
+    served.ask("b", m.Publish(version=m.Version(1, 0), engines=["e"]))
+    seen = len(served.seen)
+    (answer,) = served.ask("t", request_)
+    assert isinstance(answer.response.reply, m.Refused)
+    assert answer.response.reply.code == wire.REPLACED
+    assert served.seen[seen:] == []
+
+
+def test_a_trainer_that_waits_for_a_batch_hears_that_it_was_replaced(served: Served) -> None:
+    served.publish()
+    assert served.ask("t", m.Reserve(step=0, wait_s=60.0)) == []
+    _, woken = served.ask("b", m.Resume(step=0, lineage=1))
+    assert woken.identity == b"t"
+    assert isinstance(woken.response.reply, m.Refused)
+    assert woken.response.reply.code == wire.REPLACED
+
+
+def test_a_trainer_that_has_not_resumed_is_refused(served: Served) -> None:
+    served.publish()
+    (answer,) = served.ask("t", m.Commit(step=0, lineage=1))
+    assert isinstance(answer.response.reply, m.Refused)
+    assert answer.response.reply.code == "wrong_lineage"

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from rl_async.messages import Done, Resumed, Version
+from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.state.snapshot import QueueSnapshot
 from rl_async.transfer_queue.state.tasks import numbered
 from rl_async.transfer_queue.state.transitions import LeaseLost, ReadmittedGroup, RolledBack
@@ -30,7 +31,7 @@ def test_resume_repeats_batches_with_the_same_trajectories(make_rig):
     assert isinstance(resumed, Resumed)
     assert rig.store.resume(2, 1, b"") == resumed
     assert rig.lease() == []  # nothing is published
-    assert rig.store.publish(Version(0, 5), []).code == "wrong_lineage"
+    assert rig.store.publish(Version(0, 5), []).code == wire.REPLACED
     rig.publish(2, lineage=1)
     assert rig.store.batches.reserve(2, 0.0) == batches[2]
     assert rig.lease() == []  # four groups trained again and their successors hold all slots
@@ -76,7 +77,7 @@ def test_resume_before_what_is_retired_is_refused(make_rig):
     assert rig.store.resume(1, 1, b"").code == "wrong_step"
     assert rig.store.resume(3, 1, b"").code == "wrong_step"
     assert isinstance(rig.store.resume(2, 1, b""), Resumed)
-    assert rig.store.resume(2, 0, b"").code == "wrong_lineage"
+    assert rig.store.resume(2, 0, b"").code == wire.REPLACED
 
 
 def test_a_fresh_queue_restores_a_snapshot(make_rig):
