@@ -98,7 +98,7 @@ def train(run: Path, address: str) -> None:
     saved = msgspec.msgpack.decode(file.read_bytes(), type=Saved) if file.exists() else Saved()
     lineage = int(count.read_text()) + 1 if count.exists() else 0
     replace(count, str(lineage).encode())
-    with SyncQueueClient(address, **settings(run, "trainer", 30, PATIENCE_S)) as queue:
+    with SyncQueueClient(address, **settings(run, "trainer", 30, PATIENCE_S), lineage=lineage) as queue:
         if lineage:
             queue.resume(saved.step, lineage, saved.queue)
             write(run / "trained.jsonl", {"resumed": saved.step})

@@ -159,8 +159,11 @@ class Trainer:
             self._world.after(self._world.rng.random(), self._replace, self._life)
 
     def freeze(self) -> None:
-        """It does nothing for a while, and another takes its place."""
-        if not self._life.dead and not self.done:
+        """It does nothing for a while, and another takes its place.
+
+        It has met its queue: one that lost its journal knows no lineage, and is told from the lost one by its run id.
+        """
+        if self._life.client.met and not self._life.dead and not self.done:
             self._life.frozen_until = self._world.now + self._world.rng.random() * 4
             self._world.after(self._world.rng.random(), self._replace, self._life)
 

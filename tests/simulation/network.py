@@ -57,6 +57,11 @@ class Client:
         """Whether the process that has this end lives."""
         return not self._owner.dead
 
+    @property
+    def met(self) -> bool:
+        """Whether a queue has welcomed this end."""
+        return bool(self._run_id)
+
     def ask(self, request: m.Request, payload: Sequence[bytes], process: Any) -> None:
         """Send until it is answered; ``process`` goes on with the reply message."""
         request_id = self._world.new_id()

@@ -151,7 +151,7 @@ class Delivery:
         return Done()
 
     def put(self, worker: str, headers: Sequence[TrajectoryHeader], now: float) -> Done | Refused:
-        """Take in all rows of a sample. The same again is Done again; those of an older attempt are fenced.
+        """Take in all rows of a sample. The same again is Done again; those of another worker or attempt are fenced.
 
         Whether they are new shows in the transitions: only new ones are announced as stored.
         """
@@ -163,11 +163,11 @@ class Delivery:
         if isinstance(found, Refused):
             return found
         group, sample = found
+        if sample.here and _bytes(sample.headers) == _bytes(headers):
+            return Done()
         if sample.here:
-            if _bytes(sample.headers) == _bytes(headers):
-                return Done()
             return Refused(code="conflict", reason=f"{_name(header.group_id, header.sample)} is here, and differs")
-        if sample.worker is None:
+        if sample.worker != worker:
             return self._fenced(header.group_id, header.sample, header.attempt)
         if header.partition != group.partition:
             return Refused(code="conflict", reason=f"group {group.group_id} belongs to partition {group.partition}")
@@ -207,9 +207,8 @@ class Delivery:
         group, sample = found
         if sample.here:
             return Refused(code="conflict", reason=f"{_name(group_id, index)} is here")
-        if sample.worker is None:
-            return Done()  # reported before
-        self._charge(group, [index], error)
+        if sample.worker == worker:  # else reported before, or not its own
+            self._charge(group, [index], error)
         return Done()
 
     def _find(self, group_id: int, index: int, attempt: int) -> tuple[Group, Sample] | Refused:

@@ -99,8 +99,10 @@ def test_another_worker_need_not_know_what_the_group_has(kept: RunningQueue, tra
     row, media = illustrated(group, 0, IMAGE)
     assert trainer.put(row, media=media) == m.Done()
     assert trainer.put(row, media=media) == m.Done()
-    other, _ = illustrated(group, 1, IMAGE)
+    trainer.fail(group.group_id, 1, group.attempt, "given back")
     with SyncQueueClient(kept.address, role="t", name="other", timeout_s=WAIT_S) as stranger:
+        (again,) = stranger.lease(1, WAIT_S).groups
+        other, _ = illustrated(again, 1, IMAGE)
         assert stranger.put(other, media=media) == m.Done()
     rows = sum(len(codec.encode(each)) for each in (row, other))
     assert trainer.status().payload_bytes == rows + (2 if sharded else 1) * len(IMAGE)

@@ -115,6 +115,7 @@ def test_killed_queue_is_restored_from_a_snapshot(run, port):
     second = start(run, port)
     try:
         with sync_client(run, address, "trainer") as trainer:
+            trainer.lineage = 1
             assert trainer.resume(0, 1, snapshot).readmitted == 0
             trainer.publish(Version(1, 0), [])
             assert isinstance(trainer.reserve(0, 0.0), NotReady)

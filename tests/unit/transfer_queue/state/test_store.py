@@ -101,6 +101,15 @@ def test_only_missing_samples_of_a_lost_worker_are_leased_again(make_rig):
     assert rig.store.status(rig.now).counters["redelivered"] == 3
 
 
+def test_a_sample_is_put_and_failed_by_the_worker_that_holds_it_alone(make_rig):
+    rig = make_rig(max_staleness=0)
+    rig.publish(0)
+    first, _ = rig.lease("holder")
+    assert rig.store.delivery.put("other", [rig.header(first, 0)], 0.0).code == "fenced"
+    rig.store.delivery.fail("other", 0, 0, first.attempt, "boom", 0.0)
+    assert rig.store.delivery.put("holder", [rig.header(first, 0)], 0.0) == Done()
+
+
 def test_renewing_keeps_leases(make_rig):
     rig = make_rig()
     rig.publish(0)
