@@ -1,6 +1,7 @@
 # make demo: set up .venv and train a tiny model by reinforcement learning.  make test: set up .venv and pass the tests.
 # TESTS=PATHS narrows it.
-# make test-slow: more tests, of faults in the middle of runs, and of vLLM and SGLang where they are installed.
+# make test-slow: more tests, of faults in the middle of runs, and of vLLM, SGLang, and verl's and TRL's formulas where
+# they are installed.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

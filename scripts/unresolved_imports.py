@@ -7,7 +7,7 @@ import sys
 
 # Packages that `make setup-test` leaves out.
 OPTIONAL = {"liger_kernel", "megatron", "mlflow", "ray", "sglang", "vllm", "wandb"}  # extras
-OPTIONAL |= {"datasets", "pydantic_ai", "tensordict", "trl"}  # of one test, and of the benchmarks that compare with TRL
+OPTIONAL |= {"datasets", "pydantic_ai", "tensordict", "trl", "verl"}  # of tests and benchmarks that compare with others
 
 command = ["basedpyright", "--outputjson", "--pythonpath", sys.executable]
 report = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=False).stdout)

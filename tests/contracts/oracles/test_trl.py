@@ -1,0 +1,124 @@
+"""TRL's GRPO loss, whole: the policy loss, its aggregation, the weights of the engine's mismatch and the KL.
+
+What corresponds: `loss_type` grpo, bnpo, dapo and dr_grpo are `ppo` under an aggregation, `delta` is `clip_dual`,
+`importance_sampling_level=sequence` is `gspo`; one advantage per row, as TRL has it. TRL computes advantages inside the
+generation of completions, where they cannot be called.
+
+Conversions, each at its place below:
+- TRL divides by all rows, ours by those that train.
+- `delta` bounds r alone, `clip_dual` r A: the same while delta is above 1 + clip_high.
+- `cispo`: epsilon_high is the bound of r itself, and there is no lower one, which is `clip_low=1`.
+- `gspo`: TRL clips the row's ratio, ours each token's with the row's value; the same under seq-mean-token-mean if the
+  weights of a row's tokens are equal. If not, TRL gives each token the gradient of their mean, ours (as verl) its own.
+- `sapo`: TRL rounds temperatures to float32; these need no rounding.
+- k3 has no cap in TRL: differences to the reference stay within 2.5.
+- No counterpart here: `luspo`, `vespo`, off-policy sequence masks, bias-corrected KL, masks of the top entropies.
+"""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_async.configs.schema.algorithm import Aggregation, AlgorithmConfig, LossOptions
+from rl_async.trainer.algorithms.aggregation import AGGREGATIONS, count
+from rl_async.trainer.algorithms.kl import ESTIMATORS
+from rl_async.trainer.algorithms.losses import LOSSES, LossInputs
+from tests.contracts.oracles.oracle import Case, Oracle, Tensors, assert_same, both_types
+
+pytestmark = pytest.mark.slow
+ROWS, WIDTH = 6, 12
+AGGREGATION: dict[str, Aggregation] = {
+    "grpo": "seq-mean-token-mean",
+    "sapo": "seq-mean-token-mean",
+    "bnpo": "token-mean",
+    "dapo": "token-mean",
+    "cispo": "token-mean",
+    "dr_grpo": "seq-mean-token-sum-norm",
+}
+KINDS = [(loss_type, "token") for loss_type in AGGREGATION] + [("grpo", "sequence")]
+
+
+def draw_batch(generator: torch.Generator, number: int) -> Tensors:
+    """Rows with holes and one advantage each, one of which may train nothing; half of the cases have weights."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    proximal = -0.05 - normal(ROWS, WIDTH).abs()
+    scale = (0.0, 1e-7, 1e-3, 0.3)[number % 4]
+    mask = torch.rand(ROWS, WIDTH, generator=generator) < 0.7
+    mask[0, 0] = True
+    mask[1] = mask[1] & (number % 3 > 0)
+    logprobs = torch.minimum(proximal + scale * normal(ROWS, WIDTH), torch.tensor(-1e-3))
+    batch = {
+        "proximal": proximal,
+        "logprobs": logprobs,
+        "reference": logprobs + (scale * normal(ROWS, WIDTH)).clamp(-2.5, 2.5),
+        "advantages": normal(ROWS),
+        "mask": mask,
+    }
+    if number % 2:
+        batch["weights"] = 2 * torch.rand(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+    return batch
+
+
+def make_cases(loss_type: str, level: str) -> tuple[list[Case], list[AlgorithmConfig]]:
+    """The cases with TRL's numbers, and ours."""
+    cases, ours = both_types(draw_batch), []
+    for number, case in enumerate(cases):
+        draw = random.Random(number)
+        low, high = draw.uniform(0.05, 0.5), draw.uniform(0.05, 0.5)
+        delta = draw.choice([None, draw.uniform(1.6, 3.0)]) if loss_type not in ("cispo", "sapo") else None
+        if level == "sequence":
+            delta = None  # ours has no dual clip of a row's ratio
+            if "weights" in case.tensors:
+                case.tensors["weights"] = case["weights"][:, :1].expand(ROWS, WIDTH)
+        numbers: dict[str, Any] = {
+            "delta": delta,
+            "beta": draw.choice([0.0, draw.uniform(0.01, 1.0)]),
+            "tau_positive": draw.randint(4, 16) / 8,
+            "tau_negative": draw.randint(4, 16) / 8,
+            "clip_low": low,
+            "clip_high": 1 + high if loss_type == "cispo" else high,
+        }
+        case.options = numbers | {"loss_type": loss_type, "level": level, "width": WIDTH + number}
+        options = LossOptions(
+            clip_dual=delta,
+            sapo_tau_positive=numbers["tau_positive"],
+            sapo_tau_negative=numbers["tau_negative"],
+        )
+        low = 1.0 if loss_type == "cispo" else low
+        aggregation = AGGREGATION[loss_type]
+        ours.append(AlgorithmConfig(clip_low=low, clip_high=high, loss_options=options, aggregation=aggregation))
+    return cases, ours
+
+
+@pytest.mark.parametrize(("loss_type", "level"), KINDS)
+def test_the_grpo_loss_and_its_gradient_are_trls(trl: Oracle, loss_type: str, level: str) -> None:
+    name = {"cispo": "cispo", "sapo": "sapo"}.get(loss_type, "ppo" if level == "token" else "gspo")
+    cases, configs = make_cases(loss_type, level)
+    for case, config, theirs in zip(cases, configs, trl.ask("policy_loss", cases), strict=True):
+        logprobs, mask = case["logprobs"].clone().requires_grad_(), case["mask"]
+        ones = torch.ones(ROWS, WIDTH, dtype=case.dtype)
+        inputs = LossInputs(
+            logprobs=logprobs,
+            proximal=case["proximal"],
+            behaviour=case["proximal"],
+            advantages=case["advantages"][:, None] * ones,
+            weights=case.tensors.get("weights", ones),
+            mask=mask,
+            options=config,
+        )
+        per_token = LOSSES[name].per_token(inputs)
+        if case.options["beta"]:
+            per_token = per_token + case.options["beta"] * ESTIMATORS["k3"](logprobs, case["reference"])
+        counts = count(mask, ones[:, 0], case.options["width"])
+        scale = mask.any(1).sum() / ROWS if config.aggregation.startswith("seq") else 1.0
+        loss = scale * AGGREGATIONS[config.aggregation](per_token, mask, ones[:, 0], counts)
+        loss.backward()
+        assert logprobs.grad is not None
+        assert_same(loss.detach(), theirs["loss"], case)
+        assert_same(logprobs.grad, theirs["gradient"], case)

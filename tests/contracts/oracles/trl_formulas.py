@@ -1,0 +1,70 @@
+"""TRL's GRPO loss as a function of named tensors and options; runs in the oracles' environment (``worker.py``).
+
+``GRPOTrainer._compute_loss`` is called with a stand-in for the trainer, which holds the settings, and whose forward
+pass gives the log-probabilities of the case.
+"""
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+Tensors = dict[str, Tensor]
+
+
+def policy_loss(x: Tensors, options: dict[str, Any]) -> Tensors:
+    """The loss of one batch in one process, and its gradient."""
+    logprobs = x["logprobs"].clone().requires_grad_()
+    rows, width = logprobs.shape
+    mask = x["mask"].to(logprobs.dtype)
+    args = SimpleNamespace(
+        delta=options["delta"],
+        use_bias_correction_kl=False,
+        sapo_temperature_pos=options["tau_positive"],
+        sapo_temperature_neg=options["tau_negative"],
+        steps_per_generation=1,
+    )
+    trainer = SimpleNamespace(
+        args=args,
+        beta=options["beta"],
+        loss_type=options["loss_type"],
+        importance_sampling_level=options["level"],
+        epsilon_low=options["clip_low"],
+        epsilon_high=options["clip_high"],
+        max_completion_length=options["width"],
+        use_vllm="weights" in x,
+        vllm_importance_sampling_correction=True,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        aux_loss_enabled=False,
+        _entropy_bonus_enabled=False,
+        current_gradient_accumulation_steps=1,
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(
+            num_processes=1, gather=lambda t: t, reduce=lambda t, reduction: t, sync_gradients=True
+        ),
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None),
+    )
+    ids = torch.zeros(rows, width, dtype=torch.long)
+    inputs = {
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": ids[:, :1],
+        "completion_ids": ids,
+        "completion_mask": mask,
+        "advantages": x["advantages"],
+        "old_per_token_logps": x["proximal"],
+        "ref_per_token_logps": x["reference"],
+        "num_items_in_batch": mask.sum(),
+    }
+    if "weights" in x:
+        inputs["importance_sampling_ratio"] = x["weights"]
+    loss = GRPOTrainer._compute_loss(trainer, None, inputs)
+    loss.backward()
+    return {"loss": loss.detach(), "gradient": logprobs.grad}
+
+
+FORMULAS = {"policy_loss": policy_loss}
