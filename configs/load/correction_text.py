@@ -10,7 +10,7 @@ What a correction may do, each by algorithm.correction_options.KEY (null: as the
   weight      none: w = 1; token: w = r; sequence: w = R for all its tokens. log r and log R are cut at +-20
   cap         truncated importance sampling (TIS): min(w, cap)
   band        IcePop: w becomes 0 outside low_high; the token still counts in the loss's mean
-  normalise   w over its mean over the batch's tokens that train, last of all
+  normalise   w over its mean over the batch's sampled tokens, or rows for weight=sequence
   reject      masks what breaks a rule; {LEVEL_MEASURE: limit}, all must be met
               level    token, or a whole sequence by seq_sum, seq_mean, seq_max of the measure
               measure  k1: r itself, kept inside low_high (seq_sum: R; seq_mean: geometric mean; seq_max: every r);

@@ -36,7 +36,7 @@ class Correction(Config, frozen=True):
         doc("recompute: pi_old by a forward pass (decoupled); behaviour: pi_old := mu, no pass (bypass)."),
     ] = "recompute"
     loss: Annotated[
-        Literal["reinforce", "dppo_tv"] | None, doc("A loss that goes with it and takes algorithm.loss's place.")
+        Literal["reinforce", "prime_rl"] | None, doc("A loss that goes with it and takes algorithm.loss's place.")
     ] = None
     weight: Annotated[Weight, doc("Importance weight: r of the token, or the product of r over its sequence.")] = "none"
     cap: Annotated[
@@ -44,7 +44,11 @@ class Correction(Config, frozen=True):
     ] = None
     band: Annotated[str | None, doc("IcePop, as low_high: a weight outside becomes 0; not with cap.")] = None
     normalise: Annotated[
-        bool, doc("Divide weights by their mean over the batch's tokens that train, last of all; not with bypass.")
+        bool,
+        doc(
+            "Divide weights by their mean over the batch: over all sampled tokens, rejected ones too, or over rows for "
+            "weights of sequences; not with bypass."
+        ),
     ] = False
     reject: Annotated[
         dict[str, Limit],
@@ -115,9 +119,10 @@ _VERL = {
 # What other projects do, as far as their sources say (docs/algorithms.md tells what was read, and what is left out).
 _OTHERS = {
     # AReaL: decoupled loss with RejectionSamplingConfig(): level token, action mask, metric ratio, upper 5.0, no lower.
-    "areal": Correction(weight="token", reject={"token_k1": "0_5"}),
-    # prime-rl: no correction but a loss, DPPO with the total-variation mask against mu; its log(r)^2 term is left out.
-    "prime_rl": Correction(proximal="behaviour", loss="dppo_tv"),
+    # Its masked tokens still count in the mean, which makes its mask a band.
+    "areal": Correction(weight="token", band="0_5"),
+    # prime-rl: no correction but a loss, DPPO with the total-variation mask against mu and a penalty on log(r)^2.
+    "prime_rl": Correction(proximal="behaviour", loss="prime_rl"),
     # SkyRL: off_policy_correction is off by default (tis_ratio_type null, no masks).
     "skyrl": Correction(),
     # slime: --use-tis, vanilla_tis_function: clamp(pi_old/mu, tis_clip_low=0, tis_clip=2).

@@ -57,6 +57,7 @@ LOSSES: dict[str, Loss] = {
     "dppo_tv": Loss(options=("dppo_tv",)),
     "dppo_kl": Loss(options=("dppo_kl",)),
     "ipo": Loss(options=("ipo", "ipo_penalty")),
+    "prime_rl": Loss(options=("dppo_tv", "ipo_penalty")),
     "m2po": Loss(behaviour="limits", selects=True, options=("m2po",)),
     "clip_cov": Loss(
         selects=True,

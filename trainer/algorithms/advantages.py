@@ -43,6 +43,7 @@ class AdvantageInputs:
     values: Tensor | None = None  # float64 [N, T], the critic's
     logprobs: Tensor | None = None  # float64 [N, T], log pi_old
     sum_squares: Tensor | None = None  # float64 [N, T], sum of pi_old^2 over the vocabulary
+    importance: Tensor | None = None  # float64 [N, T], the correction's weights, 0 where it rejects; None: bypassed
 
     @property
     def weights(self) -> Tensor:
@@ -245,12 +246,12 @@ def reinforce_plus_plus(x: AdvantageInputs) -> Tensor:
 def optimal_token_baseline(x: AdvantageInputs) -> Tensor:
     """A_t = G_t - sum_i(G_t W_t) / sum_i(W_t) over the group's rows that sampled column t.
 
-    G is the return to go, W_t = sum over sampled j <= t of 1 - 2 pi_j + sum_v pi_j(v)^2, a proxy for the squared norm
-    of the gradient so far. Source: the Optimal Token Baseline with the Logit-Gradient Proxy (arXiv:2602.07078), as verl
-    defines it (its equations were not at hand). Columns of the group's rows are compared where they stand, which fits
-    single-turn episodes, whose answers all start behind the same prompt. Beyond the end of the second longest row there
-    is nothing to compare with, and the longest keeps its return. A group of one gets 0. W leaves out the importance
-    weights by whose square verl may multiply its terms.
+    G is the return to go, W_t = sum over sampled j <= t of w_j^2 (1 - 2 pi_j + sum_v pi_j(v)^2), a proxy for the
+    squared norm of the gradient so far, in which the correction's weight w is a factor of token j's. Source: the
+    Optimal Token Baseline with the Logit-Gradient Proxy (arXiv:2602.07078), as verl defines it (its equations were not
+    at hand). Columns of the group's rows are compared where they stand, which fits single-turn episodes, whose answers
+    all start behind the same prompt. Beyond the end of the second longest row there is nothing to compare with, and the
+    longest keeps its return. A group of one gets 0.
     """
     return _baseline_per_position(x, x.mask)
 
@@ -272,6 +273,8 @@ def _baseline_per_position(x: AdvantageInputs, mask: Tensor, order: Tensor | Non
     assert x.logprobs is not None and x.sum_squares is not None, "the baseline needs the distribution of pi_old"
     # a squared norm is never negative, but the rounding of a nearly certain token is, and weights must not be
     norms = (1 - 2 * x.logprobs.exp() + x.sum_squares).clamp(min=0)
+    if x.importance is not None:
+        norms = norms * x.importance**2
     energy = torch.where(x.mask, norms, 0.0).cumsum(1)
     returns = returns_to_go(x)
     if order is not None:

@@ -16,15 +16,17 @@ class Counts:
     """The divisors of a mini-batch, over all ranks."""
 
     tokens: int  # that train
-    sequences: float  # sum of the row weights of rows in which any token trains
+    sequences: float  # sum of the row weights of all rows, also of those in which no token trains
     width: int  # tokens of the longest possible response, the constant of seq-mean-token-sum-norm
 
 
 def count(mask: Tensor, row_weights: Tensor, width: int) -> Counts:
-    """Count a mini-batch from its mask [N, T] and row weights [N]; never zero, since the counts are divisors."""
-    rows = mask.any(1)
-    sequences = row_weights[rows].sum().item()
-    return Counts(tokens=max(int(mask.sum()), 1), sequences=sequences or 1.0, width=width)
+    """Count a mini-batch from its mask [N, T] and row weights [N]; never zero, since the counts are divisors.
+
+    A row that was rejected whole stays in a mean over rows, as in verl and TRL: the step then shrinks with the share of
+    rejected rows, and does not depend on whether they were rejected before the loss (decoupled) or in it (bypass).
+    """
+    return Counts(tokens=max(int(mask.sum()), 1), sequences=row_weights.sum().item() or 1.0, width=width)
 
 
 def token_mean(values: Tensor, mask: Tensor, row_weights: Tensor, counts: Counts) -> Tensor:

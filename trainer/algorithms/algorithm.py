@@ -11,7 +11,7 @@ from rl_async.configs.schema.formulas import advantage_needs
 from rl_async.configs.schema.run import RunConfig
 from rl_async.trainer.algorithms.advantages import ADVANTAGES, AdvantageFn
 from rl_async.trainer.algorithms.aggregation import AGGREGATIONS, Counts
-from rl_async.trainer.algorithms.correction import Corrected, correct, normalise
+from rl_async.trainer.algorithms.correction import correct
 from rl_async.trainer.algorithms.kl import ESTIMATORS
 from rl_async.trainer.algorithms.losses import LOSSES, PolicyLoss
 from rl_async.trainer.algorithms.user_functions import Correct, load_advantage, load_correction, load_loss
@@ -25,8 +25,7 @@ class Algorithm:
 
     advantage: AdvantageFn
     loss: PolicyLoss
-    correct: Correct  # target, behaviour, mask, age; all [B, T]
-    finish: Callable[[Corrected], Corrected]  # normalises a whole corrected batch; identity if not asked to
+    correct: Correct  # target, behaviour, mask, age; all [B, T], of the whole batch if decoupled
     rules: tuple[str, ...]  # that the correction may apply to a token
     decoupled: bool
     aggregate: Callable[[Tensor, Tensor, Tensor, Counts], Tensor]
@@ -59,7 +58,6 @@ def build(config: RunConfig) -> Algorithm:
         advantage=_advantage(algorithm, critic=config.critic is not None),
         loss=_loss(algorithm, correction),
         correct=_correct(algorithm, correction),
-        finish=normalise if correction.normalise else lambda corrected: corrected,
         rules=rules(correction),
         decoupled=correction.proximal == "recompute",
         aggregate=AGGREGATIONS[algorithm.aggregation],

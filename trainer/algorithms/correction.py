@@ -30,6 +30,9 @@ class Corrected:
 def correct(target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, correction: Correction) -> Corrected:
     """Weigh and mask tokens. Every rule is local to a row, so any split into whole rows gives the same.
 
+    ``normalise`` alone is not: it divides the weights by their mean over what was sampled, rejected or not, so it needs
+    the whole batch. Weights of sequences are averaged over rows. That is verl's `rollout_is_batch_normalize`.
+
     Three policies instead of two: Hilton et al. (arXiv:2110.00641). A band zeroes weights outside it and leaves the
     mask alone: IcePop, Ring-1T (arXiv:2510.18855), section 2.3.2.
 
@@ -38,7 +41,7 @@ def correct(target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, correc
         behaviour: float [B, T], log mu.
         mask: bool [B, T], sampled tokens.
         age: int [B, T], staleness of each token in steps.
-        correction: the options; batch normalisation is not local, so ``normalise`` does it.
+        correction: the options.
     """
     # Bytes and numbers in place of booleans, and tensors changed in place: on a CPU that is several times faster than
     # masks and new tensors.
@@ -56,18 +59,18 @@ def correct(target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, correc
     if correction.age_weights:
         factors = torch.tensor(correction.age_weights, dtype=weights.dtype, device=weights.device)
         weights = weights * factors[age.long().clamp(0, len(factors) - 1)]
+    if correction.normalise:
+        weights = (weights.double() / _mean_weight(weights, mask, correction)).to(weights.dtype)
     return Corrected(keep.to(weights.dtype).mul_(weights), keep.view(torch.bool), rule)
 
 
-def normalise(corrected: Corrected) -> Corrected:
-    """Divide the weights of a whole batch by their mean over the tokens that train, so that this mean is 1.
-
-    Call it last: it divides out any factor that all tokens share, such as one of age. All-zero weights stay.
-    """
-    mean = corrected.weights[corrected.keep].double().mean().item() if corrected.keep.any() else 0.0
-    if mean == 0:
-        return corrected
-    return Corrected((corrected.weights.double() / mean).to(corrected.weights.dtype), corrected.keep, corrected.rule)
+def _mean_weight(weights: Tensor, mask: Tensor, correction: Correction) -> float:
+    """Average weights [B, T] or [B, 1] over sampled tokens, those of sequences over rows; 1 if all are 0."""
+    sampled = mask.sum(1)
+    sums = torch.where(mask, weights.double(), 0.0).sum(1)
+    if correction.weight == "sequence":
+        sums, sampled = sums / sampled.clamp(min=1), sampled > 0
+    return (sums.sum() / sampled.sum().clamp(min=1)).item() or 1.0
 
 
 def _weights(log_ratio: Tensor, correction: Correction) -> Tensor:

@@ -3,6 +3,8 @@
 k1, k2, k3: Schulman, "Approximating KL divergence" (2020). Of a sampled token only its two log-probabilities are known;
 ``full`` sums over the vocabulary. As part of a loss their gradients differ: that of k2 is an unbiased gradient of the
 divergence on-policy, those of k1 and k3 are not. A name with ``+`` has the estimator's value and the gradient of k2.
+
+d = log pi_theta - log pi_ref. k3 alone grows exponentially, as d falls, so it alone has a limit.
 """
 
 from collections.abc import Callable
@@ -12,33 +14,34 @@ from torch import Tensor
 from rl_async.configs.schema.algorithm import ADAPTIVE_LIMIT, KlConfig
 from rl_async.trainer.algorithms.correction import LOG_RATIO_LIMIT
 
+K3_LIMIT = 10.0  # reached at d = -2.6: one token must not outweigh a whole batch
+
 Estimator = Callable[[Tensor, Tensor], Tensor]  # log pi_theta, log pi_ref -> KL; all [B, T]
 
 
-def _difference(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """log pi_theta - log pi_ref, limited to +-20."""
-    return (logprobs - reference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-
-
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """d = log pi_theta - log pi_ref, [B, T]: unbiased, often negative."""
-    return _difference(logprobs, reference)
+    """d, [B, T]: unbiased, often negative."""
+    return logprobs - reference
 
 
 def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
     """d^2 / 2, [B, T]: biased, never negative."""
-    return _difference(logprobs, reference) ** 2 / 2
+    return (logprobs - reference) ** 2 / 2
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """exp(-d) - 1 + d, [B, T]: unbiased, never negative."""
-    d = _difference(logprobs, reference)
-    return (-d).exp() - 1 + d
+    """exp(-d) - 1 + d, at most 10, [B, T]: unbiased up to that limit, never negative.
+
+    A token at the limit has no gradient. The limit is verl's (`low_var_kl`), which slime has under that name too; TRL
+    has none.
+    """
+    d = (logprobs - reference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return ((-d).exp() - 1 + d).clamp(max=K3_LIMIT)
 
 
 def absolute(logprobs: Tensor, reference: Tensor) -> Tensor:
     """|d|, [B, T]: a distance, which does not estimate the divergence."""
-    return _difference(logprobs, reference).abs()
+    return (logprobs - reference).abs()
 
 
 def full(logprobs: Tensor, reference: Tensor) -> Tensor:

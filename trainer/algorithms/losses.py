@@ -15,6 +15,7 @@ from torch import Tensor
 from rl_async.configs.schema.algorithm import AlgorithmConfig
 from rl_async.trainer.algorithms.correction import LOG_RATIO_LIMIT
 
+LOG_SEQUENCE_RATIO_LIMIT = 10.0  # of gspo's mean of log r over a row
 SMALLEST = 1e-7  # keeps probabilities and their complements away from log(0)
 
 
@@ -33,17 +34,24 @@ class LossInputs:
 
     @property
     def log_ratio(self) -> Tensor:
-        """log pi_theta - log pi_old, limited to +-20."""
-        return (self.logprobs - self.proximal).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        """log r = log pi_theta - log pi_old."""
+        return self.logprobs - self.proximal
 
     @property
     def ratio(self) -> Tensor:
-        """r = pi_theta / pi_old."""
-        return self.log_ratio.exp()
+        """r = pi_theta / pi_old, with log r limited to +-20."""
+        return self.log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
     def clip(self, ratio: Tensor) -> Tensor:
         """Clamp ``ratio`` to [1 - clip_low, 1 + clip_high]."""
         return ratio.clamp(1 - self.options.clip_low, 1 + self.options.clip_high)
+
+    @property
+    def clipped(self) -> Tensor:
+        """Where PPO's clip takes the gradient of a token, bool [B, T]: r is beyond the bound that A pushes it to."""
+        ratio = self.ratio.detach()
+        above = (ratio > 1 + self.options.clip_high) & (self.advantages > 0)
+        return above | ((ratio < 1 - self.options.clip_low) & (self.advantages < 0))
 
 
 @dataclass(frozen=True)
@@ -143,10 +151,11 @@ def gspo(x: LossInputs) -> Tensor:
 
     s = exp(mean_t log r_t); as GSPO-token, its value is the sequence's and its gradient goes through the token itself:
     s_t = sg(s) pi_t / sg(pi_t). A weight per token weighs that token's term. s stays much nearer to 1 than r: the paper
-    clips at 3e-4 and 4e-4. Source: GSPO (arXiv:2507.18071), eqs. 7, 13 and 14.
+    clips at 3e-4 and 4e-4. log s is limited to 10 from above, as in verl and SkyRL. Source: GSPO (arXiv:2507.18071),
+    eqs. 7, 13 and 14.
     """
     log_s = _row_mean(x.log_ratio, x.mask).detach() + x.logprobs - x.logprobs.detach()
-    s = log_s.exp()
+    s = log_s.clamp(max=LOG_SEQUENCE_RATIO_LIMIT).exp()
     return -x.weights * torch.minimum(s * x.advantages, x.clip(s) * x.advantages)
 
 
@@ -158,8 +167,9 @@ def gmpo(x: LossInputs) -> Tensor:
     by its mean over the row's tokens. Source: GMPO (arXiv:2507.20673).
     """
     sign = x.advantages.sign()
-    limited = x.log_ratio.clamp(-x.options.clip_low, x.options.clip_high)
-    log_ratio = sign * torch.minimum(sign * x.log_ratio, sign * limited)
+    log_ratio = x.log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    limited = log_ratio.clamp(-x.options.clip_low, x.options.clip_high)
+    log_ratio = sign * torch.minimum(sign * log_ratio, sign * limited)
     weights = _row_mean(x.weights.clamp(min=1e-10).log(), x.mask).exp()
     loss = -weights * _row_mean(log_ratio, x.mask).exp() * _row_mean(x.advantages, x.mask)
     return loss.expand_as(x.logprobs)
@@ -170,7 +180,7 @@ def gmpo(x: LossInputs) -> Tensor:
 
 def _moves_away(x: LossInputs) -> Tensor:
     """Whether the gradient moves the token's probability further from the old one: r > 1 with A > 0, or the reverse."""
-    moved = (x.logprobs - x.proximal).detach()
+    moved = x.log_ratio.detach()
     return ((moved > 0) & (x.advantages > 0)) | ((moved < 0) & (x.advantages < 0))
 
 
@@ -206,6 +216,14 @@ def ipo(x: LossInputs) -> Tensor:
     distance = (x.logprobs.detach().exp() - x.proximal.exp()).abs()
     penalty = x.options.loss_options.ipo_penalty * x.log_ratio**2
     return _masked(x, distance > x.options.loss_options.ipo) + x.weights * penalty
+
+
+def prime_rl(x: LossInputs) -> Tensor:
+    """``dppo_tv`` + w ``ipo_penalty`` (log r)^2, the penalty on masked tokens too, [B, T].
+
+    prime-rl's default loss, DPPO+KL, with mu for pi_old; its threshold is 0.2 and its `kl_tau` 1e-3.
+    """
+    return dppo_tv(x) + x.weights * x.options.loss_options.ipo_penalty * x.log_ratio**2
 
 
 def m2po(x: LossInputs) -> Tensor:
@@ -305,6 +323,7 @@ LOSSES: dict[str, PolicyLoss] = {
     "dppo_tv": PolicyLoss(dppo_tv),
     "dppo_kl": PolicyLoss(dppo_kl),
     "ipo": PolicyLoss(ipo),
+    "prime_rl": PolicyLoss(prime_rl),
     "m2po": PolicyLoss(m2po, select_m2po),
     "clip_cov": PolicyLoss(clip_cov, select_clip_cov),
     "kl_cov": PolicyLoss(kl_cov, select_kl_cov),

@@ -40,13 +40,13 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
     A single token becomes 0.
 
-    (A - mean) / (std + 1e-8) with the biased standard deviation: no part of the paper, but of its authors' ``ppo2``
-    (openai/baselines), there over a mini-batch.
+    (A - mean) / (std + 1e-8) with the unbiased standard deviation, as verl and TRL have it. No part of the paper, but
+    of its authors' ``ppo2`` (openai/baselines), there over a mini-batch and biased.
     """
     picked = values[mask]
-    if not len(picked):
+    if len(picked) < 2:
         return torch.zeros_like(values)
-    return torch.where(mask, (values - picked.mean()) / (picked.std(unbiased=False) + EPSILON), 0.0)
+    return torch.where(mask, (values - picked.mean()) / (picked.std() + EPSILON), 0.0)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:

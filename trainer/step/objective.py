@@ -160,7 +160,5 @@ class Objective:
         return self.algorithm.kl(inputs.logprobs, torch.where(inputs.mask, micro.cut(self.precomputed.reference), 0.0))
 
     def _count(self, x: LossInputs) -> None:
-        ratio = (x.logprobs.detach() - x.proximal).exp()
-        outside = (ratio < 1 - self.config.clip_low) | (ratio > 1 + self.config.clip_high)
-        self.sums.add("clipped", outside, x.mask)
-        self.sums.add("tokens", torch.ones_like(ratio), x.mask)
+        self.sums.add("clipped", x.clipped, x.mask)
+        self.sums.add("tokens", torch.ones_like(x.logprobs), x.mask)

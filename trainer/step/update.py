@@ -56,12 +56,13 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     ]
     micros = [micro for mini in minis for micro in mini]
     before = precompute(models, whole, micros, algorithm)
-    inputs, kl = penalised(advantage_inputs(whole, before, config), before, algorithm, config.algorithm.kl, kl_coef)
-    advantages = algorithm.advantage(inputs)
-    advantages = (advantages * shaping.repeats(headers, options, config.seed, batch.step)[:, None]).float()
     corrected = None
     if algorithm.decoupled:
-        corrected = algorithm.finish(algorithm.correct(before.proximal, whole.behaviour, whole.mask, whole.age))
+        corrected = algorithm.correct(before.proximal, whole.behaviour, whole.mask, whole.age)
+    inputs = advantage_inputs(whole, before, corrected, config)
+    inputs, kl = penalised(inputs, before, algorithm, config.algorithm.kl, kl_coef)
+    advantages = algorithm.advantage(inputs)
+    advantages = (advantages * shaping.repeats(headers, options, config.seed, batch.step)[:, None]).float()
     sums = LossSums(ranks)
     objective = Objective(
         whole=whole,
@@ -134,7 +135,9 @@ def precompute(models: Models, whole: WholeBatch, micros: Sequence[MicroBatch], 
     return found
 
 
-def advantage_inputs(whole: WholeBatch, before: Precomputed, config: RunConfig) -> AdvantageInputs:
+def advantage_inputs(
+    whole: WholeBatch, before: Precomputed, corrected: Corrected | None, config: RunConfig
+) -> AdvantageInputs:
     """Shape the batch's rewards and collect what an advantage estimator may read."""
     headers = whole.headers
     outcomes = shaping.rewards(headers, config.algorithm.shaping)
@@ -161,6 +164,7 @@ def advantage_inputs(whole: WholeBatch, before: Precomputed, config: RunConfig) 
         values=None if before.values is None else before.values.double(),
         logprobs=before.proximal.double(),
         sum_squares=None if before.sum_squares is None else before.sum_squares.double(),
+        importance=None if corrected is None else torch.where(corrected.keep, corrected.weights, 0.0).double(),
     )
 
 

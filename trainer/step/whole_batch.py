@@ -56,9 +56,13 @@ class WholeBatch:
 
     @property
     def row_weights(self) -> Tensor:
-        """float64 [N], 1 / rows of the row's episode: an episode counts once, however many rows it became."""
+        """float64 [N], 1 / rows of the row's episode: an episode counts once, however many rows it became.
+
+        0 for a greedy episode, which never trains.
+        """
         rows = Counter(h.episode_id for h in self.headers)
-        return torch.tensor([1.0 / rows[h.episode_id] for h in self.headers], dtype=torch.float64)
+        weights = [0.0 if h.baseline else 1.0 / rows[h.episode_id] for h in self.headers]
+        return torch.tensor(weights, dtype=torch.float64)
 
 
 def assemble(ranks: DataParallel, batch: Batch, max_staleness: int | None, trains: Tensor) -> WholeBatch:

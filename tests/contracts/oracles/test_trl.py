@@ -5,7 +5,6 @@ What corresponds: `loss_type` grpo, bnpo, dapo and dr_grpo are `ppo` under an ag
 generation of completions, where they cannot be called.
 
 Conversions, each at its place below:
-- TRL divides by all rows, ours by those that train.
 - `delta` bounds r alone, `clip_dual` r A: the same while delta is above 1 + clip_high.
 - `cispo`: epsilon_high is the bound of r itself, and there is no lower one, which is `clip_low=1`.
 - `gspo`: TRL clips the row's ratio, ours each token's with the row's value; the same under seq-mean-token-mean if the
@@ -116,8 +115,7 @@ def test_the_grpo_loss_and_its_gradient_are_trls(trl: Oracle, loss_type: str, le
         if case.options["beta"]:
             per_token = per_token + case.options["beta"] * ESTIMATORS["k3"](logprobs, case["reference"])
         counts = count(mask, ones[:, 0], case.options["width"])
-        scale = mask.any(1).sum() / ROWS if config.aggregation.startswith("seq") else 1.0
-        loss = scale * AGGREGATIONS[config.aggregation](per_token, mask, ones[:, 0], counts)
+        loss = AGGREGATIONS[config.aggregation](per_token, mask, ones[:, 0], counts)
         loss.backward()
         assert logprobs.grad is not None
         assert_same(loss.detach(), theirs["loss"], case)

@@ -2,7 +2,6 @@
 
 Ours compute in float64 what verl computes in the type of the rewards. Conversions, each at its place below:
 - epsilon beside a standard deviation: verl is given ours, 1e-4 (its own is 1e-6).
-- Whitening divides by the biased deviation here and by the unbiased one in verl: a factor sqrt(n / (n - 1)).
 - `gpg`: alpha counts episodes of groups whose rewards differ here, and non-zero rewards in verl.
 - `remax`: without turn rewards, which verl's advantage takes from their turn on and ours as a whole.
 - `gdpo`: verl computes in float32 whatever it is given.
@@ -44,33 +43,28 @@ class Pair:
     factor: Callable[[AdvantageInputs], float] = lambda x: 1.0
 
 
-def _bessel(x: AdvantageInputs) -> float:
-    tokens = int(x.mask.sum())
-    return (tokens / (tokens - 1)) ** 0.5
-
-
 def _alpha(x: AdvantageInputs) -> float:
     groups = Groups.of(x.groups, x.weights)
     return int(x.rewards.count_nonzero()) / max(int(groups.differs(x.rewards).sum()), 1)
 
 
 _NORM = [*GROUP_ARGUMENTS, "norm_adv_by_std_in_grpo"]
-_BASELINE = [*GROUP_ARGUMENTS, "old_log_probs", "sum_pi_squared"]
+_BASELINE = [*GROUP_ARGUMENTS, "old_log_probs", "sum_pi_squared", "rollout_is_weights"]
 _PARTS = ["index", "epsilon", "config", "non_tensor_batch", "batch"]
 PAIRS = {
     "grpo": Pair("grpo", _NORM, {"norm": True}),
     "grpo without deviation": Pair("dr_grpo", _NORM, {"norm": False}),
     "grpo_vectorized": Pair("grpo", _NORM, {"norm": True}),
     "grpo_passk": Pair("grpo_passk", [*GROUP_ARGUMENTS, "config"]),
-    "gdpo": Pair("gdpo", _PARTS, {"algorithm": {"gdpo_reward_keys": ["a", "b"]}}, in_float32=True, factor=_bessel),
+    "gdpo": Pair("gdpo", _PARTS, {"algorithm": {"gdpo_reward_keys": ["a", "b"]}}, in_float32=True),
     "rloo": Pair("rloo", ["index"]),
     "rloo_vectorized": Pair("rloo", ["index"]),
     "opo": Pair("opo", ["index"]),
     "gpg": Pair("gpg", ["index"], factor=_alpha),
     "remax": Pair("remax", ["reward_baselines"], turn_rewards=False),
-    "reinforce_plus_plus": Pair("reinforce_plus_plus", ["config"], factor=_bessel),
-    "reinforce_plus_plus_baseline": Pair("reinforce_plus_plus_baseline", ["index"], factor=_bessel),
-    "gae": Pair("gae", ["values", "gamma", "lam"], factor=_bessel),
+    "reinforce_plus_plus": Pair("reinforce_plus_plus", ["config"]),
+    "reinforce_plus_plus_baseline": Pair("reinforce_plus_plus_baseline", ["index"]),
+    "gae": Pair("gae", ["values", "gamma", "lam"]),
     "optimal_token_baseline": Pair("optimal_token_baseline", _BASELINE, {"epsilon": 1e-30}, holes=False),
     "tir_optimal_token_baseline": Pair("tir_optimal_token_baseline", _BASELINE, {"epsilon": 1e-30}),
 }
@@ -102,6 +96,7 @@ def draw_batch(generator: torch.Generator, number: int) -> Tensors:
         "baselines": uniform(3)[groups],
         "logprobs": distributions[:, :, 0].log(),
         "sum_squares": (distributions**2).sum(2),
+        "importance": 2 * uniform(rows, WIDTH),
         "part.a": torch.randint(2, (rows,), generator=generator).double(),
         "part.b": torch.randint(9, (rows,), generator=generator).double() / 8,  # equal in either type, or far apart
     }
@@ -148,6 +143,7 @@ def our_inputs(case: Case) -> AdvantageInputs:
         values=x["values"],
         logprobs=x["logprobs"],
         sum_squares=x["sum_squares"],
+        importance=x["importance"],
     )
 
 

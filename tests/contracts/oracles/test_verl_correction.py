@@ -5,7 +5,6 @@ Conversions, each at its place below:
   bands are not inverted: 0.999_1.001 keeps what is within 1e-6 of the bounds on one side only, and no ratio of these
   cases lies there.
 - verl leaves weights where a rule rejects; the mask makes them 0.
-- `normalise`: verl divides before any rule rejects, ours after; it is compared without one, and by token.
 """
 
 import random
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rl_async.configs.schema.correction import PRESETS, REJECTIONS, Correction
-from rl_async.trainer.algorithms.correction import Corrected, correct, normalise
+from rl_async.trainer.algorithms.correction import Corrected, correct
 from tests.contracts.oracles.oracle import Case, Oracle, Tensors, assert_same, both_types
 
 pytestmark = pytest.mark.slow
@@ -104,9 +103,11 @@ def test_several_rules_and_a_weight_are_verls(verl: Oracle) -> None:
         draw, scale = random.Random(number), SCALES[number % len(SCALES)]
         rules = draw.sample(sorted(set(REJECTIONS) - OURS_ALONE), 3)
         limits = [rule_limits(rule, 3 * scale, draw) for rule in rules]
-        level, cap = draw.choice(["token", "sequence"]), draw.uniform(0.8, 3.0)
-        ours.append(Correction(weight=level, cap=cap, reject=dict(zip(rules, (mine for mine, _ in limits)))))
+        level, cap, normalises = draw.choice(["token", "sequence"]), draw.uniform(0.8, 3.0), number % 3 == 0
+        reject = dict(zip(rules, (mine for mine, _ in limits), strict=True))
+        ours.append(Correction(weight=level, cap=cap, normalise=normalises, reject=reject))
         case.options = {"rollout_is": level, "rollout_is_threshold": cap, "rollout_rs": ",".join(rules)}
+        case.options["rollout_is_batch_normalize"] = normalises
         case.options["rollout_rs_threshold"] = ",".join(str(theirs) for _, theirs in limits)
     for case, correction, theirs in zip(cases, ours, verl.ask("correction", cases), strict=True):
         assert_corrects_alike(our_correction(case, correction), theirs, case)
@@ -119,11 +120,10 @@ def test_weights_are_verls(verl: Oracle, level: Any, banded: bool) -> None:
     for number, case in enumerate(cases):
         draw = random.Random(number)
         low, high = draw.uniform(0.2, 0.9), draw.uniform(1.1, 4.0)
-        normalises = level == "token" and number % 2 == 0
+        normalises = number % 2 == 0
         bounds = {"band": f"{low!r}_{high!r}"} if banded else {"cap": high}
         ours.append(Correction(weight=level, normalise=normalises, **bounds))
         case.options = {"rollout_is": level, "rollout_is_batch_normalize": normalises}
         case.options["rollout_is_threshold"] = f"{low!r}_{high!r}" if banded else high
     for case, correction, theirs in zip(cases, ours, verl.ask("correction", cases), strict=True):
-        corrected = our_correction(case, correction)
-        assert_corrects_alike(normalise(corrected) if correction.normalise else corrected, theirs, case)
+        assert_corrects_alike(our_correction(case, correction), theirs, case)

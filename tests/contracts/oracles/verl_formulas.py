@@ -63,6 +63,7 @@ def advantage(x: Tensors, options: dict[str, Any]) -> Tensors:
         "reward_baselines": x["baselines"],
         "old_log_probs": x["logprobs"],
         "sum_pi_squared": x["sum_squares"],
+        "rollout_is_weights": x["importance"],
         "non_tensor_batch": parts,
         "batch": {"prompts": mask[:, :1], "attention_mask": torch.cat([torch.ones_like(mask[:, :1]), mask], 1)},
     }

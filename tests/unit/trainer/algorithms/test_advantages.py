@@ -48,6 +48,7 @@ def random_inputs(seed: int, options: AdvantageOptions | None = None, unscored: 
         values=torch.from_numpy(draw.normal(size=(rows, width))),
         logprobs=distributions.amax(2).log(),
         sum_squares=(distributions**2).sum(2),
+        importance=torch.from_numpy(draw.random((rows, width)) + 0.5),
     )
 
 
@@ -92,7 +93,7 @@ class Plain:
 
     def whiten(self, rows: Rows) -> Rows:
         tokens = [a for i, row in enumerate(rows) if self.scored[i] for a in row]
-        mean, std = np.mean(tokens), np.std(tokens)
+        mean, std = np.mean(tokens), np.std(tokens, ddof=1)
         return [[(a - mean) / (std + 1e-8) if self.scored[i] else 0.0 for a in row] for i, row in enumerate(rows)]
 
 
@@ -186,9 +187,10 @@ def gae(p: Plain) -> Rows:
 def token_baseline(p: Plain, *, by_column: bool) -> Rows:
     assert p.x.logprobs is not None and p.x.sum_squares is not None
     to_go, energy = p.to_go(), []
+    factors = [[1.0] * len(p.x.mask[0])] * p.count if p.x.importance is None else p.x.importance.tolist()
     for i, tokens in enumerate(p.tokens):
         chosen, squares = p.x.logprobs[i].exp().tolist(), p.x.sum_squares[i].tolist()
-        steps = [1 - 2 * chosen[t] + squares[t] for t in tokens]
+        steps = [(1 - 2 * chosen[t] + squares[t]) * factors[i][t] ** 2 for t in tokens]
         energy.append([sum(steps[: k + 1]) for k in range(len(steps))])
 
     def place(i: int, k: int) -> int:
@@ -262,6 +264,18 @@ def test_estimators_match_plain_loops(name: str, seed: int) -> None:
         assert got[i][x.mask[i]].tolist() == pytest.approx(row, rel=1e-6, abs=1e-6), f"row {i}"
 
 
+@pytest.mark.parametrize("name", [n for n, traits in TRAITS.items() if "sum_squares" in traits.needs])
+def test_token_baselines_weigh_a_rows_gradient_by_its_squared_importance_weights(name: str) -> None:
+    x = random_inputs(3, OPTIONS)
+    plain = replace(x, importance=None)
+    got, expected = ADVANTAGES[name](plain), REFERENCES[name](Plain(plain))
+    for i, row in enumerate(expected):
+        assert got[i][x.mask[i]].tolist() == pytest.approx(row, rel=1e-6, abs=1e-6)
+    doubled = replace(x, importance=torch.full_like(x.token_rewards, 2.0))
+    torch.testing.assert_close(ADVANTAGES[name](doubled), got, msg="a factor of all tokens cancels")
+    assert not torch.allclose(ADVANTAGES[name](x), got)
+
+
 def permuted(x: AdvantageInputs, order: torch.Tensor) -> AdvantageInputs:
     def at(value: object) -> object:
         return value[order] if isinstance(value, torch.Tensor) else value
@@ -281,7 +295,7 @@ def test_row_order_does_not_matter(name: str) -> None:
 def test_what_was_not_sampled_or_scored_does_not_matter(name: str) -> None:
     x = random_inputs(12, OPTIONS)
     before = ADVANTAGES[name](x)
-    for tensor in (x.values, x.logprobs, x.sum_squares):
+    for tensor in (x.values, x.logprobs, x.sum_squares, x.importance):
         assert tensor is not None
         tensor[~x.mask] = 77.0
         tensor[7] = -5.0

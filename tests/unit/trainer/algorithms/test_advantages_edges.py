@@ -106,6 +106,11 @@ def test_a_row_that_does_not_train_keeps_its_place_in_opos_baseline() -> None:
     assert not ADVANTAGES["opo"](filtered)[1:].any()
 
 
+def test_gpgs_alpha_makes_up_for_groups_without_signal_whatever_their_reward() -> None:
+    x = batch([1.0, 0.0, 1.0, 1.0, 0.0, 0.0], [0, 0, 1, 1, 2, 2])  # one group of three differs; three rewards are not 0
+    assert ADVANTAGES["gpg"](x)[:, 0].tolist() == [3 * 0.5, 3 * -0.5, 0.0, 0.0, 0.0, 0.0]
+
+
 def test_passk_without_the_deviation_is_the_gap_to_the_second_best() -> None:
     x = batch([3.0, 1.0, 0.0, 1.0, 1.0], [0, 0, 0, 1, 1], options=AdvantageOptions(passk_std=False))
     assert ADVANTAGES["grpo_passk"](x)[:, 0].tolist() == [2.0, 0, 0, 0, 0]
@@ -118,4 +123,4 @@ def test_gae_without_whitening_is_the_plain_sum_and_leaves_unscored_rows_out() -
     x = batch([1.0, 1.0], [0, 0], mask, values=values, options=options, scored=torch.tensor([True, False]))
     assert ADVANTAGES["gae"](x).tolist() == [[0.5, 0, 0.75], [0, 0, 0]]
     whitened = ADVANTAGES["gae"](dataclasses.replace(x, options=msgspec.structs.replace(options, whiten=True)))
-    assert whitened[0, [0, 2]].tolist() == pytest.approx([-1, 1])
+    assert whitened[0, [0, 2]].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])

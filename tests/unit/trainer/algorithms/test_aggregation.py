@@ -21,7 +21,7 @@ def reference(mode: str, width: int) -> float:
     values, mask, weights = batch()
     rows = [[v for v, m in zip(*row, strict=True) if m] for row in zip(values.tolist(), mask.tolist(), strict=True)]
     tokens = [v for row in rows for v in row]
-    sequences = sum(w for w, row in zip(weights.tolist(), rows, strict=True) if row)
+    sequences = sum(weights.tolist())
     sums = sum(w * sum(row) for w, row in zip(weights.tolist(), rows, strict=True))
     means = sum(w * sum(row) / len(row) for w, row in zip(weights.tolist(), rows, strict=True) if row)
     return {
@@ -70,7 +70,12 @@ def test_a_row_of_one_token_counts_with_its_whole_loss() -> None:
     assert mean.item() == pytest.approx((3.0 + 1.5) / 2)
 
 
-def test_counts_of_a_mini_batch_in_which_nothing_trains_divide_by_one() -> None:
+def test_a_row_in_which_nothing_trains_counts_in_a_mean_over_rows_and_not_over_tokens() -> None:
     _, mask, weights = batch()
-    assert count(torch.zeros_like(mask), weights, 9) == Counts(tokens=1, sequences=1.0, width=9)
-    assert count(mask, weights, 9) == Counts(tokens=int(mask.sum()), sequences=5.0, width=9)
+    assert count(mask, weights, 9) == Counts(tokens=int(mask.sum()), sequences=6.0, width=9)
+    assert count(torch.zeros_like(mask), weights, 9) == Counts(tokens=1, sequences=6.0, width=9)
+
+
+def test_counts_of_a_mini_batch_without_episodes_that_train_divide_by_one() -> None:
+    _, mask, weights = batch()
+    assert count(torch.zeros_like(mask), torch.zeros_like(weights), 9) == Counts(tokens=1, sequences=1.0, width=9)

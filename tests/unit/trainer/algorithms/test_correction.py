@@ -11,12 +11,20 @@ from torch import Tensor
 
 from rl_async.configs.checks.rules import problems
 from rl_async.configs.schema.algorithm import AlgorithmConfig
-from rl_async.configs.schema.correction import PRESETS, REJECTIONS, RULES, Correction, CorrectionOptions, resolve
+from rl_async.configs.schema.correction import (
+    PRESETS,
+    REJECTIONS,
+    RULES,
+    Correction,
+    CorrectionOptions,
+    Weight,
+    resolve,
+)
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.formulas import LOSSES
 from rl_async.configs.schema.run import RunConfig
 from rl_async.trainer.algorithms.algorithm import build
-from rl_async.trainer.algorithms.correction import Corrected, correct, normalise
+from rl_async.trainer.algorithms.correction import correct
 
 Row = list[tuple[float, bool, int]]  # log ratio, sampled, age
 
@@ -216,7 +224,7 @@ def test_every_preset_is_the_identity_on_policy(preset: str) -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_bounds_its_weights(preset: str) -> None:
     correction = PRESETS[preset]
-    bound = correction.cap or {"0.5_5.0": 5.0, None: 5.0 if preset == "areal" else 1.0}[correction.band]
+    bound = correction.cap or {"0.5_5.0": 5.0, "0_5": 5.0, None: 1.0}[correction.band]
     for seed in range(20):
         target, behaviour, mask, age = tensors(rows(seed, spread=8.0))
         got = correct(target, behaviour, mask, age, correction)
@@ -234,28 +242,40 @@ def test_every_preset_builds_and_corrects(preset: str) -> None:
     assert list(problems(config)) == []
     algorithm = build(config)
     target, behaviour, mask, age = tensors(rows(5, spread=0.3))
-    got = algorithm.finish(algorithm.correct(target, behaviour, mask, age))
+    got = algorithm.correct(target, behaviour, mask, age)
     assert got.weights.shape == mask.shape and set(got.rule.unique().tolist()) <= {
         RULES.index(name) for name in ("", *algorithm.rules)
     }
     assert algorithm.decoupled == (not preset.startswith(("bypass", "prime")))
 
 
-def test_normalised_weights_have_the_mean_one_over_tokens_that_train() -> None:
-    target, behaviour, mask, age = tensors(rows(11, spread=0.8))
-    correction = Correction(weight="token", cap=2.0, reject={"token_k3": 0.3})
-    raw = correct(target, behaviour, mask, age, correction)
-    got = normalise(raw)
-    assert got.rule is raw.rule and got.weights.dtype == raw.weights.dtype
-    verdicts = zip(raw.weights.flatten().tolist(), raw.keep.flatten().tolist(), strict=True)
-    kept = [weight for weight, keep in verdicts if keep]
-    assert len(kept) < int(mask.sum())
-    torch.testing.assert_close(got.weights, raw.weights / (sum(kept) / len(kept)), rtol=1e-12, atol=0)
-    assert got.weights[got.keep].mean().item() == pytest.approx(1.0)
-    nothing = Corrected(torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool), torch.zeros(1, 2, dtype=torch.uint8))
-    assert normalise(nothing).weights.tolist() == [[0.0, 0.0]]
-    empty = Corrected(nothing.weights, torch.zeros_like(nothing.keep), nothing.rule)
-    assert normalise(empty).weights.tolist() == [[0.0, 0.0]]
+def test_tokens_beyond_areals_bound_weigh_nothing_and_count_in_the_mean() -> None:
+    target = torch.tensor([[math.log(r) for r in (0.0625, 4.0, 5.1)]], dtype=torch.float64)
+    mask = torch.ones_like(target, dtype=torch.bool)
+    got = correct(target, torch.zeros_like(target), mask, mask.long(), PRESETS["areal"])
+    assert got.weights[0].tolist() == pytest.approx([0.0625, 4.0, 0.0]) and got.keep.all()
+
+
+@pytest.mark.parametrize("weight", ["token", "sequence"])
+def test_normalised_weights_are_divided_by_their_mean_over_all_that_was_sampled(weight: Weight) -> None:
+    drawn = rows(11, spread=0.8)
+    target, behaviour, mask, age = tensors(drawn)
+    rejecting = Correction(weight=weight, cap=2.0, reject={"token_k3": 0.3})
+    raw = correct(target, behaviour, mask, age, rejecting)
+    got = correct(target, behaviour, mask, age, msgspec.structs.replace(rejecting, normalise=True))
+    assert torch.equal(got.rule, raw.rule) and torch.equal(got.keep, raw.keep) and not torch.equal(raw.keep, mask)
+    logs = [[x for x, sampled, _ in row if sampled] for row in drawn]
+    sequences = [min(math.exp(sum(row)), 2.0) for row in logs]
+    tokens = [min(math.exp(x), 2.0) for row in logs for x in row]
+    every = tokens if weight == "token" else sequences
+    torch.testing.assert_close(got.weights, raw.weights / (sum(every) / len(every)), rtol=1e-12, atol=0)
+
+
+def test_weights_that_are_all_zero_cannot_be_normalised_and_stay() -> None:
+    correction = Correction(weight="token", band="0.5_2.0", normalise=True)
+    target, mask = torch.full((1, 2), 5.0), torch.ones(1, 2, dtype=torch.bool)
+    for sampled in (mask, ~mask):
+        assert correct(target, torch.zeros(1, 2), sampled, mask.long(), correction).weights.tolist() == [[0.0, 0.0]]
 
 
 def test_options_change_a_preset() -> None:

@@ -96,7 +96,7 @@ def test_the_registered_estimator_whitens_over_sampled_tokens_of_scored_rows(see
     }
     every = [a for row in rows for a in raw[row]]
     mean = sum(every) / len(every)
-    std = math.sqrt(sum((a - mean) ** 2 for a in every) / len(every))
+    std = math.sqrt(sum((a - mean) ** 2 for a in every) / (len(every) - 1))
     got = ADVANTAGES["gae"](x)
     for row in rows:
         expected = [(a - mean) / std for a in raw[row]]

@@ -14,7 +14,7 @@ from rl_async.trainer.algorithms.kl import ESTIMATORS, KlController
 PLAIN = {
     "k1": lambda d: d,
     "k2": lambda d: d**2 / 2,
-    "k3": lambda d: math.exp(-d) - 1 + d,
+    "k3": lambda d: min(math.exp(-d) - 1 + d, 10.0),
     "abs": abs,
 }
 
@@ -41,6 +41,16 @@ def test_plus_has_the_gradient_of_k2() -> None:
         torch.testing.assert_close(gradient(name, p, q), p - q)
     torch.testing.assert_close(gradient("k2", p, q), p - q)
     torch.testing.assert_close(gradient("k3", p, q), 1 - (q - p).exp())
+
+
+def test_k3_is_limited_to_10_and_the_others_are_not() -> None:
+    far, reference = torch.tensor([-2.0, -3.0, -30.0]).double(), torch.zeros(3).double()
+    assert ESTIMATORS["k3"](far, reference).tolist() == pytest.approx([math.exp(2) - 3, 10.0, 10.0])
+    assert gradient("k3", far, reference).tolist() == pytest.approx([1 - math.exp(2), 0.0, 0.0])
+    assert gradient("k3+", far, reference).tolist() == far.tolist()
+    for name in ("k1", "k2", "abs"):
+        assert ESTIMATORS[name](far, reference).tolist() == pytest.approx([PLAIN[name](d) for d in far.tolist()])
+    assert gradient("k2", far, reference).tolist() == far.tolist(), "the furthest token is pulled back the most"
 
 
 def distributions() -> tuple[Tensor, Tensor]:

@@ -110,6 +110,10 @@ def dppo_kl(k: Token) -> float:
     return 0.0 if k.away and distance > 0.01 else -k.w * k.r * k.a
 
 
+def dppo_tv(k: Token) -> float:
+    return 0.0 if k.away and abs(math.exp(k.logp) - math.exp(k.old)) > 0.06 else -k.w * k.r * k.a
+
+
 PER_TOKEN: dict[str, Callable[[Token], float]] = {
     "ppo": ppo,
     "decoupled_ppo": decoupled_ppo,
@@ -118,11 +122,12 @@ PER_TOKEN: dict[str, Callable[[Token], float]] = {
     "cispo": lambda k: -k.w * clip(k.r) * k.a * k.logp,
     "sapo": sapo,
     "dro": lambda k: -k.w * (k.a * k.logp - 0.7 / 2 * math.log(k.r) ** 2),
-    "dppo_tv": lambda k: 0.0 if k.away and abs(math.exp(k.logp) - math.exp(k.old)) > 0.06 else -k.w * k.r * k.a,
+    "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
     "ipo": lambda k: (
         k.w * 0.3 * math.log(k.r) ** 2 - (k.w * k.r * k.a if abs(math.exp(k.logp) - math.exp(k.old)) <= 0.05 else 0.0)
     ),
+    "prime_rl": lambda k: dppo_tv(k) + k.w * 0.3 * math.log(k.r) ** 2,
     "m2po": lambda k: 0.0 if k.selected else -k.w * k.r * k.a,
     "clip_cov": lambda k: 0.0 if k.selected else ppo(k),
     "kl_cov": lambda k: -k.w * (k.r * k.a - (0.9 * abs(math.log(k.r)) if k.selected else 0.0)),
@@ -278,6 +283,12 @@ def test_m2po_drops_the_fewest_and_most_extreme_tokens_that_keep_the_budget() ->
             assert torch.cat([kept, smallest[None]]).mean().item() > 0.03, "one fewer would have done"
 
 
+def test_m2po_keeps_no_token_that_is_beyond_the_budget_by_itself() -> None:
+    x = make(0)
+    x = replace(x, behaviour=x.proximal - 1.0)
+    assert torch.equal(LOSSES["m2po"].select(selecting(x)), x.mask)  # type: ignore[misc]
+
+
 def test_clip_cov_draws_its_share_from_the_band_and_the_draw_is_the_seeds() -> None:
     x = make(1)
     select = LOSSES["clip_cov"].select
@@ -329,6 +340,33 @@ def test_wild_log_probabilities_stay_finite(name: str, shift: float) -> None:
     loss = LOSSES[name].per_token(prepared(name, replace(make(9), logprobs=logprobs)))
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     assert loss.isfinite().all() and gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["dro", "ipo", "prime_rl", "kl_cov"])
+def test_a_penalty_draws_a_token_back_however_far_it_has_moved(name: str) -> None:
+    x = make(9)
+    x = replace(x, advantages=torch.zeros_like(x.advantages), selected=torch.ones_like(x.mask))
+    gradient = surrogate_gradient(name, replace(x, logprobs=x.proximal - 25.0))
+    assert (gradient[x.mask] < 0).all()
+
+
+def test_gspo_limits_the_mean_of_log_r_and_no_token_of_it() -> None:
+    x = make(9)
+    x = replace(x, mask=torch.ones_like(x.mask), weights=torch.ones_like(x.weights), advantages=-torch.ones(4, 7))
+    one_far = torch.where(torch.arange(7) == 0, 35.0, 0.0).expand(4, 7)
+    got = LOSSES["gspo"].per_token(replace(x, logprobs=x.proximal + one_far))
+    torch.testing.assert_close(got, torch.full_like(got, math.exp(35.0 / 7)))
+    got = LOSSES["gspo"].per_token(replace(x, logprobs=x.proximal + 12.0))
+    torch.testing.assert_close(got, torch.full_like(got, math.exp(10.0)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_clipped_tokens_are_those_whose_gradient_the_clip_takes(seed: int) -> None:
+    x = replace(make(seed), options=AlgorithmConfig(clip_low=0.15, clip_high=0.3))
+    without_gradient = (surrogate_gradient("ppo", x) == 0) & x.mask
+    assert without_gradient.any() and torch.equal(x.clipped & x.mask, without_gradient)
+    outside = (x.ratio < 0.85) | (x.ratio > 1.3)
+    assert (outside & x.mask & ~x.clipped).any(), "r may be outside on the side where the clip does not act"
 
 
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])

@@ -41,13 +41,14 @@ def config(advantage: str = "remax") -> RunConfig:
 def inputs(made: Sequence[Trajectory], config: RunConfig) -> AdvantageInputs:
     """What an estimator sees of these rows."""
     whole = whole_batch(made)
-    return advantage_inputs(whole, Precomputed(proximal=whole.behaviour), config)
+    return advantage_inputs(whole, Precomputed(proximal=whole.behaviour), None, config)
 
 
 def test_no_token_of_a_greedy_episode_trains() -> None:
     made = rows()
     mask = whole_batch(made).mask
     assert mask.any(1).tolist() == [row.sample != GREEDY for row in made]
+    assert whole_batch(made).row_weights.tolist() == [float(row.sample != GREEDY) for row in made]
 
 
 def test_advantages_are_rewards_over_the_greedy_one_of_the_group() -> None:

@@ -1,6 +1,7 @@
 """How a step is put together: who is asked what and when, and which rows teach how much."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import RewardsMissing
 from rl_async.messages import Trajectory, Turn
 from rl_async.trainer.algorithms import shaping
+from rl_async.trainer.algorithms.advantages import AdvantageInputs
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.backends.interface import LossFn, Outputs
 from rl_async.trainer.batches.batch import Batch, plan_batch
@@ -89,6 +91,31 @@ def test_old_logprobs_are_computed_once_for_all_epochs_and_minibatches() -> None
     assert policy.events == ["look"] * looks + ["step"] * 6 and looks > 2
     # Had pi_old moved along, no ratio would ever have left its band.
     assert updated.metrics["loss/clip_fraction"] > 0
+
+
+@pytest.mark.parametrize(("correction", "given"), [("decoupled_geo_rs_token_tis", True), ("bypass_ppo_clip", False)])
+def test_estimators_see_what_the_correction_made_of_each_token(correction: str, given: bool) -> None:
+    rows, seen = make_rows(0), []
+    config = RunConfig(
+        model=ModelConfig(path="none"), data=DataConfig(path="none"), algorithm=AlgorithmConfig(correction=correction)
+    )
+
+    def estimate(x: AdvantageInputs) -> Tensor:
+        seen.append(x)
+        return torch.zeros_like(x.token_rewards)
+
+    headers = [row.header() for row in rows]
+    batch = Batch(0, headers, plan_batch(headers, 0, config, 1, RowCost()), {row.key: row for row in rows})
+    algorithm = replace(build(config), advantage=estimate)
+    updated = update(Models(Table()), batch, algorithm, config)  # type: ignore[arg-type]
+    (x,) = seen
+    assert x.mask.sum() == sum(int(row.loss_mask.sum()) for row in rows), (
+        "rejected tokens keep their place in baselines"
+    )
+    assert (x.importance is not None) is given
+    if given:
+        assert torch.equal(x.importance, updated.corrected.weights.double())
+        assert not updated.corrected.keep[x.mask].all()
 
 
 def test_bypass_never_looks() -> None:
