@@ -44,8 +44,8 @@ class LauncherConfig(Config, frozen=True):
     stop_timeout_s: Annotated[
         Seconds,
         doc(
-            "Processes get this long to end before they are killed. The trainer finishes its step and saves within "
-            "four fifths of it; one that is killed resumes from its last checkpoint."
+            "Processes get this long to end before they are killed. A trainer that is asked to stop (Ctrl-C, SIGTERM) "
+            "gets as long as its step and a checkpoint take; when another process failed, four fifths of this time."
         ),
     ] = 15.0
 

@@ -164,8 +164,8 @@ class Keeper:
                 return Output(data=data)
             await asyncio.sleep(POLL_S)
 
-    async def stop(self, timeout_s: float) -> None:
-        """Send SIGTERM, and kill the process after ``timeout_s``."""
+    async def stop(self, timeout_s: float | None = None) -> None:
+        """Send SIGTERM, and kill the process after ``timeout_s``; None: wait until it has ended."""
         if self._child is not None:
             await self._child.stop(timeout_s)
 

@@ -62,9 +62,11 @@ class RemoteChild:
         assert self._code is not None
         return self._code
 
-    async def stop(self, timeout_s: float) -> int:
-        """Send SIGTERM to the process, and kill it after ``timeout_s``."""
-        if self._code is None:
+    async def stop(self, timeout_s: float | None) -> int:
+        """Send SIGTERM to the process, and kill it after ``timeout_s``; None: wait until it has ended."""
+        if self._code is None and timeout_s is None:
+            self._client.tell("stop")
+        elif self._code is None and timeout_s is not None:
             with suppress(KeeperGone, KeeperSilent):  # then the loop below finds that it is lost
                 await self._client.ask("stop", timeout_s, timeout_s=timeout_s + ANSWER_S)
         return await self.wait()

@@ -32,6 +32,7 @@ from rl_async.launcher.supervise.children import Interrupted, keep_ranks
 from rl_async.launcher.supervise.executor import ThisMachine
 from rl_async.launcher.supervise.process import RoleFailed
 from rl_async.launcher.watch.finetune_view import FinetuneView, summary
+from rl_async.launcher.watch.stop_notice import StopNotice
 from rl_async.reward_loop.render import load_tokenizer
 from rl_async.trainer.finetune.rows import HELD_OUT, ROWS, ChatRows, total_steps
 
@@ -90,11 +91,16 @@ async def _train(config: RunConfig, folder: Path, console: Console) -> int:
     assert config.finetune is not None
     steps = total_steps(len(rows), config.finetune)
     view = FinetuneView(folder, steps, (checkpoints(folder) or [0])[-1], console)
+    notice = StopNotice(folder)
+
+    def on_stop(number: int) -> None:
+        console.print(notice.text(number), markup=False, soft_wrap=True)
+
     try:
         async with shown(view.run()):
             executor = ThisMachine(assign_ports([PortWish(RENDEZVOUS)]), folder)
             specs = finetune_ranks(config, folder, count_gpus())
-            await keep_ranks(specs, executor, folder, config.launcher.stop_timeout_s)
+            await keep_ranks(specs, executor, folder, config.launcher.stop_timeout_s, on_stop)
     except Interrupted as interrupted:
         view.show_new()
         done = (checkpoints(folder) or [0])[-1]

@@ -24,6 +24,7 @@ from rl_async.launcher.plan.ports import assign_ports
 from rl_async.launcher.supervise.children import Interrupted
 from rl_async.launcher.supervise.executor import Executor, ThisMachine
 from rl_async.launcher.supervise.supervisor import Supervisor
+from rl_async.launcher.watch.stop_notice import StopNotice
 from rl_async.launcher.watch.view import View
 from rl_async.process.endpoints import write_endpoints
 from rl_async.transfer_queue.auth.keys import client_keys, provide_keys
@@ -127,7 +128,12 @@ async def _run(config: RunConfig, folder: Path, planned: Plan, executor: Executo
         async def on_trouble(why: str) -> None:
             await _diagnose(folder, why, console)
 
-        with Supervisor(planned, executor, folder, client_keys(config, folder, "operator"), on_trouble) as supervisor:
+        keys, notice = client_keys(config, folder, "operator"), StopNotice(folder)
+
+        def on_stop(number: int) -> None:
+            console.print(notice.text(number), markup=False, highlight=False, soft_wrap=True)
+
+        with Supervisor(planned, executor, folder, keys, on_trouble, on_stop) as supervisor:
             await prepare(config, planned, supervisor, console)
             await supervisor.allocate()
             console.print(f"run folder: {folder}", markup=False, highlight=False, soft_wrap=True)

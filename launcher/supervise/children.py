@@ -19,6 +19,7 @@ LONGEST_BACKOFF_S = 5.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 log = logging.getLogger("rl_async.launcher")
+StopHook = Callable[[int], None]  # the number of the signal that asks the run to end
 
 
 class Interrupted(Exception):
@@ -32,15 +33,19 @@ class Interrupted(Exception):
 class Children:
     """The newest process of each name. Use it as ``with``: signals are handled and processes live only inside.
 
-    A first signal raises Interrupted in ``beside``, so that the owner can end the processes in order; a second one
-    kills them all. ``states`` has the processes of ``lasting``, which live as long as the run.
+    A first signal calls ``on_stop`` and raises Interrupted in ``beside``, so that the owner can end the processes in
+    order. A Ctrl-C after it kills them all; other signals may be repeated, as schedulers do. ``states`` has the
+    processes of ``lasting``, which live as long as the run.
     """
 
-    def __init__(self, executor: Executor, folder: Path, lasting: Iterable[ProcessSpec]) -> None:
+    def __init__(
+        self, executor: Executor, folder: Path, lasting: Iterable[ProcessSpec], on_stop: StopHook | None = None
+    ) -> None:
         self.executor = executor
         self.states = {spec.name: ProcessState(spec.name, "waiting") for spec in lasting}
         self._newest: dict[str, Process] = {}
         self._roster = Roster(folder)
+        self._on_stop = on_stop
         self._signals: list[int] = []
         self._signalled = asyncio.Event()
 
@@ -145,8 +150,11 @@ class Children:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # the first error is already being raised
 
-    async def stop(self, names: Iterable[str], timeout_s: float) -> None:
-        """Send SIGTERM to the named processes at once, and kill those that have not ended after ``timeout_s``."""
+    async def stop(self, names: Iterable[str], timeout_s: float | None) -> None:
+        """Send SIGTERM to the named processes at once, and kill those that have not ended after ``timeout_s``.
+
+        None: wait until they have ended.
+        """
         children = [self._newest[name] for name in names if name in self._newest]
         await asyncio.gather(*(child.stop(timeout_s) for child in children))
 
@@ -177,25 +185,34 @@ class Children:
 
     def _on_signal(self, number: int) -> None:
         self._signals.append(number)
+        if self._signalled.is_set():
+            if number == signal.SIGINT:
+                self._kill_now()
+            return
         self._signalled.set()
-        if len(self._signals) > 1:
-            self._kill_now()
+        if self._on_stop is not None:
+            self._on_stop(number)
 
     def _kill_now(self) -> None:
         for child in self._newest.values():
             child.kill_now()
 
 
-async def keep_ranks(specs: Sequence[ProcessSpec], executor: Executor, folder: Path, stop_timeout_s: float) -> None:
+async def keep_ranks(
+    specs: Sequence[ProcessSpec], executor: Executor, folder: Path, stop_timeout_s: float, on_stop: StopHook
+) -> None:
     """Run trainer ranks without a queue or engines, and start them again when one is lost.
 
-    A first signal asks the ranks to save and end, and they are killed after ``stop_timeout_s``; a second one kills them
-    at once. Raises what ``Children.give_up`` does, and Interrupted on a signal. No rank is left when it returns or
-    raises.
+    A first signal calls ``on_stop`` and asks the ranks to end their step and to save, which has no deadline; a Ctrl-C
+    after it kills them. Raises what ``Children.give_up`` does, and Interrupted on a signal. No rank is left when it
+    returns or raises.
     """
-    with Children(executor, folder, specs) as children:
+    with Children(executor, folder, specs, on_stop) as children:
         try:
             await children.beside(children.keep_together(specs))
+        except Interrupted:
+            await children.stop(children.names, None)
+            raise
         finally:
             await children.stop(children.names, stop_timeout_s)
             children.mark_ended()

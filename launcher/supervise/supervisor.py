@@ -20,7 +20,7 @@ from rl_async.errors import EXIT_USER, QueueLost
 from rl_async.launcher.folder.tail import LineTail
 from rl_async.launcher.plan.planning import Plan
 from rl_async.launcher.plan.spec import ProcessSpec, fill
-from rl_async.launcher.supervise.children import Children
+from rl_async.launcher.supervise.children import Children, Interrupted, StopHook
 from rl_async.launcher.supervise.executor import Executor, url_of
 from rl_async.launcher.supervise.process import Process, RoleFailed, describe_exit
 from rl_async.launcher.supervise.roster import ProcessState
@@ -48,10 +48,11 @@ class Supervisor:
         folder: Path,
         keys: ClientKeys | None = None,
         on_trouble: TroubleHook | None = None,
+        on_stop: StopHook | None = None,
     ) -> None:
         self._plan, self._executor, self._keys = plan, executor, keys
         self._on_trouble, self._reported_restart = on_trouble, -1
-        self._children = Children(executor, folder, plan.processes)
+        self._children = Children(executor, folder, plan.processes, on_stop)
         self._cut_off: dict[str, asyncio.Event] = {}  # by id of a registered engine
         self._client: QueueClient | None = None
         self._scorable = asyncio.Event()  # the reward model, if the plan has one, answers
@@ -105,6 +106,7 @@ class Supervisor:
         ``on_engine`` is awaited for each engine after its registration. Raises UserError if a role ended because of a
         mistake of the user, RoleFailed if one failed for good, Interrupted on a signal.
         """
+        asked = False
         try:
             async with QueueClient(self.address, role="launcher", name="launcher", keys=self._keys) as self._client:
                 await self._children.start(self._plan.queue)
@@ -123,8 +125,11 @@ class Supervisor:
         except (RoleFailed, QueueLost) as error:
             await self._report_trouble(str(error).partition("\n")[0])
             raise
+        except Interrupted:
+            asked = True
+            raise
         finally:
-            await self._stop_all()
+            await self._stop_all(asked)
             self._client = None
 
     async def _follow(self, child: Process, report: Callable[[str], None]) -> None:
@@ -270,15 +275,20 @@ class Supervisor:
             self._children.write_roster()
             await self._on_trouble(what)
 
-    async def _stop_all(self) -> None:
-        """End everything within the deadline: trainers first, which save and need the queue for it; the queue last.
+    async def _stop_all(self, asked: bool) -> None:
+        """End everything: trainers first, which save and need the queue for it; the queue last.
 
-        What is left of the deadline when the trainers have ended, or used up their share, is for the others.
+        If a signal ``asked`` for it, trainers end their step and save however long it takes, since a step may take
+        minutes; a Ctrl-C, or the scheduler that sent the signal, ends them before. After a failure they have a share of
+        the deadline, and what they leave of it is for the others.
         """
-        began, timeout = time.monotonic(), self._plan.stop_timeout_s
+        timeout = self._plan.stop_timeout_s
         queue, shards = self._plan.queue.name, [spec.name for spec in self._plan.shards]
         trainers = [spec.name for spec in self._plan.trainers]
         others = [name for name in self._children.names if name not in (queue, *shards, *trainers)]
+        if asked:
+            await self._children.stop(trainers, None)
+        began = time.monotonic()
         for names, share in ((trainers, TRAINERS_SHARE), (others, 1.0), (shards, 1.0), ([queue], 1.0)):
             await self._children.stop(names, max(0.0, began + share * timeout - time.monotonic()))
         self._children.mark_ended()

@@ -244,6 +244,20 @@ def test_interrupt_and_resume_everything(home: Path, start: Callable[..., Run]) 
     assert re.search(r"the queue kept [1-9]\d* groups and admits 0 again", log_of(home, "resumed", "trainer-0"))
 
 
+@pytest.mark.slow
+def test_an_interrupted_run_saves_a_step_that_is_longer_than_its_stop_timeout(
+    home: Path, start: Callable[..., Run]
+) -> None:
+    """Also without any checkpoint before."""
+    run = start("long", "trainer.checkpoint_every=0", "debug.min_train_s=8", "launcher.stop_timeout_s=2")
+    wait_for_steps(home, "long", 1, run)
+    run.send_signal(signal.SIGINT)
+    output = finish(run, code=130)
+    saved = [int(path.name.removeprefix("step-")) for path in (home / "runs" / "long" / "checkpoints").iterdir()]
+    assert saved in ([1], [2]), output
+    assert "--resume --name long" in output
+
+
 BROKEN_TOOL = """
 from rl_async.agent_loop.chat_formats.hermes import HERMES
 

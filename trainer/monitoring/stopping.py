@@ -1,4 +1,7 @@
-"""Requests to end early, by SIGTERM or Ctrl-C. Between two steps all ranks agree on one, save, and exit with 0."""
+"""Requests to end early, by SIGTERM or Ctrl-C. Between two steps all ranks agree on one, save, and exit with 0.
+
+SIGTERM may come several times, from a supervisor and from a scheduler that signals every process, and is one request.
+"""
 
 import signal
 import sys
@@ -9,7 +12,10 @@ import torch.distributed as dist
 
 
 class StopRequest:
-    """Ends the process at once while there is nothing to save, else at the end of the step; a second signal at once."""
+    """Ends the process at once while there is nothing to save, else at the end of the step.
+
+    A Ctrl-C after a request ends it at once.
+    """
 
     def __init__(self) -> None:
         self.requested = False
@@ -31,6 +37,7 @@ class StopRequest:
         return bool(requested.item())
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.requested or not self._training:
+        again = self.requested and number == signal.SIGINT
+        if again or not self._training:
             sys.exit(0)
         self.requested = True

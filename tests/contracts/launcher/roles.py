@@ -71,6 +71,9 @@ def trainer(folder: Path, port: int, resumed: bool) -> None:
         file.write(f"{resumed}\n")
     while not (folder / "go").exists():
         time.sleep(0.02)
+    if (folder / "trainer.asked").exists():
+        (folder / "trainer.saved").touch()
+        sys.exit(0)
     with SyncQueueClient(ADDRESS.format(port), role="trainer", name="trainer") as client:
         client.finish()
 
@@ -89,6 +92,8 @@ def main() -> None:
         file.write(f"{os.getpid()}\n")
     what = behaviour(folder, kind, len((folder / f"{kind}.pids").read_text().splitlines()))
     signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in what else lambda *_: sys.exit(0))
+    if "saves" in what:  # a trainer in a step that ends when FOLDER/go exists
+        signal.signal(signal.SIGTERM, lambda *_: (folder / "trainer.asked").touch())
     print(f"{kind} has started", flush=True)
     if "grandchild" in what:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

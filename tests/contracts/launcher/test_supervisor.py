@@ -15,6 +15,7 @@ import pytest
 
 from rl_async.errors import UserError
 from rl_async.launcher.plan.ports import assign_ports
+from rl_async.launcher.supervise.children import Interrupted
 from rl_async.launcher.supervise.executor import ThisMachine
 from rl_async.launcher.supervise.roster import read_roster
 from rl_async.launcher.supervise.supervisor import RoleFailed, Supervisor
@@ -27,10 +28,13 @@ async def supervise(
     plan: Any,
     meddle: Callable[[Supervisor], Awaitable[None]] | None = None,
     on_trouble: Callable[[str], Awaitable[None]] | None = None,
+    on_stop: Callable[[int], None] | None = None,
 ) -> Supervisor:
     """Run a plan to its end while ``meddle`` does harm. Whatever happens, nothing may be left running."""
     ports = assign_ports(plan.ports)
-    with Supervisor(plan, ThisMachine(ports, rig.folder), rig.folder, on_trouble=on_trouble) as supervisor:
+    with Supervisor(
+        plan, ThisMachine(ports, rig.folder), rig.folder, on_trouble=on_trouble, on_stop=on_stop
+    ) as supervisor:
         meddling = asyncio.create_task(meddle(supervisor)) if meddle else None
         try:
             await supervisor.run()
@@ -311,6 +315,27 @@ def test_one_signal_stops_everything_cleanly(rig: Any, driver: Any, number: int)
     process.send_signal(number)
     assert process.wait(60) == 128 + number
     assert rig.alive() == []
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_trainer_that_is_asked_to_stop_has_the_time_of_its_step(rig: Any, make_plan: Any, times: int) -> None:
+    rig.do("trainer", "saves")
+    told: list[int] = []
+
+    async def meddle(supervisor: Supervisor) -> None:
+        await eventually(lambda: state(supervisor, "worker-0") == ("running", 0) and rig.pids("trainer"))
+        await eventually((rig.folder / "trainer.resumed").exists)
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGTERM)
+            await eventually((rig.folder / "trainer.asked").exists)
+        await asyncio.sleep(3 * plan.stop_timeout_s)
+        rig.go()
+
+    plan = make_plan(rig.folder, stop_timeout_s=0.3)
+    with pytest.raises(Interrupted):
+        await supervise(rig, plan, meddle, on_stop=told.append)
+    assert (rig.folder / "trainer.saved").exists()
+    assert told == [signal.SIGTERM]
 
 
 def test_a_second_signal_kills_what_does_not_listen(rig: Any, driver: Any, until: Any) -> None:

@@ -1,0 +1,38 @@
+"""When a trainer ends on a signal: at the end of its step, or at once."""
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from rl_async.trainer.monitoring.stopping import StopRequest
+
+
+@pytest.fixture
+def stop() -> Iterator[StopRequest]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    request = StopRequest()
+    request.listen()
+    yield request
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_without_a_step_it_ends_at_once(stop: StopRequest) -> None:
+    with pytest.raises(SystemExit):
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_step_is_finished_however_often_a_scheduler_asks(stop: StopRequest) -> None:
+    stop.wait_for_step(True)
+    for _ in range(3):
+        signal.raise_signal(signal.SIGTERM)
+    assert stop.requested
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_a_ctrl_c_after_the_request_ends_it_at_once(stop: StopRequest, first: int) -> None:
+    stop.wait_for_step(True)
+    signal.raise_signal(first)
+    with pytest.raises(SystemExit):
+        signal.raise_signal(signal.SIGINT)
