@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rl_async.errors import ConfigError
 from rl_async.messages import Turn
+from rl_async.template_tokens import TemplateTokens
 
 Message = dict[str, Any]
 
@@ -34,7 +35,16 @@ def as_messages(turns: Sequence[Turn]) -> list[Message]:
     return [{"role": turn.role, "content": turn.text} for turn in turns]
 
 
-def conversation_ids(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> list[int]:
-    """Encode a finished conversation by the tokenizer's chat template; no special tokens are added."""
-    text = tokenizer.apply_chat_template(list(messages), tokenize=False)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+class ConversationEncoder:
+    """Encodes finished conversations by the tokenizer's chat template; only the template writes special tokens.
+
+    What a policy says is text from outside, too: it must not forge turns for the model that grades it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer, self._tokens = tokenizer, TemplateTokens(tokenizer)
+
+    def ids(self, messages: Sequence[Message]) -> list[int]:
+        """Encode one conversation; no special tokens are added."""
+        escaped = [self._tokens.escape(message) for message in messages]
+        return self._tokens.encode(str(self._tokenizer.apply_chat_template(escaped, tokenize=False)))

@@ -1,12 +1,12 @@
 """Chat messages to token ids, one turn at a time, so that what was sampled is never tokenised again.
 
 The prompt is rendered by the tokenizer's chat template. A tool result is rendered after a placeholder conversation, and
-only the text that it adds is encoded, so the tokens sampled before it stay as they are.
+only the text that it adds is encoded, so the tokens sampled before it stay as they are. What messages say is plain
+text, even where it spells a special token; only what the policy sampled itself may hold special tokens (``sampled``).
 """
 
 import functools
-import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from rl_async.agent_loop.chat_formats.format import ChatFormat
 from rl_async.agent_loop.chat_formats.registry import CHAT_FORMATS, DEFAULT
 from rl_async.errors import ConfigError
+from rl_async.template_tokens import TemplateTokens
 
 Message = dict[str, Any]
 
@@ -32,8 +33,7 @@ class ChatRenderer:
         self._backend = tokenizer.backend_tokenizer
         self._prompt = functools.lru_cache(cache_size)(self._render_prompt)
         self._delta = functools.lru_cache(cache_size)(self._render_delta)
-        special = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self._special = re.compile("|".join(special)) if special else None
+        self._tokens = TemplateTokens(tokenizer)
         closing = self._after_mark([])
         first = self.encode(closing)[:1]
         if not first or first[0] not in tokenizer.added_tokens_decoder:
@@ -43,7 +43,7 @@ class ChatRenderer:
         self.stop_token_ids: list[int] = sorted({self.end_of_turn, tokenizer.eos_token_id or self.end_of_turn})
 
     def encode(self, text: str) -> list[int]:
-        """Encode ``text`` without adding special tokens."""
+        """Encode text of the policy, in which special tokens count as such; none are added."""
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -55,31 +55,49 @@ class ChatRenderer:
         ended = bool(token_ids) and token_ids[-1] in self.stop_token_ids
         return self.decode(token_ids[:-1] if ended else token_ids)
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
-        """Encode the conversation so far and the opening of the assistant's turn. ``tools`` are JSON schemas."""
-        return list(self._prompt(msgspec.json.encode((messages, tools))))
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, sampled: Collection[int] = ()
+    ) -> list[int]:
+        """Encode the conversation so far and the opening of the assistant's turn. ``tools`` are JSON schemas.
 
-    def delta(self, messages: Sequence[Message]) -> list[int]:
+        ``sampled``: positions of the messages that the policy sampled in this episode.
+        """
+        return list(self._prompt(msgspec.json.encode((messages, tools, sorted(sampled)))))
+
+    def delta(self, messages: Sequence[Message], *, sampled: Collection[int] = ()) -> list[int]:
         """Encode what ``messages`` add after a finished assistant turn, up to the opening of the next one."""
-        return list(self._delta(msgspec.json.encode(messages)))
+        return list(self._delta(msgspec.json.encode((messages, sorted(sampled)))))
 
-    def clean(self, text: str, tokens: int) -> str:
-        """Remove special tokens, which could end the turn, from a tool's text, and cut it to ``tokens`` tokens."""
-        if self._special is not None:
-            text = self._special.sub("", text)
+    def cut(self, text: str, tokens: int) -> str:
+        """Cut a tool's text to ``tokens`` tokens; only as much is encoded as that many tokens can hold."""
         if len(text.encode(errors="replace")) <= tokens:  # no token is shorter than a byte
             return text
-        token_ids = self.encode(text)
+        text = text[: tokens * self._tokens.longest_token]
+        token_ids = self._tokens.encode_outside(text)
         return text if len(token_ids) <= tokens else self.decode(token_ids[:tokens])
 
+    def escape(self, message: Message) -> Message:
+        """Mark control tokens in a message of others, for text that is rendered elsewhere and encoded here."""
+        return self._tokens.escape(message)
+
+    def encode_printed(self, text: str) -> list[int]:
+        """Encode what the chat template printed of escaped messages."""
+        return self._tokens.encode(text)
+
     def check(
-        self, messages: Sequence[Message], token_ids: Sequence[int], tools: Sequence[dict[str, Any]] = ()
+        self,
+        messages: Sequence[Message],
+        token_ids: Sequence[int],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        sampled: Collection[int] = (),
     ) -> int | None:
         """Return the position of the first token that departs from the full chat template's text; None if all agree.
 
         Texts are compared rather than ids, because a model may spell a text with other tokens than the tokenizer does.
         """
-        expected = self.decode(self.encode(self._render(messages, tools, generate=False)))
+        printed = self._render(self._escaped(messages, sampled), self._tokens.escape(tools), generate=False)
+        expected = self.decode(self._tokens.encode(printed))
         actual = self.decode(token_ids)
         if expected.startswith(actual):
             return None
@@ -118,13 +136,17 @@ class ChatRenderer:
         )
         return str(text)
 
+    def _escaped(self, messages: Sequence[Message], sampled: Collection[int]) -> list[Message]:
+        return [m if place in sampled else self._tokens.escape(m) for place, m in enumerate(messages)]
+
     def _render_prompt(self, key: bytes) -> tuple[int, ...]:
-        messages, tools = msgspec.json.decode(key)
-        return tuple(self.encode(self._render(messages, tools, generate=True)))
+        messages, tools, sampled = msgspec.json.decode(key)
+        printed = self._render(self._escaped(messages, sampled), self._tokens.escape(tools), generate=True)
+        return tuple(self._tokens.encode(printed))
 
     def _render_delta(self, key: bytes) -> tuple[int, ...]:
-        text = self._after_mark(msgspec.json.decode(key), generate=True)
-        return tuple(self.encode(text.removeprefix(self._end_text)))
+        text = self._after_mark(self._escaped(*msgspec.json.decode(key)), generate=True)
+        return tuple(self._tokens.encode(text.removeprefix(self._end_text)))
 
     def _after_mark(self, messages: Sequence[Message], *, generate: bool = False) -> str:
         """Return what the template prints after an assistant's text when ``messages`` follow it."""

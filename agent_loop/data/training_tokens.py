@@ -69,13 +69,14 @@ class ChatEncoder:
         ids: list[int] = []
         learned: list[bool] = []
         for text, spoken in self._pieces(chat):
-            piece = self._renderer.encode(text)
+            piece = self._renderer.encode_printed(text)
             ids += piece
             learned += [spoken] * len(piece)
         return ChatTokens(np.array(ids, np.int32), np.array(learned, bool))
 
     def _pieces(self, chat: Chat) -> Iterator[tuple[str, bool]]:
         """Yield the text up to the end of the last assistant turn, piece by piece; True marks the assistant's."""
+        chat = self._escaped(chat)
         whole, done = self._render(chat, len(chat.messages)), 0
         for number, message in enumerate(chat.messages):
             place = f"{chat.place}, message {number}"
@@ -101,6 +102,11 @@ class ChatEncoder:
             yield whole[done : len(before)], False
             done = end + len(self._end)
             yield whole[len(before) : done], True
+
+    def _escaped(self, chat: Chat) -> Chat:
+        """Escape what the assistant does not say; in its own turns, special tokens may be what it is to learn."""
+        messages = [m if m["role"] == "assistant" else self._renderer.escape(m) for m in chat.messages]
+        return chat._replace(messages=messages)
 
     def _render(self, chat: Chat, count: int) -> str:
         """Render the first ``count`` messages and, unless these are all, the opening of an assistant's turn."""

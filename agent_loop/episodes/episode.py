@@ -107,7 +107,7 @@ class Episode:
         self._seconds["tools"] += time.monotonic() - began
         messages = []
         for call, (result, seconds) in zip(calls, done):
-            text = self._renderer.clean(result.text, agent.tool_response_tokens)
+            text = self._renderer.cut(result.text, agent.tool_response_tokens)
             self.turns[-1].tool_calls.append(
                 ToolCall(name=call.name, arguments=call.raw, result=text, error=result.error, seconds=seconds)
             )
@@ -128,7 +128,9 @@ class Episode:
 
     def drift(self) -> int | None:
         """Return the first token's position that differs from the chat template of the whole conversation, or None."""
-        return self._renderer.check(self.messages, self._row.token_ids, self.schemas)
+        given = len(self.task.prompt)
+        sampled = {i for i, m in enumerate(self.messages) if i >= given and m["role"] == "assistant"}
+        return self._renderer.check(self.messages, self._row.token_ids, self.schemas, sampled=sampled)
 
     def trajectory(self, finish_reason: str) -> Trajectory:
         """Return the row to train on, which has no reward yet."""

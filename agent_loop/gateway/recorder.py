@@ -70,14 +70,15 @@ class EpisodeRecorder:
         """
         known, answer = self._longest(messages, tools)
         new = [self._plain(message) for message in messages[known:]]
+        sampled = {place for place, message in enumerate(messages[known:]) if message.identity() in self._texts}
         if answer is None:
-            token_ids = self._renderer.prompt(new, tools)
+            token_ids = self._renderer.prompt(new, tools, sampled=sampled)
             turns = [Turn(role=m["role"], text=m["content"], end=len(token_ids)) for m in new]
         else:
             token_ids = answer.row.tokens.token_ids[: answer.tokens]
             if token_ids[-1] not in self._renderer.stop_token_ids:  # the answer was cut short
                 token_ids.append(self._renderer.end_of_turn)
-            token_ids += self._renderer.delta(new)
+            token_ids += self._renderer.delta(new, sampled=sampled)
             turns = [Turn(role=m["role"], text=m["content"], start=answer.tokens, end=len(token_ids)) for m in new]
         return Prompt(token_ids, turns, answer, messages, tools)
 
@@ -124,12 +125,10 @@ class EpisodeRecorder:
         return row
 
     def _plain(self, message: ChatMessage) -> Message:
-        """Convert for chat templates, removing special tokens from tool results, which could end or start turns."""
+        """Convert for chat templates; an answer of this episode is written as it was sampled."""
         text = message.text
         if message.role == ASSISTANT:
             text = self._texts.get(message.identity()) or answer_text(message, self._renderer.format)
-        elif message.role == "tool":
-            text = self._renderer.clean(text, len(text.encode(errors="replace")))
         return {"role": message.role, "content": text}
 
 

@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from rl_async.agent_loop.data.pairs import Pair, read_pairs
 from rl_async.errors import DataError, UserError
 from rl_async.files import written_whole
-from rl_async.reward_loop.render import conversation_ids, load_tokenizer
+from rl_async.reward_loop.render import ConversationEncoder, load_tokenizer
 from rl_async.reward_loop.server.classifier import longest, pick_device
 from rl_async.trainer.finetune.reward_model import PairTraining, TokenPair, accuracy, train_pairs
 
@@ -51,8 +51,10 @@ def make_reward_model(job: RewardModelJob, report: Report) -> float:
     train, held_out = split(pairs, job.held_out, job.seed)
     limit = longest(model)
 
+    encoder = ConversationEncoder(tokenizer)
+
     def tokens(part: Sequence[Pair]) -> list[TokenPair]:
-        return [_to_tokens(pair, tokenizer, limit, job.margin) for pair in part]
+        return [_to_tokens(pair, encoder, limit, job.margin) for pair in part]
 
     train_rows, held_rows = tokens(train), tokens(held_out)
     report(f"{len(train_rows)} pairs to train on, {len(held_rows)} held out")
@@ -98,10 +100,10 @@ def _load(path: str) -> Any:
         raise UserError(f"--model: cannot load {path} as a sequence classifier with one label: {reason}") from error
 
 
-def _to_tokens(pair: Pair, tokenizer: Any, limit: int | None, margin: float) -> TokenPair:
+def _to_tokens(pair: Pair, encoder: ConversationEncoder, limit: int | None, margin: float) -> TokenPair:
     rows = []
     for column, messages in (("chosen", pair.chosen), ("rejected", pair.rejected)):
-        ids = conversation_ids(tokenizer, messages)
+        ids = encoder.ids(messages)
         if limit is not None and len(ids) > limit:
             raise DataError(f"{pair.place}, column {column}: {len(ids)} tokens; the model takes {limit}")
         rows.append(ids)

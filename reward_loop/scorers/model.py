@@ -12,7 +12,7 @@ from rl_async.configs.schema.reward import RewardModelConfig
 from rl_async.errors import ConfigError
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed
 from rl_async.reward_loop.post import Poster
-from rl_async.reward_loop.render import as_messages, conversation_ids, load_tokenizer
+from rl_async.reward_loop.render import ConversationEncoder, as_messages, load_tokenizer
 
 ATTEMPTS = 12  # with these pauses they span more than a minute: a server that restarts is waited for
 BACKOFF_S = 0.25
@@ -45,7 +45,7 @@ class RewardModel:
         if not base:
             raise ConfigError("reward.model.url: no server runs the reward model here; give the URL of one")
         self._name = config.name or config.path
-        self._tokenizer = load_tokenizer(config.path, "reward.model.path")
+        self._encoder = ConversationEncoder(load_tokenizer(config.path, "reward.model.path"))
         self._poster = Poster(
             f"{base.rstrip('/')}/classify",
             section="reward.model",
@@ -57,7 +57,7 @@ class RewardModel:
 
     async def score(self, conversation: Conversation) -> Score:
         """Return the model's output for the whole conversation. Raises ScorerFailed."""
-        token_ids = conversation_ids(self._tokenizer, as_messages(conversation.turns))
+        token_ids = self._encoder.ids(as_messages(conversation.turns))
         raw = await self._poster.post(_Classify(self._name, token_ids))
         try:
             data = msgspec.json.decode(raw, type=_Classified).data

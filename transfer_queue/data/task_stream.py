@@ -151,11 +151,14 @@ def prompt_length(model_path: str, longest: int) -> PromptLength:
 def _exact_length(model_path: str) -> PromptLength:
     from transformers import PreTrainedTokenizerFast
 
+    from rl_async.template_tokens import TemplateTokens
+
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_path)
+    tokens = TemplateTokens(tokenizer)
 
     def length(task: Task) -> int:
-        text = tokenizer.apply_chat_template(task.prompt, tokenize=False, add_generation_prompt=True)
-        return len(tokenizer.encode(str(text), add_special_tokens=False))
+        text = tokenizer.apply_chat_template(tokens.escape(task.prompt), tokenize=False, add_generation_prompt=True)
+        return len(tokens.encode(str(text)))
 
     return length
 

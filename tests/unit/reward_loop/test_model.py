@@ -7,7 +7,7 @@ import pytest
 
 from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
 from rl_async.configs.schema.reward import RewardConfig, RewardModelConfig, RewardTerm
-from rl_async.reward_loop.render import conversation_ids, load_tokenizer
+from rl_async.reward_loop.render import ConversationEncoder, load_tokenizer
 from rl_async.reward_loop.service import RewardService
 from tests.unit.reward_loop.outside import Answer, Outside
 from tests.unit.reward_loop.rows import score
@@ -34,7 +34,7 @@ async def test_the_whole_conversation_is_sent_and_the_raw_output_is_the_reward(f
     assert (row.reward, row.reward_parts, row.error) == (-7.0, {"reward_model": -3.5}, "")
     said = [("user", "?"), ("assistant", "call"), ("tool", "1"), ("assistant", "42")]
     messages = [{"role": role, "content": text} for role, text in said]
-    ids = conversation_ids(load_tokenizer(folder, "test"), messages)
+    ids = ConversationEncoder(load_tokenizer(folder, "test")).ids(messages)
     assert server.asked[1].body == {"model": "org/rm", "input": ids, "use_activation": False}
 
 

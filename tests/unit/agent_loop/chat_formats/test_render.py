@@ -53,10 +53,20 @@ def test_unknown_characters_are_dropped(renderer: ChatRenderer) -> None:
     )
 
 
-def test_text_from_outside_is_cut_and_has_no_special_tokens(renderer: ChatRenderer) -> None:
-    assert renderer.clean("12345", 5) == "12345"
-    assert renderer.clean("12345", 3) == "123"
-    assert renderer.clean("1<|im_end|>2<|im_start|>", 9) == "12"
+def test_text_from_outside_is_cut(renderer: ChatRenderer) -> None:
+    assert renderer.cut("12345", 5) == "12345"
+    assert renderer.cut("12345", 3) == "123"
+    assert renderer.cut("7" * 10_000_000, 3) == "777"
+
+
+def test_what_the_policy_sampled_keeps_its_special_tokens(renderer: ChatRenderer) -> None:
+    user, said = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2<|im_start|>3"}
+    turn = renderer.encode(said["content"])
+    assert len(turn) == 3
+    text = renderer.decode(renderer.prompt([user, said, user], sampled=[1]))
+    assert text.count("<|im_start|>") == 1 + renderer.decode(renderer.prompt([user, said, user])).count("<|im_start|>")
+    row = [*renderer.prompt([user]), *turn, renderer.end_of_turn]
+    assert renderer.check([user, said], row, sampled=[1]) is None
 
 
 def test_tokenizer_survives_saving(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_conversation_with_calls_is_one_row_of_the_sampled_tokens(talk: Talk) 
     talk.say([user("2+3?"), echoed, tool("5<|im_end|>")], "5", TOOLS)
     assert talk.text(0) == (
         f"<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\nso: {call}<|im_end|>\n<|im_start|>user\n"
-        "<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n5<|im_end|>"
+        "<tool_response>\n5im_end\n</tool_response><|im_end|>\n<|im_start|>assistant\n5<|im_end|>"
     )
     assert talk.trained(0) == f"so: {call}<|im_end|>5<|im_end|>"
     (row,) = talk.recorder.rows

@@ -13,7 +13,7 @@ from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
 from rl_async.agent_loop.data.toy_tasks import make_pairs
 from rl_async.errors import DataError, UserError
 from rl_async.launcher.runs.reward_model import RECORD_FILE, RewardModelJob, make_reward_model, split
-from rl_async.reward_loop.render import conversation_ids, load_tokenizer
+from rl_async.reward_loop.render import ConversationEncoder, load_tokenizer
 from rl_async.reward_loop.server.classifier import load_classifier, score
 
 LONGEST = 120
@@ -74,8 +74,9 @@ def test_a_causal_lm_becomes_a_reward_model_that_the_server_takes(data: Path, ca
     assert model.config.pad_token_id == tokenizer.pad_token_id
     _, held_out = split(read_pairs(str(data)), 0.25, 0)
     right = 0
+    encoder = ConversationEncoder(tokenizer)
     for pair in held_out:  # one conversation at a time, from the saved folder
-        better, worse = (score(model, [conversation_ids(tokenizer, m)])[0] for m in (pair.chosen, pair.rejected))
+        better, worse = (score(model, [encoder.ids(m)])[0] for m in (pair.chosen, pair.rejected))
         right += better > worse
     assert right / 16 == reached == json.loads((tmp_path / "rm" / RECORD_FILE).read_text())["accuracy"]
     assert list(tmp_path.iterdir()) == [tmp_path / "rm"], "nothing else is left behind"

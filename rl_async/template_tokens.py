@@ -1,0 +1,130 @@
+"""Encodes what a chat template prints, so that only the template writes special tokens and never the text inside it.
+
+Text from outside (a data set's, a tool's, a client's) may contain the characters of a special token. `escape` replaces
+them by marks before the template prints the text, and `encode` turns the marks back into characters and encodes these
+as plain text: a tool's `<|im_end|>` is text about a token, and ends no turn.
+"""
+
+import re
+import secrets
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import jinja2
+from tokenizers import AddedToken, Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+T = TypeVar("T")
+
+_SKELETON = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}, {"role": "tool", "content": "x"})
+
+
+class TemplateTokens:
+    """The special tokens of one tokenizer, and all added tokens that its chat template prints by itself."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._backend: Tokenizer = tokenizer.backend_tokenizer
+        added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+        printed = {i for text in _printed(tokenizer) for i in self._backend.encode(text, add_special_tokens=False).ids}
+        control = {i: token for i, token in added.items() if token.special or i in printed}
+        self._control = frozenset(control)
+        nonce = f"rlasync{secrets.token_hex(16)}"  # which no text from outside can contain
+        self._nonce, self._nothing = nonce, f"{nonce}nothing"
+        contents = [token.content for token in control.values()]
+        self._marks = {content: f"{nonce}mark{number}of" for number, content in enumerate(contents)}
+        self._names = {content: f"{nonce}token{number}of" for number, content in enumerate(contents)}
+        self._token = _any_of(contents)
+        self._mark = _any_of([*self._marks.values(), self._nothing])
+        self._unmarked = {mark: content for content, mark in self._marks.items()} | {self._nothing: ""}
+        self._beginnings = frozenset(content[:size] for content in contents for size in range(1, len(content)))
+        self._longest = max(map(len, contents), default=0)
+        self._plain, self._ids = self._plain_backend(control)
+        self.longest_token = max(map(len, tokenizer.get_vocab()))  # in characters, of bytes in byte-level vocabularies
+
+    def _plain_backend(self, control: dict[int, AddedToken]) -> tuple[Tokenizer, dict[int, int]]:
+        """Return a copy of the tokenizer that knows control tokens by secret names only, and the ids behind these."""
+        plain = Tokenizer.from_str(self._backend.to_str())
+        plain.add_special_tokens([_as_special(token) for token in control.values()])
+        plain.encode_special_tokens = True  # as the text that they are
+        plain.add_tokens(
+            [
+                AddedToken(
+                    self._names[token.content],
+                    single_word=token.single_word,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    normalized=False,
+                    special=False,
+                )
+                for token in control.values()
+            ]
+        )
+        ids = {plain.token_to_id(self._names[token.content]): i for i, token in control.items()}
+        return plain, {secret: i for secret, i in ids.items() if secret is not None}
+
+    def escape(self, value: T) -> T:
+        """Return a message or other JSON value with marks in place of the control tokens in its texts."""
+        escaped: T = self._escape(value)
+        return escaped
+
+    def _escape(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._escape_text(value)
+        if isinstance(value, dict):
+            return {self._escape(key): self._escape(part) for key, part in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._escape(part) for part in value]
+        return value
+
+    def _escape_text(self, text: str) -> str:
+        marked = self._token.sub(lambda match: self._marks[match[0]], text)
+        kept = marked.rstrip()
+        for size in range(min(self._longest - 1, len(kept)), 0, -1):
+            if kept[-size:] in self._beginnings:  # of a token that what the template prints next could complete
+                return kept + self._nothing + marked[len(kept) :]
+        normalizer = self._backend.normalizer
+        if marked == text and normalizer is not None and self._token.search(normalizer.normalize_str(text)):
+            start = len(text) - len(text.lstrip()) + 1
+            return text[:start] + self._nothing + text[start:]  # look-alikes, which normalisation makes tokens of
+        return marked
+
+    def encode(self, printed: str) -> list[int]:
+        """Encode what the template printed of escaped messages; no special tokens are added."""
+        if self._nonce not in printed:
+            return list(self._backend.encode(printed, add_special_tokens=False).ids)
+        named = self._token.sub(lambda match: self._names[match[0]], printed)
+        return self.encode_outside(self._mark.sub(lambda match: self._unmarked[match[0]], named))
+
+    def encode_outside(self, text: str) -> list[int]:
+        """Encode text as plain text, whatever it contains."""
+        ids = self._plain.encode(text, add_special_tokens=False).ids
+        # Some models (Unigram, WordLevel) hold control tokens as ordinary pieces, too: such a piece is left out.
+        return [self._ids.get(i, i) for i in ids if i not in self._control]
+
+
+def _as_special(token: AddedToken) -> AddedToken:
+    return AddedToken(
+        token.content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+        special=True,
+    )
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern of any of the texts, the longest first; of none, it matches nothing."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _printed(tokenizer: PreTrainedTokenizerFast) -> Iterable[str]:
+    """Yield what the template prints for short conversations, as far as it accepts them."""
+    for count in range(1, len(_SKELETON) + 1):
+        try:
+            yield str(
+                tokenizer.apply_chat_template(list(_SKELETON[:count]), tokenize=False, add_generation_prompt=True)
+            )
+        except (jinja2.TemplateError, ValueError):  # a template without tool results, say
+            continue
