@@ -6,6 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from rl_async.configs.derived.rewards import unbounded
 from rl_async.configs.schema.reward import RewardConfig
 from rl_async.messages import Task, Trajectory
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed, to_score
@@ -48,21 +49,25 @@ class RewardService:
     async def score(self, task: Task, trajectory: Trajectory) -> None:
         """Fill in the trajectory's ``reward``, ``reward_parts`` and ``timings["reward"]``.
 
-        When a scorer fails, ``error`` names the scorer and what happened, and the trajectory is not ``scored``: its
-        reward is 0 and no estimator learns from it.
+        When a scorer fails, or a reward is beyond ``reward.limit``, ``error`` names the scorer and what happened, and
+        the trajectory is not ``scored``: its reward is 0 and no estimator learns from it.
         """
         began = time.monotonic()
         conversation = as_conversation(task, trajectory)
         outcomes = await asyncio.gather(*(self._term(spec, conversation) for spec, _ in self._terms))
-        reward, errors = 0.0, list[str]()
+        reward, errors, limit = 0.0, list[str](), self._config.limit
         for (spec, weight), outcome in zip(self._terms, outcomes):
-            if isinstance(outcome, str):
-                errors.append(f"reward {spec.name}: {outcome}")
+            problem = outcome if isinstance(outcome, str) else unbounded({"its score": outcome.value}, limit)
+            if isinstance(outcome, str) or problem:
+                errors.append(f"reward {spec.name}: {problem}")
                 continue
             reward += weight * outcome.value
             trajectory.reward_parts[spec.name] = outcome.value
             for key, value in outcome.extra.items():
                 trajectory.reward_parts[f"{spec.name}/{key}"] = value
+        turns = {f"the reward of turn {n}": t.reward for n, t in enumerate(trajectory.turns) if t.reward is not None}
+        if problem := unbounded({"the reward": reward} | turns, limit):
+            errors.append(problem)
         trajectory.reward = 0.0 if errors else reward
         trajectory.scored = not errors
         trajectory.error = "; ".join(filter(None, [trajectory.error, *errors]))

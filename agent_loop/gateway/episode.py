@@ -15,6 +15,7 @@ from rl_async.agent_loop.gateway.chat import ASSISTANT, ChatRequest, Completion,
 from rl_async.agent_loop.gateway.openai import unsupported
 from rl_async.agent_loop.gateway.recorder import EpisodeRecorder, Prompt, cut_at_stop
 from rl_async.agent_loop.tools.registry import task_tools
+from rl_async.configs.derived.rewards import unbounded
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RequestRefused
 from rl_async.messages import LeasedGroup, Trajectory
@@ -159,10 +160,10 @@ def share_reward(rows: list[Trajectory], scored: Trajectory) -> None:
         row.reward_parts = dict(scored.reward_parts)
 
 
-def give_reward(rows: list[Trajectory], reward: float, parts: Mapping[str, float]) -> None:
-    """Set the agent program's own reward on every row. Raises RequestRefused for numbers that are not finite."""
-    if not all(math.isfinite(value) for value in (reward, *parts.values())):
-        raise RequestRefused("a reward is a finite number", code="invalid_request", param="reward")
+def give_reward(rows: list[Trajectory], reward: float, parts: Mapping[str, float], limit: float) -> None:
+    """Set the agent program's own reward on every row. Raises RequestRefused for numbers beyond ``limit``."""
+    if problem := unbounded({**parts, "reward": reward}, limit):
+        raise RequestRefused(problem, code="invalid_request", param="reward")
     for row in rows:
         row.reward, row.reward_parts = reward, dict(parts)
 

@@ -196,7 +196,7 @@ class OpenEpisodes:
                 status=409,
             )
         if ending.reward is not None:
-            give_reward(rows, ending.reward, ending.parts)
+            give_reward(rows, ending.reward, ending.parts, self._config.reward.limit)
         elif ending.parts:
             raise RequestRefused("parts were given without a reward", code="invalid_request", param="reward")
         with _closing(episode):

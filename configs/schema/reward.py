@@ -79,6 +79,15 @@ class RewardConfig(Config, frozen=True):
     functions: Annotated[tuple[RewardTerm, ...], doc("The reward is the weighted sum of these.")] = (
         RewardTerm(name="exact_answer"),
     )
+    limit: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1e9,
+            description="Largest absolute value of a reward, of its parts and of a turn's reward; what is beyond it is "
+            "refused by the gateway and the queue, and leaves a trajectory unscored.",
+        ),
+    ] = 1e4
     timeout_s: Annotated[
         Seconds, doc("Deadline of one scorer; a trajectory that misses it is not scored and trains nothing.")
     ] = 10.0

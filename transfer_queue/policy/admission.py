@@ -14,6 +14,7 @@ rollback or because its payload was lost, has a seat of its own there, and is le
 (``may_lease_for``).
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -48,6 +49,8 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
     consumer_bytes: int = 1 << 28  # kept of trained groups that consumers have not read
     window: int = 0  # groups at the head of the line from which a batch is taken; 0: all
     weights: dict[str, Points] = {}  # of each data set, by step
+    reward_limit: float = sys.float_info.max  # of a reward and of those of its parts that are named below
+    reward_parts: tuple[str, ...] = ()
     code: ListedCode | None = None  # that tasks of clients may name; None: any
 
     @property
@@ -84,6 +87,8 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
             window=config.queue.window,
             consumer_bytes=config.queue.consumer_bytes,
             weights=dict(zip(labels(config.data), map(points_of, parts(config.data)), strict=True)),
+            reward_limit=config.reward.limit,
+            reward_parts=tuple(term.name for term in config.reward.functions),
             code=listed_code(config),
         )
 

@@ -8,12 +8,14 @@ a verb: its request and reply in ``messages/``, a row in VERBS with the roles th
 import hashlib
 import itertools
 import logging
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from rl_async import messages as m
+from rl_async.configs.derived.rewards import unbounded
 from rl_async.errors import ProtocolError
 from rl_async.messages.codec import Frame
 from rl_async.transfer_queue import wire
@@ -171,8 +173,23 @@ def _put(queue: Serving, incoming: Incoming[m.Put], last: bool) -> Response:
 
 def _take_headers(store: Store, worker: str, headers: Sequence[m.TrajectoryHeader], now: float) -> m.Refused | None:
     """Take a sample whose payload is with shards; None, or why not."""
+    if refused := _unbounded(store, worker, headers, now):
+        return refused
     reply = store.shards.misplaced(headers) or store.delivery.put(worker, headers, now)
     return reply if isinstance(reply, m.Refused) else None
+
+
+def _unbounded(store: Store, worker: str, headers: Sequence[m.TrajectoryHeader], now: float) -> m.Refused | None:
+    """Refuse a sample with a reward beyond the bound; its attempt has failed, so it is generated again."""
+    limit, bounded = store.settings.reward_limit, store.settings.reward_parts
+    for header in headers:
+        others = {name: part for name, part in header.reward_parts.items() if name not in bounded}
+        parts = {name: part for name, part in header.reward_parts.items() if name in bounded}
+        problem = unbounded({"the reward": header.reward} | parts, limit) or unbounded(others, sys.float_info.max)
+        if problem:
+            failed = store.delivery.fail(worker, header.group_id, header.sample, header.attempt, problem, now)
+            return failed if isinstance(failed, m.Refused) else m.Refused(code="reward", reason=problem)
+    return None
 
 
 def _take(
@@ -184,6 +201,8 @@ def _take(
     places: dict[str, int],
 ) -> m.Refused | None:
     """Take a sample with its payload and the media that its group lacks; ``places`` are their sample numbers."""
+    if refused := _unbounded(queue.store, worker, headers, queue.clock()):
+        return refused
     journal, group = queue.journal, headers[0].group_id
     wanted = dict.fromkeys(sha256 for header in headers for sha256 in header.media)
     new = [sha256 for sha256 in wanted if not journal.has(group, places[sha256])]

@@ -1,5 +1,7 @@
 """Trajectories to score."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from rl_async.messages import Sampling, Task, ToolCall, Trajectory, Turn
@@ -36,7 +38,15 @@ def trajectory(answer: str, error: str = "") -> Trajectory:
     )
 
 
-async def score(service: RewardService, answer: str, wanted: Task | None = None, *, error: str = "") -> Trajectory:
+async def score(
+    service: RewardService,
+    answer: str,
+    wanted: Task | None = None,
+    *,
+    error: str = "",
+    turns: Sequence[Turn] | None = None,
+) -> Trajectory:
     scored = trajectory(answer, error)
+    scored.turns = scored.turns if turns is None else list(turns)
     await service.score(wanted or task(), scored)
     return scored

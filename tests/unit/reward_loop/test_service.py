@@ -1,6 +1,7 @@
 """Rewards: parts and weights, failures that mark one trajectory, limits."""
 
 import asyncio
+import math
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from rl_async.configs.schema.reward import RewardConfig, RewardTerm
 from rl_async.errors import ConfigError
+from rl_async.messages import Turn
 from rl_async.reward_loop.api import Score, ScorerFailed, to_score
 from rl_async.reward_loop.limits import RateLimit
 from rl_async.reward_loop.service import RewardService
@@ -71,7 +73,7 @@ async def test_a_failing_scorer_marks_its_trajectory_and_names_itself() -> None:
 
 
 async def test_a_scorer_that_hangs_is_killed_and_its_place_is_served_again() -> None:
-    async with RewardService(config(user("hangs_on_request"), timeout_s=1.0)) as service:
+    async with RewardService(config(user("hangs_on_request"), timeout_s=1.0, limit=10**7)) as service:
         first = await score(service, "go on")
         stuck, after = await asyncio.gather(score(service, "hang"), score(service, "go on"))
         assert_ended(int(first.reward))
@@ -86,6 +88,25 @@ def assert_ended(pid: int) -> None:
         os.kill(pid, 0)
 
 
+@pytest.mark.parametrize("value", ["1e39", "-1e39", "3"])
+async def test_a_reward_beyond_the_limit_is_no_reward(value: str) -> None:
+    async with RewardService(config("exact_answer", user("says_its_reward"), limit=2)) as service:
+        scored, fine = await score(service, value), await score(service, "-2")
+    assert not scored.scored and scored.reward == 0.0 and scored.reward_parts == {"exact_answer": 0.0}
+    assert scored.error.startswith(f"reward {user('says_its_reward')}: ") and "reward.limit" in scored.error
+    assert fine.scored and fine.reward == -2.0
+
+
+async def test_the_weighted_sum_and_turns_have_the_limit_too() -> None:
+    terms = (RewardTerm(name=user("says_its_reward"), weight=3.0),)
+    async with RewardService(RewardConfig(functions=terms, limit=2.0)) as service:
+        heavy, fine = await score(service, "1"), await score(service, "0.5")
+        turns = [Turn(role="assistant", text="0", reward=math.inf)]
+        turned = await score(service, "0", turns=turns)
+    assert fine.scored and not heavy.scored and not turned.scored
+    assert "reward.limit" in heavy.error and "turn 0" in turned.error
+
+
 async def test_a_coroutine_that_hangs_is_given_up() -> None:
     async with RewardService(config(user("endless_judge"), timeout_s=0.05)) as service:
         scored = await score(service, "x", error="earlier")
@@ -93,7 +114,7 @@ async def test_a_coroutine_that_hangs_is_given_up() -> None:
 
 
 async def test_a_conversation_given_up_ends_the_process_that_scores_it() -> None:
-    async with RewardService(config(user("hangs_on_request"), timeout_s=3600.0)) as service:
+    async with RewardService(config(user("hangs_on_request"), timeout_s=3600.0, limit=10**7)) as service:
         first = await score(service, "go on")
         scoring = asyncio.create_task(score(service, "hang"))
         await asyncio.sleep(0.05)

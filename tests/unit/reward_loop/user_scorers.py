@@ -37,6 +37,10 @@ def hangs_on_request(solution_str: str) -> float:
     return os.getpid()
 
 
+async def says_its_reward(solution_str: str) -> float:
+    return float(solution_str)
+
+
 def raises(solution_str: str) -> float:
     raise KeyError("missing")
 

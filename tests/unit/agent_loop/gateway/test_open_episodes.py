@@ -168,6 +168,7 @@ async def test_a_refusal_leaves_the_episode_open(renderer: ChatRenderer) -> None
         await episode.complete(ask("a?"))
         for ending in (
             Ending(reward=float("inf")),
+            Ending(reward=1e39),
             Ending(reward=1.0, parts={"x": float("nan")}),
             Ending(parts={"x": 1}),
         ):

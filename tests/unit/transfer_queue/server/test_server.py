@@ -1,5 +1,6 @@
 """The server without its socket: what parked requests of silent and lost workers get."""
 
+import math
 from typing import Any
 
 import msgspec
@@ -42,16 +43,14 @@ HEADER = m.TrajectoryHeader(
 class Served:
     """A server at time ``now``; every client's identity is its name."""
 
-    def __init__(self, limits: QueueLimits | None = None, replicas: int = 0, code: ListedCode | None = None) -> None:
+    def __init__(self, limits: QueueLimits | None = None, **settings: Any) -> None:
         self.now = 0.0
         self.seen: list[Transition] = []
         self._ids = wire.RequestIds()
         journal = MemoryJournal()
         feed = Feed(self.seen.append, journal.append)
-        settings = QueueSettings(
-            steps=10, batch_groups=2, group_size=1, lease_s=LEASE_S, max_attempts=1, replicas=replicas, code=code
-        )
-        store = Store(settings, Counted(), [EVAL_TASK], feed)
+        usual: dict[str, Any] = {"steps": 10, "batch_groups": 2, "group_size": 1, "lease_s": LEASE_S, "max_attempts": 1}
+        store = Store(QueueSettings(**(usual | settings)), Counted(), [EVAL_TASK], feed)
         self.server = QueueServer(store, journal, feed, lambda: self.now, limits)
 
     def ask(self, name: str, request: m.Request, *payload: bytes) -> list[Outgoing]:
@@ -364,3 +363,30 @@ def test_a_trainer_that_has_not_resumed_is_refused(served: Served) -> None:
     (answer,) = served.ask("t", m.Commit(step=0, lineage=1))
     assert isinstance(answer.response.reply, m.Refused)
     assert answer.response.reply.code == "wrong_lineage"
+
+
+@pytest.mark.parametrize(
+    ("reward", "parts"),
+    [(1e39, {}), (math.nan, {}), (-3.0, {}), (0.0, {"exact_answer": 3.0}), (0.0, {"other": math.inf})],
+)
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_a_reward_beyond_the_bound_fails_its_attempt(reward: float, parts: dict[str, float], replicas: int) -> None:
+    served = Served(replicas=replicas, reward_limit=2.0, reward_parts=("exact_answer",), max_attempts=2)
+    served.hello("t", "a")
+    served.publish()
+    payload = [] if replicas else [b"x"]
+
+    def put(attempt: int, **changes: Any) -> m.Reply:
+        header = msgspec.structs.replace(HEADER, attempt=attempt, shards=["s"] * replicas, **changes)
+        answer, *_ = served.ask("a", m.Put(worker="a", samples=[[header]]), *payload)
+        assert isinstance(answer.response.reply, m.Taken)
+        return answer.response.reply.refused[0]
+
+    served.lease("a")
+    refused = put(0, reward=reward, reward_parts=parts)
+    assert isinstance(refused, m.Refused) and refused.code == "reward"
+    assert not any(isinstance(seen, SampleStored) for seen in served.seen)
+    (again,) = served.lease("a")
+    assert isinstance(again.response.reply, m.Leased) and again.response.reply.groups[0].attempt == 1
+    if not replicas:
+        assert put(1, reward=-2.0, reward_parts={"exact_answer": 2.0, "other": 99.0}) is None
