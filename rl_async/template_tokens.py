@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 T = TypeVar("T")
 
+LONG = 10_000  # characters
 _SKELETON = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}, {"role": "tool", "content": "x"})
 
 
@@ -91,15 +92,22 @@ class TemplateTokens:
     def encode(self, printed: str) -> list[int]:
         """Encode what the template printed of escaped messages; no special tokens are added."""
         if self._nonce not in printed:
-            return list(self._backend.encode(printed, add_special_tokens=False).ids)
+            return encode(self._backend, printed)
         named = self._token.sub(lambda match: self._names[match[0]], printed)
         return self.encode_outside(self._mark.sub(lambda match: self._unmarked[match[0]], named))
 
     def encode_outside(self, text: str) -> list[int]:
         """Encode text as plain text, whatever it contains."""
-        ids = self._plain.encode(text, add_special_tokens=False).ids
+        ids = encode(self._plain, text)
         # Some models (Unigram, WordLevel) hold control tokens as ordinary pieces, too: such a piece is left out.
         return [self._ids.get(i, i) for i in ids if i not in self._control]
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Encode a text without adding special tokens. A long one does not keep other threads from running."""
+    if len(text) < LONG:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+    return list(tokenizer.encode_batch([text], add_special_tokens=False)[0].ids)  # unlike encode, it releases the GIL
 
 
 def _as_special(token: AddedToken) -> AddedToken:

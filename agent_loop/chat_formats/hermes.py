@@ -32,7 +32,7 @@ def _parse(match: re.Match[str]) -> ParsedCall:
         return ParsedCall("", None, raw)
     try:
         call = _DECODER.decode(raw)
-    except (msgspec.DecodeError, msgspec.ValidationError):
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError):  # nested too deeply
         return ParsedCall("", None, raw)
     return ParsedCall(call.name, call.arguments, raw)
 

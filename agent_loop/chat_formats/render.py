@@ -5,34 +5,47 @@ only the text that it adds is encoded, so the tokens sampled before it stay as t
 text, even where it spells a special token; only what the policy sampled itself may hold special tokens (``sampled``).
 """
 
-import functools
-from collections.abc import Collection, Sequence
+import sys
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
 from transformers import PreTrainedTokenizerFast
 
+from rl_async.agent_loop.chat_formats.cache import TokenCache
 from rl_async.agent_loop.chat_formats.format import ChatFormat
 from rl_async.agent_loop.chat_formats.registry import CHAT_FORMATS, DEFAULT
 from rl_async.errors import ConfigError
-from rl_async.template_tokens import TemplateTokens
+from rl_async.template_tokens import TemplateTokens, encode
 
 Message = dict[str, Any]
 
+CACHE_BYTES = 64 << 20
 _MARK = "rendermark"  # the assistant's text in the placeholder conversation
+
+
+class TooLong(Exception):
+    """A text has too many tokens: ``tokens``, or at least as many if its size told so before it was encoded."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(f"{tokens} tokens")
+        self.tokens = tokens
 
 
 class ChatRenderer:
     """Renders with one tokenizer. Raises ValueError for a template that alters an assistant's text."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, *, format: ChatFormat = CHAT_FORMATS[DEFAULT], cache_size: int = 8192
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        format: ChatFormat = CHAT_FORMATS[DEFAULT],
+        cache_bytes: int = CACHE_BYTES,
     ) -> None:
         self.format = format
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
-        self._prompt = functools.lru_cache(cache_size)(self._render_prompt)
-        self._delta = functools.lru_cache(cache_size)(self._render_delta)
+        self.cache = TokenCache(cache_bytes)
         self._tokens = TemplateTokens(tokenizer)
         closing = self._after_mark([])
         first = self.encode(closing)[:1]
@@ -44,7 +57,7 @@ class ChatRenderer:
 
     def encode(self, text: str) -> list[int]:
         """Encode text of the policy, in which special tokens count as such; none are added."""
-        return self._backend.encode(text, add_special_tokens=False).ids
+        return encode(self._backend, text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode ``token_ids``, keeping special tokens."""
@@ -56,17 +69,44 @@ class ChatRenderer:
         return self.decode(token_ids[:-1] if ended else token_ids)
 
     def prompt(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, sampled: Collection[int] = ()
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        sampled: Collection[int] = (),
+        limit: int = sys.maxsize,
     ) -> list[int]:
         """Encode the conversation so far and the opening of the assistant's turn. ``tools`` are JSON schemas.
 
-        ``sampled``: positions of the messages that the policy sampled in this episode.
+        ``sampled``: positions of the messages that the policy sampled in this episode. Raises TooLong unless there are
+        fewer than ``limit`` tokens.
         """
-        return list(self._prompt(msgspec.json.encode((messages, tools, sorted(sampled)))))
+        return self._within(limit, messages, (messages, tools, sorted(sampled)), self._render_prompt)
 
-    def delta(self, messages: Sequence[Message], *, sampled: Collection[int] = ()) -> list[int]:
-        """Encode what ``messages`` add after a finished assistant turn, up to the opening of the next one."""
-        return list(self._delta(msgspec.json.encode((messages, sorted(sampled)))))
+    def delta(
+        self, messages: Sequence[Message], *, sampled: Collection[int] = (), limit: int = sys.maxsize
+    ) -> list[int]:
+        """Encode what ``messages`` add after a finished assistant turn, up to the opening of the next one.
+
+        Raises TooLong unless these are fewer than ``limit`` tokens.
+        """
+        return self._within(limit, messages, (messages, sorted(sampled)), self._render_delta)
+
+    def _within(
+        self, limit: int, messages: Sequence[Message], given: Any, render: Callable[..., tuple[int, ...]]
+    ) -> list[int]:
+        """Encode what is ``given``, once for all who give the same; what is too long is not kept."""
+        least = text_size(messages) // self._tokens.longest_token
+        if least >= limit:
+            raise TooLong(least)
+        key = msgspec.json.encode(given)
+        token_ids = self.cache.get(key)
+        if token_ids is None:
+            token_ids = render(*msgspec.json.decode(key))
+        if len(token_ids) >= limit:
+            raise TooLong(len(token_ids))
+        self.cache.put(key, token_ids)
+        return list(token_ids)
 
     def cut(self, text: str, tokens: int) -> str:
         """Cut a tool's text to ``tokens`` tokens; only as much is encoded as that many tokens can hold."""
@@ -139,13 +179,12 @@ class ChatRenderer:
     def _escaped(self, messages: Sequence[Message], sampled: Collection[int]) -> list[Message]:
         return [m if place in sampled else self._tokens.escape(m) for place, m in enumerate(messages)]
 
-    def _render_prompt(self, key: bytes) -> tuple[int, ...]:
-        messages, tools, sampled = msgspec.json.decode(key)
+    def _render_prompt(self, messages: list[Message], tools: list[Any], sampled: list[int]) -> tuple[int, ...]:
         printed = self._render(self._escaped(messages, sampled), self._tokens.escape(tools), generate=True)
         return tuple(self._tokens.encode(printed))
 
-    def _render_delta(self, key: bytes) -> tuple[int, ...]:
-        text = self._after_mark(self._escaped(*msgspec.json.decode(key)), generate=True)
+    def _render_delta(self, messages: list[Message], sampled: list[int]) -> tuple[int, ...]:
+        text = self._after_mark(self._escaped(messages, sampled), generate=True)
         return tuple(self._tokens.encode(text.removeprefix(self._end_text)))
 
     def _after_mark(self, messages: Sequence[Message], *, generate: bool = False) -> str:
@@ -156,6 +195,11 @@ class ChatRenderer:
         if not mark:
             raise ValueError("the chat template does not print the assistant's text")
         return after
+
+
+def text_size(messages: Sequence[Message]) -> int:
+    """Return the number of characters that the messages say."""
+    return sum(len(text) for message in messages if isinstance(text := message.get("content"), str))
 
 
 def load_renderer(model_path: str) -> ChatRenderer:

@@ -5,8 +5,9 @@ import time
 from collections.abc import Sequence
 
 from rl_async.agent_loop.chat_formats.format import BAD_CALL, ParsedCall
-from rl_async.agent_loop.chat_formats.render import ChatRenderer, Message
+from rl_async.agent_loop.chat_formats.render import ChatRenderer, Message, TooLong
 from rl_async.agent_loop.episodes.row_tokens import RowTokens
+from rl_async.agent_loop.offload import off_loop
 from rl_async.agent_loop.tools.tool import Tool, ToolResult
 from rl_async.configs.derived.samples import is_baseline
 from rl_async.configs.schema.run import RunConfig
@@ -45,12 +46,13 @@ class Episode:
         self._limit = min(config.agent.max_tokens, config.rollout.max_model_len)
         self._seconds = {"generate": 0.0, "tools": 0.0}
         self._began = time.monotonic()
-        self._row = RowTokens(renderer.prompt(self.messages, self.schemas))
-        if len(self._row) >= self._limit:
+        try:
+            self._row = RowTokens(renderer.prompt(self.messages, self.schemas, limit=self._limit))
+        except TooLong as error:
             raise DataError(
-                f"task {self.task.task_id}: its prompt of {len(self._row)} tokens leaves no room to answer within "
-                f"{self._limit} (agent.max_tokens, rollout.max_model_len)"
-            )
+                f"task {self.task.task_id}: its prompt of {error} leaves no room to answer within {self._limit} "
+                "(agent.max_tokens, rollout.max_model_len)"
+            ) from None
         for message in self.messages:
             self.turns.append(Turn(role=message["role"], text=message["content"], end=len(self._row)))
 
@@ -89,9 +91,10 @@ class Episode:
 
     def add(self, messages: Sequence[Message]) -> bool:
         """Append messages and open the next assistant turn. If they do not fit, append nothing and return False."""
-        delta = self._renderer.delta(messages)
         start = len(self._row)
-        if start + len(delta) >= self._limit:
+        try:
+            delta = self._renderer.delta(messages, limit=self._limit - start)
+        except TooLong:
             return False
         self._row.add(delta)
         self.messages += messages
@@ -107,7 +110,7 @@ class Episode:
         self._seconds["tools"] += time.monotonic() - began
         messages = []
         for call, (result, seconds) in zip(calls, done):
-            text = self._renderer.cut(result.text, agent.tool_response_tokens)
+            text = await off_loop(len(result.text), self._renderer.cut, result.text, agent.tool_response_tokens)
             self.turns[-1].tool_calls.append(
                 ToolCall(name=call.name, arguments=call.raw, result=text, error=result.error, seconds=seconds)
             )

@@ -4,11 +4,12 @@ import contextlib
 import logging
 import random
 
-from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.chat_formats.render import ChatRenderer, text_size
 from rl_async.agent_loop.environments.interface import EnvironmentFactory
 from rl_async.agent_loop.environments.registry import get_environment
 from rl_async.agent_loop.episodes.episode import Episode
 from rl_async.agent_loop.episodes.loops import get_loop
+from rl_async.agent_loop.offload import off_loop
 from rl_async.agent_loop.tools.registry import get_tool, require_listed, task_tools
 from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import LeasedGroup, Trajectory
@@ -42,7 +43,9 @@ class EpisodeRunner:
             if self._environment is not None:
                 environment = await stack.enter_async_context(self._environment(task))
                 tools += environment.tools()
-            episode = Episode(
+            episode = await off_loop(
+                text_size(task.prompt),
+                Episode,
                 group,
                 sample,
                 config=self._config,

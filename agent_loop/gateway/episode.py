@@ -9,11 +9,12 @@ from typing import Any
 
 import jinja2
 
-from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.chat_formats.render import ChatRenderer, TooLong
 from rl_async.agent_loop.episodes.episode import policy_sampling
 from rl_async.agent_loop.gateway.chat import ASSISTANT, ChatRequest, Completion, read_answer
 from rl_async.agent_loop.gateway.openai import unsupported
 from rl_async.agent_loop.gateway.recorder import EpisodeRecorder, Prompt, cut_at_stop
+from rl_async.agent_loop.offload import off_loop
 from rl_async.agent_loop.tools.registry import task_tools
 from rl_async.configs.derived.rewards import unbounded
 from rl_async.configs.schema.run import RunConfig
@@ -62,12 +63,13 @@ class GatewayEpisode:
         Raises RequestRefused for unsupported requests, EngineRejected or EngineLost if no engine answers.
         """
         self._check(request)
-        prompt = self._prompt(request)
         number = self._requests
         self._requests += 1
         self._in_flight += 1
-        began = time.monotonic()
         try:
+            size = sum(len(message.text) + 100 for message in request.messages)  # a message alone takes time, too
+            prompt = await off_loop(size, self._prompt, request)
+            began = time.monotonic()
             result = await self._generator.generate(self._generate(request, prompt, number), session=self._name)
         finally:
             self._in_flight -= 1
@@ -102,19 +104,18 @@ class GatewayEpisode:
 
     def _prompt(self, request: ChatRequest) -> Prompt:
         try:
-            prompt = self._recorder.prompt(request.messages, request.tools)
+            return self._recorder.prompt(request.messages, request.tools, self._limit)
+        except TooLong as error:
+            raise RequestRefused(
+                f"the messages have {error} and leave no room within {self._limit} (agent.max_tokens, "
+                "rollout.max_model_len)",
+                code="context_length_exceeded",
+                param="messages",
+            ) from None
         except jinja2.TemplateError as error:
             raise RequestRefused(
                 f"the chat template rejects these messages: {error}", code="invalid_request", param="messages"
             ) from error
-        if len(prompt.token_ids) >= self._limit:
-            raise RequestRefused(
-                f"the messages have {len(prompt.token_ids)} tokens and leave no room within {self._limit} "
-                "(agent.max_tokens, rollout.max_model_len)",
-                code="context_length_exceeded",
-                param="messages",
-            )
-        return prompt
 
     def _generate(self, request: ChatRequest, prompt: Prompt, number: int) -> GenerateRequest:
         room = min(self._max_tokens, self._limit - len(prompt.token_ids))

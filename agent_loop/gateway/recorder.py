@@ -7,6 +7,7 @@ sampled is ever tokenised again. If the answer is the last of its row, the row g
 same tokens as context, so every sampled token trains in one row only.
 """
 
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -63,22 +64,25 @@ class EpisodeRecorder:
         self._answers: defaultdict[bytes, list[RecordedAnswer]] = defaultdict(list)  # by the history that each ends
         self._texts: dict[bytes, str] = {}  # sampled text, by the identity of the answer that was returned for it
 
-    def prompt(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> Prompt:
+    def prompt(
+        self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]], limit: int = sys.maxsize
+    ) -> Prompt:
         """Return the tokens of a conversation that the assistant is to continue; nothing is recorded yet.
 
-        Raises jinja2.TemplateError for messages that the chat template rejects.
+        Raises jinja2.TemplateError for messages that the chat template rejects, and TooLong unless there are fewer than
+        ``limit`` tokens.
         """
         known, answer = self._longest(messages, tools)
         new = [self._plain(message) for message in messages[known:]]
         sampled = {place for place, message in enumerate(messages[known:]) if message.identity() in self._texts}
         if answer is None:
-            token_ids = self._renderer.prompt(new, tools, sampled=sampled)
+            token_ids = self._renderer.prompt(new, tools, sampled=sampled, limit=limit)
             turns = [Turn(role=m["role"], text=m["content"], end=len(token_ids)) for m in new]
         else:
             token_ids = answer.row.tokens.token_ids[: answer.tokens]
             if token_ids[-1] not in self._renderer.stop_token_ids:  # the answer was cut short
                 token_ids.append(self._renderer.end_of_turn)
-            token_ids += self._renderer.delta(new, sampled=sampled)
+            token_ids += self._renderer.delta(new, sampled=sampled, limit=limit - len(token_ids))
             turns = [Turn(role=m["role"], text=m["content"], start=answer.tokens, end=len(token_ids)) for m in new]
         return Prompt(token_ids, turns, answer, messages, tools)
 

@@ -14,6 +14,8 @@ from rl_async.agent_loop.gateway import anthropic, openai
 from rl_async.agent_loop.gateway.chat import ChatRequest, Completion
 from rl_async.agent_loop.gateway.episode import task_view
 from rl_async.agent_loop.gateway.open_episodes import Ending, OpenEpisodes
+from rl_async.agent_loop.offload import off_loop
+from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EngineLost, EngineRejected, QueueLost, RequestRefused
 
@@ -37,6 +39,7 @@ class GatewayServer:
 
     def __init__(self, config: RunConfig, episodes: OpenEpisodes) -> None:
         self._config, self._episodes = config, episodes
+        self._max_body = (config.agent.gateway or GatewayConfig()).max_body_bytes
         one = "/episodes/{id}"
         routes: dict[str, tuple[Handler, Callable[[RequestRefused], dict[str, Any]]]] = {
             "POST /episodes": (self.begin, openai.error_body),
@@ -55,7 +58,7 @@ class GatewayServer:
 
     async def begin(self, request: Request) -> Response:
         """Lease an episode: 200 with its URL and task, or 503 with whether the run is over."""
-        wait_s = min((await _body(request, Begin)).wait_s, MAX_WAIT_S)
+        wait_s = min((await self._body(request, Begin)).wait_s, MAX_WAIT_S)
         episode = await _unless_gone(request, self._episodes.begin(wait_s))
         if episode is None:
             return _json({"finished": self._episodes.finished}, 503)
@@ -69,12 +72,12 @@ class GatewayServer:
 
     async def end(self, request: Request) -> Response:
         """End an episode with a reward, an error, or neither."""
-        ending = await _body(request, Ending)
+        ending = await self._body(request, Ending)
         return _json((await self._episodes.end(request.path_params["id"], ending))._asdict())
 
     async def chat(self, request: Request) -> Response:
         """Answer a chat completion request in OpenAI's dialect, streamed or not."""
-        chat = openai.read_request(await request.body())
+        chat = await self._read(request, openai.read_request)
         done = await self._complete(request, chat)
         name, model = request.path_params["id"][:8], chat.model or self._config.model.path
         if not chat.stream:
@@ -87,7 +90,7 @@ class GatewayServer:
 
     async def messages(self, request: Request) -> Response:
         """Answer a messages request in Anthropic's dialect, streamed or not."""
-        chat = anthropic.read_request(await request.body())
+        chat = await self._read(request, anthropic.read_request)
         done = await self._complete(request, chat)
         name, model = request.path_params["id"][:8], chat.model or self._config.model.path
         if not chat.stream:
@@ -106,6 +109,30 @@ class GatewayServer:
         """Answer health probes, with whether the run is over."""
         return _json({"finished": self._episodes.finished})
 
+    async def _read(self, request: Request, read: Callable[[bytes], ChatRequest]) -> ChatRequest:
+        body = await self._bytes(request)
+        return await off_loop(len(body), read, body)
+
+    async def _body(self, request: Request, kind: type[T]) -> T:
+        """Decode the JSON body; an empty one counts as ``{}``. Raises RequestRefused if it does not fit ``kind``."""
+        try:
+            return msgspec.json.decode(await self._bytes(request) or b"{}", type=kind)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise RequestRefused(str(error), code="invalid_request") from error
+
+    async def _bytes(self, request: Request) -> bytes:
+        """Receive the body. Raises RequestRefused as soon as more than ``max_body_bytes`` of it have come."""
+        most, received = self._max_body, bytearray()
+        async for chunk in request.stream():
+            received += chunk
+            if len(received) > most:
+                raise RequestRefused(
+                    f"the body has more than {most} bytes (agent.gateway.max_body_bytes)",
+                    code="body_too_large",
+                    status=413,
+                )
+        return bytes(received)
+
     async def _complete(self, request: Request, chat: ChatRequest) -> Completion:
         episode = self._episodes.get(request.path_params["id"])
         return await _unless_gone(request, episode.complete(chat))
@@ -119,6 +146,8 @@ def _guarded(handler: Handler, error_body: Callable[[RequestRefused], dict[str, 
             return await handler(request)
         except RequestRefused as error:
             refusal = error
+        except RecursionError:
+            refusal = RequestRefused("the request is nested too deeply", code="invalid_request")
         except EngineRejected as error:
             refusal = RequestRefused(str(error), code="engine_rejected")
         except (EngineLost, QueueLost) as error:
@@ -142,14 +171,6 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
     finally:
         working.cancel()
         gone.cancel()
-
-
-async def _body(request: Request, kind: type[T]) -> T:
-    """Decode the JSON body; an empty one counts as ``{}``. Raises RequestRefused if it does not fit ``kind``."""
-    try:
-        return msgspec.json.decode(await request.body() or b"{}", type=kind)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise RequestRefused(str(error), code="invalid_request") from error
 
 
 def _json(value: Any, status: int = 200) -> Response:

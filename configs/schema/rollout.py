@@ -16,6 +16,7 @@ class GatewayConfig(Config, frozen=True):
     ] = "127.0.0.1"
     port: Annotated[Count, doc("0: a free port.")] = 0
     max_answers: Annotated[Positive, doc("Completions per episode; further requests are refused.")] = 64
+    max_body_bytes: Annotated[Positive, doc("Bytes of one request's body; a longer one is refused unread.")] = 8 << 20
 
 
 class AgentConfig(Config, frozen=True):

@@ -1,6 +1,7 @@
 """Programs as they are, through a gateway: the openai client, an agent framework, plain HTTP."""
 
 import asyncio
+import contextlib
 import http.client
 import json
 import socket
@@ -102,6 +103,41 @@ def test_streams_add_up_to_the_answer(start: Any, renderer: ChatRenderer) -> Non
     first, second = gateway.queue.rows[0]  # other tools are another prompt
     assert (trained_text(renderer, first), trained_text(renderer, second)) == ("1+2<|im_end|>", CALL + "<|im_end|>")
     assert second.reward_parts == {"tidy": 1.0}
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_body_that_is_too_long_is_refused_before_its_end(start: Any, announced: bool) -> None:
+    gateway = start("5")
+    take(gateway)  # it listens
+    host, port = gateway.url.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=20)
+    connection.putrequest("POST", "/episodes")
+    if announced:
+        connection.putheader("Content-Length", str(1 << 40))
+    else:
+        connection.putheader("Transfer-Encoding", "chunked")
+    connection.endheaders()
+    piece = b" " * (1 << 20)
+    chunk = piece if announced else b"%x\r\n%s\r\n" % (len(piece), piece)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        for _ in range(9):
+            connection.send(chunk)
+    answer = connection.getresponse()
+    assert answer.status == 413 and json.loads(answer.read())["error"]["code"] == "body_too_large"
+    connection.close()
+
+
+@pytest.mark.parametrize("path", ["/episodes", "/v1/chat/completions", "/v1/messages"])
+def test_deeply_nested_json_is_refused(start: Any, path: str) -> None:
+    gateway = start("5")
+    episode, _ = take(gateway)
+    host, port = gateway.url.removeprefix("http://").split(":")
+    place = path if path == "/episodes" else episode.base_url.removesuffix("/v1").partition(f":{port}")[2] + path
+    connection = http.client.HTTPConnection(host, int(port), timeout=20)
+    connection.request("POST", place, b'{"messages": ' + b"[" * 100_000)
+    answer = connection.getresponse()
+    assert answer.status == 400, answer.read()
+    connection.close()
 
 
 def test_errors_are_those_that_the_client_knows(start: Any) -> None:

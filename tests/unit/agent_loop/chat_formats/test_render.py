@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.chat_formats.render import ChatRenderer, TooLong
 from rl_async.agent_loop.data.tiny_tokenizer import read_demos, train_tokenizer
 from rl_async.agent_loop.data.toy_tasks import make_data
 from rl_async.errors import DataError
@@ -57,6 +57,19 @@ def test_text_from_outside_is_cut(renderer: ChatRenderer) -> None:
     assert renderer.cut("12345", 5) == "12345"
     assert renderer.cut("12345", 3) == "123"
     assert renderer.cut("7" * 10_000_000, 3) == "777"
+
+
+def test_a_text_too_long_for_its_size_alone_is_neither_encoded_nor_kept(tokenizer: PreTrainedTokenizerFast) -> None:
+    renderer = ChatRenderer(tokenizer)
+    message = {"role": "user", "content": "1" * 100_000_000}
+    for encode in (renderer.prompt, renderer.delta):
+        with pytest.raises(TooLong) as refused:
+            encode([message], limit=100)
+        assert refused.value.tokens >= 100
+        with pytest.raises(TooLong):
+            encode([{"role": "user", "content": "1" * 150}], limit=100)
+    assert renderer.cache.bytes == 0
+    assert len(renderer.prompt([{"role": "user", "content": "1"}], limit=100)) < 100 and renderer.cache.bytes > 0
 
 
 def test_what_the_policy_sampled_keeps_its_special_tokens(renderer: ChatRenderer) -> None:

@@ -1,10 +1,14 @@
 """Whole episodes against a scripted engine: tokens, masks, log-probabilities, versions, budgets and finish reasons."""
 
+import asyncio
 import logging
+import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.data.toy_tasks import make_data
@@ -137,6 +141,20 @@ async def test_no_text_from_outside_forges_a_turn(renderer: ChatRenderer, forged
     assert (text.count("<|im_start|>"), text.count("<|im_end|>")) == (4, 4), text
     assert [turn.text for turn in row.turns][::2] == [forged, forged]
     assert episode.drift() is None
+
+
+async def test_a_long_prompt_does_not_block_the_event_loop(tokenizer: PreTrainedTokenizerFast) -> None:
+    class WaitsForTheLoop(ChatRenderer):
+        turn = threading.Event()
+
+        def prompt(self, *given: Any, **options: Any) -> list[int]:
+            assert self.turn.wait(5.0), "the event loop was blocked"
+            return super().prompt(*given, **options)
+
+    renderer = WaitsForTheLoop(tokenizer)
+    asyncio.get_running_loop().call_later(0.01, renderer.turn.set)
+    with pytest.raises(DataError, match=r"agent\.max_tokens"):
+        await play(run_config(), ScriptedEngine(renderer, []), leased("a" * 100_000))
 
 
 LOOP = """

@@ -2,12 +2,14 @@
 
 import asyncio
 import sys
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.gateway.chat import ChatMessage, ChatRequest
@@ -297,6 +299,29 @@ async def test_requests_that_cannot_be_trained_on(renderer: ChatRenderer, reques
             await episode.complete(request_)
         assert refused.value.code == code and engine.requests == []
         await episode.complete(ask("a?", temperature=1.0, top_p=1.0))
+
+
+class WaitsForTheLoop(ChatRenderer):
+    """Encodes a prompt only once the event loop has had a turn."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        super().__init__(tokenizer)
+        self.turn = threading.Event()
+
+    def prompt(self, *given: Any, **options: Any) -> list[int]:
+        assert self.turn.wait(5.0), "the event loop was blocked"
+        return super().prompt(*given, **options)
+
+
+async def test_a_long_prompt_does_not_block_the_event_loop(tokenizer: PreTrainedTokenizerFast) -> None:
+    renderer = WaitsForTheLoop(tokenizer)
+    queue = FakeQueue([leased()])
+    async with gateway(queue, renderer, Gone()) as episodes:
+        episode = await begin(episodes)
+        asyncio.get_running_loop().call_later(0.01, renderer.turn.set)
+        with pytest.raises(RequestRefused) as refused:
+            await episode.complete(ask("a" * 100_000))
+    assert refused.value.code == "context_length_exceeded"
 
 
 async def test_limits_of_tokens_and_answers(renderer: ChatRenderer) -> None:
