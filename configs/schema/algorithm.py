@@ -42,6 +42,9 @@ class LossOptions(Config, frozen=True):
     dro_beta: Annotated[AboveZero, loss_option("dro_beta", "weight of the quadratic penalty.")] = 0.1
     dppo_tv: Annotated[AboveZero, loss_option("dppo_tv", "largest total variation on a token.")] = 0.2
     dppo_kl: Annotated[AboveZero, loss_option("dppo_kl", "largest KL on a token.")] = 0.05
+    dppo_high: Annotated[
+        AboveZero | None, loss_option("dppo_high", "limit where A > 0, in place of dppo_tv or dppo_kl; null: no other.")
+    ] = None
     ipo: Annotated[AboveZero, loss_option("ipo", "largest change of a token's probability.")] = 0.1
     ipo_penalty: Annotated[NotNegative, loss_option("ipo_penalty", "weight of (log r)^2, on every token.")] = 1e-3
     m2po: Annotated[AboveZero, loss_option("m2po", "budget for the mean of (log pi_old/mu)^2.")] = 0.04

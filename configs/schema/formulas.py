@@ -54,10 +54,10 @@ LOSSES: dict[str, Loss] = {
     "sapo": Loss(options=("sapo_tau_positive", "sapo_tau_negative")),
     "cispo": Loss(),
     "dro": Loss(options=("dro_beta",)),
-    "dppo_tv": Loss(options=("dppo_tv",)),
-    "dppo_kl": Loss(options=("dppo_kl",)),
+    "dppo_tv": Loss(options=("dppo_tv", "dppo_high")),
+    "dppo_kl": Loss(options=("dppo_kl", "dppo_high")),
     "ipo": Loss(options=("ipo", "ipo_penalty")),
-    "prime_rl": Loss(options=("dppo_tv", "ipo_penalty")),
+    "prime_rl": Loss(options=("dppo_tv", "dppo_high", "ipo_penalty")),
     "m2po": Loss(behaviour="limits", selects=True, options=("m2po",)),
     "clip_cov": Loss(
         selects=True,

@@ -184,6 +184,12 @@ def _moves_away(x: LossInputs) -> Tensor:
     return ((moved > 0) & (x.advantages > 0)) | ((moved < 0) & (x.advantages < 0))
 
 
+def _beyond(x: LossInputs, distance: Tensor, limit: float) -> Tensor:
+    """Where a distance is above ``limit``, or where A > 0 above ``dppo_high`` if there is one, bool [B, T]."""
+    high = x.options.loss_options.dppo_high
+    return distance > (limit if high is None else torch.where(x.advantages > 0, high, limit))
+
+
 def _masked(x: LossInputs, drop: Tensor) -> Tensor:
     """-w r A, 0 where ``drop``."""
     return -x.weights * torch.where(drop, 0.0, x.ratio * x.advantages)
@@ -196,7 +202,7 @@ def dppo_tv(x: LossInputs) -> Tensor:
     (arXiv:2602.04879), the binary approximation, there with mu for pi_old; the threshold 0.2 is prime-rl's.
     """
     distance = (x.logprobs.detach().exp() - x.proximal.exp()).abs()
-    return _masked(x, _moves_away(x) & (distance > x.options.loss_options.dppo_tv))
+    return _masked(x, _moves_away(x) & _beyond(x, distance, x.options.loss_options.dppo_tv))
 
 
 def dppo_kl(x: LossInputs) -> Tensor:
@@ -204,7 +210,7 @@ def dppo_kl(x: LossInputs) -> Tensor:
     new = x.logprobs.detach().exp().clamp(SMALLEST, 1 - SMALLEST)
     old = x.proximal.exp().clamp(SMALLEST, 1 - SMALLEST)
     distance = old * (old / new).log() + (1 - old) * ((1 - old) / (1 - new)).log()
-    return _masked(x, _moves_away(x) & (distance > x.options.loss_options.dppo_kl))
+    return _masked(x, _moves_away(x) & _beyond(x, distance, x.options.loss_options.dppo_kl))
 
 
 def ipo(x: LossInputs) -> Tensor:

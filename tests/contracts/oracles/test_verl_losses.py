@@ -72,9 +72,9 @@ def _sapo(draw: random.Random) -> Numbers:
 
 def _dppo(name: str) -> Callable[[random.Random], Numbers]:
     def numbers(draw: random.Random) -> Numbers:
-        limit = 10 ** draw.uniform(-3, -0.5)
-        clip = dict.fromkeys(("clip_ratio_low", "clip_ratio_high"), limit)
-        return Numbers({name: limit}, clip | {"clip_ratio_c": NO_CAP})
+        low, high = 10 ** draw.uniform(-3, -0.5), 10 ** draw.uniform(-3, -0.5)
+        clip = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": NO_CAP}
+        return Numbers({name: low, "dppo_high": high}, clip)
 
     return numbers
 

@@ -369,6 +369,19 @@ def test_clipped_tokens_are_those_whose_gradient_the_clip_takes(seed: int) -> No
     assert (outside & x.mask & ~x.clipped).any(), "r may be outside on the side where the clip does not act"
 
 
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl", "prime_rl"])
+def test_a_trust_region_may_reach_further_where_the_advantage_is_positive(name: str) -> None:
+    x = make(9)
+    one = LOSSES[name].per_token(x)
+    wider = msgspec.structs.replace(OPTIONS.loss_options, dppo_high=0.9)
+    two = LOSSES[name].per_token(replace(x, options=msgspec.structs.replace(OPTIONS, loss_options=wider)))
+    changed = (one != two) & x.mask
+    assert changed.any() and (x.advantages[changed] > 0).all()
+    everywhere = msgspec.structs.replace(OPTIONS.loss_options, dppo_tv=0.9, dppo_kl=0.9)
+    free = LOSSES[name].per_token(replace(x, options=msgspec.structs.replace(OPTIONS, loss_options=everywhere)))
+    assert torch.equal(two[x.advantages > 0], free[x.advantages > 0])
+
+
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
 def test_certain_tokens_are_within_the_trust_region_of_each_other(name: str) -> None:
     certain = replace(make(9), logprobs=torch.zeros_like(make(9).logprobs), proximal=torch.zeros_like(make(9).logprobs))
