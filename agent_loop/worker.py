@@ -16,7 +16,7 @@ from rl_async.agent_loop.protocols import RewardScorer, SampleQueue
 from rl_async.configs.derived.samples import samples_per_group
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EpisodeTimeout, RlAsyncError
-from rl_async.messages import LeasedGroup, Refused, Trajectory
+from rl_async.messages import LeasedGroup, Refused, SampleKey, Trajectory
 
 log = logging.getLogger("rl_async.agent_loop")
 
@@ -37,7 +37,7 @@ class AgentWorker:
         self._queue, self._runner, self._rewards = queue, runner, rewards
         self._agent, self._lease_s, self._group_size = config.agent, config.queue.lease_s, samples_per_group(config)
         self._slots = asyncio.Semaphore(config.agent.concurrency)
-        self._unfinished = 0  # samples that were leased and neither put nor failed
+        self._held: list[SampleKey] = []  # samples that were leased and neither put nor failed
         self._less_work = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.put = self.failed = self.refused = 0
@@ -62,23 +62,23 @@ class AgentWorker:
         conversation and by the queue's reply, at most LEASE_WAIT_S later. Ends when the run is over.
         """
         while True:
-            while self._unfinished >= self._agent.concurrency:
+            while len(self._held) >= self._agent.concurrency:
                 self._less_work.clear()
                 await self._less_work.wait()
-            groups = max(1, (self._agent.concurrency - self._unfinished) // self._group_size)
+            groups = max(1, (self._agent.concurrency - len(self._held)) // self._group_size)
             leased = await self._queue.lease(groups, LEASE_WAIT_S)
             if leased.finished:
                 return
             for group in leased.groups:
                 for sample in group.samples:
-                    self._unfinished += 1
+                    self._held.append((group.group_id, sample, group.attempt))
                     self._spawn(tasks, self._play(group, sample), f"sample {group.group_id}.{sample}")
 
     async def _renew(self) -> None:
         """Renew the leases until cancelled. Consumes and produces nothing; waits for the clock."""
         while True:
             await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE)
-            await self._queue.renew()
+            await self._queue.renew(list(self._held))
 
     async def _play(self, group: LeasedGroup, sample: int) -> None:
         """Play one sample and put its trajectory, or report its failure."""
@@ -95,7 +95,7 @@ class AgentWorker:
                 self.refused += 1
                 log.info("sample %d.%d was refused: %s", group.group_id, sample, reply.reason)
         finally:
-            self._unfinished -= 1
+            self._held.remove((group.group_id, sample, group.attempt))
             self._less_work.set()
 
     async def _trajectory(self, group: LeasedGroup, sample: int) -> Trajectory | str:

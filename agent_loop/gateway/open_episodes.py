@@ -19,7 +19,7 @@ from rl_async.agent_loop.protocols import RewardScorer, SampleQueue
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RequestRefused, UserError
-from rl_async.messages import Done, Leased, LeasedGroup, Refused
+from rl_async.messages import Done, Leased, LeasedGroup, Refused, SampleKey
 from rl_async.rollout_server.api import Generator
 
 log = logging.getLogger("rl_async.gateway")
@@ -105,7 +105,11 @@ class OpenEpisodes:
         """Renew the leases until cancelled. Consumes and produces nothing; waits for the clock."""
         while True:
             await asyncio.sleep(self._config.queue.lease_s / RENEWALS_PER_LEASE)
-            await self._queue.renew()
+            await self._queue.renew(self._held())
+
+    def _held(self) -> list[SampleKey]:
+        playing = [(episode.group, episode.sample) for episode in self._open.values()]
+        return [(group.group_id, sample, group.attempt) for group, sample in [*self._samples, *playing]]
 
     async def _reap(self) -> None:
         """Fail episodes that do not end, and samples that no program requests, until cancelled.

@@ -65,4 +65,14 @@ def sampling(c: RunConfig) -> str | None:
     return None
 
 
-QUEUE_RULES = (journal, access, shards, sampling)
+def leases(c: RunConfig) -> str | None:
+    """Refuse leases that end while their episodes may still be played."""
+    if c.queue.max_lease_s < max(c.queue.lease_s, c.agent.episode_timeout_s):
+        return (
+            f"queue.max_lease_s={c.queue.max_lease_s:g} must be at least queue.lease_s={c.queue.lease_s:g} and "
+            f"agent.episode_timeout_s={c.agent.episode_timeout_s:g}"
+        )
+    return None
+
+
+QUEUE_RULES = (journal, leases, access, shards, sampling)

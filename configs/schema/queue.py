@@ -85,6 +85,13 @@ class QueueConfig(Config, frozen=True):
         ),
     ] = 0
     lease_s: Annotated[Seconds, doc("A worker that is silent for this long loses its leases.")] = 15.0
+    max_lease_s: Annotated[
+        Seconds,
+        doc(
+            "A lease that lasts this long ends even if its worker renews it, and counts as a failed attempt. A worker "
+            "may play the samples of a group one after another, so several times agent.episode_timeout_s."
+        ),
+    ] = 14400.0
     max_attempts: Annotated[Positive, doc("A group that fails this often is dead-lettered with its error.")] = 3
     max_bytes: Annotated[
         Positive,

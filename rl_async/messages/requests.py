@@ -86,9 +86,13 @@ class Lease(LongPoll[Leased]):
 
 
 class Renew(Request[Done]):
-    """Keep this worker's leases alive. Agent worker -> queue."""
+    """Keep this worker's leases alive. Agent worker -> queue.
+
+    Leases that ``held`` has not listed for a lease time end: the worker has forgotten them. None: all are held.
+    """
 
     worker: str
+    held: list[SampleKey] | None = None
 
 
 class Put(Request[Taken]):

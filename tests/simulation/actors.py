@@ -47,6 +47,7 @@ class _WorkerLife:
         self._world, self._worker, self.name = world, worker, name
         self.dead = False
         self.frozen_until = 0.0
+        self._held: set[m.SampleKey] = set()
         self.client = Client(world, self, name)
 
     def queue_lost(self) -> None:
@@ -54,7 +55,7 @@ class _WorkerLife:
 
     def renew(self) -> Any:
         while True:
-            yield m.Renew(worker=self.name), []
+            yield m.Renew(worker=self.name, held=sorted(self._held)), []
             yield self._world.settings.lease_s / 3
 
     def work(self) -> Any:
@@ -67,13 +68,23 @@ class _WorkerLife:
                 return
             if disk == world.host.disk.run_id:
                 world.rules.leased(self.name, message.reply)
-            todo = [(group, sample) for group in message.reply.groups for sample in group.samples]
+            todo = [each for group in message.reply.groups for each in self._remembered(group)]
+            self._held |= {(group.group_id, sample, group.attempt) for group, sample in todo}
             while todo:
                 count = rng.randint(1, 4)
                 yield from self._produce(todo[:count])
+                self._held -= {(group.group_id, sample, group.attempt) for group, sample in todo[:count]}
                 todo = todo[count:]
             if not message.reply.groups:
                 yield 0.02
+
+    def _remembered(self, group: m.LeasedGroup) -> list[tuple[m.LeasedGroup, int]]:
+        """The samples of the group, of which one may be forgotten: it is neither put nor failed, nor listed as held."""
+        samples = list(group.samples)
+        if self._world.faults and self._world.rng.random() < 0.06:
+            self._world.struck["sample forgotten"] += 1
+            samples.pop()
+        return [(group, sample) for sample in samples]
 
     def _produce(self, todo: list[tuple[m.LeasedGroup, int]]) -> Any:
         world, rng = self._world, self._world.rng

@@ -40,6 +40,7 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int = 1
     on_straggler: OnStraggler = "wait"
     lease_s: float = 15.0
+    max_lease_s: float = 14400.0
     max_attempts: int = 3
     max_bytes: int = 1 << 30
     max_refills: int = 0  # groups without signal given up per batch; 0: none
@@ -78,6 +79,7 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
             max_staleness=config.queue.max_staleness,
             on_straggler=config.queue.on_straggler,
             lease_s=config.queue.lease_s,
+            max_lease_s=config.queue.max_lease_s,
             max_attempts=config.queue.max_attempts,
             max_bytes=config.queue.max_bytes,
             replicas=config.queue.replicas if config.queue.shards else 0,

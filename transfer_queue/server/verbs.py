@@ -296,7 +296,7 @@ KEEPS = only("shard")
 _VERBS = (
     # agent workers
     Verb(m.Lease, GENERATES, _lease, _LEASE_WAKES, _lease_arrived, _equal_shares),
-    _verb(m.Renew, GENERATES, lambda s, r, now: s.delivery.renew(r.worker, now)),
+    _verb(m.Renew, GENERATES, lambda s, r, now: s.delivery.renew(r.worker, now, r.held)),
     Verb(m.Put, GENERATES, _put, payload=True),
     _verb(
         m.Fail, GENERATES, lambda s, r, now: s.delivery.fail(r.worker, r.group_id, r.sample, r.attempt, r.error, now)

@@ -65,7 +65,7 @@ class Book:
         self.submitted: deque[Task] = deque()  # tasks to admit before those of the source
         self.submissions: OrderedDict[bytes, None] = OrderedDict()  # newest requests that submitted tasks
         self.draining = False  # nothing is admitted
-        self.leases = Leases(settings.lease_s)
+        self.leases = Leases(settings.lease_s, settings.max_lease_s)
         self.counters: Counter[str] = Counter({"refilled": 0} if settings.max_refills else {})
         self.unjournaled_counters: Counter[str] = Counter()  # since the start, of requests without effect
         self.lineage = 0

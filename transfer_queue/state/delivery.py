@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from rl_async.messages import (
     DeadLetter,
     Done,
     Leased,
     LeasedGroup,
     Refused,
+    SampleKey,
     Task,
     TrajectoryHeader,
     Version,
@@ -17,7 +16,21 @@ from rl_async.messages import (
 )
 from rl_async.transfer_queue.policy.admission import is_short_of_bytes, may_admit, may_lease, may_lease_for
 from rl_async.transfer_queue.state.book import PINNED, Book
-from rl_async.transfer_queue.state.groups import EVAL, EVAL_GROUPS, TRAIN, Grant, Grants, Group, Lent, Sample, State
+from rl_async.transfer_queue.state.groups import (
+    EVAL,
+    EVAL_GROUPS,
+    TRAIN,
+    Grant,
+    Grants,
+    Group,
+    Lent,
+    Lost,
+    Sample,
+    State,
+    are_one_sample,
+    content,
+    leased_group,
+)
 from rl_async.transfer_queue.state.tasks import Tasks
 from rl_async.transfer_queue.state.transitions import (
     Admitted,
@@ -78,7 +91,8 @@ class Delivery:
         book.now = now
         groups: list[LeasedGroup] = []
         if task is not None:
-            own = None if book.published is None or self._waits() else self._admit(task)
+            waits = book.head(PINNED) or book.head(TRAIN)
+            own = None if book.published is None or waits else self._admit(task)
             return Leased(groups=[self._give(own, worker, book.published, request)] if own and book.published else [])
         while book.published is not None and len(groups) < max_groups:
             group = book.head(EVAL) or self._next_train()
@@ -94,11 +108,7 @@ class Delivery:
     def _lent(self, grant: Grant) -> list[LeasedGroup]:
         """The groups of an answer, without those that are gone."""
         groups = self._book.groups
-        return [_leased(groups[lent.group], lent) for lent in grant.lent if lent.group in groups]
-
-    def _waits(self) -> bool:
-        """Whether there is a training group that some worker should take."""
-        return self._book.head(PINNED) is not None or self._book.head(TRAIN) is not None
+        return [leased_group(groups[lent.group], lent) for lent in grant.lent if lent.group in groups]
 
     def _next_train(self) -> Group | None:
         book = self._book
@@ -143,11 +153,16 @@ class Delivery:
                 request=request,
             )
         )
-        return _leased(group, lent)
+        return leased_group(group, lent)
 
-    def renew(self, worker: str, now: float) -> Done:
-        """Renew the worker's leases: it was just heard of."""
+    def renew(self, worker: str, now: float, held: Sequence[SampleKey] | None = None) -> Done:
+        """Renew the worker's leases, of which it still plays those that it ``held`` (None: all)."""
         self._book.leases.hear(worker, now)
+        if held is not None:
+            groups = self._book.groups
+            listed = {(at, index) for at, index, attempt in held if at in groups and groups[at].is_at(index, attempt)}
+            lost = self._book.leases.forgotten(worker, listed, now)
+            self._take_back(lost, f"worker {worker} has forgotten it")
         return Done()
 
     def put(self, worker: str, headers: Sequence[TrajectoryHeader], now: float) -> Done | Refused:
@@ -156,14 +171,14 @@ class Delivery:
         Whether they are new shows in the transitions: only new ones are announced as stored.
         """
         self._book.leases.hear(worker, now)
-        if not _belong_together(headers):
+        if not are_one_sample(headers):
             return Refused(code="rows", reason="the rows of a put are one attempt's at one sample, from segment 0")
         header = headers[0]
         found = self._find(header.group_id, header.sample, header.attempt)
         if isinstance(found, Refused):
             return found
         group, sample = found
-        if sample.here and _bytes(sample.headers) == _bytes(headers):
+        if sample.here and content(sample.headers) == content(headers):
             return Done()
         if sample.here:
             return Refused(code="conflict", reason=f"{_name(header.group_id, header.sample)} is here, and differs")
@@ -229,12 +244,19 @@ class Delivery:
         return Refused(code="fenced", reason=f"attempt {attempt} at {_name(group_id, index)} is no longer wanted")
 
     def expire(self, now: float) -> None:
-        """Take back what silent workers hold; it counts as an attempt, since a task may kill its worker."""
-        for worker, held in self._book.leases.expired(now):
-            for group_id, samples in held.items():
-                if group_id in self._book.groups:  # else dead-lettered just now, by another worker's loss
-                    self._change(LeaseLost(group=group_id, samples=samples, worker=worker, charged=True))
-                    self._charge(self._book.groups[group_id], samples, f"worker {worker} was lost")
+        """Take back what silent workers hold, and what any worker has held for too long."""
+        for lost in self._book.leases.expired(now):
+            self._take_back(lost, f"worker {lost.worker} was lost")
+        for lost in self._book.leases.overdue(now):
+            limit = f"{self._book.settings.max_lease_s:g} s (queue.max_lease_s)"
+            self._take_back(lost, f"worker {lost.worker} did not hand it over within {limit}")
+
+    def _take_back(self, lost: Lost, error: str) -> None:
+        """End leases; it counts as an attempt, since a task may kill its worker."""
+        for group_id, samples in lost.held.items():
+            if group_id in self._book.groups:  # else dead-lettered just now, by another worker's loss
+                self._change(LeaseLost(group=group_id, samples=samples, worker=lost.worker, charged=True))
+                self._charge(self._book.groups[group_id], samples, error)
 
     def revoke_all(self) -> None:
         """Take back all leases, so that what they generate now is fenced; no attempt is charged."""
@@ -371,29 +393,5 @@ class Delivery:
         self._book.counters["dead_letters"] += 1
 
 
-def _belong_together(headers: Sequence[TrajectoryHeader]) -> bool:
-    if len(headers) == 1:
-        return headers[0].segment == 0
-    places = {(h.group_id, h.sample, h.attempt, h.partition, h.episode_id) for h in headers}
-    return len(places) == 1 and [h.segment for h in headers] == list(range(len(headers)))
-
-
-def _bytes(headers: Sequence[TrajectoryHeader]) -> bytes:
-    """Without the size, in which only the first to bring media has them counted."""
-    headers = [msgspec.structs.replace(header, nbytes=0) for header in headers]
-    return msgspec.msgpack.encode(headers)  # unlike the structs, equal when a reward is not a number
-
-
 def _name(group_id: int, index: int) -> str:
     return f"sample {index} of group {group_id}"
-
-
-def _leased(group: Group, lent: Lent) -> LeasedGroup:
-    return LeasedGroup(
-        group_id=group.group_id,
-        partition=group.partition,
-        attempt=lent.attempt,
-        samples=lent.samples,
-        task=group.task,
-        min_version=lent.min_version,
-    )

@@ -1,12 +1,13 @@
 """The records of the store: a group, its samples, and its state."""
 
 from collections import OrderedDict
+from collections.abc import Collection, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
 import msgspec
 
-from rl_async.messages import Task, TrajectoryHeader, Version
+from rl_async.messages import LeasedGroup, Task, TrajectoryHeader, Version
 
 EVAL_GROUPS = 1 << 40  # group ids of evaluations count from here
 TRAIN, EVAL = "train", "eval"
@@ -64,6 +65,10 @@ class Group(msgspec.Struct):
         """Samples for which a worker should be found."""
         return [index for index, sample in enumerate(self.samples) if sample.missing]
 
+    def is_at(self, index: int, attempt: int) -> bool:
+        """Whether this is the newest attempt at one of its samples."""
+        return 0 <= index < len(self.samples) and self.samples[index].attempt == attempt
+
     def untouched(self) -> bool:
         """Whether no token of the group exists or is being generated."""
         return all(sample.worker is None and not sample.here for sample in self.samples)
@@ -83,6 +88,20 @@ class Group(msgspec.Struct):
         return [header for sample in self.samples for header in sample.headers]
 
 
+def are_one_sample(headers: Sequence[TrajectoryHeader]) -> bool:
+    """Whether these are all rows of one attempt at one sample, in order."""
+    if len(headers) == 1:
+        return headers[0].segment == 0
+    places = {(h.group_id, h.sample, h.attempt, h.partition, h.episode_id) for h in headers}
+    return len(places) == 1 and [h.segment for h in headers] == list(range(len(headers)))
+
+
+def content(headers: Sequence[TrajectoryHeader]) -> bytes:
+    """The headers without the size, in which only the first to bring media has them counted."""
+    headers = [msgspec.structs.replace(header, nbytes=0) for header in headers]
+    return msgspec.msgpack.encode(headers)  # unlike the structs, equal when a reward is not a number
+
+
 # --- leases ----------------------------------------------------------------------------------------------------------
 
 
@@ -96,10 +115,11 @@ class Lost(NamedTuple):
 class Leases:
     """Samples by worker and group. Times are the caller's, in seconds, never decreasing."""
 
-    def __init__(self, lease_s: float) -> None:
-        self._lease_s = lease_s
+    def __init__(self, lease_s: float, max_lease_s: float) -> None:
+        self._lease_s, self._max_lease_s = lease_s, max_lease_s
         self._heard: dict[str, float] = {}  # by worker, least recently heard first
-        self._held: dict[str, dict[int, set[int]]] = {}
+        # By worker, group and sample: when the lease was given, or last listed by its worker.
+        self._held: dict[str, dict[int, dict[int, float]]] = {}
         self._since: dict[tuple[str, int], float] = {}  # (worker, group), oldest first
 
     @property
@@ -118,20 +138,22 @@ class Leases:
 
     def give(self, worker: str, group: int, samples: list[int], now: float) -> None:
         """The worker, just heard of, takes these samples."""
-        self._held.setdefault(worker, {}).setdefault(group, set()).update(samples)
+        self._held.setdefault(worker, {}).setdefault(group, {}).update(dict.fromkeys(samples, now))
         self._since.setdefault((worker, group), now)
 
     def revive(self, now: float) -> None:
         """After a replay, which knows no times: whoever holds something was heard of just now, and took it just now."""
-        for worker in self._held:
+        for worker, held in self._held.items():
             self.hear(worker, now)
+            for group, samples in held.items():
+                held[group] = dict.fromkeys(samples, now)
         self._since = dict.fromkeys(self._since, now)
 
     def end(self, worker: str, group: int, sample: int) -> None:
         """End the lease of one sample."""
         held = self._held.get(worker, {})
-        samples = held.get(group, set())
-        samples.discard(sample)
+        samples = held.get(group, {})
+        samples.pop(sample, None)
         if not samples:
             self._forget(worker, group)
 
@@ -157,6 +179,29 @@ class Leases:
             del self._heard[worker]
             if worker in self._held:
                 lost.append(self._lost(worker))
+        return lost
+
+    def forgotten(self, worker: str, listed: Collection[tuple[int, int]], now: float) -> Lost:
+        """What the worker holds by our account, and has not ``listed`` as (group, sample) for the lease time.
+
+        A renewal may cross the answer that gives a lease, and therefore does not end a young one.
+        """
+        lost: dict[int, list[int]] = {}
+        for group, samples in self._held.get(worker, {}).items():
+            for sample, known in samples.items():
+                if (group, sample) in listed:
+                    samples[sample] = now
+                elif now - known >= self._lease_s:
+                    lost.setdefault(group, []).append(sample)
+        return Lost(worker, lost)
+
+    def overdue(self, now: float) -> list[Lost]:
+        """What was leased longer ago than any lease may last."""
+        lost: list[Lost] = []
+        for (worker, group), since in self._since.items():
+            if now - since < self._max_lease_s:
+                break
+            lost.append(Lost(worker, {group: sorted(self._held[worker][group])}))
         return lost
 
     def _lost(self, worker: str) -> Lost:
@@ -185,6 +230,18 @@ class Lent(msgspec.Struct, frozen=True, array_like=True):
     attempt: int
     samples: list[int]
     min_version: Version
+
+
+def leased_group(group: Group, lent: Lent) -> LeasedGroup:
+    """What a worker gets of a group that it was lent."""
+    return LeasedGroup(
+        group_id=group.group_id,
+        partition=group.partition,
+        attempt=lent.attempt,
+        samples=lent.samples,
+        task=group.task,
+        min_version=lent.min_version,
+    )
 
 
 class Grant(msgspec.Struct, kw_only=True):

@@ -1,9 +1,11 @@
 """The registries: engines with the weights that they confirmed, and payload shards with what is lost with one."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from rl_async.configs.engines import ENGINES
 from rl_async.messages import (
     Done,
     Elsewhere,
@@ -22,6 +24,8 @@ from rl_async.transfer_queue.state.book import Book
 from rl_async.transfer_queue.state.consumers import Consumers
 from rl_async.transfer_queue.state.transitions import Effects, EnginesChanged, ShardLost, ShardsChanged, Transition
 
+_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
+
 
 class Engines:
     """Engines by id. The revision grows with every change, publications included."""
@@ -39,6 +43,9 @@ class Engines:
     def register(self, engine_id: str, url: str, kind: str) -> Done | Refused:
         """Add an engine; the same again changes nothing. It gets no traffic before it confirms a version."""
         known = self._engines.get(engine_id)
+        if kind not in ENGINES or not _URL.fullmatch(url):
+            reason = f"engine {engine_id} at {url!r} of kind {kind!r}: give http://HOST:PORT and one of {list(ENGINES)}"
+            return Refused(code="bad_engine", reason=reason)
         if known is None:
             self._announce([*self.records(), EngineRecord(engine_id=engine_id, url=url, kind=kind)])
         elif (known.url, known.kind) != (url, kind):

@@ -14,7 +14,7 @@ from rl_async.agent_loop.worker import AgentWorker
 from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.reward import RewardConfig
 from rl_async.errors import EngineLost, QueueLost
-from rl_async.messages import Done, Leased, LeasedGroup, Refused, Trajectory, Version, VersionRun
+from rl_async.messages import Done, Leased, LeasedGroup, Refused, SampleKey, Trajectory, Version, VersionRun
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from tests.unit.agent_loop.fakes import leased, run_config
@@ -29,8 +29,8 @@ class FakeQueue:
         self.rows: list[Trajectory] = []
         self.failures: list[tuple[int, int, str]] = []
         self.asked: list[int] = []
-        self.renewed = 0
-        self.changed = asyncio.Event()
+        self.renewed: list[list[SampleKey]] = []
+        self.changed, self.renewal = asyncio.Event(), asyncio.Event()
 
     async def lease(self, max_groups: int, wait_s: float) -> Leased:
         self.asked.append(max_groups)
@@ -42,8 +42,9 @@ class FakeQueue:
             await self.changed.wait()
         return Leased(groups=[], finished=True)
 
-    async def renew(self) -> Done:
-        self.renewed += 1
+    async def renew(self, held: list[SampleKey]) -> Done:
+        self.renewed.append(held)
+        self.renewal.set()
         return Done()
 
     async def put(self, *rows: Trajectory) -> Done | Refused:
@@ -113,7 +114,20 @@ async def test_concurrency_bounds_conversations_and_leases(renderer: ChatRendere
     assert engine.most == 4
     assert queue.asked[0] == 2
     assert max(queue.asked) == 2
-    assert queue.renewed > 0
+    assert queue.renewed
+
+
+async def test_renewals_list_what_is_played(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased(samples=3)], hold=True)
+    running = asyncio.create_task(run(queue, renderer, Engine(renderer, seconds=0.2)))
+    async with asyncio.timeout(10):
+        while [] not in queue.renewed:
+            queue.renewal.clear()
+            await queue.renewal.wait()
+    assert [(7, 0, 1), (7, 1, 1)] in queue.renewed  # the engine is lost for sample 2 at once
+    queue.hold = False
+    queue.changed.set()
+    await running
 
 
 async def test_late_rows_are_counted(renderer: ChatRenderer) -> None:

@@ -12,13 +12,14 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.gateway import open_episodes
 from rl_async.agent_loop.gateway.chat import ChatMessage, ChatRequest
 from rl_async.agent_loop.gateway.episode import GatewayEpisode
 from rl_async.agent_loop.gateway.open_episodes import Ending, OpenEpisodes
 from rl_async.configs.schema.reward import RewardConfig
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.errors import EngineLost, QueueLost, RequestRefused
-from rl_async.messages import Done, Leased, LeasedGroup, Refused, Trajectory
+from rl_async.messages import Done, Leased, LeasedGroup, Refused, SampleKey, Trajectory
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
@@ -34,6 +35,8 @@ class FakeQueue:
         self.over = asyncio.Event()
         self.answer: Done | Refused = Done()
         self.failed = asyncio.Event()
+        self.renewed: list[list[SampleKey]] = []
+        self.renewal = asyncio.Event()
 
     async def lease(self, max_groups: int, wait_s: float) -> Leased:
         if max_groups and self.groups:
@@ -42,7 +45,9 @@ class FakeQueue:
         await self.over.wait()
         return Leased(groups=[], finished=True)
 
-    async def renew(self) -> Done:
+    async def renew(self, held: list[SampleKey]) -> Done:
+        self.renewed.append(held)
+        self.renewal.set()
         return Done()
 
     async def put(self, *rows: Trajectory) -> Done | Refused:
@@ -145,6 +150,27 @@ async def test_an_end_that_could_not_be_handed_over_may_be_posted_again(renderer
         ended = await episodes.end(episode.id, Ending(reward=1.0))
         assert (ended.accepted, ended.rows, ended.reward) == (True, 1, 1.0)
     assert len(queue.rows) == 1
+
+
+async def renewal(queue: FakeQueue) -> None:
+    queue.renewed.clear()
+    queue.renewal.clear()
+    async with asyncio.timeout(10):
+        await queue.renewal.wait()
+
+
+async def test_renewals_list_open_episodes_and_samples_that_no_program_has(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_episodes, "RENEWALS_PER_LEASE", 1500)
+    queue = FakeQueue([leased(samples=2)])
+    async with gateway(queue, renderer, Gone()) as episodes:
+        episode = await begin(episodes)
+        await renewal(queue)
+        assert sorted(queue.renewed[0]) == [(7, 0, 1), (7, 1, 1)]
+        await episodes.end(episode.id, Ending(error="given up"))
+        await renewal(queue)
+        assert queue.renewed[0] == [(7, 1, 1)]
 
 
 async def test_without_a_reward_the_runs_functions_score_the_last_answer(renderer: ChatRenderer) -> None:

@@ -76,6 +76,7 @@ MEGATRON = ("trainer.backend=megatron",)
         (["queue.replicas=2"], ["queue.replicas=2", "queue.shards=0"]),
         (["queue.shards=1", "queue.replicas=2"], ["queue.replicas=2", "queue.shards=1"]),
         (["queue.shards=1", "queue.host=0.0.0.0"], ["queue.shards", "queue.host"]),
+        (["queue.max_lease_s=60"], ["queue.max_lease_s", "agent.episode_timeout_s"]),
         (["queue.redis_url=localhost"], ["queue.redis_url", "redis://"]),
         (["queue.redis_url=redis://:secret@host:1/0"], ["queue.redis_url", "RL_ASYNC_REDIS_PASSWORD"]),
         (["queue.redis_url=redis://host:1/0?password=secret"], ["queue.redis_url", "RL_ASYNC_REDIS_PASSWORD"]),

@@ -168,7 +168,7 @@ def test_payloads_are_freed_with_their_groups():
 
 
 def test_leases_live_as_long_as_their_worker_is_heard():
-    leases = Leases(10.0)
+    leases = Leases(10.0, 100.0)
     leases.hear("a", 0.0)
     leases.give("a", 1, [0, 1], 0.0)
     leases.hear("b", 2.0)

@@ -121,6 +121,80 @@ def test_renewing_keeps_leases(make_rig):
     assert rig.store.status(18.0).oldest_lease_s == 18.0
 
 
+def test_a_lease_that_its_worker_forgot_ends_after_the_lease_time(make_rig):
+    rig = make_rig(max_staleness=0)
+    rig.publish(0)
+    first, second = rig.lease()
+    held = [(second.group_id, 0, second.attempt), (second.group_id, 1, second.attempt)]
+    held.append((first.group_id, 0, first.attempt))
+    for now in (3.0, 6.0, 9.0):  # the answer with the others may still be on its way
+        rig.store.delivery.renew("w", now, held)
+    assert rig.of(LeaseLost) == []
+    rig.store.delivery.renew("w", 10.0, held)
+    (lost,) = rig.of(LeaseLost)
+    assert (lost.group, lost.samples, lost.charged) == (first.group_id, [1], True)
+    rig.now = 10.0
+    (again,) = rig.lease("other")
+    assert (again.group_id, again.samples) == (first.group_id, [1])
+    assert rig.store.delivery.put("w", [rig.header(first, 1)], rig.now).code == "fenced"
+    rig.store.delivery.renew("w", 25.0, held)
+    rig.put_all([second])
+    assert rig.store.delivery.put("w", [rig.header(first, 0)], rig.now) == Done()
+
+
+def test_what_a_worker_holds_of_an_older_attempt_is_not_what_it_leased(make_rig):
+    rig = make_rig(max_staleness=0)
+    rig.publish(0)
+    group = rig.lease(max_groups=1)[0]
+    rig.store.delivery.renew("w", 10.0, [(group.group_id, 0, group.attempt - 1), (77, 0, 0), (group.group_id, 9, 0)])
+    (lost,) = rig.of(LeaseLost)
+    assert lost.samples == [0, 1]
+
+
+def test_a_renewal_that_lists_nothing_keeps_all(make_rig):
+    rig = make_rig()
+    rig.publish(0)
+    rig.lease()
+    rig.store.delivery.renew("w", 9.0)
+    rig.store.delivery.renew("w", 18.0, None)
+    assert rig.of(LeaseLost) == []
+
+
+def test_a_lease_ends_at_its_maximum_age_whatever_its_worker_says(make_rig):
+    rig = make_rig(max_staleness=0, max_lease_s=50.0)
+    rig.publish(0)
+    (group,) = rig.lease(max_groups=1)
+    held = [(group.group_id, sample, group.attempt) for sample in group.samples]
+    for now in range(5, 50, 5):
+        rig.store.delivery.renew("w", float(now), held)
+        rig.store.expire(float(now))
+    assert rig.of(LeaseLost) == []
+    rig.now = 48.0
+    young = rig.lease(max_groups=1)[0]
+    rig.store.expire(50.0)
+    assert [(lost.group, lost.samples) for lost in rig.of(LeaseLost)] == [(group.group_id, [0, 1])]
+    rig.put_all([young])
+
+
+def test_only_the_holder_of_a_lease_puts_or_fails_it(make_rig):
+    rig = make_rig()
+    rig.publish(0)
+    group, *_ = rig.lease("w")
+    before = rig.store.dump()
+    assert rig.store.delivery.put("stranger", [rig.header(group, 0)], 0.0).code == "fenced"
+    rig.store.delivery.fail("stranger", group.group_id, 0, group.attempt, "boom", 0.0)
+    assert rig.store.dump() == before
+    assert rig.store.delivery.put("w", [rig.header(group, 0)], 0.0) == Done()
+    assert rig.store.delivery.put("w", [rig.header(group, 0)], 0.0) == Done()
+
+
+@pytest.mark.parametrize(("url", "kind"), [("http://a", "junk"), ("junk", "vllm"), ("http://", "vllm")])
+def test_an_engine_that_no_worker_could_use_is_refused(make_rig, url, kind):
+    rig = make_rig()
+    assert rig.store.engines.register("e0", url, kind).code == "bad_engine"
+    assert rig.store.engines.records() == [] and rig.seen == []
+
+
 def test_failed_sample_is_redelivered_then_dead_letters_its_group(make_rig):
     rig = make_rig(max_staleness=0)
     rig.publish(0)
