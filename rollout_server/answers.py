@@ -55,8 +55,8 @@ class IncomingAnswer:
         ]
         if [run.start for run in runs] + [len(self._tokens)] != [0] + [run.end for run in runs]:
             raise EngineRejected(f"{self._url} answered without the weight version of every token")
-        if runs and runs[0].version < self._oldest:
-            raise EngineLost(f"{self._url} sampled with {runs[0].version}, older than {self._oldest}")
+        if runs and (oldest := min(run.version for run in runs)) < self._oldest:
+            raise EngineLost(f"{self._url} sampled with {oldest}, older than {self._oldest}")
         start, self._returned = self._returned, len(self._tokens)
         return GenerateResult(
             token_ids=self._tokens[start:],

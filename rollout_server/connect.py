@@ -13,10 +13,10 @@ from rl_async.rollout_server.vllm.client import VllmEngine
 
 EngineClient = VllmEngine | SglangEngine
 
-CLIENTS: Mapping[EngineKind, Callable[[str, float | None, ReadVersion, int], EngineClient]] = {
+CLIENTS: Mapping[EngineKind, Callable[[str, float | None, ReadVersion, int, int | None], EngineClient]] = {
     "embedded": VllmEngine,
     "vllm": VllmEngine,
-    "sglang": lambda url, timeout_s, read_version, _: SglangEngine(url, timeout_s, read_version),
+    "sglang": lambda url, timeout_s, read_version, _, lineage: SglangEngine(url, timeout_s, read_version, lineage),
 }
 
 
@@ -26,14 +26,16 @@ def connect(
     timeout_s: float | None = 600.0,
     read_version: ReadVersion = Version.parse,
     max_coalesced: int = 1,
+    lineage: int | None = None,
 ) -> EngineClient:
     """Return a client of the engine at ``url``; nothing is sent yet. Raises ProtocolError for an unknown kind.
 
-    Up to ``max_coalesced`` requests for one prompt are sent as one, where the dialect has such requests.
+    Up to ``max_coalesced`` requests for one prompt are sent as one, where the dialect has such requests. ``lineage``:
+    of the trainer that updates the engine's weights.
     """
     for known, client in CLIENTS.items():
         if known == kind:
-            return client(url, timeout_s, read_version, max_coalesced)
+            return client(url, timeout_s, read_version, max_coalesced, lineage)
     raise ProtocolError(f"the engine at {url} is of kind {kind!r}; known: {', '.join(CLIENTS)}")
 
 

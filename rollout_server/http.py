@@ -8,7 +8,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from rl_async.errors import EngineError, EngineLost, EngineRejected
+from rl_async.errors import EngineLost, EngineRejected, RlAsyncError, TrainerReplaced
+from rl_async.rollout_server.fence import LINEAGE_HEADER, REPLACED
 
 KEEP_ALIVE_S = 4.0  # servers close idle connections after 5 s; a request sent at that moment would be lost
 HEALTH_S = 5.0
@@ -18,9 +19,10 @@ FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
 class EngineHttp:
     """Requests to one engine at ``url``. ``timeout_s`` bounds each; a caller with a shorter deadline cancels it."""
 
-    def __init__(self, url: str, timeout_s: float | None) -> None:
+    def __init__(self, url: str, timeout_s: float | None, lineage: int | None = None) -> None:
         self.url = url.rstrip("/")
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=5.0)
+        self._lineage = {} if lineage is None else {LINEAGE_HEADER: str(lineage)}
         self._session: aiohttp.ClientSession | None = None
 
     async def call(
@@ -52,9 +54,11 @@ class EngineHttp:
             except FAILURES as error:
                 raise self._lost(path, error) from error
 
-    def error_for(self, path: str, status: int, message: str) -> EngineError:
+    def error_for(self, path: str, status: int, message: str) -> RlAsyncError:
         """Return the error for an answer with this status; 409 (weights too old) is EngineLost, since another engine
-        may be able to serve the request."""
+        may be able to serve the request, 412 TrainerReplaced."""
+        if status == REPLACED:
+            return TrainerReplaced(f"{self.url}{path} answered {status}: {message}")
         refused = 400 <= status < 500 and status != 409
         return (EngineRejected if refused else EngineLost)(f"{self.url}{path} answered {status}: {message}")
 
@@ -68,7 +72,7 @@ class EngineHttp:
             )
         data = None if body is None else msgspec.json.encode(body)
         # vLLM closes the connection after a 500, which the next request on it would find out too late.
-        sent = {"Content-Type": "application/json", "Connection": "close", **(headers or {})}
+        sent = {"Content-Type": "application/json", "Connection": "close", **self._lineage, **(headers or {})}
         try:
             response = await self._session.request(method, self.url + path, data=data, params=params, headers=sent)
         except FAILURES as error:

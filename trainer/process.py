@@ -26,7 +26,7 @@ from rl_async.trainer.monitoring.evaluation import Evaluator
 from rl_async.trainer.monitoring.guard import Guard
 from rl_async.trainer.monitoring.queue_depth import QueueDepth
 from rl_async.trainer.monitoring.ranks import ranks_joined
-from rl_async.trainer.monitoring.records import next_lineage
+from rl_async.trainer.monitoring.records import next_lineage, require_newest
 from rl_async.trainer.monitoring.stopping import StopRequest
 from rl_async.trainer.monitoring.trackers import Tracking
 from rl_async.trainer.publishing.canaries import PROMPT_TOKENS, Canaries
@@ -91,7 +91,13 @@ def _base_run(
         publisher=NoEngines(),
         guard=Guard.of(config),
         kl=kl,
-        saver=Saver(folder / "checkpoints", trainer.keep_checkpoints, trainer.collective_timeout_s),
+        saver=Saver(
+            folder / "checkpoints",
+            trainer.keep_checkpoints,
+            trainer.collective_timeout_s,
+            start.step,
+            lambda: require_newest(folder, start.lineage),
+        ),
         stop=stop,
         recorder=Recorder(folder, start.lineage, rank, is_recorder=models.data_parallel.is_recorder),
         tracking=Tracking(config, folder) if rank == 0 else None,
@@ -137,7 +143,7 @@ def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None,
             run.evaluations = Evaluator(queue, config.eval.every, run.recorder.evaluated)
         with WeightCoordinator(
             lambda: QueueClient(address, role="weights", name="coordinator", keys=keys, lineage=run.lineage),
-            lambda record: connect(record.kind, record.url),
+            lambda record: connect(record.kind, record.url, lineage=run.lineage),
             _resolved_sync(run),
             config.rollout.start_timeout_s,
             host,

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from typing import Any, Self, TypeVar
 
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
-from rl_async.errors import WeightSyncError
+from rl_async.errors import TrainerReplaced, WeightSyncError
 from rl_async.messages import EngineRecord, Version
 from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.fleet import Fleet
@@ -90,11 +90,13 @@ class WeightCoordinator:
         self.close()
 
     def _check_catch_up(self) -> None:
-        """Raise WeightSyncError if the catch-up loop has ended, which only a bug can cause."""
-        if self._catching_up.done():
-            raise WeightSyncError(
-                "the task that updates late engines has ended unexpectedly"
-            ) from self._catching_up.exception()
+        """Raise TrainerReplaced if the catch-up loop has met it, WeightSyncError if a bug has ended the loop."""
+        if not self._catching_up.done():
+            return
+        error = self._catching_up.exception()
+        if isinstance(error, TrainerReplaced):
+            raise error
+        raise WeightSyncError("the task that updates late engines has ended unexpectedly") from error
 
     def _wait(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
-from rl_async.errors import RlAsyncError, WeightSyncError
+from rl_async.errors import RlAsyncError, TrainerReplaced, WeightSyncError
 from rl_async.messages import EngineRecord, Version
 from rl_async.threads import in_daemon_thread
 from rl_async.weight_sync import wave
@@ -69,7 +69,8 @@ class Fleet:
     async def publish(self, version: Version, buckets: Sequence[Bucket]) -> SyncReport:
         """Bring all registered engines to ``version``; those that fail are cut off.
 
-        Raises WeightSyncError when no engine took the weights within ``engine_wait_s``.
+        Raises WeightSyncError when no engine took the weights within ``engine_wait_s``, TrainerReplaced when an engine
+        or the directory serves a newer trainer; no engine is cut off then.
         """
         began = time.monotonic()
         async with self._lock:
@@ -103,13 +104,15 @@ class Fleet:
 
         Consumes changes of the registry. Produces engines at the published version, confirmed to the registry. Waits
         for a change (deadline: POLL_S) and for the lock. Unblocked by the launcher registering an engine. Runs until
-        cancelled; an error is logged with its engine and phase, and the loop continues.
+        cancelled; an error is logged with its engine and phase, and the loop continues. TrainerReplaced ends it.
         """
         revision = -1
         while True:
             try:
                 revision = (await self._directory.engines(after=revision, wait_s=POLL_S)).revision
                 await self._catch_up()
+            except TrainerReplaced:
+                raise
             except RlAsyncError as error:
                 log.error("bringing late engines up to date: %s: %s", type(error).__name__, error)
                 await asyncio.sleep(RETRY_S)

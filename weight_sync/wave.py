@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rl_async.errors import RlAsyncError, WeightSyncError
+from rl_async.errors import RlAsyncError, TrainerReplaced, WeightSyncError
 from rl_async.messages import EngineRecord, Version
 from rl_async.threads import in_daemon_thread
 from rl_async.weight_sync.buckets.buckets import Bucket
@@ -74,13 +74,15 @@ class WaveOutcome:
 
 
 async def call(member: FleetMember, phase: str, request: Awaitable[T], timeout_s: float) -> T:
-    """Await one request to one engine. Raises EngineFailed, naming the phase."""
+    """Await one request to one engine. Raises EngineFailed, naming the phase, and TrainerReplaced as it is."""
     member.phase = phase
     try:
         async with asyncio.timeout(timeout_s):
             return await request
     except TimeoutError:
         raise EngineFailed(member.engine_id, phase, f"no answer within {timeout_s:g} s", lost=True) from None
+    except TrainerReplaced:  # the engine is sound
+        raise
     except RlAsyncError as error:
         raise EngineFailed(member.engine_id, phase, f"{type(error).__name__}: {error}", lost=False) from error
 

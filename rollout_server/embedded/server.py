@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
@@ -18,6 +19,7 @@ from rl_async.rollout_server.embedded import dialect
 from rl_async.rollout_server.embedded.engine_thread import EngineThread, checksums
 from rl_async.rollout_server.embedded.sequence import Sequence
 from rl_async.rollout_server.embedded.stream import SequenceEvents, SequenceStream
+from rl_async.rollout_server.fence import LineageFence
 from rl_async.rollout_server.vllm.client import MIN_VERSION_HEADER, REQUEST_PREFIX
 from rl_async.weight_sync.protocol import FinishUpdateBody, InitTransferBody, UpdateWeightsBody
 from rl_async.weight_sync.receiver import WeightReceiver
@@ -61,7 +63,8 @@ class EngineServer:
             "GET /metrics": self.metrics,
         }
         self.app = Starlette(
-            routes=[Route(key.split()[1], self._guarded(f), methods=[key.split()[0]]) for key, f in routes.items()]
+            routes=[Route(key.split()[1], self._guarded(f), methods=[key.split()[0]]) for key, f in routes.items()],
+            middleware=[Middleware(LineageFence)],
         )
 
     def _guarded(self, handler: Callable[[Request], Any]) -> Callable[[Request], Any]:

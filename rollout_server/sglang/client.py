@@ -43,8 +43,14 @@ class SglangEngine:
     names of its weights.
     """
 
-    def __init__(self, url: str, timeout_s: float | None = 600.0, read_version: ReadVersion = Version.parse) -> None:
-        self._http, self._read_version = EngineHttp(url, timeout_s), read_version
+    def __init__(
+        self,
+        url: str,
+        timeout_s: float | None = 600.0,
+        read_version: ReadVersion = Version.parse,
+        lineage: int | None = None,
+    ) -> None:
+        self._http, self._read_version = EngineHttp(url, timeout_s, lineage), read_version
         self.url = self._http.url
         self._running: dict[str, str] = {}  # request id -> SGLang's id, of requests in flight
         self._group = ""  # the weight-transfer group that this client made the engine join

@@ -11,7 +11,8 @@ from importlib.util import find_spec
 from rl_async.configs.engines.vllm import VLLM
 from rl_async.process.role import join_supervisor
 
-FLAGS = (*VLLM.fixed_arguments, "--disable-uvicorn-access-log")
+FENCE = "rl_async.rollout_server.fence.LineageFence"
+FLAGS = ("--middleware", FENCE, *VLLM.fixed_arguments, "--disable-uvicorn-access-log")
 VARIABLES = {
     "VLLM_SERVER_DEV_MODE": "1",  # the control routes: pause, weights, sleep
     "VLLM_NO_USAGE_STATS": "1",

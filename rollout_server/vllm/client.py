@@ -100,7 +100,8 @@ class VllmEngine:
 
     ``timeout_s`` bounds every call; a caller with a shorter deadline cancels it. ``read_version`` parses the engine's
     names of its weights. Up to ``max_coalesced`` requests for one prompt, made at the same moment, are sent as one;
-    vLLM accepts no more than it decodes at once.
+    vLLM accepts no more than it decodes at once. With the ``lineage`` of a trainer, methods raise TrainerReplaced once
+    the engine has heard of a newer one.
     """
 
     def __init__(
@@ -109,8 +110,9 @@ class VllmEngine:
         timeout_s: float | None = 600.0,
         read_version: ReadVersion = Version.parse,
         max_coalesced: int = 1,
+        lineage: int | None = None,
     ) -> None:
-        self._http, self._read_version = EngineHttp(url, timeout_s), read_version
+        self._http, self._read_version = EngineHttp(url, timeout_s, lineage), read_version
         self.url = self._http.url
         self._coalescer = Coalescer(self._send, max_coalesced)
 

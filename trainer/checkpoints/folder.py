@@ -14,9 +14,11 @@ Format 1 had whole tensors in optimizer.safetensors and no manifest. Runs can st
 verification.
 """
 
+import itertools
 import logging
+import math
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -34,6 +36,7 @@ log = logging.getLogger("rl_async.checkpoint")
 
 PREFIX = "step-"
 UNFINISHED = ".tmp"
+DAMAGED = ".damaged"
 FORMAT = 2
 
 
@@ -99,8 +102,8 @@ def begin(temporary: Path, names: Iterable[str]) -> None:
         (temporary / name).mkdir(parents=True, exist_ok=True)
 
 
-def publish(temporary: Path, root: Path, step: int, keep: int) -> None:
-    """Rename a folder whose files are durable to its final name, and delete all but the newest ``keep``."""
+def publish(temporary: Path, root: Path, step: int) -> None:
+    """Rename a folder whose files are durable to its final name."""
     final = folder_of(root, step)
     for folder in (temporary, *(path for path in temporary.rglob("*") if path.is_dir())):
         force_to_disk(folder)
@@ -111,10 +114,14 @@ def publish(temporary: Path, root: Path, step: int, keep: int) -> None:
     temporary.rename(final)
     force_to_disk(root)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def prune(root: Path, keep: int, spared: Collection[int]) -> None:
+    """Delete all but the newest ``keep`` checkpoints and those of the steps ``spared``."""
     for old in list_checkpoints(root)[:-keep]:
-        shutil.rmtree(
-            old.rename(root / f".{old.name}.old{UNFINISHED}")
-        )  # renamed first, so that a partly deleted one is not listed
+        if _step_of(old) not in spared:
+            hidden = old.rename(root / f".{old.name}.old{UNFINISHED}")  # so that a partly deleted one is not listed
+            shutil.rmtree(hidden)
 
 
 def drop_unfinished(root: Path) -> None:
@@ -124,27 +131,49 @@ def drop_unfinished(root: Path) -> None:
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """List the complete checkpoints, oldest first."""
-    return sorted(path for path in root.glob(f"{PREFIX}*") if (path / "state.json").is_file())
+    """List the complete checkpoints, oldest first. One of a newer lineage is newer, whatever its step."""
+    found = (path for path in root.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit())
+    return sorted((path for path in found if (path / "state.json").is_file()), key=_age)
+
+
+def _age(folder: Path) -> tuple[float, int]:
+    try:
+        lineage: float = read_state(folder).lineage
+    except msgspec.MsgspecError:
+        lineage = math.inf  # looked at first, and found damaged
+    return lineage, _step_of(folder)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix(PREFIX))
 
 
 def newest_whole(root: Path) -> Path | None:
-    """Return the newest undamaged checkpoint; None if none was ever written.
+    """Return the newest undamaged checkpoint, to resume from; None if none was ever written.
 
-    Logs a warning for each damaged one, naming the file. Raises CheckpointDamaged if all are damaged.
+    Newer ones, which are damaged, are set aside under another name, so that retention does not count them; a warning
+    names each and its file. Raises CheckpointDamaged, and leaves all where they are, if all are damaged.
     """
-    found = []
+    found: dict[Path, str] = {}
     for folder in reversed(list_checkpoints(root)):
         wrong = damage_of(folder)
         if wrong is None:
+            for damaged, why in found.items():
+                aside = _set_aside(damaged)
+                log.warning("%s is damaged and now called %s; using %s: %s", damaged, aside.name, folder.name, why)
             return folder
-        found.append(wrong)
-        log.warning("checkpoint %s is damaged, trying an older one: %s", folder.name, wrong)
+        found[folder] = wrong
     if found:
         raise CheckpointDamaged(
-            f"all checkpoints in {root} are damaged: {'; '.join(found)}; restore one, or delete the run"
+            f"all checkpoints in {root} are damaged: {'; '.join(found.values())}; restore one, or delete the run"
         )
     return None
+
+
+def _set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint; nothing counts or deletes it under its new name."""
+    taken = (folder.with_name(f"{folder.name}{DAMAGED}{count or ''}") for count in itertools.count())
+    return folder.rename(next(path for path in taken if not path.exists()))
 
 
 def damage_of(folder: Path) -> str | None:

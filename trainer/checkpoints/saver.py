@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from rl_async.errors import CheckpointFailed
+from rl_async.errors import CheckpointFailed, TrainerReplaced
 from rl_async.files import force_to_disk
 from rl_async.threads import in_daemon_thread
 from rl_async.trainer.backends.interface import Backend
-from rl_async.trainer.checkpoints.folder import CheckpointState, begin, publish, temporary_folder
+from rl_async.trainer.checkpoints.folder import CheckpointState, begin, prune, publish, temporary_folder
 from rl_async.trainer.checkpoints.manifest import FileDigest, digest, files_in, write_manifest
-from rl_async.trainer.checkpoints.shards import on_all_ranks
+from rl_async.trainer.checkpoints.shards import FAILURES, on_all_ranks
 
 log = logging.getLogger("rl_async.checkpoint")
 
@@ -32,13 +32,22 @@ DIGESTS = ".digests-rank"
 
 
 class Saver:
-    """Keeps the newest ``keep`` checkpoints in ``root``. All ranks call ``save`` and ``wait`` alike.
+    """Keeps the newest ``keep`` checkpoints in ``root``, and that of step ``resumed``, which this process began with.
 
-    One checkpoint is written at a time, within ``timeout_s``. The constructor is a collective.
+    All ranks call ``save`` and ``wait`` alike. One checkpoint is written at a time, within ``timeout_s``. The
+    constructor is a collective. ``check_lineage`` raises TrainerReplaced if another trainer has resumed the run.
     """
 
-    def __init__(self, root: Path, keep: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        root: Path,
+        keep: int,
+        timeout_s: float,
+        resumed: int = 0,
+        check_lineage: Callable[[], None] = lambda: None,
+    ) -> None:
         self._root, self._keep, self._timeout_s = root, keep, timeout_s
+        self._resumed, self._check_lineage = resumed, check_lineage
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._flight: Future[None] | None = None
         self._step = -1  # of the newest checkpoint that was started
@@ -122,7 +131,15 @@ class Saver:
             digests |= msgspec.json.decode(part.read_bytes(), type=dict[str, FileDigest])
             part.unlink()
         write_manifest(folder, digests)
-        publish(folder, self._root, step, self._keep)
+        self._check_lineage()
+        publish(folder, self._root, step)
+        self._check_lineage()  # a successor that is not known by now has found this checkpoint, and not an older one
+        prune(self._root, self._keep, {step, self._resumed})
 
     def _on_all_ranks(self, work: Callable[[], None]) -> None:
-        on_all_ranks(work, self._group, CheckpointFailed)
+        try:
+            on_all_ranks(work, self._group, CheckpointFailed, (*FAILURES, TrainerReplaced))
+        except CheckpointFailed as error:
+            if isinstance(error.__cause__, TrainerReplaced):
+                raise error.__cause__ from None
+            raise

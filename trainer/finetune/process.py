@@ -19,6 +19,7 @@ from rl_async.trainer.finetune.loop import Finetuning, finetune
 from rl_async.trainer.finetune.resume import resume_point
 from rl_async.trainer.finetune.rows import HELD_OUT, ROWS, ChatRows, total_steps
 from rl_async.trainer.monitoring.ranks import ranks_joined
+from rl_async.trainer.monitoring.records import require_newest
 from rl_async.trainer.monitoring.stopping import StopRequest
 from rl_async.trainer.monitoring.trackers import Tracking
 from rl_async.trainer.step.models import build_models
@@ -38,8 +39,14 @@ def run_rank(folder: Path) -> None:
     with ranks_joined(config, folder) as (device, _):
         trainer = config.trainer
         policy = build_models(config, device).policy
-        saver = Saver(folder / "checkpoints", trainer.keep_checkpoints, trainer.collective_timeout_s)
         step, lineage = resume_point(folder)
+        saver = Saver(
+            folder / "checkpoints",
+            trainer.keep_checkpoints,
+            trainer.collective_timeout_s,
+            step,
+            lambda: require_newest(folder, lineage),
+        )
         if step:
             load_checkpoint(folder_of(folder / "checkpoints", step), {".": policy})
             log.info("resuming after step %d as lineage %d", step, lineage)

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rl_async.files import append_lines, replace_file, written_whole
+from rl_async.errors import TrainerReplaced
+from rl_async.files import append_lines, force_to_disk, written_whole
 from rl_async.messages import Explanation, Trajectory
 
 
@@ -100,5 +101,15 @@ def next_lineage(run: Path, resuming: bool) -> int:
     """
     path = run / "lineage"
     lineage = int(path.read_text()) + 1 if resuming and path.exists() else 0
-    replace_file(path, f"{lineage}\n".encode())
+    with written_whole(path) as temporary:
+        temporary.write_bytes(f"{lineage}\n".encode())
+        force_to_disk(temporary)
+    force_to_disk(run)
     return lineage
+
+
+def require_newest(run: Path, lineage: int) -> None:
+    """Raise TrainerReplaced if a trainer of a newer lineage than this one has resumed the run."""
+    newest = int((run / "lineage").read_text())
+    if newest > lineage:
+        raise TrainerReplaced(f"{run}: the trainer of lineage {lineage} was replaced by one of lineage {newest}")

@@ -11,9 +11,10 @@ import pytest
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from rl_async.errors import CheckpointFailed
+from rl_async.errors import CheckpointFailed, TrainerReplaced
 from rl_async.trainer.checkpoints.folder import FORMAT, CheckpointState, newest_whole
 from rl_async.trainer.checkpoints.saver import Saver
+from rl_async.trainer.monitoring.records import next_lineage, require_newest
 
 WAIT_S = 60.0
 
@@ -128,3 +129,35 @@ def assert_(said: bool) -> None:
 
 def raise_(error: Exception) -> None:
     raise error
+
+
+def test_a_replaced_trainer_gives_no_checkpoint_a_name_and_deletes_none(tmp_path: Path, alone: None) -> None:
+    root = tmp_path / "checkpoints"
+    lineage = next_lineage(tmp_path, resuming=False)
+    saver = Saver(root, 1, WAIT_S, check_lineage=lambda: require_newest(tmp_path, lineage))
+    save(saver, 2, Half())
+    saver.wait()
+    save(saver, 4, Half(lambda: assert_(next_lineage(tmp_path, resuming=True) == 1)))
+    with pytest.raises(TrainerReplaced):
+        saver.wait()
+    assert newest_whole(root) == root / "step-000002"
+    assert saver.durable() == 2, "the queue hears of no other"
+
+
+def test_a_replaced_trainer_that_named_its_checkpoint_at_the_last_moment_deletes_none(
+    tmp_path: Path, alone: None
+) -> None:
+    names: list[list[str]] = []
+
+    def check() -> None:
+        names.append(sorted(path.name for path in tmp_path.glob("step-*")))
+        if len(names) == 4:
+            raise TrainerReplaced("by lineage 1")
+
+    saver = Saver(tmp_path, 1, WAIT_S, check_lineage=check)
+    save(saver, 2, Half())
+    save(saver, 4, Half())
+    with pytest.raises(TrainerReplaced):
+        saver.wait()
+    assert names[2:] == [["step-000002"], ["step-000002", "step-000004"]]
+    assert (tmp_path / "step-000002").is_dir()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
-from rl_async.errors import QueueLost, WeightSyncError
+from rl_async.errors import QueueLost, TrainerReplaced, WeightSyncError
 from rl_async.messages import EngineList, Version
 from rl_async.weight_sync.coordinator import WeightCoordinator
 
@@ -57,14 +57,17 @@ def test_a_directory_that_cannot_be_opened_is_reported_at_once() -> None:
     assert coordinator_threads() == []
 
 
-def test_a_catch_up_that_ended_is_not_hidden() -> None:
+@pytest.mark.parametrize(
+    ("error", "kind"), [(ZeroDivisionError(), WeightSyncError), (TrainerReplaced("by lineage 1"), TrainerReplaced)]
+)
+def test_a_catch_up_that_ended_is_not_hidden(error: Exception, kind: type[Exception]) -> None:
     class Buggy(Directory):
         async def engines(self, after: int = -1, wait_s: float = 0.0) -> EngineList:
             if wait_s > 0:  # only the catch-up waits
-                raise ZeroDivisionError
+                raise error
             return await super().engines(after, wait_s)
 
-    ended = pytest.raises(WeightSyncError)
+    ended = pytest.raises(kind)
     with WeightCoordinator(Buggy().open, lambda _: None, SYNC) as coordinator, ended:
         for _ in range(1000):
             coordinator.suspend()

@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from rl_async.errors import EngineError, EngineLost, WeightSyncError
+from rl_async.errors import EngineError, EngineLost, TrainerReplaced, WeightSyncError
 from rl_async.messages import Version
 from rl_async.weight_sync import fleet as fleet_module
 from rl_async.weight_sync.protocol import TransportName
@@ -190,3 +190,26 @@ async def test_a_new_trainer_wakes_engines_that_sleep_since_the_last_one_died() 
     assert engine.asleep == set()
     assert engine.serves == V1
     assert directory.removed == {}
+
+
+@pytest.mark.parametrize("call", ["version", "init", "pause keep", "start", "update 2", "finish", "resume"])
+async def test_a_replaced_trainer_ends_and_cuts_no_engine_off(call: str) -> None:
+    engines = {"a": Engine({call: TrainerReplaced("by lineage 1")}), "b": Engine()}
+    directory = Directory(**engines)
+    fleet = make_fleet(directory)
+    with pytest.raises(TrainerReplaced):
+        await fleet.publish(V0, buckets())
+    assert directory.removed == {} and directory.published is None
+    await fleet.close()
+
+
+async def test_a_replaced_trainer_stops_bringing_engines_up_to_date() -> None:
+    directory = Directory(a=Engine())
+    fleet = make_fleet(directory)
+    await fleet.publish(V0, buckets())
+    directory.add("late", Engine({"start": TrainerReplaced("by lineage 1")}))
+    async with asyncio.timeout(5):
+        with pytest.raises(TrainerReplaced):
+            await fleet.keep_caught_up()
+    assert directory.removed == {}
+    await fleet.close()

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rl_async.errors import EngineLost, EngineRejected
+from rl_async.errors import EngineLost, EngineRejected, TrainerReplaced
 from rl_async.messages import Sampling, Version, VersionRun
 from rl_async.rollout_server.answers import join
 from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult
@@ -96,7 +96,7 @@ async def test_a_broken_stream_has_yielded_the_parts_before() -> None:
         assert given == [[1]]
 
 
-@pytest.mark.parametrize(("code", "kind"), [(400, EngineRejected), (500, EngineLost)])
+@pytest.mark.parametrize(("code", "kind"), [(400, EngineRejected), (412, TrainerReplaced), (500, EngineLost)])
 async def test_a_stream_may_begin_with_a_refusal(code: int, kind: type[Exception]) -> None:
     body = stream({"error": {"message": "prompt too long", "type": "BadRequestError", "param": None, "code": code}})
     async with answering(lambda path, _: (200, body)) as client:
@@ -158,6 +158,10 @@ async def test_choices_that_were_not_requested_are_refused() -> None:
     ("change", "error", "named"),
     [
         ({"weight_versions": [{"version": "0.0", "start": 0, "end": 2}]}, EngineLost, r"0\.0.* 0\.1"),
+        (
+            {"weight_versions": [{"version": "0.2", "start": 0, "end": 1}, {"version": "0.0", "start": 1, "end": 2}]},
+            *(EngineLost, r"0\.0.* 0\.1"),
+        ),
         ({"weight_versions": [{"version": "default", "start": 0, "end": 2}]}, EngineLost, "'default'"),
         ({"weight_versions": None}, EngineRejected, "weight version"),
         ({"weight_versions": [{"version": "0.1", "start": 0, "end": 1}]}, EngineRejected, "weight version"),

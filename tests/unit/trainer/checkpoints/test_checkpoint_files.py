@@ -15,6 +15,7 @@ from rl_async.trainer.checkpoints.folder import (
     drop_unfinished,
     list_checkpoints,
     newest_whole,
+    prune,
     publish,
     temporary_folder,
 )
@@ -23,15 +24,16 @@ from rl_async.trainer.checkpoints.manifest import digest, files_in, write_manife
 SHARD = "shards/shard-00001.safetensors"
 
 
-def make(root: Path, step: int, keep: int = 9, version: int = FORMAT) -> Path:
+def make(root: Path, step: int, keep: int = 9, version: int = FORMAT, lineage: int = 0, resumed: int = 0) -> Path:
     """A checkpoint in the place of tensors of which is text."""
     folder = temporary_folder(root, step)
     begin(folder, [".", "shards"])
     (folder / SHARD).write_bytes(b"weights of step %d" % step)
-    state = CheckpointState(step=step, lineage=0, kl_coef=0.0, format=version)
+    state = CheckpointState(step=step, lineage=lineage, kl_coef=0.0, format=version)
     (folder / "state.json").write_bytes(msgspec.json.encode(state))
     write_manifest(folder, {name: digest(folder / name) for name in files_in(folder)})
-    publish(folder, root, step, keep)
+    publish(folder, root, step)
+    prune(root, keep, {step, resumed})
     return root / f"step-{step:06d}"
 
 
@@ -53,12 +55,14 @@ def test_damage_is_found_and_the_one_before_is_used(
     older, newer = make(tmp_path, 2), make(tmp_path, 4)
     assert newest_whole(tmp_path) == newer
     harm(newer / name)
+    listed = (newer / "state.json").exists()
     with caplog.at_level(logging.WARNING):
         assert newest_whole(tmp_path) == older
-    if (newer / "state.json").exists():  # else it is not listed at all
+    if listed:
         assert str(newer) in caplog.text
         if name != "manifest.json":
             assert str(newer / name) in caplog.text
+        assert (tmp_path / "step-000004.damaged" / "state.json").exists() and not newer.exists()
     harm(older / SHARD)
     with pytest.raises(CheckpointDamaged, match=str(older / SHARD)):
         newest_whole(tmp_path)
@@ -83,6 +87,37 @@ def test_only_the_newest_are_kept_and_one_of_the_same_step_is_replaced(tmp_path:
     make(tmp_path, 6, keep=2)
     assert not (tmp_path / "step-000006" / "old").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000004", "step-000006"], "nothing else is left"
+
+
+def test_a_damaged_checkpoint_displaces_no_good_one(tmp_path: Path) -> None:
+    good, damaged = make(tmp_path, 10), make(tmp_path, 20)
+    truncate(damaged / SHARD)
+    assert newest_whole(tmp_path) == good
+    written = make(tmp_path, 12, keep=1, lineage=1, resumed=10)
+    assert list_checkpoints(tmp_path) == [good, written], "neither the one just written nor the one resumed from goes"
+    written = make(tmp_path, 14, keep=1, lineage=1, resumed=10)
+    assert list_checkpoints(tmp_path) == [good, written]
+    truncate(make(tmp_path, 20, lineage=1) / SHARD)
+    assert newest_whole(tmp_path) == written
+    assert sorted(path.name for path in tmp_path.glob("*.damaged*")) == ["step-000020.damaged", "step-000020.damaged1"]
+
+
+def test_all_damaged_ones_stay_where_they_are(tmp_path: Path) -> None:
+    folders = [make(tmp_path, 10), make(tmp_path, 20)]
+    for folder in folders:
+        truncate(folder / SHARD)
+    for _ in range(2):
+        with pytest.raises(CheckpointDamaged):
+            newest_whole(tmp_path)
+    assert list_checkpoints(tmp_path) == folders
+
+
+def test_one_of_a_newer_lineage_is_newer_whatever_its_step(tmp_path: Path) -> None:
+    abandoned, newest = make(tmp_path, 20), make(tmp_path, 12, lineage=1)
+    assert newest_whole(tmp_path) == newest
+    assert list_checkpoints(tmp_path) == [abandoned, newest]
+    make(tmp_path, 14, keep=2, lineage=1)
+    assert not abandoned.exists()
 
 
 def test_what_is_half_written_is_never_listed_and_goes_at_the_next_start(tmp_path: Path) -> None:
