@@ -12,6 +12,7 @@ from typing import Protocol, Self
 from rl_async.errors import EXIT_USER, RlAsyncError, UserError
 from rl_async.process.kernel import read_stat
 from rl_async.process.lifeline import LIFELINE_FD
+from rl_async.process.shared_memory import PREFIX, prefix_for, sweep
 from rl_async.process.stacks import STACKS
 
 TAIL_LINES = 15
@@ -62,9 +63,11 @@ class Lifeline:
 class Child:
     """A running process. It leads a session of its own, so that a terminal's Ctrl-C reaches only the supervisor."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path, log_start: int) -> None:
+    def __init__(
+        self, name: str, process: asyncio.subprocess.Process, log: Path, log_start: int, segments: str
+    ) -> None:
         self.name, self.log, self.log_start = name, log, log_start
-        self._process = process
+        self._process, self._segments = process, segments
         self._swept = False
         self.host = ""  # the supervisor's own
         self.started = read_stat(process.pid).started  # in clock ticks since the boot
@@ -84,6 +87,8 @@ class Child:
 
         ``stacks`` is the file to which it writes its Python stacks on request (``rl_async.process.stacks``).
         """
+        segments = prefix_for(stacks)
+        sweep(segments)  # the one before may have been killed with its supervisor
         with log.open("ab") as output:
             log_start = output.tell()
             process = await asyncio.create_subprocess_exec(
@@ -96,13 +101,14 @@ class Child:
                     **env,
                     LIFELINE_FD: str(lifeline.read_end),
                     STACKS: str(stacks),
+                    PREFIX: segments,
                     "PYTHONUNBUFFERED": "1",
                 },
                 pass_fds=(lifeline.read_end,),
                 start_new_session=True,
                 cwd=cwd,
             )
-        return cls(name, process, log, log_start)
+        return cls(name, process, log, log_start, segments)
 
     @property
     def pid(self) -> int:
@@ -115,11 +121,15 @@ class Child:
         return self._process.returncode
 
     async def wait(self) -> int:
-        """Wait until it has ended, then kill what it started. Has no deadline of its own: the caller sets one."""
+        """Wait until it has ended, then kill what it started and remove its shared memory.
+
+        Has no deadline of its own: the caller sets one.
+        """
         code = await self._process.wait()
         if not self._swept:
             self._swept = True  # once: later, the group's id may be reused
             self._signal_group(signal.SIGKILL)
+            sweep(self._segments)
         return code
 
     async def stop(self, timeout_s: float | None) -> int:

@@ -58,7 +58,7 @@ def test_a_whole_run_listens_on_loopback_only(workplace: Path, mode: str) -> Non
         found = seen(process, workplace / "runs" / mode)
     finally:
         process.kill()
-    assert_on_loopback(found, "queue", "shard-0", "engine-0", "trainer-0", "trainer-1")
+    assert_on_loopback(found, "engine-0", "trainer-0", "trainer-1")
 
 
 def test_fine_tuning_listens_on_loopback_only(workplace: Path) -> None:

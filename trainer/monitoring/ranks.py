@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RanksLost, UserError
 from rl_async.process.heartbeat import who_is_missing
-from rl_async.weight_sync.transports.rendezvous import bind_groups, listening_store, own_address
+from rl_async.weight_sync.transports.rendezvous import bind_groups, joined_store, listening_store, own_address
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def _shared_store(rank: int, ranks: int, timeout_s: float) -> dist.TCPStore:
     host, port = os.environ.setdefault("MASTER_ADDR", "127.0.0.1"), int(os.environ["MASTER_PORT"])
     bind_groups(own_address(host, port))
     if rank > 0:
-        return dist.TCPStore(host, port, ranks, is_master=False, timeout=timedelta(seconds=timeout_s))
+        return joined_store(host, port, timeout_s, ranks)
     try:
         return listening_store(host, port, timeout_s, ranks)
     except OSError as error:

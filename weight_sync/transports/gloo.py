@@ -22,7 +22,7 @@ from torch import Tensor
 from rl_async.errors import WeightSyncError
 from rl_async.weight_sync.buckets.buckets import Bucket, wire_bytes
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
-from rl_async.weight_sync.transports.rendezvous import group_store, listening_store, own_address
+from rl_async.weight_sync.transports.rendezvous import group_store, joined_store, listening_store, own_address
 
 
 class GlooSender:
@@ -90,7 +90,7 @@ class GlooReceiver:
         self._timeout_s = info.timeout_s
         self._buffers = deque([torch.empty(0, dtype=torch.uint8)] * 2)
         self._in_flight: deque[_Broadcast] = deque()
-        self._store = joined_store(info)
+        self._store = store_of(info)
         self._group: dist.ProcessGroupGloo | None = _make_group(
             self._store,
             info.rank_offset,
@@ -134,12 +134,10 @@ class GlooReceiver:
         self._buffers.rotate()
 
 
-def joined_store(info: InitInfo) -> dist.TCPStore:
+def store_of(info: InitInfo) -> dist.TCPStore:
     """Connect to the sender's store. Raises WeightSyncError if it does not answer in time."""
     try:
-        return dist.TCPStore(
-            info.master_address, info.master_port, is_master=False, timeout=timedelta(seconds=info.timeout_s)
-        )
+        return joined_store(info.master_address, info.master_port, info.timeout_s)
     except RuntimeError as error:
         raise WeightSyncError(
             f"{info.backend}: no store answers at {info.master_address}:{info.master_port}: {error}"

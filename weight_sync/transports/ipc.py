@@ -1,6 +1,7 @@
 """Sends buckets through shared memory to engines on the same host: no sockets, one copy in, no copy out.
 
-The sender owns each segment and unlinks it; if the sender is killed, Python's resource tracker unlinks it.
+The sender owns each segment and unlinks it; if the sender is killed, Python's resource tracker unlinks it, or whoever
+started the sender (``rl_async.process.shared_memory``).
 """
 
 import _posixshmem
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rl_async.errors import WeightSyncError
+from rl_async.process.shared_memory import segment_name
 from rl_async.weight_sync.buckets.buckets import Bucket, wire_bytes
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 
@@ -84,7 +86,7 @@ def new_segment(nbytes: int) -> SharedMemory:
     """
     segment = None
     try:
-        segment = SharedMemory(create=True, size=nbytes)
+        segment = SharedMemory(segment_name(), create=True, size=nbytes)
         descriptor = _posixshmem.shm_open(f"/{segment.name}", os.O_RDWR, mode=0o600)
         try:
             os.posix_fallocate(descriptor, 0, nbytes)

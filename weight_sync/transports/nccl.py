@@ -16,7 +16,7 @@ from torch import Tensor
 from rl_async.errors import WeightSyncError
 from rl_async.weight_sync.buckets.buckets import Bucket, wire_bytes
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
-from rl_async.weight_sync.transports.gloo import GlooSender, joined_store
+from rl_async.weight_sync.transports.gloo import GlooSender, store_of
 from rl_async.weight_sync.transports.rendezvous import group_store
 
 
@@ -64,7 +64,7 @@ class NcclReceiver:
     def __init__(self, info: InitInfo) -> None:
         _require_nccl()
         self._timeout_s = info.timeout_s
-        self._store = joined_store(info)
+        self._store = store_of(info)
         self._group = _make_group(self._store, info.rank_offset, info.world_size, info.group_name, info.timeout_s)
 
     def receive(self, info: UpdateInfo) -> Tensor:

@@ -14,6 +14,9 @@ import psutil
 from torch import distributed as dist
 
 from rl_async.errors import WeightSyncError
+from rl_async.threads import in_daemon_thread
+
+GRACE_S = 1.0  # torch's own error, if there is one, says more
 
 log = logging.getLogger("rl_async.rendezvous")
 
@@ -34,6 +37,21 @@ def listening_store(host: str, port: int, timeout_s: float, members: int | None 
         wait_for_workers=members is not None,
         master_listen_fd=listener.detach(),
     )
+
+
+def joined_store(host: str, port: int, timeout_s: float, members: int | None = None) -> dist.TCPStore:
+    """Connect to the store at this address. Raises RuntimeError if it does not answer in time.
+
+    The constructor waits for ever for a peer that takes the connection and is silent, so a thread calls it.
+    """
+
+    def join() -> dist.TCPStore:
+        return dist.TCPStore(host, port, members, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+    try:
+        return in_daemon_thread(join, "store").result(timeout_s + GRACE_S)
+    except TimeoutError as error:
+        raise dist.DistStoreError(f"{host}:{port} took the connection, but did not answer as a store") from error
 
 
 def own_address(peer: str, port: int) -> str:

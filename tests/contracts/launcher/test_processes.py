@@ -1,5 +1,6 @@
 """Other processes: their state and Python stacks, as ``rl-async doctor`` and waiting ranks read them, and their end."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -7,9 +8,11 @@ import sys
 from pathlib import Path
 
 from rl_async.launcher.doctor.observe import request_stacks
+from rl_async.launcher.supervise.process import Child, Lifeline
 from rl_async.launcher.supervise.roster import ProcessRecord
 from rl_async.process.heartbeat import beat, who_is_missing
 from rl_async.process.kernel import catches, read_stat, state_of
+from rl_async.process.shared_memory import SEGMENTS
 from rl_async.process.stacks import ASK, STACKS
 
 SLEEPER = """
@@ -21,6 +24,15 @@ def deep():
     print("there", flush=True)
     time.sleep(60)
 deep()
+"""
+
+LEAVES_MEMORY = """
+import time
+from multiprocessing.shared_memory import SharedMemory
+from rl_async.process.shared_memory import segment_name
+segment = SharedMemory(segment_name(), create=True, size=8)
+print(segment.name, flush=True)
+time.sleep(60)
 """
 
 ENDS = """
@@ -76,3 +88,25 @@ def test_a_thread_that_waits_in_torch_does_not_abort_the_end() -> None:
     for end, code in (("return 3", 3), ("sys.exit(4)", 4), ("sys.exit()", 0)):
         done = subprocess.run([sys.executable, "-c", ENDS.format(end=end)], capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stderr) == (code, "")
+
+
+async def test_shared_memory_of_a_killed_group_is_removed_also_after_the_supervisors_death(tmp_path: Path) -> None:
+    async def start(lifeline: Lifeline) -> tuple[Child, Path]:
+        command = [sys.executable, "-c", LEAVES_MEMORY]
+        child = await Child.start("role", command, {}, tmp_path / "log", lifeline, tmp_path / "role.txt")
+        async with asyncio.timeout(60):
+            while "\n" not in child.output():  # noqa: ASYNC110 - a file sets no event
+                await asyncio.sleep(0.02)
+        return child, SEGMENTS / child.output().strip()
+
+    with Lifeline() as lifeline:
+        child, segment = await start(lifeline)
+        assert segment.exists()
+        await child.kill()
+        assert not segment.exists()
+        prefix = segment.name.rpartition("-")[0]
+        left = SEGMENTS / f"{prefix}-left"
+        left.touch()
+        child, segment = await start(lifeline)
+        assert segment.name.startswith(f"{prefix}-") and not left.exists()
+        await child.kill()

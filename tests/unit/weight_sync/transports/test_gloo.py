@@ -1,5 +1,6 @@
 """Buckets over gloo between two threads, the next one under way while one is in hand."""
 
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import torch
 
 from rl_async.errors import WeightSyncError
 from rl_async.weight_sync.buckets.buckets import Bucket, verify
-from rl_async.weight_sync.protocol import UpdateInfo
+from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from rl_async.weight_sync.transports.gloo import GlooReceiver, GlooSender
 from tests.support.buckets import make_buckets
 
@@ -136,3 +137,11 @@ def test_a_bucket_that_nobody_sends_is_given_up_at_the_deadline() -> None:
         receiver.receive(packed()[0].info)
     sender.close()
     receiver.close()
+
+
+def test_a_store_that_takes_the_connection_and_is_silent_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        info = InitInfo(backend="gloo", master_address="127.0.0.1", master_port=port, world_size=2, timeout_s=0.1)
+        with pytest.raises(WeightSyncError):
+            GlooReceiver(info)
