@@ -54,7 +54,7 @@ def start_process_group(config: RunConfig) -> tuple[str, dist.Store]:
     if "MASTER_PORT" in os.environ:  # without it this is a single rank started by hand
         store = _shared_store(rank, ranks, timeout_s)
     else:
-        bind_groups("127.0.0.1")
+        bind_groups("127.0.0.1", nccl=False)  # which may carry the weights to engines elsewhere
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backends, store=store, rank=rank, world_size=ranks, timeout=timeout)
     random.seed(config.seed + rank)

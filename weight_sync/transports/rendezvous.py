@@ -67,10 +67,10 @@ def own_address(peer: str, port: int) -> str:
         return probe.getsockname()[0]
 
 
-def bind_groups(address: str) -> None:
+def bind_groups(address: str, *, nccl: bool = True) -> None:
     """Let the groups that torch makes from now on, whose options it chooses itself, listen on ``address`` only.
 
-    Both libraries take the name of an interface. A user's own setting stays. By default gloo takes the address of the
+    gloo and NCCL take the name of an interface. A user's own setting stays. By default gloo takes the address of the
     host's name, and NCCL the first interface that is not loopback.
     """
     name = interface_of(address)
@@ -78,7 +78,8 @@ def bind_groups(address: str) -> None:
         log.warning("no interface has the address %s; set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME", address)
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+    if nccl:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
 def interface_of(address: str) -> str | None:
