@@ -15,6 +15,7 @@ import torch
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import EngineLost
 from rl_async.messages import EngineList, EngineRecord, Version
+from rl_async.process.shared_memory import PREFIX, SEGMENTS, prefix_for
 from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.weight_sync.buckets.adapters import as_adapters
 from rl_async.weight_sync.buckets.buckets import Bucket
@@ -119,13 +120,18 @@ def serves(value: float, version: str) -> dict:
     return {"paused": False, "version": version, "sums": expected(value)}
 
 
-def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("psm_*")}
+@pytest.fixture
+def segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[str]]:
+    """The names of shared memory that this process has made and that is still there."""
+    monkeypatch.setenv(PREFIX, prefix_for(tmp_path))
+    return lambda: {path.name for path in SEGMENTS.glob(f"{prefix_for(tmp_path)}*")}
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_two_engines_get_two_versions(transport: TransportName, start: Start, tmp_path: Path) -> None:
-    directory, records, before = Directory(), start(a="", b=""), shared_memory()
+def test_two_engines_get_two_versions(
+    transport: TransportName, start: Start, tmp_path: Path, segments: Callable[[], set[str]]
+) -> None:
+    directory, records = Directory(), start(a="", b="")
     directory.add(*records)
     sync = WeightSyncConfig(transport=transport, timeout_s=30, folder=str(tmp_path / "weights"))
     with WeightCoordinator(directory.open, connect, sync) as coordinator:
@@ -135,7 +141,7 @@ def test_two_engines_get_two_versions(transport: TransportName, start: Start, tm
             assert 0 < report.pause_seconds <= report.seconds
             assert states(records) == {"a": serves(step * 10.0, f"0.{step}"), "b": serves(step * 10.0, f"0.{step}")}
             assert directory.published == Version(0, step)
-    assert shared_memory() <= before
+    assert not segments()
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -161,11 +167,10 @@ def test_after_their_base_adapters_travel_alone(transport: TransportName, start:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_engine_killed_in_the_middle_is_named_and_replaced_and_the_others_go_on(
-    transport: TransportName, start: Start, tmp_path: Path
+    transport: TransportName, start: Start, tmp_path: Path, segments: Callable[[], set[str]]
 ) -> None:
     directory = Directory()
     *good, replacement, _ = records = start(a="", b="", new="", dying="--fault kill --at 5")
-    before = shared_memory()
     directory.add(*good, records[-1])
     sync = WeightSyncConfig(transport=transport, timeout_s=30, folder=str(tmp_path / "weights"))
     with WeightCoordinator(directory.open, connect, sync) as coordinator:
@@ -185,7 +190,7 @@ def test_an_engine_killed_in_the_middle_is_named_and_replaced_and_the_others_go_
 
         assert coordinator.publish(Version(0, 2), buckets(20)).engines == ["a", "b", "new"]
         assert list(states([*good, replacement]).values()) == [serves(20, "0.2")] * 3
-    assert shared_memory() <= before
+    assert not segments()
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 

@@ -145,3 +145,7 @@ def test_a_store_that_takes_the_connection_and_is_silent_is_given_up() -> None:
         info = InitInfo(backend="gloo", master_address="127.0.0.1", master_port=port, world_size=2, timeout_s=0.1)
         with pytest.raises(WeightSyncError):
             GlooReceiver(info)
+    for thread in threading.enumerate():
+        if thread.name == "store":  # it ends with the connection
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive()
