@@ -17,8 +17,8 @@ START_S = 60.0  # to start Python and import a scorer's modules
 class ProcessPool:
     """A fixed number of processes, each of which scores one conversation at a time."""
 
-    def __init__(self, scorers: Sequence[str], processes: int) -> None:
-        self._processes = [_ScorerProcess(scorers) for _ in range(processes)]
+    def __init__(self, scorers: Sequence[str], processes: int, process_bytes: int) -> None:
+        self._processes = [_ScorerProcess(scorers, process_bytes) for _ in range(processes)]
         self._free: asyncio.LifoQueue[_ScorerProcess] = asyncio.LifoQueue()
         for process in self._processes:
             self._free.put_nowait(process)
@@ -46,8 +46,8 @@ class ProcessPool:
 class _ScorerProcess:
     """A process that is started when first needed, and again after it was killed."""
 
-    def __init__(self, scorers: Sequence[str]) -> None:
-        self._scorers = scorers
+    def __init__(self, scorers: Sequence[str], process_bytes: int) -> None:
+        self._scorers, self._process_bytes = scorers, process_bytes
         self._process: asyncio.subprocess.Process | None = None
         self._decoder = msgspec.msgpack.Decoder(ScoreReply)
 
@@ -84,6 +84,7 @@ class _ScorerProcess:
             sys.executable,
             "-m",
             "rl_async.reward_loop.scorer_process",
+            str(self._process_bytes),
             *self._scorers,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

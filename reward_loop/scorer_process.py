@@ -5,6 +5,7 @@ Frames are msgpack, preceded by a four-byte length.
 
 import math
 import os
+import resource
 import signal
 import struct
 import sys
@@ -50,6 +51,8 @@ def serve(requests: BinaryIO, replies: BinaryIO, names: list[str]) -> None:
         try:
             score = to_score(functions[request.scorer](request.conversation))
             reply = ScoreReply(score.value, score.extra)
+        except MemoryError:
+            reply = ScoreReply(error="needs more memory than reward.process_bytes")
         except Exception as error:  # the user's code may raise anything; only this conversation fails
             reply = ScoreReply(error=describe(error))
         signal.alarm(0)
@@ -63,11 +66,14 @@ def _write(stream: BinaryIO, reply: ScoreReply) -> None:
 
 
 def main() -> None:
-    """Serve the scorers whose names are the arguments."""
+    """Serve the scorers whose names are the arguments, after the most bytes of memory; 0: no limit."""
+    if most := int(sys.argv[1]):
+        # Private memory, not addresses: libraries reserve far more of those than they use.
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes stdin
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a scorer prints goes to the log
-    serve(sys.stdin.buffer, replies, sys.argv[1:])
+    serve(sys.stdin.buffer, replies, sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ class RewardService:
         self._models = _models(config, model_url, folder)
         self._terms = [(self._spec(term.name), term.weight) for term in config.functions]
         blocking = [spec.name for spec, _ in self._terms if spec.place == "process"]
-        self._pool = ProcessPool(blocking, config.processes)
+        self._pool = ProcessPool(blocking, config.processes, config.process_bytes)
         self._slots = asyncio.Semaphore(config.max_concurrent)
         self._rate = RateLimit(config.per_minute, MINUTE_S)
 

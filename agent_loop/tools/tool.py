@@ -5,6 +5,7 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, NamedTuple, Self, get_type_hints
 
 import msgspec
@@ -13,6 +14,8 @@ from rl_async.errors import ConfigError
 from rl_async.threads import in_daemon_thread
 
 log = logging.getLogger("rl_async.agent_loop")
+
+MOST_OVERDUE = 64  # threads of one tool that go on past their deadline, which nothing can end
 
 
 class ToolResult(NamedTuple):
@@ -34,6 +37,7 @@ class Tool:
         self.function = function
         self.quick = quick
         self._logged: set[str] = set()  # places in the code whose errors were logged
+        self._overdue: set[Future[Any]] = set()  # calls that nobody waits for any more
         self.arguments = _arguments_struct(self.name, function)
         self.schema = _schema(self.name, function, self.arguments)
 
@@ -70,8 +74,22 @@ class Tool:
         async with asyncio.timeout(timeout_s):
             if inspect.iscoroutinefunction(self.function):
                 return await self.function(**named)
-            # a thread of its own, so that a call that never returns blocks neither other calls nor the process's exit
-            return await asyncio.wrap_future(in_daemon_thread(lambda: self.function(**named), "tool"))
+            return await self._in_thread(named)
+
+    async def _in_thread(self, named: dict[str, Any]) -> Any:
+        """Call in a thread of its own, so that a call that never returns blocks neither others nor the process's exit.
+
+        Raises RuntimeError once too many calls have not returned since their deadlines.
+        """
+        if len(self._overdue) >= MOST_OVERDUE:
+            raise RuntimeError(f"{MOST_OVERDUE} earlier calls still run past their deadline (agent.tool_timeout_s)")
+        work = in_daemon_thread(lambda: self.function(**named), "tool")
+        try:
+            return await asyncio.wrap_future(work)
+        finally:
+            if not work.done():
+                self._overdue.add(work)
+                work.add_done_callback(self._overdue.discard)
 
     def bound(self, function: Callable[..., Any]) -> Self:
         """Return the same tool with another function, such as a method of an environment."""

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from rl_async.configs.load.loader import load_resolved
 from rl_async.errors import UserError
+from rl_async.launcher.watch.terminal import printable
 from rl_async.messages import Explanation
 
 LESS = 0.9  # a weight below this is marked
@@ -92,7 +93,7 @@ def render(row: RecordedRow, decode: Callable[[Sequence[int]], str]) -> Text:
     places = enumerate(zip(row.token_ids, marks(row), strict=True))
     for mark, run in itertools.groupby(places, key=lambda place: place[1][1]):
         tokens = list(run)
-        words = decode([token for _, (token, _) in tokens])
+        words = printable(decode([token for _, (token, _) in tokens]))
         if mark.name == "less":
             words = f"{{{words}}}(x{min(weights[place] for place, _ in tokens):.2g})"
         elif mark.name:

@@ -17,6 +17,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import QueueLost
 from rl_async.launcher.folder.tail import MetricsTail, Record
 from rl_async.launcher.supervise.roster import ProcessState
+from rl_async.launcher.watch.terminal import printable
 from rl_async.launcher.watch.view_model import (
     History,
     RecordedConversation,
@@ -187,15 +188,15 @@ def render_conversation(recorded: RecordedConversation) -> Text:
     for turn in recorded.turns:
         if turn.role == "tool" and any(turn.tool_calls for turn in recorded.turns):
             continue
-        content = MARKUP.sub("", turn.text).strip() if turn.tool_calls else turn.text.strip()
-        text.append(f"{turn.role:<{INDENT}}", style=ROLE_COLOURS.get(turn.role, ""))
+        content = printable(MARKUP.sub("", turn.text).strip() if turn.tool_calls else turn.text.strip())
+        text.append(f"{printable(turn.role):<{INDENT}}", style=ROLE_COLOURS.get(turn.role, ""))
         text.append(textwrap.indent(content, " " * INDENT).removeprefix(" " * INDENT))
         for number, call in enumerate(turn.tool_calls):
             text.append("\n" + " " * INDENT if content or number else "")
-            text.append(f"{call.name}({arguments_text(call.arguments)}) -> ", style=ROLE_COLOURS["tool"])
-            text.append(call.error or call.result, style="red" if call.error else "")
+            text.append(printable(f"{call.name}({arguments_text(call.arguments)}) -> "), style=ROLE_COLOURS["tool"])
+            text.append(printable(call.error or call.result), style="red" if call.error else "")
         text.append("\n")
     if recorded.error:
-        text.append(f"error: {recorded.error}\n", style="red")
+        text.append(f"error: {printable(recorded.error)}\n", style="red")
     text.rstrip()
     return text

@@ -144,7 +144,7 @@ def arguments_text(arguments: str) -> str:
     """Format the arguments of a tool call as ``name=value``, or as they are if they are no JSON object."""
     try:
         values = msgspec.json.decode(arguments)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return arguments
     if isinstance(values, dict) and isinstance(values.get("arguments"), dict):
         values = values["arguments"]  # the whole call was recorded

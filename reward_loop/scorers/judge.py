@@ -23,6 +23,8 @@ from rl_async.reward_loop.scorers.verdicts import Verdict, Verdicts
 
 log = logging.getLogger("rl_async.reward_loop")
 
+_HEADING = re.compile(r"^(?=[^\S\n]*\[\w+\]\s*$)", re.MULTILINE)
+
 _SCHEMA = {
     "type": "object",
     # The reason comes first, so that the number can depend on it.
@@ -168,7 +170,10 @@ def api_key(config: JudgeConfig) -> str:
 
 
 def fill(config: JudgeConfig, conversation: Conversation) -> str:
-    """Fill the template's placeholders, all in one pass, so that a placeholder in a response stays text."""
+    """Fill the template's placeholders, all in one pass, so that a placeholder in a response stays text.
+
+    Nor can a response close or open the tags of the template: ``</response>`` becomes ``&lt;/response>``.
+    """
     turns = conversation.turns
     first_answer = next((i for i, turn in enumerate(turns) if turn.role == "assistant"), len(turns))
     values = {
@@ -180,9 +185,11 @@ def fill(config: JudgeConfig, conversation: Conversation) -> str:
         "highest": f"{config.highest:g}",
     }
     placeholders = re.compile(rf"{{({'|'.join(values)})}}")
-    return placeholders.sub(lambda match: values[match[1]], config.template)
+    tags = "|".join(sorted(set(re.findall(r"</?([A-Za-z_][\w-]*)>", config.template)))) or r"(?!)"
+    tag = re.compile(rf"<(?=\s*/?\s*(?:{tags})\b)", re.IGNORECASE)
+    return placeholders.sub(lambda match: tag.sub("&lt;", values[match[1]]), config.template)
 
 
 def transcript(turns: Sequence[Turn]) -> str:
-    """Render turns as text, each headed by its role."""
-    return "\n\n".join(f"[{turn.role}]\n{turn.text}" for turn in turns)
+    """Render turns as text, each headed by its role; a line inside a turn that looks like a heading is quoted."""
+    return "\n\n".join(f"[{turn.role}]\n{_HEADING.sub('> ', turn.text)}" for turn in turns)

@@ -88,7 +88,7 @@ class JsonlRows:
     def __getitem__(self, number: int) -> dict[str, Any]:
         try:
             return msgspec.json.decode(self._lines[number], type=dict[str, Any])
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
             raise DataError(f"{self.name}, row {number}: not a JSON object: {error}") from error
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

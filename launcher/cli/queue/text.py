@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from rl_async.launcher.watch.terminal import printable
 from rl_async.messages import ConsumerRecord, DeliveredGroup, GroupRecord, Inspection, Trajectory
 from rl_async.transfer_queue.state.groups import State
 
@@ -46,7 +47,7 @@ def inspection_text(report: Inspection) -> str:
     lines += [f"dead letter: group {d.group_id}, task {d.task.task_id}: {d.error}" for d in report.dead_letters]
     lines += [_consumer(record) for record in report.consumers]
     lines += [f"kept for consumers only: {nbytes(report.kept_bytes)}"] if report.kept_bytes else []
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def _consumer(record: ConsumerRecord) -> str:
@@ -78,7 +79,7 @@ def groups_text(groups: Sequence[GroupRecord]) -> str:
             f"{group.group_id:>14} {group.state:10}{f'{group.here}/{group.samples}':>8}{seconds(group.age_s):>10}"
             f"{nbytes(group.nbytes):>10}  {group.task_id:24}{', '.join(group.workers)}".rstrip()
         )
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def trajectory_text(row: Trajectory) -> str:
@@ -98,7 +99,7 @@ def trajectory_text(row: Trajectory) -> str:
         lines.append(turn.text)
         for call in turn.tool_calls:
             lines.append(f"  {call.name}({call.arguments}) -> {call.error or call.result}")
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def nbytes(count: float) -> str:

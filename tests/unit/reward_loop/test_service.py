@@ -107,6 +107,13 @@ async def test_the_weighted_sum_and_turns_have_the_limit_too() -> None:
     assert "reward.limit" in heavy.error and "turn 0" in turned.error
 
 
+async def test_a_scorer_that_needs_too_much_memory_fails_its_trajectory() -> None:
+    async with RewardService(config(user("hoards"), process_bytes=1 << 30)) as service:
+        hoarded, fine = await score(service, str(2 << 30)), await score(service, "8")
+    assert hoarded.reward == 0.0 and not hoarded.scored and "reward.process_bytes" in hoarded.error
+    assert (fine.reward, fine.error) == (8.0, "")
+
+
 async def test_a_coroutine_that_hangs_is_given_up() -> None:
     async with RewardService(config(user("endless_judge"), timeout_s=0.05)) as service:
         scored = await score(service, "x", error="earlier")

@@ -41,6 +41,10 @@ async def says_its_reward(solution_str: str) -> float:
     return float(solution_str)
 
 
+def hoards(solution_str: str) -> int:
+    return len(bytearray(int(solution_str)))
+
+
 def raises(solution_str: str) -> float:
     raise KeyError("missing")
 

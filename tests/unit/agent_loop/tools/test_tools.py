@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from rl_async.agent_loop.chat_formats.hermes import HERMES
+from rl_async.agent_loop.tools import tool as tool_module
 from rl_async.agent_loop.tools.registry import get_tool
 from rl_async.agent_loop.tools.tool import Tool, ToolResult
 from rl_async.errors import ConfigError
@@ -69,6 +70,25 @@ async def test_a_hanging_tool_meets_its_deadline() -> None:
     assert await call(hang, timeout_s=0.05) == ToolResult("error: timeout", "timeout")
     assert await call(hang_later, timeout_s=0.05) == ToolResult("error: timeout", "timeout")
     release.set()
+
+
+async def test_calls_that_never_return_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool_module, "MOST_OVERDUE", 3)
+    release, started = threading.Event(), list[int]()
+
+    def hang() -> None:
+        started.append(1)
+        release.wait(30)
+
+    tool = Tool(hang)
+    bound = tool.bound(hang)  # an episode's own, which counts with the others
+    errors = [(await (tool, bound)[n % 2].call({}, timeout_s=0.02)).error for n in range(5)]
+    assert errors[:3] == ["timeout"] * 3 and all("agent.tool_timeout_s" in error for error in errors[3:])
+    assert len(started) == 3
+    release.set()
+    for thread in [thread for thread in threading.enumerate() if thread.name == "tool"]:
+        await asyncio.to_thread(thread.join, 10.0)
+    assert (await tool.call({}, timeout_s=5.0)).error == ""
 
 
 def test_schema() -> None:

@@ -50,6 +50,12 @@ def test_tokens_are_marked_with_the_rule_or_the_weight() -> None:
     assert styles == {"abc": "dim", "{ef}(x0.25)": "yellow", "{g}(band)": "magenta", "{hi}(seq_mean_k1)": "red"}
 
 
+def test_escape_sequences_of_a_model_are_shown_and_not_obeyed(tmp_path: Path) -> None:
+    plain = msgspec.structs.replace(row(), correction=None)
+    shown = render(plain, lambda ids: "a\x1b]0;owned\x07\x9b2J\r\u202e\n\tb").plain
+    assert shown == "a\\x1b]0;owned\\x07\\x9b2J\\r\\u202e\n\tb" * 2
+
+
 def test_a_row_without_explanation_is_shown_plainly() -> None:
     assert render(msgspec.structs.replace(row(), correction=None), words).plain == "abcdefghij"
 

@@ -70,6 +70,14 @@ def write_conversation(folder: Path, step: int, answer: str) -> None:
         file.write(json.dumps(row) + "\n{torn")
 
 
+def test_escape_sequences_of_a_conversation_are_shown_and_not_obeyed() -> None:
+    bad = "\x1b[2J\x1b]0;owned\x07"
+    call = ToolCall(name=bad, arguments='{"x": "\\u001b[2J"}', result=bad)
+    turns = [Turn(role=bad, text=bad), Turn(role="assistant", text=bad, tool_calls=[call])]
+    text = render_conversation(RecordedConversation(turns=turns, reward=1.0, error=bad)).plain
+    assert "\x1b" not in text and "\x07" not in text and text.count("\\x1b]0;owned\\x07") == 6
+
+
 def test_only_complete_lines_are_read(tmp_path: Path) -> None:
     file, tail = tmp_path / "x", LineTail(tmp_path / "x")
     assert tail.read() == []

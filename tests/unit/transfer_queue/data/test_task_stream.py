@@ -169,6 +169,9 @@ def test_files_that_are_no_data(tmp_path: Path) -> None:
     (tmp_path / "data.csv").write_text("a,b")
     with pytest.raises(DataError, match=r"known: \.parquet"):
         make_sources(run_config(str(tmp_path / "data.csv")))
+    (tmp_path / "deep.jsonl").write_text('{"a": ' + "[" * 100_000)
+    with pytest.raises(DataError, match=r"deep\.jsonl, row 0"):
+        make_sources(run_config(str(tmp_path / "deep.jsonl")))
     (tmp_path / "broken.jsonl").write_text('{"a": 1}\n[1]')
     with pytest.raises(DataError, match=r"broken\.jsonl, row 0, column reward_model"):
         make_sources(run_config(str(tmp_path / "broken.jsonl")))

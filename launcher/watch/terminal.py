@@ -1,0 +1,11 @@
+"""Text of models, tools and programs for a terminal, which would obey the escape sequences in it."""
+
+import re
+
+# Control characters but tab and line break, and those that change the direction of writing.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Return the text with control characters spelled out, such as ``\\x1b``."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
