@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from rl_async.configs.derived.samples import samples_per_group
+from rl_async.configs.foreign_names import hint
 from rl_async.configs.nearest import nearest
 from rl_async.configs.schema.algorithm import ADAPTIVE_LIMIT, AlgorithmConfig
 from rl_async.configs.schema.correction import PRESETS, Correction, CorrectionOptions, band, limits, resolve
@@ -19,7 +20,7 @@ def _names(c: RunConfig) -> str | None:
     known = (("advantage", a.advantage, ADVANTAGES), ("loss", a.loss, LOSSES), ("correction", a.correction, PRESETS))
     for key, name, names in known:
         if name not in names and not is_user_reference(name):
-            return f"algorithm.{key}: no {name!r}{nearest(name, names)}"
+            return f"algorithm.{key}: no {name!r}{hint(f'algorithm.{key}', name) or nearest(name, names)}"
     return None
 
 

@@ -14,6 +14,7 @@ import msgspec
 import yaml
 
 from rl_async.configs.checks.rules import check
+from rl_async.configs.foreign_names import hint as foreign_hint
 from rl_async.configs.load.fields import choices, field_names, struct_at
 from rl_async.configs.load.renamed import replacement
 from rl_async.configs.nearest import nearest
@@ -79,9 +80,26 @@ def load_resolved(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return load_config(str(path), overrides)
 
 
+def from_values(values: dict[str, Any]) -> RunConfig:
+    """Convert and check what a config file would hold. Raises ConfigError."""
+    config = _convert(values, {})
+    check(config)
+    return config
+
+
 def dump(config: RunConfig) -> str:
     """Write the complete config as YAML that ``load_resolved`` reads back."""
-    return yaml.dump(msgspec.to_builtins(config), Dumper=_Dumper, sort_keys=False)
+    return dump_values(msgspec.to_builtins(config))
+
+
+def dump_values(values: dict[str, Any]) -> str:
+    """Write sections and values as YAML that ``load_config`` reads back."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
+
+
+def parse(text: str, origin: str) -> Any:
+    """Read YAML as config files are read. Raises ConfigError, naming ``origin``."""
+    return _parse(text, origin)[0]
 
 
 def _read(name_or_path: str, places: Places) -> dict[str, Any]:
@@ -182,7 +200,7 @@ def _convert(values: dict[str, Any], places: Places) -> RunConfig:
         key = path.rstrip("`").lstrip(".") or "the config"
         dotted = re.sub(r"\[\d*\.*\]", "", key)
         wrong = re.fullmatch(r"Invalid enum value '(.*)'", message)
-        hint = nearest(wrong[1], choices(dotted)) if wrong else ""
+        hint = (foreign_hint(dotted, wrong[1]) or nearest(wrong[1], choices(dotted))) if wrong else ""
         raise ConfigError(f"{_place(dotted, places)}: {key}: {message[0].lower()}{message[1:]}{hint}") from error
 
 

@@ -5,6 +5,14 @@ from pathlib import Path
 
 from rl_async.launcher.cli.options import add_overrides
 
+# Projects whose settings can be read, and where their users have them.
+IMPORTS = {
+    "verl": "a YAML of verl's PPO trainer, or a shell script with its a.b=c arguments",
+    "trl": "a YAML or JSON with the fields of TRL's GRPOConfig",
+    "prime-rl": "a TOML of prime-rl's `rl` command",
+    "slime": "a shell script with slime's flags",
+}
+
 
 def add_config_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -18,6 +26,11 @@ def add_config_commands(parser: argparse.ArgumentParser) -> None:
         "key", metavar="KEY", nargs="?", default="", help="default: list the sections and the keys beside them"
     )
     explain.set_defaults(command=_explain)
+    for name, what in IMPORTS.items():
+        reader = commands.add_parser(f"from-{name}", help=f"print our config for {what}")
+        reader.add_argument("file", metavar="FILE", type=Path, help=what)
+        add_overrides(reader, f"further settings, as {name} has them")
+        reader.set_defaults(command=_import, source=name)
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -46,6 +59,13 @@ def _explain(arguments: argparse.Namespace) -> int:
     from rl_async.configs.load.fields import explain
 
     print(explain(arguments.key))
+    return 0
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    from rl_async.configs.importing.sources import SOURCES
+
+    print(SOURCES[arguments.source](arguments.file, arguments.overrides), end="")
     return 0
 
 

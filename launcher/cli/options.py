@@ -10,9 +10,9 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
 
 
-def add_overrides(parser: argparse.ArgumentParser) -> None:
+def add_overrides(parser: argparse.ArgumentParser, text: str = "values for config keys") -> None:
     """Add ``a.b=c`` words, which ``__main__`` also accepts between options."""
-    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help="values for config keys")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help=text)
 
 
 def add_run(parser: argparse.ArgumentParser, text: str = "run folder") -> None:

@@ -4,12 +4,15 @@
 pass gives the log-probabilities of the case.
 """
 
+import json
 from collections import defaultdict
+from dataclasses import MISSING, fields
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 Tensors = dict[str, Tensor]
@@ -67,4 +70,10 @@ def policy_loss(x: Tensors, options: dict[str, Any]) -> Tensors:
     return {"loss": loss.detach(), "gradient": logprobs.grad}
 
 
-FORMULAS = {"policy_loss": policy_loss}
+def settings(x: Tensors, options: dict[str, Any]) -> Tensors:
+    """The fields of GRPOConfig and what it extends, with their defaults, as bytes of JSON."""
+    defaults = {field.name: None if field.default is MISSING else field.default for field in fields(GRPOConfig)}
+    return {"text": torch.tensor(list(json.dumps(defaults, default=str).encode()), dtype=torch.uint8)}
+
+
+FORMULAS = {"policy_loss": policy_loss, "settings": settings}

@@ -1,9 +1,11 @@
 """verl's formulas as functions of named tensors and options; runs in the oracles' environment (``worker.py``)."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from verl.trainer import config as config_package
 from verl.trainer.config import AlgoConfig
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo import core_algos
@@ -136,6 +138,12 @@ def names(x: Tensors, options: dict[str, Any]) -> Tensors:
     return {"names": torch.tensor(list("\n".join(registries[options["registry"]]).encode()), dtype=torch.uint8)}
 
 
+def settings(x: Tensors, options: dict[str, Any]) -> Tensors:
+    """The default config, as the bytes of its YAML."""
+    file = Path(config_package.__file__).with_name("_generated_ppo_trainer.yaml")
+    return {"text": torch.tensor(list(file.read_bytes()), dtype=torch.uint8)}
+
+
 FORMULAS = {
     "policy_loss": policy_loss,
     "advantage": advantage,
@@ -145,4 +153,5 @@ FORMULAS = {
     "value_loss": value_loss,
     "correction": correction,
     "names": names,
+    "settings": settings,
 }

@@ -41,6 +41,7 @@ def only_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["engine", "verify", "http://127.0.0.1:9", "--model", "nowhere"], "--model: nowhere"),
         (["config", "show", "nothing"], "'nothing'"),
         (["config", "explain", "queue.max_stale"], "queue.max_staleness"),
+        (["config", "from-verl", "missing.sh"], "missing.sh"),
         (["data", "make", "nothing"], "'nothing'"),
         (["data", "inspect", "missing.parquet"], "missing.parquet"),
         (["audit", "missing"], "missing/ledger.jsonl"),

@@ -1,0 +1,114 @@
+"""Reads what other projects' users keep their settings in: YAML, TOML, JSON, and shell scripts with arguments."""
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from rl_async.configs.importing.translation import Values, flatten
+from rl_async.configs.load.loader import parse
+from rl_async.errors import ConfigError
+
+_ASSIGNMENT = re.compile(r"[+~]{0,2}([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
+_UNSET = re.compile(r"\$[A-Za-z_]")
+_UNKNOWN = re.compile(r".*\$[({].*|\$\w+", re.DOTALL)  # computed by the shell, or nothing but a variable
+_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,\s*(.*?))?\s*\}")
+
+
+def read_text(path: Path) -> str:
+    """The text of the file. Raises ConfigError, naming it."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+def read_settings(path: Path) -> Values:
+    """Dotted keys of a YAML, JSON or TOML file, or the ``a.b=c`` arguments in a shell script."""
+    text = read_text(path)
+    if path.suffix == ".toml":
+        try:
+            return flatten(tomllib.loads(text))
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    if path.suffix in (".yaml", ".yml", ".json"):
+        values = parse(text, str(path))
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: expected sections and keys, found {type(values).__name__}")
+        return flatten(values)
+    return overrides(script_words(path), str(path))
+
+
+def overrides(words: list[str], origin: str, dotted: bool = True) -> Values:
+    """Keys of the ``a.b=c`` among ``words``, or of ``a=c``; Hydra's + and ++ before a key are accepted."""
+    found: Values = {}
+    for word in words:
+        match = _ASSIGNMENT.fullmatch(word)
+        if match and ("." in match[1] or not dotted):
+            found |= flatten({match[1]: parse(match[2], f"{origin}: {match[1]}")})
+    return found
+
+
+def script_words(path: Path) -> list[str]:
+    """The words of a shell script, with the variables filled in that it sets itself or that have a default."""
+    variables: dict[str, str] = {}
+
+    def value(match: re.Match[str]) -> str:
+        return variables.get(match[1] or match[3], match[2] if match[2] is not None else match[0])
+
+    words = []
+    for line in read_text(path).replace("\\\n", " ").splitlines():
+        try:
+            parts = shlex.split(line, comments=True)
+        except ValueError:  # a quotation over several lines, which is no list of arguments
+            continue
+        for part in parts:
+            word = _VARIABLE.sub(value, part)
+            assigned = _ASSIGNMENT.fullmatch(word)
+            if assigned and "." not in assigned[1] and not word.startswith(("+", "~")):
+                variables[assigned[1]] = assigned[2]
+            words.append(word)
+    return words
+
+
+def flags(path: Path) -> Values:
+    """The ``--flag value`` pairs in a shell script, without the dashes; a flag without a value is True."""
+    found: Values = {}
+    name = None
+    for word in script_words(path):
+        word = word.strip("()")
+        if re.match(r"--[a-zA-Z]", word):
+            name, equals, text = word[2:].partition("=")
+            found[name] = parse(text, str(path)) if equals else True
+            name = None if equals else name
+        elif name is not None and word and not word.startswith(("$", "-")):
+            seen = found[name]
+            found[name] = (
+                parse(word, str(path)) if seen is True else [*(seen if isinstance(seen, list) else [seen]), word]
+            )
+        else:
+            name = None
+    return found
+
+
+def resolve_references(values: Values) -> tuple[Values, list[str]]:
+    """Fill in OmegaConf's ``${a.b}`` and ``${oc.select:a.b,default}``; the rest, by name, cannot be resolved."""
+    resolved, left = {}, []
+    for key, value in values.items():
+        for _ in range(5):
+            match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+            if match is None:
+                break
+            value = values.get(match[1], parse(match[2], key) if match[2] is not None else _Missing)
+        if value is _Missing or (isinstance(value, str) and _UNKNOWN.fullmatch(value)):
+            left.append(f"{key} = {values[key]}: not resolved, and left out")
+            continue
+        if isinstance(value, str) and _UNSET.search(value):
+            left.append(f"{key} = {value}: fill in what the environment sets there")
+        resolved[key] = value
+    return resolved, left
+
+
+_Missing: Any = object()

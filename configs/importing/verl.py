@@ -1,0 +1,268 @@
+"""verl's PPO trainer (`verl/trainer/config/ppo_trainer.yaml` and what it includes), as of version 0.9.1."""
+
+from pathlib import Path
+from typing import Any
+
+from rl_async.configs.foreign_names import ADVANTAGES, ESTIMATORS, LOSSES
+from rl_async.configs.importing import verl_correction
+from rl_async.configs.importing.files import overrides, read_settings, resolve_references
+from rl_async.configs.importing.translation import Key, Translation
+
+ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+TRACKERS = ("console", "tensorboard", "swanlab", "wandb", "mlflow")
+
+
+def _or_off(value: int) -> int:
+    return max(value, 0)  # -1 is off there, 0 here
+
+
+KEYS = (
+    Key(f"{MODEL}.path", "model.path"),
+    Key("data.train_batch_size", "data.train_batch_groups", 1024),
+    Key("data.max_prompt_length", "data.max_prompt_tokens", 512),
+    Key("data.shuffle", "data.shuffle", True),
+    Key(f"{ROLLOUT}.name", "rollout.engine", skip=(None, "???")),
+    Key(f"{ROLLOUT}.n", "rollout.group_size", 1),
+    Key(f"{ROLLOUT}.temperature", "rollout.temperature", 1.0),
+    Key(f"{ROLLOUT}.top_p", "rollout.top_p", 1.0),
+    Key(f"{ROLLOUT}.top_k", "rollout.top_k", -1, _or_off),
+    Key(f"{ROLLOUT}.max_num_seqs", "rollout.max_batch_size", 256),
+    Key("data.max_response_length", "rollout.max_tokens", 512),
+    Key(f"{ROLLOUT}.agent.num_workers", "agent.workers"),
+    Key(f"{ACTOR}.optim.lr", "trainer.learning_rate", 1e-6),
+    Key(f"{ACTOR}.optim.weight_decay", "trainer.weight_decay", 0.01),
+    Key(f"{ACTOR}.optim.lr_scheduler_type", "trainer.schedule", "constant"),
+    Key(f"{ACTOR}.optim.lr_warmup_steps", "trainer.warmup_steps", -1, _or_off),
+    Key(f"{ACTOR}.grad_clip", "trainer.grad_clip", 1.0),
+    Key(f"{ACTOR}.ppo_epochs", "trainer.epochs", 1),
+    Key(f"{ACTOR}.ppo_max_token_len_per_gpu", "trainer.max_tokens_per_microbatch", 16384),
+    Key(f"{ACTOR}.strategy", "trainer.backend", "fsdp", lambda name: {"fsdp": "fsdp2"}.get(name, name)),
+    Key(f"{ACTOR}.ulysses_sequence_parallel_size", "trainer.sequence_parallel", 1),
+    Key(f"{ACTOR}.fsdp_config.offload_policy", "trainer.cpu_offload"),
+    Key(f"{MODEL}.enable_gradient_checkpointing", "trainer.activation_checkpointing", True),
+    Key("trainer.total_training_steps", "trainer.steps"),
+    Key("trainer.save_freq", "trainer.checkpoint_every", -1, _or_off),
+    Key("trainer.max_actor_ckpt_to_keep", "trainer.keep_checkpoints"),
+    Key("trainer.test_freq", "eval.every", -1, _or_off),
+    Key("trainer.project_name", "tracking.project"),
+    Key("algorithm.gamma", "algorithm.advantage_options.gamma", 1.0),
+    Key("algorithm.lam", "algorithm.advantage_options.lam", 1.0),
+    Key(f"{ACTOR}.clip_ratio_c", "algorithm.loss_options.clip_dual", 3.0),
+    Key(f"{ACTOR}.tau_pos", "algorithm.loss_options.sapo_tau_positive", 1.0),
+    Key(f"{ACTOR}.tau_neg", "algorithm.loss_options.sapo_tau_negative", 1.05),
+    Key(f"{ACTOR}.policy_loss.clip_cov_ratio", "algorithm.loss_options.clip_cov_share", 2e-4),
+    Key(f"{ACTOR}.policy_loss.clip_cov_lb", "algorithm.loss_options.clip_cov_low", 1.0),
+    Key(f"{ACTOR}.policy_loss.clip_cov_ub", "algorithm.loss_options.clip_cov_high", 5.0),
+    Key(f"{ACTOR}.policy_loss.kl_cov_ratio", "algorithm.loss_options.kl_cov_share", 2e-4),
+    Key(f"{ACTOR}.policy_loss.ppo_kl_coef", "algorithm.loss_options.kl_cov_coef", 0.1),
+    Key(f"{ACTOR}.policy_loss.dro_beta", "algorithm.loss_options.dro_beta"),
+    Key(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coef", 0),
+    Key("algorithm.filter_groups.enable", "algorithm.shaping.dynamic_sampling", False),
+    Key(f"{ROLLOUT}.multi_turn.max_assistant_turns", "agent.max_turns"),
+    Key(f"{ROLLOUT}.multi_turn.max_parallel_calls", "agent.max_parallel_calls"),
+)
+CRITIC_KEYS = (
+    Key("critic.model.path", "critic.path"),
+    Key("critic.optim.lr", "critic.learning_rate", 1e-5),
+    Key("critic.cliprange_value", "critic.clip", 0.5),
+    Key("critic.grad_clip", "critic.grad_clip", 1.0),
+    Key("trainer.critic_warmup", "critic.warmup_steps", 0),
+)
+
+_DEVICES = "devices are trainer.ranks and rollout.engines here; `rl-async plan` helps to choose"
+_ENGINE = "an engine's own setting; rollout.engine_args passes flags on"
+NO_COUNTERPART = {
+    "trainer.n_gpus_per_node": _DEVICES,
+    "trainer.nnodes": _DEVICES,
+    "trainer.experiment_name": "give it to `rl-async launch` as --name",
+    "trainer.total_epochs": "a run ends after trainer.steps",
+    "trainer": "not read",
+    "algorithm.filter_groups": "algorithm.shaping.max_refills bounds refills",
+    f"{ACTOR}.policy_loss": "a number of a loss that is not used, or unknown here",
+    f"{ACTOR}.loss_scale_factor": "seq-mean-token-sum-norm divides by rollout.max_model_len",
+    f"{ACTOR}.ppo_micro_batch_size": "micro-batches are packed to trainer.max_tokens_per_microbatch",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": "micro-batches are packed to trainer.max_tokens_per_microbatch",
+    f"{ACTOR}.use_dynamic_bsz": "micro-batches are always packed by tokens",
+    f"{ACTOR}.fsdp_config": "FSDP2 has trainer.cpu_offload, trainer.replicas and model.dtype",
+    f"{ACTOR}.megatron": "Megatron has trainer.tensor_parallel, pipeline_parallel and expert_parallel",
+    ACTOR: "not read",
+    "actor_rollout_ref.ref": "the reference model runs with the trainer's settings",
+    f"{MODEL}.use_remove_padding": "rows are always packed",
+    MODEL: "not read",
+    f"{ROLLOUT}.multi_turn": "tools are agent.tools; lengths are in tokens, agent.tool_response_tokens",
+    f"{ROLLOUT}.tensor_model_parallel_size": _ENGINE,
+    f"{ROLLOUT}.gpu_memory_utilization": _ENGINE,
+    f"{ROLLOUT}.enforce_eager": _ENGINE,
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": "passes are packed to trainer.max_tokens_per_microbatch",
+    f"{ROLLOUT}.val_kwargs": "evaluation has eval.temperature and eval.samples",
+    ROLLOUT: _ENGINE,
+    "actor_rollout_ref": "not read",
+    "critic": "a critic belongs to algorithm.advantage=gae, and has fewer settings of its own",
+    "data": "not read",
+    "reward": "rewards are reward.functions",
+    "reward_model": "rewards are reward.functions, reward.model and reward.judge",
+    "distillation": "there is no distillation",
+    **dict.fromkeys(("transfer_queue", "global_profiler", "skip", "ray_kwargs", "hydra", "defaults"), "verl's own"),
+    "sandbox_fusion": "tools and scorers bring their own",
+}
+
+
+def write(file: Path, more: list[str]) -> str:
+    """Our YAML for the settings in ``file`` and the ``a.b=c`` in ``more``."""
+    given, unresolved = resolve_references(read_settings(file) | overrides(more, "an argument"))
+    t = Translation({key: value for key, value in given.items() if not key.endswith("_target_")})
+    t.notes += unresolved
+    t.translate(KEYS)
+    _data(t)
+    _sizes(t)
+    _optimizer(t)
+    _advantage(t)
+    _loss(t)
+    _kl(t)
+    _shaping(t)
+    verl_correction.put(t)
+    _rewards(t)
+    mode = t.take("trainer.v1.trainer_mode", "sync")
+    t.put("queue.max_staleness", 0 if mode == "sync" else 1, "trainer.v1.trainer_mode")
+    t.notes.append(f"queue.max_staleness: the trainer there is {mode}; from 1 on generation overlaps with training")
+    t.notes.append("epsilon beside a standard deviation: 1e-6 there, 1e-4 here, fixed")
+    return t.text(f"From {file} (verl, read by the keys of version 0.9.1).", NO_COUNTERPART)
+
+
+def _data(t: Translation) -> None:
+    files = t.take("data.train_files")
+    if files is not None:
+        several = isinstance(files, list) and len(files) > 1
+        only = files[0] if isinstance(files, list) and files else files
+        t.put("data.path", [{"path": file} for file in files] if several else only, "data.train_files")
+    held_out = t.take("data.val_files")
+    if isinstance(held_out, list) and len(held_out) > 1:
+        t.notes.append(f"data.eval_path takes one file: the first of data.val_files, of {len(held_out)}")
+    if held_out:
+        t.put("data.eval_path", held_out[0] if isinstance(held_out, list) else held_out, "data.val_files")
+
+
+def _sizes(t: Translation) -> None:
+    """Lengths and mini-batches, of which verl gives parts and ours wholes, or the reverse."""
+    tasks = t.number("data.train_batch_size", 1024)
+    mini = t.number(f"{ACTOR}.ppo_mini_batch_size", 256)
+    if tasks % mini:
+        t.notes.append(f"data.train_batch_size={tasks} is no multiple of ppo_mini_batch_size={mini}; rounded down")
+    t.put("trainer.minibatches", max(tasks // mini, 1), "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size")
+    lengths = ("data.max_prompt_length", "data.max_response_length")
+    total = t.number(lengths[0], 512) + t.number(lengths[1], 512)
+    t.put("agent.max_tokens", total, *lengths)
+    t.put("rollout.max_model_len", t.take(f"{ROLLOUT}.max_model_len") or total, *lengths, f"{ROLLOUT}.max_model_len")
+    if t.take(f"{ROLLOUT}.multi_turn.enable", False):
+        t.put("agent.loop", "tool_agent", f"{ROLLOUT}.multi_turn.enable")
+
+
+def _optimizer(t: Translation) -> None:
+    for name, beta in zip(("beta1", "beta2"), t.take(f"{ACTOR}.optim.betas", [0.9, 0.999]), strict=False):
+        t.put(f"trainer.{name}", beta, f"{ACTOR}.optim.betas")
+    ratio = t.take(f"{ACTOR}.optim.lr_warmup_steps_ratio", 0.0)
+    if ratio:
+        t.notes.append(f"lr_warmup_steps_ratio={ratio}: write it as trainer.warmup_steps, in optimizer steps")
+    rank, alpha = t.take(f"{MODEL}.lora_rank", 0), t.take(f"{MODEL}.lora_alpha", 16)
+    if rank:
+        t.put("trainer.lora.rank", rank, f"{MODEL}.lora_rank")
+        t.put("trainer.lora.alpha", alpha, f"{MODEL}.lora_alpha")
+    loggers = t.take("trainer.logger", ["console", "wandb"])
+    loggers = loggers if isinstance(loggers, list) else [loggers]
+    t.put("tracking.backends", [name for name in loggers if name in TRACKERS], "trainer.logger")
+    if missing := [name for name in loggers if name not in TRACKERS]:
+        t.notes.append(f"trackers without a counterpart: {', '.join(map(str, missing))}")
+
+
+def _advantage(t: Translation) -> None:
+    name = t.take("algorithm.adv_estimator", "gae")
+    name = ADVANTAGES.get(name, name)
+    normalises = t.take("algorithm.norm_adv_by_std_in_grpo", True)
+    if not normalises and name == "grpo":
+        name = "dr_grpo"
+    if not normalises and name == "grpo_passk":
+        t.put("algorithm.advantage_options.passk_std", False, "algorithm.norm_adv_by_std_in_grpo")
+    t.put("algorithm.advantage", name, "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo")
+    if name == "gae":
+        t.translate(CRITIC_KEYS)
+        if not any(key.startswith("critic.") for key in t.ours):
+            t.ours["critic"] = {}
+    keys, weights = t.take("algorithm.gdpo_reward_keys"), t.take("algorithm.gdpo_reward_weights")
+    if keys and weights:
+        options = dict(zip(keys, weights, strict=False))
+        t.put("algorithm.advantage_options.gdpo_weights", options, "algorithm.gdpo_reward_weights")
+
+
+def _loss(t: Translation) -> None:
+    mode = t.take(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
+    bounds = [t.take(f"{ACTOR}.clip_ratio_{side}", None) for side in ("low", "high")]
+    shared = t.take(f"{ACTOR}.clip_ratio", 0.2)
+    theirs = [f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"]
+    low, high = (0.2 if bound is None else bound for bound in bounds)
+    if shared not in (low, high):
+        t.notes.append(f"{ACTOR}.clip_ratio={shared} holds in verl only where clip_ratio_low and _high are null")
+    if mode in ("dppo_tv", "dppo_kl"):
+        t.put(f"algorithm.loss_options.{mode}", low, theirs[0])
+        if low != high:
+            t.put("algorithm.loss_options.dppo_high", high, theirs[1])
+        t.notes.append(f"{mode}: verl caps the ratio at clip_ratio_c, ours has no cap")
+    else:
+        t.put("algorithm.clip_low", low, theirs[0])
+        t.put("algorithm.clip_high", high, theirs[1])
+    if mode != "bypass_mode":
+        t.put("algorithm.loss", LOSSES.get(mode, mode), f"{ACTOR}.policy_loss.loss_mode")
+    aggregation = t.take(f"{ACTOR}.loss_agg_mode", "token-mean")
+    if mode in ("sapo", "geo_mean"):
+        aggregation = "seq-mean-token-mean"
+        t.notes.append(f"{mode}: verl takes seq-mean-token-mean whatever loss_agg_mode says, and so it is written")
+    t.put("algorithm.aggregation", aggregation, f"{ACTOR}.loss_agg_mode", f"{ACTOR}.policy_loss.loss_mode")
+
+
+def _kl(t: Translation) -> None:
+    in_loss, in_reward = t.take(f"{ACTOR}.use_kl_loss", False), t.take("algorithm.use_kl_in_reward", False)
+    if in_loss and in_reward:
+        t.notes.append("a KL in the loss and in the reward at once: only the one in the loss is written")
+    loss = (t.take(f"{ACTOR}.kl_loss_coef", 0.001), t.take(f"{ACTOR}.kl_loss_type", "low_var_kl"))
+    reward = (t.take("algorithm.kl_ctrl.kl_coef", 0.001), t.take("algorithm.kl_penalty", "kl"))
+    controller = t.take("algorithm.kl_ctrl.type", "fixed")
+    target, horizon = t.take("algorithm.kl_ctrl.target_kl", 0.1), t.take("algorithm.kl_ctrl.horizon", 10000)
+    if not in_loss and not in_reward:
+        return
+    coef, estimator = loss if in_loss else reward
+    t.put("algorithm.kl.coef", coef, f"{ACTOR}.kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef")
+    name = ESTIMATORS.get(estimator, estimator)
+    t.put("algorithm.kl.estimator", name, f"{ACTOR}.kl_loss_type" if in_loss else "algorithm.kl_penalty")
+    if not in_loss:
+        t.put("algorithm.kl.place", "reward", "algorithm.use_kl_in_reward")
+        t.put("algorithm.kl.controller", controller, "algorithm.kl_ctrl.type")
+        if controller == "adaptive":
+            t.put("algorithm.kl.target", target, "algorithm.kl_ctrl.target_kl")
+            t.put("algorithm.kl.horizon", horizon, "algorithm.kl_ctrl.horizon")
+
+
+def _shaping(t: Translation) -> None:
+    method, power = t.take("algorithm.pf_ppo.reweight_method", "pow"), t.take("algorithm.pf_ppo.weight_pow", 2.0)
+    if t.take("algorithm.use_pf_ppo", False):
+        t.put("algorithm.shaping.resample", method, "algorithm.pf_ppo.reweight_method")
+        t.put("algorithm.shaping.resample_power", power, "algorithm.pf_ppo.weight_pow")
+    for buffer in ("reward_model.overlong_buffer", "reward.reward_kwargs.overlong_buffer_cfg"):
+        length, factor = t.take(f"{buffer}.len"), t.take(f"{buffer}.penalty_factor")
+        if t.take(f"{buffer}.enable", False):
+            t.put("algorithm.shaping.overlong_max_tokens", t.ours["rollout.max_tokens"], f"{buffer}.enable")
+            t.put("algorithm.shaping.overlong_cache_tokens", length, f"{buffer}.len")
+            t.put("algorithm.shaping.overlong_factor", factor or 1.0, f"{buffer}.penalty_factor")
+
+
+def _rewards(t: Translation) -> None:
+    for section in ("reward.custom_reward_function", "custom_reward_function"):
+        path, name = t.take(f"{section}.path"), t.take(f"{section}.name", "compute_score")
+        if path:
+            functions: list[dict[str, Any]] = [{"name": f"{path}:{name}"}]
+            t.put("reward.functions", functions, f"{section}.path")
+            t.notes.append(
+                f"reward.functions: {path}:{name} takes what scorers take here, which is not what verl passes"
+            )
+            return
+    t.notes.append(
+        "reward.functions: verl chooses a reward by data_source; here it is exact_answer unless you name one"
+    )

@@ -1,0 +1,150 @@
+"""Configs of TRL, prime-rl and slime become ours; keys that the tables name exist, and so do names in hints."""
+
+from pathlib import Path
+
+import pytest
+
+from rl_async.configs import foreign_names
+from rl_async.configs.importing import prime_rl, slime, trl, verl
+from rl_async.configs.importing.sources import SOURCES
+from rl_async.configs.load.fields import choices, field_at
+from rl_async.configs.load.loader import load_config
+from rl_async.configs.schema.formulas import ADVANTAGES, LOSSES
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import ConfigError
+from rl_async.launcher.cli.configs import IMPORTS
+
+TRL = """
+model_name_or_path: m
+dataset_name: t.parquet
+loss_type: dr_grpo
+importance_sampling_level: sequence
+epsilon_high: 0.3
+delta: 2.0
+scale_rewards: none
+num_generations: 4
+per_device_train_batch_size: 8
+gradient_accumulation_steps: 2
+use_vllm: true
+vllm_importance_sampling_mode: token_truncate
+max_steps: 5
+of_tomorrow: 1
+"""
+PRIME_RL = """
+max_steps = 9
+[model]
+name = "m"
+[orchestrator]
+batch_size = 64
+group_size = 16
+[orchestrator.train.sampling]
+max_completion_tokens = 32
+[trainer.optim]
+lr = 3e-6
+[trainer.loss]
+dppo_mask_high = 0.3
+kl_tau = 0.0
+[of_tomorrow]
+key = 1
+"""
+SLIME = """
+source "${HERE}/models/m.sh"
+ARGS=(
+   --hf-checkpoint /models/m  # --load /elsewhere
+   --prompt-data /data/t.jsonl
+   --rollout-batch-size 32
+   --n-samples-per-prompt 8
+   --global-batch-size 64
+   --advantage-estimator gspo
+   --eps-clip-high 0.28
+   --use-tis
+   --of-tomorrow
+)
+ray job submit -- python3 train.py ${ARGS[@]} --num-rollout=11
+"""
+
+
+def translated(tmp_path: Path, source: str, name: str, text: str, *more: str) -> tuple[RunConfig, str]:
+    """Our config for ``text`` in a file, loaded, and all that was written."""
+    (tmp_path / name).write_text(text)
+    written = SOURCES[source](tmp_path / name, list(more))
+    (tmp_path / "ours.yaml").write_text(written)
+    return load_config(str(tmp_path / "ours.yaml"), ["data.path=t.parquet"]), written
+
+
+def test_a_grpo_config_of_trls(tmp_path: Path) -> None:
+    config, text = translated(tmp_path, "trl", "c.yaml", TRL, "beta=0.5")
+    algorithm = config.algorithm
+    assert (algorithm.loss, algorithm.aggregation, algorithm.advantage) == (
+        "gspo",
+        "seq-mean-token-sum-norm",
+        "dr_grpo",
+    )
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.loss_options.clip_dual) == (0.2, 0.3, 2.0)
+    assert (algorithm.correction, algorithm.correction_options.cap) == ("decoupled_token_is", 3.0)
+    assert (algorithm.kl.coef, config.trainer.steps) == (0.5, 5)
+    assert (config.data.train_batch_groups, config.trainer.minibatches, config.rollout.engine) == (4, 1, "vllm")
+    for key in ("of_tomorrow", "trainer.schedule", "max_staleness"):
+        assert key in text
+
+
+def test_a_toml_of_prime_rls(tmp_path: Path) -> None:
+    config, text = translated(tmp_path, "prime-rl", "rl.toml", PRIME_RL, "trainer.optim.weight_decay=0.5")
+    assert (config.data.train_batch_groups, config.rollout.group_size, config.rollout.max_tokens) == (4, 16, 32)
+    assert (config.trainer.learning_rate, config.trainer.weight_decay, config.trainer.steps) == (3e-6, 0.5, 9)
+    assert (config.algorithm.correction, config.algorithm.advantage) == ("prime_rl", "dr_grpo")
+    options = config.algorithm.loss_options
+    assert (options.dppo_tv, options.dppo_high, options.ipo_penalty) == (0.2, 0.3, 0.0)
+    assert config.queue.max_staleness == 8
+    for key in ("of_tomorrow.key", "beta2", "max_staleness"):
+        assert key in text
+
+
+def test_flags_of_slimes(tmp_path: Path) -> None:
+    config, text = translated(tmp_path, "slime", "run.sh", SLIME)
+    assert (config.model.path, config.trainer.steps, config.trainer.minibatches) == ("/models/m", 11, 4)
+    assert (config.algorithm.loss, config.algorithm.advantage) == ("gspo", "grpo")
+    assert (config.algorithm.clip_high, config.algorithm.correction) == (0.28, "slime_tis")
+    assert (config.trainer.backend, config.rollout.engine) == ("megatron", "sglang")
+    assert "of-tomorrow" in text and "load =" not in text
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, source: str) -> None:
+    for name in ("missing.yaml", "missing.toml", "missing.sh"):
+        with pytest.raises(ConfigError, match=name):
+            SOURCES[source](tmp_path / name, [])
+
+
+def test_the_command_line_offers_every_source() -> None:
+    assert IMPORTS.keys() == SOURCES.keys()
+
+
+@pytest.mark.parametrize("module", [verl, trl, prime_rl, slime])
+def test_the_tables_name_keys_that_exist(module: object) -> None:
+    for key in (*getattr(module, "KEYS"), *getattr(module, "CRITIC_KEYS", ())):  # noqa: B009 (of an object)
+        assert field_at(key.ours) is not None, key
+
+
+def test_names_of_others_lead_to_names_that_exist() -> None:
+    assert set(foreign_names.LOSSES.values()) <= LOSSES.keys()
+    assert set(foreign_names.ADVANTAGES.values()) <= ADVANTAGES.keys()
+    assert set(foreign_names.ESTIMATORS.values()) <= set(choices("algorithm.kl.estimator"))
+
+
+@pytest.mark.parametrize(
+    ("argument", "ours"),
+    [
+        ("algorithm.loss=vanilla", "ppo"),
+        ("algorithm.loss=geo_mean", "gmpo"),
+        ("algorithm.loss=bypass_mode", "bypass_ppo_clip"),
+        ("algorithm.advantage=grpo_vectorized", "grpo"),
+        ("algorithm.correction=bypass_mode", "bypass_ppo_clip"),
+        ("algorithm.kl.estimator=low_var_kl", "k3"),
+        ("trainer.backend=fsdp", "fsdp2"),
+    ],
+)
+def test_a_name_of_another_project_gets_a_hint(argument: str, ours: str) -> None:
+    with pytest.raises(ConfigError, match=rf" is .*\b{ours}\b.* here") as error:
+        load_config(None, ["model.path=m", "data.path=d", argument])
+    assert argument.partition("=")[0] in str(error.value)

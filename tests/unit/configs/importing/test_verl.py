@@ -1,0 +1,149 @@
+"""A verl config becomes ours: what was given, what verl does by default, and every key that has no place here."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rl_async.configs.importing import verl
+from rl_async.configs.load.loader import load_config
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import ConfigError
+
+SCRIPT = """
+files=/data/train.parquet
+n_samples=8
+ray stop
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files="$files" data.val_files="['/data/test.parquet']" \\
+    data.train_batch_size=512 actor_rollout_ref.actor.ppo_mini_batch_size=128 \\
+    data.max_prompt_length=100 data.max_response_length=300 \\
+    actor_rollout_ref.model.path=/models/m actor_rollout_ref.rollout.n=${n_samples} \\
+    actor_rollout_ref.actor.optim.lr=2e-6 trainer.logger='["console","wandb"]' \\
+    trainer.total_training_steps=7 +trainer.of_tomorrow=3 elsewhere.entirely=4 $@  # and more
+"""
+ALGORITHM = "algorithm."
+ACTOR = "actor_rollout_ref.actor."
+
+
+def translated(tmp_path: Path, *more: str) -> tuple[RunConfig, str]:
+    """Our config for SCRIPT and further arguments, loaded, and the comments above it."""
+    script, ours = tmp_path / "run.sh", tmp_path / "ours.yaml"
+    script.write_text(SCRIPT)
+    text = verl.write(script, list(more))
+    ours.write_text(text)
+    comments = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
+    return load_config(str(ours)), comments
+
+
+def test_what_a_script_gives_is_what_ours_says(tmp_path: Path) -> None:
+    config, _ = translated(tmp_path)
+    assert (config.model.path, config.data.path, config.data.eval_path) == (
+        "/models/m",
+        "/data/train.parquet",
+        "/data/test.parquet",
+    )
+    assert (config.data.train_batch_groups, config.trainer.minibatches, config.rollout.group_size) == (512, 4, 8)
+    assert (config.rollout.max_tokens, config.agent.max_tokens, config.rollout.max_model_len) == (300, 400, 400)
+    assert (config.trainer.learning_rate, config.trainer.steps) == (2e-6, 7)
+    assert config.tracking.backends == ("console", "wandb")
+    assert (config.algorithm.advantage, config.algorithm.loss) == ("grpo", "ppo")
+
+
+def test_what_verl_does_by_default_and_we_do_not_is_written_and_named(tmp_path: Path) -> None:
+    config, comments = translated(tmp_path)
+    assert config.algorithm.clip_high == 0.2 and config.algorithm.loss_options.clip_dual == 3.0
+    assert config.algorithm.correction == "disabled" and config.algorithm.loss_options.kl_cov_coef == 0.1
+    assert config.queue.max_staleness == 0 and config.trainer.beta2 == 0.999
+    for key in ("clip_high", "clip_dual", "correction", "kl_cov_coef", "max_staleness", "beta2", "epsilon"):
+        assert key in comments
+
+
+def test_every_key_without_a_place_is_listed(tmp_path: Path) -> None:
+    _, comments = translated(tmp_path, f"{ACTOR}loss_scale_factor=100", "trainer.nnodes=2")
+    for key in ("trainer.of_tomorrow", "elsewhere.entirely", f"{ACTOR}loss_scale_factor", "trainer.nnodes"):
+        assert key in comments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "correction", "options"),
+    [
+        (["rollout_is=token"], "decoupled_token_is", {}),
+        (["rollout_is=sequence"], "decoupled_seq_is", {}),
+        (["rollout_is=token", "rollout_is_threshold=0.5_5.0"], "decoupled_token_icepop", {}),
+        (["rollout_is=sequence", "rollout_rs=seq_sum_k1", "rollout_rs_threshold=0.5_2.0"], "decoupled_seq_is_rs", {}),
+        (["rollout_rs=seq_mean_k3", "rollout_rs_threshold=0.01"], "decoupled_k3_rs", {}),
+        (["bypass_mode=true"], "bypass_ppo_clip", {}),
+        (["bypass_mode=true", "rollout_is=sequence", "loss_type=reinforce"], "bypass_pg_is", {}),
+        (["rollout_is=token", "rollout_is_threshold=3"], "disabled", {"weight": "token", "cap": 3.0}),
+        (["rollout_rs=token_k1", "rollout_rs_threshold=0.5_4"], "disabled", {"reject": {"token_k1": "0.25_2"}}),
+    ],
+)
+def test_a_rollout_correction_is_the_preset_that_does_the_same(
+    tmp_path: Path, arguments: list[str], correction: str, options: dict[str, Any]
+) -> None:
+    config, _ = translated(tmp_path, *(f"{ALGORITHM}rollout_correction.{argument}" for argument in arguments))
+    assert config.algorithm.correction == correction
+    for name, value in options.items():
+        assert getattr(config.algorithm.correction_options, name) == value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([f"{ACTOR}policy_loss.loss_mode=geo_mean"], {"loss": "gmpo", "aggregation": "seq-mean-token-mean"}),
+        ([f"{ACTOR}policy_loss.loss_mode=gspo", f"{ACTOR}clip_ratio_low=3e-4"], {"loss": "gspo", "clip_low": 3e-4}),
+        ([f"{ACTOR}policy_loss.loss_mode=bypass_mode"], {"loss": "ppo", "correction": "bypass_ppo_clip"}),
+        (
+            [f"{ACTOR}policy_loss.loss_mode=dppo_kl", f"{ACTOR}clip_ratio_high=0.9"],
+            {"loss": "dppo_kl", "clip_high": 0.28},
+        ),
+        ([f"{ALGORITHM}adv_estimator=rloo_vectorized"], {"advantage": "rloo"}),
+        ([f"{ALGORITHM}norm_adv_by_std_in_grpo=False"], {"advantage": "dr_grpo"}),
+        ([f"{ALGORITHM}adv_estimator=gae"], {"advantage": "gae"}),
+    ],
+)
+def test_a_name_of_verls_is_ours(tmp_path: Path, arguments: list[str], expected: dict[str, Any]) -> None:
+    config, _ = translated(tmp_path, *arguments)
+    assert {name: getattr(config.algorithm, name) for name in expected} == expected
+
+
+def test_a_kl_keeps_its_place_and_verls_adaptive_target(tmp_path: Path) -> None:
+    in_loss, _ = translated(tmp_path, f"{ACTOR}use_kl_loss=True")
+    assert (in_loss.algorithm.kl.coef, in_loss.algorithm.kl.estimator) == (0.001, "k3")
+    arguments = [f"{ALGORITHM}use_kl_in_reward=True", f"{ALGORITHM}kl_ctrl.type=adaptive"]
+    in_reward, comments = translated(tmp_path, *arguments)
+    kl = in_reward.algorithm.kl
+    assert (kl.place, kl.estimator, kl.controller, kl.target) == ("reward", "k1", "adaptive", 0.1)
+    assert "algorithm.kl.target" in comments
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["data.train_batch_size=many", "algorithm.rollout_correction.rollout_is=row", "actor_rollout_ref.rollout.n=[1"],
+)
+def test_a_value_that_verl_would_not_take_is_named(tmp_path: Path, argument: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        translated(tmp_path, argument)
+    assert argument.partition("=")[0] in str(error.value)
+
+
+def test_what_the_shell_computes_is_left_out_and_named(tmp_path: Path) -> None:
+    config, comments = translated(tmp_path, "data.train_batch_size=$BATCH", "data.max_prompt_length=$((2*3))")
+    assert config.data.train_batch_groups == 1024 and "data.train_batch_size = $BATCH" in comments
+    assert config.data.max_prompt_tokens == 512 and "data.max_prompt_length = $((2*3))" in comments
+
+
+def test_references_of_a_whole_config_are_followed(tmp_path: Path) -> None:
+    given = {
+        "data": {"max_response_length": 99, "train_files": "t.parquet"},
+        "actor_rollout_ref": {"model": {"path": "m"}, "actor": {"clip_ratio_high": "${data.other}"}},
+        "critic": {"ppo_epochs": "${oc.select:actor_rollout_ref.actor.ppo_epochs,3}"},
+    }
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.dump(given))
+    text = verl.write(file, [])
+    assert "critic.ppo_epochs = 3" in text
+    assert "actor_rollout_ref.actor.clip_ratio_high = ${data.other}" in text
