@@ -150,13 +150,21 @@ class Children:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # the first error is already being raised
 
-    async def stop(self, names: Iterable[str], timeout_s: float | None) -> None:
-        """Send SIGTERM to the named processes at once, and kill those that have not ended after ``timeout_s``.
-
-        None: wait until they have ended.
-        """
+    async def stop(self, names: Iterable[str], timeout_s: float) -> None:
+        """Send SIGTERM to the named processes at once, and kill those that have not ended after ``timeout_s``."""
         children = [self._newest[name] for name in names if name in self._newest]
         await asyncio.gather(*(child.stop(timeout_s) for child in children))
+
+    async def finish(self, names: Iterable[str]) -> None:
+        """Send SIGTERM to ranks and wait until all have ended, or until one fails, without which the others cannot."""
+        ranks = [self._newest[name] for name in names if name in self._newest]
+        asked = [asyncio.create_task(child.stop(None)) for child in ranks]
+        try:
+            await self._first_failure(ranks)
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
 
     def mark_ended(self) -> None:
         """Record that no process is left; those that failed keep that state."""
@@ -211,7 +219,7 @@ async def keep_ranks(
         try:
             await children.beside(children.keep_together(specs))
         except Interrupted:
-            await children.stop(children.names, None)
+            await children.finish(children.names)
             raise
         finally:
             await children.stop(children.names, stop_timeout_s)

@@ -287,7 +287,7 @@ class Supervisor:
         trainers = [spec.name for spec in self._plan.trainers]
         others = [name for name in self._children.names if name not in (queue, *shards, *trainers)]
         if asked:
-            await self._children.stop(trainers, None)
+            await self._children.finish(trainers)
         began = time.monotonic()
         for names, share in ((trainers, TRAINERS_SHARE), (others, 1.0), (shards, 1.0), ([queue], 1.0)):
             await self._children.stop(names, max(0.0, began + share * timeout - time.monotonic()))
