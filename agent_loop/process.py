@@ -12,6 +12,8 @@ from rl_async.agent_loop.episodes.runner import EpisodeRunner
 from rl_async.agent_loop.worker import AgentWorker
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import RunConfig
+from rl_async.process.http_auth import run_token
+from rl_async.reward_loop.api_keys import forget_api_keys
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.connect import engine_pool
 from rl_async.transfer_queue.auth.keys import client_keys
@@ -26,9 +28,10 @@ async def run_worker(config: RunConfig, index: int, address: str, *, folder: Pat
     """
     cancel_on_signals()
     async with contextlib.AsyncExitStack() as stack:
-        pool = engine_pool(config.rollout)
+        pool = engine_pool(config.rollout, run_token(folder, "engines"))
         runner = EpisodeRunner(config, load_renderer(config.model.path), pool)
         rewards = await stack.enter_async_context(RewardService(config.reward, model_url=reward_model, folder=folder))
+        forget_api_keys(config.reward)
         client = QueueClient(address, role="agent", name=f"agent-{index}", keys=client_keys(config, folder, "worker"))
         queue = await stack.enter_async_context(client)
         stack.push_async_callback(pool.close)

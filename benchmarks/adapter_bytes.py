@@ -96,11 +96,12 @@ def publications(folder: Path, lora: LoraConfig, repeats: int) -> dict[str, list
         publishers = {}
         for way, delta in WAYS.items():
             at = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            directory = SingleEngineDirectory(stack.enter_context(serving("embedded", config, at, "")))
+            url, token = stack.enter_context(serving("embedded", config, at, ""))
+            directory = SingleEngineDirectory(url)
             coordinator = stack.enter_context(
                 WeightCoordinator(
                     directory.open,
-                    lambda r: VllmEngine(r.url),
+                    lambda r, token=token: VllmEngine(r.url, token=token),
                     WeightSyncConfig(transport="gloo", timeout_s=TIMEOUT_S, delta=delta),
                 )
             )

@@ -39,6 +39,7 @@ from rl_async.errors import EngineLost
 from rl_async.launcher.plan.artifacts import needs_preparation
 from rl_async.launcher.runs.prepare import prepare
 from rl_async.messages import EngineList, EngineRecord, LeasedGroup, Sampling, Task, Version
+from rl_async.process.http_auth import bearer
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Generator
 from rl_async.rollout_server.embedded.local import LocalEngine
 from rl_async.rollout_server.pool import EnginePool
@@ -130,10 +131,10 @@ def lease(config: RunConfig, task: Task, number: int) -> LeasedGroup:
     return LeasedGroup(group_id=number, task=task, samples=samples, attempt=0, partition="train", min_version=V0)
 
 
-async def pool_against_bare(config: RunConfig, url: str, bare: BareClient) -> tuple[float, float]:
+async def pool_against_bare(config: RunConfig, url: str, token: str, bare: BareClient) -> tuple[float, float]:
     """Return median tokens per second of (agent loop and pool, bare client)."""
     record = EngineRecord(engine_id="engine", url=url, kind="embedded", version=V0)
-    pool = EnginePool(lambda r: VllmEngine(r.url), 120.0, config.rollout.max_batch_size)
+    pool = EnginePool(lambda r: VllmEngine(r.url, token=token), 120.0, config.rollout.max_batch_size)
     pool.update(EngineList(revision=1, engines=[record], published=V0))
     renderer = ChatRenderer(PreTrainedTokenizerFast.from_pretrained(config.model.path))
     tasks, _ = make_sources(config)
@@ -158,16 +159,18 @@ async def pool_against_bare(config: RunConfig, url: str, bare: BareClient) -> tu
     return statistics.median(rates[0][1:]), statistics.median(rates[1][1:])
 
 
-async def over_http(config: RunConfig, url: str) -> tuple[dict[int, float], float, float]:
+async def over_http(config: RunConfig, url: str, token: str) -> tuple[dict[int, float], float, float]:
     """Return tokens per second of uniform requests, by how many at once; of episodes; of the requests of episodes."""
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2)) as session:
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2), headers=bearer(token)
+    ) as session:
         bare = BareClient(url, session)
         rates: dict[int, list[float]] = {count: [] for count in AT_ONCE}
         requests = [[request] for request in uniform_requests(config, max(AT_ONCE))]
         for _ in range(REPEATS + 1):
             for count in AT_ONCE:
                 rates[count].append(await rate(requests[:count], bare, count))
-        through_pool, straight = await pool_against_bare(config, url, bare)
+        through_pool, straight = await pool_against_bare(config, url, token, bare)
     return {count: statistics.median(found[1:]) for count, found in rates.items()}, through_pool, straight
 
 
@@ -208,8 +211,8 @@ def main() -> None:
     pythons = {"embedded": ""} | ({"vllm": arguments.vllm} if Path(arguments.vllm).exists() else {})
     rates: dict[str, dict[int, float]] = {}
     for kind, python in pythons.items():
-        with tempfile.TemporaryDirectory() as folder, serving(kind, config, Path(folder), python) as url:
-            rates[kind], pool, bare = uvloop.run(over_http(config, url))
+        with tempfile.TemporaryDirectory() as folder, serving(kind, config, Path(folder), python) as (url, token):
+            rates[kind], pool, bare = uvloop.run(over_http(config, url, token))
         result[f"pool_vs_bare_{kind}"] = pool / bare
         for count, found in rates[kind].items():
             ratio = f"{rates['embedded'][count] / found:8.2f}" if len(rates) > 1 else ""

@@ -1,8 +1,8 @@
 """An agent program with the plain openai client, trained through the gateway. See docs/gateway.md.
 
 pip install openai
-rl-async launch --mode disaggregated --config calculator agent.gateway={}     # prints the gateway's URL
-python examples/gateway_agent.py URL
+rl-async launch --mode disaggregated --config calculator agent.gateway={}     # prints URL and token file
+RL_ASYNC_TOKEN_FILE=runs/NAME/keys/gateway.token python examples/gateway_agent.py URL
 """
 
 import json
@@ -19,7 +19,7 @@ CLIENT = openai.OpenAI(base_url="none", api_key="none")  # shared: creating a cl
 
 def play(episode: RemoteEpisode) -> str:
     """Solve the task with a calculator in at most three turns; return the last answer."""
-    client = CLIENT.with_options(base_url=episode.base_url)
+    client = CLIENT.with_options(base_url=episode.base_url, api_key=episode.api_key)
     messages = list(episode.task["prompt"])
     for _ in range(3):
         answer = client.chat.completions.create(model="policy", messages=messages, tools=episode.task["tools"])

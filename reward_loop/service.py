@@ -9,6 +9,7 @@ from typing import Self
 from rl_async.configs.derived.rewards import unbounded
 from rl_async.configs.schema.reward import RewardConfig
 from rl_async.messages import Task, Trajectory
+from rl_async.process.http_auth import run_token
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed, to_score
 from rl_async.reward_loop.limits import MINUTE_S, RateLimit
 from rl_async.reward_loop.process_pool import ProcessPool
@@ -23,7 +24,8 @@ VERDICTS_FILE = "verdicts.sqlite"  # in the run folder
 class RewardService:
     """An async context manager. Its constructor raises ConfigError for scorers that are missing or lack a dependency.
 
-    ``model_url``: URL of the run's own reward model. ``folder``: the run folder, where the judge's verdicts are kept.
+    ``model_url``: URL of the run's own reward model. ``folder``: the run folder, which has that model's
+    token and the judge's verdicts.
     """
 
     def __init__(self, config: RewardConfig, *, model_url: str = "", folder: Path | None = None) -> None:
@@ -107,7 +109,8 @@ def _models(config: RewardConfig, model_url: str, folder: Path | None) -> dict[s
     names = {term.name for term in config.functions}
     models: dict[str, RewardModel | Judge] = {}
     if "reward_model" in names and config.model is not None:
-        models["reward_model"] = RewardModel(config.model, model_url)
+        token = run_token(folder, "engines") if folder is not None and not config.model.url else ""
+        models["reward_model"] = RewardModel(config.model, model_url, token)
     if "judge" in names and config.judge is not None:
         file = folder / VERDICTS_FILE if folder is not None and config.judge.cache == "disk" else None
         models["judge"] = Judge(config.judge, Verdicts(file) if config.judge.cache != "none" else None)

@@ -11,7 +11,7 @@ def main() -> int:
     parser = role_parser("rollout_server", __doc__)
     add_run(parser)
     parser.add_argument("--index", type=int, default=0, help="number of this engine in the run")
-    parser.add_argument("--host", default="127.0.0.1", help="default: this machine only; there is no access control")
+    parser.add_argument("--host", default="127.0.0.1", help="default: this machine only")
     parser.add_argument("--port", type=int, required=True)
     arguments = parser.parse_args()
     return run_role(f"engine-{arguments.index}", lambda: _run(arguments))

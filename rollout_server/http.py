@@ -9,6 +9,7 @@ import aiohttp
 import msgspec
 
 from rl_async.errors import EngineLost, EngineRejected, RlAsyncError, TrainerReplaced
+from rl_async.process.http_auth import bearer
 from rl_async.rollout_server.fence import LINEAGE_HEADER, REPLACED
 
 KEEP_ALIVE_S = 4.0  # servers close idle connections after 5 s; a request sent at that moment would be lost
@@ -17,12 +18,18 @@ FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class EngineHttp:
-    """Requests to one engine at ``url``. ``timeout_s`` bounds each; a caller with a shorter deadline cancels it."""
+    """Requests to one engine at ``url``, with ``token`` (empty: without one; only health probes need none).
 
-    def __init__(self, url: str, timeout_s: float | None, lineage: int | None = None) -> None:
+    ``timeout_s`` bounds each; a caller with a shorter deadline cancels it.
+    """
+
+    def __init__(self, url: str, timeout_s: float | None, lineage: int | None = None, *, token: str = "") -> None:
         self.url = url.rstrip("/")
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=5.0)
-        self._lineage = {} if lineage is None else {LINEAGE_HEADER: str(lineage)}
+        # vLLM closes the connection after a 500, which the next request on it would find out too late.
+        self._headers = {"Content-Type": "application/json", "Connection": "close", **bearer(token)}
+        if lineage is not None:
+            self._headers[LINEAGE_HEADER] = str(lineage)
         self._session: aiohttp.ClientSession | None = None
 
     async def call(
@@ -66,22 +73,27 @@ class EngineHttp:
         self, method: str, path: str, body: Any = None, *, params: Any = None, headers: dict[str, str] | None = None
     ) -> aiohttp.ClientResponse:
         """Return an answer with status 200, its body unread; the caller reads and closes it."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-            )
-        data = None if body is None else msgspec.json.encode(body)
-        # vLLM closes the connection after a 500, which the next request on it would find out too late.
-        sent = {"Content-Type": "application/json", "Connection": "close", **self._lineage, **(headers or {})}
-        try:
-            response = await self._session.request(method, self.url + path, data=data, params=params, headers=sent)
-        except FAILURES as error:
-            raise self._lost(path, error) from error
+        response = await self._send(method, path, body, params, headers)
         if response.status == 200:
             return response
         async with response:
             raw = await self._read(path, response)
         raise self.error_for(path, response.status, raw[:500].decode(errors="replace"))
+
+    async def _send(
+        self, method: str, path: str, body: Any, params: Any, headers: dict[str, str] | None
+    ) -> aiohttp.ClientResponse:
+        """Return an answer of any status, its body unread. Raises EngineLost if there is none."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            )
+        data = None if body is None else msgspec.json.encode(body)
+        sent = {**self._headers, **(headers or {})}
+        try:
+            return await self._session.request(method, self.url + path, data=data, params=params, headers=sent)
+        except FAILURES as error:
+            raise self._lost(path, error) from error
 
     async def _read(self, path: str, response: aiohttp.ClientResponse) -> bytes:
         try:
@@ -107,6 +119,11 @@ class EngineHttp:
         except (EngineLost, EngineRejected, TimeoutError):
             return False
         return True
+
+    async def needs_token(self) -> bool:
+        """Return whether the server refuses a request without a token, which this client must not have."""
+        async with await self._send("GET", "/", None, None, None) as response:
+            return response.status == 401
 
     async def close(self) -> None:
         """Close the connections; a later request opens new ones."""

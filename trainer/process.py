@@ -16,6 +16,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.files import drop_torn_line
 from rl_async.process.heartbeat import beat
+from rl_async.process.http_auth import run_token
 from rl_async.rollout_server.connect import connect
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.algorithms.kl import KlController
@@ -138,12 +139,12 @@ def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None,
         if snapshot is not None:
             resumed = queue.resume(run.start_step, run.lineage, snapshot)
             log.info("the queue kept %d groups and admits %d again", resumed.kept, resumed.readmitted)
-        run.depth = QueueDepth(queue)
+        run.depth, token = QueueDepth(queue), run_token(run.folder, "engines")
         if config.data.eval_path:
             run.evaluations = Evaluator(queue, config.eval.every, run.recorder.evaluated)
         with WeightCoordinator(
             lambda: QueueClient(address, role="weights", name="coordinator", keys=keys, lineage=run.lineage),
-            lambda record: connect(record.kind, record.url, lineage=run.lineage),
+            lambda record: connect(record.kind, record.url, lineage=run.lineage, token=token),
             _resolved_sync(run),
             config.rollout.start_timeout_s,
             host,
@@ -176,9 +177,10 @@ def _watched(run: Run, publisher: Publisher, queue: SyncQueueClient | None) -> P
         return publisher
     canaries = None
     if queue is not None:
+        token = run_token(run.folder, "engines")
         canaries = Canaries(
             queue.engines,
-            lambda record: connect(record.kind, record.url),
+            lambda record: connect(record.kind, record.url, token=token),
             vocabulary=AutoConfig.from_pretrained(config.model.path).vocab_size,
             tokens=min(mismatch.tokens, config.rollout.max_model_len - PROMPT_TOKENS),
             temperature=temperature,

@@ -11,6 +11,7 @@ from pathlib import Path
 import zmq
 
 from rl_async.configs.load.loader import load_resolved
+from rl_async.process.http_auth import run_token
 from rl_async.process.role import add_run, role_parser, run_role
 from rl_async.transfer_queue.auth.authenticator import Authenticator
 from rl_async.transfer_queue.auth.keys import client_keys, server_keys
@@ -56,7 +57,8 @@ def run_queue(run: Path, address: str, *, relaunched: bool, stopped: threading.E
         if not is_file(address):
             auth = stack.enter_context(Authenticator(context, keys.allowed, lambda: store.count("denied")))
         port = config.queue.metrics_port
-        metrics = serve_metrics(port, address, client_keys(config, run, "reader") if port else None)
+        token, reader = (run_token(run, "metrics"), client_keys(config, run, "reader")) if port else ("", None)
+        metrics = serve_metrics(port, address, token, reader)
         with bind(context, address, keys=keys, limits=limits) as socket, metrics:
             log.info("listening on %s, closed to clients without a key", address)
             server = QueueServer(store, journal, feed, limits=limits, allowed=keys.allowed)

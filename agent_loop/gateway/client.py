@@ -1,7 +1,7 @@
 """The client for agent programs; it needs only the standard library.
 
-for episode in Gateway(url).episodes():
-    client = openai.OpenAI(base_url=episode.base_url, api_key="none")
+for episode in Gateway(url, token_file="runs/mine/keys/gateway.token").episodes():
+    client = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key)
     ...
     episode.reward(1.0)
 """
@@ -13,9 +13,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rl_async.errors import RlAsyncError
+from rl_async.process.http_auth import bearer, read_token, token_from_environment
 
 FINISHED = {"finished": True}
 SLOW_S = 600.0  # scoring by a judge may take this long
@@ -33,6 +35,11 @@ class RemoteEpisode:
     base_url: str
     task: dict[str, Any]
     gateway: "Gateway"
+
+    @property
+    def api_key(self) -> str:
+        """The gateway's token, for the client that talks to ``base_url``."""
+        return self.gateway.token
 
     def reward(self, value: float, **parts: float) -> dict[str, Any]:
         """End the episode with this reward; ``accepted`` is false if it had ended. Raises GatewayError."""
@@ -58,11 +65,21 @@ class RemoteEpisode:
 class Gateway:
     """The gateway at ``url``, which must answer within ``start_s``.
 
-    Once it has answered, it counts as ended with its run if it does not answer for ``gone_s``; within that time the
-    launcher restarts a gateway that died.
+    ``token_file`` has its token; None: the environment variable RL_ASYNC_TOKEN_FILE names the file. Once the gateway
+    has answered, it counts as ended with its run if it does not answer for ``gone_s``; within that time the launcher
+    restarts a gateway that died.
     """
 
-    def __init__(self, url: str, *, wait_s: float = 20.0, start_s: float = 60.0, gone_s: float = 20.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        token_file: str | Path | None = None,
+        wait_s: float = 20.0,
+        start_s: float = 60.0,
+        gone_s: float = 20.0,
+    ) -> None:
+        self.token = token_from_environment() if token_file is None else read_token(Path(token_file))
         self._url, self._wait_s, self._start_s, self._gone_s = url.rstrip("/"), wait_s, start_s, gone_s
         self._answered = False
 
@@ -80,7 +97,7 @@ class Gateway:
     def post(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """Post JSON; return status and body, or 503 and FINISHED if it is gone. Raises OSError if it never answered."""
         request = urllib.request.Request(
-            self._url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+            self._url + path, json.dumps(body).encode(), {"Content-Type": "application/json", **bearer(self.token)}
         )
         deadline = time.monotonic() + (self._gone_s if self._answered else self._start_s)
         while True:

@@ -18,7 +18,9 @@ from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_RESTART, ConfigError, QueueLost, RlAsyncError, UserError
 from rl_async.process.endpoints import read_endpoints
+from rl_async.process.http_auth import Access, RequireToken, run_token, token_file
 from rl_async.process.role import bind, run_role
+from rl_async.reward_loop.api_keys import forget_api_keys
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.connect import engine_pool
 from rl_async.transfer_queue.auth.keys import client_keys
@@ -30,7 +32,7 @@ LINGER_S = 10.0  # in which agent programs are told that the run is over
 
 
 async def run_gateway(
-    config: RunConfig, listener: socket.socket, queue_address: str, *, folder: Path, reward_model: str
+    config: RunConfig, listener: socket.socket, access: Access, queue_address: str, *, folder: Path, reward_model: str
 ) -> None:
     """Serve until the run is over or SIGTERM or SIGINT arrives.
 
@@ -39,15 +41,16 @@ async def run_gateway(
     """
     cancel_on_signals()
     async with contextlib.AsyncExitStack() as stack:
-        pool = engine_pool(config.rollout)
+        pool = engine_pool(config.rollout, run_token(folder, "engines"))
         renderer = load_renderer(config.model.path)
         rewards = await stack.enter_async_context(RewardService(config.reward, model_url=reward_model, folder=folder))
+        forget_api_keys(config.reward)
         client = QueueClient(queue_address, role="agent", name="gateway", keys=client_keys(config, folder, "worker"))
         queue = await stack.enter_async_context(client)
         stack.push_async_callback(pool.close)
         episodes = OpenEpisodes(config, renderer, pool, queue, rewards)
         settings = uvicorn.Config(
-            GatewayServer(config, episodes).app,
+            RequireToken(GatewayServer(config, episodes).app, access),
             log_level="warning",
             access_log=False,
             lifespan="off",
@@ -70,12 +73,14 @@ def serve(run: Path, queue: str, reward_model: str, host: str, port: int) -> Non
     config = load_resolved(run / "config.yaml")
     if problem := gateway_problem(config):
         raise ConfigError(problem)
-    listener = bind(host or (config.agent.gateway or GatewayConfig()).host, port, "agent.gateway")
+    host = host or (config.agent.gateway or GatewayConfig()).host
+    access = Access(run_token(run, "gateway"), (host, *config.launcher.http_hosts))
+    listener = bind(host, port, "agent.gateway")
     listener.listen()
     address, number = listener.getsockname()[:2]
-    print(f"gateway: http://{address}:{number}", flush=True)
+    print(f"gateway: http://{address}:{number} (token: {token_file(run, 'gateway')})", flush=True)
     with contextlib.suppress(asyncio.CancelledError):
-        uvloop.run(run_gateway(config, listener, queue, folder=run, reward_model=reward_model))
+        uvloop.run(run_gateway(config, listener, access, queue, folder=run, reward_model=reward_model))
 
 
 def attach(run: Path, host: str, port: int) -> int:

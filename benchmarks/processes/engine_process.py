@@ -17,6 +17,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.engines import engine_spec
 from rl_async.launcher.plan.ports import PortWish, assign_ports
 from rl_async.messages import EngineList, EngineRecord, Version
+from rl_async.process.http_auth import make_tokens, run_token
 from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.weight_sync.protocol import InitInfo
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
@@ -26,14 +27,16 @@ START_S = 240.0
 
 
 @contextmanager
-def serving(kind: str, config: RunConfig, folder: Path, python: str) -> Iterator[str]:
-    """Start an engine of this kind, with the model's weights as version 0.0, and yield its URL.
+def serving(kind: str, config: RunConfig, folder: Path, python: str) -> Iterator[tuple[str, str]]:
+    """Start an engine of this kind, with the model's weights as version 0.0, and yield its URL and its token.
 
     ``python`` is ``rollout.python``.
     """
     rollout = msgspec.structs.replace(config.rollout, engine=kind, python=python)
     config = msgspec.structs.replace(config, rollout=rollout)
     (folder / "config.yaml").write_text(dump(config))
+    make_tokens(folder / "keys")
+    token = run_token(folder, "engines")
     spec = engine_spec(config, folder, 0, None, None)
     ports = assign_ports((PortWish(spec.name),))
     url = f"http://127.0.0.1:{ports[spec.name]}"
@@ -43,17 +46,17 @@ def serving(kind: str, config: RunConfig, folder: Path, python: str) -> Iterator
             spec.command(ports), env=os.environ | spec.environment(ports), stdout=output, stderr=output
         )
     try:
-        if not asyncio.run(_load(url, config.model.path, process)):
+        if not asyncio.run(_load(url, token, config.model.path, process)):
             sys.exit(f"the {kind} engine did not start:\n{log.read_text()[-3000:]}")
-        yield url
+        yield url, token
     finally:
         process.terminate()
         process.wait(60)
 
 
-async def _load(url: str, model_path: str, process: "subprocess.Popen[bytes]") -> bool:
+async def _load(url: str, token: str, model_path: str, process: "subprocess.Popen[bytes]") -> bool:
     """Wait until the engine answers and send it the weights. Returns False if its process ended before that."""
-    engine = VllmEngine(url)
+    engine = VllmEngine(url, token=token)
     try:
         async with asyncio.timeout(START_S):
             while not await engine.health():

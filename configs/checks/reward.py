@@ -6,7 +6,7 @@ from rl_async.configs.schema.run import RunConfig
 
 
 def servers(c: RunConfig) -> str | None:
-    """Require the sections of the scorers that ask a server, and URLs without secrets."""
+    """Require the sections of the scorers that ask a server, and URLs and names of variables without secrets."""
     used = {term.name for term in c.reward.functions}
     if "reward_model" in used and c.reward.model is None:
         return "reward.functions: reward_model needs reward.model.path, the folder of a sequence classifier"
@@ -17,6 +17,10 @@ def servers(c: RunConfig) -> str | None:
     for key, url in urls.items():
         if url and not re.fullmatch(r"https?://[^\s@?#]+", url):
             return f"{key} must be http://... or https://..., without a password and without a query"
+    names = {"reward.model": model.api_key_env if model else "", "reward.judge": judge.api_key_env if judge else ""}
+    for section, name in names.items():
+        if name and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
+            return f"{section}.api_key_env is the NAME of an environment variable (capitals), never the key itself"
     return None
 
 
@@ -24,8 +28,6 @@ def judge(c: RunConfig) -> str | None:
     judge = c.reward.judge
     if judge is None:
         return None
-    if judge.api_key_env and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", judge.api_key_env):
-        return "reward.judge.api_key_env is the NAME of an environment variable (capitals), never the key itself"
     if "{response}" not in judge.template and "{conversation}" not in judge.template:
         return "reward.judge.template must contain {response} or {conversation}, else the judge sees nothing to grade"
     if judge.highest <= judge.lowest:

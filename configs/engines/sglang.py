@@ -17,10 +17,13 @@ SGLANG = EngineTraits(
         "--random-seed": "seed",
         "--port": "rollout.port",
     },
-    fixed_flags={"--skip-tokenizer-init": ""},  # requests are token ids; a tokenizer would add its own stop tokens
+    fixed_flags={
+        "--skip-tokenizer-init": "",  # requests are token ids; a tokenizer would add its own stop tokens
+        "--skip-server-warmup": "",  # its requests to itself would lack the token
+    },
     refused_flags=(
         *("--model", "--api-key", "--admin-api-key", "--config", "--grpc-mode", "--smg-grpc-mode", "--ssl-certfile"),
-        *("--tokenizer-worker-num", "--preferred-sampling-params", "--weight-version"),
+        *("--enable-http2", "--tokenizer-worker-num", "--preferred-sampling-params", "--weight-version"),
         *("--quantization", "--weight-cache-mode", "--enable-lora", "--lora-paths", "--speculative-algorithm"),
         *("--tp-size", "--tensor-parallel-size", "--tp", "--pp-size", "--pipeline-parallel-size", "--pp"),
         *("--dp-size", "--data-parallel-size", "--dp", "--nnodes", "--disaggregation-mode", "--is-embedding"),

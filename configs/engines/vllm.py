@@ -24,6 +24,7 @@ VLLM = EngineTraits(
         "--logprobs-mode": "processed_logprobs",  # of the sampling distribution
         "--weight-transfer-config": f'{{"backend": "{WEIGHT_TRANSFER}"}}',
         "--generation-config": "vllm",  # no sampling defaults from the model's folder
+        "--middleware": "rl_async.process.http_auth.RequireToken",  # --api-key leaves the control routes open
     },
     refused_flags=(
         *("--api-key", "--quantization", "-q", "--enable-lora"),

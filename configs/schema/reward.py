@@ -30,6 +30,9 @@ class RewardModelConfig(Config, frozen=True):
     ]
     url: Annotated[str, doc("Engine with vLLM's /classify route; empty: the run starts a server of its own.")] = ""
     name: Annotated[str, doc("Name of the model at that engine; empty: path.")] = ""
+    api_key_env: Annotated[
+        str, doc("NAME of the environment variable with the API key of url, which is stored nowhere; empty: no key.")
+    ] = ""
     timeout_s: Annotated[Seconds, doc("Deadline of one scoring, retries included.")] = 30.0
     max_concurrent: Annotated[Positive, doc("Concurrent requests per worker.")] = 64
     batch_size: Annotated[Positive, doc("Own server: conversations per forward pass.")] = 32

@@ -41,6 +41,10 @@ class LauncherConfig(Config, frozen=True):
     run_dir: Annotated[str, doc("Folder that holds all runs.")] = "runs"
     max_restarts: Annotated[Count, doc("Restarts per process before the run fails.")] = 3
     threads: Annotated[Positive, doc("Torch threads per process on CPU.")] = 1
+    http_hosts: Annotated[
+        tuple[str, ...],
+        doc("Host names by which others call the run's HTTP servers; by default only their addresses are accepted."),
+    ] = ()
     stop_timeout_s: Annotated[
         Seconds,
         doc(

@@ -32,6 +32,7 @@ from rl_async.launcher.supervise.roster import ProcessRecord, read_roster
 from rl_async.messages import EngineRecord, GroupRecord
 from rl_async.process.endpoints import read_endpoints
 from rl_async.process.heartbeat import read_beats
+from rl_async.process.http_auth import run_token
 from rl_async.process.kernel import ENDED, GONE, HALTED, REMOTE, ProcStat, age_s, catches, read_stat, state_of, waits_in
 from rl_async.process.stacks import ASK, Frame, main_thread
 from rl_async.rollout_server.connect import connect
@@ -64,7 +65,7 @@ def observe(run: Path) -> Observation:
         processes=observe_processes(run, records),
         ranks=_ranks(run, {record.pid for record in records}),
         queue=queue,
-        engines=asyncio.run(_observe_engines(engines)),
+        engines=asyncio.run(_observe_engines(engines, run_token(run, "engines") if engines else "")),
         deadlines=Deadlines(
             batch=config.trainer.batch_timeout_s,
             collective=config.trainer.collective_timeout_s,
@@ -227,15 +228,15 @@ def oldest_groups(groups: Sequence[GroupRecord]) -> tuple[GroupRecord, ...]:
     return tuple(oldest.values())
 
 
-async def _observe_engines(records: Sequence[EngineRecord]) -> tuple[ObservedEngine, ...]:
-    return tuple(await asyncio.gather(*(_observe_engine(record) for record in records)))
+async def _observe_engines(records: Sequence[EngineRecord], token: str) -> tuple[ObservedEngine, ...]:
+    return tuple(await asyncio.gather(*(_observe_engine(record, token) for record in records)))
 
 
-async def _observe_engine(record: EngineRecord) -> ObservedEngine:
+async def _observe_engine(record: EngineRecord, token: str) -> ObservedEngine:
     version = "none yet" if record.version is None else str(record.version)
     silent = ObservedEngine(engine_id=record.engine_id, url=record.url, answers=False, version=version)
-    client = connect(record.kind, record.url, timeout_s=ANSWER_S)
-    http = EngineHttp(record.url, ANSWER_S)
+    client = connect(record.kind, record.url, timeout_s=ANSWER_S, token=token)
+    http = EngineHttp(record.url, ANSWER_S, token=token)
     try:
         async with asyncio.timeout(ANSWER_S):
             if not await client.health():

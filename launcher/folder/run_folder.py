@@ -112,8 +112,10 @@ def _refuse_another_run(before: RunConfig, config: RunConfig, preset: RunConfig,
 
 
 def create(config: RunConfig, folder: Path) -> None:
-    """Make the folder unless it exists, and write the resolved config into it."""
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    """Make the folder, for this user only, unless it exists, and write the resolved config into it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    (folder / "logs").mkdir(exist_ok=True)
     replace_file(folder / "config.yaml", dump(config).encode())
 
 

@@ -7,7 +7,7 @@ from rl_async.configs.derived.engines import engine_kinds
 from rl_async.configs.engines import ENGINES
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.memory import ModelSize, engine_bytes
-from rl_async.launcher.plan.spec import ProcessSpec, environment, module
+from rl_async.launcher.plan.spec import ProcessSpec, environment, http_environment, module
 
 
 def engine_spec(config: RunConfig, run_dir: Path, index: int, gpu: int | None, size: ModelSize | None) -> ProcessSpec:
@@ -19,11 +19,13 @@ def engine_spec(config: RunConfig, run_dir: Path, index: int, gpu: int | None, s
         env |= {key: value.format(rollout=config.rollout) for key, value in traits.cpu_variables.items()}
     else:
         env["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    if traits.package:
+        env |= http_environment(config, run_dir)
     return ProcessSpec(
         name=name,
         role="engine",
         argv=_argv(config, run_dir, index, gpu),
-        env=environment(config) | env,
+        env=environment(config, "engine") | env,
         device="cpu" if gpu is None else f"cuda:{gpu}",
         max_restarts=config.launcher.max_restarts,
         memory_bytes=engine_bytes(config, size),

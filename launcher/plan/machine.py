@@ -12,12 +12,13 @@ from types import SimpleNamespace
 from rl_async.configs.derived.engines import engine_kinds, engine_traits
 from rl_async.configs.engines import ENGINES
 from rl_async.configs.engines.traits import Experts
+from rl_async.configs.schema.reward import RewardConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.launcher.plan.artifacts import needs_preparation
 from rl_async.launcher.plan.memory import model_size, tiny_shape
 from rl_async.launcher.plan.planning import Plan, plan
-from rl_async.reward_loop.scorers.judge import api_key
+from rl_async.reward_loop.api_keys import read_api_key
 from rl_async.trainer.model.families import why_not_shared
 
 EXPERT_MODELS = ("qwen2_moe", "qwen3_moe")
@@ -38,11 +39,19 @@ def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: in
     if not elsewhere:
         check_engines(config, on_gpus=False)
     check_trainer(config, gpus)
-    if config.reward.judge is not None and any(term.name == "judge" for term in config.reward.functions):
-        api_key(config.reward.judge)
+    check_api_keys(config.reward)
     size = model_size(config)
     check_expert_names(config)
     return plan(config, folder, size=size, gpus=gpus, resume=resume)
+
+
+def check_api_keys(reward: RewardConfig) -> None:
+    """Raise ConfigError if the environment lacks the key of a judge or of an outside reward model that is used."""
+    names = {term.name for term in reward.functions}
+    if reward.judge is not None and "judge" in names:
+        read_api_key(reward.judge.api_key_env, "reward.judge.api_key_env")
+    if reward.model is not None and "reward_model" in names:
+        read_api_key(reward.model.api_key_env, "reward.model.api_key_env")
 
 
 def check_expert_names(config: RunConfig) -> None:

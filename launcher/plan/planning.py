@@ -21,7 +21,7 @@ from rl_async.launcher.plan.memory import (
     worker_bytes,
 )
 from rl_async.launcher.plan.ports import HOST, PortWish
-from rl_async.launcher.plan.spec import THIS_MACHINE, ProcessSpec, environment, fill, module
+from rl_async.launcher.plan.spec import THIS_MACHINE, ProcessSpec, environment, fill, http_environment, module
 from rl_async.process.endpoints import Endpoints
 from rl_async.transfer_queue.auth.sockets import SCHEME, socket_folder
 
@@ -72,7 +72,7 @@ def plan(
         ports=_ports(config),
         start_timeout_s=config.rollout.start_timeout_s,
         stop_timeout_s=config.launcher.stop_timeout_s,
-        reward_model=_reward_model(config, devices) if serves_reward_model(config) else None,
+        reward_model=_reward_model(config, run_dir, devices) if serves_reward_model(config) else None,
         shards=tuple(_shard(config, run_dir, f"shard-{i}") for i in range(config.queue.shards)),
         queue_address=queue_address(config, run_dir),
         hosts={f"shard-{i}": config.queue.host for i in range(config.queue.shards)},
@@ -132,7 +132,7 @@ def _prepare(config: RunConfig, run_dir: Path) -> ProcessSpec | None:
     if config.data.make is None and config.warm_start is None:
         return None
     argv = module("launcher.runs.prepare", "--config", str(run_dir / "config.yaml"))
-    return ProcessSpec(name="prepare", role="prepare", argv=argv, env=environment(config))
+    return ProcessSpec(name="prepare", role="prepare", argv=argv, env=environment(config, "prepare"))
 
 
 def _queue(config: RunConfig, run_dir: Path) -> ProcessSpec:
@@ -145,7 +145,7 @@ def _queue(config: RunConfig, run_dir: Path) -> ProcessSpec:
         role="queue",
         argv=argv,
         first_argv=("--relaunched",),
-        env=environment(config),
+        env=environment(config, "queue"),
         max_restarts=0 if config.queue.journal == "memory" else config.launcher.max_restarts,
         memory_bytes=queue_bytes(config),
     )
@@ -158,17 +158,18 @@ def _shard(config: RunConfig, run_dir: Path, name: str) -> ProcessSpec:
         name=name,
         role="shard",
         argv=module("transfer_queue.shard", *flags),
-        env=environment(config),
+        env=environment(config, "shard"),
         max_restarts=config.launcher.max_restarts,
         memory_bytes=shard_bytes(config),
     )
 
 
-def _reward_model(config: RunConfig, devices: Devices) -> ProcessSpec:
+def _reward_model(config: RunConfig, run_dir: Path, devices: Devices) -> ProcessSpec:
     """Place the reward model on the GPU after those of engines and trainers; with too few GPUs it shares one."""
     model = config.reward.model
     assert model is not None
     gpu = None if model.device == "cpu" else devices.unused
+    env = environment(config, "reward-model") | http_environment(config, run_dir)
     flags = {
         "--model": model.path,
         "--host": f"{{{REWARD_MODEL}.host}}",
@@ -182,7 +183,7 @@ def _reward_model(config: RunConfig, devices: Devices) -> ProcessSpec:
         name=REWARD_MODEL,
         role="reward-model",
         argv=module("reward_loop.server", *(word for flag in flags.items() for word in flag)),
-        env=environment(config) if gpu is None else environment(config) | {"CUDA_VISIBLE_DEVICES": str(gpu)},
+        env=env if gpu is None else env | {"CUDA_VISIBLE_DEVICES": str(gpu)},
         device="cpu" if gpu is None else f"cuda:{gpu}",
         max_restarts=config.launcher.max_restarts,
         memory_bytes=reward_model_bytes(model),
@@ -207,7 +208,7 @@ def _worker(config: RunConfig, run_dir: Path, name: str, program: str, *flags: s
         name=name,
         role="worker",
         argv=argv,
-        env=environment(config),
+        env=environment(config, "worker"),
         max_restarts=config.launcher.max_restarts,
         memory_bytes=worker_bytes(config),
     )
@@ -248,7 +249,7 @@ def finetune_ranks(config: RunConfig, run_dir: Path, gpus: int) -> tuple[Process
 
 def _rank_environment(config: RunConfig, rank: int, devices: Devices) -> dict[str, str]:
     """Return the rendezvous and the visible devices of all ranks; a rank picks its own among these."""
-    env = environment(config) | {
+    env = environment(config, "trainer") | {
         "RANK": str(rank),
         "WORLD_SIZE": str(config.trainer.ranks),
         "MASTER_ADDR": "{trainer-0.host}",

@@ -5,15 +5,23 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.ports import HOST
+from rl_async.process.http_auth import HOSTS, TOKEN_FILE, token_file
 
 HOST_OF = re.compile(r"\{([\w-]+)\.host\}")
 THIS_MACHINE: Mapping[str, str] = {}  # empty: every process has the loopback address
 
 Role = Literal["prepare", "queue", "shard", "engine", "reward-model", "worker", "trainer"]
+
+SECRETS: Mapping[str, Role] = {
+    "RL_ASYNC_REDIS_PASSWORD": "queue",
+    "WANDB_API_KEY": "trainer",
+    "SWANLAB_API_KEY": "trainer",
+}
 
 
 @dataclass(frozen=True)
@@ -60,13 +68,25 @@ def module(name: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-m", f"rl_async.{name}", *arguments)
 
 
-def environment(config: RunConfig) -> dict[str, str]:
-    """Return variables that limit thread pools, and make their threads sleep while they wait.
+def http_environment(config: RunConfig, run_dir: Path) -> dict[str, str]:
+    """Return variables by which an HTTP server that does not read the run folder finds its token and its names."""
+    return {TOKEN_FILE: str(token_file(run_dir, "engines")), HOSTS: ",".join(config.launcher.http_hosts)}
+
+
+def secrets(config: RunConfig) -> dict[str, Role]:
+    """Return the variables that hold secrets, with the only role that uses each."""
+    keys = [section.api_key_env for section in (config.reward.judge, config.reward.model) if section is not None]
+    return {**SECRETS, **{name: "worker" for name in keys if name}}
+
+
+def environment(config: RunConfig, role: Role) -> dict[str, str]:
+    """Return variables that hide other roles' secrets, limit thread pools, and let their threads sleep while they wait.
 
     OpenMP's threads otherwise spin at every barrier, on cores that another process, or the thread they wait for, needs.
     """
     threads = str(config.launcher.threads)
     return {
+        **{name: "" for name, user in secrets(config).items() if user != role},
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),

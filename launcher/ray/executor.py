@@ -31,6 +31,7 @@ from rl_async.launcher.plan.spec import ProcessSpec
 from rl_async.launcher.ray.keeper import Allocation, AllocationRequest, Keeper, Started, own_addresses, sees
 from rl_async.launcher.ray.placement import (
     KEY_HOLDERS,
+    TOKEN_HOLDERS,
     Bundle,
     NodeGroup,
     ProcessResources,
@@ -42,6 +43,7 @@ from rl_async.launcher.ray.placement import (
 from rl_async.launcher.ray.remote_child import ANSWER_S, RETRY_S, KeeperGone, KeeperSilent, RemoteChild
 from rl_async.launcher.supervise.executor import ThisMachine
 from rl_async.launcher.supervise.process import Process
+from rl_async.process.http_auth import token_file
 
 NODE = "ray.io/node-id"  # a label that Ray gives every node
 NODE_ANSWER_S = 60.0  # for a node's first answer; Ray may have to start a worker process there
@@ -332,8 +334,10 @@ class RayNodes:
 
 
 def _run_files(config: RunConfig, folder: Path, spec: ProcessSpec) -> dict[str, bytes]:
-    """Return the files of the run folder that a process reads: the config, and the keys of its role."""
+    """Return the files of the run folder that a process reads: the config, the keys of its role, the engines' token."""
     paths = [folder / "config.yaml"]
+    if spec.role in TOKEN_HOLDERS:
+        paths.append(token_file(folder, "engines"))
     if not config.queue.keys and spec.role in KEY_HOLDERS:
         keys = folder / "keys"
         paths += [keys / "server.pub", keys / ("reader.key" if spec.role == "queue" else f"{spec.role}.key")]

@@ -11,6 +11,7 @@ from rl_async.launcher.plan.planning import GATEWAY, Plan
 from rl_async.launcher.plan.spec import ProcessSpec
 
 KEY_HOLDERS = ("queue", "shard", "worker", "trainer")
+TOKEN_HOLDERS = ("engine", "reward-model", "worker", "trainer")
 COMPUTES = ("engine", "trainer", "reward-model")
 SMALL_CPUS = 0.25  # of a process that mostly waits
 Strategy = Literal["PACK", "STRICT_PACK", "SPREAD"]

@@ -18,6 +18,7 @@ from rl_async.launcher.supervise.children import Interrupted
 from rl_async.launcher.supervise.executor import ThisMachine
 from rl_async.launcher.supervise.supervisor import Supervisor
 from rl_async.messages import EngineRecord, Reserved, Version
+from rl_async.process.http_auth import run_token
 from rl_async.rollout_server.connect import connect
 from rl_async.trainer.monitoring.records import write_trajectories
 from rl_async.transfer_queue.auth.keys import client_keys
@@ -82,12 +83,13 @@ class EvaluationRun:
 
     def __init__(self, queue: QueueClient, config: RunConfig, folder: Path) -> None:
         self._queue, self._timeout_s = queue, config.trainer.batch_timeout_s
+        self._token = run_token(folder, "engines")
         self._trajectories = folder / "trajectories" / f"eval-{0:06d}.jsonl.gz"
         self.result = Reserved(step=EVAL_ID, headers=[])
 
     async def on_engine(self, record: EngineRecord) -> None:
         """Send an update without buckets: the engine keeps the weights of ``model.path``, as version 0."""
-        engine = connect(record.kind, record.url)
+        engine = connect(record.kind, record.url, token=self._token)
         try:
             await engine.pause("keep")
             await engine.start_update()

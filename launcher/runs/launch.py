@@ -27,6 +27,7 @@ from rl_async.launcher.supervise.supervisor import Supervisor
 from rl_async.launcher.watch.stop_notice import StopNotice
 from rl_async.launcher.watch.view import View
 from rl_async.process.endpoints import write_endpoints
+from rl_async.process.http_auth import make_tokens, token_file
 from rl_async.transfer_queue.auth.keys import client_keys, provide_keys
 from rl_async.transfer_queue.auth.sockets import place_sockets
 
@@ -69,6 +70,7 @@ def make_ready(config: RunConfig, folder: Path, *, resume: bool = False) -> tupl
 
 def _make_folder(config: RunConfig, folder: Path) -> None:
     create(config, folder)
+    make_tokens(folder / "keys")
     provide_keys(config, folder)
 
 
@@ -117,7 +119,8 @@ def announce(config: RunConfig, folder: Path, executor: Executor, console: Conso
     places = endpoints(config, folder, *executor.places())
     write_endpoints(folder, places)
     if places.gateway:
-        console.print(f"gateway: {places.gateway}", markup=False, highlight=False, soft_wrap=True)
+        token = token_file(folder, "gateway")
+        console.print(f"gateway: {places.gateway} (token: {token})", markup=False, highlight=False, soft_wrap=True)
 
 
 async def _run(config: RunConfig, folder: Path, planned: Plan, executor: Executor) -> int:

@@ -218,12 +218,17 @@ class Supervisor:
             restarts = await self._children.before_restart(spec, child, code, restarts)
 
     async def _is_healthy(self, child: Process, url: str) -> bool:
-        """Whether the process answered its health probe before it ended and before the deadline."""
+        """Whether the process answered its health probe before it ended and before the deadline.
+
+        Raises RoleFailed if it serves requests that carry no token.
+        """
         deadline = time.monotonic() + self._plan.start_timeout_s
         probe = EngineHttp(url, timeout_s=None)
         try:
             while child.returncode is None and time.monotonic() < deadline:
                 if await probe.healthy():
+                    if not await probe.needs_token():
+                        raise RoleFailed(f"{child.name} at {url} takes requests without the run's token")
                     return True
                 await asyncio.sleep(HEALTH_POLL_S)
             return False

@@ -7,7 +7,6 @@ of range, fails the scoring of the conversation. The reward is the score mapped 
 import asyncio
 import hashlib
 import logging
-import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +14,9 @@ from typing import Any
 import msgspec
 
 from rl_async.configs.schema.reward import JudgeConfig
-from rl_async.errors import ConfigError
 from rl_async.messages import Turn
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed
+from rl_async.reward_loop.api_keys import read_api_key
 from rl_async.reward_loop.post import Poster
 from rl_async.reward_loop.scorers.verdicts import Verdict, Verdicts
 
@@ -73,7 +72,7 @@ class Judge:
             backoff_s=config.backoff_s,
             max_concurrent=config.max_concurrent,
             per_minute=config.per_minute,
-            api_key=api_key(config),
+            api_key=read_api_key(config.api_key_env, "reward.judge.api_key_env"),
         )
         self._in_flight: dict[str, asyncio.Task[Verdict | ScorerFailed]] = {}
         self._sent = self._shared_verdicts = self._tokens = 0
@@ -158,15 +157,6 @@ class Judge:
         if config.response_format in _FORMATS:
             body["response_format"] = _FORMATS[config.response_format]
         return {key: value for key, value in (body | config.extra_body).items() if value is not None}
-
-
-def api_key(config: JudgeConfig) -> str:
-    """Read the API key from the environment. Raises ConfigError if the variable is missing or empty."""
-    if not config.api_key_env:
-        return ""
-    if not (key := os.environ.get(config.api_key_env)):
-        raise ConfigError(f"reward.judge.api_key_env: the environment has no {config.api_key_env}; export it first")
-    return key
 
 
 def fill(config: JudgeConfig, conversation: Conversation) -> str:

@@ -11,6 +11,7 @@ import msgspec
 from rl_async.configs.schema.reward import RewardModelConfig
 from rl_async.errors import ConfigError
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed
+from rl_async.reward_loop.api_keys import read_api_key
 from rl_async.reward_loop.post import Poster
 from rl_async.reward_loop.render import ConversationEncoder, as_messages, load_tokenizer
 
@@ -35,12 +36,12 @@ class _Classified(msgspec.Struct):
 
 
 class RewardModel:
-    """The client of one server. ``url``: the run's own server, used if the config names none.
+    """The client of one server. ``url`` and ``token``: of the run's own server, used if the config names none.
 
-    Raises ConfigError if there is neither, or the tokenizer cannot be used.
+    Raises ConfigError if there is neither, if the environment lacks the API key, or the tokenizer cannot be used.
     """
 
-    def __init__(self, config: RewardModelConfig, url: str) -> None:
+    def __init__(self, config: RewardModelConfig, url: str, token: str = "") -> None:
         base = config.url or url
         if not base:
             raise ConfigError("reward.model.url: no server runs the reward model here; give the URL of one")
@@ -53,6 +54,7 @@ class RewardModel:
             attempts=ATTEMPTS,
             backoff_s=BACKOFF_S,
             max_concurrent=config.max_concurrent,
+            api_key=read_api_key(config.api_key_env, "reward.model.api_key_env") if config.url else token,
         )
 
     async def score(self, conversation: Conversation) -> Score:

@@ -1,4 +1,7 @@
-"""The reward model's process: ``python -m rl_async.reward_loop.server --model PATH --port P``."""
+"""The reward model's process: ``python -m rl_async.reward_loop.server --model PATH --port P``.
+
+The variable RL_ASYNC_TOKEN_FILE names the file with the token that every request must carry.
+"""
 
 import argparse
 import sys
@@ -11,7 +14,7 @@ def main() -> int:
     parser = role_parser("reward_loop.server", __doc__)
     parser.add_argument("--model", required=True, help="folder of a sequence classifier with one label")
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--host", default="127.0.0.1", help="default: this machine only; there is no access control")
+    parser.add_argument("--host", default="127.0.0.1", help="default: this machine only")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--batch-size", type=int, default=32, help="conversations per forward pass")

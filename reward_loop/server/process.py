@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import uvicorn
 
+from rl_async.process.http_auth import Access, RequireToken
 from rl_async.process.role import bind
 from rl_async.reward_loop.render import load_tokenizer
 from rl_async.reward_loop.server.app import Application
@@ -29,13 +30,14 @@ def _application(arguments: argparse.Namespace) -> Application:
 
 
 def serve(arguments: argparse.Namespace) -> None:
-    """Serve until SIGTERM. Raises UserError if the model cannot be loaded or the port is taken."""
+    """Serve until SIGTERM. Raises UserError without a token, if the model cannot be loaded, or if the port is taken."""
     # also while the model loads; uvicorn takes the signal over while it serves, and raises it again at its end
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    access = Access.from_environment()
     torch.set_num_threads(arguments.threads)
     listener = bind(arguments.host, arguments.port, "reward model")
     settings = uvicorn.Config(
-        _application(arguments).app,
+        RequireToken(_application(arguments).app, access),
         log_level="warning",
         access_log=False,
         lifespan="on",

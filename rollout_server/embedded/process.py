@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
+from rl_async.process.http_auth import Access, RequireToken, run_token
 from rl_async.process.role import bind
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.engine_thread import EngineThread
@@ -41,6 +42,7 @@ def serve(run: Path, index: int, host: str, port: int) -> None:
     # Exit also while the model loads; uvicorn takes the signal over while it serves, and raises it again at its end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     config = load_resolved(run / "config.yaml")
+    access = Access(run_token(run, "engines"), (host, *config.launcher.http_hosts))
     torch.set_num_threads(config.launcher.threads)
     torch.manual_seed(config.seed + 10_000 + index)
     listener = bind(host, port, "rollout.port")
@@ -53,7 +55,11 @@ def serve(run: Path, index: int, host: str, port: int) -> None:
     engine = EngineThread(core, on_crash=lambda _: os._exit(1))
     server = EngineServer(engine, config.model.path)
     settings = uvicorn.Config(
-        server.app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
+        RequireToken(server.app, access),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=1,
     )
     try:
         uvicorn.Server(settings).run(sockets=[listener])

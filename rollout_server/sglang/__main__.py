@@ -1,14 +1,17 @@
 """Start an SGLang server for training: ``PYTHON -m rl_async.rollout_server.sglang [flags of sglang serve]``.
 
-PYTHON needs SGLang, and rl-async beside it. The server ends with the launcher that started it.
+PYTHON needs SGLang, and rl-async beside it. The variable RL_ASYNC_TOKEN_FILE names the file with the token that every
+request must carry. The server ends with the launcher that started it.
 """
 
 import os
 import runpy
 import sys
 from importlib.util import find_spec
+from typing import Any
 
 from rl_async.configs.engines.sglang import SGLANG
+from rl_async.process.http_auth import RequireToken, check_token
 from rl_async.process.role import join_supervisor
 
 VARIABLES = {
@@ -26,11 +29,27 @@ def main() -> None:
     join_supervisor()
     if find_spec("sglang") is None:
         sys.exit(f"{sys.executable} has no SGLang; install rl-async[sglang] there")
+    check_token()
+    _require_token()
     os.environ.update(VARIABLES)
     for name in UNWANTED:
         os.environ.pop(name, None)
     sys.argv = ["sglang", *SGLANG.fixed_arguments, *sys.argv[1:]]
     runpy.run_module("sglang.launch_server", run_name="__main__")
+
+
+def _require_token() -> None:
+    """Put our middleware around every application that uvicorn serves in this process.
+
+    SGLang has no flag for a middleware, and its own --api-key stands in its command line and its log.
+    """
+    import uvicorn
+
+    class Config(uvicorn.Config):
+        def __init__(self, app: Any, *arguments: Any, **named: Any) -> None:
+            super().__init__(RequireToken(app), *arguments, **named)
+
+    uvicorn.Config = Config  # type: ignore[misc]
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class SglangEngine:
     EngineLost for any other failure.
 
     ``timeout_s`` bounds every call; a caller with a shorter deadline cancels it. ``read_version`` parses the engine's
-    names of its weights.
+    names of its weights; ``token`` is the run's.
     """
 
     def __init__(
@@ -49,8 +49,10 @@ class SglangEngine:
         timeout_s: float | None = 600.0,
         read_version: ReadVersion = Version.parse,
         lineage: int | None = None,
+        *,
+        token: str = "",
     ) -> None:
-        self._http, self._read_version = EngineHttp(url, timeout_s, lineage), read_version
+        self._http, self._read_version = EngineHttp(url, timeout_s, lineage, token=token), read_version
         self.url = self._http.url
         self._running: dict[str, str] = {}  # request id -> SGLang's id, of requests in flight
         self._group = ""  # the weight-transfer group that this client made the engine join

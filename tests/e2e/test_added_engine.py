@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rl_async.process.http_auth import bearer, run_token
 from tests.e2e.command import HARDLY_WARM, RL_ASYNC
 from tests.support.ports import free_port
 
@@ -45,9 +46,10 @@ def engine(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150)
 
 
-def sampled(url: str) -> float:
+def sampled(url: str, run: Path) -> float:
     """Tokens that the engine has sampled."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+    request = urllib.request.Request(f"{url}/metrics", headers=bearer(run_token(run, "engines")))
+    with urllib.request.urlopen(request, timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
 
@@ -79,13 +81,13 @@ def test_an_added_engine_gets_weights_then_requests_and_may_leave_or_die(workpla
         sys.executable, "-m", "rl_async.rollout_server", "--run", "runs/mine", "--index", "7", "--port", str(port)
     )
     until(lambda: answers(url), "the added engine did not start")
-    assert sampled(url) == 0
+    assert sampled(url, run) == 0
 
     done = engine(workplace, "add", "runs/mine", url, "--engine", "embedded")
     assert done.returncode == 0, done.stderr
     name, _, rest = done.stdout.partition(" ")
     assert name.startswith(f"added-{port}-") and rest.startswith("serves version 0.")
-    until(lambda: sampled(url) > 0, "the added engine gets no requests")
+    until(lambda: sampled(url, run) > 0, "the added engine gets no requests")
     assert name in engine(workplace, "list", "runs/mine").stdout
     assert "has it already" in engine(workplace, "add", "runs/mine", url, "--engine", "embedded").stderr
 

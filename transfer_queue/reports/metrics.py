@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from rl_async.errors import ProtocolError, QueueLost, UserError
 from rl_async.messages import Inspection
+from rl_async.process.http_auth import Access
 from rl_async.transfer_queue.auth.keys import ClientKeys
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.state.groups import State
@@ -70,17 +71,17 @@ def _by(label: str, name: str, text: str, values: Mapping[str, float]) -> Metric
 
 @contextlib.contextmanager
 def serve_metrics(
-    port: int, address: str, keys: ClientKeys | None = None, *, answer_s: float = ANSWER_S
+    port: int, address: str, token: str, keys: ClientKeys | None = None, *, answer_s: float = ANSWER_S
 ) -> Iterator[None]:
     """Answer scrapes of the queue at ``address`` on this machine's ``port`` while the block runs; 0: do not.
 
-    Raises UserError if the port cannot be had.
+    A scrape must carry ``token``. Raises UserError if the port cannot be had.
     """
     if port == 0:
         yield
         return
     try:
-        server = HTTPServer((HOST, port), _handler(address, keys, answer_s))
+        server = HTTPServer((HOST, port), _handler(address, Access(token), keys, answer_s))
     except (OSError, OverflowError) as error:
         raise UserError(f"queue.metrics_port: port {port} cannot be used ({error}); choose another, or 0") from error
     thread = threading.Thread(target=_answer, args=[server], name="queue metrics", daemon=True)
@@ -98,11 +99,15 @@ def _answer(server: HTTPServer) -> None:
     server.serve_forever(poll_interval=0.1)
 
 
-def _handler(address: str, keys: ClientKeys | None, answer_s: float) -> type[BaseHTTPRequestHandler]:
+def _handler(address: str, access: Access, keys: ClientKeys | None, answer_s: float) -> type[BaseHTTPRequestHandler]:
     class Scrape(BaseHTTPRequestHandler):
         timeout = ANSWER_S  # of the scraper, to send its request
 
         def do_GET(self) -> None:
+            headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in self.headers.items()]
+            if (refused := access.refusal("GET", self.path, HOST, headers)) is not None:
+                self.send_error(refused[0], explain=refused[1])
+                return
             if self.path.split("?")[0] != "/metrics":
                 self.send_error(404, "only /metrics is here")
                 return

@@ -6,11 +6,13 @@ from pathlib import Path
 from rl_async.configs.engines import ENGINES
 from rl_async.errors import UserError
 from rl_async.launcher.cli.options import add_run
+from rl_async.process.http_auth import token_from_environment
 
 
 def add_engine_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     verify = commands.add_parser("verify", help="do its log-probabilities agree with a plain forward pass?")
+    verify.epilog = "RL_ASYNC_TOKEN_FILE names the file with the engine's token: RUN/keys/engines.token in a run."
     verify.add_argument("url", metavar="URL", help="of an embedded engine, of vLLM with --enable-scale-out, or SGLang")
     verify.add_argument("--engine", choices=tuple(ENGINES), default="vllm", help="default: vllm")
     verify.add_argument("--model", type=Path, required=True, metavar="PATH", help="folder of the model it serves")
@@ -37,7 +39,14 @@ def _verify(arguments: argparse.Namespace) -> int:
         raise UserError(f"--model: {arguments.model} is not the folder of a Hugging Face model: it has no config.json")
     from rl_async.launcher.cli.engine.verification import verify
 
-    agreement = verify(arguments.url, arguments.model, arguments.prompts, arguments.tolerance, kind=arguments.engine)
+    agreement = verify(
+        arguments.url,
+        arguments.model,
+        arguments.prompts,
+        arguments.tolerance,
+        kind=arguments.engine,
+        token=token_from_environment(),
+    )
     print(agreement.text())
     return 0 if agreement.ok else 1
 

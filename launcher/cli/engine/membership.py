@@ -15,11 +15,13 @@ from urllib.parse import urlsplit
 from rl_async.configs.derived.queue import is_loopback
 from rl_async.configs.engines import EngineKind
 from rl_async.configs.load.loader import load_resolved
-from rl_async.errors import QueueLost, UserError
+from rl_async.errors import EngineLost, EngineRejected, QueueLost, UserError
 from rl_async.launcher.plan.ports import HOST
 from rl_async.messages import EngineList, EngineRecord
 from rl_async.process.endpoints import read_endpoints
+from rl_async.process.http_auth import TOKEN_FILE, read_token, token_file
 from rl_async.rollout_server.connect import connect
+from rl_async.rollout_server.http import EngineHttp
 from rl_async.transfer_queue.auth.keys import client_keys
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 
@@ -46,8 +48,8 @@ def list_engines(run: Path) -> EngineList:
 def add_engine(run: Path, url: str, kind: EngineKind, wait_s: float) -> EngineRecord:
     """Register the engine at ``url`` and wait until it has confirmed the published weights.
 
-    Raises UserError if the run is not running, if no engine answers there, if the run has it already, or if it was cut
-    off or has no weights after ``wait_s``.
+    Raises UserError if the run is not running, if no engine answers there or not to the run's token alone, if the run
+    has it already, or if it was cut off or has no weights after ``wait_s``.
     """
     parts = urlsplit(url)
     if parts.scheme != "http" or parts.hostname is None or parts.port is None:
@@ -56,8 +58,7 @@ def add_engine(run: Path, url: str, kind: EngineKind, wait_s: float) -> EngineRe
         raise UserError(
             f"{url}: an address on this machine is needed, http://{HOST}:PORT: this run's weights travel on it only"
         )
-    if not asyncio.run(_answers(url, kind)):
-        raise UserError(f"{url}: no {kind} engine answers GET /health there within {ANSWER_S:g} s")
+    asyncio.run(_check_engine(url, kind, token_file(run, "engines")))
     engine_id = f"{ADDED}{parts.port}-{secrets.token_hex(2)}"  # never reused: a name stands for one process
     with _queue(run) as queue:
         known = queue.engines()
@@ -97,12 +98,23 @@ def remove_engine(run: Path, engine_id: str) -> None:
         queue.remove_engine(engine_id, "removed by hand")
 
 
-async def _answers(url: str, kind: EngineKind) -> bool:
-    client = connect(kind, url, timeout_s=ANSWER_S)
+async def _check_engine(url: str, kind: EngineKind, file: Path) -> None:
+    """Raise UserError unless an engine answers at ``url``, takes the run's token and refuses requests without one."""
+    client, stranger = connect(kind, url, timeout_s=ANSWER_S, token=read_token(file)), EngineHttp(url, ANSWER_S)
+    start = f"start it with {TOKEN_FILE}={file} in its environment, or, if it is an embedded one, with --run"
     try:
-        return await client.health()
+        if not await client.health():
+            raise UserError(f"{url}: no {kind} engine answers GET /health there within {ANSWER_S:g} s")
+        if not await stranger.needs_token():
+            raise UserError(f"{url}: the engine takes requests without a token; {start}")
+        await client.load()
+    except EngineRejected as error:
+        raise UserError(f"{url}: the engine does not take this run's token: {error}; {start}") from error
+    except EngineLost as error:
+        raise UserError(f"{url}: the engine does not answer: {error}") from error
     finally:
         await client.close()
+        await stranger.close()
 
 
 @contextmanager

@@ -58,7 +58,9 @@ class Agreement:
         return "\n".join([*lines, f"verdict: the engine does NOT agree with this model: {why}"])
 
 
-def verify(url: str, folder: Path, prompts: int, tolerance: float, kind: EngineKind = "vllm") -> Agreement:
+def verify(
+    url: str, folder: Path, prompts: int, tolerance: float, kind: EngineKind = "vllm", token: str = ""
+) -> Agreement:
     """Compare the engine of this kind at ``url`` with the model in ``folder`` on this many random prompts.
 
     Raises UserError if the model cannot be loaded or the engine does not answer.
@@ -70,7 +72,7 @@ def verify(url: str, folder: Path, prompts: int, tolerance: float, kind: EngineK
         raise UserError(f"--model: cannot load a causal LM from {folder}: {reason}") from error
     requests = make_requests(prompts, int(model.config.vocab_size))
     try:
-        answers = asyncio.run(_ask(kind, url, requests))
+        answers = asyncio.run(_ask(kind, url, token, requests))
     except EngineError as error:
         raise UserError(f"{url}: {error}") from error
     scaled, raw = [], []
@@ -112,9 +114,9 @@ def logprobs(model: Any, request: GenerateRequest, answer: GenerateResult, tempe
     return logits.log_softmax(-1).gather(1, ids[start:, None])[:, 0]
 
 
-async def _ask(kind: EngineKind, url: str, requests: list[GenerateRequest]) -> list[GenerateResult]:
+async def _ask(kind: EngineKind, url: str, token: str, requests: list[GenerateRequest]) -> list[GenerateResult]:
     # A server that never got weights from us may use any version name.
-    engine = connect(kind, url, read_version=lambda name: Version())
+    engine = connect(kind, url, read_version=lambda name: Version(), token=token)
     places = asyncio.Semaphore(CONCURRENT)
 
     async def ask(request: GenerateRequest) -> GenerateResult:

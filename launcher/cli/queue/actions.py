@@ -18,6 +18,7 @@ from rl_async.launcher.plan.ports import HOST
 from rl_async.messages import GroupRecord, Refused, Task
 from rl_async.process.endpoints import FILE as ENDPOINTS
 from rl_async.process.endpoints import Endpoints, read_endpoints, write_endpoints
+from rl_async.process.http_auth import TOKEN_FILE, make_tokens, run_token, token_from_environment
 from rl_async.transfer_queue.auth.keys import client_keys
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.policy.admission import QueueSettings
@@ -163,6 +164,16 @@ def bring(run: str, file: Path, kind: Literal["ready", "tasks"], timeout_s: floa
     return 0
 
 
+def _metrics_token(folder: Path | None) -> str:
+    """Return the token for scrapes: from ``folder``, where it is made if it is missing, or from the environment."""
+    if folder is not None:
+        make_tokens(folder / "keys")
+        return run_token(folder, "metrics")
+    if token := token_from_environment():
+        return token
+    raise UserError(f"--metrics-port: give a FOLDER, or set {TOKEN_FILE} to the file with the token of scrapes")
+
+
 def serve(settings: QueueSettings, tasks: str | None, folder: Path | None, port: int, metrics_port: int) -> int:
     """Serve a queue without a run until SIGINT or SIGTERM. Raises UserError as ``serve_standalone`` does."""
     from rl_async.transfer_queue.reports.metrics import serve_metrics
@@ -173,7 +184,7 @@ def serve(settings: QueueSettings, tasks: str | None, folder: Path | None, port:
         signal.signal(number, lambda *_: stopped.set())
 
     def listening(address: str) -> None:
-        stack.enter_context(serve_metrics(metrics_port, address))
+        stack.enter_context(serve_metrics(metrics_port, address, token))
         if folder is not None:
             write_endpoints(folder, Endpoints(queue=address))
             stack.callback((folder / ENDPOINTS).unlink, missing_ok=True)  # the port may be reused
@@ -188,6 +199,7 @@ def serve(settings: QueueSettings, tasks: str | None, folder: Path | None, port:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot make the folder {folder}: {error.strerror}") from error
+    token = _metrics_token(folder) if metrics_port else ""
     with ExitStack() as stack:
         serve_standalone(
             settings,

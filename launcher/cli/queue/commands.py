@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from rl_async.process.http_auth import make_tokens
 from rl_async.transfer_queue.auth.roles import ROLES
 
 STATES = ("waiting", "leased", "ready", "reserved", "committed")
@@ -50,7 +51,7 @@ def add_queue_commands(parser: argparse.ArgumentParser) -> None:
     )
     _add_serve(commands.add_parser("serve", help="a queue without a run"))
 
-    keygen = commands.add_parser("keygen", help="make the keys of a queue, of a run's own processes, and of a client")
+    keygen = commands.add_parser("keygen", help="make the keys and tokens of a run's own processes, and of a client")
     keygen.add_argument("folder", type=Path, metavar="FOLDER", help="RUN/keys, or for queue.keys; existing ones stay")
     keygen.add_argument("--client", metavar="NAME", help="of one more client, too: FOLDER/NAME.key")
     keygen.add_argument("--role", choices=ROLES, default="worker", help="what that client may do (default: worker)")
@@ -157,7 +158,7 @@ def _keygen(arguments: argparse.Namespace) -> int:
     from rl_async.transfer_queue.auth.keys import make_client_keys, make_keys
 
     if arguments.client is None:
-        made = make_keys(arguments.folder)
+        made = [*make_keys(arguments.folder), *make_tokens(arguments.folder)]
     else:
         made = make_client_keys(arguments.folder, arguments.client, arguments.role)
     print(f"wrote {', '.join(map(str, made))}" if made else f"{arguments.folder} already has these keys")

@@ -42,8 +42,8 @@ def policy(model_folder: Path) -> Iterator[Backend]:
 class Publisher:
     """Sends what the backend exports, its matrices scaled by the next of ``scales``: 1 is what it should be."""
 
-    def __init__(self, url: str, scales: list[float]) -> None:
-        self.url, self.scales = url, scales
+    def __init__(self, peer: Peer, scales: list[float]) -> None:
+        self.peer, self.scales = peer, scales
         self.published: list[Version] = []
         self.trains = False
 
@@ -61,7 +61,7 @@ class Publisher:
         return {"sync/total_s": 0.1}
 
     async def _send(self, weights: list[tuple[str, torch.Tensor]], version: Version) -> None:
-        client, sender = VllmEngine(self.url), SharedMemorySender()
+        client, sender = self.peer.client(), SharedMemorySender()
         await client.pause("keep")
         await client.init_transfer(InitInfo(backend="ipc"))
         await client.start_update()
@@ -74,7 +74,7 @@ class Publisher:
 
 
 def watched(peer: Peer, scales: list[float], config: MismatchConfig) -> tuple[WatchedPublisher, Publisher]:
-    publisher = Publisher(peer.url, scales)
+    publisher = Publisher(peer, scales)
 
     def directory() -> EngineList:
         current = publisher.published[-1]
@@ -86,7 +86,7 @@ def watched(peer: Peer, scales: list[float], config: MismatchConfig) -> tuple[Wa
         return EngineList(revision=1, engines=records, published=current)
 
     def connect(record: EngineRecord) -> VllmEngine:
-        return VllmEngine(record.url)
+        return VllmEngine(record.url, token=peer.token)
 
     canaries = Canaries(directory, connect, vocabulary=VOCAB, tokens=config.tokens, temperature=0.7, timeout_s=10.0)
     return WatchedPublisher(publisher, canaries, config, 0.7), publisher

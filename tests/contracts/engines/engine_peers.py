@@ -20,6 +20,7 @@ from rl_async.configs.schema.rollout import RolloutConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.engines import engine_spec
 from rl_async.launcher.plan.ports import PortWish, assign_ports
+from rl_async.process.http_auth import bearer, make_tokens, run_token
 from rl_async.rollout_server.answers import EMPTY, join
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.vllm.client import VllmEngine
@@ -38,6 +39,12 @@ class Peer:
     kind: EngineKind
     url: str
     group: int  # of its processes: whatever the engine started is in it
+    token: str
+    log: Path
+
+    def client(self, max_coalesced: int = 1) -> VllmEngine:
+        """A client with the run's token."""
+        return VllmEngine(self.url, max_coalesced=max_coalesced, token=self.token)
 
 
 @contextmanager
@@ -54,6 +61,7 @@ def running(
     )
     config = RunConfig(model=ModelConfig(path=str(model)), data=DataConfig(path="none"), rollout=rollout)
     (folder / "config.yaml").write_text(dump(config))
+    make_tokens(folder / "keys")
     spec = engine_spec(config, folder, 0, None, None)
     ports = assign_ports((PortWish(spec.name),))
     log = folder / f"{kind}.log"
@@ -70,7 +78,7 @@ def running(
         if not asyncio.run(_healthy(url, process, START_S[kind])):
             print(log.read_text()[-4000:], file=sys.stderr)
             raise AssertionError(f"the {kind} engine did not start")
-        yield Peer(kind, url, process.pid)
+        yield Peer(kind, url, process.pid, run_token(folder, "engines"), log)
     finally:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -123,8 +131,11 @@ async def _stream(engine: VllmEngine, request: GenerateRequest, first: asyncio.E
     return done
 
 
-async def metric(engine: VllmEngine, name: str) -> float:
+async def metric(peer: Peer, name: str) -> float:
     """Return the value of one of the engine's Prometheus metrics."""
-    async with aiohttp.ClientSession() as session, session.get(f"{engine.url}/metrics") as response:
+    async with (
+        aiohttp.ClientSession(headers=bearer(peer.token)) as session,
+        session.get(f"{peer.url}/metrics") as response,
+    ):
         lines = (await response.text()).splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split(" ")[0] == name)

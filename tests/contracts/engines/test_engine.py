@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from rl_async.errors import EngineLost, EngineRejected, TrainerReplaced
 from rl_async.launcher.cli.engine.verification import verify
 from rl_async.messages import Sampling, Version, VersionRun
+from rl_async.process.http_auth import bearer
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.weight_sync.buckets.adapters import adapter_buckets, as_adapters
@@ -44,7 +45,7 @@ def peer(
 @pytest.fixture
 async def engine(peer: Peer, model_folder: Path) -> AsyncIterator[VllmEngine]:
     """A client; the engine serves the folder's weights as version 0.0."""
-    client = VllmEngine(peer.url)
+    client = peer.client()
     await send(client, tensors(model_folder), V0)
     yield client
     await client.close()
@@ -76,8 +77,8 @@ async def test_logprobs_agree_with_a_plain_forward_pass(engine: VllmEngine, mode
         assert difference(model_folder, request, got).max() < 1e-5
 
 
-async def test_samples_of_one_prompt_are_coalesced(engine: VllmEngine, model_folder: Path) -> None:
-    client = VllmEngine(engine.url, max_coalesced=8)
+async def test_samples_of_one_prompt_are_coalesced(peer: Peer, engine: VllmEngine, model_folder: Path) -> None:
+    client = peer.client(max_coalesced=8)
     requests = [ask(max_tokens=40) for _ in range(6)]
     answers = await asyncio.gather(*(client.generate(r) for r in requests))
     for request, got in zip(requests, answers, strict=True):
@@ -101,11 +102,13 @@ async def test_samples_of_one_prompt_are_coalesced(engine: VllmEngine, model_fol
     await client.close()
 
 
-async def test_it_is_verified_against_its_own_weights_and_no_others(engine: VllmEngine, model_folder: Path) -> None:
-    found = await asyncio.to_thread(verify, engine.url, model_folder, 12, 1e-5)
+async def test_it_is_verified_against_its_own_weights_and_no_others(
+    peer: Peer, engine: VllmEngine, model_folder: Path
+) -> None:
+    found = await asyncio.to_thread(verify, engine.url, model_folder, 12, 1e-5, token=peer.token)
     assert found.ok and found.tokens == 12 * 32 and str(12 * 32) in found.text()
     await send(engine, tensors(model_folder, 1.5), V1)
-    found = await asyncio.to_thread(verify, engine.url, model_folder, 4, 1e-2)
+    found = await asyncio.to_thread(verify, engine.url, model_folder, 4, 1e-2, token=peer.token)
     assert not found.ok and "--tolerance" in found.text(), "not taken for the fault that --logprobs-mode mends"
 
 
@@ -336,12 +339,12 @@ async def test_sleep_keeps_requests(engine: VllmEngine, model_folder: Path, leve
     assert difference(model_folder, request, got).max() < 1e-5
 
 
-async def test_bad_requests_are_refused_and_harm_nobody(engine: VllmEngine) -> None:
+async def test_bad_requests_are_refused_and_harm_nobody(peer: Peer, engine: VllmEngine) -> None:
     with pytest.raises(EngineRejected, match=f"{MAX_LENGTH}|{MAX_LENGTH - 1}"):
         await engine.generate(ask(tokens=MAX_LENGTH + 44))
     with pytest.raises(EngineRejected, match=r"99999|token_ids"):
         await engine.generate(msgspec.structs.replace(ask(), token_ids=[99999]))
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(headers=bearer(peer.token)) as session:
         for body in ({"token_ids": [1], "sampling_params": {"temperature": -1}}, {"token_ids": "x"}, {}):
             async with session.post(f"{engine.url}/inference/v1/generate", json=body) as response:
                 assert response.status == 400
@@ -355,7 +358,7 @@ async def test_finishing_an_update_that_was_not_started_is_an_error(engine: Vllm
     assert await engine.version() == V0
 
 
-async def test_streaming_sends_every_token_once(engine: VllmEngine) -> None:
+async def test_streaming_sends_every_token_once(peer: Peer, engine: VllmEngine) -> None:
     body = {
         "request_id": "s",
         "token_ids": [1, 2, 3],
@@ -364,7 +367,7 @@ async def test_streaming_sends_every_token_once(engine: VllmEngine) -> None:
     }
     chunks = []
     async with (
-        aiohttp.ClientSession() as session,
+        aiohttp.ClientSession(headers=bearer(peer.token)) as session,
         session.post(f"{engine.url}/inference/v1/generate", json=body) as response,
     ):
         async for line in response.content:
@@ -378,11 +381,11 @@ async def test_streaming_sends_every_token_once(engine: VllmEngine) -> None:
     assert chunks[-1]["weight_versions"] == [{"version": "0.0", "start": 0, "end": 12}]
 
 
-async def test_a_disconnected_client_frees_its_slot(engine: VllmEngine) -> None:
+async def test_a_disconnected_client_frees_its_slot(peer: Peer, engine: VllmEngine) -> None:
     async with sampling(engine, ask(max_tokens=LONG)) as (task,):
         task.cancel()
     async with asyncio.timeout(1):
-        while await metric(engine, "vllm:num_requests_running"):
+        while await metric(peer, "vllm:num_requests_running"):
             pass
 
 

@@ -16,6 +16,7 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.rollout import RolloutConfig
 from rl_async.configs.schema.run import DebugConfig, RunConfig
 from rl_async.launcher.plan.ports import PortWish, assign_ports
+from rl_async.process.http_auth import bearer, make_tokens, run_token
 from tests.support.forked import Forked
 
 START_S = 60.0
@@ -31,7 +32,13 @@ def run_folder(folder: Path, model: Path) -> Path:
     )
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(dump(config))
+    make_tokens(folder / "keys")
     return folder
+
+
+def session_of(url: str, run: Path) -> ClientSession:
+    """An HTTP session with the run's token."""
+    return ClientSession(url, headers=bearer(run_token(run, "engines")))
 
 
 def start(run: Path, port: int) -> Forked:
@@ -63,14 +70,15 @@ async def until_healthy(url: str, process: Forked) -> None:
 
 
 @pytest.fixture(scope="module")
-def url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Where an engine runs."""
+def engine(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """Where an engine runs, and its run folder."""
     port = assign_ports((PortWish("engine"),))["engine"]
-    process = start(run_folder(tmp_path_factory.mktemp("run"), model_folder), port)
+    run = run_folder(tmp_path_factory.mktemp("run"), model_folder)
+    process = start(run, port)
     try:
         url = f"http://127.0.0.1:{port}"
         asyncio.run(until_healthy(url, process))
-        yield url
+        yield url, run
     finally:
         process.kill()
         process.communicate()
@@ -87,14 +95,15 @@ def test_a_taken_port_is_one_line(model_folder: Path, tmp_path: Path) -> None:
 
 def test_sigterm_ends_it_with_requests_in_flight(model_folder: Path, tmp_path: Path) -> None:
     port = assign_ports((PortWish("engine"),))["engine"]
-    process = start(run_folder(tmp_path / "run", model_folder), port)
+    run = run_folder(tmp_path / "run", model_folder)
+    process = start(run, port)
     url = f"http://127.0.0.1:{port}"
 
     async def stop_while_it_serves() -> None:
         await until_healthy(url, process)
-        async with ClientSession() as session:
+        async with session_of(url, run) as session:
             body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 4000}}
-            running = asyncio.create_task(session.post(f"{url}/inference/v1/generate", json=body))
+            running = asyncio.create_task(session.post("/inference/v1/generate", json=body))
             await asyncio.sleep(0.1)
             process.send_signal(signal.SIGTERM)
             await asyncio.wait([running], timeout=10)
@@ -109,8 +118,8 @@ def test_sigterm_ends_it_with_requests_in_flight(model_folder: Path, tmp_path: P
         process.kill()
 
 
-async def test_values_that_would_fail_in_the_sampler_are_refused_and_it_lives(url: str) -> None:
-    async with ClientSession(url) as session:
+async def test_values_that_would_fail_in_the_sampler_are_refused_and_it_lives(engine: tuple[str, Path]) -> None:
+    async with session_of(*engine) as session:
         for bad in ({"top_k": 2**70}, {"seed": 2**70}, {"n": 0}, {"n": 2**30}, {"bogus": 1}):
             body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2, **bad}}
             async with session.post("/inference/v1/generate", json=body) as response:
@@ -121,8 +130,8 @@ async def test_values_that_would_fail_in_the_sampler_are_refused_and_it_lives(ur
             assert len((await response.json())["choices"][0]["token_ids"]) == 2
 
 
-async def test_weights_change_only_while_it_is_paused_and_completely(url: str) -> None:
-    async with ClientSession(url) as session:
+async def test_weights_change_only_while_it_is_paused_and_completely(engine: tuple[str, Path]) -> None:
+    async with session_of(*engine) as session:
 
         async def post(path: str, body: object = None) -> int:
             async with session.post(path, json=body) as response:
@@ -143,9 +152,9 @@ async def test_weights_change_only_while_it_is_paused_and_completely(url: str) -
             assert await response.json() == {"weight_version": "0.1"}
 
 
-async def test_a_stream_ends_when_its_client_disconnects(url: str) -> None:
+async def test_a_stream_ends_when_its_client_disconnects(engine: tuple[str, Path]) -> None:
     body = {"token_ids": [1, 2], "stream": True, "sampling_params": {"max_tokens": 4000}}
-    async with ClientSession(url) as session:
+    async with session_of(*engine) as session:
         async with session.post("/inference/v1/generate", json=body) as response:
             assert (await response.content.readline()).startswith(b"data: ")
             response.close()

@@ -60,8 +60,8 @@ def victim(kinds: tuple[str, str], model_folder: Path, tmp_path: Path) -> Iterat
 class Watched:
     """A client that counts the tokens of each unfinished answer."""
 
-    def __init__(self, url: str) -> None:
-        self._client = VllmEngine(url)
+    def __init__(self, client: VllmEngine) -> None:
+        self._client = client
         self.begun: dict[str, int] = {}
         self.more = asyncio.Event()
 
@@ -109,7 +109,7 @@ async def pool_of(engines: dict[str, tuple[Peer, Version]]) -> AsyncIterator[tup
     clients: dict[str, Watched] = {}
 
     def connect(record: EngineRecord) -> Watched:
-        return clients.setdefault(record.engine_id, Watched(record.url))
+        return clients.setdefault(record.engine_id, Watched(engines[record.engine_id][0].client()))
 
     records = [EngineRecord(engine_id=n, url=p.url, kind=p.kind, version=v) for n, (p, v) in engines.items()]
     registry = EngineList(revision=1, engines=records, published=V0)
@@ -183,7 +183,7 @@ def assert_as_asked(request: GenerateRequest, got: GenerateResult) -> None:
 
 async def load(peer: Peer, folder: Path, scale: float, version: Version) -> None:
     """Send it the folder's weights, scaled, as ``version``."""
-    client = VllmEngine(peer.url)
+    client = peer.client()
     await send(client, tensors(folder, scale), version)
     await client.close()
 

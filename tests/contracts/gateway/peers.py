@@ -25,7 +25,7 @@ from rl_async.messages import Done, Leased, LeasedGroup, SampleKey, Trajectory, 
 from rl_async.process.role import bind
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
-from rl_async.rollout_server.vllm.client import VllmEngine
+from tests.contracts.engines.engine_peers import Peer
 from tests.unit.agent_loop.fakes import ScriptedEngine
 
 
@@ -117,9 +117,9 @@ def make_model(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
     return folder
 
 
-async def serve_as_version_0(url: str) -> None:
+async def serve_as_version_0(peer: Peer) -> None:
     """An update without buckets: the engine keeps its weights and serves them as version 0."""
-    engine = VllmEngine(url)
+    engine = peer.client()
     try:
         await engine.pause("keep")
         await engine.start_update()
@@ -131,7 +131,7 @@ async def serve_as_version_0(url: str) -> None:
 
 @contextmanager
 def gateway_process(folder: Path, model: Path, queue: str) -> Iterator[str]:
-    """The URL of a gateway of a run with this model and queue."""
+    """The URL of a gateway of a run with this model, this queue and the tokens in ``folder``."""
     config = RunConfig(
         model=ModelConfig(path=str(model)),
         data=DataConfig(path="none"),
@@ -147,7 +147,7 @@ def gateway_process(folder: Path, model: Path, queue: str) -> Iterator[str]:
     )
     try:
         assert process.stdout is not None
-        yield process.stdout.readline().removeprefix("gateway: ").strip()
+        yield process.stdout.readline().split()[1]
     finally:
         process.terminate()
         process.communicate(timeout=20)

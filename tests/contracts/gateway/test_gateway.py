@@ -19,6 +19,7 @@ from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
 from rl_async.agent_loop.gateway.client import Gateway, GatewayError, RemoteEpisode
 from rl_async.errors import UserError
 from rl_async.messages import Version
+from rl_async.process.http_auth import token_file
 from rl_async.process.role import bind
 from tests.contracts.engines.engine_peers import running
 from tests.contracts.gateway.peers import RunningGateway, gateway_process, make_model, serve_as_version_0
@@ -240,14 +241,15 @@ def test_what_a_real_engine_sampled_reaches_the_queue_as_it_was(
     tokenizer: PreTrainedTokenizerFast, renderer: ChatRenderer, closed_run: tuple[Path, RunningQueue], tmp_path: Path
 ) -> None:
     model, (run, queue) = make_model(tmp_path / "model", tokenizer), closed_run
-    with running("embedded", model, tmp_path, model_length=256) as engine:
-        asyncio.run(serve_as_version_0(engine.url))
+    with running("embedded", model, run, model_length=256) as engine:
+        asyncio.run(serve_as_version_0(engine))
         with sync_client(run, queue.address, "operator") as operator:
             operator.register_engine("e0", engine.url, "embedded")
         with sync_client(run, queue.address, "trainer") as trainer:
             trainer.publish(Version(0, 0), ["e0"])
             with gateway_process(run, model, queue.address) as url:
-                said = [play(episode) for _, episode in zip(range(4), Gateway(url).episodes())]
+                gateway = Gateway(url, token_file=token_file(run, "gateway"))
+                said = [play(episode) for _, episode in zip(range(4), gateway.episodes())]
             batch = trainer.reserve(0, 10.0)
             rows = trainer.fetch([header.key for header in batch.headers])
     assert [header.key for header in batch.headers] == [
@@ -265,7 +267,7 @@ def test_what_a_real_engine_sampled_reaches_the_queue_as_it_was(
 
 def play(episode: RemoteEpisode) -> tuple[str, str, str]:
     """Two turns and a branch of the second; what was said in each."""
-    client = openai.OpenAI(base_url=episode.base_url, api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0)
 
     def ask(*texts: str) -> str:
         messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]

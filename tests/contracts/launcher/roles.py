@@ -33,10 +33,10 @@ class NoTasks:
 
 
 class Healthy(http.server.BaseHTTPRequestHandler):
-    """Answers every GET with 200."""
+    """Answers a health probe with 200, and any other GET as without a token."""
 
     def do_GET(self) -> None:
-        self.send_response(200)
+        self.send_response(200 if self.path == "/health" else 401)
         self.send_header("Content-Length", "0")
         self.end_headers()
 

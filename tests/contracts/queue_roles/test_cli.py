@@ -17,6 +17,7 @@ import pytest
 from rl_async.launcher.cli.__main__ import main
 from rl_async.messages import Inspection, Task, ToolCall, Turn, Version
 from rl_async.process.endpoints import Endpoints, write_endpoints
+from rl_async.process.http_auth import bearer, run_token
 from rl_async.transfer_queue import SyncQueueClient, serve
 from tests.contracts.queue.peers import trajectory
 from tests.support.ports import free_port
@@ -210,7 +211,9 @@ def test_a_served_queue_keeps_its_folder(tmp_path, capsys):
             assert server.stdout is not None
             assert server.stdout.readline().startswith("listening on tcp://127.0.0.1:")
             assert f"{number} groups admitted" in said(capsys, "status", str(folder))
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+            headers = bearer(run_token(folder, "metrics"))
+            scrape = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=headers)
+            with urllib.request.urlopen(scrape, timeout=20) as answer:
                 assert f"rl_async_queue_admitted_total {number}.0\n".encode() in answer.read()
             at = msgspec.json.decode((folder / "endpoints.json").read_bytes(), type=Endpoints).queue
             with SyncQueueClient(at, role="agent", name="w", timeout_s=10) as worker:

@@ -6,11 +6,14 @@ import urllib.request
 import pytest
 
 from rl_async.errors import UserError
+from rl_async.process.http_auth import bearer
 from rl_async.transfer_queue import SyncQueueClient, serve
 from rl_async.transfer_queue.reports.metrics import serve_metrics
 from rl_async.transfer_queue.state.tasks import numbered
 from tests.contracts.queue.peers import trajectory
 from tests.support.ports import free_port
+
+TOKEN = "m" * 43
 
 
 @pytest.fixture
@@ -20,7 +23,8 @@ def port() -> int:
 
 def scrape(port: int, path: str = "/metrics") -> dict[str, float]:
     """The samples by name and label; comments are checked to come in pairs before them."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=20) as answer:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=bearer(TOKEN))
+    with urllib.request.urlopen(request, timeout=20) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         lines = answer.read().decode().splitlines()
     helped = [line.split()[2] for line in lines if line.startswith("# HELP")]
@@ -34,7 +38,7 @@ def test_a_scrape_shows_the_queue_as_it_is(port):
     tasks = list(map(numbered, range(9)))
     with (
         serve(tasks, batch_groups=2) as address,
-        serve_metrics(port, address),
+        serve_metrics(port, address, TOKEN),
         SyncQueueClient(address, role="agent", name="w", timeout_s=10) as queue,
     ):
         first, second = queue.lease(2, 5.0).groups
@@ -57,15 +61,30 @@ def test_a_scrape_shows_the_queue_as_it_is(port):
 
 
 def test_without_a_queue_a_scrape_fails_and_does_not_show_zeros(port, address):
-    with serve_metrics(port, address, answer_s=0.2), pytest.raises(urllib.error.HTTPError, match="503") as failed:
+    with (
+        serve_metrics(port, address, TOKEN, answer_s=0.2),
+        pytest.raises(urllib.error.HTTPError, match="503") as failed,
+    ):
         scrape(port)
     failed.value.close()
 
 
 def test_a_taken_port_is_named(port, address):
     with (
-        serve_metrics(port, address),
+        serve_metrics(port, address, TOKEN),
         pytest.raises(UserError, match=f"queue.metrics_port: port {port}"),
-        serve_metrics(port, address),
+        serve_metrics(port, address, TOKEN),
     ):
         raise AssertionError("it served")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [({}, 401), (bearer("0" * 43), 401), (bearer(TOKEN) | {"Origin": "null"}, 403), ({"Host": "a.example"}, 403)],
+)
+def test_a_scrape_without_the_token_or_of_a_web_page_is_refused(port, address, headers, status):
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=headers)
+    with serve_metrics(port, address, TOKEN), pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=20)
+    refused.value.close()
+    assert refused.value.code == status

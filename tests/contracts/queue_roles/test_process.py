@@ -19,6 +19,7 @@ from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.run import EvalConfig, RunConfig
 from rl_async.errors import QueueLost
 from rl_async.messages import NotReady, Version
+from rl_async.process.http_auth import bearer, make_tokens, run_token
 from rl_async.transfer_queue.auth.roles import ROLES
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from tests.support.ports import free_port
@@ -66,11 +67,15 @@ def test_the_process_answers_scrapes_on_the_configured_port(run, port):
     metrics_port = free_port()
     queue = msgspec.structs.replace(CONFIG.queue, metrics_port=metrics_port)
     (run / "config.yaml").write_text(dump(msgspec.structs.replace(CONFIG, queue=queue)))
+    make_tokens(run / "keys")
     process = start(run, port)
     try:
         with sync_client(run, f"tcp://127.0.0.1:{port}", "trainer") as client:
             client.publish(Version(0, 0), [])
-        with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=20) as answer:
+        scrape = urllib.request.Request(
+            f"http://127.0.0.1:{metrics_port}/metrics", headers=bearer(run_token(run, "metrics"))
+        )
+        with urllib.request.urlopen(scrape, timeout=20) as answer:
             assert b"rl_async_queue_published_step 0.0\n" in answer.read()
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=20)

@@ -21,6 +21,7 @@ from rl_async.agent_loop.data.toy_tasks import KINDS
 from rl_async.configs.schema.reward import RewardModelConfig
 from rl_async.errors import ConfigError
 from rl_async.messages import Turn
+from rl_async.process.http_auth import TOKEN_FILE, bearer, make_tokens, run_token, token_file
 from rl_async.reward_loop.api import Conversation, ScorerFailed
 from rl_async.reward_loop.scorers.model import RewardModel
 from rl_async.reward_loop.server import classifier
@@ -66,8 +67,13 @@ def folder(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPath
     return path
 
 
-def start(path: Path, port: int) -> Forked:
-    return Forked("rl_async.reward_loop.server", "--model", str(path), "--port", str(port), "--batch-size", "4")
+def start(path: Path, port: int, run: Path | None = None) -> Forked:
+    """The server of the model in ``path``, with the token of ``run``, by default in the same folder."""
+    run = run or path
+    make_tokens(run / "keys")
+    arguments = ("--model", str(path), "--port", str(port), "--batch-size", "4")
+    variables = {TOKEN_FILE: str(token_file(run, "engines"))}
+    return Forked("rl_async.reward_loop.server", *arguments, environment=variables)
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +99,25 @@ def url(folder: Path) -> Iterator[str]:
         process.kill()
 
 
-def classify(url: str, **body: Any) -> tuple[int, dict[str, Any]]:
-    request = urllib.request.Request(f"{url}/classify", json.dumps(body).encode(), {"Content-Type": "application/json"})
+@pytest.fixture(scope="module")
+def token(url: str, folder: Path) -> str:
+    return run_token(folder, "engines")
+
+
+def test_without_the_token_nothing_is_scored(url: str) -> None:
+    assert classify(url, "", input="sort 1")[0] == 401
+    assert classify(url, "0" * 43, input="sort 1")[0] == 401
+
+
+def test_without_a_token_file_it_does_not_start(folder: Path) -> None:
+    process = Forked("rl_async.reward_loop.server", "--model", str(folder), "--port", str(free_port()))
+    _, errors = process.communicate(START_S)
+    assert process.returncode == 2 and TOKEN_FILE in errors
+
+
+def classify(url: str, token: str, **body: Any) -> tuple[int, dict[str, Any]]:
+    headers = {"Content-Type": "application/json", **bearer(token)}
+    request = urllib.request.Request(f"{url}/classify", json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=60.0) as answer:
             return answer.status, json.loads(answer.read())
@@ -115,15 +138,15 @@ def conversation(*texts: str) -> Conversation:
     return Conversation(data_source="unit", solution_str=texts[-1], ground_truth="", turns=turns)
 
 
-def client(url: str, folder: Path, **more: Any) -> RewardModel:
-    return RewardModel(RewardModelConfig(path=str(folder), **more), url)
+def client(url: str, folder: Path, token: str = "") -> RewardModel:
+    return RewardModel(RewardModelConfig(path=str(folder)), url, token)
 
 
 async def test_the_scorer_gives_what_the_model_gives(
-    url: str, folder: Path, tokenizer: PreTrainedTokenizerFast
+    url: str, token: str, folder: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     talks = [("sort 321", "123"), ("sort 1", "1", "sort 98765", "56789"), ("?", ""), ("sort 321", "321")] * 5
-    rewards = client(url, folder)
+    rewards = client(url, folder, token)
     scores = await asyncio.gather(*(rewards.score(conversation(*talk)) for talk in talks))
     await rewards.close()
     for talk, score in zip(talks, scores):
@@ -142,19 +165,19 @@ def test_rows_that_end_with_the_padding_token_are_read_at_their_end(folder: Path
     assert classifier.score(model, rows) == pytest.approx([reference(folder, row) for row in rows], abs=TOLERANCE)
 
 
-def test_every_form_of_input(url: str, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_every_form_of_input(url: str, token: str, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     texts = ["sort 12", "1", "sort 987654321"]
     rows = [tokenizer(text)["input_ids"] for text in texts]
     expected = [reference(folder, row) for row in rows]
     for given in (texts, rows):
-        status, answer = classify(url, model="any", input=given, use_activation=False)
+        status, answer = classify(url, token, model="any", input=given, use_activation=False)
         assert status == 200 and answer["object"] == "list"
         assert [item["index"] for item in answer["data"]] == [0, 1, 2]
         assert [item["num_classes"] for item in answer["data"]] == [1, 1, 1]
         assert [item["probs"] for item in answer["data"]] == [[pytest.approx(e, abs=TOLERANCE)] for e in expected]
         assert answer["usage"]["prompt_tokens"] == sum(map(len, rows))
     for one in (texts[0], rows[0]):
-        (item,) = classify(url, input=one)[1]["data"]
+        (item,) = classify(url, token, input=one)[1]["data"]
         assert item["probs"] == [pytest.approx(1.0 / (1.0 + math.exp(-expected[0])), abs=TOLERANCE)]
 
 
@@ -172,21 +195,24 @@ def test_every_form_of_input(url: str, folder: Path, tokenizer: PreTrainedTokeni
         (None, "input"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(url: str, given: Any, said: str) -> None:
-    status, answer = classify(url, input=given)
+def test_what_cannot_be_scored_is_refused(url: str, token: str, given: Any, said: str) -> None:
+    status, answer = classify(url, token, input=given)
     assert status == 400
     assert said in answer["error"]["message"]
 
 
-async def test_a_conversation_too_long_is_a_failure_that_says_so(url: str, folder: Path) -> None:
-    rewards = client(url, folder)
+async def test_a_conversation_too_long_is_a_failure_that_says_so(url: str, token: str, folder: Path) -> None:
+    rewards = client(url, folder, token)
     with pytest.raises(ScorerFailed, match=rf"answered 400: .* the model takes at most {LONGEST}"):
         await rewards.score(conversation("sort 1", "1" * LONGEST))
     await rewards.close()
 
 
-async def test_a_configured_engine_is_asked_instead_of_the_runs_own(url: str, folder: Path) -> None:
-    wanted = RewardModelConfig(path=str(folder), url=f"{url}/", name="org/rm")
+async def test_a_configured_engine_is_asked_instead_of_the_runs_own(
+    url: str, token: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RM_KEY", token)
+    wanted = RewardModelConfig(path=str(folder), url=f"{url}/", name="org/rm", api_key_env="RM_KEY")
     rewards = RewardModel(wanted, "http://127.0.0.1:1")
     assert math.isfinite((await rewards.score(conversation("sort 1", "1"))).value)
     await rewards.close()
@@ -209,7 +235,7 @@ def test_models_that_give_no_reward_do_not_start(
     two = tmp_path / "two"
     make_classifier(two, tokenizer, 2)
     expected = {model_folder: "not a sequence classifier", two: "has 2 labels", tmp_path / "none": "there is no folder"}
-    processes = [(start(path, free_port()), said) for path, said in expected.items()]
+    processes = [(start(path, free_port(), tmp_path), said) for path, said in expected.items()]
     for process, said in processes:
         _, errors = process.communicate(timeout=START_S)
         assert process.returncode == 2 and "Traceback" not in errors

@@ -13,7 +13,7 @@ from rl_async.agent_loop.gateway.client import Gateway, RemoteEpisode
 
 def play(episode: RemoteEpisode) -> None:
     """Two conversations, the first of which is branched: three rows."""
-    client = openai.OpenAI(base_url=episode.base_url, api_key="none")
+    client = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key)
     question = list(episode.task["prompt"])
 
     def ask(*more: dict[str, str]) -> dict[str, str]:

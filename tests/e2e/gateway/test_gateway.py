@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from rl_async.process.http_auth import TOKEN_FILE, token_file
 from tests.e2e.command import HARDLY_WARM, RL_ASYNC
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -37,8 +39,9 @@ def start(workplace: Path) -> Iterator[Any]:
     """Starts a process in ``workplace``; what is left of it is killed by pid."""
     started: list[subprocess.Popen[str]] = []
 
-    def begin(*command: str) -> "subprocess.Popen[str]":
-        process = subprocess.Popen(command, cwd=workplace, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    def begin(*command: str, **environment: str) -> "subprocess.Popen[str]":
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        process = subprocess.Popen(command, cwd=workplace, env=os.environ | environment, **pipes)  # type: ignore[call-overload]
         started.append(process)
         return process
 
@@ -65,9 +68,10 @@ def test_agent_programs_train_a_run_through_two_gateways(workplace: Path, start:
     second = start(RL_ASYNC, "gateway", str(run))
     while not (line := second.stdout.readline()).startswith("gateway: "):
         assert line, "the second gateway ended"
+    token = {TOKEN_FILE: str(token_file(run, "gateway"))}
     programs = [
-        start(sys.executable, str(ROOT / "tests" / "e2e" / "gateway" / "program.py"), line.split()[1]),
-        start(sys.executable, str(ROOT / "examples" / "gateway_agent.py"), url, "4"),
+        start(sys.executable, str(ROOT / "tests" / "e2e" / "gateway" / "program.py"), line.split()[1], **token),
+        start(sys.executable, str(ROOT / "examples" / "gateway_agent.py"), url, "4", **token),
     ]
     wait_for(run / "metrics.jsonl", launch)
     process_of(run, "rl_async.agent_loop.gateway").kill()  # its episodes are lost, and handed out again

@@ -7,6 +7,7 @@ import pytest
 
 from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
 from rl_async.configs.schema.reward import RewardConfig, RewardModelConfig, RewardTerm
+from rl_async.process.http_auth import make_tokens, run_token
 from rl_async.reward_loop.render import ConversationEncoder, load_tokenizer
 from rl_async.reward_loop.service import RewardService
 from tests.unit.reward_loop.outside import Answer, Outside
@@ -36,6 +37,23 @@ async def test_the_whole_conversation_is_sent_and_the_raw_output_is_the_reward(f
     messages = [{"role": role, "content": text} for role, text in said]
     ids = ConversationEncoder(load_tokenizer(folder, "test")).ids(messages)
     assert server.asked[1].body == {"model": "org/rm", "input": ids, "use_activation": False}
+    assert server.asked[1].authorization is None
+
+
+async def test_the_runs_own_server_gets_the_runs_token_and_another_its_own_key(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tokens(tmp_path / "keys")
+    monkeypatch.setenv("RM_KEY", "of-another-server")
+    async with Outside(classified(1.0)) as server:
+        own = RewardModelConfig(path=folder)
+        outside = RewardModelConfig(path=folder, url=server.url, api_key_env="RM_KEY")
+        for model in (own, outside):
+            config = RewardConfig(functions=TERMS, model=model)
+            async with RewardService(config, model_url=server.url, folder=tmp_path) as service:
+                await score(service, "42")
+    sent = [asked.authorization for asked in server.asked]
+    assert sent == [f"Bearer {run_token(tmp_path, 'engines')}", "Bearer of-another-server"]
 
 
 @pytest.mark.parametrize(
@@ -53,6 +71,7 @@ async def test_answers_that_are_no_reward_mark_the_trajectory(folder: str, answe
     async with Outside(answer) as server:
         model = RewardModelConfig(path=folder, timeout_s=0.2 if answer.body is None else 20.0)
         config = RewardConfig(functions=TERMS, model=model)
+        make_tokens(Path(folder) / "keys")
         async with RewardService(config, model_url=server.url, folder=Path(folder)) as service:
             row = await score(service, "42")
     assert not row.scored and row.reward == 0.0

@@ -1,8 +1,9 @@
+import stat
 from pathlib import Path
 
 import pytest
 
-from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.load.loader import load_config, load_resolved
 from rl_async.errors import UserError
 from rl_async.launcher.folder.run_folder import checkpoints, create, new_run, resumed_run, unfinished
 
@@ -124,3 +125,9 @@ def test_resume_without_any_run_is_refused(root: str) -> None:
 
 def test_complete_checkpoints_in_order(root: str) -> None:
     assert checkpoints(make_run(root, steps=(10, 2))) == [2, 10]
+
+
+def test_only_its_user_may_enter_a_run_folder(root: str, tmp_path: Path) -> None:
+    config = load_config("calculator", [root], name="mine")
+    create(config, tmp_path / "runs" / "mine")
+    assert stat.S_IMODE((tmp_path / "runs" / "mine").stat().st_mode) == 0o700

@@ -1,0 +1,81 @@
+"""Who may use an engine's routes: those who have the run's token, and no web page."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+
+from rl_async.process.http_auth import bearer
+from tests.contracts.engines.engine_peers import Peer, running
+
+ROUTES = (
+    *("POST /inference/v1/generate", "POST /abort_requests", "POST /pause", "POST /resume", "GET /is_paused"),
+    *("POST /init_weight_transfer_engine", "POST /start_weight_update", "POST /update_weights"),
+    *("POST /finish_weight_update", "GET /weight_info", "POST /weight_checker", "POST /sleep", "POST /wake_up"),
+    *("GET /load", "GET /metrics", "GET /no_such_route"),
+)
+OF_VLLM = (
+    *("GET /v1/models", "POST /v1/completions", "POST /tokenize", "GET /version", "GET /docs", "GET /openapi.json"),
+    *("POST /collective_rpc", "GET /server_info", "POST /reset_prefix_cache", "POST /abort_requests", "GET /ping"),
+)
+
+
+@pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=pytest.mark.slow)])
+def peer(
+    request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Peer]:
+    """A running engine of each kind."""
+    with running(request.param, model_folder, tmp_path_factory.mktemp("run"), eager=True) as started:
+        yield started
+
+
+def routes(peer: Peer) -> tuple[str, ...]:
+    return ROUTES + OF_VLLM if peer.kind == "vllm" else ROUTES
+
+
+async def status(peer: Peer, route: str, **headers: str) -> int:
+    method, path = route.split()
+    async with (
+        aiohttp.ClientSession(peer.url) as session,
+        session.request(method, path, data="{}", headers=headers) as response,
+    ):
+        await response.read()
+        return response.status
+
+
+async def test_a_web_page_cannot_pause_an_engine(peer: Peer) -> None:
+    simple = {"Origin": "https://example.com", "Content-Type": "text/plain"}  # a browser asks nobody before this
+    assert await status(peer, "POST /pause", **simple) == 403
+    assert await status(peer, "POST /pause", Host="rebound.example.com") == 403
+
+
+async def test_without_the_token_every_route_is_refused(peer: Peer) -> None:
+    for route in routes(peer):
+        assert (route, await status(peer, route)) == (route, 401)
+        assert (route, await status(peer, route, Authorization="Bearer " + "0" * 43)) == (route, 401)
+    assert await status(peer, "GET /health") == 200
+
+
+async def test_a_web_socket_needs_the_token_too(peer: Peer) -> None:
+    async with aiohttp.ClientSession(peer.url) as session:
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            await session.ws_connect("/v1/realtime")
+    assert refused.value.status in (401, 403)  # 401 where uvicorn does not know web sockets
+
+
+async def test_the_token_opens_routes_and_stays_secret(peer: Peer) -> None:
+    assert await status(peer, "GET /weight_info", **bearer(peer.token)) == 200
+    assert await status(peer, "GET /load", **{"x-api-key": peer.token}) == 200
+    assert await status(peer, "POST /pause", **bearer(peer.token), Origin="null") == 403
+    client = peer.client()
+    await client.pause("keep")
+    await client.resume()
+    await client.close()
+    processes = [p for p in psutil.process_iter() if os.getpgid(p.pid) == peer.group]
+    assert processes
+    for process in processes:
+        assert peer.token not in " ".join([*process.cmdline(), *process.environ().values()])
+    assert peer.token not in peer.log.read_text()

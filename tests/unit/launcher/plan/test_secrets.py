@@ -1,0 +1,31 @@
+"""Which processes inherit which secrets of the launcher's environment."""
+
+from pathlib import Path
+
+from rl_async.configs.load.loader import load_config
+from rl_async.launcher.plan.planning import plan
+from rl_async.process.http_auth import TOKEN_FILE
+
+JUDGED = [
+    *("reward.functions=[{name: judge}, {name: reward_model}]", "reward.model={path: rm}", "queue.shards=1"),
+    "reward.judge={url: 'http://127.0.0.1:1/v1', model: m, api_key_env: JUDGE_KEY}",
+]
+
+
+def test_a_secret_is_hidden_from_the_roles_that_do_not_use_it() -> None:
+    planned = plan(load_config("calculator", JUDGED), Path("runs/mine"))
+    assert planned.prepare is not None
+    users: dict[str, set[str]] = {name: set() for name in ("JUDGE_KEY", "RL_ASYNC_REDIS_PASSWORD", "WANDB_API_KEY")}
+    for spec in (planned.prepare, *planned.processes):
+        for name, roles in users.items():
+            assert spec.environment({}).get(name, "hidden") in ("", "hidden")
+            if name not in spec.env:
+                roles.add(spec.role)
+    assert users == {"JUDGE_KEY": {"worker"}, "RL_ASYNC_REDIS_PASSWORD": {"queue"}, "WANDB_API_KEY": {"trainer"}}
+
+
+def test_a_server_without_the_run_folder_finds_its_token_by_a_path() -> None:
+    config = load_config("calculator", [*JUDGED, "rollout.engine=vllm", "rollout.python=python"])
+    planned = plan(config, Path("runs/mine"))
+    with_path = {spec.name for spec in planned.processes if spec.env.get(TOKEN_FILE) == "runs/mine/keys/engines.token"}
+    assert with_path == {"engine-0", "reward-model"}
