@@ -14,11 +14,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rl_async.configs.load.loader import dump
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.cli.__main__ import main
 from rl_async.messages import Inspection, Task, ToolCall, Turn, Version
 from rl_async.process.endpoints import Endpoints, write_endpoints
 from rl_async.process.http_auth import bearer, run_token
 from rl_async.transfer_queue import SyncQueueClient, serve
+from rl_async.transfer_queue.auth.allow_list import AllowList
+from rl_async.transfer_queue.auth.keys import read_client_keys
 from tests.contracts.queue.peers import trajectory
 from tests.support.ports import free_port
 
@@ -46,7 +51,7 @@ def fill(queue: SyncQueueClient, groups: int) -> None:
             row = trajectory(group, sample, tokens=3 + group.group_id)
             call = ToolCall(name="add", arguments="{}", result="12")
             turns = [Turn(role="assistant", text=f"say {sample}", tool_calls=[call])]
-            queue.put(msgspec.structs.replace(row, turns=turns, reward_parts={"right": 0.5}, reward=float("nan")))
+            queue.put(msgspec.structs.replace(row, turns=turns, reward_parts={"right": 0.5}, reward=0.25))
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
@@ -85,7 +90,7 @@ def test_listing_and_peeking_take_nothing_away(address, queue, capsys):
     assert json.loads(leased)["workers"] == [queue.worker]
     text = said(capsys, "peek", address, "1", "1")
     assert "group 1, sample 1, segment 0" in text and "say 1" in text and "add({}) -> 12" in text
-    assert "reward nan (right 0.5), 4 tokens, 4 sampled" in text
+    assert "reward 0.25 (right 0.5), 4 tokens, 4 sampled" in text
     assert "0.0 for tokens 0 to 4" in text
     assert "no sample" in said(capsys, "peek", address, "2")
     assert "sample 5 of group 1" in said(capsys, "peek", address, "1", "5", code=2)
@@ -101,6 +106,21 @@ def test_a_queue_that_is_not_there_is_named(tmp_path, capsys, monkeypatch):
     assert "queue at tcp://127.0.0.1:9 did not answer" in said(capsys, "ls", str(tmp_path), code=2)
     for address in ("tcp://127.0.0.1", "tcp://127.0.0.1:abc", "http://127.0.0.1:80"):
         assert "write tcp://HOST:PORT" in said(capsys, "status", address, code=2)
+
+
+def test_the_queue_of_a_run_is_operated_with_the_key_in_its_folder(closed_run, capsys):
+    run, queue = closed_run
+    write_endpoints(run, Endpoints(queue=queue.address))
+    config = RunConfig(model=ModelConfig(path="m"), data=DataConfig(path="d"))
+    (run / "config.yaml").write_text(dump(config))
+    assert "groups are admitted again" in said(capsys, "drain", str(run), "--undo")
+    assert "run's folder" in said(capsys, "status", queue.address, code=2)
+
+
+def test_keygen_makes_a_client_with_a_role(tmp_path, capsys):
+    assert "bob.key" in said(capsys, "keygen", str(tmp_path), "--client", "bob", "--role", "reader")
+    allowed = AllowList(tmp_path / "clients")
+    assert allowed.roles[read_client_keys(tmp_path, "bob").public] == "reader"
 
 
 def test_a_folder_in_which_no_queue_can_be_served_is_named(tmp_path, capsys):
@@ -147,7 +167,7 @@ def test_what_is_exported_is_what_another_queue_gets(address, queue, capsys, tmp
             for name in ("token_ids", "loss_mask", "logprobs"):
                 found, wanted = getattr(row, name), getattr(original, name)
                 assert found.dtype == wanted.dtype and np.array_equal(found, wanted)
-            assert np.isnan(row.reward) and row.turns == original.turns and row.versions == original.versions
+            assert row.reward == 0.25 and row.turns == original.turns and row.versions == original.versions
         assert "took 3 tasks" in said(capsys, "import", other, str(whole), "--as", "tasks")
         assert reader.inspect().submitted == 3
         text = said(capsys, "import", address, str(file), "--timeout", "0.1", code=2)

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from pathlib import Path
 
 from rl_async import messages as m
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
@@ -14,11 +15,12 @@ WAIT_S = 10.0
 class RunningShard:
     """A payload shard on a thread. What ends it before its time fails the test, as any thread's error does."""
 
-    def __init__(self, address: str, queue: RunningQueue, name: str) -> None:
+    def __init__(self, address: str, queue: RunningQueue, name: str, run: Path | None = None) -> None:
         self.address = address
         self._stop = threading.Event()
         arguments = (address, queue.address, name)
-        self._thread = threading.Thread(target=run_shard, args=arguments, kwargs={"stopped": self._stop.is_set})
+        options = {"stopped": self._stop.is_set, "run": run}
+        self._thread = threading.Thread(target=run_shard, args=arguments, kwargs=options)
         self._thread.start()
 
     def stop(self) -> None:

@@ -9,8 +9,12 @@ import pytest
 import zmq
 
 from rl_async import messages as m
-from rl_async.errors import RowsLost
+from rl_async.configs.load.loader import dump
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import AccessDenied, QueueLost, RowsLost
 from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.auth.keys import server_keys
 from rl_async.transfer_queue.client.async_client import QueueClient
 from rl_async.transfer_queue.client.readers import read_groups, rows_of
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
@@ -18,6 +22,7 @@ from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.state.tasks import numbered
 from tests.contracts.queue.peers import FREE_PORT, HELLO, ID, RunningQueue, ask, put_all, trajectory
 from tests.contracts.queue_storage.shards import WAIT_S, RunningShard, registry, wait_for_shards
+from tests.support.queue_clients import make_run_keys, sync_client
 
 LEASE_S = 1.0
 
@@ -240,3 +245,28 @@ def _group() -> m.LeasedGroup:
     return m.LeasedGroup(
         group_id=0, partition="train", attempt=0, samples=[0], task=numbered(0), min_version=m.Version(0, 0)
     )
+
+
+@pytest.mark.parametrize("way", ["ipc", "tcp"])
+def test_a_shard_of_a_run_serves_each_role_and_no_stranger(tmp_path, make_address, way):
+    run, config = tmp_path / "run", RunConfig(model=ModelConfig(path="m"), data=DataConfig(path="d"))
+    run.mkdir()
+    (run / "config.yaml").write_text(dump(config))
+    make_run_keys(run)
+    queue = RunningQueue(f"ipc://{run}/sockets/queue", settings(1), keys=server_keys(config, run))
+    shard = RunningShard(f"ipc://{run}/sockets/shard" if way == "ipc" else make_address(), queue, "shard-0", run)
+    try:
+        with sync_client(run, queue.address, "reader") as reader:
+            wait_for_shards(reader, 1)
+        store, load = m.StoreRows(samples=[(0, 0, 0)], lengths=[[3]]), m.LoadRows(rows=[(0, 0, 0, 0)])
+        with sync_client(run, shard.address, "worker") as worker, sync_client(run, shard.address, "trainer") as trainer:
+            assert worker.exchange(store, [b"row"]).reply == m.Done()
+            assert bytes(trainer.exchange(load).payload[0]) == b"row"
+            with pytest.raises(AccessDenied):
+                worker.exchange(load)
+        stranger = SyncQueueClient(shard.address, role="t", name="stranger", timeout_s=1.0)
+        with stranger, pytest.raises((AccessDenied, QueueLost)):
+            stranger.exchange(load)
+    finally:
+        shard.stop()
+        queue.stop()
