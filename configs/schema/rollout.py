@@ -12,7 +12,7 @@ from rl_async.configs.engines import EngineKind
 class GatewayConfig(Config, frozen=True):
     host: Annotated[
         str,
-        doc("Address to listen on. Anyone who can reach it can lease episodes, so only loopback is safe by itself."),
+        doc("Address to listen on. Requests carry a token and nothing is encrypted (docs/security.md)."),
     ] = "127.0.0.1"
     port: Annotated[Count, doc("0: a free port.")] = 0
     max_answers: Annotated[Positive, doc("Completions per episode; further requests are refused.")] = 64

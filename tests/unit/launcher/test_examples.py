@@ -81,7 +81,19 @@ def test_what_a_pod_names_is_there() -> None:
 def test_services_select_pods_that_there_are() -> None:
     labels = [d["spec"]["template"]["metadata"]["labels"] for d in documents() if d["kind"] == "StatefulSet"]
     services = [document for document in documents() if document["kind"] == "Service"]
-    assert services and all(service["spec"]["selector"] in labels for service in services)
+    assert services
+    for service in services:
+        assert any(service["spec"]["selector"].items() <= of.items() for of in labels)
+
+
+def test_the_network_policy_covers_every_pod_and_admits_these_alone() -> None:
+    (policy,) = [document["spec"] for document in documents() if document["kind"] == "NetworkPolicy"]
+    selector = policy["podSelector"]
+    assert policy["policyTypes"] == ["Ingress"] and policy["ingress"] == [{"from": [{"podSelector": selector}]}]
+    templates = [d["spec"]["template"] for d in documents() if "template" in d["spec"]]
+    assert len(templates) == 5
+    for template in templates:
+        assert selector["matchLabels"].items() <= template["metadata"]["labels"].items()
 
 
 def test_the_overrides_of_the_examples_are_keys() -> None:
