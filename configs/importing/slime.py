@@ -16,6 +16,8 @@ KEYS = (
     Key("rollout-max-context-len", "rollout.max_model_len"),
     Key("rollout-temperature", "rollout.temperature", 1.0),
     Key("rollout-top-p", "rollout.top_p", 1.0),
+    Key("rollout-top-k", "rollout.top_k", -1, lambda k: max(k, 0)),  # -1 is off there, 0 here
+    Key("rollout-max-prompt-len", "data.max_prompt_tokens"),
     Key("num-rollout", "trainer.steps"),
     Key("lr", "trainer.learning_rate", 1e-6),
     Key("lr-decay-style", "trainer.schedule", "linear"),
@@ -56,6 +58,7 @@ NO_COUNTERPART = {
     **dict.fromkeys(("attention-dropout", "hidden-dropout", "attention-backend", "sequence-parallel"), _MEGATRON),
     **dict.fromkeys(("accumulate-allreduce-grads-in-fp32", "attention-softmax-in-fp32"), _MEGATRON),
     **dict.fromkeys(("context-parallel-size", "expert-tensor-parallel-size", "optimizer"), _MEGATRON),
+    "dynamic-sampling-filter-path": "algorithm.shaping.dynamic_sampling gives up groups whose rewards are all equal",
     **dict.fromkeys(("use-opsm", "opsm-delta", "use-unbiased-kl", "use-routing-replay"), "not here"),
     **dict.fromkeys(("eval-max-response-len", "eval-top-p"), "evaluation has the run's lengths, and eval.temperature"),
 }

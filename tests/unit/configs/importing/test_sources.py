@@ -58,6 +58,7 @@ ARGS=(
    --advantage-estimator gspo
    --eps-clip-high 0.28
    --use-tis
+   --rollout-max-prompt-len 77
    --of-tomorrow
 )
 ray job submit -- python3 train.py ${ARGS[@]} --num-rollout=11
@@ -106,6 +107,7 @@ def test_flags_of_slimes(tmp_path: Path) -> None:
     assert (config.algorithm.loss, config.algorithm.advantage) == ("gspo", "grpo")
     assert (config.algorithm.clip_high, config.algorithm.correction) == (0.28, "slime_tis")
     assert (config.trainer.backend, config.rollout.engine) == ("megatron", "sglang")
+    assert (config.data.max_prompt_tokens, config.rollout.top_k) == (77, 0)
     assert "of-tomorrow" in text and "load =" not in text
 
 
