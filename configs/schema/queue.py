@@ -40,6 +40,13 @@ class QueueConfig(Config, frozen=True):
             "redis, a queue that was killed is restarted and the run goes on (docs/transfer_queue.md)."
         ),
     ] = "sqlite"
+    journal_folder: Annotated[
+        str,
+        doc(
+            "Folder in which sqlite keeps the journal, under the run's name; empty: the run folder. On a disk of the "
+            "queue's host, since file systems that hosts share (NFS, Lustre, ...) are refused."
+        ),
+    ] = ""
     sqlite_synchronous: Annotated[
         Literal["normal", "full", "off"],
         doc(

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import ConfigError
+from rl_async.errors import ConfigError, JournalError
 from rl_async.transfer_queue.journal.interface import Journal
 from rl_async.transfer_queue.journal.memory import MemoryJournal
 
@@ -18,7 +18,12 @@ def open_journal(config: RunConfig, run: Path) -> Journal:
         case "sqlite":
             from rl_async.transfer_queue.journal.sqlite import SqliteJournal
 
-            return SqliteJournal(run, config.name, config.queue.sqlite_synchronous)
+            folder = Path(config.queue.journal_folder) / config.name if config.queue.journal_folder else run
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise JournalError(f"queue.journal_folder: {folder}: {error.strerror}") from error
+            return SqliteJournal(folder, config.name, config.queue.sqlite_synchronous)
         case "redis":
             try:
                 from rl_async.transfer_queue.journal.redis import RedisJournal

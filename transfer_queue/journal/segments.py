@@ -7,6 +7,7 @@ or torn, mean nothing.
 
 import errno
 import os
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ class SegmentPlace(msgspec.Struct, frozen=True, array_like=True):
     segment: int
     offset: int
     lengths: list[int]  # of each row
+    checksums: list[int] = []  # CRC-32 of each row; journals of an earlier version have none
 
     @property
     def nbytes(self) -> int:
@@ -96,7 +98,8 @@ class Segments:
         if self._end >= self._segment_bytes:
             self._hand_over()
             self._begin()
-        place = SegmentPlace(self._segment, self._end, [memoryview(row).nbytes for row in rows])
+        lengths, checksums = [memoryview(row).nbytes for row in rows], [zlib.crc32(row) for row in rows]
+        place = SegmentPlace(self._segment, self._end, lengths, checksums)
         self._pending += rows
         self._end += place.nbytes
         self._live[place.segment] += 1
@@ -134,7 +137,7 @@ class Segments:
             rest = rest[os.write(self._writing, rest) :]
 
     def read(self, place: SegmentPlace, row: int) -> Frame:
-        """Read one row from its file."""
+        """Read one row from its file, and compare it with its checksum."""
         if self._pending:
             self._hand_over()
         offset = place.offset + sum(place.lengths[:row])
@@ -150,6 +153,8 @@ class Segments:
             raise JournalError(
                 f"{path} ends before byte {offset + total}, which the queue's journal names. {START_OVER}"
             )
+        if place.checksums and zlib.crc32(data) != place.checksums[row]:
+            raise JournalError(f"{path} has other bytes at {offset} than were written there. {START_OVER}")
         return data
 
     def free(self, places: Iterable[SegmentPlace]) -> None:
@@ -182,9 +187,7 @@ class Segments:
         self._reading, self._writing = {}, -1
 
 
-START_OVER = (
-    "Move queue.sqlite* and queue-payloads/ out of the run folder and continue from the last checkpoint with --resume"
-)
+START_OVER = "Move queue.sqlite* and queue-payloads/ away and continue from the last checkpoint with --resume"
 
 
 def failed(path: Path, error: OSError) -> JournalError:

@@ -14,7 +14,8 @@ from typing import Literal
 
 import msgspec
 
-from rl_async.errors import JournalError
+from rl_async.errors import JournalError, UserError
+from rl_async.filesystems import require_local
 from rl_async.messages import RowKey
 from rl_async.messages.codec import Frame
 from rl_async.transfer_queue.journal.interface import JOURNAL_SCHEMA, Recovered, consecutive, new_run_id
@@ -65,6 +66,7 @@ class SqliteJournal:
         self._freed: list[int] = []
         self._start_over = False
         self._log_bytes = self._dump_bytes = 0
+        _require_local(run)
         self._lock = _hold(run / LOCK, self._path)
         try:
             self._db = self._open(name)
@@ -227,6 +229,14 @@ class SqliteJournal:
             self._db.close()
         self._segments.close()
         os.close(self._lock)
+
+
+def _require_local(folder: Path) -> None:
+    """Refuse a folder that hosts share: there, locks and memory maps do not do what SQLite relies on."""
+    try:
+        require_local(folder, "set queue.journal_folder to one on a disk of this host, or use queue.journal=redis")
+    except UserError as error:
+        raise JournalError(f"the queue's journal: {error}") from error
 
 
 def _hold(path: Path, journal: Path) -> int:

@@ -8,12 +8,15 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import pytest
 import redis
 
+from rl_async import filesystems
 from rl_async.errors import JournalError
 from rl_async.messages import Done, Version
 from rl_async.transfer_queue.journal.redis import RedisJournal
@@ -82,6 +85,49 @@ def test_a_full_flush_forces_every_payload_to_the_disk(
     written = sorted(str(path) for path in (tmp_path / "queue-payloads").glob("*.segment"))
     assert len(written) == 2
     assert {path for path in forced if path.endswith(".segment")} == (set(written) if synchronous == "full" else set())
+    driver.journal.close()
+
+
+def test_a_journal_on_a_file_system_that_hosts_share_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its locks and its log are those of one host; two queues could write one file."""
+    table = tmp_path / "mountinfo"
+    table.write_text(f"30 22 0:26 / {tmp_path} rw shared:2 - nfs4 server:/home rw\n")
+    monkeypatch.setattr(filesystems, "MOUNTS", table)
+    with pytest.raises(JournalError, match=r"nfs4.*queue\.journal_folder"):
+        Driver(sqlite_journals(tmp_path))
+    assert list(tmp_path.iterdir()) == [table]
+
+
+def test_a_changed_byte_of_a_payload_is_found(tmp_path: Path) -> None:
+    driver = started(tmp_path)
+    driver.train(0)
+    driver.journal.flush()
+    driver.journal.close()
+    (segment,) = (tmp_path / "queue-payloads").glob("*.segment")
+    data = bytearray(segment.read_bytes())
+    data[10] ^= 1
+    segment.write_bytes(data)
+    driver = Driver(sqlite_journals(tmp_path))
+    with pytest.raises(JournalError, match=r"00000001\.segment.*--resume"):
+        driver.read(0, 0)
+    assert driver.read(0, 1) == payload(0, 1)
+    driver.journal.close()
+
+
+def test_payloads_of_a_journal_without_checksums_are_read(tmp_path: Path) -> None:
+    driver = started(tmp_path)
+    driver.train(0)
+    driver.journal.flush()
+    driver.journal.close()
+    with closing(sqlite3.connect(tmp_path / "queue.sqlite")) as db:
+        places = db.execute("SELECT grp, sample, place FROM payload").fetchall()
+        without = [(msgspec.msgpack.encode(msgspec.msgpack.decode(place)[:3]), *key) for *key, place in places]
+        db.executemany("UPDATE payload SET place = ? WHERE grp = ? AND sample = ?", without)
+        db.commit()
+    driver = Driver(sqlite_journals(tmp_path))
+    assert driver.read(0, 0) == payload(0, 0)
     driver.journal.close()
 
 

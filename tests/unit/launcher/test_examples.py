@@ -73,9 +73,19 @@ def test_what_a_pod_names_is_there() -> None:
         (volume,) = pod["volumes"]
         assert ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]) in names
         for container in [*pod["containers"], *pod.get("initContainers", ())]:
-            assert container["volumeMounts"] == [{"name": volume["name"], "mountPath": "/work"}], name
+            own = [{"name": "journal", "mountPath": "/journal"}] if container["name"] == "queue" else []
+            assert container["volumeMounts"] == [{"name": volume["name"], "mountPath": "/work"}, *own], name
             used = {v for word in container.get("args", ()) for v in VARIABLES if v in word}
             assert used <= {f"$({variable['name']})" for variable in container.get("env", ())}, name
+
+
+def test_the_queues_journal_is_on_no_shared_file_system() -> None:
+    (queue,) = [d for d in documents() if d["kind"] == "StatefulSet" and d["metadata"]["name"] == "rl-queue"]
+    (claim,) = queue["spec"]["volumeClaimTemplates"]
+    assert claim["metadata"]["name"] == "journal" and claim["spec"]["accessModes"] == ["ReadWriteOnce"]
+    (script,) = [pod["containers"][0]["args"][0] for name, pod in pods() if name == "rl-prepare"]
+    assert "queue.journal_folder=/journal" in script
+    assert "queue.journal_folder=$local" in (EXAMPLES / "slurm" / "rl_async.sbatch").read_text()
 
 
 def test_services_select_pods_that_there_are() -> None:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import msgspec
@@ -89,6 +90,21 @@ def test_a_torn_evaluation_is_cut_off_before_the_next_is_written(tmp_path: Path)
 
 def test_every_resume_is_a_lineage_of_its_own(tmp_path: Path) -> None:
     assert [next_lineage(tmp_path, resuming) for resuming in (False, True, True)] == [0, 1, 2]
+
+
+def test_a_lineage_survives_a_power_cut(tmp_path, monkeypatch):
+    """Else the next trainer would take the same one, and the fenced and the new one could not be told apart."""
+    forced = []
+    real = os.fsync
+
+    def fsync(descriptor):
+        forced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    next_lineage(tmp_path, False)
+    content, names = forced
+    assert Path(content).parent == tmp_path and names == str(tmp_path)
 
 
 def test_rows_of_one_sample_are_recorded_and_replayed_one_by_one(tmp_path: Path) -> None:
