@@ -91,7 +91,8 @@ def _make(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
+    from rl_async.launcher.watch.terminal import printable
     from rl_async.transfer_queue.data.task_stream import inspect
 
-    print(inspect(arguments.path))
+    print(printable(inspect(arguments.path)))
     return 0

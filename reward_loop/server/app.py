@@ -68,6 +68,7 @@ class Application:
     ) -> None:
         self._batcher, self._tokenizer, self._name, self._label = batcher, tokenizer, name, label
         self._vocabulary, self._longest = vocabulary, longest
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
         routes = [Route("/classify", self.classify, methods=["POST"]), Route("/health", self.health, methods=["GET"])]
         self.app = Starlette(routes=routes, lifespan=self._lifespan)
 
@@ -91,6 +92,8 @@ class Application:
             rows = self._rows(body)
         except (msgspec.DecodeError, ValueError) as error:
             return _error(400, str(error))
+        except RecursionError:
+            return _error(400, "the body is nested too deeply")
         numbers = await self._batcher.score(rows)
         if not all(map(math.isfinite, numbers)):
             return _error(500, f"the model returned {numbers}, which are not all finite")
@@ -125,6 +128,8 @@ class Application:
 
     def _encode(self, part: str | int | list[int], special: bool) -> list[int]:
         if isinstance(part, str):
+            if self._longest is not None and len(part) > self._longest * self._longest_token:  # before it takes time
+                raise ValueError(f"input: a text of {len(part)} characters; the model takes {self._longest} tokens")
             return list(self._tokenizer(part, add_special_tokens=special)["input_ids"])
         if isinstance(part, int):
             raise ValueError("input: token ids and texts are mixed")

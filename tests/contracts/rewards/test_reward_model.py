@@ -191,6 +191,7 @@ def test_every_form_of_input(url: str, token: str, folder: Path, tokenizer: PreT
         ([1, 100000], "token ids must be from 0 to"),
         ([-1], "token ids must be from 0 to"),
         ([1, "a"], "mixed"),
+        ("sort 1" * 1_000_000, f"the model takes {LONGEST} tokens"),
         ({"text": "a"}, "input"),
         (None, "input"),
     ],
@@ -199,6 +200,14 @@ def test_what_cannot_be_scored_is_refused(url: str, token: str, given: Any, said
     status, answer = classify(url, token, input=given)
     assert status == 400
     assert said in answer["error"]["message"]
+
+
+def test_a_body_nested_too_deeply_is_refused(url: str, token: str) -> None:
+    request = urllib.request.Request(f"{url}/classify", b'{"input": ' + b"[" * 100_000, bearer(token))
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=30)
+    assert refused.value.code == 400
+    refused.value.close()
 
 
 async def test_a_conversation_too_long_is_a_failure_that_says_so(url: str, token: str, folder: Path) -> None:

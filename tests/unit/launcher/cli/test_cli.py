@@ -143,11 +143,12 @@ def test_a_key_is_explained_and_a_config_shown(capsys: pytest.CaptureFixture[str
 
 
 def test_a_data_set_is_inspected_and_a_bad_row_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prompt = [{"role": "user", "content": "1+1"}]
+    prompt = [{"role": "user", "content": "1+1\x1b[2J"}]
     row = {"data_source": "toy", "prompt": prompt, "reward_model": {"ground_truth": "2"}}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "good.parquet")
     assert main(["data", "inspect", "good.parquet"]) == 0
-    assert "toy" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "toy" in shown and "\x1b" not in shown and "\\x1b[2J" in shown
     bad = row | {"reward_model": {"style": "rule"}}
     pq.write_table(pa.Table.from_pylist([bad]), tmp_path / "bad.parquet")
     assert "row 0" in only_error(capsys, "data", "inspect", "bad.parquet")
