@@ -69,7 +69,7 @@ def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path, capsys: 
         taken.bind(("127.0.0.1", 0))
         taken.listen(1)
         port = taken.getsockname()[1]
-        error = only_error(capsys, "launch", "--config", "calculator", f"queue.port={port}")
+        error = only_error(capsys, "launch", "--config", "calculator", "queue.curve=always", f"queue.port={port}")
     assert "queue.port" in error
     assert str(port) in error
     assert list(tmp_path.iterdir()) == []
