@@ -3,16 +3,10 @@
 A trainer's client names its lineage in every request; agent workers name none.
 """
 
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
-
-import msgspec
+from rl_async.process.http_auth import App, Receive, Scope, Send, answer
 
 LINEAGE_HEADER = "X-Trainer-Lineage"
 REPLACED = 412  # no engine answers with this status for another reason
-
-Scope = MutableMapping[str, Any]
-App = Callable[[Scope, Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
 
 
 class LineageFence:
@@ -26,23 +20,22 @@ class LineageFence:
         self._app = app
         self._newest = -1
 
-    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 412 (400 if its lineage is no number)."""
         named = dict(scope["headers"]).get(LINEAGE_HEADER.lower().encode()) if scope["type"] == "http" else None
         if named is None:
             return await self._app(scope, receive, send)
         if not named.isdigit():
-            return await _answer(send, 400, f"{LINEAGE_HEADER} is not a number")
+            return await _refuse(send, 400, f"{LINEAGE_HEADER} is not a number")
         lineage = int(named)
         if lineage < self._newest:
             message = f"the trainer of lineage {lineage} was replaced by one of lineage {self._newest}"
-            return await _answer(send, REPLACED, message)
+            return await _refuse(send, REPLACED, message)
         self._newest = lineage
         await self._app(scope, receive, send)
 
 
-async def _answer(send: Callable[[Any], Awaitable[None]], status: int, message: str) -> None:
-    body = msgspec.json.encode({"error": {"message": message, "type": "TrainerReplaced", "code": status}})
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+async def _refuse(send: Send, status: int, reason: str) -> None:
+    body, headers = answer(status, reason)
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -13,6 +13,7 @@ from typing import Any
 from rl_async.configs.engines.sglang import SGLANG
 from rl_async.process.http_auth import RequireToken, check_token
 from rl_async.process.role import join_supervisor
+from rl_async.rollout_server.fence import LineageFence
 
 VARIABLES = {
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # else /health samples, which a paused engine cannot
@@ -30,7 +31,7 @@ def main() -> None:
     if find_spec("sglang") is None:
         sys.exit(f"{sys.executable} has no SGLang; install rl-async[sglang] there")
     check_token()
-    _require_token()
+    _guard_routes()
     os.environ.update(VARIABLES)
     for name in UNWANTED:
         os.environ.pop(name, None)
@@ -38,8 +39,8 @@ def main() -> None:
     runpy.run_module("sglang.launch_server", run_name="__main__")
 
 
-def _require_token() -> None:
-    """Put our middleware around every application that uvicorn serves in this process.
+def _guard_routes() -> None:
+    """Put our middleware (token, fence) around every application that uvicorn serves in this process.
 
     SGLang has no flag for a middleware, and its own --api-key stands in its command line and its log.
     """
@@ -47,7 +48,7 @@ def _require_token() -> None:
 
     class Config(uvicorn.Config):
         def __init__(self, app: Any, *arguments: Any, **named: Any) -> None:
-            super().__init__(RequireToken(app), *arguments, **named)
+            super().__init__(RequireToken(LineageFence(app)), *arguments, **named)
 
     uvicorn.Config = Config  # type: ignore[misc]
 

@@ -389,8 +389,8 @@ async def test_a_disconnected_client_frees_its_slot(peer: Peer, engine: VllmEngi
             pass
 
 
-async def test_a_trainer_that_another_has_replaced_cannot_touch_the_engine(engine: VllmEngine) -> None:
-    old, new = VllmEngine(engine.url, lineage=0), VllmEngine(engine.url, lineage=1)
+async def test_a_trainer_that_another_has_replaced_cannot_touch_the_engine(engine: VllmEngine, peer: Peer) -> None:
+    old, new = (VllmEngine(engine.url, lineage=lineage, token=peer.token) for lineage in (0, 1))
     await old.pause()
     await old.start_update()  # and here it is frozen
     served = await new.version()
