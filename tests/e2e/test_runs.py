@@ -308,7 +308,7 @@ def test_bad_config_is_one_clear_error(refuse: Callable[..., None]) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        refuse(f"queue.port={port}", words=["queue.port", str(port)])
+        refuse("queue.curve=always", f"queue.port={port}", words=["queue.port", str(port)])
 
 
 def test_bad_data_is_one_clear_error(home: Path, refuse: Callable[..., None]) -> None:

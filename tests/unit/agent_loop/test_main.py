@@ -16,6 +16,7 @@ from rl_async.agent_loop.data.toy_tasks import make_data
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.configs.schema.run import RunConfig
+from rl_async.process.http_auth import make_tokens
 from rl_async.transfer_queue.auth.keys import provide_keys
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from tests.support.ports import free_port
@@ -42,6 +43,7 @@ def write_run(folder: Path, tokenizer: PreTrainedTokenizerFast, **agent: Any) ->
     )
     (folder / "config.yaml").write_bytes(msgspec.yaml.encode(config))
     provide_keys(config, folder)
+    make_tokens(folder / "keys")
     return folder
 
 
@@ -69,13 +71,16 @@ def wait_for_worker(client: SyncQueueClient) -> None:
 @pytest.mark.parametrize("how", ["SIGTERM", "end of the run"])
 def test_a_worker_ends_cleanly(run: Path, address: str, how: str) -> None:
     worker = start("agent_loop", "--run", str(run), "--index", "0", "--queue", address)
-    with sync_client(run, address, "trainer") as client:
-        wait_for_worker(client)
-        if how == "SIGTERM":
-            worker.send_signal(signal.SIGTERM)
-        else:
-            client.finish()
-        code, errors = end(worker)
+    try:
+        with sync_client(run, address, "trainer") as client:
+            wait_for_worker(client)
+            if how == "SIGTERM":
+                worker.send_signal(signal.SIGTERM)
+            else:
+                client.finish()
+            code, errors = end(worker)
+    finally:
+        worker.kill()
     assert code == 0, errors
     assert "Traceback" not in errors
 
