@@ -304,9 +304,7 @@ def test_bad_config_is_one_clear_error(refuse: Callable[..., None]) -> None:
     refuse("trainer.steps=many", words=["trainer.steps=many", "int"])
     refuse(config="no/such.yaml", words=["no/such.yaml"])
     refuse("--name", "fresh", "--resume", words=["fresh"])
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         refuse("queue.curve=always", f"queue.port={port}", words=["queue.port", str(port)])
 

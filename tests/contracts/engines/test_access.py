@@ -1,5 +1,6 @@
-"""Who may use an engine's routes: those who have the run's token, and no web page."""
+"""Who may use an engine's routes: those who have the run's token, no web page, and no trainer that was replaced."""
 
+import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,11 @@ import aiohttp
 import psutil
 import pytest
 
+from rl_async.errors import TrainerReplaced
+from rl_async.messages import Version
 from rl_async.process.http_auth import bearer
+from rl_async.rollout_server.vllm.client import VllmEngine
+from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from tests.contracts.engines.engine_peers import Peer, running
 
 ROUTES = (
@@ -79,3 +84,24 @@ async def test_the_token_opens_routes_and_stays_secret(peer: Peer) -> None:
     for process in processes:
         assert peer.token not in " ".join([*process.cmdline(), *process.environ().values()])
     assert peer.token not in peer.log.read_text()
+
+
+async def test_a_trainer_that_another_has_replaced_cannot_touch_the_engine(peer: Peer) -> None:
+    old, new = (VllmEngine(peer.url, lineage=lineage, token=peer.token) for lineage in (0, 1))
+    await old.pause()
+    await old.start_update()  # and here it is frozen
+    served = await new.version()
+    update = UpdateInfo(names=[], dtype_names=[], shapes=[], checksum="")
+    calls = [
+        *(old.pause, old.resume, old.start_update, old.version, old.is_sleeping),
+        lambda: old.init_transfer(InitInfo(backend="ipc")),
+        lambda: old.update(update),
+        lambda: old.finish_update(Version(0, 7)),
+        lambda: old.sleep(2),
+        lambda: old.wake(["weights"]),
+    ]
+    for call in calls:
+        with pytest.raises(TrainerReplaced):
+            await call()
+    assert await new.version() == served
+    await asyncio.gather(old.close(), new.close())

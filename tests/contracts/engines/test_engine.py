@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rl_async.errors import EngineLost, EngineRejected, TrainerReplaced
+from rl_async.errors import EngineLost, EngineRejected
 from rl_async.launcher.cli.engine.verification import verify
 from rl_async.messages import Sampling, Version, VersionRun
 from rl_async.process.http_auth import bearer
@@ -22,7 +22,7 @@ from rl_async.weight_sync.buckets.adapters import adapter_buckets, as_adapters
 from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.buckets.delta import deltas
 from rl_async.weight_sync.buckets.numbering import numbered
-from rl_async.weight_sync.protocol import Hold, InitInfo, UpdateInfo
+from rl_async.weight_sync.protocol import Hold, InitInfo
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from tests.contracts.engines.engine_peers import MAX_LENGTH, Peer, metric, running, sampling
 from tests.contracts.engines.engine_weights import deliver, differences, log_probabilities, scaled, send, tensors
@@ -387,24 +387,3 @@ async def test_a_disconnected_client_frees_its_slot(peer: Peer, engine: VllmEngi
     async with asyncio.timeout(1):
         while await metric(peer, "vllm:num_requests_running"):
             pass
-
-
-async def test_a_trainer_that_another_has_replaced_cannot_touch_the_engine(engine: VllmEngine, peer: Peer) -> None:
-    old, new = (VllmEngine(engine.url, lineage=lineage, token=peer.token) for lineage in (0, 1))
-    await old.pause()
-    await old.start_update()  # and here it is frozen
-    served = await new.version()
-    update = UpdateInfo(names=[], dtype_names=[], shapes=[], checksum="")
-    calls = [
-        *(old.pause, old.resume, old.start_update, old.version, old.is_sleeping),
-        lambda: old.init_transfer(InitInfo(backend="ipc")),
-        lambda: old.update(update),
-        lambda: old.finish_update(Version(0, 7)),
-        lambda: old.sleep(2),
-        lambda: old.wake(["weights"]),
-    ]
-    for call in calls:
-        with pytest.raises(TrainerReplaced):
-            await call()
-    assert await engine.version() == await new.version() == served
-    await asyncio.gather(old.close(), new.close())
