@@ -5,7 +5,7 @@ import logging
 import os
 import re
 import signal
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from rl_async.rollout_server import pool as pool_module
 from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult
 from rl_async.rollout_server.pool import EnginePool
 from rl_async.rollout_server.vllm.client import STREAM_INTERVAL, VllmEngine
-from tests.contracts.engines.engine_peers import Peer, running
+from tests.contracts.engines.engine_peers import ATTEMPTS, Peer, running
 from tests.contracts.engines.engine_weights import differences, scaled, send, tensors
 
 pytestmark = pytest.mark.timeout(400)  # vLLM takes a minute to start
@@ -74,12 +74,15 @@ class Watched:
             self.more.set()
             yield part
 
-    async def in_the_middle(self, count: int) -> None:
-        """Wait until that many answers have a part and not their end."""
-        async with asyncio.timeout(WAIT_S):
-            while sum(tokens >= STREAM_INTERVAL for tokens in self.begun.values()) < count:
-                self.more.clear()
-                await self.more.wait()
+    async def in_the_middle(self, count: int, tasks: Sequence[asyncio.Task[GenerateResult]]) -> bool:
+        """Wait until that many answers have a part and not their end; return False if all ``tasks`` ended before."""
+        while sum(tokens >= STREAM_INTERVAL for tokens in self.begun.values()) < count:
+            if all(task.done() for task in tasks):
+                return False
+            self.more.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.more.wait(), 0.1)
+        return True
 
     async def load(self) -> EngineLoad:
         return await self._client.load()
@@ -156,11 +159,13 @@ async def answers(
     """Return the pool's answers when one of two engines gets a signal midway; the other's weights are ``version``."""
     with struck(victim):
         async with pool_of({"victim": (victim, V0), "survivor": (survivor, version)}) as (pool, clients):
-            tasks = [asyncio.create_task(pool.generate(request, session=request.request_id)) for request in asked]
-            await clients["victim"].in_the_middle(CAUGHT)
-            os.killpg(victim.group, number)
-            async with asyncio.timeout(WAIT_S):
-                return await asyncio.gather(*tasks)
+            for _ in range(ATTEMPTS):  # this process may be too slow to see answers in their middle
+                tasks = [asyncio.create_task(pool.generate(request, session=request.request_id)) for request in asked]
+                async with asyncio.timeout(WAIT_S):
+                    if await clients["victim"].in_the_middle(CAUGHT, tasks):
+                        os.killpg(victim.group, number)
+                        return await asyncio.gather(*tasks)
+    raise AssertionError(f"{ATTEMPTS} times all answers were over before {CAUGHT} were seen in their middle")
 
 
 def kept(log: pytest.LogCaptureFixture) -> dict[str, int]:
