@@ -30,6 +30,7 @@ from tests.support.buckets import make_buckets
 from tests.support.received import adapters, merged
 
 V0, V1 = Version(0, 0), Version(0, 1)
+WAIT_S = 60.0  # at most, for what must happen
 LONG = 2000  # tokens: it takes long enough to sample them that something can happen meanwhile
 
 
@@ -298,7 +299,7 @@ async def test_a_pause_is_no_sleep(engine: VllmEngine) -> None:
 async def test_pause_wait_lets_running_requests_finish(engine: VllmEngine) -> None:
     async with sampling(engine, ask(max_tokens=LONG)) as (running,):
         await engine.pause("wait")
-    assert (await asyncio.wait_for(running, 5)).finish_reason == "length"
+    assert (await asyncio.wait_for(running, WAIT_S)).finish_reason == "length"
     waiting = asyncio.create_task(engine.generate(ask(max_tokens=2)))
     await asyncio.sleep(0.1)
     assert not waiting.done()
@@ -384,6 +385,8 @@ async def test_streaming_sends_every_token_once(peer: Peer, engine: VllmEngine) 
 async def test_a_disconnected_client_frees_its_slot(peer: Peer, engine: VllmEngine) -> None:
     async with sampling(engine, ask(max_tokens=LONG)) as (task,):
         task.cancel()
-    async with asyncio.timeout(1):
+    before = await metric(peer, "vllm:generation_tokens_total")
+    async with asyncio.timeout(WAIT_S):
         while await metric(peer, "vllm:num_requests_running"):
             pass
+    assert await metric(peer, "vllm:generation_tokens_total") - before < LONG / 2, "it was sampled to its end"

@@ -125,7 +125,7 @@ async def test_room_at_an_old_engine_goes_to_waiters_that_accept_its_version() -
     second = asyncio.create_task(pool.generate(request(Version()), session="second in line"))
     await asyncio.sleep(0.01)
     engines["old"].hold.set()
-    async with asyncio.timeout(0.5):
+    async with asyncio.timeout(30):
         await second
     assert not first.done() and not engines["new"].hold.is_set()
     engines["new"].hold.set()
@@ -176,7 +176,7 @@ async def test_a_request_times_out_on_an_engine_that_hangs_awake() -> None:
     pool.update(registry(a=V1))
     engine = engines["a"]
     engine.hold.clear()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         with pytest.raises(EngineLost, match=r"rollout\.request_timeout_s"):
             await pool.generate(request(), session="s")
 
@@ -289,7 +289,7 @@ async def test_requests_move_away_from_an_engine_that_left_or_misses_probes(
             pool.update(registry(3, b=V1))
         else:
             engines["a"].silent = True
-        assert len((await asyncio.wait_for(asking, 5)).token_ids) == 4, leave
+        assert len((await asyncio.wait_for(asking, 30)).token_ids) == 4, leave
         probing.cancel()
 
 
@@ -304,7 +304,7 @@ async def test_an_engine_that_answers_probes_again_gets_requests_again(monkeypat
     await asyncio.sleep(0.05)
     assert not engines["a"].seen
     engines["a"].silent = False
-    assert len((await asyncio.wait_for(asking, 5)).token_ids) == 3
+    assert len((await asyncio.wait_for(asking, 30)).token_ids) == 3
     probing.cancel()
 
 

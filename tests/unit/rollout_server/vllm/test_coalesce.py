@@ -111,7 +111,7 @@ async def test_an_answer_is_read_to_its_end_when_all_callers_have_theirs() -> No
         read.set()
 
     assert await answer(Coalescer(sample, max_size=8), request("a")) == [[5]]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await read.wait()
 
 
@@ -152,7 +152,7 @@ async def test_the_engine_stops_when_all_callers_have_left_and_not_before() -> N
 
     coalescer = Coalescer(sample, max_size=8)
     first, second = (asyncio.create_task(answer(coalescer, request(name))) for name in "ab")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await begun.wait()
         first.cancel()
         await asyncio.wait((first,))
