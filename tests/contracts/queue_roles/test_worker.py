@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
 from rl_async.agent_loop.data.toy_tasks import make_data
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.rollout import AgentConfig
@@ -19,8 +20,8 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.process.http_auth import make_tokens
 from rl_async.transfer_queue.auth.keys import provide_keys
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
-from tests.support.ports import free_port
 from tests.support.queue_clients import sync_client
+from tests.unit.agent_loop.conftest import demos
 
 
 def start(module: str, *arguments: str) -> subprocess.Popen[str]:
@@ -29,7 +30,7 @@ def start(module: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str]:
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=60)
     return process.returncode, errors
 
 
@@ -47,9 +48,9 @@ def write_run(folder: Path, tokenizer: PreTrainedTokenizerFast, **agent: Any) ->
     return folder
 
 
-@pytest.fixture
-def address() -> str:
-    return f"tcp://127.0.0.1:{free_port()}"
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(demos("shop", 100), 200)
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def run(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, address: str) -> Ite
 
 
 def wait_for_worker(client: SyncQueueClient) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not client.status().workers:
         assert time.monotonic() < deadline, "no worker came"
         time.sleep(0.02)
