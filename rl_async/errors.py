@@ -14,6 +14,7 @@ RlAsyncError
 ├── WeightSyncError      names the engine, the phase and the bucket
 │   └── RanksLost        another rank of the trainer died or hangs; names it. All ranks restart together
 ├── RequestRefused       an agent program sent the gateway an unsupported request; names the field
+├── RowsChanged          rows came with other tokens than their producer announced; names them and who kept them
 ├── RowsLost             trajectories were lost with a payload shard, and are generated again
 ├── TrainerReplaced      another trainer has resumed the run; names both lineages. Nothing is changed by the older one
 ├── QueueLost            the transfer queue did not answer within the deadline
@@ -22,6 +23,8 @@ RlAsyncError
 ├── TrainingDiverged     a NaN or infinite number; names the step and the batch
 └── PolicyDrifted        the data is too far off-policy; names the metric, its value, the limit and the step
 """
+
+from collections.abc import Mapping
 
 # Exit codes. Starting a process again helps after EXIT_RESTART only.
 EXIT_RESTART = 1  # it lost another process, or crashed
@@ -103,6 +106,14 @@ class QueueLost(RlAsyncError):
 
 class RowsLost(RlAsyncError):
     """Rows of a batch were lost with a payload shard; they are generated again, so reserve the batch again."""
+
+
+class RowsChanged(RlAsyncError):
+    """Rows came with other tokens than their producer announced. ``tokens_sha256`` has what came, by row key."""
+
+    def __init__(self, message: str, tokens_sha256: Mapping[tuple[int, int, int], str]) -> None:
+        super().__init__(message)
+        self.tokens_sha256 = tokens_sha256
 
 
 class CheckpointFailed(RlAsyncError):

@@ -112,7 +112,8 @@ def _restore(folder: Path, models: Models, kl: KlController, resume: bool) -> _S
     if dist.get_rank() == 0:
         newest = None
         if resume:
-            drop_torn_line(folder / "trained.jsonl")  # before any rank appends to it
+            for name in ("trained.jsonl", "refused.jsonl"):
+                drop_torn_line(folder / name)  # before any rank appends to it
             drop_unfinished(root)
             newest = newest_whole(root)
         chosen = torch.tensor([next_lineage(folder, resume), -1 if newest is None else read_state(newest).step])
@@ -131,7 +132,7 @@ def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None,
     config = run.config
     keys = client_keys(config, run.folder, "trainer")
     with SyncQueueClient(address, role="trainer", name=f"trainer-{run.rank}", keys=keys, lineage=run.lineage) as queue:
-        run.source = sources.QueueSource(queue, config.trainer.batch_timeout_s)
+        run.source = sources.QueueSource(queue, config.trainer.batch_timeout_s, run.recorder.refused)
         if run.rank != 0:
             run.publisher = _watched(run, _publisher(run, IdleCoordinator(), wire), None)
             train(run)

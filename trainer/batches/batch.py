@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import RowsLost
+from rl_async.errors import RowsChanged, RowsLost
 from rl_async.messages import RowKey, Trajectory, TrajectoryHeader
 from rl_async.trainer.batches.cost import RowCost
 from rl_async.trainer.batches.data_parallel import DataParallel
@@ -50,7 +50,8 @@ def take_batch(
 ) -> Batch | None:
     """Wait for the batch of ``step`` and fetch the rows of it that this rank trains. A collective.
 
-    Reserves again if a payload shard was lost and rows with it. None if any rank was asked to stop.
+    Reserves again if a payload shard was lost and rows with it. None if any rank was asked to stop. Raises RowsChanged,
+    on all ranks alike, if a row of any rank came with other tokens than were announced.
     """
     while True:
         reserved = source.reserve(step, lambda: stop.requested)
@@ -58,19 +59,26 @@ def take_batch(
             return None
         headers = reserved.headers
         plan = plan_batch(headers, step, config, ranks.size, cost)
-        mine = sorted(headers[i].key for mini in plan for micro in mini.ranks[ranks.rank] for i in micro)
+        mine = [headers[i] for mini in plan for micro in mini.ranks[ranks.rank] for i in micro]
+        mine.sort(key=lambda header: header.key)
+        changed: RowsChanged | None = None
+        rows: list[Trajectory] | None = None
         try:
             rows = source.fetch(mine)
         except RowsLost as error:
             log.warning("step %d: %s", step, error)
-            rows = None
-        if agreed(headers, rows is not None) and rows is not None:
-            return Batch(step, headers, plan, dict(zip(mine, rows, strict=True)))
+        except RowsChanged as error:
+            changed = error
+        intact, same = agreed(headers, intact=changed is None, fetched=rows is not None)
+        if not intact:
+            raise changed or RowsChanged(f"step {step}: rows of another rank changed; its log names them", {})
+        if same and rows is not None:
+            return Batch(step, headers, plan, {row.key: row for row in rows})
 
 
-def agreed(headers: Sequence[TrajectoryHeader], fetched: bool) -> bool:
-    """Whether all ranks fetched their rows and were given the same attempts at the same samples. A collective."""
+def agreed(headers: Sequence[TrajectoryHeader], *, intact: bool, fetched: bool) -> tuple[bool, bool]:
+    """Whether no rank's rows had changed; and whether all fetched theirs, of the same attempts. A collective."""
     attempts = zlib.crc32(repr([(*header.key, header.attempt) for header in headers]).encode())
-    seen = torch.tensor([fetched, attempts, -attempts], dtype=torch.int64)
+    seen = torch.tensor([intact, fetched, attempts, -attempts], dtype=torch.int64)
     dist.all_reduce(seen, dist.ReduceOp.MIN)
-    return bool(seen[0]) and seen[1].item() == -seen[2].item()
+    return bool(seen[0]), bool(seen[1]) and seen[2].item() == -seen[3].item()

@@ -1,12 +1,12 @@
 """Where batches come from: the transfer queue, or the recorded trajectories of an earlier run."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from rl_async.errors import ProtocolError, RlAsyncError, UserError
-from rl_async.messages import NotReady, Reply, Reserved, RowKey, Trajectory
+from rl_async.errors import ProtocolError, RlAsyncError, RowsChanged, UserError
+from rl_async.messages import NotReady, Reply, Reserved, RowKey, Trajectory, TrajectoryHeader
 from rl_async.trainer.monitoring.records import read_trajectories
 
 POLL_S = 2.0
@@ -16,7 +16,7 @@ class BatchSource(Protocol):
     """Batches by step. ``reserve`` answers the same for a step however often it is asked; None if ``stopping``."""
 
     def reserve(self, step: int, stopping: Callable[[], bool]) -> Reserved | None: ...
-    def fetch(self, keys: Sequence[RowKey]) -> list[Trajectory]: ...
+    def fetch(self, headers: Sequence[TrajectoryHeader]) -> list[Trajectory]: ...
     def commit(self, step: int) -> None: ...
     def checkpointed(self, step: int) -> None: ...
     def snapshot(self) -> bytes: ...
@@ -27,7 +27,7 @@ class QueueVerbs(Protocol):
     """The verbs of the queue's blocking client that a batch source uses."""
 
     def reserve(self, step: int, wait_s: float) -> Reserved | NotReady: ...
-    def fetch(self, rows: Sequence[RowKey]) -> list[Trajectory]: ...
+    def fetch_announced(self, headers: Sequence[TrajectoryHeader]) -> list[Trajectory]: ...
     def commit(self, step: int) -> Reply: ...
     def retire(self, step: int) -> Reply: ...
     def snapshot(self) -> bytes: ...
@@ -35,10 +35,16 @@ class QueueVerbs(Protocol):
 
 
 class QueueSource:
-    """Consumes reserved batches of the transfer queue; waits at most ``timeout_s`` for one."""
+    """Consumes reserved batches of the transfer queue; waits at most ``timeout_s`` for one.
 
-    def __init__(self, queue: QueueVerbs, timeout_s: float) -> None:
-        self._queue, self._timeout_s = queue, timeout_s
+    ``refused`` is called with the step and what came in place of rows whose tokens are not those announced.
+    """
+
+    def __init__(
+        self, queue: QueueVerbs, timeout_s: float, refused: Callable[[int, Mapping[RowKey, str]], None]
+    ) -> None:
+        self._queue, self._timeout_s, self._refused = queue, timeout_s, refused
+        self._step = 0  # reserved last
 
     def reserve(self, step: int, stopping: Callable[[], bool]) -> Reserved | None:
         """Wait for the batch of ``step``, or until ``stopping``, polled every POLL_S.
@@ -49,6 +55,7 @@ class QueueSource:
         while True:
             reply = self._queue.reserve(step, POLL_S)
             if isinstance(reply, Reserved):
+                self._step = step
                 return reply
             if stopping():
                 return None
@@ -57,8 +64,13 @@ class QueueSource:
                     f"no batch for step {step} within {self._timeout_s:.0f} s (trainer.batch_timeout_s): {reply.why}"
                 )
 
-    def fetch(self, keys: Sequence[RowKey]) -> list[Trajectory]:
-        return self._queue.fetch(keys)
+    def fetch(self, headers: Sequence[TrajectoryHeader]) -> list[Trajectory]:
+        """Raises RowsLost, and RowsChanged if rows have other tokens than were announced to the queue."""
+        try:
+            return self._queue.fetch_announced(headers)
+        except RowsChanged as error:
+            self._refused(self._step, error.tokens_sha256)
+            raise
 
     def commit(self, step: int) -> None:
         self._queue.commit(step)
@@ -92,8 +104,8 @@ class RecordedSource:
         self._rows = {row.key: row for row in rows}
         return Reserved(step=step, headers=[self._rows[key].header() for key in sorted(self._rows)])
 
-    def fetch(self, keys: Sequence[RowKey]) -> list[Trajectory]:
-        return [self._rows[key] for key in keys]
+    def fetch(self, headers: Sequence[TrajectoryHeader]) -> list[Trajectory]:
+        return [self._rows[header.key] for header in headers]
 
     def commit(self, step: int) -> None:
         """Do nothing: no queue waits for a replayed batch."""

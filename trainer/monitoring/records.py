@@ -1,4 +1,4 @@
-"""Files the trainer writes: ``trained.jsonl``, ``evaluations.jsonl``, ``trajectories/`` and the lineage counter."""
+"""Files the trainer writes: ``trained.jsonl``, ``refused.jsonl``, ``evaluations.jsonl``, ``trajectories/`` and the lineage counter."""
 
 import gzip
 import os
@@ -12,7 +12,7 @@ import numpy as np
 
 from rl_async.errors import TrainerReplaced
 from rl_async.files import append_lines, force_to_disk, written_whole
-from rl_async.messages import Explanation, Trajectory
+from rl_async.messages import Explanation, RowKey, Trajectory
 
 
 class TrainedRow(msgspec.Struct, frozen=True):
@@ -26,21 +26,30 @@ class TrainedRow(msgspec.Struct, frozen=True):
     tokens_sha256: str
 
 
+class RefusedRow(msgspec.Struct, frozen=True):
+    """A row that came to ``rank`` with other tokens than were announced, one line of ``refused.jsonl``."""
+
+    lineage: int
+    step: int
+    group: int
+    sample: int
+    segment: int
+    tokens_sha256: str  # of what came
+    rank: int
+
+
 def append_trained(path: Path, lineage: int, step: int, rows: Iterable[Trajectory]) -> None:
     """Append one line per row and force them to disk, before the queue is told that the batch was trained."""
-    lines = [
-        msgspec.json.encode(
-            TrainedRow(
-                lineage=lineage,
-                step=step,
-                group=row.group_id,
-                sample=row.sample,
-                segment=row.segment,
-                tokens_sha256=row.tokens_sha256(),
-            )
-        )
-        for row in rows
-    ]
+    _append(path, [TrainedRow(lineage, step, *row.key, row.tokens_sha256()) for row in rows])
+
+
+def append_refused(path: Path, lineage: int, step: int, rank: int, tokens_sha256: Mapping[RowKey, str]) -> None:
+    """Append one line per row that came to a rank with other tokens than were announced."""
+    _append(path, [RefusedRow(lineage, step, *key, digest, rank) for key, digest in tokens_sha256.items()])
+
+
+def _append(path: Path, rows: Iterable[msgspec.Struct]) -> None:
+    lines = [msgspec.json.encode(row) for row in rows]
     with path.open("ab") as file:
         file.write(b"".join(line + b"\n" for line in lines))
         file.flush()

@@ -2,15 +2,20 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from rl_async.messages import Trajectory
+from rl_async.messages import RowKey, Trajectory
 from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.batches.batch import Batch
 from rl_async.trainer.monitoring.evaluation import FinishedEvaluation
-from rl_async.trainer.monitoring.records import append_evaluation, append_trained, write_trajectories
+from rl_async.trainer.monitoring.records import (
+    append_evaluation,
+    append_refused,
+    append_trained,
+    write_trajectories,
+)
 from rl_async.trainer.step.explanation import explain
 
 log = logging.getLogger("rl_async.trainer")
@@ -48,6 +53,10 @@ class Recorder:
 
         self._submit(write)
         append_trained(self._folder / "trained.jsonl", self._lineage, batch.step, rows)
+
+    def refused(self, step: int, tokens_sha256: Mapping[RowKey, str]) -> None:
+        """Record rows that came to this rank with other tokens than were announced, for the audit."""
+        append_refused(self._folder / "refused.jsonl", self._lineage, step, self._rank, tokens_sha256)
 
     def evaluated(self, result: FinishedEvaluation, rows: list[Trajectory]) -> None:
         """Record the trajectories of an evaluation beside those that were trained, then its result as one line."""

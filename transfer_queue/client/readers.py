@@ -25,7 +25,7 @@ def read_batches(client: SyncQueueClient, *, steps: int | None = None, timeout_s
 
     Asking for the next batch says that the last one is done: it is committed, published as a new version, which frees
     its slots, and retired. A reader that dies before gets it again. One reader a queue. Raises QueueLost when no batch
-    came within ``timeout_s``, saying what was missing.
+    came within ``timeout_s``, saying what was missing, and RowsChanged for rows with other tokens than were put.
     """
     published = client.status().published
     client.lineage = published.lineage
@@ -50,7 +50,7 @@ def _next(client: SyncQueueClient, step: int, timeout_s: float) -> Batch | None:
         reply = client.reserve(step, 0.0 if over else max(0.0, min(left, POLL_S)))
         if not isinstance(reply, NotReady):
             try:
-                rows = client.fetch([header.key for header in reply.headers])
+                rows = client.fetch_announced(reply.headers)
             except RowsLost:
                 continue  # they are generated again, which the next question waits for
             return Batch(step, rows, reply.headers, reply.tasks)
@@ -101,7 +101,7 @@ def read_groups(
 def rows_of(client: SyncQueueClient, consumer: str, group: DeliveredGroup) -> list[Trajectory] | None:
     """A group's rows; None if it was given up since it was delivered, or some went with a payload shard: read again."""
     try:
-        return client.fetch([header.key for header in group.headers])
+        return client.fetch_announced(group.headers)
     except (ProtocolError, RowsLost):
         again = client.read(consumer, 0.0, after=group.position - 1, max_groups=1).groups
         if [_rows_named(each) for each in again] != [_rows_named(group)]:

@@ -22,6 +22,7 @@ from rl_async import messages as m
 from rl_async.messages import codec
 from rl_async.transfer_queue.auth.keys import ClientKeys
 from rl_async.transfer_queue.client import conversations
+from rl_async.transfer_queue.client.announced import check_announced
 from rl_async.transfer_queue.client.conversations import SHARD_S, Conversation
 from rl_async.transfer_queue.client.session import PATIENCE_S, Session
 
@@ -110,6 +111,16 @@ def _fetch(client: "ClientVerbs", rows: Sequence[m.RowKey]) -> Conversation[list
     return [_decode_row(row) for row in found]
 
 
+def _fetch_announced(client: "ClientVerbs", headers: Sequence[m.TrajectoryHeader]) -> Conversation[list[m.Trajectory]]:
+    """The trajectories of these headers, with the tokens that were announced.
+
+    Raises RowsLost if some were lost with a payload shard, RowsChanged if some came with other tokens.
+    """
+    rows = yield from _fetch(client, [header.key for header in headers])
+    check_announced(headers, rows)
+    return rows
+
+
 def _fetch_media(client: "ClientVerbs", rows: Sequence[m.Trajectory]) -> Conversation[dict[str, bytes]]:
     """The bytes, by SHA-256, of all media that these rows refer to."""
     return conversations.fetch_media(rows, client.timeout_s, client.lineage)
@@ -187,6 +198,7 @@ class ClientVerbs:
 
     # Rows, for the trainer and for other readers.
     fetch = _conversation(_fetch)
+    fetch_announced = _conversation(_fetch_announced)
     fetch_media = _conversation(_fetch_media)
     subscribe = _verb(m.Subscribe)
     read = _verb(m.Read)

@@ -1,8 +1,9 @@
-"""Compares what the trainer trained (``trained.jsonl``) with what the queue had admitted (``ledger.jsonl``).
+"""Compares what the trainer fetched and trained with what the queue had admitted (``ledger.jsonl``).
 
 A correct run trained every admitted group exactly once, with all rows of all its samples, on the tokens that its
-worker had sampled, in the step that the queue had reserved it for. After a resume, what an older lineage trained
-beyond the checkpoint does not count.
+worker had sampled, in the step that the queue had reserved it for (``trained.jsonl``). Each rank compares the rows that
+it fetches with what their producers announced; one that differs is in ``refused.jsonl`` and must have been trained in a
+later lineage. After a resume, what an older lineage trained beyond the checkpoint does not count.
 ``python -m rl_async.transfer_queue.reports.audit RUN`` exits with 1 if the run is not correct.
 """
 
@@ -50,6 +51,17 @@ class TrainedLine(msgspec.Struct, frozen=True, kw_only=True):
     tokens_sha256: str
 
 
+class RefusedLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of ``refused.jsonl``: a row that came to a rank with other tokens than were put."""
+
+    lineage: int
+    step: int
+    group: int
+    sample: int
+    segment: int
+    rank: int
+
+
 Rows = dict[tuple[int, int, int], list[TrainedLine]]  # by (group, sample, segment)
 
 
@@ -62,6 +74,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     rows: int  # trained, after the cut
     cut: int  # rows of older lineages beyond their checkpoint
     violations: list[str]
+    refused: int = 0  # rows that came to the trainer changed, and were trained later as they had been put
     in_flight: int | None = None  # groups still to be trained by a run that has not finished; None: it has
 
     @property
@@ -75,6 +88,11 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
             f"{self.admitted} groups admitted, {self.given_up} given up, {self.trained} trained with {self.rows} rows"
             + (f" ({self.cut} rows were trained again after a resume and are counted once)" if self.cut else "")
         ]
+        if self.refused:
+            lines.append(
+                f"{self.refused} rows came to the trainer with other tokens than were put, were refused, and were "
+                "trained later as they had been put (refused.jsonl)"
+            )
         lines += [f"violation: {violation}" for violation in self.violations[:SHOWN]]
         if len(self.violations) > SHOWN:
             lines.append(f"... and {len(self.violations) - SHOWN} more violations")
@@ -144,29 +162,49 @@ def audit(run_dir: Path) -> AuditReport:
     admissions = Admissions()
     for line in _lines(run_dir / "ledger.jsonl", LedgerLine):
         admissions.read(line)
+    refusals = _lines(run_dir / "refused.jsonl", RefusedLine, optional=True)
+    refused = {(line.group, line.sample, line.segment): line for line in refusals}
     rows: Rows = defaultdict(list)
     kept = cut = 0
-    for row in _lines(run_dir / "trained.jsonl", TrainedLine):
+    for row in _lines(run_dir / "trained.jsonl", TrainedLine, optional=bool(refused)):
         if row.step >= admissions.first_void_step(row.lineage):
             cut += 1
         else:
             kept += 1
             rows[row.group, row.sample, row.segment].append(row)
     missing = list(_missing(admissions, rows))
+    untrained = [
+        line
+        for key, line in sorted(refused.items())
+        if line.group not in admissions.given_up and not any(row.lineage > line.lineage for row in rows.get(key, []))
+    ]
     return AuditReport(
         admitted=len(admissions.groups),
         given_up=len(admissions.given_up & admissions.groups.keys()),
         trained=len({group for group, *_ in rows} & admissions.groups.keys()),
         rows=kept,
         cut=cut,
-        violations=[*_violations_of_rows(admissions, rows), *(missing if admissions.finished else [])],
+        violations=[
+            *_violations_of_rows(admissions, rows),
+            *(
+                f"{_name(line.group, line.sample, line.segment)} came to trainer rank {line.rank} "
+                f"({line.lineage}.{line.step}) with other tokens than were put, and was not trained"
+                for line in untrained
+            ),
+            *(missing if admissions.finished else []),
+        ],
+        refused=len(refused) - len(untrained),
         in_flight=None if admissions.finished else len(missing),
     )
 
 
+def _name(group: int, sample: int, segment: int) -> str:
+    return f"group {group} sample {sample}" + (f" segment {segment}" if segment else "")
+
+
 def _violations_of_rows(admissions: Admissions, rows: Rows) -> Iterator[str]:
     for (group, sample, segment), trained in sorted(rows.items()):
-        name = f"group {group} sample {sample}" + (f" segment {segment}" if segment else "")
+        name = _name(group, sample, segment)
         steps = ", ".join(f"{row.lineage}.{row.step}" for row in trained)
         if len(trained) > 1:
             yield f"{name} was trained {len(trained)} times (lineage.step {steps})"
@@ -201,8 +239,10 @@ def _missing(admissions: Admissions, rows: Rows) -> Iterator[str]:
                 yield f"group {group} sample {sample} was trained, but its segments {lost} never were"
 
 
-def _lines(path: Path, kind: type[T]) -> Iterator[T]:
+def _lines(path: Path, kind: type[T], *, optional: bool = False) -> Iterator[T]:
     """Decode a file line by line; a last line without its end was torn by a crash and does not count."""
+    if optional and not path.exists():
+        return
     if not path.is_file():
         raise DataError(f"{path} does not exist; is this the folder of a run that trained?")
     decoder = msgspec.json.Decoder(kind)

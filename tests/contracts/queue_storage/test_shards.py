@@ -12,7 +12,8 @@ from rl_async import messages as m
 from rl_async.configs.load.loader import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import AccessDenied, QueueLost, RowsLost
+from rl_async.errors import AccessDenied, QueueLost, RowsChanged, RowsLost
+from rl_async.messages import codec
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.auth.keys import server_keys
 from rl_async.transfer_queue.client.async_client import QueueClient
@@ -77,6 +78,28 @@ def test_rows_come_back_and_never_pass_the_queue(sharded):
         assert isinstance(reply, m.Elsewhere) and payload == [], "the queue itself has no payload to give"
         rows = client.fetch(keys)
         assert [row.key for row in rows] == keys and all(len(row.token_ids) == 2000 for row in rows)
+
+
+def test_a_shard_that_gives_other_tokens_than_were_put_is_named(sharded):
+    def generate_behind(changed: m.Trajectory) -> None:
+        """The shard keeps other tokens under the name of a sample that is put after them."""
+        row = codec.encode(changed)
+        with SyncQueueClient(shard.url, role="agent", name="w", timeout_s=WAIT_S) as other:
+            other.exchange(m.StoreRows(samples=[(changed.group_id, 1, changed.attempt)], lengths=[[len(row)]]), [row])
+
+    with sharded(1) as (queue, _), reader(queue) as client:
+        (shard,) = wait_for_shards(client, 1).shards
+        client.publish(m.Version(0, 0), [])
+        with SyncQueueClient(queue.address, role="agent", name="v", timeout_s=WAIT_S) as worker:
+            for group in worker.lease(2, WAIT_S).groups:
+                if group.group_id == 1:
+                    generate_behind(trajectory(group, 1, tokens=6))
+                for sample in group.samples:
+                    assert worker.put(trajectory(group, sample)) == m.Done()
+            batch = client.reserve(0, WAIT_S)
+        with pytest.raises(RowsChanged, match=shard.shard_id) as caught:
+            client.fetch_announced(batch.headers)
+        assert set(caught.value.tokens_sha256) == {(1, 1, 0)}
 
 
 def test_groups_are_spread_and_a_group_stays_together(sharded):

@@ -119,5 +119,5 @@ def test_rows_of_one_sample_are_recorded_and_replayed_one_by_one(tmp_path: Path)
     batch = source.reserve(0, lambda: False)
     assert batch is not None
     assert [header.key for header in batch.headers] == [row.key for row in rows]
-    found = source.fetch([(0, 0, 1), (0, 0, 0)])
+    found = source.fetch([batch.headers[1], batch.headers[0]])
     assert [row.tokens_sha256() for row in found] == [rows[1].tokens_sha256(), first.tokens_sha256()]

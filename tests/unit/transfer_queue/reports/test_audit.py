@@ -208,3 +208,27 @@ SEGMENTED = [*LEDGER[:-4], admit(4), *puts(3), put(4, 0), put(4, 1, "00", "11"),
 def test_every_row_of_a_sample_must_be_trained_once(run, more, message):
     violations = audit(run(SEGMENTED, TRAINED + more)).violations
     assert (violations == []) if message is None else any(message in violation for violation in violations)
+
+
+def test_a_row_that_came_to_a_rank_changed_must_be_trained_in_a_later_lineage(run):
+    changed = {"lineage": 0, "step": 1, "group": 3, "sample": 1, "segment": 0, "tokens_sha256": "ff", "rank": 1}
+    folder = run([*LEDGER[:-2]], rows(0, 0, 1))
+    (folder / "refused.jsonl").write_text(json.dumps(changed) + "\n")
+    (violation,) = audit(folder).violations
+    assert "group 3 sample 1" in violation and "rank 1 (0.1)" in violation
+    assert main([str(folder)]) == 1
+
+    run([*LEDGER[:-2], resume(1, 1), reserve(1, 3, 4), FINISH], rows(0, 0, 1) + rows(1, 3, 4, lineage=1))
+    report = audit(folder)
+    assert report.ok and report.refused == 1, report.violations
+    assert "1 rows came" in report.text()
+    dropped = {"event": "drop", "group": 3, "reason": "late"}
+    assert audit(run([*LEDGER[:-2], resume(1, 1), dropped], rows(0, 0, 1))).ok, "given up, and so never trained"
+
+
+def test_a_row_refused_before_anything_was_trained_is_a_violation(run):
+    changed = {"lineage": 0, "step": 0, "group": 0, "sample": 0, "segment": 0, "tokens_sha256": "ff", "rank": 0}
+    folder = run(LEDGER[:8], [])
+    (folder / "trained.jsonl").unlink()
+    (folder / "refused.jsonl").write_text(json.dumps(changed) + "\n")
+    assert len(audit(folder).violations) == 1
