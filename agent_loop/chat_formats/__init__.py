@@ -1,6 +1,7 @@
 """How conversations become tokens, and how models write tool calls.
 
-`render.ChatRenderer` turns messages into token ids by the tokenizer's own chat template, for agent workers, gateways
-and fine-tuning. A `ChatFormat` says how one family of models writes tool calls. To add a format, declare one in a file
-of its own and add a line to `registry.py`.
+Agent loops, gateways and fine-tuning use one `format.ChatFormat` each: it renders messages, reads what was sampled, and
+extends a conversation without encoding anything twice. `render.ChatRenderer` follows the tokenizer's own chat template
+and reads calls in a `syntax.CallSyntax`. To add a format, add a file, a line to `registry.py`, and its name to
+`ChatFormatName` in the config's schema.
 """

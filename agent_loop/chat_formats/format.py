@@ -1,9 +1,19 @@
-"""What the system needs to know about the way in which a family of models writes tool calls."""
+"""What agent loops, gateway and fine-tuning need to know about the way in which a family of models chats."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple, Protocol
+
+Message = dict[str, Any]
 
 BAD_CALL = "error: bad call"  # the result of a malformed call
+
+
+class TooLong(Exception):
+    """A text has too many tokens: ``tokens``, or at least as many if its size told so before it was encoded."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(f"{tokens} tokens")
+        self.tokens = tokens
 
 
 class ParsedCall(NamedTuple):
@@ -14,13 +24,83 @@ class ParsedCall(NamedTuple):
     raw: str
 
 
-class ChatFormat(NamedTuple):
-    """Reads and writes tool calls.
+class Answer(NamedTuple):
+    """A sampled turn, read: ``text`` is all that was said, ``content`` what was said before the first call."""
 
-    ``parse`` finds all calls in an answer, in order. ``render`` writes a call of a function by name, with arguments as
-    JSON text. ``call_start`` opens every call; what an answer says before the first one is its text.
+    text: str
+    content: str
+    calls: list[ParsedCall]
+
+
+class ChatFormat(Protocol):
+    """Renders messages to token ids and reads sampled ones, with one tokenizer.
+
+    What messages say is encoded as plain text, even where it spells a special token; only what the policy sampled
+    itself (``sampled``: positions of such messages) may hold special tokens. Sampled tokens are never encoded again.
     """
 
-    parse: Callable[[str], list[ParsedCall]]
-    render: Callable[[str, str], str]
-    call_start: str
+    name: str
+    stop_token_ids: list[int]
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        sampled: Collection[int] = (),
+        limit: int = ...,
+    ) -> list[int]:
+        """Encode the conversation so far and the opening of the assistant's turn. ``tools`` are JSON schemas.
+
+        Raises TooLong unless there are fewer than ``limit`` tokens.
+        """
+        ...
+
+    def bridge(
+        self,
+        prompt_ids: Sequence[int],
+        sampled_ids: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        sampled: Collection[int] = (),
+        limit: int = ...,
+    ) -> list[int]:
+        """Return what ``messages`` append to a prompt and the turn sampled after it, up to the next turn's opening.
+
+        A turn that was cut short is ended first. Raises TooLong unless these are fewer than ``limit`` tokens.
+        """
+        ...
+
+    def parse(self, token_ids: Sequence[int], *, stops: Sequence[str] = ()) -> Answer:
+        """Read a sampled turn up to the first of the texts ``stops``."""
+        ...
+
+    def turn_text(self, token_ids: Sequence[int]) -> str:
+        """Decode a sampled turn with its special tokens, but without the one that ended it."""
+        ...
+
+    def cut(self, text: str, tokens: int) -> str:
+        """Cut a tool's text to ``tokens`` tokens."""
+        ...
+
+    def check(
+        self,
+        messages: Sequence[Message],
+        token_ids: Sequence[int],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        sampled: Collection[int] = (),
+    ) -> int | None:
+        """Return the position of the first token that departs from the full chat template's text; None if all agree."""
+        ...
+
+
+def text_size(messages: Sequence[Message]) -> int:
+    """Return the number of characters that the messages say."""
+    return sum(len(text) for message in messages if isinstance(text := message.get("content"), str))
+
+
+def before_stops(text: str, stops: Sequence[str]) -> str:
+    """Return the text before the first of ``stops``, or all of it."""
+    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]

@@ -4,7 +4,8 @@ import re
 
 import msgspec
 
-from rl_async.agent_loop.chat_formats.format import ChatFormat, ParsedCall
+from rl_async.agent_loop.chat_formats.format import ParsedCall
+from rl_async.agent_loop.chat_formats.syntax import CallSyntax
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 
@@ -43,4 +44,4 @@ def render(name: str, arguments: str) -> str:
     return f"{CALL_START}\n{body}\n{CALL_END}"
 
 
-HERMES = ChatFormat(parse, render, CALL_START)
+HERMES = CallSyntax(parse, render, CALL_START)

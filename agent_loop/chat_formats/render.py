@@ -13,36 +13,30 @@ import msgspec
 from transformers import PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.cache import TokenCache
-from rl_async.agent_loop.chat_formats.format import ChatFormat
-from rl_async.agent_loop.chat_formats.registry import CHAT_FORMATS, DEFAULT
-from rl_async.errors import ConfigError
+from rl_async.agent_loop.chat_formats.format import Answer, Message, TooLong, before_stops, text_size
+from rl_async.agent_loop.chat_formats.hermes import HERMES
+from rl_async.agent_loop.chat_formats.syntax import CallSyntax
 from rl_async.template_tokens import TemplateTokens, encode
-
-Message = dict[str, Any]
 
 CACHE_BYTES = 64 << 20
 _MARK = "rendermark"  # the assistant's text in the placeholder conversation
 
 
-class TooLong(Exception):
-    """A text has too many tokens: ``tokens``, or at least as many if its size told so before it was encoded."""
-
-    def __init__(self, tokens: int) -> None:
-        super().__init__(f"{tokens} tokens")
-        self.tokens = tokens
-
-
 class ChatRenderer:
-    """Renders with one tokenizer. Raises ValueError for a template that alters an assistant's text."""
+    """The chat format that follows a tokenizer's own chat template, with calls in ``syntax``.
+
+    Raises ValueError for a template that alters an assistant's text.
+    """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerFast,
         *,
-        format: ChatFormat = CHAT_FORMATS[DEFAULT],
+        name: str = "hermes",
+        syntax: CallSyntax = HERMES,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        self.format = format
+        self.name, self._syntax = name, syntax
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         self.cache = TokenCache(cache_bytes)
@@ -82,6 +76,30 @@ class ChatRenderer:
         fewer than ``limit`` tokens.
         """
         return self._within(limit, messages, (messages, tools, sorted(sampled)), self._render_prompt)
+
+    def bridge(
+        self,
+        prompt_ids: Sequence[int],
+        sampled_ids: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        sampled: Collection[int] = (),
+        limit: int = sys.maxsize,
+    ) -> list[int]:
+        """Return what ``messages`` append to a prompt and the turn sampled after it, up to the next turn's opening.
+
+        A turn that was cut short is ended first. Raises TooLong unless these are fewer than ``limit`` tokens.
+        """
+        ended = bool(sampled_ids) and sampled_ids[-1] in self.stop_token_ids
+        closing = [] if ended else [self.end_of_turn]
+        return closing + self.delta(messages, sampled=sampled, limit=limit - len(closing))
+
+    def parse(self, token_ids: Sequence[int], *, stops: Sequence[str] = ()) -> Answer:
+        """Read a sampled turn up to the first of the texts ``stops``."""
+        text = before_stops(self.turn_text(token_ids), stops)
+        calls = self._syntax.parse(text)
+        return Answer(text, text.partition(self._syntax.call_start)[0].strip() if calls else text, calls)
 
     def delta(
         self, messages: Sequence[Message], *, sampled: Collection[int] = (), limit: int = sys.maxsize
@@ -177,7 +195,15 @@ class ChatRenderer:
         return str(text)
 
     def _escaped(self, messages: Sequence[Message], sampled: Collection[int]) -> list[Message]:
-        return [m if place in sampled else self._tokens.escape(m) for place, m in enumerate(messages)]
+        written = [self._written(message) for message in messages]
+        return [m if place in sampled else self._tokens.escape(m) for place, m in enumerate(written)]
+
+    def _written(self, message: Message) -> Message:
+        """Write the calls of a message into its text, the way the model would have written them."""
+        if not message.get("tool_calls"):
+            return message
+        calls = [self._syntax.render(call["name"], call["arguments"]) for call in message["tool_calls"]]
+        return {"role": message["role"], "content": "\n".join([*filter(None, [message["content"]]), *calls])}
 
     def _render_prompt(self, messages: list[Message], tools: list[Any], sampled: list[int]) -> tuple[int, ...]:
         printed = self._render(self._escaped(messages, sampled), self._tokens.escape(tools), generate=True)
@@ -195,16 +221,3 @@ class ChatRenderer:
         if not mark:
             raise ValueError("the chat template does not print the assistant's text")
         return after
-
-
-def text_size(messages: Sequence[Message]) -> int:
-    """Return the number of characters that the messages say."""
-    return sum(len(text) for message in messages if isinstance(text := message.get("content"), str))
-
-
-def load_renderer(model_path: str) -> ChatRenderer:
-    """Make the renderer of a model folder. Raises ConfigError if its tokenizer or chat template cannot be used."""
-    try:
-        return ChatRenderer(PreTrainedTokenizerFast.from_pretrained(model_path))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {model_path} has no usable tokenizer with a chat template: {error}") from error

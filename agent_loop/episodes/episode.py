@@ -4,8 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from rl_async.agent_loop.chat_formats.format import BAD_CALL, ParsedCall
-from rl_async.agent_loop.chat_formats.render import ChatRenderer, Message, TooLong
+from rl_async.agent_loop.chat_formats.format import BAD_CALL, ChatFormat, Message, ParsedCall, TooLong
 from rl_async.agent_loop.episodes.row_tokens import RowTokens
 from rl_async.agent_loop.offload import off_loop
 from rl_async.agent_loop.tools.tool import Tool, ToolResult
@@ -28,7 +27,7 @@ class Episode:
         sample: int,
         *,
         config: RunConfig,
-        renderer: ChatRenderer,
+        chat: ChatFormat,
         generator: Generator,
         tools: Sequence[Tool],
     ) -> None:
@@ -38,8 +37,9 @@ class Episode:
         self.tools = {tool.name: tool for tool in tools}
         self.schemas = [tool.schema for tool in tools]
         self.turns: list[Turn] = []
+        self._said: list[int] = []  # the tokens of the last turn that was sampled
         self._group, self._sample = group, sample
-        self._renderer, self._generator = renderer, generator
+        self._chat, self._generator = chat, generator
         self._id = f"{group.group_id}.{sample}.{group.attempt}"
         self._baseline = is_baseline(config, group.partition, sample)
         self._sampling = Sampling(temperature=0.0) if self._baseline else policy_sampling(config, group.partition)
@@ -47,7 +47,7 @@ class Episode:
         self._seconds = {"generate": 0.0, "tools": 0.0}
         self._began = time.monotonic()
         try:
-            self._row = RowTokens(renderer.prompt(self.messages, self.schemas, limit=self._limit))
+            self._row = RowTokens(chat.prompt(self.messages, self.schemas, limit=self._limit))
         except TooLong as error:
             raise DataError(
                 f"task {self.task.task_id}: its prompt of {error} leaves no room to answer within {self._limit} "
@@ -63,7 +63,7 @@ class Episode:
 
     def tool_calls(self) -> list[ParsedCall]:
         """Parse the tool calls that the model wrote in the last turn."""
-        return self._renderer.format.parse(self.text)
+        return self._chat.parse(self._said).calls
 
     async def generate(self) -> str:
         """Sample a turn of the model; return why it ended: ``stop``, ``length`` or ``abort``."""
@@ -75,7 +75,7 @@ class Episode:
             token_ids=self._row.token_ids.copy(),
             sampling=self._sampling,
             max_tokens=room,
-            stop_token_ids=self._renderer.stop_token_ids,
+            stop_token_ids=self._chat.stop_token_ids,
             min_version=self._group.min_version,
         )
         began = time.monotonic()
@@ -84,7 +84,8 @@ class Episode:
         self._seconds["generate"] += seconds
         start = len(self._row)
         self._row.add_sampled(result)
-        text = self._renderer.turn_text(result.token_ids)
+        self._said = result.token_ids
+        text = self._chat.turn_text(result.token_ids)
         self.messages.append({"role": "assistant", "content": text})
         self.turns.append(Turn(role="assistant", text=text, start=start, end=len(self._row), seconds=seconds))
         return result.finish_reason
@@ -93,10 +94,12 @@ class Episode:
         """Append messages and open the next assistant turn. If they do not fit, append nothing and return False."""
         start = len(self._row)
         try:
-            delta = self._renderer.delta(messages, limit=self._limit - start)
+            said = self._said if self.turns[-1].role == "assistant" else []
+            prompt = self._row.token_ids[: start - len(said)]
+            added = self._chat.bridge(prompt, said, messages, self.schemas, limit=self._limit - start)
         except TooLong:
             return False
-        self._row.add(delta)
+        self._row.add(added)
         self.messages += messages
         for message in messages:
             self.turns.append(Turn(role=message["role"], text=message["content"], start=start, end=len(self._row)))
@@ -110,7 +113,7 @@ class Episode:
         self._seconds["tools"] += time.monotonic() - began
         messages = []
         for call, (result, seconds) in zip(calls, done):
-            text = await off_loop(len(result.text), self._renderer.cut, result.text, agent.tool_response_tokens)
+            text = await off_loop(len(result.text), self._chat.cut, result.text, agent.tool_response_tokens)
             self.turns[-1].tool_calls.append(
                 ToolCall(name=call.name, arguments=call.raw, result=text, error=result.error, seconds=seconds)
             )
@@ -133,7 +136,7 @@ class Episode:
         """Return the first token's position that differs from the chat template of the whole conversation, or None."""
         given = len(self.task.prompt)
         sampled = {i for i, m in enumerate(self.messages) if i >= given and m["role"] == "assistant"}
-        return self._renderer.check(self.messages, self._row.token_ids, self.schemas, sampled=sampled)
+        return self._chat.check(self.messages, self._row.token_ids, self.schemas, sampled=sampled)
 
     def trajectory(self, finish_reason: str) -> Trajectory:
         """Return the row to train on, which has no reward yet."""

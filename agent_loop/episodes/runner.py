@@ -4,7 +4,7 @@ import contextlib
 import logging
 import random
 
-from rl_async.agent_loop.chat_formats.render import ChatRenderer, text_size
+from rl_async.agent_loop.chat_formats.format import ChatFormat, text_size
 from rl_async.agent_loop.environments.interface import EnvironmentFactory
 from rl_async.agent_loop.environments.registry import get_environment
 from rl_async.agent_loop.episodes.episode import Episode
@@ -21,8 +21,8 @@ log = logging.getLogger("rl_async.agent_loop")
 class EpisodeRunner:
     """Runs episodes of one config. Its constructor raises ConfigError for missing loops, tools or environments."""
 
-    def __init__(self, config: RunConfig, renderer: ChatRenderer, generator: Generator) -> None:
-        self._config, self._renderer, self._generator = config, renderer, generator
+    def __init__(self, config: RunConfig, chat: ChatFormat, generator: Generator) -> None:
+        self._config, self._chat, self._generator = config, chat, generator
         self._random = random.Random(config.seed)  # chooses the episodes whose rendering is checked
         get_loop(config.agent.loop)
         for name in config.agent.tools:
@@ -49,7 +49,7 @@ class EpisodeRunner:
                 group,
                 sample,
                 config=self._config,
-                renderer=self._renderer,
+                chat=self._chat,
                 generator=self._generator,
                 tools=tools,
             )

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rl_async.agent_loop.chat_formats.format import ChatFormat
+from rl_async.agent_loop.chat_formats.format import Answer
 
 ASSISTANT = "assistant"
 
@@ -65,19 +65,12 @@ def history_keys(messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]
     return keys
 
 
-def read_answer(text: str, chat_format: ChatFormat, *, tools: bool) -> ChatMessage:
-    """Split a sampled answer into text and calls. Without tools, or with a malformed call, all of it is text."""
-    calls = chat_format.parse(text) if tools else []
-    if not calls or any(call.arguments is None for call in calls):
-        return ChatMessage(ASSISTANT, text)
-    made = tuple(FunctionCall(call.name, msgspec.json.encode(call.arguments).decode()) for call in calls)
-    return ChatMessage(ASSISTANT, text.partition(chat_format.call_start)[0].strip(), made)
-
-
-def answer_text(message: ChatMessage, chat_format: ChatFormat) -> str:
-    """Write an answer that was not sampled in this episode the way the model would have written it."""
-    calls = [chat_format.render(call.name, call.arguments) for call in message.calls]
-    return "\n".join([*filter(None, [message.text]), *calls])
+def read_answer(answer: Answer, *, tools: bool) -> ChatMessage:
+    """Convert a sampled answer. Without tools, or with a malformed call, all of it is text."""
+    if not tools or not answer.calls or any(call.arguments is None for call in answer.calls):
+        return ChatMessage(ASSISTANT, answer.text)
+    made = tuple(FunctionCall(call.name, msgspec.json.encode(call.arguments).decode()) for call in answer.calls)
+    return ChatMessage(ASSISTANT, answer.content, made)
 
 
 def _canonical(arguments: str) -> bytes:

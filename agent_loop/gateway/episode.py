@@ -9,7 +9,7 @@ from typing import Any
 
 import jinja2
 
-from rl_async.agent_loop.chat_formats.render import ChatRenderer, TooLong
+from rl_async.agent_loop.chat_formats.format import ChatFormat, TooLong
 from rl_async.agent_loop.episodes.episode import policy_sampling
 from rl_async.agent_loop.gateway.chat import ASSISTANT, ChatRequest, Completion, read_answer
 from rl_async.agent_loop.gateway.openai import unsupported
@@ -37,7 +37,7 @@ class GatewayEpisode:
         sample: int,
         *,
         config: RunConfig,
-        renderer: ChatRenderer,
+        chat: ChatFormat,
         generator: Generator,
         max_answers: int,
     ) -> None:
@@ -48,8 +48,8 @@ class GatewayEpisode:
         self.ending = asyncio.Lock()
         self.began = time.monotonic()
         self._name = f"{group.group_id}.{sample}.{group.attempt}"
-        self._renderer, self._generator, self._max_answers = renderer, generator, max_answers
-        self._recorder = EpisodeRecorder(renderer)
+        self._chat, self._generator, self._max_answers = chat, generator, max_answers
+        self._recorder = EpisodeRecorder(chat)
         self._sampling = policy_sampling(config, group.partition)
         self._train_sampling = policy_sampling(config, "train")  # which programs may request in held-out episodes too
         self._limit = min(config.agent.max_tokens, config.rollout.max_model_len)
@@ -77,8 +77,9 @@ class GatewayEpisode:
         if self.closed:
             raise RequestRefused("the episode ended before this answer was complete", code="episode_ended", status=404)
         sampled = len(result.token_ids)
-        result, text = cut_at_stop(result, request.stops, self._renderer)
-        said = read_answer(text, self._renderer.format, tools=bool(request.tools))
+        result = cut_at_stop(result, request.stops, self._chat)
+        answer = self._chat.parse(result.token_ids, stops=request.stops)
+        said = read_answer(answer, tools=bool(request.tools))
         self._recorder.record(prompt, result, said, seconds)
         self._answers += 1
         self._generate_s += seconds
@@ -124,7 +125,7 @@ class GatewayEpisode:
             token_ids=prompt.token_ids,
             sampling=self._sampling,
             max_tokens=room if request.max_tokens is None else min(room, request.max_tokens),
-            stop_token_ids=self._renderer.stop_token_ids,
+            stop_token_ids=self._chat.stop_token_ids,
             min_version=self.group.min_version,
         )
 

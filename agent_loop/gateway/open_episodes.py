@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.chat_formats.format import ChatFormat
 from rl_async.agent_loop.gateway.episode import GatewayEpisode, give_reward, share_reward
 from rl_async.agent_loop.protocols import RewardScorer, SampleQueue
 from rl_async.configs.schema.rollout import GatewayConfig
@@ -50,9 +50,9 @@ class OpenEpisodes:
     """The open episodes by their secret ids. ``run`` must run beside the server."""
 
     def __init__(
-        self, config: RunConfig, renderer: ChatRenderer, generator: Generator, queue: SampleQueue, rewards: RewardScorer
+        self, config: RunConfig, chat: ChatFormat, generator: Generator, queue: SampleQueue, rewards: RewardScorer
     ) -> None:
-        self._config, self._renderer, self._generator = config, renderer, generator
+        self._config, self._chat, self._generator = config, chat, generator
         self._queue, self._rewards = queue, rewards
         self._options = config.agent.gateway or GatewayConfig()
         self._open: dict[str, GatewayEpisode] = {}
@@ -153,7 +153,7 @@ class OpenEpisodes:
                 group,
                 sample,
                 config=self._config,
-                renderer=self._renderer,
+                chat=self._chat,
                 generator=self._generator,
                 max_answers=self._options.max_answers,
             )

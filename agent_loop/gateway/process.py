@@ -8,7 +8,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from rl_async.agent_loop.chat_formats.render import load_renderer
+from rl_async.agent_loop.chat_formats.registry import load_format
 from rl_async.agent_loop.gateway.open_episodes import OpenEpisodes
 from rl_async.agent_loop.gateway.server import GatewayServer
 from rl_async.agent_loop.process import cancel_on_signals
@@ -42,13 +42,13 @@ async def run_gateway(
     cancel_on_signals()
     async with contextlib.AsyncExitStack() as stack:
         pool = engine_pool(config.rollout, run_token(folder, "engines"))
-        renderer = load_renderer(config.model.path)
+        chat = load_format(config.model.path, config.agent.chat_format)
         rewards = await stack.enter_async_context(RewardService(config.reward, model_url=reward_model, folder=folder))
         forget_api_keys(config.reward)
         client = QueueClient(queue_address, role="agent", name="gateway", keys=client_keys(config, folder, "worker"))
         queue = await stack.enter_async_context(client)
         stack.push_async_callback(pool.close)
-        episodes = OpenEpisodes(config, renderer, pool, queue, rewards)
+        episodes = OpenEpisodes(config, chat, pool, queue, rewards)
         settings = uvicorn.Config(
             RequireToken(GatewayServer(config, episodes).app, access),
             log_level="warning",

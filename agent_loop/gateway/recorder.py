@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rl_async.agent_loop.chat_formats.render import ChatRenderer, Message
+from rl_async.agent_loop.chat_formats.format import ChatFormat, Message
 from rl_async.agent_loop.episodes.row_tokens import RowTokens
-from rl_async.agent_loop.gateway.chat import ASSISTANT, ChatMessage, answer_text, history_keys
+from rl_async.agent_loop.gateway.chat import ASSISTANT, ChatMessage, history_keys
 from rl_async.messages import ToolCall, Turn, VersionRun
 from rl_async.rollout_server.api import GenerateResult
 
@@ -57,8 +57,8 @@ class Prompt(NamedTuple):
 class EpisodeRecorder:
     """The rows of one episode, in the order in which they were started."""
 
-    def __init__(self, renderer: ChatRenderer) -> None:
-        self._renderer = renderer
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
         self.rows: list[Segment] = []
         self.last = -1  # the row with the answer recorded last
         self._answers: defaultdict[bytes, list[RecordedAnswer]] = defaultdict(list)  # by the history that each ends
@@ -76,14 +76,15 @@ class EpisodeRecorder:
         new = [self._plain(message) for message in messages[known:]]
         sampled = {place for place, message in enumerate(messages[known:]) if message.identity() in self._texts}
         if answer is None:
-            token_ids = self._renderer.prompt(new, tools, sampled=sampled, limit=limit)
-            turns = [Turn(role=m["role"], text=m["content"], end=len(token_ids)) for m in new]
+            token_ids = self._chat.prompt(new, tools, sampled=sampled, limit=limit)
+            turns = [_turn(m, 0, len(token_ids)) for m in new]
         else:
             token_ids = answer.row.tokens.token_ids[: answer.tokens]
-            if token_ids[-1] not in self._renderer.stop_token_ids:  # the answer was cut short
-                token_ids.append(self._renderer.end_of_turn)
-            token_ids += self._renderer.delta(new, sampled=sampled, limit=limit - len(token_ids))
-            turns = [Turn(role=m["role"], text=m["content"], start=answer.tokens, end=len(token_ids)) for m in new]
+            start = answer.row.turns[answer.turns - 1].start
+            token_ids += self._chat.bridge(
+                token_ids[:start], token_ids[start:], new, tools, sampled=sampled, limit=limit - len(token_ids)
+            )
+            turns = [_turn(m, answer.tokens, len(token_ids)) for m in new]
         return Prompt(token_ids, turns, answer, messages, tools)
 
     def record(self, prompt: Prompt, result: GenerateResult, said: ChatMessage, seconds: float = 0.0) -> None:
@@ -91,7 +92,7 @@ class EpisodeRecorder:
         row = self._row(prompt)
         start = len(row.tokens)
         row.tokens.add_sampled(result)
-        text = self._renderer.turn_text(result.token_ids)
+        text = self._chat.turn_text(result.token_ids)
         calls = [ToolCall(name=call.name, arguments=call.arguments) for call in said.calls]
         row.turns.append(
             Turn(role=ASSISTANT, text=text, start=start, end=len(row.tokens), tool_calls=calls, seconds=seconds)
@@ -130,36 +131,38 @@ class EpisodeRecorder:
 
     def _plain(self, message: ChatMessage) -> Message:
         """Convert for chat templates; an answer of this episode is written as it was sampled."""
-        text = message.text
-        if message.role == ASSISTANT:
-            text = self._texts.get(message.identity()) or answer_text(message, self._renderer.format)
-        return {"role": message.role, "content": text}
+        if message.role == ASSISTANT and (text := self._texts.get(message.identity())):
+            return {"role": ASSISTANT, "content": text}
+        calls = [{"name": call.name, "arguments": call.arguments} for call in message.calls]
+        return {"role": message.role, "content": message.text} | ({"tool_calls": calls} if calls else {})
 
 
-def cut_at_stop(result: GenerateResult, stops: Sequence[str], renderer: ChatRenderer) -> tuple[GenerateResult, str]:
-    """Cut an answer after the token that completes a stop string; return it and its text before the string.
+def _turn(message: Message, start: int, end: int) -> Turn:
+    calls = [ToolCall(**call) for call in message.get("tool_calls", ())]
+    return Turn(role=message["role"], text=message["content"], start=start, end=end, tool_calls=calls)
+
+
+def cut_at_stop(result: GenerateResult, stops: Sequence[str], chat: ChatFormat) -> GenerateResult:
+    """Cut an answer after the token that completes a stop string.
 
     Whether it is cut there depends on earlier tokens only, so the result is a sample of the policy that stops at these
     strings.
     """
 
     def stopped(tokens: int) -> bool:
-        text = renderer.turn_text(result.token_ids[:tokens])
+        text = chat.turn_text(result.token_ids[:tokens])
         return any(stop in text for stop in stops)
 
-    text = renderer.turn_text(result.token_ids)
     if not stopped(len(result.token_ids)):
-        return result, text
+        return result
     low, high = 1, len(result.token_ids)
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if stopped(middle) else (middle + 1, high)
-    text = renderer.turn_text(result.token_ids[:low])
-    cut = msgspec.structs.replace(
+    return msgspec.structs.replace(
         result,
         token_ids=result.token_ids[:low],
         logprobs=result.logprobs[:low],
         versions=[VersionRun(run.version, run.start, min(run.end, low)) for run in result.versions if run.start < low],
         finish_reason="stop",
     )
-    return cut, text[: min(text.find(stop) for stop in stops if stop in text)]

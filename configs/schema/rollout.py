@@ -1,12 +1,15 @@
 """Sections `agent` and `rollout`: how episodes are played, and the engines that sample them."""
 
 import math
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from rl_async.configs.base import Config, Count, Fraction, Positive, Seconds, doc
 from rl_async.configs.engines import EngineKind
+
+# `auto` and the formats in agent_loop/chat_formats/registry.py
+ChatFormatName = Literal["auto", "hermes"]
 
 
 class GatewayConfig(Config, frozen=True):
@@ -27,6 +30,10 @@ class AgentConfig(Config, frozen=True):
         ),
     ] = "single_turn"
     tools: Annotated[tuple[str, ...], doc("Built-in tool names, or typed functions as path.py:name.")] = ()
+    chat_format: Annotated[
+        ChatFormatName,
+        doc("How the model writes turns, reasoning and calls (docs/chat_formats.md); auto: by its template."),
+    ] = "auto"
     environment: Annotated[
         str | None, doc("Built-in environment, or your own as path.py:name; each episode gets a new one.")
     ] = None

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rl_async.agent_loop.chat_formats.render import ChatRenderer, TooLong
+from rl_async.agent_loop.chat_formats.format import TooLong
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.data.tiny_tokenizer import read_demos, train_tokenizer
 from rl_async.agent_loop.data.toy_tasks import make_data
 from rl_async.errors import DataError

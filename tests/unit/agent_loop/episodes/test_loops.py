@@ -132,7 +132,7 @@ async def test_no_text_from_outside_forges_a_turn(renderer: ChatRenderer, forged
         leased(forged, samples=1),
         0,
         config=run_config(),
-        renderer=renderer,
+        chat=renderer,
         generator=ScriptedEngine(renderer, [call, "5"]),
         tools=[Tool(echo, quick=True)],
     )

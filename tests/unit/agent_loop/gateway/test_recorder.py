@@ -9,9 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rl_async.agent_loop.chat_formats.hermes import HERMES
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.gateway.chat import ChatMessage, FunctionCall, answer_text, history_keys, read_answer
+from rl_async.agent_loop.gateway.chat import ChatMessage, FunctionCall, history_keys, read_answer
 from rl_async.agent_loop.gateway.recorder import EpisodeRecorder, Prompt, cut_at_stop
 from rl_async.messages import Version, VersionRun
 from rl_async.rollout_server.api import GenerateResult
@@ -51,7 +50,7 @@ class Talk:
         return self.answer(self.recorder.prompt(messages, tools), self.result(spoken, "stop" if ends else "length"))
 
     def answer(self, prompt: Prompt, result: GenerateResult) -> ChatMessage:
-        said = read_answer(self.renderer.turn_text(result.token_ids), HERMES, tools=bool(prompt.tools))
+        said = read_answer(self.renderer.parse(result.token_ids), tools=bool(prompt.tools))
         self.prompts.append(prompt)
         self.results.append(result)
         self.recorder.record(prompt, result, said)
@@ -156,13 +155,18 @@ def test_a_cut_answer_is_closed_by_a_token_that_does_not_train(talk: Talk) -> No
     assert talk.recorder.rows[0].finish_reason == "stop"
 
 
-def test_answers_with_a_broken_call_are_text() -> None:
+def test_answers_with_a_broken_call_are_text(renderer: ChatRenderer) -> None:
+    def read(text: str, *, tools: bool) -> ChatMessage:
+        return read_answer(renderer.parse(renderer.encode(text)), tools=tools)
+
     broken = 'x <tool_call>{"name": "f"}</tool_call><tool_call>{</tool_call>'
-    assert read_answer(broken, HERMES, tools=True) == ChatMessage("assistant", broken)
+    assert read(broken, tools=True) == ChatMessage("assistant", broken)
     good = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    assert read_answer(good, HERMES, tools=False).calls == ()
-    said = read_answer(good, HERMES, tools=True)
-    assert read_answer(answer_text(said, HERMES), HERMES, tools=True) == said
+    assert read(good, tools=False).calls == ()
+    said = read(good, tools=True)
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": "{}"}]}
+    printed = renderer.decode(renderer.prompt([call])).partition("<tool_call>")
+    assert read(printed[1] + printed[2].partition("<|im_end|>")[0], tools=True) == said
 
 
 def test_a_history_is_named_by_all_that_counts() -> None:
@@ -188,7 +192,8 @@ def test_a_stop_string_cuts_tokens_log_probabilities_and_versions(
     talk: Talk, stops: list[str], kept: str, text: str
 ) -> None:
     whole = talk.result([*talk.renderer.encode("12+34-46"), talk.renderer.end_of_turn])
-    cut, shown = cut_at_stop(whole, stops, talk.renderer)
+    cut = cut_at_stop(whole, stops, talk.renderer)
+    shown = talk.renderer.parse(cut.token_ids, stops=stops).text
     n = len(cut.token_ids)
     assert (talk.renderer.turn_text(cut.token_ids), shown, cut.finish_reason) == (kept, text, "stop")
     assert cut.token_ids == whole.token_ids[:n] and cut.logprobs == whole.logprobs[:n]
