@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rl_async.configs.derived.data import files_of
 from rl_async.errors import DataError
 from rl_async.transfer_queue.data.dataset import ParquetRows
 
@@ -24,20 +25,15 @@ class Chat(NamedTuple):
 
 
 def read_chats(path: str) -> Iterator[Chat]:
-    """Yield the conversations of a file with a column ``messages`` and, optionally, ``tools``.
+    """Yield the conversations of a data set (``files_of``) with a column ``messages`` and, optionally, ``tools``.
 
-    Raises DataError for the first that cannot be trained on, and for a file that is missing or empty.
+    Raises DataError for the first that cannot be trained on, and for a data set that is missing or empty.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise DataError(f"data.path: no file {path}; paths are relative to the working directory")
-    if file.suffix not in SUFFIXES:
-        raise DataError(f"{path}: unknown kind of file; give {' or '.join(SUFFIXES)}, with a column `messages`")
-    rows = _lines(file) if file.suffix == ".jsonl" else _parquet(file)
     empty = True
-    for place, row in rows:
-        empty = False
-        yield to_chat(row, place)
+    for file in files_of(path):
+        for place, row in _rows(file):
+            empty = False
+            yield to_chat(row, place)
     if empty:
         raise DataError(f"{path}: no conversations in it; write one JSON object with `messages` on each line")
 
@@ -54,6 +50,14 @@ def to_chat(row: dict[str, Any], place: str) -> Chat:
     if spoken[0] == 0:
         raise DataError(f"{place}: begins with the assistant; put a user message before it")
     return Chat(chat, _tools(row.get("tools"), place), place)
+
+
+def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    if not file.is_file():
+        raise DataError(f"data.path: no file {file}; paths are relative to the working directory")
+    if file.suffix not in SUFFIXES:
+        raise DataError(f"{file}: unknown kind of file; give {' or '.join(SUFFIXES)}, with a column `messages`")
+    return _lines(file) if file.suffix == ".jsonl" else _parquet(file)
 
 
 def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""The data sets of ``data.path``: their names, and each one's share of the tasks at a step."""
+"""The data sets of ``data.path``: their names and files, and each one's share of the tasks at a step."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rl_async.configs.schema.data import DataConfig, DataSource
 
+GENERATED_PREFIX = "reasoning_gym:"
 Points = tuple[tuple[int, float], ...]  # (step, weight) by step
 
 
@@ -16,7 +17,15 @@ def parts(data: DataConfig) -> tuple[DataSource, ...]:
 
 def label_of(path: str) -> str:
     """Return the name in task ids of a data set that is the only one."""
-    return path.replace(":", ".") if path.startswith("reasoning_gym:") else Path(path).stem
+    return path.replace(":", ".") if path.startswith(GENERATED_PREFIX) else Path(path).stem.rstrip("-*")
+
+
+def files_of(path: str) -> list[Path]:
+    """List the files of a data set: a file, whether it exists or not, a folder's, or those that a pattern matches."""
+    given = Path(path)
+    if given.is_dir():
+        return sorted(given.glob("*.parquet")) or sorted(given.glob("*.jsonl"))
+    return sorted(given.parent.glob(given.name)) if "*" in given.name else [given]
 
 
 def labels(data: DataConfig) -> list[str]:

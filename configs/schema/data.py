@@ -9,7 +9,11 @@ from rl_async.configs.base import Config, Count, Positive, doc
 
 class ModelConfig(Config, frozen=True):
     path: Annotated[
-        str, doc("Folder of a Hugging Face causal LM with its tokenizer; warm_start makes it if it is missing.")
+        str,
+        doc(
+            "Hugging Face causal LM with its tokenizer: a folder, an id of the Hub (OWNER/NAME, OWNER/NAME@REVISION), "
+            "a GGUF file, or package:NAME, an installed package with one; warm_start makes a missing folder."
+        ),
     ]
     dtype: Annotated[Literal["float32", "bfloat16"], doc("Type of the weights in the trainer and in the engines.")] = (
         "float32"
@@ -21,7 +25,7 @@ Weight = Annotated[float, Meta(ge=0)]
 
 
 class DataSource(Config, frozen=True):
-    path: Annotated[str, doc("Parquet or JSONL in verl's columns, or reasoning_gym:NAME.")]
+    path: Annotated[str, doc("As data.path, for one data set.")]
     weight: Annotated[float, Meta(gt=0, description="Share of the tasks drawn from this source.")] = 1.0
     schedule: Annotated[
         tuple[tuple[Count, Weight], ...],
@@ -33,11 +37,12 @@ class DataConfig(Config, frozen=True):
     path: Annotated[
         str | tuple[DataSource, ...],
         doc(
-            "Training tasks: Parquet or JSONL in verl's columns, reasoning_gym:NAME, or a list of {path, weight} or "
-            "{path, schedule}."
+            "Training tasks in verl's columns: Parquet or JSONL, as a file, a folder or a pattern (train-*.parquet); "
+            "OWNER/NAME:SPLIT of the Hugging Face Hub; reasoning_gym:NAME; or a list of {path, weight} or {path, "
+            "schedule}."
         ),
     ]
-    eval_path: Annotated[str | None, doc("Held-out tasks; null: no evaluation.")] = None
+    eval_path: Annotated[str | None, doc("Held-out tasks, as data.path; null: no evaluation.")] = None
     make: Annotated[
         Literal["calculator", "shop", "sort"] | None,
         doc("Generator that writes path and eval_path if they are missing."),

@@ -76,7 +76,9 @@ def add_data_commands(parser: argparse.ArgumentParser) -> None:
     make.add_argument("--out", type=Path, metavar="FOLDER", help="default: artifacts/TASK")
     make.set_defaults(command=_make)
     inspect = commands.add_parser("inspect", help="count and show the rows of a data set")
-    inspect.add_argument("path", metavar="PATH", help="Parquet, JSONL or reasoning_gym:NAME")
+    inspect.add_argument(
+        "path", metavar="PATH", help="as data.path: Parquet, JSONL, OWNER/NAME:SPLIT or reasoning_gym:NAME"
+    )
     inspect.set_defaults(command=_inspect)
 
 
@@ -91,8 +93,9 @@ def _make(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
+    from rl_async.launcher.sources.fetch import data_files
     from rl_async.launcher.watch.terminal import printable
     from rl_async.transfer_queue.data.task_stream import inspect
 
-    print(printable(inspect(arguments.path)))
+    print(printable(inspect(data_files(arguments.path, "data.path"))))
     return 0

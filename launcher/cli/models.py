@@ -26,7 +26,7 @@ def add_sft(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("--config", metavar="NAME|PATH", help="a YAML file with a section `finetune`, or a preset")
-    add("--model", metavar="PATH", help="folder of a Hugging Face causal LM (model.path)")
+    add("--model", metavar="PATH", help="a Hugging Face causal LM: folder, OWNER/NAME, GGUF file (model.path)")
     add("--data", metavar="FILE", help="JSONL or Parquet with `messages` and optional `tools` (data.path)")
     add("--eval", metavar="FILE", help="conversations to measure on (data.eval_path; default: 5 %% of the data)")
     add("--out", metavar="PATH", help="folder to write (finetune.out)")
@@ -41,6 +41,7 @@ def add_sft(parser: argparse.ArgumentParser) -> None:
 def _sft(arguments: argparse.Namespace) -> int:
     from rl_async.configs.load.loader import load_config
     from rl_async.launcher.plan.artifacts import needs_preparation
+    from rl_async.launcher.sources.fetch import fetch_sources
 
     values = {key: getattr(arguments, option) for option, key in SFT_KEYS.items()}
     given = {key: value for key, value in values.items() if value is not None}
@@ -49,7 +50,7 @@ def _sft(arguments: argparse.Namespace) -> int:
         if missing:
             raise UserError(f"missing {', '.join(missing)}; or give --config, a YAML file or a preset")
     overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
-    config = load_config(arguments.config, [*overrides, *arguments.overrides])
+    config = fetch_sources(load_config(arguments.config, [*overrides, *arguments.overrides]))
     if config.finetune is not None:
         from rl_async.launcher.runs.finetune import finetune
 
@@ -72,7 +73,7 @@ def add_reward_model(parser: argparse.ArgumentParser) -> None:
     parser.description = "Train a sequence classifier with one label to tell chosen from rejected (Bradley-Terry)."
     add = parser.add_argument
     add("--pairs", required=True, metavar="FILE", help="Parquet or JSONL: chosen, rejected; optional prompt, margin")
-    add("--model", required=True, metavar="PATH", help="folder to start from: a causal LM or a sequence classifier")
+    add("--model", required=True, metavar="PATH", help="to start from: a causal LM or a sequence classifier")
     add("--out", type=Path, required=True, metavar="PATH", help="folder to write, which must not exist")
     add("--epochs", type=int, default=1, metavar="N", help="passes over the pairs (default: 1)")
     add("--batch-size", type=int, default=32, metavar="N", help="pairs per step (default: 32)")
@@ -87,7 +88,9 @@ def add_reward_model(parser: argparse.ArgumentParser) -> None:
 
 def _reward_model(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.runs.reward_model import RewardModelJob, make_reward_model
+    from rl_async.launcher.sources.fetch import model_folder
 
+    arguments.model = str(model_folder(arguments.model, "--model"))
     job = RewardModelJob(**{name: getattr(arguments, name) for name in RewardModelJob.__dataclass_fields__})
     make_reward_model(job, lambda line: print(line, flush=True))
     return 0

@@ -27,6 +27,7 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
 
 def _launch(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.folder.run_folder import new_run, resumed_run, unfinished
+    from rl_async.launcher.sources.fetch import fetch_sources
 
     if arguments.address and arguments.launcher != "ray":
         raise UserError("--address is the address of a Ray cluster; add --launcher ray")
@@ -36,6 +37,7 @@ def _launch(arguments: argparse.Namespace) -> int:
             print(f"{arguments.name} did not reach its end: continuing it; --no-resume prevents this", flush=True)
     find = resumed_run if arguments.resume else new_run
     config, folder = find(arguments.config, arguments.overrides, mode=arguments.mode, name=arguments.name)
+    config = fetch_sources(config)
     if arguments.dry_run:
         from rl_async.launcher.plan.dry_run import dry_run
 
@@ -56,8 +58,9 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
 def _evaluate(arguments: argparse.Namespace) -> int:
     from rl_async.configs.load.loader import load_config
     from rl_async.launcher.runs.evaluate import evaluate
+    from rl_async.launcher.sources.fetch import fetch_sources
 
-    return evaluate(load_config(arguments.config, arguments.overrides), arguments.config)
+    return evaluate(fetch_sources(load_config(arguments.config, arguments.overrides)), arguments.config)
 
 
 def add_gateway(parser: argparse.ArgumentParser) -> None:

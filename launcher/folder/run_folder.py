@@ -16,6 +16,7 @@ from rl_async.configs.load.loader import dump, load_config, load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.files import replace_file
+from rl_async.launcher.sources.fetch import kept_sources
 
 
 def new_run(
@@ -54,11 +55,13 @@ def resumed_run(
         raise UserError(
             f"--resume: {folder} has no complete checkpoint to continue from; delete it, or start without --resume"
         )
-    config = load_resolved(folder / "config.yaml", overrides)
+    kept = load_resolved(folder / "config.yaml")
+    preset = kept_sources(preset, kept)
+    config = kept_sources(load_resolved(folder / "config.yaml", overrides), kept)
     if mode is not None:
         config = msgspec.structs.replace(config, mode=mode)
         check(config)
-    _refuse_another_run(load_resolved(folder / "config.yaml"), config, preset, folder)
+    _refuse_another_run(kept, config, preset, folder)
     if found := differences(config, preset):
         print(
             f"{folder.name} keeps the config that it was started with, which differs from {name_or_path} in "

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import msgspec
 
+from rl_async.configs.derived.data import GENERATED_PREFIX, files_of
 from rl_async.configs.schema.finetune import WarmStartConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError, UserError
 from rl_async.launcher.plan.planning import serves_reward_model
 
 SFT_FILE = "sft.json"  # in a model folder that a warm start made
-GENERATED_PREFIX = "reasoning_gym:"
 MADE_FILES = ("train.parquet", "test.parquet", "demos.parquet")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -54,8 +54,8 @@ def needs_model(config: RunConfig) -> bool:
     if not path.exists():
         if config.warm_start is None:
             raise UserError(
-                f"model.path: no folder {path}; give the folder of a Hugging Face model, or set warm_start.demos_path "
-                "to warm up a tiny one"
+                f"model.path: no folder {path}; give the folder of a Hugging Face model, an id of the Hub (OWNER/NAME) "
+                "or a GGUF file, or set warm_start.demos_path to warm up a tiny one"
             )
         if Path(config.launcher.run_dir).resolve() in path.resolve().parents:
             raise UserError(f"model.path: no folder {path}; models are not made in a folder of runs")
@@ -101,8 +101,13 @@ def _data_files(config: RunConfig) -> Iterator[tuple[str, Path]]:
     if config.warm_start is not None and not Path(config.model.path).exists():
         named.append(("warm_start.demos_path", config.warm_start.demos_path))
     for key, path in named:
-        if not path.startswith(GENERATED_PREFIX):
-            yield key, Path(path)
+        if path.startswith(GENERATED_PREFIX):
+            continue
+        files = files_of(path)
+        if not files:
+            raise DataError(f"{key}: no Parquet or JSONL files in {path}")
+        for file in files:
+            yield key, file
 
 
 def _made_files(config: RunConfig) -> list[Path]:

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from rl_async.agent_loop.data.chats import read_chats
 from rl_async.agent_loop.data.training_tokens import ChatEncoder, ChatTokens
+from rl_async.configs.derived.data import files_of
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.finetune import FinetuneConfig
 from rl_async.configs.schema.run import RunConfig
@@ -158,7 +159,7 @@ def _encode_once(config: RunConfig, folder: Path) -> DataRecord:
     """Encode the conversations, unless an earlier start of the run has. Raises DataError."""
     assert isinstance(config.data.path, str)
     given = (("data.path", config.data.path), ("data.eval_path", config.data.eval_path))
-    checksums = {path: checksum(key, Path(path)) for key, path in given if path is not None}
+    checksums = {str(file): checksum(key, file) for key, path in given if path is not None for file in files_of(path)}
     done = folder / DATA_FILE
     if done.is_file():
         record = msgspec.json.decode(done.read_bytes(), type=DataRecord)

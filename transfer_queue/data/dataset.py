@@ -2,7 +2,9 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
@@ -10,6 +12,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rl_async.configs.derived.data import GENERATED_PREFIX, files_of
 from rl_async.errors import ConfigError, DataError
 from rl_async.messages import Task
 
@@ -31,19 +34,26 @@ class Rows(Protocol):
 
 
 def open_rows(path: str, *, seed: int = 0) -> Rows:
-    """Open Parquet, JSONL or ``reasoning_gym:NAME``. Raises DataError for a missing, empty or unreadable file."""
-    if path.startswith("reasoning_gym:"):
-        return GeneratedRows(path.removeprefix("reasoning_gym:"), seed)
-    file = Path(path)
-    if not file.is_file():
-        raise DataError(f"no file {path}; paths are relative to the working directory")
-    readers: dict[str, Callable[[Path], Rows]] = {".parquet": ParquetRows, ".jsonl": JsonlRows}
-    if file.suffix not in readers:
-        raise DataError(f"{path}: unknown kind of data set; known: {', '.join(readers)}, reasoning_gym:NAME")
-    rows = readers[file.suffix](file)
+    """Open Parquet or JSONL, in one file or several (``files_of``), or ``reasoning_gym:NAME``.
+
+    Raises DataError for a missing, empty or unreadable file.
+    """
+    if path.startswith(GENERATED_PREFIX):
+        return GeneratedRows(path.removeprefix(GENERATED_PREFIX), seed)
+    files = [_open_file(file) for file in files_of(path)]
+    rows = files[0] if len(files) == 1 else FilesRows(path, files)
     if not len(rows):
         raise DataError(f"{path}: it has no rows")
     return rows
+
+
+def _open_file(file: Path) -> Rows:
+    if not file.is_file():
+        raise DataError(f"no file {file}; paths are relative to the working directory")
+    readers: dict[str, Callable[[Path], Rows]] = {".parquet": ParquetRows, ".jsonl": JsonlRows}
+    if file.suffix not in readers:
+        raise DataError(f"{file}: unknown kind of data set; known: {', '.join(readers)}, reasoning_gym:NAME")
+    return readers[file.suffix](file)
 
 
 class ParquetRows:
@@ -93,6 +103,26 @@ class JsonlRows:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[number] for number in range(len(self)))
+
+
+class FilesRows:
+    """The rows of several files, one after another."""
+
+    generated = False
+
+    def __init__(self, name: str, files: Sequence[Rows]) -> None:
+        self.name, self._files = name, files
+        self._starts = [0, *accumulate(len(file) for file in files)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        file = bisect_right(self._starts, number) - 1
+        return self._files[file][number - self._starts[file]]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return chain.from_iterable(self._files)
 
 
 class GeneratedRows:

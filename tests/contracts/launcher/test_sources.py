@@ -1,0 +1,61 @@
+"""Models and data sets of the Hugging Face Hub, through its real client and a stand-in for its server."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.contracts.launcher.fake_hub import COMMIT, fake_hub
+
+ROW = {"prompt": "what is 1+1?", "data_source": "sums", "reward_model": {"ground_truth": "2"}}
+DATA = "datasets/org/tasks"
+
+
+def rl_async(folder: Path, endpoint: str, *arguments: str, offline: bool = False) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(folder / "hf"),
+        "HF_HUB_OFFLINE": str(int(offline)),
+    }
+    command = [sys.executable, "-m", "rl_async.launcher.cli", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150)
+
+
+@pytest.fixture
+def split() -> dict[str, bytes]:
+    rows = json.dumps(ROW).encode() + b"\n"
+    return {"main/train-00000-of-00002.jsonl": rows, "main/train-00001-of-00002.jsonl": rows, "loader.py": b"raise"}
+
+
+def test_a_split_is_fetched_once_and_then_read_offline(tmp_path: Path, split: dict[str, bytes]) -> None:
+    with fake_hub({DATA: split}) as endpoint:
+        first = rl_async(tmp_path, endpoint, "data", "inspect", "org/tasks")
+    again = rl_async(tmp_path, endpoint, "data", "inspect", "org/tasks", offline=True)
+    assert (first.returncode, again.returncode) == (0, 0), first.stderr + again.stderr
+    assert "2 rows, 1 different prompts" in first.stdout
+    assert first.stdout == again.stdout
+    assert f"snapshots/{COMMIT}/main/train-*.jsonl" in first.stdout
+    assert not list(tmp_path.rglob("loader.py"))
+
+
+@pytest.mark.parametrize(("source", "named"), [("org/tsks", "org/tsks"), ("org/tasks:test", "test")])
+def test_what_the_hub_has_not_is_one_line(tmp_path: Path, split: dict[str, bytes], source: str, named: str) -> None:
+    with fake_hub({DATA: split}) as endpoint:
+        done = rl_async(tmp_path, endpoint, "data", "inspect", source)
+    assert done.returncode == 2
+    assert "data.path" in done.stderr and named in done.stderr
+    assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_no_network_is_one_line_that_names_the_key(tmp_path: Path, offline: bool) -> None:
+    done = rl_async(
+        *(tmp_path, "http://127.0.0.1:9", "launch", "--config", "calculator", "--mode", "disaggregated", "--dry-run"),
+        *("warm_start=null", "model.path=org/model"),
+        offline=offline,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: model.path: ") and done.stderr.count("\n") == 1

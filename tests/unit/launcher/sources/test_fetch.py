@@ -1,0 +1,112 @@
+"""What a config names becomes folders and files of this machine, and a run that is resumed keeps those it had."""
+
+from pathlib import Path
+
+import pytest
+
+from rl_async.configs.load.loader import load_config
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import DataError
+from rl_async.launcher.folder.run_folder import create, resumed_run
+from rl_async.launcher.sources.fetch import data_files, fetch_sources, model_folder
+from rl_async.launcher.sources.hub import HubId, Kind, hub_id
+
+COMMIT, LATER = "a" * 40, "b" * 40
+
+
+class FakeHub:
+    """Has one data set and any model; notes what was asked for."""
+
+    def __init__(self, root: Path, *files: str, commit: str = COMMIT) -> None:
+        self.root, self.files, self.commit = root, files, commit
+        self.asked: list[tuple[Kind, HubId, str]] = []
+
+    def __call__(self, kind: Kind, wanted: HubId, key: str) -> Path:
+        self.asked.append((kind, wanted, key))
+        commit = wanted.revision or self.commit
+        folder = self.root / f"{kind}s--{wanted.repo.replace('/', '--')}" / "snapshots" / commit
+        for name in self.files if kind == "dataset" else ("config.json",):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).touch()
+        return folder
+
+
+def config(*overrides: str) -> RunConfig:
+    own = ["warm_start=null", "data.make=null", "data.eval_path=null"]
+    return load_config("calculator", [*own, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Qwen/Qwen3-0.6B", HubId("Qwen/Qwen3-0.6B")),
+        ("Qwen/Qwen3-0.6B@v1.0", HubId("Qwen/Qwen3-0.6B", "v1.0")),
+        ("openai/gsm8k:main/train", HubId("openai/gsm8k", None, "main/train")),
+        ("openai/gsm8k@abc:test", HubId("openai/gsm8k", "abc", "test")),
+        ("data/train.parquet", None),
+        ("artifacts/calculator/model", None),
+        ("/models/mine", None),
+        ("../models", None),
+        ("mine", None),
+    ],
+)
+def test_ids_are_told_from_paths(text: str, expected: HubId | None) -> None:
+    assert hub_id(text) == expected
+
+
+def test_ids_become_folders_and_paths_stay(tmp_path: Path) -> None:
+    hub = FakeHub(
+        tmp_path, "main/train-00000-of-00002.parquet", "main/train-00001-of-00002.parquet", "main/test.parquet"
+    )
+    given = config("model.path=org/model@v1", "data.path=org/tasks", "data.eval_path=org/tasks:main/test")
+    fetched = fetch_sources(given, hub)
+    tasks = tmp_path / "datasets--org--tasks" / "snapshots" / COMMIT
+    assert fetched.model.path == str(tmp_path / "models--org--model" / "snapshots" / "v1")
+    assert (fetched.data.path, fetched.data.eval_path) == (
+        f"{tasks}/main/train-*.parquet",
+        f"{tasks}/main/test.parquet",
+    )
+    assert [key for _, _, key in hub.asked] == ["model.path", "data.eval_path", "data.path"]
+    assert fetch_sources(fetched, FakeHub(tmp_path)) == fetched
+
+
+def test_what_a_preset_makes_is_not_looked_for() -> None:
+    given = load_config("calculator", ["model.path=made/here", "data.path=made/data"])
+    assert fetch_sources(given, FakeHub(Path("nowhere"))) == given
+
+
+@pytest.mark.parametrize(
+    ("files", "named"), [((), "no Parquet or JSONL"), (("a/train.jsonl", "b/train.jsonl"), r"a/train\.jsonl, b/train")]
+)
+def test_a_split_that_is_missing_or_not_the_only_one_is_named(
+    tmp_path: Path, files: tuple[str, ...], named: str
+) -> None:
+    hub = FakeHub(tmp_path, "README.parquet", *files)
+    with pytest.raises(DataError, match=rf"data\.path: .*{named}"):
+        data_files("org/tasks", "data.path", hub)
+
+
+def test_a_run_keeps_its_commit_and_fetches_it_again_if_the_cache_was_emptied(tmp_path: Path) -> None:
+    overrides = [
+        *("warm_start=null", "data.make=null", "data.eval_path=null", f"launcher.run_dir={tmp_path}/runs"),
+        *("model.path=org/model", "data.path=org/tasks"),
+    ]
+    cache = tmp_path / "cache"
+    started = fetch_sources(load_config("calculator", overrides), FakeHub(cache, "train.jsonl"))
+    folder = tmp_path / "runs" / "mine"
+    create(started, folder)
+    (folder / "checkpoints" / "step-000001").mkdir(parents=True)
+    (folder / "checkpoints" / "step-000001" / "state.json").touch()
+    resumed, _ = resumed_run("calculator", overrides, name="mine")
+    newer = FakeHub(cache, "train.jsonl", commit=LATER)
+    assert fetch_sources(resumed, newer).model.path == started.model.path
+    assert fetch_sources(resumed, newer).data.path == started.data.path
+    assert newer.asked == []
+    (Path(started.model.path) / "config.json").unlink()
+    Path(started.model.path).rmdir()
+    assert fetch_sources(resumed, newer).model.path == started.model.path
+    assert newer.asked == [("model", HubId("org/model", COMMIT), "model.path")]
+
+
+def test_a_path_that_is_neither_is_left_to_the_checks_of_folders() -> None:
+    assert model_folder("typo", "model.path") == Path("typo")
