@@ -1,4 +1,4 @@
-"""Files the trainer writes: ``trained.jsonl``, ``refused.jsonl``, ``evaluations.jsonl``, ``trajectories/`` and the lineage counter."""
+"""Files the trainer writes: ``trained``, ``refused``, ``evaluations.jsonl``, ``trajectories/`` and the lineage."""
 
 import gzip
 import os
