@@ -37,6 +37,7 @@ class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
     fresh: bool = False
     next_group: int = 0
     readmitted: list[int] = []
+    left: list[int] = []  # groups that the queue still held when the run ended
     rows: list[tuple[int, int]] = []  # (group, sample), lost with a payload shard
 
 
@@ -74,6 +75,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     rows: int  # trained, after the cut
     cut: int  # rows of older lineages beyond their checkpoint
     violations: list[str]
+    left: int = 0  # groups for steps that the run no longer had when it ended
     refused: int = 0  # rows that came to the trainer changed, and were trained later as they had been put
     in_flight: int | None = None  # groups still to be trained by a run that has not finished; None: it has
 
@@ -103,6 +105,11 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
                 "ok so far: nothing was trained twice; the run has not finished, and "
                 f"{self.in_flight} groups are in flight or wait for --resume"
             )
+        elif self.left:
+            lines.append(
+                f"ok: every admitted group was trained exactly once, but {self.left} that were left over when the run "
+                "ended, because it was resumed with fewer trainer.steps; --resume with more trains them"
+            )
         else:
             lines.append("ok: every admitted group was trained exactly once")
         return "\n".join(lines)
@@ -118,13 +125,16 @@ class Admissions:
         self.lost: dict[tuple[int, int], list[list[str]]] = defaultdict(list)  # of rows that a shard took with it
         self.batches: dict[int, set[int]] = {}  # groups by step
         self.resumes: list[tuple[int, int]] = []  # (lineage, step)
+        self._admits = False  # since the last resume; a run with more groups than it needs admits none
         self.finished = False
+        self.left: set[int] = set()  # over at the end, because a resume wanted fewer steps
 
     def read(self, line: LedgerLine) -> None:
         """Apply one line of the ledger."""
         match line.event:
             case "admit" if line.partition == "train":
                 self.groups[line.group] = line.samples
+                self._admits = True
             case "put":
                 self.tokens[line.group, line.sample] = line.tokens_sha256
             case "lost":
@@ -138,10 +148,12 @@ class Admissions:
                 self._resume(line)
             case "finish":
                 self.finished = True
+                self.left = set() if self._admits else set(line.left)
 
     def _resume(self, line: LedgerLine) -> None:
         self.resumes.append((line.lineage, line.step))
-        self.finished = False
+        self.finished, self.left = False, set()
+        self._admits = False
         self.batches = {step: groups for step, groups in self.batches.items() if step < line.step}
         if line.fresh:  # another queue took over: what the old one did after the checkpoint is void
             self.groups = {group: n for group, n in self.groups.items() if group < line.next_group}
@@ -193,6 +205,7 @@ def audit(run_dir: Path) -> AuditReport:
             ),
             *(missing if admissions.finished else []),
         ],
+        left=len(admissions.left),
         refused=len(refused) - len(untrained),
         in_flight=None if admissions.finished else len(missing),
     )
@@ -228,7 +241,7 @@ def _violations_of_rows(admissions: Admissions, rows: Rows) -> Iterator[str]:
 
 def _missing(admissions: Admissions, rows: Rows) -> Iterator[str]:
     for group, samples in sorted(admissions.groups.items()):
-        if group in admissions.given_up:
+        if group in admissions.given_up or group in admissions.left:
             continue
         missing = [sample for sample in range(samples) if (group, sample, 0) not in rows]
         if missing:

@@ -182,5 +182,5 @@ _LINES: dict[type[Transition], Callable[[Any], dict[str, Any]]] = {
     DeadLettered: lambda event: {"event": "dead_letter", "group": event.group, "error": event.error},
     RolledBack: _resume,
     ShardLost: _lost,
-    RunFinished: lambda event: {"event": "finish"},
+    RunFinished: lambda event: {"event": "finish", "left": event.left},
 }

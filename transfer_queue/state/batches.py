@@ -220,8 +220,7 @@ class Batches:
         steps = {group: step for step, batch in self._batches.items() for group in batch.groups if not batch.committed}
         groups = [
             ReadmittedGroup(group=group.group_id, task=group.task, step=steps.get(group.group_id, group.pinned))
-            for group in self._book.groups.values()
-            if group.partition == TRAIN and group.state is not State.COMMITTED
+            for group in self._book.untrained()
         ]
         snapshot = QueueSnapshot(
             next_group=self._book.next_group,

@@ -2,7 +2,7 @@
 
 import heapq
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -128,6 +128,11 @@ class Book:
     def leasable(self) -> int:
         """How many groups could be leased now; never fewer than ``lease`` finds, more when bytes or tasks are short."""
         return self.waiting + max(0, self.settings.slots_at(self.max_staleness) - self.alive)
+
+    def untrained(self) -> Iterator[Group]:
+        """The training groups that are here and were not trained yet."""
+        groups = self.groups.values()
+        return (group for group in groups if group.partition == TRAIN and group.state is not State.COMMITTED)
 
     def add(self, group: Group) -> None:
         """Add a group without finished samples; a training group takes a slot."""

@@ -187,7 +187,7 @@ class Store:
         """End the run: nothing more is admitted or leased."""
         if not self.book.finished:
             self.evals.close_answered()
-            self._change(t.RunFinished())
+            self._change(t.RunFinished(left=sorted(group.group_id for group in self.book.untrained())))
         return Done()
 
     def engine_list(self) -> EngineList:

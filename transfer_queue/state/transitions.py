@@ -259,6 +259,8 @@ class ShardLost(Transition, frozen=True, kw_only=True):
 class RunFinished(Transition, frozen=True, kw_only=True):
     """The run is over: nothing more is admitted or leased."""
 
+    left: list[int] = []  # groups that were not trained: a resume with fewer steps leaves some over
+
 
 class Relaunched(Transition, frozen=True, kw_only=True):
     """Every other process of the run was started anew: nothing is published, and the run is not over."""

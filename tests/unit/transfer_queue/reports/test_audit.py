@@ -232,3 +232,29 @@ def test_a_row_refused_before_anything_was_trained_is_a_violation(run):
     (folder / "trained.jsonl").unlink()
     (folder / "refused.jsonl").write_text(json.dumps(changed) + "\n")
     assert len(audit(folder).violations) == 1
+
+
+def finish(*left):
+    return {"event": "finish", "left": list(left)}
+
+
+def test_groups_left_over_by_a_resume_with_fewer_steps_are_counted_and_no_violation(run, capsys):
+    ledger = [*LEDGER[:-3], resume(1, 1), finish(3, 4)]
+    folder = run(ledger, rows(0, 0, 1))
+    report = audit(folder)
+    assert report.ok and report.left == 2, report.violations
+    assert main([str(folder)]) == 0
+    assert "trainer.steps" in capsys.readouterr().out
+    assert audit(run([*ledger, resume(1, 2), reserve(1, 3, 4), finish()], rows(0, 0, 1) + rows(1, 3, 4, lineage=2))).ok
+
+
+@pytest.mark.parametrize(
+    "ledger",
+    [
+        [*LEDGER[:-3], finish(3, 4)],  # it was never resumed
+        [*LEDGER[:-3], resume(1, 1), admit(5), finish(3, 4, 5)],  # it admitted more than it trained
+        [*LEDGER[:-3], resume(1, 1), finish(4)],  # the queue no longer has group 3
+    ],
+)
+def test_groups_left_over_otherwise_are_violations(run, ledger):
+    assert not audit(run(ledger, rows(0, 0, 1))).ok

@@ -9,7 +9,7 @@ from rl_async.messages import Done, Resumed, Version
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.state.snapshot import QueueSnapshot
 from rl_async.transfer_queue.state.tasks import numbered
-from rl_async.transfer_queue.state.transitions import LeaseLost, ReadmittedGroup, RolledBack
+from rl_async.transfer_queue.state.transitions import LeaseLost, ReadmittedGroup, RolledBack, RunFinished
 from tests.unit.transfer_queue.conftest import members, train_step
 
 
@@ -237,3 +237,19 @@ def test_a_relaunched_run_finds_no_engines_no_leases_and_no_end(make_rig):
     assert [group.attempt for group in other.lease()] == [1, 1, 1, 1]
     seen = rig.seen + other.seen
     assert recovered(make_rig, rig, seen).store.dump() == other.store.dump()
+
+
+def test_a_run_that_ends_says_which_groups_it_leaves(make_rig):
+    rig = make_rig(max_staleness=1, steps=3)
+    rig.publish(0)
+    train_step(rig, 0)
+    shorter = make_rig(max_staleness=1, steps=1)
+    assert shorter.store.resume(1, 1, rig.store.batches.snapshot()) == Resumed(kept=0, readmitted=2)
+    shorter.publish(1, lineage=1)
+    shorter.store.finish()
+    (finished,) = shorter.of(RunFinished)
+    assert finished.left == [2, 3]
+    train_step(rig, 1)
+    train_step(rig, 2)
+    rig.store.finish()
+    assert rig.of(RunFinished)[0].left == []
