@@ -1,9 +1,11 @@
 """Files that other processes read while they are written: replaced whole, or appended to line by line."""
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -53,18 +55,44 @@ def append_lines(path: Path, *, buffering: int = -1) -> BinaryIO:
     return path.open("ab", buffering)
 
 
+def append_durably(path: Path, lines: bytes) -> None:
+    """Append whole lines to a file that several processes append to, and force them to disk.
+
+    Either all of ``lines`` are appended, or none if that fails, as when the disk is full. What a killed process left of
+    a line is cut off first, before another line would be glued to it.
+    """
+    with path.open("a+b", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        end = _drop_torn_line(file)
+        try:
+            view = memoryview(lines)
+            while view:
+                view = view[file.write(view) :]
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(end)
+            raise
+
+
 def drop_torn_line(path: Path) -> None:
     """Cut off a last line that has no newline. No process may be writing the file."""
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        end = file.seek(0, 2)
-        while end > 0:
-            start = max(0, end - _BLOCK)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                file.truncate(start + newline + 1)
-                return
-            end = start
-        file.truncate(0)
+    if path.exists():
+        with path.open("r+b") as file:
+            _drop_torn_line(file)
+
+
+def _drop_torn_line(file: BinaryIO | FileIO) -> int:
+    """Cut off a last line that has no newline, and return where the file ends then."""
+    end = file.seek(0, os.SEEK_END)
+    if end > 0:
+        file.seek(end - 1)
+        if file.read(1) == b"\n":
+            return end
+    whole = 0
+    while end > 0 and whole == 0:
+        start = max(0, end - _BLOCK)
+        file.seek(start)
+        whole = start + 1 + newline if (newline := file.read(end - start).rfind(b"\n")) >= 0 else 0
+        end = start
+    file.truncate(whole)
+    return whole

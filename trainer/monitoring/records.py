@@ -1,7 +1,6 @@
 """Files the trainer writes: ``trained``, ``refused``, ``evaluations.jsonl``, ``trajectories/`` and the lineage."""
 
 import gzip
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ import msgspec
 import numpy as np
 
 from rl_async.errors import TrainerReplaced
-from rl_async.files import append_lines, force_to_disk, written_whole
+from rl_async.files import append_durably, append_lines, force_to_disk, written_whole
 from rl_async.messages import Explanation, RowKey, Trajectory
 
 
@@ -49,11 +48,7 @@ def append_refused(path: Path, lineage: int, step: int, rank: int, tokens_sha256
 
 
 def _append(path: Path, rows: Iterable[msgspec.Struct]) -> None:
-    lines = [msgspec.json.encode(row) for row in rows]
-    with path.open("ab") as file:
-        file.write(b"".join(line + b"\n" for line in lines))
-        file.flush()
-        os.fsync(file.fileno())
+    append_durably(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
 def append_evaluation(path: Path, lineage: int, metrics: Mapping[str, float]) -> None:

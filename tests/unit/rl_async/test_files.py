@@ -1,11 +1,14 @@
 """Files are replaced whole, and files of lines survive a crash in the middle of one."""
 
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from rl_async.files import append_lines, drop_torn_line, replace_file, written_whole
+from rl_async.files import append_durably, append_lines, drop_torn_line, replace_file, written_whole
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"st', b"x" * 200_000])
@@ -49,3 +52,24 @@ def test_a_failure_leaves_the_old_file(tmp_path: Path) -> None:
         unfinished.write_bytes(b"ne")
         raise KeyError
     assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == b"old"
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Let this process write no file beyond ``size`` bytes: what does not fit is left out, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"st'])
+def test_lines_are_appended_all_or_none_although_others_append_to_the_file(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b"one\n" + torn)
+    with files_of_at_most(10), pytest.raises(OSError):
+        append_durably(path, b"two\nthree\n")
+    append_durably(path, b"four\n")  # of another process, when there is room again
+    assert path.read_bytes() == b"one\nfour\n"

@@ -1,0 +1,259 @@
+"""One run with its launcher, its Redis server, its disks, clocks, namespaces and agent program, and what strikes it."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from rl_async.process.kernel import read_stat
+from tests.chaos.history import Expected
+from tests.chaos.host.clocks import Clocks
+from tests.chaos.host.disk import SmallDisk
+from tests.chaos.host.launcher import Place
+from tests.chaos.host.network import Network
+
+ROOT = Path(__file__).resolve().parents[3]
+EXPECTED = Expected(steps=60, groups=4, samples=4, staleness=1)  # steps: unless told otherwise
+END_S = 240.0  # within which processes end with their launcher
+BRIEF_S, LONG_S, LONG_SHARE = 2.0, (8.5, 13.0), 0.15  # of a freeze, of lost packets; see ``duration``
+FULL_S, FULL_LONG_S = 1.5, (3.0, 8.0)
+SILENT_S = 1.0  # at most, until Redis is started again
+LOSSES = (30, 100)  # percent
+RUN_MB, REDIS_MB = 256, 64
+REDIS_PORT = 6400
+ROLES = ("queue", "shard", "engine", "worker", "gateway", "trainer", "launcher", "redis")
+RUN_FOLDER, REDIS_FOLDER = "run folder", "redis folder"
+KINDS = {  # of faults, and whom each strikes
+    "kill": ROLES,
+    "freeze": ROLES,
+    "clock": ROLES,
+    "loss": ROLES,
+    "full": (RUN_FOLDER, REDIS_FOLDER),
+}
+NAMES = {  # processes by role
+    "queue": ("queue",),
+    "shard": ("shard-0", "shard-1"),
+    "engine": ("engine-0", "engine-1"),
+    "worker": ("worker-0", "worker-1"),
+    "gateway": ("gateway",),
+    "trainer": ("trainer-0", "trainer-1"),
+    "launcher": ("launcher",),
+    "redis": ("redis",),
+}
+SMALL = (
+    f"data.train_batch_groups={EXPECTED.groups} rollout.group_size={EXPECTED.samples} "
+    f"queue.max_staleness={EXPECTED.staleness} trainer.ranks=2 trainer.checkpoint_every=3 rollout.engines=2 "
+    "trainer.collective_timeout_s=30 trainer.batch_timeout_s=200 agent.workers=2 queue.shards=2 queue.journal=redis "
+    "queue.lease_s=8 queue.max_attempts=1000 weight_sync.timeout_s=6 weight_sync.sync_timeout_s=60 "
+    "launcher.max_restarts=10000 launcher.stop_timeout_s=5 debug.min_train_s=0.3 eval.every=0 eval.tasks=4 "
+    "warm_start.min_steps=1 warm_start.max_steps=2 warm_start.check_every=1 warm_start.gate=0"
+).split()
+
+
+class Fault(NamedTuple):
+    """What strikes whom."""
+
+    role: str
+    kind: str
+
+
+class Kind(NamedTuple):
+    """What a run is made of: a gateway instead of workers; network namespaces instead of loopback; disks of its own."""
+
+    gateway: bool
+    network: bool
+    disks: bool = True
+
+    def __str__(self) -> str:
+        return f"{'gateway' if self.gateway else 'workers'}, {'network namespaces' if self.network else 'loopback'}"
+
+    def allows(self, fault: Fault) -> bool:
+        """Whether the fault can strike such a run."""
+        absent = "worker" if self.gateway else "gateway"
+        possible = {"loss": self.network, "full": self.disks}.get(fault.kind, True)
+        return fault.role != absent and possible
+
+
+def duration(brief_s: float, long_s: tuple[float, float], rng: random.Random) -> float:
+    """Return how long something lasts: mostly short, so that many faults fit into an hour, and sometimes longer than
+    a lease (8 s) and a weight update (6 s) may take, since only those lose their place."""
+    return rng.uniform(*long_s) if rng.random() < LONG_SHARE else rng.random() * brief_s
+
+
+class WholeRun:
+    """A run in ``home / name``, a disk of its own."""
+
+    def __init__(self, home: Path, name: str, kind: Kind, expected: Expected, clocks: Clocks) -> None:
+        self.name, self.kind, self.expected, self._clocks = name, kind, expected, clocks
+        self.home, self.log = home / name, home / f"{name}.log"
+        self.folder = self.home / "runs" / name
+        self._redis_home = home / f"{name}-redis"
+        for folder in (self.home, self._redis_home):
+            folder.mkdir()
+        self._disks: dict[str, SmallDisk] = {}
+        if kind.disks:
+            self._disks[RUN_FOLDER] = SmallDisk(self.home, RUN_MB)
+            self._disks[REDIS_FOLDER] = SmallDisk(self._redis_home, REDIS_MB)
+        self._here = [name for role, names in NAMES.items() if kind.allows(Fault(role, "kill")) for name in names]
+        self._network = Network([name for name in self._here if name != "launcher"]) if kind.network else None
+        self._redis: subprocess.Popen[bytes] | None = None
+        self._program: subprocess.Popen[bytes] | None = None
+        self._prepared = home / "artifacts"
+        if self._prepared.exists():
+            shutil.copytree(self._prepared, self.home / "artifacts")
+        self._start_redis()
+        self._launch()
+
+    # --- its processes ----------------------------------------------------------------------------------------------
+
+    def _place(self, name: str) -> Place:
+        before = list(self._network.enter(name)) if self._network else []
+        host = self._network.addresses[name] if self._network else ""
+        return Place(before, self._clocks.environment(name), host)
+
+    def _start(self, name: str, command: list[str], log: Path) -> "subprocess.Popen[bytes]":
+        place = self._place(name)
+        environment = os.environ | place.environment | {"PYTHONPATH": str(ROOT)}
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                [*place.before, *command], cwd=self.home, env=environment, stdout=output, stderr=output
+            )
+
+    def _start_redis(self) -> None:
+        host = self._place("redis").host or "127.0.0.1"
+        words = (
+            f"redis-server --port {REDIS_PORT} --bind {host} --protected-mode no --appendonly yes --appendfsync always"
+        )
+        log = self.log.with_suffix(".redis.log")
+        self._redis = self._start("redis", [*words.split(), "--dir", str(self._redis_home), "--save", ""], log)
+
+    def _launch(self, *more: str) -> None:
+        places = self.log.with_suffix(".places.json")
+        places.write_text(json.dumps({name: self._place(name) for name in self._here}))
+        redis, queue = (self._place(name).host or "127.0.0.1" for name in ("redis", "queue"))
+        words = ["launch", "--mode", "disaggregated", "--config", "calculator", "--name", self.name, *more, *SMALL]
+        words += [
+            f"trainer.steps={self.expected.steps}",
+            f"queue.redis_url=redis://{redis}:{REDIS_PORT}/0",
+            f"queue.host={queue}",
+        ]
+        if self.kind.gateway:
+            words.append(f"agent.gateway={{host: {self._place('gateway').host or '127.0.0.1'}}}")
+        command = [sys.executable, "-m", "tests.chaos.host.launcher", str(places), *words]
+        self._launcher = self._start("launcher", command, self.log)
+
+    def tend(self) -> None:
+        """Start again what is not the launcher's to start: Redis, and the agent program."""
+        assert self._redis is not None
+        if self._redis.poll() is not None:
+            self._start_redis()
+        endpoints, token = self.folder / "endpoints.json", self.folder / "keys" / "gateway.token"
+        if not self.kind.gateway or not endpoints.exists() or (self._program and self._program.poll() is None):
+            return
+        url = json.loads(endpoints.read_text())["gateway"]
+        command = ["env", f"RL_ASYNC_TOKEN_FILE={token}", sys.executable, "-m", "tests.chaos.host.agent_program", url]
+        self._program = self._start("launcher", command, self.log.with_suffix(".program.log"))
+
+    def resume(self) -> None:
+        """Start the launcher again, after its processes have ended."""
+        deadline = time.monotonic() + END_S
+        while left := [name for name in self._here if self._running(name)]:
+            if time.monotonic() > deadline:
+                sys.exit(f"processes outlived their launcher: {left}; see {self.folder}")
+            time.sleep(0.05)
+        if self._program:
+            self._program.kill()
+            self._program.wait()
+        (self.folder / "endpoints.json").unlink(missing_ok=True)
+        self._launch("--resume")
+
+    def exit(self) -> int | None:
+        """Return the launcher's exit code, or None while it runs."""
+        return self._launcher.poll()
+
+    def steps(self) -> int:
+        """Return how many lines of metrics there are, in all lineages."""
+        path = self.folder / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def saved(self) -> bool:
+        """Whether there is a checkpoint from which the run can be resumed."""
+        return any(self.folder.glob("checkpoints/step-*/state.json"))
+
+    def _running(self, name: str) -> int | None:
+        """Return the pid of a process of the launcher, if it runs."""
+        path = self.folder / "processes.json"
+        records = json.loads(path.read_text()) if path.exists() else []
+        for record in records:
+            stat = read_stat(record["pid"])
+            if record["name"] == name and stat.started == record["started"] and stat.state not in ("Z", "gone"):
+                return int(record["pid"])
+        return None
+
+    # --- faults -----------------------------------------------------------------------------------------------------
+
+    def strike(self, fault: Fault, rng: random.Random) -> bool:
+        """Strike, and return when the fault is over. False if no process of the role is running now."""
+        if fault.kind == "full":
+            self._disks[fault.role].stay_full(duration(FULL_S, FULL_LONG_S, rng))
+            return True
+        name = rng.choice(NAMES[fault.role])
+        if fault.kind == "clock":
+            self._clocks.jump(name, rng)
+            return True
+        if fault.kind == "loss":
+            assert self._network is not None
+            self._network.lose(name, rng.choice(LOSSES), duration(BRIEF_S, LONG_S, rng))
+            return True
+        return self._signal(name, fault.kind, rng)
+
+    def _signal(self, name: str, kind: str, rng: random.Random) -> bool:
+        assert self._redis is not None
+        own = {"launcher": self._launcher.pid, "redis": self._redis.pid}
+        pid = own.get(name) or self._running(name)
+        if pid is None:
+            return False
+        try:
+            os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+            if kind == "freeze":
+                time.sleep(duration(BRIEF_S, LONG_S, rng))
+                os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:  # it ended before, or its supervisor replaced it while it was frozen
+            return kind == "freeze"
+        if kind == "kill" and name == "redis":
+            self._redis.wait()
+            time.sleep(rng.random() * SILENT_S)
+        if kind == "kill" and name == "launcher":
+            self._launcher.wait()
+            self.resume()
+        return True
+
+    # --- its end ----------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """End what is left; the launcher's processes end with it. Data and model are for the next run as well."""
+        for process in (self._launcher, self._program, self._redis):
+            if process is not None:
+                process.kill()
+                process.wait()
+        if not self._prepared.exists():
+            shutil.copytree(self.home / "artifacts", self._prepared)
+
+    def keep(self) -> Path:
+        """Copy what is on the disks to beside them, since they end with this program; return where."""
+        kept = self.home.with_name(f"{self.name}-kept")
+        shutil.copytree(self.home, kept, symlinks=True)
+        return kept
+
+    def close(self) -> None:
+        """Give up disks and namespaces."""
+        for disk in self._disks.values():
+            disk.unmount()
+        if self._network:
+            self._network.close()
