@@ -23,7 +23,8 @@ from rl_async.launcher.plan.memory import (
 from rl_async.launcher.plan.ports import HOST, PortWish
 from rl_async.launcher.plan.spec import THIS_MACHINE, ProcessSpec, environment, fill, http_environment, module
 from rl_async.process.endpoints import Endpoints
-from rl_async.transfer_queue.auth.sockets import SCHEME, socket_folder
+from rl_async.process.private_folder import private_folder
+from rl_async.transfer_queue.auth.sockets import SCHEME
 
 REWARD_MODEL = "reward-model"
 GATEWAY = "gateway"
@@ -125,7 +126,7 @@ def queue_address(config: RunConfig, run_dir: Path) -> str:
 
 
 def _socket_file(run_dir: Path, name: str) -> str:
-    return f"{SCHEME}{socket_folder(run_dir) / name}"
+    return f"{SCHEME}{private_folder(run_dir) / name}"
 
 
 def _prepare(config: RunConfig, run_dir: Path) -> ProcessSpec | None:

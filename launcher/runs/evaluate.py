@@ -19,10 +19,10 @@ from rl_async.launcher.supervise.executor import ThisMachine
 from rl_async.launcher.supervise.supervisor import Supervisor
 from rl_async.messages import EngineRecord, Reserved, Version
 from rl_async.process.http_auth import run_token
+from rl_async.process.private_folder import hold_private_folder
 from rl_async.rollout_server.connect import connect
 from rl_async.trainer.monitoring.records import write_trajectories
 from rl_async.transfer_queue.auth.keys import client_keys
-from rl_async.transfer_queue.auth.sockets import place_sockets
 from rl_async.transfer_queue.client.async_client import QueueClient
 
 EVAL_ID = 0
@@ -59,7 +59,7 @@ def evaluate(config: RunConfig, name_or_path: str) -> int:
         console.print(f"run folder: {folder}", markup=False, highlight=False, soft_wrap=True)
         return 0
 
-    with hold(folder), place_sockets(config, folder):
+    with hold(folder), hold_private_folder(folder):
         planned, ports = make_ready(config, folder)
         executor = ThisMachine(ports, folder, planned.hosts)
         with log_into(folder):

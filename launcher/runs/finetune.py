@@ -34,6 +34,7 @@ from rl_async.launcher.supervise.executor import ThisMachine
 from rl_async.launcher.supervise.process import RoleFailed
 from rl_async.launcher.watch.finetune_view import FinetuneView, summary
 from rl_async.launcher.watch.stop_notice import StopNotice
+from rl_async.process.private_folder import hold_private_folder
 from rl_async.reward_loop.render import load_tokenizer
 from rl_async.trainer.finetune.rows import HELD_OUT, ROWS, ChatRows, total_steps
 
@@ -64,7 +65,7 @@ def finetune(config: RunConfig) -> int:
         raise UserError(f"finetune.out={config.finetune.out}: give the name of a new folder")
     folder = out.with_name(f"{out.name}.run")
     _check(config)
-    with hold(folder):
+    with hold(folder), hold_private_folder(folder):
         resumes = _resumes(config, folder)
         if out.exists():
             _require_finished(config, folder, resumes)

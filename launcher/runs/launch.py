@@ -28,8 +28,8 @@ from rl_async.launcher.watch.stop_notice import StopNotice
 from rl_async.launcher.watch.view import View
 from rl_async.process.endpoints import write_endpoints
 from rl_async.process.http_auth import make_tokens, token_file
+from rl_async.process.private_folder import hold_private_folder
 from rl_async.transfer_queue.auth.keys import client_keys, provide_keys
-from rl_async.transfer_queue.auth.sockets import place_sockets
 
 DIAGNOSIS_S = 30.0
 CONNECT_S = 5.0
@@ -38,7 +38,7 @@ EXIT_SIGNAL = 128  # plus the number of the signal, as shells have it
 
 def launch(config: RunConfig, folder: Path, *, resume: bool = False) -> int:
     """Train and show the run; the exit code. Raises UserError or RoleFailed."""
-    with hold(folder), place_sockets(config, folder):
+    with hold(folder), hold_private_folder(folder):
         planned, ports = make_ready(config, folder, resume=resume)
         with log_into(folder):
             return asyncio.run(_run(config, folder, planned, ThisMachine(ports, folder, planned.hosts)))

@@ -1,5 +1,6 @@
 """Where processes run: the interface that a supervisor needs, and the implementation for its own machine."""
 
+import secrets
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Protocol
 from rl_async.launcher.plan.ports import HOST
 from rl_async.launcher.plan.spec import THIS_MACHINE, ProcessSpec
 from rl_async.launcher.supervise.process import Child, Lifeline, Process
+from rl_async.process.private_folder import RENDEZVOUS, private_folder
 
 
 class Executor(Protocol):
@@ -33,11 +35,16 @@ class Executor(Protocol):
 
 
 class ThisMachine:
-    """Runs processes on the supervisor's machine, with ports that were assigned before."""
+    """Runs processes on the supervisor's machine, with ports that were assigned before.
+
+    Trainer ranks meet by a file in the run's private folder. Its name differs between their starts, so that a rank of
+    an earlier one, still ending, cannot write into it.
+    """
 
     def __init__(self, ports: Mapping[str, int], folder: Path, hosts: Mapping[str, str] = THIS_MACHINE) -> None:
         self._ports, self._hosts, self._folder = ports, hosts, folder
         self._exits = ExitStack()
+        self._ranks_meet = private_folder(folder) / f"ranks-{secrets.token_hex(8)}"
 
     def open(self) -> None:
         """Open the pipe by whose end the processes notice that this one is gone."""
@@ -57,7 +64,7 @@ class ThisMachine:
         return await Child.start(
             spec.name,
             spec.command(self._ports, self._hosts, restarted=restarts > 0),
-            spec.environment(self._ports, self._hosts),
+            spec.environment(self._ports, self._hosts) | {RENDEZVOUS: f"{self._ranks_meet}-{restarts}"},
             self._folder / "logs" / f"{spec.name}.log",
             self._lifeline,
             stacks,

@@ -21,7 +21,7 @@ from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.rollout import RolloutConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.transfer_queue.auth.sockets import make_private
+from rl_async.process.private_folder import make_private
 from tests.support.queue_clients import make_run_keys
 
 ROOT = Path(__file__).resolve().parents[2]

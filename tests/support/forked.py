@@ -22,6 +22,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from rl_async.process.private_folder import RENDEZVOUS
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -96,10 +97,10 @@ class Forked:
 
 
 def start_ranks(module: str, *arguments: str, ranks: int, environment: Mapping[str, str] | None = None) -> list[Forked]:
-    """Fork ``module`` once per rank of one process group, each with one thread."""
-    port = str(free_port())
+    """Fork ``module`` once per rank of one process group, each with one thread; they meet as a launcher's do."""
+    port, file = str(free_port()), tempfile.mkdtemp(prefix="ranks-", dir=_folder()) + "/meet"
     group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    shared = group | dict(environment or {})
+    shared = group | {RENDEZVOUS: file} | dict(environment or {})
     return [Forked(module, *arguments, environment=shared | {"RANK": str(rank)}) for rank in range(ranks)]
 
 

@@ -14,7 +14,16 @@ import torch.distributed as dist
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RanksLost, UserError
 from rl_async.process.heartbeat import who_is_missing
-from rl_async.weight_sync.transports.rendezvous import bind_groups, joined_store, listening_store, own_address
+from rl_async.process.private_folder import RENDEZVOUS
+from rl_async.weight_sync.transports.rendezvous import (
+    bind_groups,
+    file_store,
+    joined_store,
+    listening_store,
+    own_address,
+)
+
+COLLECTIVE_FAILURES = ("gloo", "pair closure", "Wait timeout", "Timeout waiting for key")
 
 
 @contextmanager
@@ -39,8 +48,8 @@ def ranks_joined(config: RunConfig, folder: Path) -> Iterator[tuple[str, dist.St
 
 
 def is_collective_failure(error: RuntimeError) -> bool:
-    """Return whether a collective raised the error; gloo raises plain RuntimeErrors, known only by their text."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error) or "pair closure" in str(error)
+    """Return whether a collective raised the error; gloo and FileStore raise RuntimeErrors known only by their text."""
+    return isinstance(error, dist.DistError) or any(text in str(error) for text in COLLECTIVE_FAILURES)
 
 
 def start_process_group(config: RunConfig) -> tuple[str, dist.Store]:
@@ -67,13 +76,16 @@ def start_process_group(config: RunConfig) -> tuple[str, dist.Store]:
     return f"cuda:{local}", store
 
 
-def _shared_store(rank: int, ranks: int, timeout_s: float) -> dist.TCPStore:
-    """Meet the other ranks at MASTER_ADDR and MASTER_PORT, where rank 0 opens the store; return it.
+def _shared_store(rank: int, ranks: int, timeout_s: float) -> dist.Store:
+    """Meet the other ranks at RL_ASYNC_RENDEZVOUS, a file of the launcher for ranks on its machine; without one, at
+    MASTER_ADDR and MASTER_PORT, where rank 0 opens a store. Return the store.
 
     Raises UserError if rank 0 cannot listen there.
     """
     host, port = os.environ.setdefault("MASTER_ADDR", "127.0.0.1"), int(os.environ["MASTER_PORT"])
     bind_groups(own_address(host, port))
+    if file := os.environ.get(RENDEZVOUS):
+        return file_store(Path(file), rank, ranks, timeout_s)
     if rank > 0:
         return joined_store(host, port, timeout_s, ranks)
     try:

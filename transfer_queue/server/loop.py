@@ -15,10 +15,11 @@ import zmq
 from rl_async.configs.schema.queue import QueueLimits
 from rl_async.errors import UserError
 from rl_async.messages.codec import Frame
+from rl_async.process.private_folder import make_private
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.auth.authenticator import Authenticator, lock
 from rl_async.transfer_queue.auth.keys import ServerKeys
-from rl_async.transfer_queue.auth.sockets import folder_of, is_file, make_private
+from rl_async.transfer_queue.auth.sockets import folder_of, is_file
 from rl_async.transfer_queue.server.gate import Outgoing
 
 TICK_S = 0.05  # deadlines of waits and leases are kept to within this

@@ -1,13 +1,14 @@
-"""Where the members of a process group meet: a store that listens on one address, and the keys of a group inside it.
+"""Where the members of a process group meet: a store, and the keys of a group inside it.
 
-Neither a store nor gloo asks for a credential, so both listen only where the members are: on loopback, or on the
-address in the network that the launcher gives.
+On one machine the store is a file that only the user can open. Between machines it listens on one address; it asks for
+no credential, and nor does gloo, so both listen only where the members are.
 """
 
 import logging
 import os
 import socket
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal
 
 import psutil
@@ -19,6 +20,21 @@ from rl_async.threads import in_daemon_thread
 GRACE_S = 1.0  # torch's own error, if there is one, says more
 
 log = logging.getLogger("rl_async.rendezvous")
+
+
+def file_store(path: Path, rank: int, members: int, timeout_s: float) -> dist.FileStore:
+    """Meet the other members at this file, which the first makes and the last removes; it must be new.
+
+    Who waits for a key looks every 10 ms. Raises DistStoreError if a member does not arrive in time.
+    """
+    store = dist.FileStore(str(path), members)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    store.set(f"arrived/{rank}", "")
+    try:
+        store.wait([f"arrived/{member}" for member in range(members)])
+    except RuntimeError as error:
+        raise dist.DistStoreError(f"not all of {members} members met at {path}: {error}") from error
+    return store
 
 
 def listening_store(host: str, port: int, timeout_s: float, members: int | None = None) -> dist.TCPStore:

@@ -20,6 +20,7 @@ from rl_async.launcher.supervise.children import Children, Interrupted
 from rl_async.launcher.supervise.executor import ThisMachine
 from rl_async.launcher.supervise.roster import read_roster
 from rl_async.launcher.supervise.supervisor import RoleFailed, Supervisor
+from rl_async.process.private_folder import RENDEZVOUS, private_folder
 
 DRIVER = Path(__file__).with_name("supervisor_process.py")
 
@@ -350,6 +351,18 @@ async def test_ranks_that_were_asked_to_stop_are_not_waited_for_once_one_failed(
             await children.finish(scripts)
         assert (children["a"].returncode, children["b"].returncode) == (1, None)
         await children.stop(scripts, 0.0)
+
+
+async def test_ranks_meet_by_a_file_that_is_new_at_each_start(rig: Any) -> None:
+    specs = [ProcessSpec(name=n, role="trainer", argv=("sh", "-c", f"echo ${RENDEZVOUS}")) for n in ("a", "b")]
+    found = []
+    with Children(ThisMachine({}, rig.folder), rig.folder, specs) as children:
+        for restarts in (0, 1):
+            ranks = [await children.start(spec, restarts=restarts) for spec in specs]
+            assert [await rank.wait() for rank in ranks] == [0, 0]
+            found.append({Path(rank.output().split()[-1]) for rank in ranks})
+    (first,), (second,) = found
+    assert first != second and first.parent == second.parent == private_folder(rig.folder)
 
 
 def test_a_second_signal_kills_what_does_not_listen(rig: Any, driver: Any, until: Any) -> None:

@@ -29,8 +29,8 @@ from rl_async.messages import (
     Trajectory,
     Version,
 )
+from rl_async.process.private_folder import make_private
 from rl_async.transfer_queue.auth.roles import Role
-from rl_async.transfer_queue.auth.sockets import make_private
 from rl_async.transfer_queue.client.async_client import QueueClient
 from rl_async.transfer_queue.reports.audit import audit
 from tests.contracts.queue.peers import trajectory

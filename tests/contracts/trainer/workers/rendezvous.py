@@ -1,10 +1,12 @@
-"""One rank that joins the trainer's group and shows where it listens: ``… RUN_FOLDER``.
+"""One rank that joins the trainer's group and shows where it listens: ``… RUN_FOLDER [TIMEOUT_S]``.
 
-It saves and loads a sharded and a whole tensor meanwhile, and would fail if that unpickled anything of another rank.
+It saves and loads a sharded and a whole tensor, and would fail if that unpickled anything of another rank; then it
+waits for the file ``go on``, meets the others in a new group, and ends.
 """
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.checkpoints.shards import read_shards, write_shards
 from rl_async.trainer.monitoring.ranks import ranks_joined
 from tests.support.listeners import listeners
@@ -30,16 +33,19 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
     return {"sharded": distribute_tensor(rows, mesh, [Shard(0)]), "whole": torch.tensor(value)}
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, timeout_s: float = 100) -> None:
     distributed_c10d._tensor_to_object = refused
-    config = RunConfig(model=ModelConfig(path="none"), data=DataConfig(path="none"))
+    trainer = TrainerConfig(collective_timeout_s=timeout_s)
+    config = RunConfig(model=ModelConfig(path="none"), data=DataConfig(path="none"), trainer=trainer)
     with ranks_joined(config, folder):
         write_shards(tensors(2.0), folder / "shards", None)
         read = tensors(0.0)
         read_shards(read, folder / "shards")
         assert all(torch.equal(full(a), full(b)) for a, b in zip(read.values(), tensors(2.0).values(), strict=True))
         print(" ".join(listeners([os.getpid()])), flush=True)
-        dist.barrier()
+        while not (folder / "go on").exists():
+            time.sleep(0.05)
+        dist.barrier(dist.new_group())
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -47,4 +53,4 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *map(float, sys.argv[2:]))

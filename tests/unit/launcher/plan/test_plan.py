@@ -8,11 +8,11 @@ from rl_async.launcher.plan.planning import Devices, assign_devices, endpoints, 
 from rl_async.launcher.plan.ports import PortWish
 from rl_async.launcher.plan.spec import fill
 from rl_async.process.endpoints import Endpoints
-from rl_async.transfer_queue.auth.sockets import socket_folder
+from rl_async.process.private_folder import private_folder
 
 PORTS = {"queue": 1001, "engine-0": 1002, "engine-1": 1003, "rendezvous": 1004}
 RUN = Path("runs/x")
-QUEUE = f"ipc://{socket_folder(RUN)}/queue"
+QUEUE = f"ipc://{private_folder(RUN)}/queue"
 
 
 @pytest.mark.parametrize("name", preset_names())

@@ -1,0 +1,111 @@
+"""The folder of a run that only its user can enter, for what the run's processes on this machine share while it lasts:
+the queue's socket files, and the file by which trainer ranks meet.
+
+The operating system keeps strangers out of it. It is not in the run's own folder, whose path may be longer than a
+socket file's can be, or on a network file system.
+"""
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from rl_async.errors import UserError
+
+RENDEZVOUS = "RL_ASYNC_RENDEZVOUS"  # variable: the file by which ranks meet, new for each of their starts
+LOCK = "lock"  # held by the launcher while the run lasts
+
+log = logging.getLogger("rl_async.launcher")
+
+
+def private_folder(run: Path) -> Path:
+    """Return the private folder of a run, the same for the same run folder, user and TMPDIR."""
+    name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]
+    return Path(tempfile.gettempdir()) / f"rl-async-{os.getuid()}" / name
+
+
+@contextmanager
+def hold_private_folder(run: Path) -> Iterator[Path]:
+    """Have the run's private folder, empty at first, while the block runs; remove those that dead launchers left.
+
+    Raises UserError if it cannot be made.
+    """
+    folder = private_folder(run)
+    make_private(folder.parent)
+    for left in folder.parent.iterdir():
+        _sweep(left)
+    with _locked(folder):
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder, unless it is there, that only this user can enter. Raises UserError if others can."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the private folder {folder}: {error.strerror} (TMPDIR)") from error
+    require_private(folder)
+
+
+def require_private(folder: Path) -> None:
+    """Raise UserError if another user may have put something into a folder, FileNotFoundError if there is none."""
+    try:
+        found = folder.lstat()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UserError(f"cannot look at the folder {folder}: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise UserError(
+            f"{folder} is not a folder that only this user can enter (mode 0700), so a stranger may listen there; "
+            "remove it, or set TMPDIR to another place"
+        )
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Make the folder and hold its lock, which the kernel releases when this process ends; children do not inherit it.
+
+    Another launcher that starts now may take a folder whose lock is not yet held for a dead run's: then again.
+    """
+    while True:
+        make_private(folder)
+        try:
+            file = (folder / LOCK).open("ab")
+        except FileNotFoundError:
+            continue
+        with file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if _is_at(file, folder / LOCK):
+                yield
+                return
+
+
+def _sweep(folder: Path) -> None:
+    """Remove a folder whose launcher is dead. One without a lock was not made by a launcher, and stays."""
+    try:
+        with (folder / LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(file, folder / LOCK):
+                log.info("removing %s, which a killed launcher left", folder)
+                shutil.rmtree(folder, ignore_errors=True)
+    except (FileNotFoundError, NotADirectoryError, BlockingIOError):
+        return
+
+
+def _is_at(file: BinaryIO, path: Path) -> bool:
+    """Whether an open file still has its name."""
+    try:
+        return path.stat().st_ino == os.fstat(file.fileno()).st_ino
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,62 @@
+"""A run's private folder: where it is, who can enter it, and when it goes."""
+
+import fcntl
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from rl_async.errors import UserError
+from rl_async.process.private_folder import LOCK, hold_private_folder, make_private, private_folder
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+
+
+def test_only_its_user_enters_a_run_s_folder_while_the_run_lasts(tmp_path: Path) -> None:
+    folder = private_folder(tmp_path)
+    with hold_private_folder(tmp_path):
+        assert folder.stat().st_mode & 0o777 == folder.parent.stat().st_mode & 0o777 == 0o700
+        (folder / "queue").touch()
+    assert not folder.exists()
+
+
+def test_a_path_of_any_length_has_short_socket_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    assert len(str(private_folder(Path("/x" * 500)) / "shard-1000")) < 100  # a socket file's path ends at 107
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
+def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(mode)
+    with pytest.raises(UserError, match="TMPDIR"):
+        make_private(tmp_path / "open")
+
+
+def test_what_a_killed_launcher_left_goes_when_the_next_one_starts_and_nothing_else(tmp_path: Path) -> None:
+    dead, by_hand = private_folder(tmp_path / "dead"), private_folder(tmp_path / "by-hand")
+    with hold_private_folder(tmp_path / "living"):
+        for folder in (dead, by_hand):
+            make_private(folder)
+            (folder / "queue").touch()
+        (dead / LOCK).touch()  # which the kernel released
+        with hold_private_folder(tmp_path / "next"):
+            assert not dead.exists()
+            assert (by_hand / "queue").exists(), "a queue that was started by hand has no launcher"
+            assert private_folder(tmp_path / "living").exists()
+
+
+def test_a_run_that_goes_on_after_a_kill_finds_nothing_of_before(tmp_path: Path) -> None:
+    folder = private_folder(tmp_path)
+    make_private(folder.parent)
+    make_private(folder)
+    for left in (LOCK, "queue"):
+        (folder / left).touch()
+    with hold_private_folder(tmp_path):
+        assert [file.name for file in folder.iterdir()] == [LOCK]
+        with (folder / LOCK).open() as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
