@@ -29,7 +29,7 @@ async def run_worker(config: RunConfig, index: int, address: str, *, folder: Pat
     cancel_on_signals()
     async with contextlib.AsyncExitStack() as stack:
         pool = engine_pool(config.rollout, run_token(folder, "engines"))
-        runner = EpisodeRunner(config, load_format(config.model.path, config.agent.chat_format), pool)
+        runner = EpisodeRunner(config, load_format(config.model.path, config.agent), pool)
         rewards = await stack.enter_async_context(RewardService(config.reward, model_url=reward_model, folder=folder))
         forget_api_keys(config.reward)
         client = QueueClient(address, role="agent", name=f"agent-{index}", keys=client_keys(config, folder, "worker"))

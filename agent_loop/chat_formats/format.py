@@ -3,6 +3,8 @@
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from rl_async.messages import CallProblem
+
 Message = dict[str, Any]
 
 BAD_CALL = "error: bad call"  # the result of a malformed call
@@ -17,11 +19,12 @@ class TooLong(Exception):
 
 
 class ParsedCall(NamedTuple):
-    """One call as the model wrote it. ``arguments`` is None if the call is malformed; ``raw`` is its text."""
+    """One call as the model wrote it. ``arguments`` is None if there is a ``problem``; ``raw`` is its text."""
 
     name: str
     arguments: dict[str, object] | None
     raw: str
+    problem: CallProblem | None = None
 
 
 class Answer(NamedTuple):
@@ -41,6 +44,7 @@ class ChatFormat(Protocol):
 
     name: str
     stop_token_ids: list[int]
+    prints_tools: bool
 
     def prompt(
         self,

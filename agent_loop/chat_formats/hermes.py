@@ -6,6 +6,7 @@ import msgspec
 
 from rl_async.agent_loop.chat_formats.format import ParsedCall
 from rl_async.agent_loop.chat_formats.syntax import CallSyntax
+from rl_async.messages import CallProblem
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 
@@ -30,12 +31,25 @@ def parse(text: str) -> list[ParsedCall]:
 def _parse(match: re.Match[str]) -> ParsedCall:
     raw = match[1].strip()
     if not match[0].endswith(CALL_END):
-        return ParsedCall("", None, raw)
+        return ParsedCall("", None, raw, "unclosed")
+    return read_object(raw)
+
+
+def read_object(raw: str) -> ParsedCall:
+    """Read a call that is a JSON object with ``name`` and ``arguments``."""
     try:
         call = _DECODER.decode(raw)
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError):  # nested too deeply
-        return ParsedCall("", None, raw)
+    except msgspec.ValidationError:
+        return ParsedCall("", None, raw, _problem(msgspec.json.decode(raw)))
+    except (msgspec.DecodeError, RecursionError):  # nested too deeply
+        return ParsedCall("", None, raw, "bad_json")
     return ParsedCall(call.name, call.arguments, raw)
+
+
+def _problem(value: object) -> CallProblem:
+    if not isinstance(value, dict):
+        return "bad_structure"
+    return "bad_arguments" if isinstance(value.get("name"), str) else "no_name"
 
 
 def render(name: str, arguments: str) -> str:

@@ -19,6 +19,10 @@ from rl_async.agent_loop.chat_formats.syntax import CallSyntax
 from rl_async.template_tokens import TemplateTokens, encode
 
 CACHE_BYTES = 64 << 20
+TOOL = {
+    "type": "function",
+    "function": {"name": "probe", "description": "A probe.", "parameters": {"type": "object", "properties": {}}},
+}
 _MARK = "rendermark"  # the assistant's text in the placeholder conversation
 
 
@@ -41,6 +45,7 @@ class ChatRenderer:
         self._backend = tokenizer.backend_tokenizer
         self.cache = TokenCache(cache_bytes)
         self._tokens = TemplateTokens(tokenizer)
+        self.prints_tools = self._prints_tools()
         closing = self._after_mark([])
         first = self.encode(closing)[:1]
         if not first or first[0] not in tokenizer.added_tokens_decoder:
@@ -212,6 +217,10 @@ class ChatRenderer:
     def _render_delta(self, messages: list[Message], sampled: list[int]) -> tuple[int, ...]:
         text = self._after_mark(self._escaped(messages, sampled), generate=True)
         return tuple(self._tokens.encode(text.removeprefix(self._end_text)))
+
+    def _prints_tools(self) -> bool:
+        probe: list[Message] = [{"role": "user", "content": "x"}]
+        return self._render(probe, [TOOL], generate=True) != self._render(probe, (), generate=True)
 
     def _after_mark(self, messages: Sequence[Message], *, generate: bool = False) -> str:
         """Return what the template prints after an assistant's text when ``messages`` follow it."""

@@ -115,7 +115,14 @@ class Episode:
         for call, (result, seconds) in zip(calls, done):
             text = await off_loop(len(result.text), self._chat.cut, result.text, agent.tool_response_tokens)
             self.turns[-1].tool_calls.append(
-                ToolCall(name=call.name, arguments=call.raw, result=text, error=result.error, seconds=seconds)
+                ToolCall(
+                    name=call.name,
+                    arguments=call.raw,
+                    result=text,
+                    error=result.error,
+                    problem=call.problem,
+                    seconds=seconds,
+                )
             )
             messages.append({"role": "tool", "content": text})
         return messages

@@ -50,6 +50,7 @@ class GatewayEpisode:
         self._name = f"{group.group_id}.{sample}.{group.attempt}"
         self._chat, self._generator, self._max_answers = chat, generator, max_answers
         self._recorder = EpisodeRecorder(chat)
+        self._refuses_tools = config.agent.unprinted_tools == "refuse" and not chat.prints_tools
         self._sampling = policy_sampling(config, group.partition)
         self._train_sampling = policy_sampling(config, "train")  # which programs may request in held-out episodes too
         self._limit = min(config.agent.max_tokens, config.rollout.max_model_len)
@@ -80,7 +81,8 @@ class GatewayEpisode:
         result = cut_at_stop(result, request.stops, self._chat)
         answer = self._chat.parse(result.token_ids, stops=request.stops)
         said = read_answer(answer, tools=bool(request.tools))
-        self._recorder.record(prompt, result, said, seconds)
+        malformed = [call for call in answer.calls if call.problem] if request.tools else []
+        self._recorder.record(prompt, result, said, seconds, malformed)
         self._answers += 1
         self._generate_s += seconds
         reason = "stop" if result.finish_reason == "stop" else "length"
@@ -97,6 +99,13 @@ class GatewayEpisode:
                 "the last message must not be the assistant's",
                 code="invalid_request",
                 param="messages",
+            )
+        if request.tools and self._refuses_tools:
+            raise RequestRefused(
+                "the model's chat template prints no tools, so the model would not know of them; put them into the "
+                "messages, or set agent.unprinted_tools=allow if the model learned to call them",
+                code="unsupported_value",
+                param="tools",
             )
         for name in ("temperature", "top_p"):
             wanted, known = getattr(request, name), [getattr(s, name) for s in (self._sampling, self._train_sampling)]

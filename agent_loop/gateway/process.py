@@ -42,7 +42,7 @@ async def run_gateway(
     cancel_on_signals()
     async with contextlib.AsyncExitStack() as stack:
         pool = engine_pool(config.rollout, run_token(folder, "engines"))
-        chat = load_format(config.model.path, config.agent.chat_format)
+        chat = load_format(config.model.path, config.agent)
         rewards = await stack.enter_async_context(RewardService(config.reward, model_url=reward_model, folder=folder))
         forget_api_keys(config.reward)
         client = QueueClient(queue_address, role="agent", name="gateway", keys=client_keys(config, folder, "worker"))

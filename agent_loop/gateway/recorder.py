@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rl_async.agent_loop.chat_formats.format import ChatFormat, Message
+from rl_async.agent_loop.chat_formats.format import ChatFormat, Message, ParsedCall
 from rl_async.agent_loop.episodes.row_tokens import RowTokens
 from rl_async.agent_loop.gateway.chat import ASSISTANT, ChatMessage, history_keys
 from rl_async.messages import ToolCall, Turn, VersionRun
@@ -87,13 +87,24 @@ class EpisodeRecorder:
             turns = [_turn(m, answer.tokens, len(token_ids)) for m in new]
         return Prompt(token_ids, turns, answer, messages, tools)
 
-    def record(self, prompt: Prompt, result: GenerateResult, said: ChatMessage, seconds: float = 0.0) -> None:
-        """Record what an engine sampled after ``prompt``, and the answer that is returned for it."""
+    def record(
+        self,
+        prompt: Prompt,
+        result: GenerateResult,
+        said: ChatMessage,
+        seconds: float = 0.0,
+        malformed: Sequence[ParsedCall] = (),
+    ) -> None:
+        """Record what an engine sampled after ``prompt``, and the answer that is returned for it.
+
+        ``malformed`` are the broken calls in an answer that is returned as text.
+        """
         row = self._row(prompt)
         start = len(row.tokens)
         row.tokens.add_sampled(result)
         text = self._chat.turn_text(result.token_ids)
         calls = [ToolCall(name=call.name, arguments=call.arguments) for call in said.calls]
+        calls += [ToolCall(name="", arguments=call.raw, error="bad call", problem=call.problem) for call in malformed]
         row.turns.append(
             Turn(role=ASSISTANT, text=text, start=start, end=len(row.tokens), tool_calls=calls, seconds=seconds)
         )

@@ -34,6 +34,10 @@ class AgentConfig(Config, frozen=True):
         ChatFormatName,
         doc("How the model writes turns, reasoning and calls (docs/chat_formats.md); auto: by its template."),
     ] = "auto"
+    unprinted_tools: Annotated[
+        Literal["refuse", "allow"],
+        doc("What to do if the chat template prints no tools; allow: the model learned by fine-tuning to call them."),
+    ] = "refuse"
     environment: Annotated[
         str | None, doc("Built-in environment, or your own as path.py:name; each episode gets a new one.")
     ] = None

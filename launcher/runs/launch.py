@@ -107,11 +107,19 @@ def log_into(folder: Path) -> Iterator[None]:
 
 
 async def prepare(config: RunConfig, planned: Plan, supervisor: Supervisor, console: Console) -> None:
-    """Make missing data and a missing model in a process of its own, and print its lines."""
+    """Make missing data and a missing model in a process of its own, and print its lines.
+
+    Raises ConfigError if the model cannot be told of the run's tools: engines would take minutes to start before that.
+    """
     if planned.prepare is not None and needs_preparation(config):
         await supervisor.run_once(
             planned.prepare, lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
         )
+    agent = config.agent
+    if (agent.tools or agent.environment) and agent.unprinted_tools == "refuse" and Path(config.model.path).is_dir():
+        from rl_async.agent_loop.chat_formats.registry import load_format  # imports Transformers, which takes seconds
+
+        await asyncio.to_thread(load_format, config.model.path, agent)
 
 
 def announce(config: RunConfig, folder: Path, executor: Executor, console: Console) -> None:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -76,6 +76,11 @@ class Sampling(msgspec.Struct, frozen=True):
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 
+# Why a call is malformed: it never ends, is no JSON, has no name, has arguments that are no object, or another structure.
+CallProblem = Literal["unclosed", "bad_json", "no_name", "bad_arguments", "bad_structure"]
+CALL_PROBLEMS: tuple[CallProblem, ...] = get_args(CallProblem)
+
+
 class ToolCall(msgspec.Struct, kw_only=True):
     """One call that the model asked for, and what came of it. Agent loop -> viewer, reward."""
 
@@ -83,6 +88,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
     arguments: str  # JSON as the model wrote it
     result: str = ""
     error: str = ""  # empty: the call succeeded
+    problem: CallProblem | None = None  # of a malformed call
     seconds: float = 0.0
 
 

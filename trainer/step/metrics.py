@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rl_async.messages import Trajectory, TrajectoryHeader, has_signal
+from rl_async.messages import CALL_PROBLEMS, Trajectory, TrajectoryHeader, has_signal
 from rl_async.trainer.batches.batch import Batch
 from rl_async.trainer.batches.data_parallel import DataParallel
 from rl_async.trainer.batches.layout import fresh_runs
@@ -57,8 +57,8 @@ def conversations(ranks: DataParallel, batch: Batch) -> dict[str, float]:
 
 
 def conversation_sums(rows: Sequence[Trajectory]) -> list[float]:
-    """[rows, assistant turns, tool calls, failed tool calls, rows with an error] of the sampled rows, to be added up
-    over ranks."""
+    """[rows, assistant turns, tool calls, failed tool calls, rows with an error, malformed calls of each kind] of the
+    sampled rows, to be added up over ranks."""
     rows = [row for row in rows if not row.baseline]
     calls = [call for row in rows for turn in row.turns for call in turn.tool_calls]
     return [
@@ -67,13 +67,15 @@ def conversation_sums(rows: Sequence[Trajectory]) -> list[float]:
         float(len(calls)),
         float(sum(bool(call.error) for call in calls)),
         float(sum(bool(row.error) for row in rows)),
+        *(float(sum(call.problem == problem for call in calls)) for problem in CALL_PROBLEMS),
     ]
 
 
 def conversation_metrics(sums: Sequence[float]) -> dict[str, float]:
     """Per-trajectory means from the summed ``conversation_sums`` of all ranks."""
-    rows, turns, calls, failed, errors = sums
-    return {
+    rows, turns, calls, failed, errors, *malformed = sums
+    kinds = {f"rollout/malformed_calls/{problem}": count for problem, count in zip(CALL_PROBLEMS, malformed) if count}
+    return kinds | {
         "rollout/turns_mean": turns / max(rows, 1),
         "rollout/tool_calls_mean": calls / max(rows, 1),
         "rollout/tool_errors_mean": failed / max(rows, 1),

@@ -1,5 +1,7 @@
 """Tool calls in Hermes' format, as a model may write them."""
 
+import pytest
+
 from rl_async.agent_loop.chat_formats.hermes import CALL_END, CALL_START, parse
 
 
@@ -7,3 +9,18 @@ def test_a_call_nested_too_deeply_is_malformed() -> None:
     deep = '{"name": "f", "arguments": {"x": ' + "[" * 100_000 + "]" * 100_000 + "}}"
     (call,) = parse(f"{CALL_START}{deep}{CALL_END}")
     assert call.arguments is None and call.raw == deep
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ('{"name": "f", "arguments": {}}', None),
+        ('{"name": "f", "arguments": {}', "bad_json"),
+        ('{"arguments": {}}', "no_name"),
+        ('{"name": 1}', "no_name"),
+        ('{"name": "f", "arguments": [1]}', "bad_arguments"),
+        ('["f"]', "bad_structure"),
+    ],
+)
+def test_what_is_wrong_with_a_call_is_said(body: str, problem: str | None) -> None:
+    assert [call.problem for call in parse(f"{CALL_START}{body}{CALL_END}{CALL_START}{body}")] == [problem, "unclosed"]

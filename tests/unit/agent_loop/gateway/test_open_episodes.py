@@ -327,6 +327,23 @@ async def test_requests_that_cannot_be_trained_on(renderer: ChatRenderer, reques
         await episode.complete(ask("a?", temperature=1.0, top_p=1.0))
 
 
+async def test_tools_that_the_template_does_not_print_are_refused(renderer: ChatRenderer) -> None:
+    request = ask("a?")._replace(tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}])
+    for unprinted in ("refuse", "allow"):
+        engine = ScriptedEngine(renderer, ['<tool_call>{"arguments": {}}</tool_call>'])
+        queue = FakeQueue([leased()])
+        async with gateway(queue, renderer, engine, unprinted_tools=unprinted) as episodes:
+            episode = await begin(episodes)
+            if unprinted == "refuse":
+                with pytest.raises(RequestRefused) as refused:
+                    await episode.complete(request)
+                assert refused.value.param == "tools" and engine.requests == []
+                continue
+            assert (await episode.complete(request)).message.text == engine.says[0], "a broken call is text"
+            await episodes.end(episode.id, Ending(reward=0.0))
+            assert [call.problem for call in queue.rows[0][0].turns[-1].tool_calls] == ["no_name"]
+
+
 class WaitsForTheLoop(ChatRenderer):
     """Encodes a prompt only once the event loop has had a turn."""
 

@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from rl_async.trainer.step.metrics import batch_metrics
+from rl_async.messages import ToolCall, Turn
+from rl_async.trainer.step.metrics import batch_metrics, conversation_metrics, conversation_sums
 from tests.conftest import make_rows
 
 
@@ -38,3 +39,13 @@ def test_an_episode_of_several_rows_counts_once() -> None:
     got = batch_metrics([row.header() for row in [rows[0], *more, rows[1]]], 0, None)
     assert (got["reward/mean"], got["batch/trajectories"], got["batch/episodes"]) == (0.5, 4.0, 2.0)
     assert got["reward/unscored_fraction"] == 0.0
+
+
+def test_malformed_calls_are_counted_by_kind() -> None:
+    rows = make_rows(0, groups=1, samples=2)
+    calls = [ToolCall(name="", arguments="", problem=kind) for kind in ("bad_json", "unclosed", "bad_json", None)]
+    rows[0].turns = [Turn(role="assistant", text="", tool_calls=calls)]
+    got = conversation_metrics(conversation_sums(rows))
+    kinds = {name: value for name, value in got.items() if "malformed" in name}
+    assert kinds == {"rollout/malformed_calls/bad_json": 2.0, "rollout/malformed_calls/unclosed": 1.0}
+    assert got["rollout/tool_calls_mean"] == 2.0
