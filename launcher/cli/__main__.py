@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "launch": ("train", runs.add_launch),
     "sft": ("fine-tune on conversations; or make the data and model of a preset", models.add_sft),
     "eval": ("mean reward of a model on the held-out tasks", runs.add_eval),
+    "model": ("import a model; what a model folder holds and needs", models.add_model_commands),
     "reward-model": ("train a reward model on preference pairs", models.add_reward_model),
     "config": ("list, show and explain configs", configs.add_config_commands),
     "data": ("make and inspect data sets", configs.add_data_commands),

@@ -1,4 +1,4 @@
-"""``rl-async sft``, ``reward-model`` and ``export``: commands that write a model."""
+"""``rl-async sft``, ``reward-model``, ``export`` and ``model``: commands that write or describe a model."""
 
 import argparse
 import json
@@ -109,4 +109,39 @@ def _export(arguments: argparse.Namespace) -> int:
 
     step = export(arguments.run, arguments.out, arguments.step, "critic" if arguments.critic else ".")
     print(f"wrote {arguments.out} from the checkpoint after step {step}")
+    return 0
+
+
+def add_model_commands(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    reader = commands.add_parser("import", help="write a model as a folder of safetensors, tokenizer and chat template")
+    reader.add_argument("source", metavar="SOURCE", help="a GGUF file, package:NAME with one, or OWNER/NAME[@REVISION]")
+    reader.add_argument("folder", type=Path, metavar="DIR", help="folder to write, which must not exist")
+    reader.set_defaults(command=_import)
+    info = commands.add_parser("info", help="architecture, chat format, what trains and serves it, memory")
+    info.add_argument("model", metavar="DIR", help="folder, or what `model import` takes")
+    info.add_argument("--config", metavar="NAME|PATH", help="a preset or a YAML file, to size the memory")
+    add_overrides(info)
+    info.set_defaults(command=_info)
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    from rl_async.launcher.sources.importing import import_model
+
+    import_model(arguments.source, arguments.folder)
+    print(f"wrote {arguments.folder}; `rl-async model info {arguments.folder}` describes it")
+    return 0
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    from rl_async.configs.load.loader import load_config
+    from rl_async.launcher.plan.artifacts import check_model_folder
+    from rl_async.launcher.sources.fetch import model_folder
+    from rl_async.launcher.sources.info import describe
+
+    folder = model_folder(arguments.model, "DIR")
+    check_model_folder(folder, "DIR")
+    paths = [f"model.path={json.dumps(str(folder))}", *([] if arguments.config else ["data.path=none"])]
+    for line in describe(folder, load_config(arguments.config, [*arguments.overrides, *paths])):
+        print(line)
     return 0

@@ -14,25 +14,18 @@ from torch import Tensor, nn
 
 from rl_async.errors import UserError
 from rl_async.rollout_server.embedded.cache import SlotCache
+from rl_async.rollout_server.embedded.families import ROPES, SERVED, why_not_served
 from rl_async.rollout_server.embedded.sampler import Sampler
 from rl_async.rollout_server.embedded.sequence import Sequence
 
 PREFILL_TOKENS = 32_768  # padded tokens per prefill pass
-SERVED = ("llama", "qwen2", "qwen3")  # whose log-probabilities are the log-softmax of lm_head(model(...))
-ROPES = ("default", "linear", "llama3", "yarn")  # others depend on the longest sequence of the batch
 
 
 def _check_served(model: nn.Module) -> None:
     """Raise UserError for a model whose batched results would differ from a plain forward pass."""
     config: Any = model.config
-    found = None
-    if config.model_type not in SERVED:
-        found = f"model type {config.model_type!r}"
-    elif kinds := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
-        found = f"layers of kind {', '.join(sorted(kinds))}"
-    elif (rope := (config.rope_parameters or {}).get("rope_type", "default")) not in ROPES:
-        found = f"rotary embedding {rope!r}"
-    elif config._attn_implementation != "sdpa":
+    found = why_not_served(config)
+    if found is None and config._attn_implementation != "sdpa":
         found = f"attn_implementation {config._attn_implementation!r}"
     if found is not None:
         raise UserError(

@@ -11,11 +11,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rl_async.errors import UserError
 from rl_async.trainer.backends.megatron.attention import PackedAttention
+from rl_async.trainer.backends.megatron.families import is_llama3, why_unsupported
 from rl_async.trainer.backends.megatron.mapping import Shape, padded_vocab
 from rl_async.trainer.backends.megatron.parallel import Parallel
-
-FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 does not define this name without Transformer Engine
     moe_utils.te_general_gemm = None
@@ -23,7 +21,7 @@ if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 does not define this nam
 
 def shape_of(hf: Any, path: str) -> Shape:
     """Read the model's dimensions from a Hugging Face config. Raises UserError for a feature not supported here."""
-    problem = _unsupported(hf)
+    problem = why_unsupported(hf)
     if problem is not None:
         raise UserError(f"model.path: {path} {problem}, which trainer.backend=megatron does not support; use fsdp2")
     return Shape(
@@ -37,26 +35,6 @@ def shape_of(hf: Any, path: str) -> Shape:
         qkv_bias=hf.model_type == "qwen2",
         experts=hf.num_experts if hf.model_type == "qwen3_moe" else 0,
     )
-
-
-def _unsupported(hf: Any) -> str | None:
-    """Return the first feature of the model that is not supported here; None if there is none."""
-    if hf.model_type not in FAMILIES:
-        return f"is of the family {hf.model_type!r}, not of {', '.join(FAMILIES)}"
-    rope, moe = hf.rope_parameters, hf.model_type == "qwen3_moe"
-    problems = {
-        f"has the activation {hf.hidden_act!r}": hf.hidden_act != "silu",
-        "has biases in attention or MLP": bool(getattr(hf, "attention_bias", False) or getattr(hf, "mlp_bias", False)),
-        "has a sliding window": bool(getattr(hf, "use_sliding_window", False)),
-        "mixes dense and sparse layers": moe and bool(hf.mlp_only_layers or hf.decoder_sparse_step != 1),
-        f"scales its rotary embedding as {rope}": rope["rope_type"] != "default" and not _is_llama3(rope),
-    }
-    return next((problem for problem, found in problems.items() if found), None)
-
-
-def _is_llama3(rope: dict[str, Any]) -> bool:
-    """Return whether this is the scaling of Llama 3.1 and later, whose other constants are built into Megatron-Core."""
-    return rope["rope_type"] == "llama3" and all(rope[key] == value for key, value in LLAMA3_ROPE.items())
 
 
 def require_divisible(shape: Shape, parallel: Parallel) -> None:
@@ -143,7 +121,7 @@ def build_chunks(hf: Any, shape: Shape, config: TransformerConfig, parallel: Par
             share_embeddings_and_output_weights=shape.tied,
             position_embedding_type="rope",
             rotary_base=rope["rope_theta"],
-            rope_scaling=_is_llama3(rope),
+            rope_scaling=is_llama3(rope),
             rope_scaling_factor=rope.get("factor", 1.0),
             vp_stage=chunk if last else None,
         )
