@@ -41,6 +41,9 @@ class WarmStartConfig(Config, frozen=True):
     """Trains a tokenizer and a tiny model on demonstrations, until greedy reward reaches ``gate``."""
 
     demos_path: Annotated[str, doc("Demonstrations: a `messages` column of chat messages.")]
+    out: Annotated[
+        str, doc("Folder of the model that it makes if model.path is the same and missing; empty: makes none.")
+    ] = ""
     learning_rate: Annotated[
         float, Meta(gt=0, description="Of AdamW after 30 steps of warm-up; halved when greedy reward stops rising.")
     ] = 3e-3

@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 
 from rl_async.configs.derived.data import GENERATED_PREFIX, files_of
+from rl_async.configs.derived.models import warm_start_of
 from rl_async.configs.schema.finetune import WarmStartConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import DataError, UserError
+from rl_async.errors import ConfigError, DataError, UserError
 from rl_async.launcher.plan.planning import serves_reward_model
 
 SFT_FILE = "sft.json"  # in a model folder that a warm start made
@@ -50,29 +51,35 @@ def needs_data(config: RunConfig) -> bool:
 
 def needs_model(config: RunConfig) -> bool:
     """Whether the warm start must still be done. Raises UserError if the model at ``model.path`` cannot be used."""
-    path = Path(config.model.path)
+    path, makes = Path(config.model.path), warm_start_of(config)
     if not path.exists():
-        if config.warm_start is None:
-            raise UserError(
-                f"model.path: no folder {path}; give the folder of a Hugging Face model, an id of the Hub (OWNER/NAME) "
-                "or a GGUF file, or set warm_start.demos_path to warm up a tiny one"
-            )
+        if makes is None:
+            raise ConfigError(_no_model(config))
         if Path(config.launcher.run_dir).resolve() in path.resolve().parents:
             raise UserError(f"model.path: no folder {path}; models are not made in a folder of runs")
         return True
     check_model_folder(path, "model.path")
     record = path / SFT_FILE
-    if config.warm_start is not None and record.is_file():
+    if makes is not None and record.is_file():
         try:
             made_with = json.loads(record.read_text())["fingerprint"]
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"model.path: {record} cannot be read ({error}); delete {path} to make it again") from error
-        if made_with != fingerprint(config.warm_start):
+        if made_with != fingerprint(makes):
             raise UserError(
                 f"model.path: {path} was made with other settings of warm_start; delete it, or choose another "
                 "model.path"
             )
     return False
+
+
+def _no_model(config: RunConfig) -> str:
+    path, settings = config.model.path, config.warm_start
+    text = f"model.path: no folder {path}; give the folder of a Hugging Face model, an id of the Hub (OWNER/NAME) or a "
+    if settings is None:
+        return text + "GGUF file, or set warm_start.demos_path and warm_start.out to warm up a tiny one"
+    made = f"makes a model at {settings.out} only" if settings.out else "makes no model without warm_start.out"
+    return text + f"GGUF file. The warm start {made}; set warm_start.out={path} for one there"
 
 
 def _check_reward_model(config: RunConfig, warm_start: bool) -> None:
@@ -87,8 +94,10 @@ def _check_reward_model(config: RunConfig, warm_start: bool) -> None:
 
 
 def fingerprint(settings: WarmStartConfig) -> str:
-    """Return a hash of the settings of the warm start, to tell with which a model was made."""
-    return hashlib.sha256(msgspec.json.encode(settings, order="sorted")).hexdigest()[:16]
+    """Return a hash of the settings of the warm start, to tell with which a model was made, wherever it is."""
+    values = msgspec.to_builtins(settings)
+    del values["out"]
+    return hashlib.sha256(msgspec.json.encode(values, order="sorted")).hexdigest()[:16]
 
 
 def _data_files(config: RunConfig) -> Iterator[tuple[str, Path]]:
@@ -98,8 +107,8 @@ def _data_files(config: RunConfig) -> Iterator[tuple[str, Path]]:
     named = [("data.path", source) for source in sources]
     if data.eval_path is not None:
         named.append(("data.eval_path", data.eval_path))
-    if config.warm_start is not None and not Path(config.model.path).exists():
-        named.append(("warm_start.demos_path", config.warm_start.demos_path))
+    if (makes := warm_start_of(config)) and not Path(config.model.path).exists():
+        named.append(("warm_start.demos_path", makes.demos_path))
     for key, path in named:
         if path.startswith(GENERATED_PREFIX):
             continue

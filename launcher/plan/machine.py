@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from rl_async.configs.derived.engines import engine_kinds, engine_traits
+from rl_async.configs.derived.models import warm_start_of
 from rl_async.configs.engines import ENGINES
 from rl_async.configs.engines.traits import Experts
 from rl_async.configs.schema.reward import RewardConfig
@@ -119,7 +120,8 @@ def check_sharing(config: RunConfig) -> None:
     file, ranks = Path(config.model.path) / "config.json", config.trainer.sequence_parallel
     if ranks == 1:
         return
-    shape = tiny_shape(config.warm_start) | {"model_type": "qwen3"} if config.warm_start else {}
+    makes = warm_start_of(config)
+    shape = tiny_shape(makes) | {"model_type": "qwen3"} if makes else {}
     if file.is_file():
         shape = json.loads(file.read_text())
     if {"model_type", "num_attention_heads"} <= shape.keys() and (

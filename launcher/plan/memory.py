@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_async.configs.checks.megatron import data_parallel
+from rl_async.configs.derived.models import warm_start_of
 from rl_async.configs.schema.finetune import WarmStartConfig
 from rl_async.configs.schema.reward import RewardModelConfig
 from rl_async.configs.schema.run import RunConfig
@@ -62,12 +63,13 @@ def _policy_size(config: RunConfig) -> ModelSize | None:
     folder = Path(config.model.path)
     if (folder / "config.json").is_file():
         return _read_size("model.path", folder)
-    if config.warm_start is None:
+    makes = warm_start_of(config)
+    if makes is None:
         return None
     return size_of(
         {
-            **tiny_shape(config.warm_start),
-            "vocab_size": config.warm_start.vocab_size,
+            **tiny_shape(makes),
+            "vocab_size": makes.vocab_size,
             "tie_word_embeddings": True,
         }
     )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rl_async.configs.derived.models import warm_start_of
 from rl_async.configs.derived.queue import is_encrypted
 from rl_async.configs.derived.transport import Transport, resolve_transport
 from rl_async.configs.schema.run import RunConfig
@@ -130,7 +131,7 @@ def _socket_file(run_dir: Path, name: str) -> str:
 
 
 def _prepare(config: RunConfig, run_dir: Path) -> ProcessSpec | None:
-    if config.data.make is None and config.warm_start is None:
+    if config.data.make is None and warm_start_of(config) is None:
         return None
     argv = module("launcher.runs.prepare", "--config", str(run_dir / "config.yaml"))
     return ProcessSpec(name="prepare", role="prepare", argv=argv, env=environment(config, "prepare"))

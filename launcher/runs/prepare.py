@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from rl_async.configs.derived.models import warm_start_of
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.artifacts import needs_data, needs_model
@@ -28,8 +29,9 @@ def prepare(config: RunConfig, report: Report) -> None:
     if needs_model(config):
         from rl_async.launcher.runs.tiny_model import make_model
 
-        assert config.warm_start is not None
-        make_model(config, config.warm_start, report)
+        makes = warm_start_of(config)
+        assert makes is not None
+        make_model(config, makes, report)
         needs_model(config)
 
 

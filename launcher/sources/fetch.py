@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from rl_async.configs.derived.data import GENERATED_PREFIX, files_of
+from rl_async.configs.derived.models import warm_start_of
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError
 from rl_async.launcher.sources import hub
@@ -33,7 +34,7 @@ def fetch_sources(config: RunConfig, snapshot: Snapshot = hub.snapshot) -> RunCo
 
     def change(key: str, kind: Kind, source: str) -> str:
         if kind == "model":
-            return source if config.warm_start and key == "model.path" else str(model_folder(source, key, snapshot))
+            return source if key == "model.path" and warm_start_of(config) else str(model_folder(source, key, snapshot))
         return source if config.data.make else data_files(source, key, snapshot)
 
     return _changed(config, change)

@@ -34,7 +34,10 @@ def test_data_and_model_are_made_once_and_whole(tmp_path: Path) -> None:
     assert [path.name for path in model.parent.iterdir() if path.name.startswith(".")] == []
     paths = [
         f"{key}={tmp_path}/artifacts/calculator/{name}"
-        for key, name in (("model.path", "model"), ("data.path", "train.parquet"), ("data.eval_path", "test.parquet"))
+        for key, name in (
+            *(("model.path", "model"), ("warm_start.out", "model")),
+            *(("data.path", "train.parquet"), ("data.eval_path", "test.parquet")),
+        )
     ]
     assert not needs_preparation(
         load_config(

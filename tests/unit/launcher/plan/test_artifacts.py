@@ -7,8 +7,9 @@ import pytest
 
 from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import DataError, UserError
+from rl_async.errors import ConfigError, DataError, UserError
 from rl_async.launcher.plan.artifacts import SFT_FILE, fingerprint, needs_data, needs_model, needs_preparation
+from rl_async.launcher.plan.memory import model_size
 
 
 def config(root: Path, *overrides: str) -> RunConfig:
@@ -17,6 +18,7 @@ def config(root: Path, *overrides: str) -> RunConfig:
         f"data.path={root}/train.parquet",
         f"data.eval_path={root}/test.parquet",
         f"warm_start.demos_path={root}/demos.parquet",
+        f"warm_start.out={root}/model",
     ]
     return load_config("calculator", [*paths, *overrides])
 
@@ -75,6 +77,19 @@ def test_a_missing_model_without_warm_start_is_a_mistake(tmp_path: Path) -> None
         needs_model(config(tmp_path, "warm_start=null"))
 
 
+def test_a_mistyped_model_is_named_and_no_toy_made_in_its_place(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    typo = config(tmp_path, f"model.path={tmp_path}/modle")
+    with pytest.raises(ConfigError, match=r"model\.path: .*modle.*warm_start\.out"):
+        needs_preparation(typo)
+    assert model_size(typo) is None
+    without = config(tmp_path, "warm_start.out=''")  # as in the config of a run that is older than this key
+    with pytest.raises(ConfigError, match=r"model\.path.*warm_start\.out"):
+        needs_preparation(without)
+    write_model(tmp_path)
+    assert not needs_preparation(without)
+
+
 @pytest.mark.parametrize(
     ("left_out", "named"),
     [("config.json", r"no config\.json"), ("tokenizer.json", "no tokenizer"), ("model.safetensors", "no weights")],
@@ -119,6 +134,9 @@ def test_a_model_of_other_warm_start_settings_is_not_taken(tmp_path: Path) -> No
     assert not needs_model(here)
     with pytest.raises(UserError, match="warm_start"):
         needs_model(config(tmp_path, "warm_start.seed=5"))
+    elsewhere = (tmp_path / "model").rename(tmp_path / "moved")
+    assert not needs_model(config(tmp_path, f"model.path={elsewhere}", f"warm_start.out={elsewhere}"))
+    elsewhere.rename(tmp_path / "model")
     record.write_text("torn")
     with pytest.raises(UserError, match=r"model\.path: .*sft\.json"):
         needs_model(here)

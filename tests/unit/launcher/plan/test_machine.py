@@ -119,7 +119,7 @@ def test_kernels_must_be_installed_where_there_is_a_gpu(
 
 
 def test_rows_that_ranks_cannot_share_are_refused_before_anything_starts(tmp_path: Path) -> None:
-    warm = ["model.path=none", "trainer.ranks=3", "trainer.sequence_parallel=3"]
+    warm = ["model.path=none", "warm_start.out=none", "trainer.ranks=3", "trainer.sequence_parallel=3"]
     with pytest.raises(UserError, match=r"sequence_parallel=3 .*model\.path=none: .*its 4 attention heads"):
         check_sharing(load_config("calculator", warm))
     config = load_config("calculator", [f"model.path={tmp_path}", "trainer.ranks=2", "trainer.sequence_parallel=2"])

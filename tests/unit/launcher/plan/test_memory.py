@@ -44,7 +44,7 @@ def test_no_model_folder_and_no_warm_start_is_unknown(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_yet_to_be_made_has_the_size_in_the_config(tmp_path: Path) -> None:
-    size = model_size(load_config("calculator", [f"model.path={tmp_path}/none"]))
+    size = model_size(load_config("calculator", [f"model.path={tmp_path}/none", f"warm_start.out={tmp_path}/none"]))
     assert size is not None
     assert 50_000 < size.parameters < 500_000
 

@@ -71,7 +71,7 @@ def test_ids_become_folders_and_paths_stay(tmp_path: Path) -> None:
 
 
 def test_what_a_preset_makes_is_not_looked_for() -> None:
-    given = load_config("calculator", ["model.path=made/here", "data.path=made/data"])
+    given = load_config("calculator", ["model.path=made/here", "warm_start.out=made/here", "data.path=made/data"])
     assert fetch_sources(given, FakeHub(Path("nowhere"))) == given
 
 
