@@ -1,6 +1,7 @@
 """The processes that a launcher keeps: started, restarted with a backoff, listed in a file, ended on a signal."""
 
 import asyncio
+import errno
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -12,10 +13,12 @@ from rl_async.errors import EXIT_FAILED, EXIT_USER
 from rl_async.launcher.plan.spec import ProcessSpec
 from rl_async.launcher.supervise.executor import Executor
 from rl_async.launcher.supervise.process import Process, describe_exit, failure
-from rl_async.launcher.supervise.roster import ProcessState, Roster
+from rl_async.launcher.supervise.roster import FILE, ProcessState, Roster
 
 FIRST_BACKOFF_S = 0.2
 LONGEST_BACKOFF_S = 5.0
+ROSTER_AGAIN_S = 1.0
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 log = logging.getLogger("rl_async.launcher")
@@ -45,6 +48,7 @@ class Children:
         self.states = {spec.name: ProcessState(spec.name, "waiting") for spec in lasting}
         self._newest: dict[str, Process] = {}
         self._roster = Roster(folder)
+        self._roster_again: asyncio.TimerHandle | None = None
         self._on_stop = on_stop
         self._signals: list[int] = []
         self._signalled = asyncio.Event()
@@ -60,6 +64,8 @@ class Children:
     ) -> None:
         for number in SIGNALS:
             asyncio.get_running_loop().remove_signal_handler(number)
+        if self._roster_again is not None:
+            self._roster_again.cancel()
         self._kill_now()
         self.executor.close()
 
@@ -184,8 +190,19 @@ class Children:
             self.write_roster()
 
     def write_roster(self) -> None:
-        """Bring ``processes.json`` up to date."""
-        self._roster.write(self.states)
+        """Bring ``processes.json`` up to date. While there is no room for it, that is logged and tried again.
+
+        The file only shows others what this process knows: a run does not end because it is old for a while.
+        """
+        if self._roster_again is not None:
+            self._roster_again.cancel()
+        try:
+            self._roster.write(self.states)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            log.warning("%s: %s; trying again", error.filename or FILE, error.strerror)
+            self._roster_again = asyncio.get_running_loop().call_later(ROSTER_AGAIN_S, self.write_roster)
 
     async def _watch_signals(self) -> None:
         await self._signalled.wait()

@@ -26,7 +26,7 @@ from tests.chaos.host.whole_run import EXPECTED, KINDS, ROOT, Fault, Kind, Whole
 
 PROGRESS_S = 300.0  # within which a step must be trained, whatever happens
 BETWEEN_S = 2.0  # at most, from one fault to the next
-STORM = 6  # faults at most between two steps, so that each strikes a run that works
+STORM = 12  # faults at most between two steps, so that most strike a run that works
 NO_NAMESPACES = ("kill", "freeze", "clock")  # kinds of faults that need none
 RUN_KINDS = (Kind(True, True), Kind(False, True), Kind(True, False), Kind(False, False))  # in turn
 
@@ -36,7 +36,10 @@ def one_run(run: WholeRun, faults: list[Fault], rng: random.Random) -> list[Faul
     struck: list[Fault] = []
     before, since, next_fault, in_a_row = 0, (began := time.monotonic()), 0.0, 0
     while (code := run.exit()) != 0:
-        if code is not None:
+        if code is not None and run.lacked_room() and any(fault.kind == "full" for fault in struck):
+            print(f"{run.name} {time.monotonic() - began:6.1f} s: its launcher ended, since the disk was full; resumed")
+            run.resume()
+        elif code is not None:
             sys.exit(f"{run.name} ended with {code} after {struck[-3:]}; see {run.log}")
         run.tend()
         time.sleep(0.05)

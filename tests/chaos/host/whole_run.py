@@ -1,5 +1,6 @@
 """One run with its launcher, its Redis server, its disks, clocks, namespaces and agent program, and what strikes it."""
 
+import errno
 import json
 import os
 import random
@@ -25,6 +26,8 @@ BRIEF_S, LONG_S, LONG_SHARE = 2.0, (8.5, 13.0), 0.15  # of a freeze, of lost pac
 FULL_S, FULL_LONG_S = 1.5, (3.0, 8.0)
 SILENT_S = 1.0  # at most, until Redis is started again
 LOSSES = (30, 100)  # percent
+LAST_WORDS = 2000  # bytes
+NO_ROOM = os.strerror(errno.ENOSPC).encode()
 RUN_MB, REDIS_MB = 256, 64
 REDIS_PORT = 6400
 ROLES = ("queue", "shard", "engine", "worker", "gateway", "trainer", "launcher", "redis")
@@ -102,6 +105,7 @@ class WholeRun:
             self._disks[REDIS_FOLDER] = SmallDisk(self._redis_home, REDIS_MB)
         self._here = [name for role, names in NAMES.items() if kind.allows(Fault(role, "kill")) for name in names]
         self._network = Network([name for name in self._here if name != "launcher"]) if kind.network else None
+        self._log_starts: dict[Path, int] = {}
         self._redis: subprocess.Popen[bytes] | None = None
         self._program: subprocess.Popen[bytes] | None = None
         self._prepared = home / "artifacts"
@@ -121,6 +125,7 @@ class WholeRun:
         place = self._place(name)
         environment = os.environ | place.environment | {"PYTHONPATH": str(ROOT)}
         with log.open("ab") as output:
+            self._log_starts[log] = output.tell()
             return subprocess.Popen(
                 [*place.before, *command], cwd=self.home, env=environment, stdout=output, stderr=output
             )
@@ -176,6 +181,10 @@ class WholeRun:
     def exit(self) -> int | None:
         """Return the launcher's exit code, or None while it runs."""
         return self._launcher.poll()
+
+    def lacked_room(self) -> bool:
+        """Whether the last words of the launcher that ended were that the disk was full."""
+        return NO_ROOM in self.log.read_bytes()[self._log_starts[self.log] :][-LAST_WORDS:]
 
     def steps(self) -> int:
         """Return how many lines of metrics there are, in all lineages."""
