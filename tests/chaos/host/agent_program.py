@@ -1,15 +1,17 @@
 """An agent program: plays episodes of one answer through a run's gateway, until the run is over. ``URL`` is its
 argument."""
 
+import http.client
 import json
 import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
-from rl_async.agent_loop.gateway.client import Gateway, RemoteEpisode
+from rl_async.agent_loop.gateway.client import Gateway, GatewayError, RemoteEpisode
 from rl_async.process.http_auth import bearer
 
-ANSWER_S = 60.0
+ANSWER_S = 20.0
 
 
 def play(episode: RemoteEpisode) -> None:
@@ -20,16 +22,16 @@ def play(episode: RemoteEpisode) -> None:
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
             answer.read()
-    except OSError as error:  # refused, or the gateway was struck
-        episode.fail(str(error))
-    else:
         episode.score()
+    except (OSError, http.client.HTTPException) as error:  # refused, or the gateway was struck
+        episode.fail(str(error))
 
 
 def work(url: str) -> None:
     """Play one episode after another."""
     for episode in Gateway(url, wait_s=5).episodes():
-        play(episode)
+        with suppress(GatewayError):  # it has lost its queue and ends; the episode is handed out again
+            play(episode)
 
 
 if __name__ == "__main__":
