@@ -6,11 +6,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
 from rl_async.configs.derived.rewards import unbounded
-from rl_async.configs.schema.reward import RewardConfig
+from rl_async.configs.schema.reward import Extraction, RewardConfig
 from rl_async.messages import Task, Trajectory
 from rl_async.process.http_auth import run_token
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed, to_score
+from rl_async.reward_loop.extraction import extract
 from rl_async.reward_loop.limits import MINUTE_S, RateLimit
 from rl_async.reward_loop.process_pool import ProcessPool
 from rl_async.reward_loop.scorers.judge import Judge
@@ -31,7 +34,7 @@ class RewardService:
     def __init__(self, config: RewardConfig, *, model_url: str = "", folder: Path | None = None) -> None:
         self._config = config
         self._models = _models(config, model_url, folder)
-        self._terms = [(self._spec(term.name), term.weight) for term in config.functions]
+        self._terms = [(self._spec(term.name), term) for term in config.functions]
         blocking = [spec.name for spec, _ in self._terms if spec.place == "process"]
         self._pool = ProcessPool(blocking, config.processes, config.process_bytes)
         self._slots = asyncio.Semaphore(config.max_concurrent)
@@ -56,14 +59,14 @@ class RewardService:
         """
         began = time.monotonic()
         conversation = as_conversation(task, trajectory)
-        outcomes = await asyncio.gather(*(self._term(spec, conversation) for spec, _ in self._terms))
+        outcomes = await asyncio.gather(*(self._extracted(spec, t.extract, conversation) for spec, t in self._terms))
         reward, errors, limit = 0.0, list[str](), self._config.limit
-        for (spec, weight), outcome in zip(self._terms, outcomes):
+        for (spec, term), outcome in zip(self._terms, outcomes):
             problem = outcome if isinstance(outcome, str) else unbounded({"its score": outcome.value}, limit)
             if isinstance(outcome, str) or problem:
                 errors.append(f"reward {spec.name}: {problem}")
                 continue
-            reward += weight * outcome.value
+            reward += term.weight * outcome.value
             trajectory.reward_parts[spec.name] = outcome.value
             for key, value in outcome.extra.items():
                 trajectory.reward_parts[f"{spec.name}/{key}"] = value
@@ -78,6 +81,19 @@ class RewardService:
     def _spec(self, name: str) -> ScorerSpec:
         model = self._models.get(name)
         return get_scorer(name) if model is None else ScorerSpec(name, model.score, "served")
+
+    async def _extracted(self, spec: ScorerSpec, chain: Extraction, conversation: Conversation) -> Score | str:
+        """Score the part of the last answer that ``chain`` finds; 0 if it finds nothing, and the scorer is not asked.
+
+        Whether something was found is recorded beside the score.
+        """
+        if not chain:
+            return await self._term(spec, conversation)
+        found = extract(conversation.solution_str, chain)
+        if found is None:
+            return Score(0.0, {"extracted": 0.0})
+        outcome = await self._term(spec, msgspec.structs.replace(conversation, solution_str=found))
+        return outcome if isinstance(outcome, str) else Score(outcome.value, outcome.extra | {"extracted": 1.0})
 
     async def _term(self, spec: ScorerSpec, conversation: Conversation) -> Score | str:
         """Return one part of the reward, or the error as text."""

@@ -73,9 +73,23 @@ class JudgeConfig(Config, frozen=True):
     ] = "disk"
 
 
+# How answers are found (reward_loop/extraction.py); a regular expression follows REGEX.
+EXTRACTIONS = ("last_number", "boxed", "answer_tag")
+REGEX = "regex:"
+Extraction = tuple[str | tuple[str, ...], ...]  # steps; a step of several names takes the first that finds something
+
+
 class RewardTerm(Config, frozen=True):
     name: Annotated[str, doc("exact_answer, math, reasoning_gym, reward_model, judge, or your own as path.py:name.")]
     weight: Annotated[float, doc("Factor of this part in the reward.")] = 1.0
+    extract: Annotated[
+        Extraction,
+        doc(
+            "What the scorer gets of the last answer: steps last_number, boxed (LaTeX), answer_tag (<answer>) or "
+            "regex:PATTERN, one after another; a list as a step takes the first that finds something, e.g. [[boxed, "
+            "answer_tag], last_number]. If nothing is found, this part of the reward is 0."
+        ),
+    ] = ()
 
 
 class RewardConfig(Config, frozen=True):

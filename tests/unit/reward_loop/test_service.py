@@ -224,3 +224,16 @@ async def test_no_more_scorings_at_once_than_allowed(tmp_path: Path) -> None:
     async with RewardService(config(f"{module}:count", max_concurrent=3)) as service:
         scored = await asyncio.gather(*(score(service, "x") for _ in range(12)))
     assert max(one.reward for one in scored) == 3.0
+
+
+async def test_a_scorer_gets_what_was_extracted_and_nothing_found_is_worth_nothing() -> None:
+    chain = ("answer_tag", "last_number")
+    terms = (RewardTerm(name="exact_answer", extract=chain), RewardTerm(name=user("judge"), weight=0.5))
+    async with RewardService(RewardConfig(functions=terms)) as service:
+        found = await score(service, "40 + 2 is <answer>it is 42.0</answer>")
+        lost = await score(service, "it is 42")
+        failed = await score(service, "")
+    assert (found.reward_parts["exact_answer"], found.reward_parts["exact_answer/extracted"]) == (1.0, 1.0)
+    assert (lost.reward_parts["exact_answer"], lost.reward_parts["exact_answer/extracted"]) == (0.0, 0.0)
+    assert (found.reward, lost.reward, failed.reward) == (1.25, 0.25, 0.0)
+    assert found.scored and lost.scored and failed.scored

@@ -1,0 +1,99 @@
+"""Finds the answer in what a model said, before a scorer compares it: steps of a chain, each a rule of its own.
+
+A chain is what ``reward.functions[].extract`` holds: every step works on what the step before found, and a step of
+several names takes the first that finds something. To add a rule, write its function here and add it to `RULES` and to
+``EXTRACTIONS`` in `configs/schema/reward.py`.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from rl_async.configs.schema.reward import REGEX, Extraction
+
+LONGEST = 20_000  # characters that a rule looks at, from the end: a pattern may take long on a long text
+
+_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
+_BOX = re.compile(r"\\boxed\s*\{")
+
+
+class Found(NamedTuple):
+    """One step: the rule that found something, or all that were tried, and what it found; None: nothing."""
+
+    rule: str
+    text: str | None
+
+
+def last_number(text: str) -> str | None:
+    """Return the last number, as digits: without thousands separators and without zeros that say nothing."""
+    found = _NUMBER.findall(text)
+    if not found:
+        return None
+    whole, _, decimals = found[-1].lstrip("-").replace(",", "").partition(".")
+    whole, decimals = whole.lstrip("0") or "0", decimals.rstrip("0")
+    number = f"{whole}.{decimals}" if decimals else whole
+    return f"-{number}" if found[-1].startswith("-") and number != "0" else number
+
+
+def boxed(text: str) -> str | None:
+    r"""Return what stands in the last ``\boxed{...}`` whose braces are closed."""
+    for opening in reversed(list(_BOX.finditer(text))):
+        depth = 1
+        for place in range(opening.end(), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[place], 0)
+            if depth == 0:
+                return text[opening.end() : place].strip()
+    return None
+
+
+def answer_tag(text: str) -> str | None:
+    """Return what stands in the last pair of ``<answer>`` tags."""
+    found = _TAG.findall(text)
+    return found[-1].strip() if found else None
+
+
+def _pattern(rule: str) -> Callable[[str], str | None]:
+    """Return the rule of a regular expression: the last match's first group that matched, or the whole match."""
+    pattern = re.compile(rule.removeprefix(REGEX), re.DOTALL | re.MULTILINE)
+
+    def find(text: str) -> str | None:
+        matches = list(pattern.finditer(text))
+        if not matches:
+            return None
+        groups = [group for group in matches[-1].groups() if group is not None]
+        return (groups[0] if groups else matches[-1][0]).strip()
+
+    return find
+
+
+RULES: Mapping[str, Callable[[str], str | None]] = {
+    "last_number": last_number,
+    "boxed": boxed,
+    "answer_tag": answer_tag,
+}
+
+
+def trace(text: str, chain: Extraction) -> list[Found]:
+    """Apply a chain to a text; return every step until one finds nothing."""
+    steps: list[Found] = []
+    for step in chain:
+        names = (step,) if isinstance(step, str) else step
+        steps.append(_first(names, text[-LONGEST:]))
+        if (found := steps[-1].text) is None:
+            break
+        text = found
+    return steps
+
+
+def extract(text: str, chain: Extraction) -> str | None:
+    """Return what a chain finds in a text; None if a step finds nothing. An empty chain finds the whole text."""
+    return trace(text, chain)[-1].text if chain else text
+
+
+def _first(names: Sequence[str], text: str) -> Found:
+    for name in names:
+        rule = _pattern(name) if name.startswith(REGEX) else RULES[name]
+        if (found := rule(text)) is not None:
+            return Found(name, found)
+    return Found(" or ".join(names), None)

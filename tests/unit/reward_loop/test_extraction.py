@@ -1,0 +1,87 @@
+"""Answers are found where people write them, and a chain says which step found what."""
+
+import pytest
+
+from rl_async.configs.checks.rules import check
+from rl_async.configs.load.loader import load_config
+from rl_async.configs.schema.reward import EXTRACTIONS
+from rl_async.errors import ConfigError
+from rl_async.reward_loop.extraction import RULES, Found, extract, trace
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("3 + 4 = 7", "7"),
+        ("The answer is 7.", "7"),
+        ("it costs $1,234.50, sir", "1234.5"),
+        ("12,34", "34"),
+        ("x = -3", "-3"),
+        ("-3", "-3"),
+        ("10-3", "3"),
+        ("(2)-5", "5"),
+        ("72.00", "72"),
+        ("007", "7"),
+        ("0.5", "0.5"),
+        ("1000000000000000000000000000001", "1000000000000000000000000000001"),
+        ("100", "100"),
+        ("none", None),
+        ("", None),
+    ],
+)
+def test_the_last_number_is_found_and_written_plainly(text: str, expected: str | None) -> None:
+    assert extract(text, ("last_number",)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"so \boxed{7}", "7"),
+        (r"\boxed{1} then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed {x}", "x"),
+        (r"\boxed{1} and \boxed{2", "1"),
+        ("boxed{3}", None),
+    ],
+)
+def test_the_last_closed_box_is_found(text: str, expected: str | None) -> None:
+    assert extract(text, ("boxed",)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<answer>a</answer> no, <ANSWER>\n b \n</ANSWER>", "b"),
+        ("<answer>1<answer>2</answer>", "2"),
+        ("<answer>1", None),
+    ],
+)
+def test_the_last_pair_of_tags_is_found(text: str, expected: str | None) -> None:
+    assert extract(text, ("answer_tag",)) == expected
+
+
+def test_a_pattern_gives_its_group_of_the_last_match() -> None:
+    assert extract("A: 1\nA: 2\n", (r"regex:^A: (\d)$",)) == "2"
+    assert extract("yes or no", ("regex:yes|no",)) == "no"
+    assert extract("left", (r"regex:(right)|(left)",)) == "left"
+    assert extract("nothing", ("regex:x(y)",)) is None
+
+
+def test_a_chain_narrows_down_and_a_list_takes_the_first_that_finds_something() -> None:
+    chain = (("boxed", "answer_tag"), "last_number")
+    assert extract(r"5 steps: \boxed{x = 12} <answer>3</answer>", chain) == "12"
+    assert trace("<answer>3 apples</answer>, 4", chain) == [Found("answer_tag", "3 apples"), Found("last_number", "3")]
+    assert trace("just 4", chain) == [Found("boxed or answer_tag", None)]
+    assert extract("all of it", ()) == "all of it"
+
+
+def test_every_rule_of_the_config_exists() -> None:
+    assert tuple(RULES) == EXTRACTIONS
+
+
+@pytest.mark.parametrize(
+    ("extract", "named"),
+    [("[last_numbr]", "last_number"), ("['regex:(']", "regular expression"), ("[[boxd]]", "boxed")],
+)
+def test_a_mistake_in_the_config_is_named(extract: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=rf"reward\.functions: .*{named}"):
+        check(load_config("sort", [f"reward.functions=[{{name: exact_answer, extract: {extract}}}]"]))
