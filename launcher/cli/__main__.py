@@ -41,16 +41,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _print_error(str(error))
         return EXIT_USER
     except RlAsyncError as error:
-        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        _print_error(f"{type(error).__name__}: {error}")
         return 1
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the final flush does not fail again
         return 0
+
+
+def _print_error(text: str) -> None:
+    """Print an error, in which there may be lines of a log or of a data set."""
+    from rl_async.launcher.watch.terminal import printable
+
+    print(f"error: {printable(text)}", file=sys.stderr)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

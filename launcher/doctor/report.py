@@ -8,6 +8,7 @@ import msgspec
 from rl_async.launcher.doctor.diagnosis import Diagnosis, diagnose
 from rl_async.launcher.doctor.observation import Observation, ObservedProcess
 from rl_async.launcher.doctor.observe import observe
+from rl_async.launcher.watch.terminal import printable
 
 FILE = "doctor.txt"
 FRAMES = 6  # of a stack
@@ -32,12 +33,12 @@ def write_report(run: Path, why: str) -> str:
     seen = observe(run)
     verdict = diagnose(seen)
     with (run / FILE).open("a") as file:
-        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {why}\n{report(seen, verdict)}\n\n")
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {printable(why)}\n{report(seen, verdict)}\n\n")
     return "\n".join(verdict.findings)
 
 
 def report(seen: Observation, verdict: Diagnosis) -> str:
-    """Compose the whole report, with the verdict last so that it stands just above the prompt."""
+    """Compose the whole report for a terminal, with the verdict last so that it stands just above the prompt."""
     sections = [
         process_lines(seen),
         stage_lines(seen),
@@ -47,7 +48,7 @@ def report(seen: Observation, verdict: Diagnosis) -> str:
         [f"could not be observed: {line}" for line in seen.trouble],
         [f"verdict: {verdict.text}", *(f"    also: {line}" for line in verdict.findings[1:])],
     ]
-    return "\n".join(line for section in sections for line in section)
+    return printable("\n".join(line for section in sections for line in section))
 
 
 def process_lines(seen: Observation) -> list[str]:

@@ -17,6 +17,7 @@ from rl_async.launcher.runs.launch import EXIT_SIGNAL, announce, log_into, make_
 from rl_async.launcher.supervise.children import Interrupted
 from rl_async.launcher.supervise.executor import ThisMachine
 from rl_async.launcher.supervise.supervisor import Supervisor
+from rl_async.launcher.watch.terminal import say
 from rl_async.messages import EngineRecord, Reserved, Version
 from rl_async.process.http_auth import run_token
 from rl_async.process.private_folder import hold_private_folder
@@ -55,8 +56,8 @@ def evaluate(config: RunConfig, name_or_path: str) -> int:
         except Interrupted as interruption:
             return EXIT_SIGNAL + interruption.number
         for line in report_lines(evaluation.result):
-            console.print(line, markup=False, highlight=False)
-        console.print(f"run folder: {folder}", markup=False, highlight=False, soft_wrap=True)
+            say(console, line)
+        say(console, f"run folder: {folder}")
         return 0
 
     with hold(folder), hold_private_folder(folder):

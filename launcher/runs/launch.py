@@ -25,6 +25,7 @@ from rl_async.launcher.supervise.children import Interrupted
 from rl_async.launcher.supervise.executor import Executor, ThisMachine
 from rl_async.launcher.supervise.supervisor import Supervisor
 from rl_async.launcher.watch.stop_notice import StopNotice
+from rl_async.launcher.watch.terminal import say
 from rl_async.launcher.watch.view import View
 from rl_async.process.endpoints import write_endpoints
 from rl_async.process.http_auth import make_tokens, token_file
@@ -112,9 +113,7 @@ async def prepare(config: RunConfig, planned: Plan, supervisor: Supervisor, cons
     Raises ConfigError if the model cannot be told of the run's tools: engines would take minutes to start before that.
     """
     if planned.prepare is not None and needs_preparation(config):
-        await supervisor.run_once(
-            planned.prepare, lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
-        )
+        await supervisor.run_once(planned.prepare, lambda line: say(console, line))
     agent = config.agent
     if (agent.tools or agent.environment) and agent.unprinted_tools == "refuse" and Path(config.model.path).is_dir():
         from rl_async.agent_loop.chat_formats.registry import load_format  # imports Transformers, which takes seconds
@@ -128,7 +127,7 @@ def announce(config: RunConfig, folder: Path, executor: Executor, console: Conso
     write_endpoints(folder, places)
     if places.gateway:
         token = token_file(folder, "gateway")
-        console.print(f"gateway: {places.gateway} (token: {token})", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"gateway: {places.gateway} (token: {token})")
 
 
 async def _run(config: RunConfig, folder: Path, planned: Plan, executor: Executor) -> int:
@@ -142,12 +141,12 @@ async def _run(config: RunConfig, folder: Path, planned: Plan, executor: Executo
         keys, notice = client_keys(config, folder, "operator"), StopNotice(folder)
 
         def on_stop(number: int) -> None:
-            console.print(notice.text(number), markup=False, highlight=False, soft_wrap=True)
+            say(console, notice.text(number))
 
         with Supervisor(planned, executor, folder, keys, on_trouble, on_stop) as supervisor:
             await prepare(config, planned, supervisor, console)
             await supervisor.allocate()
-            console.print(f"run folder: {folder}", markup=False, highlight=False, soft_wrap=True)
+            say(console, f"run folder: {folder}")
             announce(config, folder, executor, console)
             view = View(config, folder, supervisor.states, supervisor.status, console)
             async with shown(view.run()):
@@ -174,8 +173,7 @@ async def _diagnose(folder: Path, why: str, console: Console) -> None:
         log.error("%s, and the diagnosis failed: %r", why, error)
         return
     log.warning("%s; %s", why, verdict)
-    text = f"{why}\n{verdict}\nthe whole diagnosis: {folder / DIAGNOSIS}"
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    say(console, f"{why}\n{verdict}\nthe whole diagnosis: {folder / DIAGNOSIS}")
 
 
 @asynccontextmanager
@@ -198,4 +196,4 @@ def _report_failure(task: "asyncio.Task[None]") -> None:
 
 def _print_summary(console: Console, view: View | None) -> None:
     if view is not None:
-        console.print(view.summary(), markup=False, highlight=False, soft_wrap=True)
+        say(console, view.summary())

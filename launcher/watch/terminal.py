@@ -2,6 +2,8 @@
 
 import re
 
+from rich.console import Console
+
 # Control characters but tab and line break, and those that change the direction of writing.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
@@ -9,3 +11,8 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u20
 def printable(text: str) -> str:
     """Return the text with control characters spelled out, such as ``\\x1b``."""
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def say(console: Console, text: str) -> None:
+    """Print lines of any origin as they are, but for their control characters."""
+    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)

@@ -59,6 +59,11 @@ def test_a_mistake_is_one_line_that_names_it_and_exit_code_2(
     assert named in only_error(capsys, *arguments)
 
 
+def test_an_error_spells_out_escape_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "\x1b" not in only_error(capsys, "config", "show", "\x1b[2Jpreset")
+    assert "\x1b" not in only_error(capsys, "audit", "\x1b[2Jrun")
+
+
 def test_no_run_folder_is_left_by_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     only_error(capsys, "launch", "--config", "calculator", "data.make=null")
     assert list(tmp_path.iterdir()) == []

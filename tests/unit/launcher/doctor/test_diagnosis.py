@@ -263,3 +263,9 @@ def test_the_report_ends_with_the_verdict() -> None:
     assert any(line.split() == ["leased", "12", "9.0", "s", "2/4", "agent-0-30-c0ffee"] for line in lines)
     assert "    all_reduce (torch/distributed/distributed_c10d.py:1)" in lines
     assert "engine-0: answers, version none yet, 4 requests (http://e)" in lines
+
+
+def test_escape_sequences_of_a_log_do_not_reach_the_terminal() -> None:
+    seen = run(process("worker-0", state="gone", exit=1, log_line="\x1b]0;owned\x07 boom"))
+    text = report(seen, diagnose(seen))
+    assert "boom" in text and not {"\x1b", "\x07"} & set(text)
