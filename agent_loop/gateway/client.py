@@ -55,7 +55,7 @@ class RemoteEpisode:
 
     def _end(self, body: dict[str, Any]) -> dict[str, Any]:
         status, answer = self.gateway.post(f"/episodes/{self.id}/reward", body)
-        if status == 404 or answer == FINISHED:  # it ended, or the gateway was restarted since
+        if status in (404, 503):  # it ended, or the gateway was restarted since, or has lost the queue and ends
             return {"accepted": False, "reason": "the episode has ended", "rows": 0, "reward": None}
         if status != 200:
             raise GatewayError(f"{status}: {answer}")

@@ -30,7 +30,7 @@ def play(episode: RemoteEpisode) -> None:
 def work(url: str) -> None:
     """Play one episode after another."""
     for episode in Gateway(url, wait_s=5).episodes():
-        with suppress(GatewayError):  # it has lost its queue and ends; the episode is handed out again
+        with suppress(GatewayError):  # of this episode; the next one may go well
             play(episode)
 
 

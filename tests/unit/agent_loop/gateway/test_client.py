@@ -56,3 +56,9 @@ def test_a_gateway_that_stays_away_in_the_middle_of_an_answer_has_ended(serve: C
     episodes = Gateway(serve(answer(TASK), answer(TASK)[:-1]), gone_s=0.0).episodes()
     assert next(episodes).id == "e"
     assert list(episodes) == []
+
+
+def test_an_episode_whose_gateway_has_lost_the_queue_is_over(serve: Callable[..., str]) -> None:
+    lost = answer(json.dumps({"error": {"code": "QueueLost"}}).encode(), "503 Service Unavailable")
+    episode = next(Gateway(serve(answer(TASK), lost)).episodes())
+    assert episode.score()["accepted"] is False
