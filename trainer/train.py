@@ -29,6 +29,7 @@ def train(run: Run) -> bool:
     published = Version(run.lineage, run.start_step)
     run.at(run.start_step, "starting")
     run.publisher.publish(published, models.policy)
+    run.started(published)
     run.stop.wait_for_step(True)
     for step in range(run.start_step, steps):
         began = time.perf_counter()

@@ -4,6 +4,7 @@
 calculator  one tool call, then the answer
 shop        look up a hidden price, compute with it, then the answer
 sort        sort digits, no tools
+sums        add two digits, in words that a pretrained model understands; no tools and no demonstrations
 
 The demonstrations teach the format of tool calls but are often wrong, so that a warm-started model knows how to act
 and reinforcement learning has something to improve.
@@ -38,18 +39,22 @@ class ToyTask(NamedTuple):
 
 
 class ToyTaskKind(NamedTuple):
-    """How to draw a task and a demonstration of it. ``agent`` is the name of its loop."""
+    """How to draw a task and a demonstration of it. ``agent`` is the name of its loop.
+
+    ``held_out``: held-out tasks, as many as leave enough others to train on.
+    """
 
     agent: str
     ability: str
     sample: Callable[[random.Random], ToyTask]
-    demonstrate: Callable[[ToyTask, random.Random], list[Message]]
+    demonstrate: Callable[[ToyTask, random.Random], list[Message]] | None
+    held_out: int = 256
 
 
 def make_data(
-    name: str, folder: str | Path, *, train: int = 4096, held_out: int = 256, demos: int = 16384, seed: int = 0
+    name: str, folder: str | Path, *, train: int = 4096, held_out: int = 0, demos: int = 16384, seed: int = 0
 ) -> None:
-    """Write ``train.parquet``, ``test.parquet`` and ``demos.parquet`` into ``folder``.
+    """Write ``train.parquet``, ``test.parquet`` and, if there are demonstrations, ``demos.parquet`` into ``folder``.
 
     No held-out prompt occurs among the training tasks or the demonstrations. The same arguments write the same data.
     Raises ConfigError for an unknown ``name``.
@@ -58,7 +63,7 @@ def make_data(
         raise ConfigError(f"no generator {name!r}; known: {', '.join(KINDS)}")
     kind = KINDS[name]
     random_source = random.Random(f"{name} {seed}")
-    test_samples = _held_out(kind, random_source, held_out)
+    test_samples = _held_out(kind, random_source, held_out or kind.held_out)
 
     def draw() -> ToyTask:
         while True:
@@ -68,7 +73,8 @@ def make_data(
 
     train_samples = [draw() for _ in range(train)]
     conversations = []
-    for _ in range(demos):
+    for _ in range(demos if kind.demonstrate else 0):
+        assert kind.demonstrate is not None
         sample = draw()
         prompt = {"role": "user", "content": sample.prompt}
         conversations.append([prompt, *kind.demonstrate(sample, random_source)])
@@ -76,7 +82,8 @@ def make_data(
     target.mkdir(parents=True, exist_ok=True)
     _write(target / "train.parquet", [_row(name, "train", i, s) for i, s in enumerate(train_samples)])
     _write(target / "test.parquet", [_row(name, "test", i, s) for i, s in enumerate(test_samples.values())])
-    _write(target / "demos.parquet", [{"messages": conversation} for conversation in conversations])
+    if conversations:
+        _write(target / "demos.parquet", [{"messages": conversation} for conversation in conversations])
 
 
 def make_pairs(name: str, folder: str | Path, *, pairs: int = 16384, held_out: int = 256, seed: int = 0) -> None:
@@ -260,9 +267,18 @@ def _demonstrate_sort(sample: ToyTask, random_source: random.Random) -> list[Mes
     return [_assistant(answer)]
 
 
+# --- sums -----------------------------------------------------------------------------------------------------------
+
+
+def _sample_sums(random_source: random.Random) -> ToyTask:
+    a, b = random_source.randint(0, 9), random_source.randint(0, 9)
+    return ToyTask(f"What is {a} + {b}? Reply with the number only.", str(a + b), {})
+
+
 KINDS = {
     "calculator": ToyTaskKind("tool_agent", "math", _sample_calculator, _demonstrate_calculator),
     "shop": ToyTaskKind("tool_agent", "shopping", _sample_shop, _demonstrate_shop),
     "sort": ToyTaskKind("single_turn", "sorting", _sample_sort, _demonstrate_sort),
+    "sums": ToyTaskKind("single_turn", "math", _sample_sums, None, held_out=32),  # of 100
 }
 PAIRS = {"calculator-pairs": ("calculator", _pair_calculator)}  # the task whose prompts they have, and how to draw one

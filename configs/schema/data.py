@@ -44,7 +44,7 @@ class DataConfig(Config, frozen=True):
     ]
     eval_path: Annotated[str | None, doc("Held-out tasks, as data.path; null: no evaluation.")] = None
     make: Annotated[
-        Literal["calculator", "shop", "sort"] | None,
+        Literal["calculator", "shop", "sort", "sums"] | None,
         doc("Generator that writes path and eval_path if they are missing."),
     ] = None
     train_batch_groups: Annotated[Positive, doc("Groups (tasks) per trainer step.")] = 24

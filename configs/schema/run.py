@@ -21,6 +21,7 @@ from rl_async.configs.schema.weight_sync import WeightSyncConfig
 
 class EvalConfig(Config, frozen=True):
     every: Annotated[Count, doc("Steps between evaluations on the held-out tasks; 0: only at the end.")] = 10
+    before: Annotated[bool, doc("Also evaluate the initial weights, while the first batch is sampled.")] = False
     tasks: Annotated[Positive, doc("Held-out tasks used, from the start of the file.")] = 64
     samples: Annotated[Positive, doc("Trajectories per held-out task.")] = 1
     temperature: Annotated[float, Meta(ge=0, description="0: greedy.")] = 0.0

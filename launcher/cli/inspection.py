@@ -13,10 +13,16 @@ def add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, help="default: the newest")
     parser.add_argument("--group", type=int, help="only the rows of this group")
     parser.add_argument("--sample", type=int, help="only this row of each group")
+    parser.add_argument("--eval", action="store_true", help="held-out answers of the first and last evaluation instead")
     parser.set_defaults(command=_show)
 
 
 def _show(arguments: argparse.Namespace) -> int:
+    if arguments.eval:
+        from rl_async.launcher.watch.evaluation_view import show_evaluations
+
+        show_evaluations(arguments.run)
+        return 0
     from rl_async.launcher.watch.trajectory_view import show
 
     show(arguments.run, arguments.step, arguments.group, arguments.sample)

@@ -49,6 +49,10 @@ class Evaluator:
         self._running: int | None = None
         self._newest = -1  # requested last
 
+    def begin(self, published: int) -> None:
+        """Start an evaluation of the published weights; ``after_step`` or ``finish`` returns its result."""
+        self._start(published)
+
     def after_step(self, completed: int, published: int) -> FinishedEvaluation | None:
         """Start an evaluation if one is due; call it after each step.
 

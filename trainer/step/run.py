@@ -71,6 +71,11 @@ class Run:
         if durable is not None and self.rank == 0:
             self.source.checkpointed(durable)
 
+    def started(self, published: Version) -> None:
+        """Begin to evaluate the initial weights if that is wanted."""
+        if self.evaluations and self.config.eval.before and self.start_step == 0:
+            self.evaluations.begin(published.step)
+
     def report(self, step: int, published: Version, metrics: dict[str, float]) -> None:
         """Log one step, with the result of an evaluation that ended during it."""
         if self.tracking is None:

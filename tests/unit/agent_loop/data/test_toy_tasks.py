@@ -47,6 +47,16 @@ def test_unknown_name_names_the_known() -> None:
         make_data("chess", "/nowhere")
 
 
+def test_sums_leave_enough_of_their_hundred_prompts_to_train_on(tmp_path: Path) -> None:
+    make_data("sums", tmp_path)
+    train, held_out = (
+        {row["prompt"][0]["content"] for row in _rows(tmp_path / f"{n}.parquet")} for n in ("train", "test")
+    )
+    assert (len(train), len(held_out)) == (68, 32)
+    assert not train & held_out
+    assert not (tmp_path / "demos.parquet").exists()
+
+
 @pytest.mark.parametrize("text", ["1+", "2**3", "abs(1)", "1/2", "", "9" * 25, "(1", "1 2"])
 def test_bad_expressions_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="bad expression"):

@@ -108,3 +108,14 @@ def test_an_episode_of_several_rows_counts_once() -> None:
     recorder = Recorder()
     (result,) = Evaluator(Branching(done=True), 0, recorder).finish(7, 1.0)
     assert (result.reward, result.trajectories) == (0.5, 2)
+
+
+def test_the_initial_weights_can_be_evaluated_once_before_the_first_step() -> None:
+    queue, recorder = Queue(done=False), Recorder()
+    evaluator = Evaluator(queue, every=1, record=recorder)
+    evaluator.begin(0)
+    assert evaluator.after_step(1, 0) is None
+    queue.done = True
+    first = evaluator.after_step(2, 2)
+    assert first is not None and first.step == 0
+    assert queue.asked == [0, 2]

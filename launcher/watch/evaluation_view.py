@@ -1,0 +1,74 @@
+"""``rl-async show RUN --eval``: the held-out answers of a run's first and last evaluation, side by side."""
+
+import gzip
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from rl_async.errors import UserError
+from rl_async.launcher.watch.terminal import printable
+from rl_async.messages import Turn
+
+LONGEST = 160  # characters of a prompt or an answer; the files have all
+
+
+class HeldOut(msgspec.Struct):
+    """The part of a recorded held-out trajectory that is shown; other fields of the line are skipped."""
+
+    task_id: str
+    sample: int
+    reward: float
+    turns: list[Turn]
+    segment: int = 0
+
+
+def show_evaluations(run: Path, console: Console | None = None) -> None:
+    """Print the answers of the first and the last evaluation, tasks that changed most first.
+
+    Raises UserError unless the run has recorded two.
+    """
+    files = sorted((run / "trajectories").glob("eval-*.jsonl.gz"))
+    if len(files) < 2:
+        raise UserError(
+            f"{run} has {len(files)} evaluations, and two are needed; train with data.eval_path and eval.before=true"
+        )
+    console = console or Console()
+    console.print(side_by_side(files[0], files[-1]))
+
+
+def side_by_side(first: Path, last: Path) -> Table:
+    """Lay out two evaluations with one line per task and sample that both have, and their mean rewards below."""
+    before, after = _read(first), _read(last)
+    both = sorted(before.keys() & after.keys(), key=lambda key: (before[key].reward - after[key].reward, key))
+    means = [sum(rows[key].reward for key in both) / max(len(both), 1) for rows in (before, after)]
+    table = Table(title="held-out answers", title_justify="left", show_footer=True)
+    table.add_column("task", f"mean reward of {len(both)}", overflow="fold")
+    for name, mean in ((f"step {_step(first)}", means[0]), (f"step {_step(last)}", means[1])):
+        table.add_column(name, overflow="fold")
+        table.add_column("reward", f"{mean:.3f}", justify="right")
+    for key in both:
+        old, new = before[key], after[key]
+        answers = [cell for row in (old, new) for cell in (_said(row, "assistant"), f"{row.reward:g}")]
+        table.add_row(_said(old, "user"), *answers)
+    return table
+
+
+def _read(file: Path) -> dict[tuple[str, int], HeldOut]:
+    with gzip.open(file, "rb") as lines:
+        rows = [msgspec.json.decode(line, type=HeldOut) for line in lines]
+    return {(row.task_id, row.sample): row for row in rows if row.segment == 0}
+
+
+def _said(row: HeldOut, role: str) -> str:
+    """Return the last turn of a role, on one line and harmless to a terminal."""
+    said = [turn.text for turn in row.turns if turn.role == role]
+    text = printable(" ".join(said[-1].split()) if said else "")
+    return escape(text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}...")
+
+
+def _step(file: Path) -> int:
+    """Parse the step from a name such as ``eval-000012.jsonl.gz``."""
+    return int(file.name.split("-")[1].partition(".")[0])
