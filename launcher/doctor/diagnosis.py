@@ -17,6 +17,8 @@ from rl_async.process.kernel import HALTED, describe
 LEAST_FREE = 64 << 20  # bytes; below it a checkpoint or the journal fails
 SLOW_FACTOR = 3.0  # a step is slow beyond this many usual ones
 LINE = 400  # characters of a log line
+AGAIN = 2  # ends of a process, after which it will probably end again
+SETTLED_S = 60.0  # a restarted process that has run for longer may go on
 QUIET_S = 30.0  # slow at least beyond this
 IMPORTS_S = 20.0  # a process that is younger may still be starting
 COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
@@ -113,6 +115,30 @@ def _gone(seen: Observation) -> list[str]:
     return [f"{_named(seen, process)} {_end(process)}: {_effect(seen, process)}{_said(process)}" for process in gone]
 
 
+def _restarted(seen: Observation) -> list[str]:
+    """Find processes that end again and again: they never run for long."""
+    return [
+        f"{_named(seen, process)} keeps ending: it has ended {_ends(process)} times, and "
+        + ("starts again" if process.record.state == "restarting" else f"was started again {process.age_s:.0f} s ago")
+        + f": {_effect(seen, process)}{_said(process)}; its log: {seen.run}/logs/{process.record.name}.log; the run "
+        f"ends after {seen.max_restarts} restarts (launcher.max_restarts)"
+        for process in seen.processes
+        if _ends(process) >= AGAIN and _unsettled(process)
+    ]
+
+
+def _ends(process: ObservedProcess) -> int:
+    """Count how often the process ended; it may be about to be started again."""
+    return process.record.restarts + (process.record.state == "restarting")
+
+
+def _unsettled(process: ObservedProcess) -> bool:
+    """Whether the process was just started again, or will be."""
+    if process.record.state in ("restarting", "starting"):
+        return True
+    return process.record.state == "running" and not process.ended and process.age_s < SETTLED_S
+
+
 def _badly(process: ObservedProcess) -> bool:
     return process.record.state != "restarting" and not (process.record.state == "ended" and not process.record.exit)
 
@@ -128,10 +154,14 @@ def _said(process: ObservedProcess) -> str:
 
 
 def _recovering(seen: Observation) -> str:
-    """Describe the processes that the launcher is about to restart; empty if there are none."""
+    """Describe the processes that the launcher restarts; empty if there are none."""
     again = [process for process in seen.processes if process.record.state == "restarting"]
+    starting = [p for p in seen.processes if p.record.state == "starting" and p.record.restarts and not p.ended]
     return "; ".join(
-        f"{process.title} {_end(process)} and is started again: {_effect(seen, process)}" for process in again
+        [
+            *(f"{process.title} {_end(process)} and is started again: {_effect(seen, process)}" for process in again),
+            *(f"{p.title} ended and is starting again, since {p.age_s:.0f} s: {_effect(seen, p)}" for p in starting),
+        ]
     )
 
 
@@ -212,6 +242,7 @@ RULES: tuple[Callable[[Observation], list[str]], ...] = (
     _disk,
     _stopped,
     _gone,
+    _restarted,
     _silent_queue,
     _silent_engines,
     _ranks_apart,
@@ -257,6 +288,8 @@ def _effect(seen: Observation, process: ObservedProcess) -> str:
         if lease is not None and _is(process, lease.worker):
             return f"it holds group {lease.group_id} for {lease.age_s:.0f} s, until its lease expires"
         return f"it holds group {held[0].group_id}" if held else "it holds no lease; others go on"
+    if role == "engine" and not any(engine.answers for engine in seen.engines):
+        return "no other engine answers, so nothing is generated"
     return {
         "queue": "trainer, workers and launcher wait for it",
         "engine": "its requests go to other engines, and wait if there are none",

@@ -17,7 +17,7 @@ class ObservedProcess(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float = float("inf")  # since it was started
     cpu: float = 0.0  # cores used while it was observed
     log_age_s: float | None = None
-    log_line: str = ""  # the last one
+    log_line: str = ""  # the last one; of a process that ended or has just been started again, its last error
     stack: tuple[Frame, ...] = ()  # of its main thread, innermost call first; empty: unknown
 
     @property
@@ -81,6 +81,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     queue: ObservedQueue | None = None  # None: it did not answer
     engines: tuple[ObservedEngine, ...] = ()
     deadlines: Deadlines = Deadlines()
+    max_restarts: int = 3
     steps: int = 0  # of the whole run
     steps_done: int = 0
     usual_step_s: float | None = None  # median of the last steps

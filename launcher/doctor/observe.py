@@ -28,6 +28,7 @@ from rl_async.launcher.doctor.observation import (
     ObservedRank,
 )
 from rl_async.launcher.folder.tail import MetricsTail, Record
+from rl_async.launcher.supervise.process import said_last
 from rl_async.launcher.supervise.roster import ProcessRecord, read_roster
 from rl_async.messages import EngineRecord, GroupRecord
 from rl_async.process.endpoints import read_endpoints
@@ -72,6 +73,7 @@ def observe(run: Path) -> Observation:
             lease=config.queue.lease_s,
             sync=config.weight_sync.sync_timeout_s,
         ),
+        max_restarts=config.launcher.max_restarts,
         steps=config.trainer.steps,
         steps_done=int(max((record["step"] + 1 for record in metrics), default=0)),
         usual_step_s=_usual_step_s(metrics),
@@ -104,7 +106,8 @@ def observe_processes(run: Path, records: Sequence[ProcessRecord]) -> tuple[Obse
     seen = []
     for record in records:
         stat = _stat(record)
-        log_age, log_line = _log(run / "logs" / f"{record.name}.log")
+        failing = stat.state in ENDED or record.state in ("starting", "restarting", "failed")
+        log_age, log_line = _log(run / "logs" / f"{record.name}.log", failing)
         seen.append(
             ObservedProcess(
                 record=record,
@@ -181,14 +184,15 @@ class _SpyThread(msgspec.Struct):
     os_thread_id: int | None = None  # thread names of a stopped process cannot be read
 
 
-def _log(path: Path) -> tuple[float | None, str]:
-    """Return the seconds since the log grew, and its last line."""
+def _log(path: Path, failing: bool) -> tuple[float | None, str]:
+    """Return the seconds since the log grew, and its last line, or of a failing process its last error."""
     if not path.is_file() or path.stat().st_size == 0:
         return None, ""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
-    return max(0.0, time.time() - path.stat().st_mtime), lines[-1] if lines else ""
+        text = file.read().decode(errors="replace")
+    line = said_last(text) if failing else text.splitlines()[-1]
+    return max(0.0, time.time() - path.stat().st_mtime), line
 
 
 def _ranks(run: Path, pids: set[int]) -> tuple[ObservedRank, ...]:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Self
 from rl_async.errors import EXIT_FAILED, EXIT_USER
 from rl_async.launcher.plan.spec import ProcessSpec
 from rl_async.launcher.supervise.executor import Executor
-from rl_async.launcher.supervise.process import Process, describe_exit, failure
+from rl_async.launcher.supervise.process import Process, describe_exit, failure, said_last
 from rl_async.launcher.supervise.roster import FILE, ProcessState, Roster
 
 FIRST_BACKOFF_S = 0.2
@@ -88,7 +88,8 @@ class Children:
         """
         if code in (EXIT_USER, EXIT_FAILED) or restarts >= spec.max_restarts:
             self.give_up(child, code, restarts)
-        log.warning("%s ended (%s); starting it again", spec.name, describe_exit(code))
+        said = said_last(child.output()) or "it wrote nothing"
+        log.warning("%s ended (%s), starting it again; it said last: %s", spec.name, describe_exit(code), said)
         self.set_state(spec.name, "restarting", restarts)
         await asyncio.sleep(min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2**restarts))
         return restarts + 1

@@ -2,20 +2,23 @@
 
 import asyncio
 import os
+import re
 import signal
+import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from rl_async.errors import EXIT_USER, RlAsyncError, UserError
+from rl_async.errors import EXIT_FAILED, EXIT_USER, RlAsyncError, UserError
 from rl_async.process.kernel import read_stat
 from rl_async.process.lifeline import LIFELINE_FD
 from rl_async.process.shared_memory import PREFIX, prefix_for, sweep
 from rl_async.process.stacks import STACKS
 
 TAIL_LINES = 15
+_ERROR = re.compile(r"error: |Fatal Python error|\S+ \S+ (ERROR|CRITICAL) ")  # the second: rl_async.process.log
 TAIL_BYTES = 16384
 
 
@@ -43,7 +46,7 @@ class Process(Protocol):
 
 
 class RoleFailed(RlAsyncError):
-    """A process failed and is not restarted. The message has its name, exit code and last lines."""
+    """A process failed and is not restarted. The message ends with what it said last, and where its log is."""
 
 
 class Lifeline:
@@ -174,6 +177,21 @@ def tail_of(log: Path, start: int) -> str:
         return file.read().decode(errors="replace")
 
 
+def said_last(output: str) -> str:
+    """Return the last error in a process's output, on one line; without one its last line that is not empty."""
+    last = error = ""
+    traceback = False
+    for line in output.splitlines():
+        last = line if line.strip() else last
+        if traceback and line and not line[0].isspace():
+            error, traceback = line, False
+        elif line.startswith("Traceback (most recent call last)"):
+            traceback = True
+        elif _ERROR.match(line):
+            error = line
+    return error or last
+
+
 def describe_exit(code: int) -> str:
     """Render an exit code as text, naming the signal if there was one."""
     if code >= 0:
@@ -191,5 +209,10 @@ def failure(child: Process, code: int, restarts: int) -> RlAsyncError:
         if mistakes:
             return UserError(f"{child.name}: {mistakes[-1].removeprefix('error: ')}")
     after = f" after {restarts} restarts" if restarts else ""
-    lines = child.tail() or "(it wrote nothing)"
-    return RoleFailed(f"{child.name} failed ({describe_exit(code)}{after}); the end of {child.log}:\n{lines}")
+    more = "; launcher.max_restarts allows no more" if restarts and code != EXIT_FAILED else ""
+    lines = textwrap.indent(child.tail() or "(it wrote nothing)", "  ")
+    said = said_last(child.output()) or "nothing"
+    return RoleFailed(
+        f"{child.name} failed ({describe_exit(code)}{after}){more}\nit wrote:\n{lines}\n"
+        f"{child.name} said last: {said}\nits log: {child.log}"
+    )

@@ -161,8 +161,11 @@ async def test_a_role_that_fails_too_often_fails_the_run(rig: Any, make_plan: An
     rig.do("worker", "exit 7")
     with pytest.raises(RoleFailed) as caught:
         await supervise(rig, make_plan(rig.folder, max_restarts=1))
-    for part in ("worker-0", "exit code 7", "after 1 restarts", "something broke", "worker-0.log"):
-        assert part in str(caught.value)
+    for part in ("worker-0", "exit code 7", "after 1 restarts", "launcher.max_restarts"):
+        assert part in str(caught.value).splitlines()[0]
+    said, log = str(caught.value).splitlines()[-2:]
+    assert "worker-0" in said and "something broke" in said
+    assert str(rig.folder / "logs" / "worker-0.log") in log
     assert len(rig.pids("worker")) == 2
     assert rig.alive() == []
 

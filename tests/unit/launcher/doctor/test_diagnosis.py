@@ -26,7 +26,8 @@ def process(name: str, **changes: Any) -> ObservedProcess:
     """``kept`` is the state in which its supervisor has it."""
     exit, kept = changes.pop("exit", None), changes.pop("kept", "running")
     role = name.partition("-")[0]
-    at = ProcessRecord(name=name, role=role, pid=NAMES[name], started=5, state=kept, exit=exit)
+    restarts = changes.pop("restarts", 0)
+    at = ProcessRecord(name=name, role=role, pid=NAMES[name], started=5, state=kept, exit=exit, restarts=restarts)
     return ObservedProcess(record=at, **({"state": "S"} | changes))
 
 
@@ -269,3 +270,25 @@ def test_escape_sequences_of_a_log_do_not_reach_the_terminal() -> None:
     seen = run(process("worker-0", state="gone", exit=1, log_line="\x1b]0;owned\x07 boom"))
     text = report(seen, diagnose(seen))
     assert "boom" in text and not {"\x1b", "\x07"} & set(text)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"kept": "starting", "restarts": 2, "age_s": 3.0},
+        {"kept": "restarting", "restarts": 1, "state": "gone", "exit": 1},
+        {"kept": "running", "restarts": 3, "age_s": 5.0},
+    ],
+)
+def test_an_only_engine_that_ends_again_and_again_is_named_with_its_last_words(engine: dict[str, Any]) -> None:
+    verdict = diagnose(run(process("engine-0", log_line="MemoryError: cache", **engine), engines=(), max_restarts=4))
+    assert verdict.health == "stuck"
+    assert named(verdict.text, "engine-0 (pid 20)", "MemoryError: cache", "engine-0.log", "launcher.max_restarts")
+    assert named(verdict.text, "nothing is generated", "4 restarts")
+
+
+def test_a_first_restart_is_slow_until_it_serves_and_old_restarts_are_fine() -> None:
+    starting = diagnose(run(process("engine-0", kept="starting", restarts=1, age_s=3.0)))
+    assert starting.health == "slow" and "engine-0 (pid 20)" in starting.text
+    assert diagnose(run(process("engine-0", restarts=3, age_s=600.0))).health == "fine"
+    assert diagnose(run(process("engine-0", kept="starting", age_s=300.0))).health == "fine", "a large model loads"

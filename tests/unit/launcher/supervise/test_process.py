@@ -1,0 +1,28 @@
+"""What a process said last, from its output."""
+
+import pytest
+
+from rl_async.launcher.supervise.process import said_last
+
+TRACEBACK = """Traceback (most recent call last):
+  File "a.py", line 1, in <module>
+
+    raise QueueLost
+rl_async.errors.QueueLost: no answer
+"""
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ("", ""),
+        ("one\ntwo\n\n", "two"),
+        (TRACEBACK + "[W] process group was not destroyed\n", "rl_async.errors.QueueLost: no answer"),
+        ("12:00:00 trainer-0 ERROR TrainingDiverged: step 3\n12:00:01 trainer-0 INFO closing\n", "TrainingDiverged"),
+        (TRACEBACK + "\nDuring handling, another:\n\n" + TRACEBACK.replace("no answer", "again"), "again"),
+        ("error: model.path: no folder\nbye\n", "error: model.path: no folder"),
+        ("Loading:  0%\rLoading: 100%\r\n", "Loading: 100%"),
+    ],
+)
+def test_the_last_error_else_the_last_line(output: str, said: str) -> None:
+    assert said in said_last(output) and bool(said) == bool(said_last(output))
