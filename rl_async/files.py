@@ -1,6 +1,7 @@
 """Files that other processes read while they are written: replaced whole, or appended to line by line."""
 
 import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -9,20 +10,27 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
+log = logging.getLogger("rl_async.files")
+
 _BLOCK = 1 << 16  # bytes
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
+def written_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Give a file or folder its name only when it is complete: the block writes to the path that it is given.
 
-    That path is beside ``path`` and differs between processes. If the block raises, what it wrote is deleted.
+    That path is beside ``path`` and differs between processes. If the block raises, what it wrote is deleted. After the
+    block, a ``durable`` file survives a power cut; without that, one may leave it empty.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     _delete(temporary)  # a killed process had the same id: in a container every main process is 1
     try:
         yield temporary
+        if durable:
+            force_to_disk(temporary)
         temporary.replace(path)
+        if durable:
+            force_to_disk(path.parent)
     finally:
         _delete(temporary)
 
@@ -34,10 +42,22 @@ def _delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write ``content`` to ``path`` so that a reader sees all of the old file or all of the new one."""
-    with written_whole(path) as temporary:
+def replace_file(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Write ``content`` to ``path`` so that a reader sees all of the old file or all of the new one.
+
+    ``durable``: also after a power cut, and what is there when this returns stays.
+    """
+    with written_whole(path, durable=durable) as temporary:
         temporary.write_bytes(content)
+
+
+def make_durable_folder(path: Path, mode: int = 0o777) -> None:
+    """Make a folder and its missing parents, unless it exists; it survives a power cut from here on."""
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    for folder in reversed(made):
+        folder.mkdir(mode if folder == path else 0o777, exist_ok=True)
+    for folder in made or [path]:
+        force_to_disk(folder.parent)
 
 
 def force_to_disk(path: Path) -> None:
@@ -49,10 +69,10 @@ def force_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def append_lines(path: Path, *, buffering: int = -1) -> BinaryIO:
-    """Open a file for appending whole lines, after cutting off the partial line of a process that was killed."""
-    drop_torn_line(path)
-    return path.open("ab", buffering)
+def append_lines(path: Path) -> BinaryIO:
+    """Open a file of text for appending whole lines, after ``drop_torn_lines``."""
+    drop_torn_lines(path)
+    return path.open("ab")
 
 
 def append_durably(path: Path, lines: bytes) -> None:
@@ -69,9 +89,29 @@ def append_durably(path: Path, lines: bytes) -> None:
             while view:
                 view = view[file.write(view) :]
             os.fsync(file.fileno())
+            if not end:  # its name, too
+                force_to_disk(path.parent)
         except OSError:
             file.truncate(end)
             raise
+
+
+def drop_torn_lines(path: Path) -> None:
+    """Cut off a file of text where a power cut or a kill tore it. No process may be writing the file.
+
+    What had not reached the disk when the power was cut reads as zeros, also before something that had.
+    """
+    if not path.exists():
+        return
+    start = 0
+    with path.open("r+b") as file:
+        while block := file.read(_BLOCK):
+            if (zero := block.find(0)) >= 0:
+                log.warning("%s: what follows byte %d was lost, as by a power cut", path, start + zero)
+                file.truncate(start + zero)
+                break
+            start += len(block)
+        _drop_torn_line(file)
 
 
 def drop_torn_line(path: Path) -> None:

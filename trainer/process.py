@@ -14,7 +14,7 @@ from rl_async.configs.derived.transport import resolve_transport
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
-from rl_async.files import drop_torn_line
+from rl_async.files import drop_torn_lines
 from rl_async.process.heartbeat import beat
 from rl_async.process.http_auth import run_token
 from rl_async.rollout_server.connect import connect
@@ -113,7 +113,7 @@ def _restore(folder: Path, models: Models, kl: KlController, resume: bool) -> _S
         newest = None
         if resume:
             for name in ("trained.jsonl", "refused.jsonl"):
-                drop_torn_line(folder / name)  # before any rank appends to it
+                drop_torn_lines(folder / name)  # before any rank appends to it
             drop_unfinished(root)
             newest = newest_whole(root)
         chosen = torch.tensor([next_lineage(folder, resume), -1 if newest is None else read_state(newest).step])

@@ -15,7 +15,7 @@ from rl_async.configs.checks.rules import check
 from rl_async.configs.load.loader import dump, load_config, load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
-from rl_async.files import replace_file
+from rl_async.files import make_durable_folder, replace_file
 from rl_async.launcher.sources.fetch import kept_sources
 
 
@@ -115,11 +115,13 @@ def _refuse_another_run(before: RunConfig, config: RunConfig, preset: RunConfig,
 
 
 def create(config: RunConfig, folder: Path) -> None:
-    """Make the folder, for this user only, unless it exists, and write the resolved config into it."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700, exist_ok=True)
+    """Make the folder, for this user only, unless it exists, and write the resolved config into it.
+
+    Both are durable: no checkpoint can be resumed without its config.
+    """
+    make_durable_folder(folder, 0o700)
     (folder / "logs").mkdir(exist_ok=True)
-    replace_file(folder / "config.yaml", dump(config).encode())
+    replace_file(folder / "config.yaml", dump(config).encode(), durable=True)
 
 
 @contextmanager

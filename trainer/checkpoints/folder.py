@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import CheckpointDamaged
-from rl_async.files import force_to_disk
+from rl_async.files import force_to_disk, make_durable_folder
 from rl_async.trainer.backends.interface import Backend
 from rl_async.trainer.checkpoints.manifest import MANIFEST, damage
 
@@ -96,8 +96,12 @@ def temporary_folder(root: Path, step: int) -> Path:
 
 
 def begin(temporary: Path, names: Iterable[str]) -> None:
-    """Create the folder and one within it per model, deleting what a crash left of an earlier attempt."""
+    """Create the folder and one within it per model, deleting what a crash left of an earlier attempt.
+
+    The folder around it is durable, as the checkpoint will be in it.
+    """
     shutil.rmtree(temporary, ignore_errors=True)
+    make_durable_folder(temporary.parent)
     for name in names:
         (temporary / name).mkdir(parents=True, exist_ok=True)
 

@@ -6,7 +6,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from rl_async.files import drop_torn_line, replace_file
+from rl_async.files import append_lines, replace_file
 from rl_async.trainer.checkpoints.folder import drop_unfinished, newest_whole, read_state
 from rl_async.trainer.monitoring.records import next_lineage
 
@@ -34,6 +34,6 @@ def keep_lines(path: Path, key: str, highest: int) -> None:
     """Keep only the JSON lines whose ``key`` is at most ``highest``. No process may be writing the file."""
     if not path.exists():
         return
-    drop_torn_line(path)
+    append_lines(path).close()
     lines = path.read_bytes().splitlines(keepends=True)
-    replace_file(path, b"".join(line for line in lines if msgspec.json.decode(line)[key] <= highest))
+    replace_file(path, b"".join(line for line in lines if msgspec.json.decode(line)[key] <= highest), durable=True)

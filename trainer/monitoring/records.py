@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from rl_async.errors import TrainerReplaced
-from rl_async.files import append_durably, append_lines, force_to_disk, written_whole
+from rl_async.files import append_durably, append_lines, make_durable_folder, replace_file, written_whole
 from rl_async.messages import Explanation, RowKey, Trajectory
 
 
@@ -60,13 +60,13 @@ def append_evaluation(path: Path, lineage: int, metrics: Mapping[str, float]) ->
 def write_trajectories(
     path: Path, rows: Sequence[Trajectory], explanations: Sequence[Explanation] | None = None
 ) -> None:
-    """Write rows as compressed JSON lines, atomically. Floats keep every bit.
+    """Write rows as compressed JSON lines, atomically and durably. Floats keep every bit.
 
     ``explanations``, one per row, are added as ``correction``, which readers of trajectories skip.
     Read them with ``import gzip, json`` and ``rows = [json.loads(line) for line in gzip.open(path, "rt")]``.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(path) as temporary, gzip.open(temporary, "wb", compresslevel=1) as file:
+    make_durable_folder(path.parent)
+    with written_whole(path, durable=True) as temporary, gzip.open(temporary, "wb", compresslevel=1) as file:
         for number, row in enumerate(rows):
             line = msgspec.structs.asdict(row)
             if explanations is not None:
@@ -105,10 +105,7 @@ def next_lineage(run: Path, resuming: bool) -> int:
     """
     path = run / "lineage"
     lineage = int(path.read_text()) + 1 if resuming and path.exists() else 0
-    with written_whole(path) as temporary:
-        temporary.write_bytes(f"{lineage}\n".encode())
-        force_to_disk(temporary)
-    force_to_disk(run)
+    replace_file(path, f"{lineage}\n".encode(), durable=True)
     return lineage
 
 

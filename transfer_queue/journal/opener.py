@@ -4,6 +4,7 @@ from pathlib import Path
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, JournalError
+from rl_async.files import make_durable_folder
 from rl_async.transfer_queue.journal.interface import Journal
 from rl_async.transfer_queue.journal.memory import MemoryJournal
 
@@ -20,7 +21,7 @@ def open_journal(config: RunConfig, run: Path) -> Journal:
 
             folder = Path(config.queue.journal_folder) / config.name if config.queue.journal_folder else run
             try:
-                folder.mkdir(parents=True, exist_ok=True)
+                make_durable_folder(folder)
             except OSError as error:
                 raise JournalError(f"queue.journal_folder: {folder}: {error.strerror}") from error
             return SqliteJournal(folder, config.name, config.queue.sqlite_synchronous)

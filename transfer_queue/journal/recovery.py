@@ -14,6 +14,8 @@ from rl_async.transfer_queue.state.transitions import Transition
 def recover(store: Store, journal: Journal, ledger: Ledger, now: float, *, clients_remain: bool = False) -> int:
     """Replay the journal into a new store and complete the ledger; returns how many transitions there were.
 
+    The ledger is on the disk before the journal records anything more: without its name there, nothing would go on.
+
     Raises JournalError if what was recorded makes no sense, is another run's of the same name, or ends before the
     ledger does and ``clients_remain`` who were told what is lost; DataError if the tasks are not those it was recorded
     with.
@@ -28,6 +30,7 @@ def recover(store: Store, journal: Journal, ledger: Ledger, now: float, *, clien
             f"the journal of {journal.run_id} does not fit this version of the queue ({type(error).__name__}: {error}"
             "); finish the run with the version that began it, or move the journal away and continue with --resume"
         ) from error
+    ledger.force()
     return ledger.count
 
 
@@ -57,4 +60,5 @@ class JournalRecorder:
         self._journal.flush()
         self._ledger.flush()
         if self._journal.outgrown:
+            self._ledger.compacting()
             self._journal.compact(self._store.dump())

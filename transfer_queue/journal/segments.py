@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from rl_async.errors import JournalError
+from rl_async.files import force_to_disk, make_durable_folder
 from rl_async.messages.codec import Frame
 
 SEGMENT_BYTES = 1 << 25  # a new file is begun beyond this
@@ -52,7 +53,7 @@ class Segments:
     def open(self, places: Iterable[SegmentPlace]) -> None:
         """Check that all of these are there, and delete the files that hold none of them."""
         try:
-            self._folder.mkdir(exist_ok=True)
+            make_durable_folder(self._folder)
             ends: Counter[int] = Counter()
             for place in places:
                 self._live[place.segment] += 1
@@ -85,11 +86,7 @@ class Segments:
         try:
             self._writing = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             if self._sync:  # its name, too
-                folder = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    os.fsync(folder)
-                finally:
-                    os.close(folder)
+                force_to_disk(self._folder)
         except OSError as error:
             raise failed(path, error) from error
 

@@ -101,8 +101,12 @@ class SqliteJournal:
 
     def _count(self) -> int:
         """The number of transitions recorded so far, dumped ones included."""
-        dumped = self._db.execute("SELECT coalesce(max(seq), 0) FROM dump").fetchone()[0]
-        return max(dumped, self._db.execute("SELECT coalesce(max(seq) + 1, 0) FROM log").fetchone()[0])
+        try:
+            (dumped,) = self._db.execute("SELECT coalesce(max(seq), 0) FROM dump").fetchone()
+            (logged,) = self._db.execute("SELECT coalesce(max(seq) + 1, 0) FROM log").fetchone()
+        except sqlite3.Error as error:
+            raise self._failed(error) from error
+        return int(max(dumped, logged))
 
     def recover(self) -> Recovered:
         """Read what was flushed. Raises JournalError naming the file for what cannot be understood."""

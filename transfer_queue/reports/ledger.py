@@ -2,9 +2,13 @@
 
 It says which groups exist and what became of them, independently of the trainer's ``trained.jsonl``;
 ``audit.py`` compares the two. Lines are written after the journal has what they say, and each has the number of its
-transition (``seq``), so that a queue which was killed in between, or lost the end of its journal, sets it right.
+transition (``seq``), so that a queue which was killed in between, or lost the end of its journal, sets it right. They
+are forced to disk only before the journal forgets the transitions that they came from (``compacting``): after a power
+cut, whatever is missing or torn can be written again.
 """
 
+import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,7 @@ from typing import Any
 import msgspec
 
 from rl_async.errors import JournalError
-from rl_async.files import append_lines
+from rl_async.files import drop_torn_line, force_to_disk
 from rl_async.transfer_queue.state.transitions import (
     Admitted,
     BatchCommitted,
@@ -27,38 +31,61 @@ from rl_async.transfer_queue.state.transitions import (
     Transition,
 )
 
+log = logging.getLogger("rl_async.queue")
+
+COMPACTED = "compacted"  # the event of a line that says: the lines before it are on the disk
 _encode = msgspec.json.Encoder().encode
 
 
 class Ledger:
     """Writes what became of groups, and the hashes of each sample's tokens as its producer announced them.
 
-    Whole lines are written; one torn by a kill or a full disk is cut off by the next queue.
+    Whole lines are written; one torn by a kill or a full disk is cut off by the next queue, and so is what follows the
+    first line that a power cut tore.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = append_lines(path, buffering=0)
+        drop_torn_line(path)
+        self._file = path.open("ab", buffering=0)
         self._lines: list[bytes] = []
         self._seq = 0  # of the next transition
         self._known = 0  # transitions whose lines are in the file already
+        self._claimed = 0  # the same, with those of lines that were cut off
 
     def follow(self, journal: str, count: int) -> bool:
         """Continue after ``count`` transitions of this journal; return whether it is the one followed so far.
 
-        If it is not, a line will say so.
+        If it is not, a line will say so. Raises JournalError if lines are torn that the journal cannot restore.
         """
         self._seq = count
-        last = None
-        for _, line in _numbered(self._path):
-            if line.event == "journal":
+        last, torn, known = None, None, 0
+        for number, (offset, line) in enumerate(_numbered(self._path), start=1):
+            if line is None:
+                if torn is None:
+                    torn, known = (number, offset), self._known if last == journal else -1
+            elif line.event == "journal":
                 last, self._known = line.id, 0
             elif last == journal:
                 self._known = line.seq + 1
         if last != journal:
             self._known = 0
             self._lines.append(msgspec.json.encode({"event": "journal", "id": journal}) + b"\n")
+        self._claimed = self._known
+        if torn is not None:
+            self._cut_torn(*torn, known)
         return last == journal
+
+    def _cut_torn(self, number: int, offset: int, known: int) -> None:
+        """Cut off line ``number`` and the rest, if the journal has all but the first ``known`` transitions."""
+        if known < self._seq:
+            raise JournalError(
+                f"{self._path}:{number} is damaged, and the journal does not have what was there; move the file away, "
+                "the audit needs it whole"
+            )
+        log.warning("%s:%d is torn, as by a power cut; from here on it is written again", self._path, number)
+        self._file.truncate(offset)
+        self._known = known
 
     def catch_up(self, transitions: Iterable[Transition], *, may_cut: bool = True) -> Iterator[Transition]:
         """Pass on transitions of the journal, writing the lines that are missing and cutting off those too many.
@@ -68,10 +95,10 @@ class Ledger:
         for transition in transitions:
             self.append(transition)
             yield transition
-        if self._known > self._seq:
+        if self._claimed > self._seq:
             if not may_cut:
                 raise JournalError(
-                    f"the queue's journal ends at transition {self._seq}, and {self._path} knows {self._known}: what "
+                    f"the queue's journal ends at transition {self._seq}, and {self._path} knows {self._claimed}: what "
                     "was acknowledged is lost, as when a replica of Redis without it is promoted; end the run's other "
                     "processes and continue from the last checkpoint with --resume"
                 )
@@ -82,6 +109,7 @@ class Ledger:
         """The journal has only ``count`` transitions: what is written of later ones did not happen."""
         start, end = 0, None
         for offset, line in _numbered(self._path):
+            assert line is not None, "torn lines were cut off"
             if line.event == "journal":
                 start, end = offset, None
             elif end is None and line.seq >= count:
@@ -114,6 +142,20 @@ class Ledger:
         except OSError as error:
             raise JournalError(f"{self._path}: {error.strerror}; make room there and continue with --resume") from error
 
+    def force(self) -> None:
+        """Write the lines, and return when they and the file's name would survive a power cut."""
+        self.flush()
+        try:
+            os.fsync(self._file.fileno())
+            force_to_disk(self._path.parent)
+        except OSError as error:
+            raise JournalError(f"{self._path}: {error.strerror}") from error
+
+    def compacting(self) -> None:
+        """Force to disk what the journal is about to forget."""
+        self._lines.append(_encode({"event": COMPACTED, "seq": self._seq - 1}) + b"\n")
+        self.force()
+
     def close(self) -> None:
         """Close the file; lines that were not flushed are forgotten."""
         self._file.close()
@@ -125,16 +167,16 @@ class _Numbered(msgspec.Struct):
     id: str = ""
 
 
-def _numbered(path: Path) -> Iterator[tuple[int, _Numbered]]:
-    """The lines with their offsets. Raises JournalError for one that is no line of a ledger."""
+def _numbered(path: Path) -> Iterator[tuple[int, _Numbered | None]]:
+    """The lines with their offsets, None for one that is no line of a ledger."""
     decoder = msgspec.json.Decoder(_Numbered)
     offset = 0
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for line in file:
             try:
                 yield offset, decoder.decode(line)
-            except msgspec.MsgspecError as error:
-                raise JournalError(f"{path}:{number}: {error}; move the file away, the audit needs it whole") from error
+            except msgspec.MsgspecError:
+                yield offset, None
             offset += len(line)
 
 

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.files import append_durably, append_lines, drop_torn_line, replace_file, written_whole
+from rl_async.files import (
+    append_durably,
+    append_lines,
+    drop_torn_line,
+    make_durable_folder,
+    replace_file,
+    written_whole,
+)
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"st', b"x" * 200_000])
@@ -26,6 +33,23 @@ def test_a_new_file_is_begun(tmp_path: Path) -> None:
     assert not (tmp_path / "new.jsonl").exists()
     append_lines(tmp_path / "new.jsonl").close()
     assert (tmp_path / "new.jsonl").read_bytes() == b""
+
+
+@pytest.mark.parametrize("after", [b"", b"\n", b"\nlater\n", b"x" * 100_000 + b"\n"])
+def test_lines_are_cut_off_where_a_power_cut_left_zeros(tmp_path: Path, after: bytes) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b"y" * 80_000 + b"\nhalf" + bytes(70_000) + after)
+    append_lines(path).close()
+    assert path.read_bytes() == b"y" * 80_000 + b"\n"
+
+
+def test_a_folder_is_made_with_its_parents_or_kept(tmp_path: Path) -> None:
+    for _ in range(2):
+        make_durable_folder(tmp_path / "a" / "b", 0o700)
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        make_durable_folder(tmp_path / "file" / "b")
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:

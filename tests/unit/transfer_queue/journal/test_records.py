@@ -138,6 +138,44 @@ def test_a_journal_that_ends_before_its_ledger_is_refused_beside_clients_and_the
     assert path.read_bytes() == before
 
 
+def test_what_a_power_cut_tore_is_written_again_if_the_journal_still_has_it(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = follow(path, "one", 0, DROPS[:2])
+    ledger.compacting()
+    for transition in DROPS[2:]:
+        ledger.append(transition)
+    ledger.flush()
+    ledger.close()
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    assert [json.loads(line)["seq"] for line in lines[1:]] == [0, 1, 1, 2, 3, 4, 5]
+
+    def without(torn):
+        """The file with zeros in the place of a line."""
+        return b"".join([*lines[:torn], bytes(len(lines[torn]) - 1) + b"\n", *lines[torn + 1 :]])
+
+    for torn in range(4, len(lines)):
+        path.write_bytes(without(torn))
+        follow(path, "one", 2, DROPS[2:]).close()
+        assert path.read_bytes() == whole
+    for torn in (1, 2):
+        path.write_bytes(without(torn))
+        with closing(Ledger(path)) as ledger, pytest.raises(JournalError, match=rf"ledger\.jsonl:{torn + 1}"):
+            ledger.follow("one", 2)
+        assert path.read_bytes() == without(torn), "and nothing is cut off"
+
+
+def test_clients_that_know_of_lost_transitions_are_not_forgotten_over_torn_lines(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    follow(path, "one", 0, DROPS).close()
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:3], b"\0\n", *lines[4:]]))
+    ledger = Ledger(path)
+    ledger.follow("one", 0)
+    with closing(ledger), pytest.raises(JournalError, match="knows 6"):
+        list(ledger.catch_up(DROPS[:4], may_cut=False))
+
+
 def test_a_ledger_that_is_none_is_named(tmp_path):
     path = tmp_path / "ledger.jsonl"
     path.write_text('{"event":"admit"}\nnonsense\n')

@@ -1,0 +1,165 @@
+"""A queue without sockets, as its process puts it together, for power cuts: ``python -m tests.contracts.power.queue``.
+
+It trains some steps, is opened again now and then, and marks each flush: the replies of a real one leave then.
+"""
+
+import hashlib
+import itertools
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from rl_async.files import make_durable_folder
+from rl_async.messages import Done, Reserved, Version
+from rl_async.transfer_queue.journal.recovery import JournalRecorder, recover
+from rl_async.transfer_queue.journal.sqlite import SqliteJournal
+from rl_async.transfer_queue.policy.admission import QueueSettings
+from rl_async.transfer_queue.reports.ledger import COMPACTED, Ledger
+from rl_async.transfer_queue.state.store import Store
+from rl_async.transfer_queue.state.tasks import Counted
+from rl_async.transfer_queue.state.transitions import Feed
+from tests.contracts.queue_storage.journals import header
+from tests.support.power.recording import mark
+
+SETTINGS = QueueSettings(steps=50, batch_groups=2, group_size=2, lease_s=30.0)
+RUN = "run"
+STEPS = 5
+
+
+class Flushed(msgspec.Struct):
+    """A flush that was acknowledged: the state's hash, the samples that were put, the groups that may be gone."""
+
+    state: str
+    put: list[tuple[int, int]]
+    gone: list[int]
+
+
+def payload(group: int, sample: int) -> bytes:
+    """Row of a sample, of more than a page."""
+    return f"{group}.{sample};".encode() * 1500
+
+
+class Queue:
+    """Journal, ledger and store of the run in ``folder``."""
+
+    def __init__(self, folder: Path, synchronous: Literal["normal", "full", "off"] = "full") -> None:
+        self.journal = SqliteJournal(folder, "run", synchronous, segment_bytes=20_000, least_log_bytes=4000)
+        self.ledger = Ledger(folder / "ledger.jsonl")
+        self.store = Store(SETTINGS, Counted(), [], Feed(self.journal.append, self.ledger.append))
+        try:
+            recover(self.store, self.journal, self.ledger, 0.0)
+            self.recovered = self.state()
+            self._recorder = JournalRecorder(self.store, self.journal, self.ledger)
+            self._recorder.flush()
+        except BaseException:
+            self.close()
+            raise
+        self._unmarked = Flushed("", [], [])
+
+    def state(self) -> str:
+        return hashlib.sha256(self.store.dump()).hexdigest()
+
+    def close(self) -> None:
+        self.journal.close()
+        self.ledger.close()
+
+    def flush(self) -> Flushed:
+        """What the server's loop does before it replies."""
+        self._recorder.flush()
+        flushed, self._unmarked = self._unmarked, Flushed("", [], [])
+        flushed.state = self.state()
+        return flushed
+
+    def publish(self, step: int) -> None:
+        assert self.store.publish(Version(0, step), []) == Done()
+
+    def put(self) -> bool:
+        """Lease and put one sample."""
+        self.store.delivery.renew("w", 0.0)
+        found = [(group, sample) for group in self.store.delivery.lease("w", 1, 0.0).groups for sample in group.samples]
+        for group, sample in found:
+            row = payload(group.group_id, sample)
+            assert self.store.delivery.put("w", [header(group, sample, 0, row)], 0.0) == Done()
+            self.journal.put(group.group_id, sample, [row])
+            self._unmarked.put.append((group.group_id, sample))
+        return bool(found)
+
+    def retire(self, step: int, groups: list[int]) -> None:
+        assert self.store.retire(step) == Done()
+        self._unmarked.gone += groups
+
+
+def main(root: Path, synchronous: Literal["normal", "full", "off"]) -> None:
+    """Train STEPS steps; open the queue again after each second one."""
+    make_durable_folder(root / RUN)
+    queue = Queue(root / RUN, synchronous)
+
+    def flush() -> None:
+        mark(msgspec.json.encode(queue.flush()).decode())
+
+    queue.publish(0)
+    flush()
+    trained: list[int] = []
+    for step in range(STEPS):
+        while queue.put():
+            flush()
+        batch = queue.store.batches.reserve(step, 0.0)
+        assert isinstance(batch, Reserved)
+        flush()
+        assert queue.store.batches.commit(step) == Done()
+        queue.publish(step + 1)
+        flush()
+        trained += sorted(batch.tasks)
+        if step % 2:
+            queue.retire(step, trained[:-2])
+            flush()
+            queue.close()
+            queue = Queue(root / RUN, synchronous)
+    queue.close()
+
+
+class Promise:
+    """What holds after a power cut, given all marks of the recording and the folder in which it ended."""
+
+    def __init__(self, marks: list[str], root: Path, *, may_lose: bool = False) -> None:
+        self._flushes = [msgspec.json.decode(text, type=Flushed) for text in marks]
+        self._states = [flushed.state for flushed in self._flushes]
+        self._ledger = _lines((root / RUN / "ledger.jsonl").read_bytes())
+        self._may_lose = may_lose
+
+    def check(self, folder: Path, marks: list[str]) -> None:
+        """Raise whatever the queue raises on ``folder``, and AssertionError for what is lost or different."""
+        (folder / RUN).mkdir(exist_ok=True)  # the launcher's
+        queue = Queue(folder / RUN, "full")
+        try:
+            self._check(queue, folder, len(marks))
+        finally:
+            queue.close()
+
+    def _check(self, queue: Queue, folder: Path, acknowledged: int) -> None:
+        if queue.store.book.published is None:
+            assert self._may_lose or not acknowledged, "everything is lost"
+            return
+        at = self._states.index(queue.recovered) + 1
+        assert self._may_lose or at >= acknowledged, f"{acknowledged - at} of {acknowledged} flushes are lost"
+        put = set(itertools.chain.from_iterable(flushed.put for flushed in self._flushes[:at]))
+        gone = set(itertools.chain.from_iterable(flushed.gone for flushed in self._flushes[:at]))
+        for group, sample in put:
+            if group not in gone:
+                row = queue.journal.get((group, sample, 0))
+                assert row is not None and bytes(row) == payload(group, sample), f"row {group}.{sample}"
+        count = queue.ledger.count
+        expected = [line for line in self._ledger if line.get("seq", -1) < count]
+        assert _lines((folder / RUN / "ledger.jsonl").read_bytes()) == expected, "the ledger is not what happened"
+
+
+def _lines(ledger: bytes) -> list[dict[str, Any]]:
+    """The lines but for those that say where they are on the disk."""
+    lines = [msgspec.json.decode(line) for line in ledger.splitlines()]
+    return [line for line in lines if line["event"] != COMPACTED]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])  # type: ignore[arg-type]

@@ -1,0 +1,27 @@
+"""After a power cut, what was acknowledged is there. ``scripts/power_cuts`` tries many more cuts."""
+
+import random
+from pathlib import Path
+
+from tests.contracts.power import queue, trainer
+from tests.support.power.cuts import broken, states
+from tests.support.power.recording import marks_of, record
+
+POINTS = 15
+
+
+def test_a_queue_that_syncs_loses_nothing_that_it_acknowledged(recorder: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    changes = record(recorder, "tests.contracts.power.queue", ["full"], root, tmp_path / "log")
+    promise = queue.Promise(marks_of(changes), root)
+    found = states(changes, root, random.Random(0), points=POINTS)
+    count, problems = broken(found, promise.check, tmp_path / "state")
+    assert count > POINTS and not problems, problems
+
+
+def test_a_trainer_loses_nothing_that_it_acknowledged(recorder: Path, tmp_path: Path) -> None:
+    """The config, the lineage, rows told to the queue as trained, checkpoints and their trajectories."""
+    root = tmp_path / "root"
+    changes = record(recorder, "tests.contracts.power.trainer", [], root, tmp_path / "log")
+    count, problems = broken(states(changes, root, random.Random(0), points=POINTS), trainer.check, tmp_path / "state")
+    assert count > POINTS and not problems, problems

@@ -1,0 +1,80 @@
+"""The tool itself: it finds what loses data, and finds nothing where nothing is lost, as SQLite documents its modes."""
+
+import random
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.contracts.power.writers import LINE, REPLACED
+from tests.support.power.cuts import broken, states
+from tests.support.power.recording import record
+
+POINTS = 40
+
+
+def check_lines(folder: Path, marks: list[str]) -> None:
+    path = folder / "lines"
+    found = path.read_bytes() if path.exists() else b""
+    assert found.startswith(b"".join(LINE % int(number) for number in marks)), "lost"
+
+
+def check_replaced(folder: Path, marks: list[str]) -> None:
+    path = folder / "file"
+    if not path.exists():
+        assert not marks, "lost"
+        return
+    content = path.read_bytes()
+    assert content in REPLACED, "torn"
+    assert REPLACED.index(content) >= len(marks) - 1, "lost"
+
+
+def check_database(folder: Path, marks: list[str]) -> None:
+    with closing(sqlite3.connect(folder / "db")) as db:
+        assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)], "torn"
+        tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        found = [number for (number,) in db.execute("SELECT number FROM rows ORDER BY number")] if tables else []
+    assert found == list(range(len(found))), "torn"
+    assert len(found) >= len(marks), "lost"
+
+
+CHECKS = {"lines": check_lines, "replaced": check_replaced, "wal": check_database, "delete": check_database}
+
+
+@pytest.mark.parametrize(
+    ("writer", "expected"),
+    [
+        ("lines", set()),
+        ("lines_without_fsync", {"lost"}),
+        ("lines_without_folder", {"lost"}),
+        ("replaced", set()),
+        ("replaced_without_fsync", {"torn"}),
+        ("replaced_without_folder", {"lost"}),
+        ("wal_full", set()),
+        ("wal_normal", {"lost"}),
+        ("wal_off", {"lost", "torn"}),
+        ("delete_full", {"lost"}),  # that the journal is deleted is not forced to disk, which synchronous=extra is for
+        ("delete_extra", set()),
+    ],
+)
+def test_a_power_cut_takes_what_was_not_synced_and_nothing_else(
+    recorder: Path, tmp_path: Path, writer: str, expected: set[str]
+) -> None:
+    root = tmp_path / "root"
+    changes = record(recorder, "tests.contracts.power.writers", [writer], root, tmp_path / "log")
+    found = states(changes, root, random.Random(0), points=POINTS)
+    count, problems = broken(found, CHECKS[writer.split("_")[0]], tmp_path / "state", most=10_000)
+    kinds = {"lost" if ": lost" in problem else "torn" for problem in problems}
+    assert count > 10 and kinds == expected, problems[:10]
+
+
+def test_a_program_that_changes_files_unseen_is_refused(recorder: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    changes = record(recorder, "tests.contracts.power.writers", ["lines"], root, tmp_path / "log")
+    (root / "lines").write_bytes(b"by another")
+    with pytest.raises(AssertionError, match="lines"):
+        list(states(changes, root, random.Random(0)))
+    mapped = record(recorder, "tests.contracts.power.writers", ["mapped"], tmp_path / "mapped", tmp_path / "log2")
+    with pytest.raises(AssertionError, match="mmap"):
+        list(states(mapped, tmp_path / "mapped", random.Random(0)))
