@@ -18,6 +18,10 @@ class TooLong(Exception):
         self.tokens = tokens
 
 
+class CannotBridge(Exception):
+    """A conversation cannot go on after the tokens as sampled."""
+
+
 class ParsedCall(NamedTuple):
     """One call as the model wrote it. ``arguments`` is None if there is a ``problem``; ``raw`` is its text."""
 
@@ -28,11 +32,12 @@ class ParsedCall(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A sampled turn, read: ``text`` is all that was said, ``content`` what was said before the first call."""
+    """A sampled turn, read: ``text`` is all that was said but the reasoning, ``content`` is without the calls."""
 
     text: str
     content: str
     calls: list[ParsedCall]
+    reasoning: str = ""
 
 
 class ChatFormat(Protocol):
@@ -42,9 +47,11 @@ class ChatFormat(Protocol):
     itself (``sampled``: positions of such messages) may hold special tokens. Sampled tokens are never encoded again.
     """
 
-    name: str
     stop_token_ids: list[int]
     prints_tools: bool
+
+    @property
+    def name(self) -> str: ...
 
     def prompt(
         self,
@@ -72,12 +79,20 @@ class ChatFormat(Protocol):
     ) -> list[int]:
         """Return what ``messages`` append to a prompt and the turn sampled after it, up to the next turn's opening.
 
-        A turn that was cut short is ended first. Raises TooLong unless these are fewer than ``limit`` tokens.
+        A turn that was cut short is ended first. Raises TooLong unless these are fewer than ``limit`` tokens, and
+        CannotBridge if the format cannot go on without encoding what was sampled.
         """
         ...
 
-    def parse(self, token_ids: Sequence[int], *, stops: Sequence[str] = ()) -> Answer:
-        """Read a sampled turn up to the first of the texts ``stops``."""
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        *,
+        prompt_ids: Sequence[int] = (),
+        tools: Sequence[dict[str, Any]] = (),
+        stops: Sequence[str] = (),
+    ) -> Answer:
+        """Read a turn sampled after ``prompt_ids``, up to the first of the texts ``stops``. ``tools`` were offered."""
         ...
 
     def turn_text(self, token_ids: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""How models write tool calls in a text."""
+"""How models write tool calls and reasoning in a text."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,3 +16,21 @@ class CallSyntax(NamedTuple):
     parse: Callable[[str], list[ParsedCall]]
     render: Callable[[str, str], str]
     call_start: str
+
+
+NO_CALLS = CallSyntax(lambda _: [], lambda name, arguments: f"{name}({arguments})", "")
+
+THINK_START, THINK_END = "<think>", "</think>"
+
+
+def split_reasoning(text: str, *, opened: bool) -> tuple[str, str]:
+    """Split what was sampled into (reasoning, the rest). ``opened``: the prompt ends with ``<think>``.
+
+    Reasoning that never ends is all there is: what looks like a call inside it is none.
+    """
+    begun = text.lstrip().startswith(THINK_START)
+    if not (opened or begun):
+        return "", text
+    body = text.lstrip().removeprefix(THINK_START) if begun else text
+    reasoning, _, rest = body.partition(THINK_END)
+    return reasoning.strip(), rest.lstrip("\n")

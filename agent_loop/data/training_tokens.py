@@ -1,8 +1,9 @@
 """Encodes conversations and marks the assistant's tokens, which are trained on with the token that ends each turn.
 
-Chat templates may mark them (``{% generation %}``). With any other template, a turn starts where the rendering of
-everything before it ends and extends to its end-of-turn token. The text before a turn is encoded on its own, as an
-engine would get it, so the model is trained on the very tokens that it is to sample.
+Chat templates may mark them (``{% generation %}``), and families of the package renderers know them. With any other
+template, a turn starts where the rendering of everything before it ends and extends to its end-of-turn token. The text
+before a turn is encoded on its own, as an engine would get it, so the model is trained on the very tokens that it is to
+sample.
 """
 
 import json
@@ -14,6 +15,8 @@ import jinja2
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from rl_async.agent_loop.chat_formats.library import LibraryFormat
+from rl_async.agent_loop.chat_formats.registry import choose
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.data.chats import Chat
 from rl_async.errors import ConfigError, DataError
@@ -41,6 +44,13 @@ class ChatEncoder:
             return
         self._encode = self._by_prefixes
         try:
+            chat = choose(tokenizer)
+        except ValueError:
+            chat = None  # for the reason that is told below
+        if isinstance(chat, LibraryFormat):
+            self._family, self._encode = chat, self._by_family
+            return
+        try:
             self._renderer = ChatRenderer(tokenizer)
         except (ValueError, jinja2.TemplateError) as error:
             raise ConfigError(
@@ -64,6 +74,10 @@ class ChatEncoder:
             chat.messages, tools=[*chat.tools] or None, return_dict=True, return_assistant_tokens_mask=True
         )
         return ChatTokens(np.array(encoded["input_ids"], np.int32), np.array(encoded["assistant_masks"], bool))
+
+    def _by_family(self, chat: Chat) -> ChatTokens:
+        ids, learned = self._family.row(chat.messages, chat.tools)
+        return ChatTokens(np.array(ids, np.int32), np.array(learned, bool))
 
     def _by_prefixes(self, chat: Chat) -> ChatTokens:
         ids: list[int] = []

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from rl_async.agent_loop.chat_formats.format import BAD_CALL, ChatFormat, Message, ParsedCall, TooLong
+from rl_async.agent_loop.chat_formats.format import BAD_CALL, CannotBridge, ChatFormat, Message, ParsedCall, TooLong
 from rl_async.agent_loop.episodes.row_tokens import RowTokens
 from rl_async.agent_loop.offload import off_loop
 from rl_async.agent_loop.tools.tool import Tool, ToolResult
@@ -63,7 +63,8 @@ class Episode:
 
     def tool_calls(self) -> list[ParsedCall]:
         """Parse the tool calls that the model wrote in the last turn."""
-        return self._chat.parse(self._said).calls
+        prompt = self._row.token_ids[: len(self._row) - len(self._said)]
+        return self._chat.parse(self._said, prompt_ids=prompt, tools=self.schemas).calls
 
     async def generate(self) -> str:
         """Sample a turn of the model; return why it ended: ``stop``, ``length`` or ``abort``."""
@@ -91,13 +92,16 @@ class Episode:
         return result.finish_reason
 
     def add(self, messages: Sequence[Message]) -> bool:
-        """Append messages and open the next assistant turn. If they do not fit, append nothing and return False."""
+        """Append messages and open the next assistant turn.
+
+        If they do not fit, or the turn before ended within its reasoning, append nothing and return False.
+        """
         start = len(self._row)
         try:
             said = self._said if self.turns[-1].role == "assistant" else []
             prompt = self._row.token_ids[: start - len(said)]
             added = self._chat.bridge(prompt, said, messages, self.schemas, limit=self._limit - start)
-        except TooLong:
+        except (TooLong, CannotBridge):
             return False
         self._row.add(added)
         self.messages += messages
@@ -124,7 +128,7 @@ class Episode:
                     seconds=seconds,
                 )
             )
-            messages.append({"role": "tool", "content": text})
+            messages.append({"role": "tool", "content": text, "name": call.name})
         return messages
 
     async def _call_one(self, call: ParsedCall, position: int) -> tuple[ToolResult, float]:

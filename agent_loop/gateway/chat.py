@@ -24,6 +24,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     role: str
     text: str
     calls: tuple[FunctionCall, ...] = ()
+    reasoning: str = ""  # of a sampled answer; clients may leave it out when they send the answer back
 
     def identity(self) -> bytes:
         """Hash the message so that trimmed answers and re-serialised JSON are equal, as clients send them back."""
@@ -68,9 +69,9 @@ def history_keys(messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]
 def read_answer(answer: Answer, *, tools: bool) -> ChatMessage:
     """Convert a sampled answer. Without tools, or with a malformed call, all of it is text."""
     if not tools or not answer.calls or any(call.arguments is None for call in answer.calls):
-        return ChatMessage(ASSISTANT, answer.text)
+        return ChatMessage(ASSISTANT, answer.text, reasoning=answer.reasoning)
     made = tuple(FunctionCall(call.name, msgspec.json.encode(call.arguments).decode()) for call in answer.calls)
-    return ChatMessage(ASSISTANT, answer.content, made)
+    return ChatMessage(ASSISTANT, answer.content, made, answer.reasoning)
 
 
 def _canonical(arguments: str) -> bytes:

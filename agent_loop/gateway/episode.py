@@ -79,7 +79,9 @@ class GatewayEpisode:
             raise RequestRefused("the episode ended before this answer was complete", code="episode_ended", status=404)
         sampled = len(result.token_ids)
         result = cut_at_stop(result, request.stops, self._chat)
-        answer = self._chat.parse(result.token_ids, stops=request.stops)
+        answer = self._chat.parse(
+            result.token_ids, prompt_ids=prompt.token_ids, tools=request.tools, stops=request.stops
+        )
         said = read_answer(answer, tools=bool(request.tools))
         malformed = [call for call in answer.calls if call.problem] if request.tools else []
         self._recorder.record(prompt, result, said, seconds, malformed)

@@ -136,6 +136,8 @@ def completion(done: Completion, episode: str, model: str) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": done.message.text, "refusal": None}
     if done.message.calls:
         message |= {"content": done.message.text or None, "tool_calls": _calls(done)}
+    if done.message.reasoning:
+        message["reasoning_content"] = done.message.reasoning
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason(done)}
     return _head(done, episode, model, "chat.completion") | {"choices": [choice], "usage": _usage(done)}
 
@@ -144,6 +146,8 @@ def chunks(done: Completion, episode: str, model: str, *, usage: bool) -> Iterat
     """Yield the chunks of a streamed answer."""
     head = _head(done, episode, model, "chat.completion.chunk")
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    if done.message.reasoning:
+        deltas.append({"reasoning_content": done.message.reasoning})
     if done.message.text:
         deltas.append({"content": done.message.text})
     deltas += [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(_calls(done))]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rl_async.agent_loop.chat_formats.format import ChatFormat, Message, ParsedCall
+from rl_async.agent_loop.chat_formats.format import CannotBridge, ChatFormat, Message, ParsedCall
 from rl_async.agent_loop.episodes.row_tokens import RowTokens
 from rl_async.agent_loop.gateway.chat import ASSISTANT, ChatMessage, history_keys
 from rl_async.messages import ToolCall, Turn, VersionRun
@@ -73,6 +73,19 @@ class EpisodeRecorder:
         ``limit`` tokens.
         """
         known, answer = self._longest(messages, tools)
+        try:
+            return self._prompt(messages, tools, limit, known, answer)
+        except CannotBridge:
+            return self._prompt(messages, tools, limit, 0, None)
+
+    def _prompt(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[dict[str, Any]],
+        limit: int,
+        known: int,
+        answer: RecordedAnswer | None,
+    ) -> Prompt:
         new = [self._plain(message) for message in messages[known:]]
         sampled = {place for place, message in enumerate(messages[known:]) if message.identity() in self._texts}
         if answer is None:

@@ -7,9 +7,7 @@ from msgspec import Meta
 
 from rl_async.configs.base import Config, Count, Fraction, Positive, Seconds, doc
 from rl_async.configs.engines import EngineKind
-
-# `auto` and the formats in agent_loop/chat_formats/registry.py
-ChatFormatName = Literal["auto", "hermes"]
+from rl_async.configs.schema.chat_formats import ChatFormatName
 
 
 class GatewayConfig(Config, frozen=True):

@@ -114,11 +114,16 @@ async def prepare(config: RunConfig, planned: Plan, supervisor: Supervisor, cons
     """
     if planned.prepare is not None and needs_preparation(config):
         await supervisor.run_once(planned.prepare, lambda line: say(console, line))
+    await asyncio.to_thread(check_chat, config)
+
+
+def check_chat(config: RunConfig) -> None:
+    """Raise ConfigError if the model's chat template does not go with the run's tools; a model elsewhere is unknown."""
     agent = config.agent
     if (agent.tools or agent.environment) and agent.unprinted_tools == "refuse" and Path(config.model.path).is_dir():
         from rl_async.agent_loop.chat_formats.registry import load_format  # imports Transformers, which takes seconds
 
-        await asyncio.to_thread(load_format, config.model.path, agent)
+        load_format(config.model.path, agent)
 
 
 def announce(config: RunConfig, folder: Path, executor: Executor, console: Console) -> None:

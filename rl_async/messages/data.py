@@ -76,7 +76,7 @@ class Sampling(msgspec.Struct, frozen=True):
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 
-# Why a call is malformed: it never ends, is no JSON, has no name, has arguments that are no object, or another structure.
+# Why a call is malformed: it never ends, is no JSON, names no function, has no object as arguments, or another shape.
 CallProblem = Literal["unclosed", "bad_json", "no_name", "bad_arguments", "bad_structure"]
 CALL_PROBLEMS: tuple[CallProblem, ...] = get_args(CallProblem)
 

@@ -1,15 +1,23 @@
 """Which chat format a tokenizer gets, and when it is refused."""
 
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from rl_async.agent_loop.chat_formats.registry import load_format
+from rl_async.agent_loop.chat_formats.library import INSTALL, installed
+from rl_async.agent_loop.chat_formats.registry import SYNTAXES, load_format
+from rl_async.configs.schema.chat_formats import LIBRARY_NAMES, ChatFormatName
 from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.errors import ConfigError
 
+CALLS = (
+    "{% for m in messages if m.tool_calls %}"
+    '<tool_call>\n{"name": "{{ m.tool_calls[0].function.name }}"}</tool_call>'
+    "{% endfor %}"
+)
 PRINTS = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
 
 
@@ -25,11 +33,31 @@ def test_a_template_that_prints_no_tools_is_refused_while_there_are_any(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, given: dict[str, object]
 ) -> None:
     template, agent = str(tokenizer.chat_template), msgspec.convert(given, AgentConfig)
-    silent, printing = (
-        save(tokenizer, tmp_path / str(i), text) for i, text in enumerate((template, PRINTS + template))
-    )
-    with pytest.raises(ConfigError, match="agent.unprinted_tools"):
+    silent = save(tokenizer, tmp_path / "silent", template)
+    printing = save(tokenizer, tmp_path / "printing", PRINTS + template + CALLS)
+    with pytest.raises(ConfigError, match="unprinted_tools"):
         load_format(silent, agent)
     assert load_format(printing, agent).prints_tools
     assert not load_format(silent, AgentConfig()).prints_tools
     assert not load_format(silent, msgspec.structs.replace(agent, unprinted_tools="allow")).prints_tools
+
+
+def test_calls_that_nothing_reads_are_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    other = CALLS.replace("<tool_call>", "<invoke>").replace("</tool_call>", "</invoke>")
+    folder = save(tokenizer, tmp_path / "other", PRINTS + str(tokenizer.chat_template) + other)
+    assert load_format(folder, AgentConfig()).name == "plain", "without tools it can be followed"
+    with pytest.raises(ConfigError, match=r"agent\.chat_format"):
+        load_format(folder, AgentConfig(tools=("calculator",)))
+    assert load_format(folder, AgentConfig(tools=("calculator",), chat_format="hermes")).name == "hermes"
+
+
+def test_the_names_in_the_schema_are_those_that_can_be_made() -> None:
+    assert {*get_args(get_args(ChatFormatName)[0]), *LIBRARY_NAMES} == {"auto", *SYNTAXES, *LIBRARY_NAMES}
+
+
+def test_every_library_name_is_the_packages() -> None:
+    if not installed():
+        pytest.skip(f"the package renderers is not here; install it with {INSTALL}")
+    from renderers.configs import config_from_name
+
+    assert [config_from_name(name).name for name in LIBRARY_NAMES] == [*LIBRARY_NAMES]

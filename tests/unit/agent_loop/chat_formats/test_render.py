@@ -109,3 +109,39 @@ def test_missing_demos_are_named(tmp_path: Path) -> None:
     (tmp_path / "text.parquet").write_text("no")
     with pytest.raises(DataError, match=r"text\.parquet"):
         read_demos(tmp_path / "text.parquet")
+
+
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampled", "reasoning", "content", "calls"),
+    [
+        ("", f"<think>\nso\n</think>\n\nhi {CALL}", "so", "hi", 1),
+        ("<think>\n", f"so {CALL}</think>hi", f"so {CALL}", "hi", 0),
+        ("<think>\n", f"so {CALL}", f"so {CALL}", "", 0),
+        ("", f"hi {CALL}", "", "hi", 1),
+        ("<think></think>", "a </think> b", "", "a </think> b", 0),
+    ],
+    ids=["opened", "by the prompt", "never closed", "none", "closed before"],
+)
+def test_calls_within_reasoning_are_none(
+    tokenizer: PreTrainedTokenizerFast, prompt: str, sampled: str, reasoning: str, content: str, calls: int
+) -> None:
+    template = "{# <think></think> #}" + str(tokenizer.chat_template)
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, chat_template=template)
+    made.add_tokens(["<", ">", "/"])
+    chat = ChatRenderer(made)
+    found = chat.parse([*chat.encode(sampled), chat.end_of_turn], prompt_ids=chat.encode(prompt))
+    assert (found.reasoning, found.content, len(found.calls)) == (reasoning, content, calls)
+
+
+def test_a_template_that_prints_calls_gets_them_as_they_are(tokenizer: PreTrainedTokenizerFast) -> None:
+    prints = (
+        "{% for c in messages[-1].tool_calls or [] %}{{ c.function.name }}:{{ c.function.arguments.x }}{% endfor %}"
+    )
+    for template in (str(tokenizer.chat_template), str(tokenizer.chat_template) + prints):
+        made = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, chat_template=template)
+        call = {"role": "assistant", "content": "", "tool_calls": [{"name": "probe", "arguments": '{"x": 7}'}]}
+        text = ChatRenderer(made).decode(ChatRenderer(made).prompt([{"role": "user", "content": "1"}, call]))
+        assert ("<tool_call>" in text, "probe:7" in text) == ((False, True) if prints in template else (True, False))

@@ -1,0 +1,141 @@
+"""What every chat format does with its tokenizer: encodes, decodes, remembers prompts, compares with the template."""
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import msgspec
+from transformers import PreTrainedTokenizerFast
+
+from rl_async.agent_loop.chat_formats.cache import TokenCache
+from rl_async.agent_loop.chat_formats.format import Message, TooLong, text_size
+from rl_async.template_tokens import TemplateTokens, encode
+
+CACHE_BYTES = 64 << 20
+TOOL = {
+    "type": "function",
+    "function": {"name": "probe", "description": "A probe.", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+class TokenizerFormat(ABC):
+    """The part of a `ChatFormat` that only depends on the tokenizer. What messages say is encoded as plain text."""
+
+    stop_token_ids: list[int]
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, cache_bytes: int = CACHE_BYTES) -> None:
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self.cache = TokenCache(cache_bytes)
+        self._tokens = TemplateTokens(tokenizer)
+        self.prints_tools = self._prints_tools()
+
+    @abstractmethod
+    def _render_prompt(self, messages: list[Message], tools: list[Any], sampled: list[int]) -> tuple[int, ...]:
+        """Encode a conversation and the opening of the assistant's turn."""
+
+    @abstractmethod
+    def _written(self, message: Message, *, sampled: bool) -> Message:
+        """Convert a message for the template. The content of a sampled one is the text as it was sampled."""
+
+    def encode(self, text: str) -> list[int]:
+        """Encode text of the policy, in which special tokens count as such; none are added."""
+        return encode(self._backend, text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Decode ``token_ids``, keeping special tokens."""
+        return self._backend.decode(token_ids, skip_special_tokens=False)
+
+    def turn_text(self, token_ids: Sequence[int]) -> str:
+        """Decode an assistant's sampled tokens, without the token that ended the turn."""
+        ended = bool(token_ids) and token_ids[-1] in self.stop_token_ids
+        return self.decode(token_ids[:-1] if ended else token_ids)
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        sampled: Collection[int] = (),
+        limit: int = sys.maxsize,
+    ) -> list[int]:
+        """Encode the conversation so far and the opening of the assistant's turn. ``tools`` are JSON schemas.
+
+        ``sampled``: positions of the messages that the policy sampled in this episode. Raises TooLong unless there are
+        fewer than ``limit`` tokens.
+        """
+        return self._within(limit, messages, (messages, tools, sorted(sampled)), self._render_prompt)
+
+    def _within(
+        self, limit: int, messages: Sequence[Message], given: Any, render: Callable[..., tuple[int, ...]]
+    ) -> list[int]:
+        """Encode what is ``given``, once for all who give the same; what is too long is not kept."""
+        least = text_size(messages) // self._tokens.longest_token
+        if least >= limit:
+            raise TooLong(least)
+        key = msgspec.json.encode(given)
+        token_ids = self.cache.get(key)
+        if token_ids is None:
+            token_ids = render(*msgspec.json.decode(key))
+        if len(token_ids) >= limit:
+            raise TooLong(len(token_ids))
+        self.cache.put(key, token_ids)
+        return list(token_ids)
+
+    def cut(self, text: str, tokens: int) -> str:
+        """Cut a tool's text to ``tokens`` tokens; only as much is encoded as that many tokens can hold."""
+        if len(text.encode(errors="replace")) <= tokens:  # no token is shorter than a byte
+            return text
+        text = text[: tokens * self._tokens.longest_token]
+        token_ids = self._tokens.encode_outside(text)
+        return text if len(token_ids) <= tokens else self.decode(token_ids[:tokens])
+
+    def escape(self, message: Message) -> Message:
+        """Mark control tokens in a message of others, for text that is rendered elsewhere and encoded here."""
+        return self._tokens.escape(message)
+
+    def encode_printed(self, text: str) -> list[int]:
+        """Encode what the chat template printed of escaped messages."""
+        return self._tokens.encode(text)
+
+    def check(
+        self,
+        messages: Sequence[Message],
+        token_ids: Sequence[int],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        sampled: Collection[int] = (),
+    ) -> int | None:
+        """Return the position of the first token that departs from the full chat template's text; None if all agree.
+
+        Texts are compared rather than ids, because a model may spell a text with other tokens than the tokenizer does.
+        """
+        printed = self._render(self._escaped(messages, sampled), self._tokens.escape(tools), generate=False)
+        expected = self.decode(self._tokens.encode(printed))
+        actual = self.decode(token_ids)
+        if expected.startswith(actual):
+            return None
+        agreed = next((i for i, (a, b) in enumerate(zip(expected, actual)) if a != b), min(len(expected), len(actual)))
+        low, high = 0, len(token_ids) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if len(self.decode(token_ids[: middle + 1])) > agreed:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, generate: bool) -> str:
+        text = self._tokenizer.apply_chat_template(
+            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generate
+        )
+        return str(text)
+
+    def _prints_tools(self) -> bool:
+        probe: list[Message] = [{"role": "user", "content": "x"}]
+        return self._render(probe, [TOOL], generate=True) != self._render(probe, (), generate=True)
+
+    def _escaped(self, messages: Sequence[Message], sampled: Collection[int]) -> list[Message]:
+        written = [self._written(message, sampled=place in sampled) for place, message in enumerate(messages)]
+        return [m if place in sampled else self._tokens.escape(m) for place, m in enumerate(written)]

@@ -1,0 +1,241 @@
+"""Families of models whose chat format comes from the package `renderers`, which is an optional dependency.
+
+It renders and parses; this adapts it. Text from outside is escaped before it renders, as for a chat template, and its
+tokenizer encodes what is marked as plain text, so that here, too, only the format itself writes special tokens.
+"""
+
+import json
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerFast
+
+from rl_async.agent_loop.chat_formats.encoded import TOOL, TokenizerFormat
+from rl_async.agent_loop.chat_formats.format import (
+    Answer,
+    CannotBridge,
+    Message,
+    ParsedCall,
+    TooLong,
+    before_stops,
+    text_size,
+)
+from rl_async.agent_loop.chat_formats.render import nested
+from rl_async.errors import ConfigError
+from rl_async.messages import CallProblem
+from rl_async.template_tokens import TemplateTokens
+
+INSTALL = "python -m pip install 'rl-async[renderers]'"
+_PROBLEMS: dict[str, CallProblem] = {
+    "invalid_json": "bad_json",
+    "unclosed_block": "unclosed",
+    "missing_name": "no_name",
+    "malformed_structure": "bad_structure",
+}
+_CALL = {"id": "callprobe", "type": "function", "function": {"name": "probe", "arguments": {"x": "1"}}}
+_USER, _SYSTEM = {"role": "user", "content": "x"}, {"role": "system", "content": "y"}
+_CALLED: list[Message] = [
+    _USER,
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "content": "z", "name": "probe", "tool_call_id": "callprobe"},
+]
+_PROBES: list[tuple[list[Message], list[Any]]] = [
+    ([_USER], []),
+    ([_SYSTEM, _USER], []),
+    ([_USER], [TOOL]),
+    (_CALLED, [TOOL]),
+]
+
+
+def installed() -> bool:
+    """Whether the package is here, with httpx, which it needs and does not ask for."""
+    return find_spec("renderers") is not None and find_spec("httpx") is not None
+
+
+class LibraryFormat(TokenizerFormat):
+    """The format of a family, with the options with which it prints what the tokenizer's chat template does.
+
+    Past reasoning stays where it was sampled. Raises ConfigError if the package is missing, and ValueError if the
+    tokenizer is not of that family.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+        if not installed():
+            raise ConfigError(f"agent.chat_format: {name} needs the package renderers; run `{INSTALL}`")
+        super().__init__(tokenizer)
+        self.name = name
+        adapter = _Tokenizer(tokenizer, self._tokens)
+        self._renderer, self.agreed = max(self._candidates(adapter), key=lambda found: found[1])
+        self.stop_token_ids = sorted({*self._renderer.get_stop_token_ids()})
+
+    @property
+    def fits(self) -> bool:
+        """Whether the family prints the probes exactly as the tokenizer's chat template does."""
+        return self.agreed == len(_PROBES)
+
+    def _candidates(self, adapter: "_Tokenizer") -> Iterator[tuple[Any, int]]:
+        """Yield renderers of the family with each of its modes, and on how many probes they agree with the template."""
+        from renderers import create_renderer
+        from renderers.configs import config_from_name
+
+        wanted = [self._wanted(*probe) for probe in _PROBES]
+        kind = type(config_from_name(self.name))
+        for options in _modes(kind, str(wanted[0])):
+            try:
+                renderer = create_renderer(adapter, kind(thinking_retention="all", **options))
+            except (AssertionError, KeyError) as error:
+                raise ValueError(f"the tokenizer is not of the family {self.name}: {error}") from error
+            yield renderer, sum(self._printed(renderer, *probe) == text for probe, text in zip(_PROBES, wanted))
+
+    def _wanted(self, messages: list[Message], tools: list[Any]) -> str | None:
+        for written in (messages, [_with_text_arguments(message) for message in messages]):
+            try:
+                return self._render(written, tools, generate=True)
+            except (jinja2.TemplateError, TypeError, ValueError):
+                continue
+        return None  # a template that takes no system message, say
+
+    def _printed(self, renderer: Any, messages: list[Message], tools: list[Any]) -> str | None:
+        try:
+            return self.decode(renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True))
+        except (ValueError, TypeError, KeyError):
+            return None
+
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        *,
+        prompt_ids: Sequence[int] = (),
+        tools: Sequence[dict[str, Any]] = (),
+        stops: Sequence[str] = (),
+    ) -> Answer:
+        """Read a turn sampled after ``prompt_ids``, up to the first of the texts ``stops``. ``tools`` were offered."""
+        found = self._renderer.parse_response(list(token_ids), tools=[*tools] or None, prompt_ids=[*prompt_ids] or None)
+        calls = [_call(call) for call in found.tool_calls]
+        content = before_stops(found.content, stops)
+        text = "\n".join([*filter(None, [content]), *(call.raw for call in calls)])
+        return Answer(text, content, calls, found.reasoning_content or "")
+
+    def bridge(
+        self,
+        prompt_ids: Sequence[int],
+        sampled_ids: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        sampled: Collection[int] = (),
+        limit: int = sys.maxsize,
+    ) -> list[int]:
+        """Return what ``messages`` append to a prompt and the turn sampled after it, up to the next turn's opening.
+
+        Raises TooLong unless these are fewer than ``limit`` tokens, and CannotBridge after a turn that ended within its
+        reasoning, or for a message of the assistant.
+        """
+        least = text_size(messages) // self._tokens.longest_token
+        if least >= limit:
+            raise TooLong(least)
+        before = [*prompt_ids, *sampled_ids]
+        found = self._renderer.bridge_to_next_turn(
+            list(prompt_ids), list(sampled_ids), self._escaped(messages, sampled), tools=self._tokens.escape([*tools])
+        )
+        if found is None or found.token_ids[: len(before)] != before:
+            raise CannotBridge(f"{self.name} cannot go on after this turn")
+        added: list[int] = found.token_ids[len(before) :]
+        if len(added) >= limit:
+            raise TooLong(len(added))
+        return added
+
+    def check(
+        self,
+        messages: Sequence[Message],
+        token_ids: Sequence[int],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        sampled: Collection[int] = (),
+    ) -> int | None:
+        """Compare as any format does, but only conversations that templates print as they were sampled.
+
+        Templates leave out past reasoning and write calls in their own spelling.
+        """
+        answers = [self.parse(self.encode(messages[place]["content"])) for place in sampled]
+        if any(answer.reasoning or answer.calls for answer in answers):
+            return None
+        ended = bool(token_ids) and token_ids[-1] in self.stop_token_ids  # which some templates print with what follows
+        return super().check(messages, token_ids[:-1] if ended else token_ids, tools, sampled=sampled)
+
+    def row(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[list[int], list[bool]]:
+        """Encode a demonstration; return (token_ids, loss_mask), which is true on what the assistant would sample."""
+        spoken = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        escaped = [m if place in spoken else self._tokens.escape(m) for place, m in enumerate(messages)]
+        found = self._renderer.render(escaped, tools=self._tokens.escape([*tools]) or None)
+        return found.token_ids, found.sampled_mask
+
+    def _render_prompt(self, messages: list[Message], tools: list[Any], sampled: list[int]) -> tuple[int, ...]:
+        given = self._escaped(messages, sampled)
+        try:
+            ids = self._renderer.render_ids(given, tools=self._tokens.escape(tools) or None, add_generation_prompt=True)
+        except (ValueError, TypeError, KeyError) as error:
+            raise jinja2.TemplateError(f"{self.name}: {error}") from error
+        return tuple(ids)
+
+    def _written(self, message: Message, *, sampled: bool) -> Message:
+        if not sampled:
+            calls = message.get("tool_calls")
+            return message | {"tool_calls": [nested(call) for call in calls]} if calls else message
+        answer = self.parse(self.encode(message["content"]))
+        if any(call.problem for call in answer.calls):
+            return {"role": "assistant", "content": answer.text, "reasoning_content": answer.reasoning}
+        made = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in answer.calls]
+        said = {"role": "assistant", "content": answer.content, "reasoning_content": answer.reasoning}
+        return said | ({"tool_calls": made} if made else {})
+
+
+class _Tokenizer:
+    """What the package needs of a tokenizer. Without offsets it prints the same tokens, and no attribution of them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, tokens: TemplateTokens) -> None:
+        self._tokenizer, self._tokens = tokenizer, tokens
+        self.name_or_path = ""  # by which it would guess the options that `_candidates` tries
+        self.unk_token_id, self.eos_token_id = tokenizer.unk_token_id, tokenizer.eos_token_id
+
+    def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
+        return self._tokens.encode(text)
+
+    def decode(self, token_ids: Any, *_: Any, **__: Any) -> str:
+        return str(self._tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:
+        return self._tokenizer.convert_tokens_to_ids(tokens)
+
+
+def _modes(kind: Any, first: str) -> Iterator[dict[str, Any]]:
+    """Yield the options of a family that change what it prints: thinking or not, the date that the template prints."""
+    fields = kind.model_fields
+    if "date_string" in fields and "Today Date: " in first:
+        yield {"date_string": first.partition("Today Date: ")[2].partition("\n")[0]}
+    if "enable_thinking" in fields:
+        yield {"enable_thinking": True}
+        yield {"enable_thinking": False}
+    else:
+        yield {}
+
+
+def _with_text_arguments(message: Message) -> Message:
+    """Write the arguments of calls as JSON text, as some templates need them."""
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _call(call: Any) -> ParsedCall:
+    problem = _PROBLEMS.get(str(call.status))
+    if problem is None and not isinstance(call.arguments, dict):
+        problem = "bad_arguments"
+    return ParsedCall(call.name or "", None if problem else call.arguments, call.raw, problem)

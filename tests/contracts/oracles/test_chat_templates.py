@@ -1,0 +1,252 @@
+"""Chat formats against the templates that TRL keeps of each family: rendering, reading back, and bridging.
+
+A case is a conversation with a next turn: some messages, what the assistant says, and what follows. The template prints
+it whole; from that text the tokens are taken that a model would have sampled, up to the first token that stops it. Then
+
+- `prompt` must print what the template prints before the assistant's turn,
+- `parse` must find what the assistant said,
+- `prompt`, sampled tokens and `bridge` together must be the text of the whole conversation.
+
+What is not compared is counted by its reason: the template prints the past differently once a conversation goes on
+(Qwen leaves out reasoning, or puts an empty one before the last turn), where a format keeps what was sampled.
+"""
+
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_async.agent_loop.chat_formats.format import CannotBridge, ChatFormat
+from rl_async.agent_loop.chat_formats.library import INSTALL, LibraryFormat, installed
+from rl_async.agent_loop.chat_formats.registry import choose
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from tests.contracts.oracles.oracle import oracle_python
+from tests.support.families import byte_tokenizer
+
+pytestmark = pytest.mark.slow
+
+CASES = 60
+TURNS = {  # begin-of-text and end-of-turn tokens, which are the tokenizer's and not the template's
+    "llama": ("<|begin_of_text|>", "<|eot_id|>"),
+    "gemma": ("<bos>", "<eos>"),
+    "deepseek": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+    "qwen": (None, "<|im_end|>"),
+    "glm": (None, "<|endoftext|>"),
+    "nemotron": (None, "<|im_end|>"),
+    "lfm": (None, "<|im_end|>"),
+    "gptoss": (None, "<|return|>"),
+    "phi": (None, "<|end|>"),
+}
+FOUND = {
+    "qwen2_5": "hermes",
+    "qwen3": "hermes",
+    "qwen3_instruct_2507": "hermes",
+    "qwen3_5_think": "qwen3.5",
+    "qwen3_5_nothink": "qwen3.5",
+    "qwen3_6": "qwen3.5",
+    "qwen3_8": "qwen3.8",
+    "llama3_1": "llama-3",
+    "llama3_2": "llama-3",
+    "glm4moe": "glm-4.5",
+    "gemma4": "gemma4",
+    "gemma4_v5": "gemma4",
+    "nemotron_3_nano": "nemotron-3",
+}
+NO_TOOLS = [
+    "llama3",
+    "gemma",
+    "gemma3",
+    "phi3",
+]  # templates that print none; a fine-tuned model may write Hermes' calls
+NOT_KNOWN = ["gptoss", "gemma4_v2", "lfm2", "deepseekv3"]  # whose calls nothing here reads as that template prints them
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "search",
+            "description": "Search for a text.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "query": {"type": "string", "description": "The text."},
+                    "limit": {"type": "integer", "description": "How many."},
+                },
+                "required": ["query"],
+            },
+        },
+    }
+]
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"id": "call00001", "type": "function", "function": {"name": "search", "arguments": {"query": "q"}}}
+    ],
+}
+TEXTS = ["a", "what is 2+3?", "naïve 東京\n\nend", "x <b>y</b> & 'z'", '{"not": "a call"}', "  spaces  ", "1\n2\n"]
+
+
+@pytest.fixture(scope="module")
+def templates() -> Path:
+    if not installed():
+        pytest.skip(f"the package renderers is not here; install it with {INSTALL}")
+    found = list(Path(oracle_python()).parents[1].glob("lib/python*/site-packages/trl/chat_templates"))
+    assert found, "TRL is installed without its templates"
+    return found[0]
+
+
+def make(templates: Path, name: str, chat_format: str = "auto") -> ChatFormat:
+    bos, eos = next((turns for family, turns in TURNS.items() if name.startswith(family)), (None, "<|endoftext|>"))
+    tokenizer = byte_tokenizer((templates / f"{name}.jinja").read_text(), bos=bos, eos=eos)
+    return choose(tokenizer, chat_format)  # type: ignore[arg-type]
+
+
+Case = tuple[list[dict[str, Any]], list[Any], dict[str, Any], list[dict[str, Any]]]
+
+
+def cases(seed: str) -> Iterator[Case]:
+    """Yield (messages, tools, what the assistant says, what follows)."""
+    draw = random.Random(seed)
+
+    def text() -> str:
+        return draw.choice(TEXTS)
+
+    def call() -> dict[str, Any]:
+        arguments: dict[str, Any] = {"query": text().strip()}
+        if draw.random() < 0.5:
+            arguments["limit"] = draw.randint(-3, 300)
+        function = {"name": "search", "arguments": arguments}
+        return {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "call00001", "type": "function"} | {"function": function}],
+        }
+
+    def result() -> dict[str, Any]:
+        return {"role": "tool", "content": text(), "name": "search", "tool_call_id": "call00001"}
+
+    for _ in range(CASES):
+        messages = [{"role": "system", "content": text()}] if draw.random() < 0.4 else []
+        messages.append({"role": "user", "content": text()})
+        tools = TOOLS if draw.random() < 0.7 else []
+        for _ in range(draw.randint(0, 2) if tools else 0):
+            messages += [call(), result()]
+        if tools and draw.random() < 0.6:
+            yield messages, tools, call(), [result()]
+        else:
+            yield (
+                messages,
+                tools,
+                {"role": "assistant", "content": text().strip()},
+                [{"role": "user", "content": text()}],
+            )
+
+
+def compare(chat: ChatRenderer | LibraryFormat, case: Case) -> str:
+    """Return "agrees" or what was not compared. Raises AssertionError for a difference."""
+    messages, tools, said, then = case
+    before = chat._render(messages, tools, generate=True)
+    if before.endswith("<think>\n"):
+        said = said | {"reasoning_content": "I think\nso"}
+    whole = chat._render([*messages, said, *then], tools, generate=True)
+    prompt = chat.prompt([flat(message) for message in messages], tools)
+    assert chat.decode(prompt) == before
+    kept = whole.startswith(before)
+    if not kept:
+        whole = chat._render([*messages, said], tools, generate=False)
+    assert whole.startswith(before)
+    rest = chat.encode(whole[len(before) :])
+    end = next((i for i, token in enumerate(rest) if token in chat.stop_token_ids), None)
+    if end is None:
+        return "the template ends the last turn without a token"
+    sampled, after = rest[: end + 1], rest[end + 1 :]
+    found = chat.parse(sampled, prompt_ids=prompt, tools=tools)
+    wanted = [call["function"] for call in said.get("tool_calls", [])]
+    assert [{"name": call.name, "arguments": call.arguments} for call in found.calls] == wanted
+    assert (found.content.strip(), found.reasoning) == (said["content"].strip(), said.get("reasoning_content", ""))
+    added = chat.decode(chat.bridge(prompt, sampled, then, tools))
+    if not kept:
+        assert all(message["content"].strip() in added for message in then)
+        return "agrees, but the template prints the past differently"
+    assert added == chat.decode(after)
+    return "agrees"
+
+
+def flat(message: dict[str, Any]) -> dict[str, Any]:
+    """The message as a gateway has it: calls with a name and JSON text."""
+    calls = [
+        {"name": call["function"]["name"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}
+        for call in message.get("tool_calls", [])
+    ]
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_format_prints_reads_and_continues_as_the_template(templates: Path, name: str) -> None:
+    chat = make(templates, name)
+    assert isinstance(chat, ChatRenderer | LibraryFormat) and chat.name == FOUND[name]
+    counts = Counter(compare(chat, case) for case in cases(name))
+    print(f"{name}: {chat.name}: {dict(counts)}")
+    assert sum(count for kind, count in counts.items() if kind.startswith("agrees")) >= CASES * 0.5
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_cut_turn_is_ended_and_the_conversation_goes_on(templates: Path, name: str) -> None:
+    """Whatever was sampled, `bridge` appends to it, or refuses if the turn ended within its reasoning."""
+    chat = make(templates, name)
+    draw, refused = random.Random(name), 0
+    opening = chat.prompt([{"role": "user", "content": "x"}])[-1]
+    for messages, tools, _, then in cases(name):
+        prompt = chat.prompt([flat(message) for message in messages], tools)
+        sampled = [draw.randrange(256) for _ in range(draw.randint(0, 8))]
+        sampled += [draw.choice(chat.stop_token_ids)] * (draw.random() < 0.5)
+        try:
+            added = chat.bridge(prompt, sampled, then, tools)
+        except CannotBridge:
+            refused += 1
+            continue
+        row = prompt + sampled + added
+        assert row[-1] == opening or then[-1]["role"] == "tool", "the next turn is open"
+        text = chat.turn_text(added)
+        assert all(message["content"].strip() in text for message in then if not name.startswith("llama")), (
+            "Llama's are JSON"
+        )
+    assert refused < CASES
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_no_text_from_outside_becomes_a_special_token(templates: Path, name: str) -> None:
+    chat = make(templates, name)
+    assert isinstance(chat, ChatRenderer | LibraryFormat)
+    special = {token.content: i for i, token in chat._tokenizer.added_tokens_decoder.items() if token.special}
+    everything = " ".join(special)
+    stop = chat.encode("<turn|>") if chat.name == "gemma4" else chat.stop_token_ids[:1]
+    said = chat.encode("so</think>ok") + stop
+
+    def counts(text: str) -> list[Counter[int]]:
+        user, then = {"role": "user", "content": text}, [{"role": "tool", "content": text, "name": "search"}]
+        system = [{"role": "system", "content": text}]
+        prompt = chat.prompt([*system, user, {"role": "assistant", "content": text}, user], TOOLS)
+        rows = [prompt, chat.bridge(prompt, said, [user], TOOLS)]
+        if chat.name == "gemma4":  # takes results after calls only
+            rows.append(chat.prompt([user, flat(CALL), *then], TOOLS))
+        else:
+            rows.append(chat.bridge(prompt, said, then, TOOLS))
+        return [Counter(i for i in ids if i in special.values()) for ids in rows]
+
+    assert counts(f"x {everything} y") == counts("x y")
+
+
+@pytest.mark.parametrize("name", NO_TOOLS)
+def test_templates_without_tools_print_none(templates: Path, name: str) -> None:
+    chat = make(templates, name)
+    assert (chat.name, chat.prints_tools) == ("hermes", False)
+
+
+@pytest.mark.parametrize("name", NOT_KNOWN)
+def test_templates_that_no_format_prints_are_told_apart(templates: Path, name: str) -> None:
+    assert make(templates, name).name == "plain"
