@@ -3,10 +3,11 @@
 A trainer's client names its lineage in every request; agent workers name none.
 """
 
-from rl_async.process.http_auth import App, Receive, Scope, Send, answer
+from rl_async.process.http_auth import HEALTH, App, Receive, Scope, Send, answer
 
 LINEAGE_HEADER = "X-Trainer-Lineage"
 REPLACED = 412  # no engine answers with this status for another reason
+_DIGITS = 18  # more are no count of resumes, and Python refuses to read thousands of them
 
 
 class LineageFence:
@@ -23,9 +24,9 @@ class LineageFence:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 412 (400 if its lineage is no number)."""
         named = dict(scope["headers"]).get(LINEAGE_HEADER.lower().encode()) if scope["type"] == "http" else None
-        if named is None:
+        if named is None or scope["path"] == HEALTH:  # a probe, which needs no token, must fence nobody off
             return await self._app(scope, receive, send)
-        if not named.isdigit():
+        if not named.isdigit() or len(named) > _DIGITS:
             return await _refuse(send, 400, f"{LINEAGE_HEADER} is not a number")
         lineage = int(named)
         if lineage < self._newest:

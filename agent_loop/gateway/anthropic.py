@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from rl_async.agent_loop.gateway.chat import ChatMessage, ChatRequest, Completion, FunctionCall
+from rl_async.agent_loop.gateway.chat import UNREADABLE, ChatMessage, ChatRequest, Completion, FunctionCall
 from rl_async.agent_loop.gateway.openai import Limit, unsupported
 from rl_async.errors import RequestRefused
 
@@ -58,7 +58,7 @@ def read_request(body: bytes) -> ChatRequest:
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
         wanted = msgspec.json.decode(body, type=MessagesBody)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except UNREADABLE as error:
         raise RequestRefused(str(error), code="invalid_request") from error
     for name, value in fields.items():
         if value is None or (name in MessagesBody.__struct_fields__ and name not in NEUTRAL) or name in IGNORED:

@@ -9,6 +9,7 @@ import msgspec
 from rl_async.agent_loop.chat_formats.format import Answer
 
 ASSISTANT = "assistant"
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)  # what decoding a body raises
 
 
 class FunctionCall(msgspec.Struct, frozen=True):

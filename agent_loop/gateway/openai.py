@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from rl_async.agent_loop.gateway.chat import ChatMessage, ChatRequest, Completion, FunctionCall
+from rl_async.agent_loop.gateway.chat import UNREADABLE, ChatMessage, ChatRequest, Completion, FunctionCall
 from rl_async.errors import RequestRefused
 
 # Fields that change no token. A seed would make the members of a group equal, which leaves nothing to compare.
@@ -83,7 +83,7 @@ def read_request(body: bytes) -> ChatRequest:
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
         chat = msgspec.json.decode(body, type=ChatBody)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except UNREADABLE as error:
         raise RequestRefused(str(error), code="invalid_request") from error
     for name, value in fields.items():
         if value is None or (name in ChatBody.__struct_fields__ and name not in NEUTRAL) or name in IGNORED:

@@ -5,7 +5,6 @@ import contextlib
 import socket
 from pathlib import Path
 
-import uvicorn
 import uvloop
 
 from rl_async.agent_loop.chat_formats.registry import load_format
@@ -18,7 +17,8 @@ from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_RESTART, ConfigError, QueueLost, RlAsyncError, UserError
 from rl_async.process.endpoints import read_endpoints
-from rl_async.process.http_auth import Access, RequireToken, run_token, token_file
+from rl_async.process.http_auth import Access, run_token, token_file
+from rl_async.process.http_server import server_of
 from rl_async.process.role import bind, run_role
 from rl_async.reward_loop.api_keys import forget_api_keys
 from rl_async.reward_loop.service import RewardService
@@ -49,14 +49,7 @@ async def run_gateway(
         queue = await stack.enter_async_context(client)
         stack.push_async_callback(pool.close)
         episodes = OpenEpisodes(config, chat, pool, queue, rewards)
-        settings = uvicorn.Config(
-            RequireToken(GatewayServer(config, episodes).app, access),
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=1,
-        )
-        server = uvicorn.Server(settings)
+        server = server_of(GatewayServer(config, episodes).app, access)
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(pool.watch(queue), name="engine registry")
             # uvicorn takes the signals over while it serves, and raises them again at its end

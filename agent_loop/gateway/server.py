@@ -5,19 +5,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
 from rl_async.agent_loop.gateway import anthropic, openai
-from rl_async.agent_loop.gateway.chat import ChatRequest, Completion
+from rl_async.agent_loop.gateway.chat import UNREADABLE, ChatRequest, Completion
 from rl_async.agent_loop.gateway.episode import task_view
 from rl_async.agent_loop.gateway.open_episodes import Ending, OpenEpisodes
 from rl_async.agent_loop.offload import off_loop
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EngineLost, EngineRejected, QueueLost, RequestRefused
+from rl_async.process.http_server import application, read_body
 
 T = TypeVar("T")
 MAX_WAIT_S = 60.0
@@ -28,10 +27,6 @@ class Begin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of ``POST /episodes``: how long to wait for an episode."""
 
     wait_s: float = 20.0
-
-
-class ClientGone(Exception):
-    """The client closed its connection, so the request is cancelled."""
 
 
 class GatewayServer:
@@ -49,12 +44,7 @@ class GatewayServer:
             f"POST {one}/v1/messages": (self.messages, anthropic.error_body),
             "GET /health": (self.health, openai.error_body),
         }
-        self.app = Starlette(
-            routes=[
-                Route(key.split()[1], _guarded(handler, body), methods=[key.split()[0]])
-                for key, (handler, body) in routes.items()
-            ]
-        )
+        self.app = application({key: _guarded(handler, body) for key, (handler, body) in routes.items()})
 
     async def begin(self, request: Request) -> Response:
         """Lease an episode: 200 with its URL and task, or 503 with whether the run is over."""
@@ -117,21 +107,11 @@ class GatewayServer:
         """Decode the JSON body; an empty one counts as ``{}``. Raises RequestRefused if it does not fit ``kind``."""
         try:
             return msgspec.json.decode(await self._bytes(request) or b"{}", type=kind)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except UNREADABLE as error:
             raise RequestRefused(str(error), code="invalid_request") from error
 
     async def _bytes(self, request: Request) -> bytes:
-        """Receive the body. Raises RequestRefused as soon as more than ``max_body_bytes`` of it have come."""
-        most, received = self._max_body, bytearray()
-        async for chunk in request.stream():
-            received += chunk
-            if len(received) > most:
-                raise RequestRefused(
-                    f"the body has more than {most} bytes (agent.gateway.max_body_bytes)",
-                    code="body_too_large",
-                    status=413,
-                )
-        return bytes(received)
+        return await read_body(request, self._max_body, "agent.gateway.max_body_bytes")
 
     async def _complete(self, request: Request, chat: ChatRequest) -> Completion:
         episode = self._episodes.get(request.path_params["id"])
@@ -152,21 +132,19 @@ def _guarded(handler: Handler, error_body: Callable[[RequestRefused], dict[str, 
             refusal = RequestRefused(str(error), code="engine_rejected")
         except (EngineLost, QueueLost) as error:
             refusal = RequestRefused(str(error), code=type(error).__name__, status=503)
-        except ClientGone:
-            return Response(status_code=499)
         return _json(error_body(refusal), refusal.status)
 
     return guarded
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Await the work; cancel it and raise ClientGone if the client disconnects first."""
+    """Await the work; cancel it and raise ClientDisconnect if the client disconnects first."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(request.receive())  # after the body, the only message is the disconnect
     try:
         await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientGone
+            raise ClientDisconnect
         return working.result()
     finally:
         working.cancel()

@@ -14,9 +14,9 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from transformers import PreTrainedTokenizerFast
 
+from rl_async.process.http_server import application, read_body
 from rl_async.reward_loop.server.batcher import Batcher
 
 log = logging.getLogger("rl_async.reward_model")
@@ -69,8 +69,7 @@ class Application:
         self._batcher, self._tokenizer, self._name, self._label = batcher, tokenizer, name, label
         self._vocabulary, self._longest = vocabulary, longest
         self._longest_token = max(map(len, tokenizer.get_vocab()))
-        routes = [Route("/classify", self.classify, methods=["POST"]), Route("/health", self.health, methods=["GET"])]
-        self.app = Starlette(routes=routes, lifespan=self._lifespan)
+        self.app = application({"POST /classify": self.classify, "GET /health": self.health}, lifespan=self._lifespan)
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -88,12 +87,10 @@ class Application:
     async def classify(self, request: Request) -> Response:
         """Answer with a number per sequence; with status 400 if the input cannot be scored."""
         try:
-            body = msgspec.json.decode(await request.body(), type=ClassifyBody)
+            body = msgspec.json.decode(await read_body(request), type=ClassifyBody)
             rows = self._rows(body)
         except (msgspec.DecodeError, ValueError) as error:
             return _error(400, str(error))
-        except RecursionError:
-            return _error(400, "the body is nested too deeply")
         numbers = await self._batcher.score(rows)
         if not all(map(math.isfinite, numbers)):
             return _error(500, f"the model returned {numbers}, which are not all finite")

@@ -6,9 +6,9 @@ import sys
 from typing import Any
 
 import torch
-import uvicorn
 
-from rl_async.process.http_auth import Access, RequireToken
+from rl_async.process.http_auth import Access
+from rl_async.process.http_server import server_of
 from rl_async.process.role import bind
 from rl_async.reward_loop.render import load_tokenizer
 from rl_async.reward_loop.server.app import Application
@@ -36,12 +36,6 @@ def serve(arguments: argparse.Namespace) -> None:
     access = Access.from_environment()
     torch.set_num_threads(arguments.threads)
     listener = bind(arguments.host, arguments.port, "reward model")
-    settings = uvicorn.Config(
-        RequireToken(_application(arguments).app, access),
-        log_level="warning",
-        access_log=False,
-        lifespan="on",
-        timeout_keep_alive=60,  # seconds; longer than its clients keep a connection that they do not use
-        timeout_graceful_shutdown=1,
-    )
-    uvicorn.Server(settings).run(sockets=[listener])
+    app = _application(arguments).app
+    # seconds; longer than its clients keep a connection that they do not use
+    server_of(app, access, lifespan="on", timeout_keep_alive=60).run(sockets=[listener])

@@ -183,9 +183,12 @@ class RequireToken:
         await send({"type": "http.response.body", "body": body})
 
 
+_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 412: "permission_error"}
+
+
 def answer(status: int, reason: str) -> tuple[bytes, list[tuple[bytes, bytes]]]:
     """Return body and headers of a refusal, in a shape that OpenAI's and Anthropic's clients understand."""
-    kind = "authentication_error" if status == 401 else "permission_error"
+    kind = _KINDS.get(status, "invalid_request_error")
     body = json.dumps({"type": "error", "error": {"type": kind, "message": reason, "code": status}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     return body, [*headers, (b"www-authenticate", b"Bearer")] if status == 401 else headers

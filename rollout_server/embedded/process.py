@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import uvicorn
 from transformers import AutoModelForCausalLM
 
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
-from rl_async.process.http_auth import Access, RequireToken, run_token
+from rl_async.process.http_auth import Access, run_token
+from rl_async.process.http_server import server_of
 from rl_async.process.role import bind
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.engine_thread import EngineThread
@@ -54,14 +54,7 @@ def serve(run: Path, index: int, host: str, port: int) -> None:
     )
     engine = EngineThread(core, on_crash=lambda _: os._exit(1))
     server = EngineServer(engine, config.model.path)
-    settings = uvicorn.Config(
-        RequireToken(server.app, access),
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=1,
-    )
     try:
-        uvicorn.Server(settings).run(sockets=[listener])
+        server_of(server.app, access).run(sockets=[listener])
     finally:
         engine.stop()

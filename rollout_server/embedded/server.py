@@ -6,14 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
 
-from rl_async.errors import WeightSyncError
+from rl_async.errors import EngineLost, WeightSyncError
 from rl_async.messages import Version
+from rl_async.process.http_server import application, read_body
 from rl_async.rollout_server.api import PauseMode
 from rl_async.rollout_server.embedded import dialect
 from rl_async.rollout_server.embedded.engine_thread import EngineThread, checksums
@@ -62,13 +61,13 @@ class EngineServer:
             "GET /load": self.load,
             "GET /metrics": self.metrics,
         }
-        self.app = Starlette(
-            routes=[Route(key.split()[1], self._guarded(f), methods=[key.split()[0]]) for key, f in routes.items()],
-            middleware=[Middleware(LineageFence)],
+        self.app = application(
+            {key: self._guarded(handler) for key, handler in routes.items()}, middleware=[Middleware(LineageFence)]
         )
 
     def _guarded(self, handler: Callable[[Request], Any]) -> Callable[[Request], Any]:
-        """Answer 400 for a bad body and 500 for a failed weight transfer, which only this request is told of."""
+        """Answer 400 for a bad body, 409 for a failed weight transfer, which only this request is told of, and 503 once
+        the engine has stopped."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -76,13 +75,15 @@ class EngineServer:
             except (msgspec.DecodeError, msgspec.ValidationError, ValueError) as error:
                 return _error(400, str(error))
             except WeightSyncError as error:
-                return _error(500, str(error))
+                return _error(409, str(error))
+            except EngineLost as error:
+                return _error(503, str(error))
 
         return guarded
 
     async def generate(self, request: Request) -> Response | SequenceStream:
         """Sample; 409 if the weights are older than the request accepts, 400 if it can never be served."""
-        body = msgspec.json.decode(await request.body(), type=dialect.GenerateBody)
+        body = msgspec.json.decode(await read_body(request), type=dialect.GenerateBody)
         core = self.engine.core
         if (refusal := core.refusal(body.token_ids, body.sampling_params.max_tokens)) is not None:
             return _error(400, refusal)
@@ -142,7 +143,7 @@ class EngineServer:
         return current != "default" and Version.parse(current) >= Version.parse(wanted)
 
     async def abort(self, request: Request) -> Response:
-        raw = await request.body()
+        raw = await read_body(request)
         ids = msgspec.json.decode(raw, type=dialect.AbortBody).request_ids if raw else None
         futures = [self.engine.abort(i) for i in ids] if ids is not None else [self.engine.abort(None)]
         counts = await asyncio.gather(*map(asyncio.wrap_future, futures))
@@ -164,7 +165,7 @@ class EngineServer:
         return _json({"is_paused": self.engine.paused})
 
     async def init_transfer(self, request: Request) -> Response:
-        body = msgspec.json.decode(await request.body(), type=InitTransferBody)
+        body = msgspec.json.decode(await read_body(request), type=InitTransferBody)
         async with self._transfer:
             await asyncio.to_thread(self._receiver.init, body.init_info)
         return _json({"message": "initialised"})
@@ -178,9 +179,9 @@ class EngineServer:
         return _json({"message": "started"})
 
     async def update(self, request: Request) -> Response:
-        body = msgspec.json.decode(await request.body(), type=UpdateWeightsBody)
+        body = msgspec.json.decode(await read_body(request), type=UpdateWeightsBody)
         if not self._update_active:
-            return _error(500, "no weight update was started")
+            return _error(409, "no weight update was started")
         if body.update_info.hold != "stage" and not self._stopped():
             return _error(400, "pause the engine first: only buckets to stage are accepted while it decodes")
         async with self._transfer:
@@ -192,10 +193,10 @@ class EngineServer:
         return _json({"message": "loaded"})
 
     async def finish_update(self, request: Request) -> Response:
-        body = msgspec.json.decode(await request.body(), type=FinishUpdateBody)
+        body = msgspec.json.decode(await read_body(request), type=FinishUpdateBody)
         Version.parse(body.weight_version)
         if not self._update_active:
-            return _error(500, "no weight update was started")
+            return _error(409, "no weight update was started")
         if not self._stopped():
             return _error(400, "pause the engine before finishing an update: it would sample from mixed weights")
         self._mixed = True
@@ -212,7 +213,7 @@ class EngineServer:
         return _json({"weight_version": self.engine.core.version})
 
     async def weight_checker(self, request: Request) -> Response:
-        msgspec.json.decode(await request.body(), type=dialect.CheckerBody)
+        msgspec.json.decode(await read_body(request), type=dialect.CheckerBody)
         current = await asyncio.wrap_future(self.engine.call(lambda: checksums(self.engine.core.model)))
         return _json({"checksums": current})
 

@@ -3,17 +3,24 @@
 The thread that answers asks the queue as any client does, so the queue's own thread shares nothing with it.
 """
 
+import asyncio
 import contextlib
+import socket
 import threading
 from collections.abc import Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import uvicorn
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
 
-from rl_async.errors import ProtocolError, QueueLost, UserError
+from rl_async.errors import ProtocolError, QueueLost, RequestRefused
 from rl_async.messages import Inspection
 from rl_async.process.http_auth import Access
+from rl_async.process.http_server import application, server_of
+from rl_async.process.role import bind
 from rl_async.transfer_queue.auth.keys import ClientKeys
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.state.groups import State
@@ -80,51 +87,37 @@ def serve_metrics(
     if port == 0:
         yield
         return
-    try:
-        server = HTTPServer((HOST, port), _handler(address, Access(token), keys, answer_s))
-    except (OSError, OverflowError) as error:
-        raise UserError(f"queue.metrics_port: port {port} cannot be used ({error}); choose another, or 0") from error
-    thread = threading.Thread(target=_answer, args=[server], name="queue metrics", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        server.shutdown()
-        thread.join(STOP_S)
-        server.server_close()
+    with bind(HOST, port, "queue.metrics_port") as listener:
+        listener.listen()
+        server = server_of(_application(address, keys, answer_s), Access(token))
+        thread = threading.Thread(target=_answer, args=[server, listener], name="queue metrics", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            server.should_exit = True
+            thread.join(STOP_S)
 
 
-def _answer(server: HTTPServer) -> None:
-    """Consumes scrapes; produces their answers. Waits for a connection; unblocked by one, or by ``shutdown``."""
-    server.serve_forever(poll_interval=0.1)
+def _answer(server: uvicorn.Server, listener: socket.socket) -> None:
+    """Consumes scrapes; produces their answers. Waits for a connection; unblocked by one, or by ``should_exit``."""
+    server.run(sockets=[listener])
 
 
-def _handler(address: str, access: Access, keys: ClientKeys | None, answer_s: float) -> type[BaseHTTPRequestHandler]:
-    class Scrape(BaseHTTPRequestHandler):
-        timeout = ANSWER_S  # of the scraper, to send its request
+def _application(address: str, keys: ClientKeys | None, answer_s: float) -> Starlette:
+    one = asyncio.Semaphore()  # scrape at a time: each has a connection to the queue
 
-        def do_GET(self) -> None:
-            headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in self.headers.items()]
-            if (refused := access.refusal("GET", self.path, HOST, headers)) is not None:
-                self.send_error(refused[0], explain=refused[1])
-                return
-            if self.path.split("?")[0] != "/metrics":
-                self.send_error(404, "only /metrics is here")
-                return
-            try:
-                client = SyncQueueClient(address, role="metrics", name="metrics", timeout_s=answer_s, keys=keys)
-                with client as queue:
-                    body = generate_latest(InspectionCollector(queue.inspect()))
-            except (QueueLost, ProtocolError) as error:
-                self.send_error(503, "the queue does not answer", str(error))
-                return
-            self.send_response(200)
-            self.send_header("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def read() -> bytes:
+        client = SyncQueueClient(address, role="metrics", name="metrics", timeout_s=answer_s, keys=keys)
+        with client as queue:
+            return generate_latest(InspectionCollector(queue.inspect()))
 
-        def log_message(self, format: str, *args: object) -> None:
-            """Do not log scrapes."""
+    async def scrape(request: Request) -> Response:
+        try:
+            async with one:
+                body = await asyncio.to_thread(read)
+        except (QueueLost, ProtocolError) as error:
+            raise RequestRefused(f"the queue does not answer: {error}", code="queue_lost", status=503) from error
+        return Response(body, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    return Scrape
+    return application({"GET /metrics": scrape})

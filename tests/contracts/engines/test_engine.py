@@ -354,7 +354,7 @@ async def test_bad_requests_are_refused_and_harm_nobody(peer: Peer, engine: Vllm
 
 
 async def test_finishing_an_update_that_was_not_started_is_an_error(engine: VllmEngine) -> None:
-    with pytest.raises(EngineLost, match="500"):
+    with pytest.raises(EngineLost):
         await engine.finish_update(Version(0, 9))
     assert await engine.version() == V0
 

@@ -143,8 +143,8 @@ async def test_weights_change_only_while_it_is_paused_and_completely(engine: tup
         assert await post("/start_weight_update") == 200
         assert await post("/resume") == 409, "an unfinished update would be served"
         update = {"names": ["x"], "dtype_names": ["float32"], "shapes": [[1]], "checksum": "", "shm_name": "none"}
-        assert await post("/update_weights", {"update_info": update}) == 500
-        assert await post("/finish_weight_update", {"weight_version": "0.1"}) == 500, "a bucket has failed"
+        assert await post("/update_weights", {"update_info": update}) == 409
+        assert await post("/finish_weight_update", {"weight_version": "0.1"}) == 409, "a bucket has failed"
         assert await post("/start_weight_update") == 200
         assert await post("/finish_weight_update", {"weight_version": "0.1"}) == 200
         assert await post("/resume") == 200

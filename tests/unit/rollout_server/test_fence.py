@@ -7,7 +7,7 @@ import pytest
 from rl_async.rollout_server.fence import LINEAGE_HEADER, REPLACED, LineageFence
 
 
-async def status_of(fence: LineageFence, lineage: str | None) -> int:
+async def status_of(fence: LineageFence, lineage: str | None, path: str = "/pause") -> int:
     """The status of the answer to a request that names this lineage."""
     header = [] if lineage is None else [(LINEAGE_HEADER.lower().encode(), lineage.encode())]
     sent: list[dict[str, Any]] = []
@@ -15,7 +15,7 @@ async def status_of(fence: LineageFence, lineage: str | None) -> int:
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    await fence({"type": "http", "headers": header}, None, send)
+    await fence({"type": "http", "path": path, "headers": header}, None, send)
     return int(sent[0]["status"])
 
 
@@ -31,6 +31,12 @@ async def test_an_older_lineage_is_refused_from_the_first_request_of_a_newer_one
     ]
 
 
-@pytest.mark.parametrize("lineage", ["", "-1", "x"])
+async def test_a_health_probe_needs_no_token_and_so_fences_nobody_off() -> None:
+    fence = LineageFence(engine)
+    assert await status_of(fence, "7", "/health") == 200
+    assert await status_of(fence, "0") == 200
+
+
+@pytest.mark.parametrize("lineage", ["", "-1", "x", "9" * 5000, "9" * 19])
 async def test_a_lineage_is_a_number(lineage: str) -> None:
     assert await status_of(LineageFence(engine), lineage) == 400

@@ -1,0 +1,128 @@
+"""What the HTTP servers of a run have in common: the token in front of every route, bounds on what is read, and errors
+as JSON that OpenAI's and Anthropic's clients understand."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from rl_async.errors import RequestRefused
+from rl_async.process.http_auth import Access, App, RequireToken, answer
+
+HEAD_BYTES = 1 << 17  # of a request before its body; the parser itself has no bound, and reads before any check
+BODY_BYTES = 1 << 24  # a prompt of 2 million token ids
+Handler = Callable[[Request], Awaitable[Any]]
+
+
+class BoundedHead(HttpToolsProtocol):
+    """uvicorn's HTTP protocol, which refuses a request whose head or trailers are longer than HEAD_BYTES, and answers
+    bytes that are no HTTP in JSON."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._in_head, self._head_bytes = True, 0
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came, and hang up if a head does not end."""
+        if self._in_head:
+            self._head_bytes += len(data)  # with a part of the body, at most what is received at once
+        super().data_received(data)
+        if self._in_head and self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"the request's head has more than {HEAD_BYTES} bytes")
+
+    def on_headers_complete(self) -> None:
+        """Start counting trailers, which the parser reports as headers."""
+        self._in_head, self._head_bytes = False, 0
+        super().on_headers_complete()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Count trailers. Raises ValueError, which the parser reports, if there are too many."""
+        if not self._in_head:
+            self._head_bytes += len(name) + len(value)
+            if self._head_bytes > HEAD_BYTES:
+                raise ValueError("the trailers are too long")
+        super().on_header(name, value)
+
+    def on_message_complete(self) -> None:
+        """Expect the head of the next request."""
+        self._in_head, self._head_bytes = True, 0
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer in JSON, and close."""
+        body, headers = answer(400, msg)
+        lines = [b"HTTP/1.1 400 Bad Request", *(name + b": " + value for name, value in headers), b"connection: close"]
+        self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + body)
+        self.transport.close()
+
+
+def server_of(app: App, access: Access, **settings: Any) -> uvicorn.Server:
+    """Return the server of an application that only ``access`` opens. ``settings`` are uvicorn's."""
+    config = uvicorn.Config(
+        RequireToken(app, access),
+        http=BoundedHead,
+        ws="none",
+        log_level="warning",
+        log_config=None,  # our own format
+        access_log=False,
+        timeout_graceful_shutdown=1,
+        **{"lifespan": "off", **settings},
+    )
+    return uvicorn.Server(config)
+
+
+def application(routes: Mapping[str, Handler], **settings: Any) -> Starlette:
+    """Return the application of these routes, written ``METHOD /path``. ``settings`` are Starlette's."""
+    app = Starlette(
+        routes=[Route(key.split()[1], handler, methods=[key.split()[0]]) for key, handler in routes.items()],
+        exception_handlers={
+            HTTPException: _no_route,
+            RequestRefused: _refused,
+            RecursionError: _too_deep,
+            ClientDisconnect: _gone,
+        },
+        **settings,
+    )
+    app.router.redirect_slashes = False  # a redirect would repeat the client's Host
+    return app
+
+
+async def read_body(request: Request, most: int = BODY_BYTES, key: str = "") -> bytes:
+    """Receive a body. Raises RequestRefused, naming the config's ``key``, as soon as more than ``most`` bytes have
+    come, and ClientDisconnect if the client hangs up before."""
+    received = bytearray()
+    async for chunk in request.stream():
+        received += chunk
+        if len(received) > most:
+            limit = f" ({key})" if key else ""
+            raise RequestRefused(f"the body has more than {most} bytes{limit}", code="body_too_large", status=413)
+    return bytes(received)
+
+
+def _error(status: int, reason: str, more: Mapping[str, str] | None = None) -> Response:
+    body, headers = answer(status, reason)
+    return Response(body, status, {name.decode(): value.decode() for name, value in headers} | dict(more or {}))
+
+
+def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _error(error.status_code, f"{request.method} {request.url.path}: {error.detail}", error.headers)
+
+
+def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestRefused)
+    return _error(error.status, str(error))
+
+
+def _too_deep(request: Request, error: Exception) -> Response:
+    return _error(400, "the body is nested too deeply")
+
+
+def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
