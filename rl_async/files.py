@@ -4,6 +4,7 @@ import fcntl
 import logging
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
@@ -13,6 +14,8 @@ from typing import BinaryIO
 log = logging.getLogger("rl_async.files")
 
 _BLOCK = 1 << 16  # bytes
+_LOCKS = 1 << 60  # offset, behind the end of any file, of the bytes that stand for lineages in locks
+_LOCK_POLL_S = 0.005
 
 
 @contextmanager
@@ -75,25 +78,39 @@ def append_lines(path: Path) -> BinaryIO:
     return path.open("ab")
 
 
-def append_durably(path: Path, lines: bytes) -> None:
+def append_durably(path: Path, lines: bytes, lineage: int, wait_s: float = 60.0) -> None:
     """Append whole lines to a file that several processes append to, and force them to disk.
 
     Either all of ``lines`` are appended, or none if that fails, as when the disk is full. What a killed process left of
-    a line is cut off first, before another line would be glued to it.
+    a line is cut off first, before another line would be glued to it. Processes of one lineage write one after the
+    other, and each raises TimeoutError if another is not done within ``wait_s``. They do not wait for those of another
+    lineage: an older one may be frozen while it writes.
     """
     with path.open("a+b", buffering=0) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        end = _drop_torn_line(file)
+        _lock(file, _LOCKS + lineage, wait_s)
+        end, written = _drop_torn_line(file), 0
         try:
-            view = memoryview(lines)
-            while view:
-                view = view[file.write(view) :]
+            while written < len(lines):
+                written += file.write(lines[written:])
             os.fsync(file.fileno())
             if not end:  # its name, too
                 force_to_disk(path.parent)
         except OSError:
-            file.truncate(end)
+            if os.fstat(file.fileno()).st_size == end + written:  # nothing of another lineage is behind it
+                file.truncate(end)
             raise
+
+
+def _lock(file: FileIO, byte: int, wait_s: float) -> None:
+    """Lock one byte of a file, which need not exist, until the file is closed."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            return fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+        except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: another process has it
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{file.name}: another process has been writing for {wait_s:g} s") from None
+            time.sleep(_LOCK_POLL_S)
 
 
 def drop_torn_lines(path: Path) -> None:

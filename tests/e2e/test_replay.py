@@ -132,7 +132,7 @@ def test_killed_while_a_checkpoint_is_being_written(
     checkpoints = interrupted / "checkpoints"
     victim = start(interrupted, recorded, model_folder, min_train_s=1.0)
     deadline = time.monotonic() + 120
-    while not (checkpoints / ".step-000004.tmp").exists():
+    while not (checkpoints / ".step-000004.lineage0.tmp").exists():
         assert time.monotonic() < deadline and victim.poll() is None
         time.sleep(0.001)
     victim.kill()

@@ -18,7 +18,7 @@ import itertools
 import logging
 import math
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -90,9 +90,12 @@ def folder_of(root: Path, step: int) -> Path:
     return root / f"{PREFIX}{step:06d}"
 
 
-def temporary_folder(root: Path, step: int) -> Path:
-    """Return the path at which the checkpoint of ``step`` is written before it gets its name."""
-    return root / f".{PREFIX}{step:06d}{UNFINISHED}"
+def temporary_folder(root: Path, step: int, lineage: int) -> Path:
+    """Return the path at which a trainer writes the checkpoint of ``step`` before it gets its name.
+
+    An older trainer, frozen while it writes and thawed beside its successor, writes into another one.
+    """
+    return root / f".{PREFIX}{step:06d}.lineage{lineage}{UNFINISHED}"
 
 
 def begin(temporary: Path, names: Iterable[str]) -> None:
@@ -106,12 +109,13 @@ def begin(temporary: Path, names: Iterable[str]) -> None:
         (temporary / name).mkdir(parents=True, exist_ok=True)
 
 
-def publish(temporary: Path, root: Path, step: int) -> None:
-    """Rename a folder whose files are durable to its final name."""
+def publish(temporary: Path, root: Path, step: int, allow: Callable[[], None] = lambda: None) -> None:
+    """Rename a folder whose files are durable to its final name, unless ``allow``, called just before, raises."""
     final = folder_of(root, step)
     for folder in (temporary, *(path for path in temporary.rglob("*") if path.is_dir())):
         force_to_disk(folder)
     force_to_disk(temporary / MANIFEST)
+    allow()
     replaced = root / f".{final.name}.replaced{UNFINISHED}"
     if final.exists():  # only after a resume, from the abandoned lineage
         final.rename(replaced)

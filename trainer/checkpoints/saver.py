@@ -65,7 +65,7 @@ class Saver:
         CheckpointFailed if that one, or the folder of this one, could not be written.
         """
         self.wait()
-        temporary = temporary_folder(self._root, state.step)
+        temporary = temporary_folder(self._root, state.step, state.lineage)
         try:
             self._on_all_ranks(lambda: begin(temporary, backends) if dist.get_rank() == 0 else None)
         except CheckpointFailed as error:
@@ -131,8 +131,7 @@ class Saver:
             digests |= msgspec.json.decode(part.read_bytes(), type=dict[str, FileDigest])
             part.unlink()
         write_manifest(folder, digests)
-        self._check_lineage()
-        publish(folder, self._root, step)
+        publish(folder, self._root, step, self._check_lineage)
         self._check_lineage()  # a successor that is not known by now has found this checkpoint, and not an older one
         prune(self._root, self._keep, {step, self._resumed})
 
@@ -142,4 +141,5 @@ class Saver:
         except CheckpointFailed as error:
             if isinstance(error.__cause__, TrainerReplaced):
                 raise error.__cause__ from None
+            self._check_lineage()  # a successor deletes what it takes for a crashed trainer's
             raise

@@ -39,16 +39,16 @@ class RefusedRow(msgspec.Struct, frozen=True):
 
 def append_trained(path: Path, lineage: int, step: int, rows: Iterable[Trajectory]) -> None:
     """Append one line per row and force them to disk, before the queue is told that the batch was trained."""
-    _append(path, [TrainedRow(lineage, step, *row.key, row.tokens_sha256()) for row in rows])
+    _append(path, lineage, [TrainedRow(lineage, step, *row.key, row.tokens_sha256()) for row in rows])
 
 
 def append_refused(path: Path, lineage: int, step: int, rank: int, tokens_sha256: Mapping[RowKey, str]) -> None:
     """Append one line per row that came to a rank with other tokens than were announced."""
-    _append(path, [RefusedRow(lineage, step, *key, digest, rank) for key, digest in tokens_sha256.items()])
+    _append(path, lineage, [RefusedRow(lineage, step, *key, digest, rank) for key, digest in tokens_sha256.items()])
 
 
-def _append(path: Path, rows: Iterable[msgspec.Struct]) -> None:
-    append_durably(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+def _append(path: Path, lineage: int, rows: Iterable[msgspec.Struct]) -> None:
+    append_durably(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows), lineage)
 
 
 def append_evaluation(path: Path, lineage: int, metrics: Mapping[str, float]) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from rl_async.errors import CheckpointFailed, TrainerReplaced
-from rl_async.trainer.checkpoints.folder import FORMAT, CheckpointState, newest_whole
+from rl_async.trainer.checkpoints.folder import FORMAT, CheckpointState, drop_unfinished, newest_whole
 from rl_async.trainer.checkpoints.saver import Saver
 from rl_async.trainer.monitoring.records import next_lineage, require_newest
 
@@ -36,8 +36,9 @@ class Half:
         return write
 
 
-def save(saver: Saver, step: int, backend: Any) -> None:
-    saver.save({".": backend}, CheckpointState(step=step, lineage=0, kl_coef=0.0, format=FORMAT), b"")
+def save(saver: Saver, step: int, backend: Any, lineage: int = 0) -> None:
+    state = CheckpointState(step=step, lineage=lineage, kl_coef=0.0, format=FORMAT)
+    saver.save({".": backend}, state, b"snapshot of %d" % lineage)
 
 
 def until_killed(root: Path) -> None:
@@ -74,7 +75,7 @@ def test_a_checkpoint_killed_halfway_is_never_picked_up(tmp_path: Path, alone: N
     assert victim.stdout.readline() == "half written\n"
     victim.kill()
     victim.communicate()
-    assert (tmp_path / ".step-000004.tmp" / "weights").read_bytes() == b"half"
+    assert (tmp_path / ".step-000004.lineage0.tmp" / "weights").read_bytes() == b"half"
     assert newest_whole(tmp_path) == tmp_path / "step-000002"
     saver = Saver(tmp_path, keep=1, timeout_s=WAIT_S)
     save(saver, 4, Half())
@@ -142,6 +143,32 @@ def test_a_replaced_trainer_gives_no_checkpoint_a_name_and_deletes_none(tmp_path
         saver.wait()
     assert newest_whole(root) == root / "step-000002"
     assert saver.durable() == 2, "the queue hears of no other"
+
+
+@pytest.mark.parametrize("swept", [False, True])
+def test_a_trainer_that_was_frozen_while_it_wrote_leaves_its_successor_s_checkpoint_of_that_step_whole(
+    tmp_path: Path, alone: None, swept: bool
+) -> None:
+    root, thawed = tmp_path / "checkpoints", threading.Event()
+    next_lineage(tmp_path, resuming=False)
+    old = Saver(root, 1, WAIT_S, check_lineage=lambda: require_newest(tmp_path, 0))
+    save(old, 2, Half(lambda: assert_(thawed.wait(WAIT_S))))
+    assert next_lineage(tmp_path, resuming=True) == 1
+    if swept:
+        drop_unfinished(root)
+
+    def thaw() -> None:
+        """When the successor's files and their checksums are written."""
+        if not thawed.is_set():
+            thawed.set()
+            with pytest.raises(TrainerReplaced):
+                old.wait()
+
+    new = Saver(root, 1, WAIT_S, check_lineage=thaw)
+    save(new, 2, Half(), lineage=1)
+    new.wait()
+    assert newest_whole(root) == root / "step-000002"
+    assert (root / "step-000002" / "queue.msgpack").read_bytes() == b"snapshot of 1"
 
 
 def test_a_replaced_trainer_that_named_its_checkpoint_at_the_last_moment_deletes_none(

@@ -94,6 +94,6 @@ def test_lines_are_appended_all_or_none_although_others_append_to_the_file(tmp_p
     path = tmp_path / "lines.jsonl"
     path.write_bytes(b"one\n" + torn)
     with files_of_at_most(10), pytest.raises(OSError):
-        append_durably(path, b"two\nthree\n")
-    append_durably(path, b"four\n")  # of another process, when there is room again
+        append_durably(path, b"two\nthree\n", 0)
+    append_durably(path, b"four\n", 0)  # of another process, when there is room again
     assert path.read_bytes() == b"one\nfour\n"

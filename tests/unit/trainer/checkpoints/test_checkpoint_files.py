@@ -26,7 +26,7 @@ SHARD = "shards/shard-00001.safetensors"
 
 def make(root: Path, step: int, keep: int = 9, version: int = FORMAT, lineage: int = 0, resumed: int = 0) -> Path:
     """A checkpoint in the place of tensors of which is text."""
-    folder = temporary_folder(root, step)
+    folder = temporary_folder(root, step, lineage)
     begin(folder, [".", "shards"])
     (folder / SHARD).write_bytes(b"weights of step %d" % step)
     state = CheckpointState(step=step, lineage=lineage, kl_coef=0.0, format=version)
@@ -122,7 +122,7 @@ def test_one_of_a_newer_lineage_is_newer_whatever_its_step(tmp_path: Path) -> No
 
 def test_what_is_half_written_is_never_listed_and_goes_at_the_next_start(tmp_path: Path) -> None:
     whole = make(tmp_path, 2)
-    half = temporary_folder(tmp_path, 4)
+    half = temporary_folder(tmp_path, 4, 0)
     begin(half, [".", "critic"])
     (half / "state.json").write_bytes((whole / "state.json").read_bytes())
     assert newest_whole(tmp_path) == whole
