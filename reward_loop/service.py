@@ -9,11 +9,11 @@ from typing import Self
 import msgspec
 
 from rl_async.configs.derived.rewards import unbounded
-from rl_async.configs.schema.reward import Extraction, RewardConfig
+from rl_async.configs.schema.reward import RewardConfig
+from rl_async.extraction import Extraction, extract
 from rl_async.messages import Task, Trajectory
 from rl_async.process.http_auth import run_token
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed, to_score
-from rl_async.reward_loop.extraction import extract
 from rl_async.reward_loop.limits import MINUTE_S, RateLimit
 from rl_async.reward_loop.process_pool import ProcessPool
 from rl_async.reward_loop.scorers.judge import Judge

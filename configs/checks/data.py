@@ -1,6 +1,7 @@
 """Rules for the section `data`: schedules that mean something, and a single path where one file is written."""
 
-from rl_async.configs.derived.data import labels, parts, points_of, weight_at
+from rl_async.configs.checks.reward import chain_problem
+from rl_async.configs.derived.data import GENERATED_PREFIX, eval_parts, labels, parts, points_of, weight_at
 from rl_async.configs.schema.run import RunConfig
 
 
@@ -27,4 +28,15 @@ def make(c: RunConfig) -> str | None:
     return None
 
 
-DATA_RULES = (curriculum, make)
+def templates(c: RunConfig) -> str | None:
+    for source in (*parts(c.data), *eval_parts(c.data)):
+        if source.parameters and not source.path.startswith(GENERATED_PREFIX):
+            return f"data: parameters of {source.path} have no effect; they are those of a reasoning_gym data set"
+        if problem := chain_problem(source.ground_truth_extract):
+            return f"data: ground_truth_extract of {source.path}: {problem}"
+    if any(source.schedule for source in eval_parts(c.data)):
+        return "data.eval_path: a schedule has no effect on held-out tasks; give a weight"
+    return None
+
+
+DATA_RULES = (curriculum, make, templates)

@@ -20,8 +20,8 @@ def finetune(c: RunConfig) -> str | None:
     for key, other in INSTEAD.items():
         if getattr(c.trainer, key) != getattr(TrainerConfig(), key):
             return f"trainer.{key}={getattr(c.trainer, key)} has no effect on fine-tuning; set {other}"
-    if not isinstance(c.data.path, str):
-        return "data.path lists several data sets, and finetune reads one; put the conversations into one file"
+    if not isinstance(c.data.path, str) or isinstance(c.data.eval_path, tuple):
+        return "data.path or data.eval_path is a list, and finetune reads one path; put the conversations into one file"
     if c.critic is not None:
         return "critic has no effect on fine-tuning (section finetune); leave it out"
     return None

@@ -3,8 +3,8 @@
 import re
 
 from rl_async.configs.nearest import nearest
-from rl_async.configs.schema.reward import EXTRACTIONS, REGEX
 from rl_async.configs.schema.run import RunConfig
+from rl_async.extraction import REGEX, RULES, Extraction
 
 
 def servers(c: RunConfig) -> str | None:
@@ -41,22 +41,26 @@ def extraction(c: RunConfig) -> str | None:
     for term in c.reward.functions:
         if term.extract and term.name == "reward_model":
             return "reward.functions: extract has no effect on reward_model, which reads the conversation; leave it out"
-        for rule in (name for step in term.extract for name in ((step,) if isinstance(step, str) else step)):
-            if problem := extraction_problem(rule):
-                return f"reward.functions: extract of {term.name}: {problem}"
+        if problem := chain_problem(term.extract):
+            return f"reward.functions: extract of {term.name}: {problem}"
     return None
 
 
-def extraction_problem(rule: str) -> str | None:
-    """Say what is wrong with the name of a rule that finds answers; None if it is one."""
+def chain_problem(chain: Extraction) -> str | None:
+    """Say what is wrong with the first rule of a chain that is none; None if all are rules."""
+    rules = (name for step in chain for name in ((step,) if isinstance(step, str) else step))
+    return next((problem for rule in rules if (problem := _rule_problem(rule))), None)
+
+
+def _rule_problem(rule: str) -> str | None:
     if rule.startswith(REGEX):
         try:
             re.compile(rule.removeprefix(REGEX))
         except re.error as error:
             return f"{rule} is not a regular expression: {error}"
         return None
-    known = f"{', '.join(EXTRACTIONS)} or {REGEX}PATTERN"
-    return None if rule in EXTRACTIONS else f"no rule {rule!r}{nearest(rule, EXTRACTIONS)}; known: {known}"
+    known = f"{', '.join(RULES)} or {REGEX}PATTERN"
+    return None if rule in RULES else f"no rule {rule!r}{nearest(rule, RULES)}; known: {known}"
 
 
 REWARD_RULES = (servers, judge, extraction)

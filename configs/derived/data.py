@@ -15,6 +15,13 @@ def parts(data: DataConfig) -> tuple[DataSource, ...]:
     return (DataSource(path=data.path),) if isinstance(data.path, str) else data.path
 
 
+def eval_parts(data: DataConfig) -> tuple[DataSource, ...]:
+    """List the data sets of ``data.eval_path``; empty without held-out tasks."""
+    if data.eval_path is None:
+        return ()
+    return (DataSource(path=data.eval_path),) if isinstance(data.eval_path, str) else data.eval_path
+
+
 def label_of(path: str) -> str:
     """Return the name in task ids of a data set that is the only one."""
     return path.replace(":", ".") if path.startswith(GENERATED_PREFIX) else Path(path).stem.rstrip("-*")

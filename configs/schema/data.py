@@ -1,10 +1,12 @@
 """Sections `model` and `data`: the model that a run starts from, and the tasks it trains on."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
 from rl_async.configs.base import Config, Count, Positive, doc
+from rl_async.extraction import Extraction
 
 
 class ModelConfig(Config, frozen=True):
@@ -31,6 +33,20 @@ class DataSource(Config, frozen=True):
         tuple[tuple[Count, Weight], ...],
         doc("Curriculum in place of weight: [[step, weight], ...], interpolated linearly between these steps."),
     ] = ()
+    system: Annotated[
+        str, doc("System message put before each prompt, in place of its own; {column} is filled in.")
+    ] = ""
+    prompt: Annotated[
+        str,
+        doc("Template of the last user message, e.g. '{question} Think first.'; {prompt} is the row's own, if any."),
+    ] = ""
+    ground_truth: Annotated[str, doc("Template of the ground truth, e.g. '{answer}'; empty: reward_model's.")] = ""
+    ground_truth_extract: Annotated[
+        Extraction, doc("What of the ground truth counts, as extract of reward.functions, e.g. ['regex:#### (.*)'].")
+    ] = ()
+    parameters: Annotated[
+        dict[str, Any], doc("Parameters of a reasoning_gym data set, e.g. {min_terms: 2, max_terms: 3}.")
+    ] = msgspec.field(default_factory=dict)
 
 
 class DataConfig(Config, frozen=True):
@@ -38,11 +54,13 @@ class DataConfig(Config, frozen=True):
         str | tuple[DataSource, ...],
         doc(
             "Training tasks in verl's columns: Parquet or JSONL, as a file, a folder or a pattern (train-*.parquet); "
-            "OWNER/NAME:SPLIT of the Hugging Face Hub; reasoning_gym:NAME; or a list of {path, weight} or {path, "
-            "schedule}."
+            "OWNER/NAME:SPLIT of the Hugging Face Hub; reasoning_gym:NAME; or a list of {path, weight, ...} with "
+            "templates for rows of other columns (docs/real_model.md)."
         ),
     ]
-    eval_path: Annotated[str | None, doc("Held-out tasks, as data.path; null: no evaluation.")] = None
+    eval_path: Annotated[
+        str | tuple[DataSource, ...] | None, doc("Held-out tasks, as data.path; null: no evaluation.")
+    ] = None
     make: Annotated[
         Literal["calculator", "shop", "sort", "sums"] | None,
         doc("Generator that writes path and eval_path if they are missing."),

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from rl_async.configs.base import Config, Count, Positive, Seconds, doc
+from rl_async.extraction import Extraction
 
 TEMPLATE = """\
 Grade the response to the task below.
@@ -71,12 +72,6 @@ class JudgeConfig(Config, frozen=True):
         Literal["disk", "memory", "none"],
         doc("Equal requests share one verdict; disk: kept in the run folder, so that a resume does not pay twice."),
     ] = "disk"
-
-
-# How answers are found (reward_loop/extraction.py); a regular expression follows REGEX.
-EXTRACTIONS = ("last_number", "boxed", "answer_tag")
-REGEX = "regex:"
-Extraction = tuple[str | tuple[str, ...], ...]  # steps; a step of several names takes the first that finds something
 
 
 class RewardTerm(Config, frozen=True):

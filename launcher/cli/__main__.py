@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from rl_async.errors import EXIT_USER, RlAsyncError, UserError
-from rl_async.launcher.cli import configs, inspection, models, runs
+from rl_async.launcher.cli import configs, inspection, models, rewards, runs
 from rl_async.launcher.cli.engine.commands import add_engine_commands
 from rl_async.launcher.cli.queue.commands import add_queue_commands
 
@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "eval": ("mean reward of a model on the held-out tasks", runs.add_eval),
     "model": ("import a model; what a model folder holds and needs", models.add_model_commands),
     "reward-model": ("train a reward model on preference pairs", models.add_reward_model),
+    "reward": ("score answers without a run", rewards.add_reward_commands),
     "config": ("list, show and explain configs", configs.add_config_commands),
     "data": ("make and inspect data sets", configs.add_data_commands),
     "show": ("the trajectories of a step, and why each token trained as it did", inspection.add_show),

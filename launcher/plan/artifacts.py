@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from rl_async.configs.derived.data import GENERATED_PREFIX, files_of
+from rl_async.configs.derived.data import GENERATED_PREFIX, eval_parts, files_of, parts
 from rl_async.configs.derived.models import warm_start_of
 from rl_async.configs.schema.finetune import WarmStartConfig
 from rl_async.configs.schema.run import RunConfig
@@ -103,10 +103,8 @@ def fingerprint(settings: WarmStartConfig) -> str:
 def _data_files(config: RunConfig) -> Iterator[tuple[str, Path]]:
     """Yield every local file that the run reads, with its config key."""
     data = config.data
-    sources = [data.path] if isinstance(data.path, str) else [source.path for source in data.path]
-    named = [("data.path", source) for source in sources]
-    if data.eval_path is not None:
-        named.append(("data.eval_path", data.eval_path))
+    named = [("data.path", source.path) for source in parts(data)]
+    named += [("data.eval_path", source.path) for source in eval_parts(data)]
     if (makes := warm_start_of(config)) and not Path(config.model.path).exists():
         named.append(("warm_start.demos_path", makes.demos_path))
     for key, path in named:

@@ -158,7 +158,7 @@ def _require_finished(config: RunConfig, folder: Path, resumes: bool) -> None:
 
 def _encode_once(config: RunConfig, folder: Path) -> DataRecord:
     """Encode the conversations, unless an earlier start of the run has. Raises DataError."""
-    assert isinstance(config.data.path, str)
+    assert isinstance(config.data.path, str) and not isinstance(config.data.eval_path, tuple)
     given = (("data.path", config.data.path), ("data.eval_path", config.data.eval_path))
     checksums = {str(file): checksum(key, file) for key, path in given if path is not None for file in files_of(path)}
     done = folder / DATA_FILE
@@ -185,7 +185,7 @@ def checksum(key: str, path: Path) -> str:
 
 def _encode(config: RunConfig, folder: Path, checksums: dict[str, str]) -> DataRecord:
     own = config.finetune
-    assert own is not None and isinstance(config.data.path, str)
+    assert own is not None and isinstance(config.data.path, str) and not isinstance(config.data.eval_path, tuple)
     encoder = ChatEncoder(load_tokenizer(config.model.path, "model.path"))
     limit = longest(config)
     rows, skipped = _tokens(config.data.path, encoder, limit, own)

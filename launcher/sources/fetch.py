@@ -133,17 +133,21 @@ def _changed(config: RunConfig, change: Change) -> RunConfig:
     """Apply ``change`` to every model and data set that the config names."""
     for key in MODEL_KEYS:
         config = _at(config, key.split("."), partial(change, key, "model"))
-    data = config.data
-    path = data.path
-    eval_path = None if data.eval_path is None else change("data.eval_path", "dataset", data.eval_path)
-    if isinstance(path, str):
-        return _with_data(config, path=change("data.path", "dataset", path), eval_path=eval_path)
-    parts = tuple(msgspec.structs.replace(part, path=change("data.path", "dataset", part.path)) for part in path)
-    return _with_data(config, path=parts, eval_path=eval_path)
+    data = msgspec.structs.replace(
+        config.data,
+        path=_changed_data("data.path", config.data.path, change),
+        eval_path=_changed_data("data.eval_path", config.data.eval_path, change),
+    )
+    return msgspec.structs.replace(config, data=data)
 
 
-def _with_data(config: RunConfig, **values: Any) -> RunConfig:
-    return msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, **values))
+def _changed_data(key: str, value: Any, change: Change) -> Any:
+    """Apply ``change`` to a path, to each path of a list of data sets, or to nothing."""
+    if isinstance(value, str):
+        return change(key, "dataset", value)
+    if value is None:
+        return None
+    return tuple(msgspec.structs.replace(part, path=change(key, "dataset", part.path)) for part in value)
 
 
 def _at(section: Any, key: list[str], change: Callable[[str], str]) -> Any:

@@ -3,7 +3,7 @@
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
@@ -18,6 +18,7 @@ from rl_async.messages import Task
 
 GENERATED_ROWS = 1_000_000  # a generated data set has no end; an epoch of it has this many rows
 _BATCH = 1024
+EMPTY: Mapping[str, Any] = {}
 
 
 class Rows(Protocol):
@@ -33,13 +34,13 @@ class Rows(Protocol):
     def __iter__(self) -> Iterator[dict[str, Any]]: ...
 
 
-def open_rows(path: str, *, seed: int = 0) -> Rows:
-    """Open Parquet or JSONL, in one file or several (``files_of``), or ``reasoning_gym:NAME``.
+def open_rows(path: str, *, seed: int = 0, parameters: Mapping[str, Any] = EMPTY) -> Rows:
+    """Open Parquet or JSONL, in one file or several (``files_of``), or ``reasoning_gym:NAME`` with ``parameters``.
 
     Raises DataError for a missing, empty or unreadable file.
     """
     if path.startswith(GENERATED_PREFIX):
-        return GeneratedRows(path.removeprefix(GENERATED_PREFIX), seed)
+        return GeneratedRows(path.removeprefix(GENERATED_PREFIX), seed, parameters)
     files = [_open_file(file) for file in files_of(path)]
     rows = files[0] if len(files) == 1 else FilesRows(path, files)
     if not len(rows):
@@ -130,10 +131,12 @@ class GeneratedRows:
 
     generated = True
 
-    def __init__(self, dataset: str, seed: int) -> None:
+    def __init__(self, dataset: str, seed: int, parameters: Mapping[str, Any] = EMPTY) -> None:
         self.name = f"reasoning_gym:{dataset}"
-        self._dataset, self._seed = dataset, seed
-        self._rows = open_reasoning_gym(dataset, seed)
+        self._rows = open_reasoning_gym(dataset, seed, parameters)
+        self._from: dict[str, Any] = {"dataset": dataset, "seed": seed, "rows": GENERATED_ROWS}
+        if parameters:
+            self._from["parameters"] = dict(parameters)
 
     def __len__(self) -> int:
         return GENERATED_ROWS
@@ -144,23 +147,28 @@ class GeneratedRows:
             "data_source": self.name,
             "prompt": [{"role": "user", "content": item["question"]}],
             "reward_model": {"style": "rule", "ground_truth": str(item["answer"])},
-            "extra_info": {"dataset": self._dataset, "seed": self._seed, "rows": GENERATED_ROWS, "index": number},
+            "extra_info": {**self._from, "index": number},
         }
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[number] for number in range(len(self)))
 
 
-def open_reasoning_gym(dataset: str, seed: int) -> Any:
-    """A reasoning-gym data set of GENERATED_ROWS rows. Raises ConfigError if it, or the package, is missing."""
+def open_reasoning_gym(dataset: str, seed: int, parameters: Mapping[str, Any] = EMPTY) -> Any:
+    """A reasoning-gym data set of GENERATED_ROWS rows.
+
+    Raises ConfigError if it, or the package, is missing, or if it does not take the parameters.
+    """
     try:
         import reasoning_gym
     except ModuleNotFoundError as error:
         raise ConfigError(f"data.path: reasoning_gym:{dataset} needs `pip install rl-async[reasoning-gym]`") from error
     try:
-        return reasoning_gym.create_dataset(dataset, size=GENERATED_ROWS, seed=seed)
+        return reasoning_gym.create_dataset(dataset, size=GENERATED_ROWS, seed=seed, **parameters)
     except ValueError as error:
         raise ConfigError(f"data.path: reasoning_gym has no data set {dataset!r}: {error}") from error
+    except (TypeError, AssertionError) as error:
+        raise ConfigError(f"data.path: parameters of reasoning_gym:{dataset}: {error}") from error
 
 
 def to_task(row: dict[str, Any], place: str, task_id: str) -> Task:

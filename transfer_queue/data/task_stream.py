@@ -8,11 +8,13 @@ from typing import Any
 import msgspec
 
 from rl_async.configs.derived.code import ListedCode, code_problem, listed_code
-from rl_async.configs.derived.data import Points, label_of, labels, parts, points_of, shares_at
+from rl_async.configs.derived.data import eval_parts, label_of, labels, parts, points_of, shares_at
+from rl_async.configs.schema.data import DataSource
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError
 from rl_async.messages import Task
 from rl_async.transfer_queue.data.dataset import Rows, open_rows, to_task
+from rl_async.transfer_queue.data.templates import templated
 
 PromptLength = Callable[[Task], int]
 
@@ -26,8 +28,9 @@ class _Cursor(msgspec.Struct, array_like=True):
 class _Source:
     """One data set, which has another order in each epoch if it is shuffled."""
 
-    def __init__(self, rows: Rows, label: str, weights: Points, seed: int | None, listed: ListedCode | None) -> None:
-        self.rows, self.label, self.weights, self._listed = rows, label, weights, listed
+    def __init__(self, rows: Rows, part: DataSource, label: str, seed: int | None, listed: ListedCode | None) -> None:
+        self.rows, self.label, self.weights = rows, label, points_of(part)
+        self._part, self._listed = part, listed
         self._seed = seed  # None: in the file's order
         self._epoch, self._order = -1, list[int]()
 
@@ -50,7 +53,7 @@ class _Source:
     def _task(self, row: dict[str, Any], number: int, task_id: str) -> Task:
         """Convert a row. Raises DataError naming it if it is bad or names code that the config does not list."""
         place = f"{self.rows.name}, row {number}"
-        task = to_task(row, place, task_id)
+        task = to_task(templated(row, self._part, place), place, task_id)
         if problem := code_problem(task, self._listed):
             raise DataError(f"{place}, column {problem}")
         return task
@@ -119,18 +122,40 @@ def make_sources(config: RunConfig) -> tuple[TaskStream, list[Task]]:
     length, listed = prompt_length(config.model.path, data.max_prompt_tokens), listed_code(config)
     sources = []
     for part, label in zip(parts(data), labels(data), strict=True):
-        rows = open_rows(part.path, seed=config.seed)
-        sources.append(_Source(rows, label, points_of(part), config.seed if data.shuffle else None, listed))
-    held_out: list[Task] = []
-    if data.eval_path is not None:
-        # Another seed than training's, or a generated set would hold out what is trained on.
-        rows = open_rows(data.eval_path, seed=config.seed + 1_000_003)
-        source = _Source(rows, label_of(data.eval_path), ((0, 1.0),), None, listed)
+        rows = open_rows(part.path, seed=config.seed, parameters=part.parameters)
+        sources.append(_Source(rows, part, label, config.seed if data.shuffle else None, listed))
+    held_out_sources = _held_out_sources(config, listed)
+    for source in (*held_out_sources, *sources):
         source.check(length, data.max_prompt_tokens)
-        held_out = [source.at(number) for number in range(min(config.eval.tasks, len(rows)))]
-    for source in sources:
-        source.check(length, data.max_prompt_tokens)
-    return TaskStream(sources), held_out
+    return TaskStream(sources), _held_out(held_out_sources, config.eval.tasks)
+
+
+def _held_out_sources(config: RunConfig, listed: ListedCode | None) -> list[_Source]:
+    """Open the held-out data sets, with another seed than training's: a generated set would hold out what is trained.
+
+    A single one is named after its file alone.
+    """
+    found = eval_parts(config.data)
+    return [
+        _Source(
+            open_rows(part.path, seed=config.seed + 1_000_003, parameters=part.parameters),
+            part,
+            label_of(part.path) if len(found) == 1 else f"{number}-{label_of(part.path)}",
+            None,
+            listed,
+        )
+        for number, part in enumerate(found)
+    ]
+
+
+def _held_out(sources: Sequence[_Source], tasks: int) -> list[Task]:
+    """Take the first tasks of each data set, in proportion to the weights; fewer where it has fewer rows."""
+    shares = shares_at([source.weights for source in sources], 0)
+    return [
+        source.at(number)
+        for source, share in zip(sources, shares, strict=True)
+        for number in range(min(max(1, round(tasks * share)), len(source.rows)))
+    ]
 
 
 def prompt_length(model_path: str, longest: int) -> PromptLength:

@@ -66,7 +66,7 @@ def test_ids_become_folders_and_paths_stay(tmp_path: Path) -> None:
         f"{tasks}/main/train-*.parquet",
         f"{tasks}/main/test.parquet",
     )
-    assert [key for _, _, key in hub.asked] == ["model.path", "data.eval_path", "data.path"]
+    assert [key for _, _, key in hub.asked] == ["model.path", "data.path", "data.eval_path"]
     assert fetch_sources(fetched, FakeHub(tmp_path)) == fetched
 
 

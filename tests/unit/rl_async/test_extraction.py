@@ -4,9 +4,8 @@ import pytest
 
 from rl_async.configs.checks.rules import check
 from rl_async.configs.load.loader import load_config
-from rl_async.configs.schema.reward import EXTRACTIONS
 from rl_async.errors import ConfigError
-from rl_async.reward_loop.extraction import RULES, Found, extract, trace
+from rl_async.extraction import Found, extract, trace
 
 
 @pytest.mark.parametrize(
@@ -72,10 +71,6 @@ def test_a_chain_narrows_down_and_a_list_takes_the_first_that_finds_something() 
     assert trace("<answer>3 apples</answer>, 4", chain) == [Found("answer_tag", "3 apples"), Found("last_number", "3")]
     assert trace("just 4", chain) == [Found("boxed or answer_tag", None)]
     assert extract("all of it", ()) == "all of it"
-
-
-def test_every_rule_of_the_config_exists() -> None:
-    assert tuple(RULES) == EXTRACTIONS
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,16 @@
 """Finds the answer in what a model said, before a scorer compares it: steps of a chain, each a rule of its own.
 
 A chain is what ``reward.functions[].extract`` holds: every step works on what the step before found, and a step of
-several names takes the first that finds something. To add a rule, write its function here and add it to `RULES` and to
-``EXTRACTIONS`` in `configs/schema/reward.py`.
+several names takes the first that finds something. To add a rule, write its function here and add it to `RULES`.
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from rl_async.configs.schema.reward import REGEX, Extraction
+Extraction = tuple[str | tuple[str, ...], ...]
 
+REGEX = "regex:"  # a regular expression follows
 LONGEST = 20_000  # characters that a rule looks at, from the end: a pattern may take long on a long text
 
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")

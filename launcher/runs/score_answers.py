@@ -1,0 +1,130 @@
+"""``rl-async reward test``: scores answers as a run would, without one, and says what was extracted from each."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from rl_async.configs.derived.data import eval_parts, parts
+from rl_async.configs.schema.data import DataSource
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import DataError
+from rl_async.extraction import trace
+from rl_async.launcher.sources.fetch import data_files
+from rl_async.messages import Sampling, Task, Trajectory, Turn
+from rl_async.reward_loop.service import RewardService
+from rl_async.transfer_queue.data.dataset import open_rows, to_task
+from rl_async.transfer_queue.data.templates import templated
+
+SHOWN = 80  # characters of a text
+
+
+class Answer(msgspec.Struct, forbid_unknown_fields=True):
+    """One line of the answers' file. ``row``: of the data set, from 0; by default the line's own number."""
+
+    answer: str
+    row: int | None = None
+
+
+class Scored(NamedTuple):
+    """One answer with its task and what the scorers made of it."""
+
+    row: int
+    task: Task
+    trajectory: Trajectory
+
+
+async def score_answers(config: RunConfig, data: str, answers: Path) -> list[Scored]:
+    """Score every answer in the file against its row of the data set. Raises DataError naming the line."""
+    given = list(_read(answers))
+    tasks = _tasks(_source(config, data), config.seed, [row for row, _ in given])
+    scored = []
+    async with RewardService(config.reward) as service:
+        for (row, answer), task in zip(given, tasks, strict=True):
+            trajectory = _trajectory(task, answer)
+            await service.score(task, trajectory)
+            scored.append(Scored(row, task, trajectory))
+    return scored
+
+
+def report(config: RunConfig, scored: Sequence[Scored]) -> list[str]:
+    """Return lines for each answer: its reward, its parts, what each step of an extraction found; the mean at last."""
+    lines = []
+    for row, task, trajectory in scored:
+        failed = "" if trajectory.scored else f"; not scored: {trajectory.error}"
+        lines.append(f"row {row}: reward {trajectory.reward:g}{failed}")
+        lines.append(f"  answer       {_short(trajectory.turns[-1].text)}")
+        lines.append(f"  ground truth {_short(task.ground_truth)}")
+        for term in config.reward.functions:
+            value = trajectory.reward_parts.get(term.name)
+            lines.append(f"  {term.name} {'failed' if value is None else f'{value:g}'} (weight {term.weight:g})")
+            for step in trace(trajectory.turns[-1].text, term.extract):
+                found = "found nothing, so this part is 0" if step.text is None else _short(step.text)
+                lines.append(f"    {step.rule}: {found}")
+    mean = sum(trajectory.reward for _, _, trajectory in scored) / len(scored)
+    return [*lines, f"{len(scored)} answers, mean reward {mean:.4f}"]
+
+
+def _source(config: RunConfig, data: str) -> DataSource:
+    """Return the data set of the config that has this path, with its templates, or one without; its files are here."""
+    sets = [("data.path", part) for part in parts(config.data)]
+    sets += [("data.eval_path", part) for part in eval_parts(config.data)]
+    key, source = next((found for found in sets if found[1].path == data), ("data.path", DataSource(path=data)))
+    return msgspec.structs.replace(source, path=data_files(data, key))
+
+
+def _read(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield each answer with its row. Raises DataError naming the line."""
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise DataError(f"--answers: {file}: {error.strerror}") from error
+    filled = [(number, line) for number, line in enumerate(lines) if line.strip()]
+    if not filled:
+        raise DataError(f'--answers: {file} is empty; write {{"answer": TEXT}} on each line')
+    for number, line in filled:
+        try:
+            answer = msgspec.json.decode(line, type=Answer)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise DataError(
+                f'--answers: {file}, line {number + 1}: {error}; write {{"answer": TEXT}}, and "row": N for another row'
+            ) from error
+        yield number if answer.row is None else answer.row, answer.answer
+
+
+def _tasks(source: DataSource, seed: int, numbers: Sequence[int]) -> list[Task]:
+    rows = open_rows(source.path, seed=seed, parameters=source.parameters)
+    tasks = []
+    for number in numbers:
+        if not 0 <= number < len(rows):
+            raise DataError(f"--answers: {source.path} has no row {number}; it has {len(rows)}, counted from 0")
+        place = f"{source.path}, row {number}"
+        tasks.append(to_task(templated(rows[number], source, place), place, f"{number}"))
+    return tasks
+
+
+def _trajectory(task: Task, answer: str) -> Trajectory:
+    """Make the finished episode of an answer that no engine sampled: its turns, without tokens."""
+    said = [Turn(role=str(message["role"]), text=str(message["content"])) for message in task.prompt]
+    return Trajectory(
+        task_id=task.task_id,
+        group_id=0,
+        sample=0,
+        attempt=0,
+        episode_id=task.task_id,
+        token_ids=np.zeros(0, np.int32),
+        loss_mask=np.zeros(0, np.bool_),
+        logprobs=np.zeros(0, np.float32),
+        versions=[],
+        sampling=Sampling(),
+        reward=0.0,
+        turns=[*said, Turn(role="assistant", text=answer)],
+    )
+
+
+def _short(text: str) -> str:
+    """Return a text in quotes, its end if it is long: answers tend to stand there."""
+    return json.dumps(text if len(text) <= SHOWN else f"...{text[-SHOWN:]}", ensure_ascii=False)
