@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import signal
+import sys
 from pathlib import Path
 
 import uvloop
@@ -12,6 +13,7 @@ from rl_async.agent_loop.episodes.runner import EpisodeRunner
 from rl_async.agent_loop.worker import AgentWorker
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import EXIT_SIGNAL
 from rl_async.process.http_auth import run_token
 from rl_async.reward_loop.api_keys import forget_api_keys
 from rl_async.reward_loop.service import RewardService
@@ -21,12 +23,11 @@ from rl_async.transfer_queue.client.async_client import QueueClient
 
 
 async def run_worker(config: RunConfig, index: int, address: str, *, folder: Path, reward_model: str = "") -> None:
-    """Run one worker until the run is over or SIGTERM or SIGINT arrives. ``reward_model``: URL of the run's own.
+    """Run one worker until the run is over. ``reward_model``: URL of the run's own.
 
     Raises UserError for names in the config that do not exist, and an ExceptionGroup with QueueLost or ProtocolError if
     the queue is gone.
     """
-    cancel_on_signals()
     async with contextlib.AsyncExitStack() as stack:
         pool = engine_pool(config.rollout, run_token(folder, "engines"))
         runner = EpisodeRunner(config, load_format(config.model.path, config.agent), pool)
@@ -42,16 +43,31 @@ async def run_worker(config: RunConfig, index: int, address: str, *, folder: Pat
             watching.cancel()
 
 
-def cancel_on_signals() -> None:
-    """Cancel the current task when SIGTERM or SIGINT comes."""
-    task = asyncio.current_task()
+def cancel_on_signals() -> list[int]:
+    """Cancel the current task when SIGTERM or SIGINT comes; the list that is returned gets the signal's number."""
+    task, received = asyncio.current_task(), list[int]()
     assert task is not None
+
+    def cancel(number: int) -> None:
+        received.append(number)
+        task.cancel()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        asyncio.get_running_loop().add_signal_handler(number, cancel, number)
+    return received
 
 
 def work(folder: Path, index: int, queue: str, reward_model: str) -> None:
-    """Run one worker of the run in ``folder``. Raises what ``run_worker`` does."""
+    """Run one worker of the run in ``folder``. Raises what ``run_worker`` does, and SystemExit on a signal."""
     config = load_resolved(folder / "config.yaml")
-    with contextlib.suppress(asyncio.CancelledError):
-        uvloop.run(run_worker(config, index, queue, folder=folder, reward_model=reward_model))
+
+    async def until_signalled() -> int:
+        received = cancel_on_signals()
+        try:
+            await run_worker(config, index, queue, folder=folder, reward_model=reward_model)
+        except asyncio.CancelledError:
+            return EXIT_SIGNAL + received[0]
+        return 0
+
+    if code := uvloop.run(until_signalled()):
+        sys.exit(code)

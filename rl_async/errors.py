@@ -24,12 +24,16 @@ RlAsyncError
 └── PolicyDrifted        the data is too far off-policy; names the metric, its value, the limit and the step
 """
 
+import signal
 from collections.abc import Mapping
 
 # Exit codes. Starting a process again helps after EXIT_RESTART only.
 EXIT_RESTART = 1  # it lost another process, or crashed
 EXIT_USER = 2  # UserError; one line `error: ...` on standard error, no traceback
 EXIT_FAILED = 3  # a named error ended the process: divergence, or a deadline that passed
+EXIT_SIGNAL = 128  # plus the signal's number, as shells have it: asked to end before the work was done; not 0, which
+# schedulers take for done
+EXIT_STOPPED = frozenset({EXIT_SIGNAL + signal.SIGTERM, EXIT_SIGNAL + signal.SIGINT})
 
 
 class RlAsyncError(Exception):

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,7 +52,8 @@ log = logging.getLogger("rl_async.trainer")
 def run_rank(folder: Path, queue: str | None, replay: Path | None, *, host: str, resume: bool) -> None:
     """Train as one rank, from the transfer queue at ``queue`` or else on the trajectories of the run ``replay``.
 
-    Raises UserError, RanksLost if another rank is lost, and other RlAsyncErrors that starting again does not mend.
+    Raises UserError, RanksLost if another rank is lost, and other RlAsyncErrors that starting again does not mend; and
+    SystemExit if it was asked to stop and steps are left.
     """
     stop = StopRequest()
     stop.listen()
@@ -62,10 +64,12 @@ def run_rank(folder: Path, queue: str | None, replay: Path | None, *, host: str,
         start = _restore(folder, models, kl, resume)
         run = _base_run(config, folder, replay or folder, models, kl, start, stop)
         if queue is None:
-            train(run)
+            done = train(run)
         else:
             wire = PointToPoint(dist.PrefixStore("gathering", store), device=device)
-            _train_from_queue(run, queue, host, start.snapshot if resume else None, wire)
+            done = _train_from_queue(run, queue, host, start.snapshot if resume else None, wire)
+    if not done:
+        sys.exit(stop.code)
 
 
 class _Start(NamedTuple):
@@ -127,16 +131,18 @@ def _restore(folder: Path, models: Models, kl: KlController, resume: bool) -> _S
     return _Start(lineage, state.step, snapshot)
 
 
-def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None, wire: Wire) -> None:
-    """Train on the batches of the queue at ``address``. A resumed run first rolls the queue back to ``snapshot``."""
+def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None, wire: Wire) -> bool:
+    """Train on the batches of the queue at ``address``; False if it was asked to stop.
+
+    A resumed run first rolls the queue back to ``snapshot``.
+    """
     config = run.config
     keys = client_keys(config, run.folder, "trainer")
     with SyncQueueClient(address, role="trainer", name=f"trainer-{run.rank}", keys=keys, lineage=run.lineage) as queue:
         run.source = sources.QueueSource(queue, config.trainer.batch_timeout_s, run.recorder.refused)
         if run.rank != 0:
             run.publisher = _watched(run, _publisher(run, IdleCoordinator(), wire), None)
-            train(run)
-            return
+            return train(run)
         if snapshot is not None:
             resumed = queue.resume(run.start_step, run.lineage, snapshot)
             log.info("the queue kept %d groups and admits %d again", resumed.kept, resumed.readmitted)
@@ -151,8 +157,10 @@ def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None,
             host,
         ) as coordinator:
             run.publisher = _watched(run, _publisher(run, coordinator, wire), queue)
-            if train(run):
+            done = train(run)
+            if done:
                 queue.finish()
+        return done
 
 
 def _resolved_sync(run: Run) -> WeightSyncConfig:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from rl_async.errors import EXIT_FAILED, EXIT_USER
+from rl_async.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_USER
 from rl_async.launcher.doctor.observation import Observation, ObservedProcess, ObservedRank
 from rl_async.launcher.supervise.process import describe_exit
 from rl_async.process.kernel import HALTED, describe
@@ -119,28 +119,31 @@ def _restarted(seen: Observation) -> list[str]:
     """Find processes that end again and again: they never run for long."""
     return [
         f"{_named(seen, process)} keeps ending: it has ended {_ends(process)} times, and "
-        + ("starts again" if process.record.state == "restarting" else f"was started again {process.age_s:.0f} s ago")
+        + ("starts again" if process.ended else f"was started again {process.age_s:.0f} s ago")
         + f": {_effect(seen, process)}{_said(process)}; its log: {seen.run}/logs/{process.record.name}.log; the run "
         f"ends after {seen.max_restarts} restarts (launcher.max_restarts)"
         for process in seen.processes
-        if _ends(process) >= AGAIN and _unsettled(process)
+        if _keeps_ending(process)
     ]
 
 
 def _ends(process: ObservedProcess) -> int:
-    """Count how often the process ended; it may be about to be started again."""
-    return process.record.restarts + (process.record.state == "restarting")
+    """Count how often the process ended."""
+    return process.record.restarts + process.ended
 
 
-def _unsettled(process: ObservedProcess) -> bool:
-    """Whether the process was just started again, or will be."""
-    if process.record.state in ("restarting", "starting"):
-        return True
-    return process.record.state == "running" and not process.ended and process.age_s < SETTLED_S
+def _keeps_ending(process: ObservedProcess) -> bool:
+    """Whether the process ended more than once, and was just started again or will be."""
+    unsettled = process.record.state in ("restarting", "starting") or (
+        process.record.state == "running" and not process.ended and process.age_s < SETTLED_S
+    )
+    return unsettled and _ends(process) >= AGAIN
 
 
 def _badly(process: ObservedProcess) -> bool:
-    return process.record.state != "restarting" and not (process.record.state == "ended" and not process.record.exit)
+    if process.record.state == "ended":
+        return process.record.exit not in (None, 0, *EXIT_STOPPED)
+    return process.record.state != "restarting" and not _keeps_ending(process)
 
 
 def _end(process: ObservedProcess) -> str:

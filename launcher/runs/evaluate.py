@@ -11,9 +11,9 @@ from rich.console import Console
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.errors import ConfigError, RlAsyncError
+from rl_async.errors import EXIT_SIGNAL, ConfigError, RlAsyncError
 from rl_async.launcher.folder.run_folder import hold, next_folder
-from rl_async.launcher.runs.launch import EXIT_SIGNAL, announce, log_into, make_ready, prepare
+from rl_async.launcher.runs.launch import announce, log_into, make_ready, prepare
 from rl_async.launcher.supervise.children import Interrupted
 from rl_async.launcher.supervise.executor import ThisMachine
 from rl_async.launcher.supervise.supervisor import Supervisor

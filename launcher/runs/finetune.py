@@ -21,14 +21,14 @@ from rl_async.configs.derived.data import files_of
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.finetune import FinetuneConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import DataError, UserError
+from rl_async.errors import EXIT_SIGNAL, DataError, UserError
 from rl_async.files import replace_file
 from rl_async.launcher.folder.run_folder import checkpoints, create, hold
 from rl_async.launcher.plan.artifacts import check_model_folder
 from rl_async.launcher.plan.machine import check_trainer, count_gpus
 from rl_async.launcher.plan.planning import RENDEZVOUS, finetune_ranks
 from rl_async.launcher.plan.ports import PortWish, assign_ports
-from rl_async.launcher.runs.launch import EXIT_SIGNAL, log_into, shown
+from rl_async.launcher.runs.launch import log_into, shown
 from rl_async.launcher.supervise.children import Interrupted, keep_ranks
 from rl_async.launcher.supervise.executor import ThisMachine
 from rl_async.launcher.supervise.process import RoleFailed

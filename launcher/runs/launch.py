@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import RlAsyncError, UserError
+from rl_async.errors import EXIT_SIGNAL, RlAsyncError, UserError
 from rl_async.launcher.doctor.report import FILE as DIAGNOSIS
 from rl_async.launcher.doctor.report import write_report
 from rl_async.launcher.folder.run_folder import checkpoints, create, hold
@@ -34,7 +34,6 @@ from rl_async.transfer_queue.auth.keys import client_keys, provide_keys
 
 DIAGNOSIS_S = 30.0
 CONNECT_S = 5.0
-EXIT_SIGNAL = 128  # plus the number of the signal, as shells have it
 
 
 def launch(config: RunConfig, folder: Path, *, resume: bool = False) -> int:

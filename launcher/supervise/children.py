@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from rl_async.errors import EXIT_FAILED, EXIT_USER
+from rl_async.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_USER
 from rl_async.launcher.plan.spec import ProcessSpec
 from rl_async.launcher.supervise.executor import Executor
 from rl_async.launcher.supervise.process import Process, describe_exit, failure, said_last
@@ -124,7 +124,7 @@ class Children:
             restarts = await self.before_restart(specs[ranks.index(failed)], failed, failed.returncode or 0, restarts)
 
     async def _first_failure(self, ranks: Sequence[Process]) -> Process | None:
-        """Wait until all ranks have ended with 0, and return None, or until one ended otherwise, and return it."""
+        """Wait until all ranks have ended with 0, or as asked, and return None; or until one failed, and return it."""
         pending = {asyncio.ensure_future(child.wait()): child for child in ranks}
         try:
             while pending:
@@ -132,7 +132,7 @@ class Children:
                 for task in done:
                     child = pending.pop(task)
                     self.set_state(child.name, "ended", self.states[child.name].restarts)
-                    if task.result() != 0:
+                    if task.result() not in (0, *EXIT_STOPPED):
                         return child
             return None
         finally:

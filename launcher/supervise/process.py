@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from rl_async.errors import EXIT_FAILED, EXIT_USER, RlAsyncError, UserError
+from rl_async.errors import EXIT_FAILED, EXIT_SIGNAL, EXIT_STOPPED, EXIT_USER, RlAsyncError, UserError
 from rl_async.process.kernel import read_stat
 from rl_async.process.lifeline import LIFELINE_FD
 from rl_async.process.shared_memory import PREFIX, prefix_for, sweep
@@ -194,6 +194,8 @@ def said_last(output: str) -> str:
 
 def describe_exit(code: int) -> str:
     """Render an exit code as text, naming the signal if there was one."""
+    if code in EXIT_STOPPED:
+        return f"exit code {code}: asked to stop by {signal.Signals(code - EXIT_SIGNAL).name}"
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rl_async.errors import EXIT_USER, QueueLost
+from rl_async.errors import EXIT_STOPPED, EXIT_USER, QueueLost
 from rl_async.launcher.folder.tail import LineTail
 from rl_async.launcher.plan.planning import Plan
 from rl_async.launcher.plan.spec import ProcessSpec, fill
@@ -265,7 +265,7 @@ class Supervisor:
 
         async def report(failed: Process) -> None:
             code = failed.returncode or 0
-            if code not in (0, EXIT_USER):
+            if code not in (0, EXIT_USER, *EXIT_STOPPED):
                 await self._report_trouble(f"{failed.name} ended ({describe_exit(code)})")
 
         await self._children.keep_together(self._plan.trainers, is_over, report)

@@ -12,7 +12,7 @@ from rl_async.process.role import end_with, role_parser, run_role
 
 
 def main() -> int:
-    """Entry point; the exit code is 0 when the model is written, or when the rank was asked to stop and saved."""
+    """Entry point; the exit code is 0 when the model is written, 143 or 130 when asked to stop before, and saved."""
     parser = role_parser("trainer.finetune", __doc__)
     parser.add_argument("--run", type=Path, required=True, help="folder that `rl-async sft` made")
     folder: Path = parser.parse_args().run

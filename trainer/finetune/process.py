@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from pathlib import Path
 
 import msgspec
@@ -28,7 +29,10 @@ log = logging.getLogger("rl_async.trainer")
 
 
 def run_rank(folder: Path) -> None:
-    """Train as one rank and write the model at the end. Raises UserError, RanksLost and other RlAsyncErrors."""
+    """Train as one rank and write the model at the end. Raises UserError, RanksLost and other RlAsyncErrors.
+
+    Raises SystemExit if it was asked to stop and steps are left.
+    """
     stop = StopRequest()
     stop.listen()
     disable_progress_bar()
@@ -68,6 +72,8 @@ def run_rank(folder: Path) -> None:
     if ended and writes and not out.exists():  # after the process group, in which the other ranks would wait too long
         out.parent.mkdir(parents=True, exist_ok=True)
         export(folder, out)
+    if not ended:
+        sys.exit(stop.code)
 
 
 def training_config(config: RunConfig, rows: int) -> RunConfig:

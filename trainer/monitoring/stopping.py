@@ -1,4 +1,5 @@
-"""Requests to end early, by SIGTERM or Ctrl-C. Between two steps all ranks agree on one, save, and exit with 0.
+"""Requests to end early, by SIGTERM or Ctrl-C. Between two steps all ranks agree on one, save, and exit with
+128 + the signal's number, so that schedulers do not take the run for done.
 
 SIGTERM may come several times, from a supervisor and from a scheduler that signals every process, and is one request.
 """
@@ -10,6 +11,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from rl_async.errors import EXIT_SIGNAL
+
 
 class StopRequest:
     """Ends the process at once while there is nothing to save, else at the end of the step.
@@ -19,6 +22,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = False
+        self.code = EXIT_SIGNAL + signal.SIGTERM  # to exit with; another rank may have had the signal
         self._training = False
 
     def listen(self) -> None:
@@ -38,6 +42,7 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         again = self.requested and number == signal.SIGINT
+        self.code = EXIT_SIGNAL + number
         if again or not self._training:
-            sys.exit(0)
+            sys.exit(self.code)
         self.requested = True

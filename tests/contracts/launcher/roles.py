@@ -73,7 +73,7 @@ def trainer(folder: Path, port: int, resumed: bool) -> None:
         time.sleep(0.02)
     if (folder / "trainer.asked").exists():
         (folder / "trainer.saved").touch()
-        sys.exit(0)
+        sys.exit(143)
     with SyncQueueClient(ADDRESS.format(port), role="trainer", name="trainer") as client:
         client.finish()
 

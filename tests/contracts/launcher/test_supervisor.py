@@ -140,7 +140,8 @@ async def test_without_a_reward_model_that_answers_no_worker_starts(rig: Any, ma
 
 async def test_a_trainer_that_died_resumes(rig: Any, make_plan: Any) -> None:
     async def meddle(supervisor: Supervisor) -> None:
-        await eventually(lambda: (rig.folder / "trainer.resumed").exists())
+        resumed = rig.folder / "trainer.resumed"
+        await eventually(lambda: resumed.exists() and resumed.read_text())
         os.kill(rig.pids("trainer")[-1], signal.SIGKILL)
         await eventually(lambda: len(rig.pids("trainer")) == 2)
         rig.go()
@@ -152,6 +153,13 @@ async def test_a_trainer_that_died_resumes(rig: Any, make_plan: Any) -> None:
 
 async def test_a_trainer_that_ends_early_without_error_does_not_end_the_run(rig: Any, make_plan: Any) -> None:
     rig.do("trainer", "exit 0", "work")
+    rig.go()
+    await supervise(rig, make_plan(rig.folder))
+    assert len(rig.pids("trainer")) == 2
+
+
+async def test_a_trainer_that_somebody_else_asked_to_stop_goes_on(rig: Any, make_plan: Any) -> None:
+    rig.do("trainer", "exit 143", "work")
     rig.go()
     await supervise(rig, make_plan(rig.folder))
     assert len(rig.pids("trainer")) == 2
@@ -354,6 +362,25 @@ async def test_ranks_that_were_asked_to_stop_are_not_waited_for_once_one_failed(
             await children.finish(scripts)
         assert (children["a"].returncode, children["b"].returncode) == (1, None)
         await children.stop(scripts, 0.0)
+
+
+async def test_ranks_that_were_asked_to_stop_are_all_waited_for(rig: Any) -> None:
+    go = rig.folder / "go"
+    scripts = {
+        "a": "trap 'exit 143' TERM; echo; while :; do sleep 0.05; done",
+        "b": f"trap 'while ! [ -e {go} ]; do sleep 0.05; done; exit 143' TERM; echo; while :; do sleep 0.05; done",
+    }
+    specs = [ProcessSpec(name=name, role="trainer", argv=("sh", "-c", script)) for name, script in scripts.items()]
+    with Children(ThisMachine({}, rig.folder), rig.folder, specs) as children:
+        for spec in specs:
+            await children.start(spec)
+        await eventually(lambda: all(children[name].output() for name in scripts))
+        finishing = asyncio.create_task(children.finish(scripts))
+        await eventually(lambda: children["a"].returncode == 143)
+        go.touch()
+        async with asyncio.timeout(60):
+            await finishing
+        assert children["b"].returncode == 143
 
 
 async def test_ranks_meet_by_a_file_that_is_new_at_each_start(rig: Any) -> None:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from rl_async.configs.load.loader import load_config
+from rl_async.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_USER
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 VARIABLES = {"$(INDEX)": "0", "$(POD_IP)": "10.0.0.7"}
@@ -86,6 +87,17 @@ def test_the_queues_journal_is_on_no_shared_file_system() -> None:
     (script,) = [pod["containers"][0]["args"][0] for name, pod in pods() if name == "rl-prepare"]
     assert "queue.journal_folder=/journal" in script
     assert "queue.journal_folder=$local" in (EXAMPLES / "slurm" / "rl_async.sbatch").read_text()
+
+
+def test_a_job_that_was_asked_to_stop_is_neither_done_nor_failed() -> None:
+    (job,) = [document["spec"] for document in documents() if document["metadata"]["name"] == "rl-trainer"]
+    rules = {rule["action"]: rule for rule in job["podFailurePolicy"]["rules"] if "onExitCodes" in rule}
+    assert rules["FailJob"]["onExitCodes"]["values"] == [EXIT_USER, EXIT_FAILED]
+    assert rules["Ignore"]["onExitCodes"]["values"] == sorted(EXIT_STOPPED)
+    assert (
+        f"0 | {EXIT_USER} | {EXIT_FAILED} | {' | '.join(map(str, sorted(EXIT_STOPPED)))})"
+        in (EXAMPLES / "slurm" / "rl_async.sbatch").read_text()
+    )
 
 
 def test_services_select_pods_that_there_are() -> None:

@@ -278,6 +278,7 @@ def test_escape_sequences_of_a_log_do_not_reach_the_terminal() -> None:
         {"kept": "starting", "restarts": 2, "age_s": 3.0},
         {"kept": "restarting", "restarts": 1, "state": "gone", "exit": 1},
         {"kept": "running", "restarts": 3, "age_s": 5.0},
+        {"kept": "starting", "restarts": 1, "state": "gone"},  # and the launcher has not noticed yet
     ],
 )
 def test_an_only_engine_that_ends_again_and_again_is_named_with_its_last_words(engine: dict[str, Any]) -> None:

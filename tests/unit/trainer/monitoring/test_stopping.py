@@ -19,8 +19,9 @@ def stop() -> Iterator[StopRequest]:
 
 
 def test_without_a_step_it_ends_at_once(stop: StopRequest) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 143, "steps are left, so it is not 0"
 
 
 def test_a_step_is_finished_however_often_a_scheduler_asks(stop: StopRequest) -> None:
@@ -34,5 +35,6 @@ def test_a_step_is_finished_however_often_a_scheduler_asks(stop: StopRequest) ->
 def test_a_ctrl_c_after_the_request_ends_it_at_once(stop: StopRequest, first: int) -> None:
     stop.wait_for_step(True)
     signal.raise_signal(first)
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         signal.raise_signal(signal.SIGINT)
+    assert ended.value.code == 130
