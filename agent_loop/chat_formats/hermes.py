@@ -39,14 +39,17 @@ def read_object(raw: str) -> ParsedCall:
     """Read a call that is a JSON object with ``name`` and ``arguments``."""
     try:
         call = _DECODER.decode(raw)
-    except msgspec.ValidationError:
-        return ParsedCall("", None, raw, _problem(msgspec.json.decode(raw)))
-    except (msgspec.DecodeError, RecursionError):  # nested too deeply
-        return ParsedCall("", None, raw, "bad_json")
+    except (msgspec.DecodeError, RecursionError):  # of which the latter: nested too deeply
+        return ParsedCall("", None, raw, _problem(raw))
     return ParsedCall(call.name, call.arguments, raw)
 
 
-def _problem(value: object) -> CallProblem:
+def _problem(raw: str) -> CallProblem:
+    """Say what is wrong. The decoder of calls stops at the first wrong type, after which there may be anything."""
+    try:
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError):
+        return "bad_json"
     if not isinstance(value, dict):
         return "bad_structure"
     return "bad_arguments" if isinstance(value.get("name"), str) else "no_name"

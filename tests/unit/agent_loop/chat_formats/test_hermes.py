@@ -20,6 +20,9 @@ def test_a_call_nested_too_deeply_is_malformed() -> None:
         ('{"name": 1}', "no_name"),
         ('{"name": "f", "arguments": [1]}', "bad_arguments"),
         ('["f"]', "bad_structure"),
+        ("7 times 6", "bad_json"),  # a number is no call, and what follows it no JSON
+        ('{"name": 1} {"name"', "bad_json"),
+        ('{"name": 1, "arguments": ' + "[" * 100_000, "bad_json"),
     ],
 )
 def test_what_is_wrong_with_a_call_is_said(body: str, problem: str | None) -> None:

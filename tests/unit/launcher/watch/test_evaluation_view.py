@@ -39,5 +39,5 @@ def test_the_first_and_the_last_evaluation_stand_side_by_side(tmp_path: Path) ->
 
 
 def test_one_evaluation_cannot_be_compared(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="eval.before"):
+    with pytest.raises(UserError, match=r"eval\.before"):
         show_evaluations(tmp_path)
