@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -110,11 +111,13 @@ class Supervisor:
         try:
             async with QueueClient(self.address, role="launcher", name="launcher", keys=self._keys) as self._client:
                 await self._children.start(self._plan.queue)
-                await self._children.beside(self._until_answered(), [self._keep_queue()])
+                # Before it answers, its journal may not have what a first start makes it forget.
+                again_new = replace(self._plan.queue, restart_argv=self._plan.queue.first_argv)
+                await self._children.beside(self._until_answered(), [self._keep_queue(again_new)])
                 await self._children.beside(
                     work() if work else self._keep_trainers(),
                     [
-                        self._keep_queue(),
+                        self._keep_queue(self._plan.queue),
                         self._watch_registry(),
                         *(self._keep_shard(spec) for spec in self._plan.shards),
                         *(self._keep_engine(spec, on_engine) for spec in self._plan.engines),
@@ -147,12 +150,11 @@ class Supervisor:
     async def _until_answered(self) -> None:
         await self.queue.exchange(Status(), timeout_s=self._plan.start_timeout_s)
 
-    async def _keep_queue(self) -> None:
+    async def _keep_queue(self, spec: ProcessSpec) -> None:
         """Produces one running queue. Waits for its end, after which the run goes on if its journal survives.
 
         Without such a journal (``max_restarts`` is 0) the end of the queue ends the run, whose state is lost.
         """
-        spec = self._plan.queue
         while True:
             child, restarts = self._children[spec.name], self._children.states[spec.name].restarts
             code = await child.wait()

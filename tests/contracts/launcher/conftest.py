@@ -32,10 +32,17 @@ def fake_plan(
 
     def spec(role: Role, *arguments: str, restarts: int = max_restarts) -> ProcessSpec:
         argv = (sys.executable, str(ROLES), role, str(folder), *arguments)
+        first = ("--relaunched",) if role == "queue" else ()
         again = ("--resume",) if role == "trainer" else ()
         name = role if role in ("queue", "prepare", "reward-model") else f"{role}-0"
         return ProcessSpec(
-            name=name, role=role, argv=argv, max_restarts=restarts, restart_argv=again, engine_kind="embedded"
+            name=name,
+            role=role,
+            argv=argv,
+            max_restarts=restarts,
+            first_argv=first,
+            restart_argv=again,
+            engine_kind="embedded",
         )
 
     return Plan(

@@ -99,6 +99,9 @@ def main() -> None:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         with (folder / "grandchild.pids").open("a") as file:
             file.write(f"{child.pid}\n")
+    if kind == "queue":
+        with (folder / "queue.relaunched").open("a") as file:
+            file.write(f"{'--relaunched' in sys.argv}\n")
     if "exit" in what:
         print("error: the data is wrong" if what[-1] == "2" else "something broke", file=sys.stderr, flush=True)
         sys.exit(int(what[-1]))
