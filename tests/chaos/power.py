@@ -20,6 +20,11 @@ from tests.support.power.recording import Change, build_recorder, marks_of, reco
 Check = Callable[[Path, list[str]], None]
 PROGRAMS: dict[str, tuple[str, list[str], Callable[[list[Change], Path], Check]]] = {
     "queue": ("tests.contracts.power.queue", ["full"], lambda c, root: queue.Promise(marks_of(c), root).check),
+    "queue-normal": (
+        "tests.contracts.power.queue",
+        ["normal"],
+        lambda c, root: queue.Promise(marks_of(c), root, may_lose=True).check,
+    ),
     "trainer": ("tests.contracts.power.trainer", [], lambda c, root: trainer.check),
 }
 

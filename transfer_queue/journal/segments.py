@@ -9,7 +9,7 @@ import errno
 import os
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -42,7 +42,7 @@ class Segments:
     def __init__(self, folder: Path, *, sync: bool = False, segment_bytes: int = SEGMENT_BYTES) -> None:
         """``sync``: what was flushed is on the disk, not only with the operating system."""
         self._folder, self._sync, self._segment_bytes = folder, sync, segment_bytes
-        self._unsynced = False  # something was written to the newest file since it was last forced to the disk
+        self._unsynced: set[int] = set()  # segments to which something was written since they were forced to the disk
         self._live: Counter[int] = Counter()  # samples by segment
         self._pending: list[Frame] = []
         self._reading: dict[int, int] = {}  # file descriptors by segment
@@ -50,8 +50,8 @@ class Segments:
         self._segment = 0
         self._end = 0  # of the newest segment, with what is pending
 
-    def open(self, places: Iterable[SegmentPlace]) -> None:
-        """Check that all of these are there, and delete the files that hold none of them."""
+    def open(self, places: Iterable[SegmentPlace], kept: Collection[int]) -> None:
+        """Check that all of these are there, and delete the files that hold none of them and are not to be ``kept``."""
         try:
             make_durable_folder(self._folder)
             ends: Counter[int] = Counter()
@@ -66,11 +66,27 @@ class Segments:
                         f"{end}: bytes were lost, as by a power cut. {START_OVER}"
                     )
             for segment in sizes.keys() - ends.keys():
-                self._path(segment).unlink()
+                if segment in kept:
+                    self._live[segment] = 0
+                else:
+                    self._path(segment).unlink()
         except OSError as error:
             raise failed(self._folder, error) from error
         self._segment = max(sizes, default=0)
+        self._unsynced.update(ends)  # by whom it was written, and whether it was forced, is not known
         self._begin()
+
+    def holds(self, place: SegmentPlace) -> bool:
+        """Whether the rows of this sample are there as they were written. Call it before ``open``."""
+        try:
+            with self._path(place.segment).open("rb") as file:
+                file.seek(place.offset)
+                rows = [file.read(length) for length in place.lengths]
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise failed(self._path(place.segment), error) from error
+        return list(map(len, rows)) == place.lengths and place.checksums in ([], [zlib.crc32(row) for row in rows])
 
     def _path(self, segment: int) -> Path:
         return self._folder / f"{segment:08d}.segment"
@@ -78,15 +94,14 @@ class Segments:
     def _begin(self) -> None:
         """Close the file being written and begin a new one."""
         if self._writing >= 0:
-            self._force()
             os.close(self._writing)
         self._segment += 1
         self._end = 0
         path = self._path(self._segment)
         try:
             self._writing = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            if self._sync:  # its name, too
-                force_to_disk(self._folder)
+            if self._sync:
+                force_to_disk(self._folder)  # its name
         except OSError as error:
             raise failed(path, error) from error
 
@@ -105,7 +120,14 @@ class Segments:
     def flush(self) -> None:
         """Hand everything to the operating system, and if asked for to the disk, whatever was written before."""
         self._hand_over()
-        self._force()
+        if self._sync:
+            self._force(self._unsynced)
+
+    def force(self) -> None:
+        """Return when all samples that are in use are on the disk, with the names of their files."""
+        self._hand_over()
+        self._force({segment for segment in self._unsynced if self._live[segment]})
+        force_to_disk(self._folder)
 
     def _hand_over(self) -> None:
         pending, self._pending = self._pending, []
@@ -114,16 +136,16 @@ class Segments:
                 self._write(pending[start : start + _MOST_BUFFERS])
         except OSError as error:
             raise failed(self._path(self._segment), error) from error
-        self._unsynced |= bool(pending)
+        if pending:
+            self._unsynced.add(self._segment)
 
-    def _force(self) -> None:
-        if not self._sync or not self._unsynced:
-            return
-        try:
-            os.fsync(self._writing)
-        except OSError as error:
-            raise failed(self._path(self._segment), error) from error
-        self._unsynced = False
+    def _force(self, segments: set[int]) -> None:
+        for segment in sorted(segments):
+            try:
+                force_to_disk(self._path(segment))
+            except OSError as error:
+                raise failed(self._path(segment), error) from error
+        self._unsynced -= segments
 
     def _write(self, buffers: list[Frame]) -> None:
         written = os.writev(self._writing, buffers)
@@ -168,6 +190,7 @@ class Segments:
         """Delete dead files. Call it when the journal can no longer name them, whatever happens."""
         for segment in segments:
             del self._live[segment]
+            self._unsynced.discard(segment)
             descriptor = self._reading.pop(segment, None)
             if descriptor is not None:
                 os.close(descriptor)

@@ -3,9 +3,14 @@
 A flush hands the payloads to their file first and then commits one transaction with the transitions and the places of
 the payloads. So whenever the process is killed, the database is as after a whole number of flushes, and everything
 that it names is there.
+
+With ``synchronous=normal`` a power cut may take payloads that the database names. Then the log is shortened to where
+all payloads were there (``shortening.py``). It can be, because the samples of a dump are forced to the disk before the
+dump, and what a group's end frees is kept, rows and files, until the next dump.
 """
 
 import fcntl
+import logging
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -21,7 +26,10 @@ from rl_async.messages.codec import Frame
 from rl_async.transfer_queue.journal.interface import JOURNAL_SCHEMA, Recovered, consecutive, new_run_id
 from rl_async.transfer_queue.journal.payloads import freed_by
 from rl_async.transfer_queue.journal.segments import SEGMENT_BYTES, START_OVER, SegmentPlace, Segments
+from rl_async.transfer_queue.journal.shortening import History
 from rl_async.transfer_queue.state.transitions import Transition, TransitionType
+
+log = logging.getLogger("rl_async.queue")
 
 Synchronous = Literal["normal", "full", "off"]
 
@@ -29,6 +37,7 @@ FILE = "queue.sqlite"
 PAYLOADS = "queue-payloads"
 LOCK = "queue.lock"
 LEAST_LOG_BYTES = 1 << 20  # a shorter log is not worth compacting
+MOST_DEAD = 3  # segments that no sample uses any more; a compaction deletes them
 LOG_PER_STATE = 4  # a log this many times as long as the state is compacted
 _WAL_PAGES = (
     8192  # of 4 KiB: how much is written before the database itself is brought up to date, which waits for disk
@@ -42,7 +51,6 @@ CREATE TABLE payload (grp INTEGER, sample INTEGER, place BLOB NOT NULL, PRIMARY 
 """
 
 _transition: msgspec.msgpack.Decoder[Transition] = msgspec.msgpack.Decoder(TransitionType)
-_place = msgspec.msgpack.Decoder(SegmentPlace)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -63,9 +71,10 @@ class SqliteJournal:
         self._places: dict[int, dict[int, SegmentPlace]] = {}  # by group and sample
         self._pending: list[tuple[int, str, bytes]] = []
         self._placed: dict[tuple[int, int], bytes] = {}
-        self._freed: list[int] = []
+        self._freed: set[int] = set()  # groups whose places the next compaction deletes
         self._start_over = False
         self._log_bytes = self._dump_bytes = 0
+        self._kept_dead = 0  # segments that could not be deleted when they should have been
         _require_local(run)
         self._lock = _hold(run / LOCK, self._path)
         try:
@@ -94,6 +103,7 @@ class SqliteJournal:
                 db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version={JOURNAL_SCHEMA}; COMMIT")
             if db.execute("SELECT count(*) FROM meta").fetchone() == (0,):
                 db.execute("INSERT INTO meta VALUES (?)", (new_run_id(name),))
+                db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # under another name it would be another journal
             (self.run_id,) = db.execute("SELECT run_id FROM meta").fetchone()
         except sqlite3.Error as error:
             raise self._failed(error) from error
@@ -111,20 +121,37 @@ class SqliteJournal:
     def recover(self) -> Recovered:
         """Read what was flushed. Raises JournalError naming the file for what cannot be understood."""
         try:
-            for group, sample, place in self._db.execute("SELECT grp, sample, place FROM payload"):
-                self._places.setdefault(group, {})[sample] = _place.decode(place)
-            self._log_bytes = self._db.execute("SELECT coalesce(sum(length(body)), 0) FROM log").fetchone()[0]
             count, dump = self._db.execute("SELECT seq, body FROM dump").fetchone() or (0, b"")
+            history = self._whole_history(count)
+            for (group, sample), place in history.places().items():
+                self._places.setdefault(group, {})[sample] = place
+            self._freed = history.freed
+            self._log_bytes = self._db.execute("SELECT coalesce(sum(length(body)), 0) FROM log").fetchone()[0]
         except (sqlite3.Error, msgspec.MsgspecError) as error:
             raise self._failed(error) from error
         self._dump_bytes = len(dump)
-        self._segments.open(place for samples in self._places.values() for place in samples.values())
+        self._segments.open(history.places().values(), history.segments())
         return Recovered(dump, count, self._transitions(count))
+
+    def _whole_history(self, dumped: int) -> History:
+        """What the log says of payloads, after taking off its end if payloads of that are lost."""
+        history = History(self._db, dumped)
+        if self._synchronous == "full":  # then it was no power cut
+            return history
+        lost = history.lost(self._segments.holds)
+        if lost is None:
+            raise JournalError(f"{self._path} names payloads that are lost, as by a power cut. {START_OVER}")
+        if not lost:
+            return history
+        log.warning("%s: the newest %d transitions lack payloads, lost as by a power cut", self._path, lost)
+        history.shorten(self._db, lost)
+        self._seq -= lost
+        return History(self._db, dumped)
 
     def _transitions(self, first: int) -> Iterator[Transition]:
         try:
-            log = self._db.execute("SELECT seq, body FROM log ORDER BY seq")
-            for _, body in consecutive(log, first, str(self._path)):
+            entries = self._db.execute("SELECT seq, body FROM log ORDER BY seq")
+            for _, body in consecutive(entries, first, str(self._path)):
                 yield _transition.decode(body)
         except (sqlite3.Error, msgspec.MsgspecError) as error:
             raise self._failed(error) from error
@@ -147,12 +174,13 @@ class SqliteJournal:
         freed = freed_by(transition)
         if freed is None:
             self._start_over = True
-            freed = list(self._places)
-        for group in freed:
+            self._freed.clear()
+        for group in list(self._places) if freed is None else freed:
             places = self._places.pop(group, None)
             if places is not None:
                 self._segments.free(places.values())
-                self._freed.append(group)
+                if freed is not None:
+                    self._freed.add(group)
                 for sample in places:
                     self._placed.pop((group, sample), None)
 
@@ -180,30 +208,21 @@ class SqliteJournal:
         if not self._pending and not self._placed:
             return
         self._segments.flush()
+        if self._start_over:
+            self._segments.force()  # no state before this one will have its payloads
         try:
             self._db.execute("BEGIN IMMEDIATE")
             self._db.executemany("INSERT INTO log VALUES (?, ?, ?)", self._pending)
             if self._start_over:
                 self._db.execute("DELETE FROM payload")
-            elif self._freed:
-                self._db.executemany("DELETE FROM payload WHERE grp = ?", [(group,) for group in self._freed])
             if self._placed:
                 rows = [(group, sample, place) for (group, sample), place in self._placed.items()]
                 self._db.executemany("INSERT INTO payload VALUES (?, ?, ?)", rows)
             self._db.execute("COMMIT")
             self._log_bytes += sum(len(body) for _, _, body in self._pending)
-            freed = bool(self._freed) or self._start_over
-            self._pending, self._placed, self._freed, self._start_over = [], {}, [], False
-            if freed:
-                self._delete_segments()
+            self._pending, self._placed, self._start_over = [], {}, False
         except sqlite3.Error as error:
             raise self._failed(error) from error
-
-    def _delete_segments(self) -> None:
-        """Delete files that nothing names any more, not even what is left of the log after a power cut."""
-        dead = self._segments.dead
-        if dead and self._checkpointed():
-            self._segments.delete(dead)
 
     def _checkpointed(self) -> bool:
         """Bring the database up to date; False if another process reads it just now."""
@@ -212,19 +231,30 @@ class SqliteJournal:
 
     @property
     def outgrown(self) -> bool:
-        """Whether the log is some times as long as the state was."""
-        return self._log_bytes > max(self._least_log_bytes, LOG_PER_STATE * self._dump_bytes)
+        """Whether the log is some times as long as the state was, or files wait to be deleted."""
+        return (
+            self._log_bytes > max(self._least_log_bytes, LOG_PER_STATE * self._dump_bytes)
+            or len(self._segments.dead) >= self._kept_dead + MOST_DEAD
+        )
 
     def compact(self, dump: bytes) -> None:
-        """Replace the transitions of the log by the dump."""
+        """Replace the transitions of the log by the dump, and delete what only they needed."""
+        if self._synchronous != "off":
+            self._segments.force()
         try:
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute("DELETE FROM dump")
             self._db.execute("INSERT INTO dump VALUES (?, ?)", (self._seq, dump))
             self._db.execute("DELETE FROM log")
+            self._db.executemany("DELETE FROM payload WHERE grp = ?", [(group,) for group in self._freed])
             self._db.execute("COMMIT")
+            dead = self._segments.dead
+            if dead and self._checkpointed():  # now nothing names them, not even what is left after a power cut
+                self._segments.delete(dead)
         except sqlite3.Error as error:
             raise self._failed(error) from error
+        self._kept_dead = len(self._segments.dead)
+        self._freed.clear()
         self._log_bytes, self._dump_bytes = 0, len(dump)
 
     def close(self) -> None:

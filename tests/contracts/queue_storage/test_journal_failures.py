@@ -22,7 +22,14 @@ from rl_async.messages import Done, Version
 from rl_async.transfer_queue.journal.redis import RedisJournal
 from rl_async.transfer_queue.journal.sqlite import SqliteJournal
 from rl_async.transfer_queue.state.transitions import GrantVoided
-from tests.contracts.queue_storage.journals import Driver, payload, redis_journals, redis_server, sqlite_journals
+from tests.contracts.queue_storage.journals import (
+    Driver,
+    header,
+    payload,
+    redis_journals,
+    redis_server,
+    sqlite_journals,
+)
 
 
 def started(folder: Path, **settings: Any) -> Driver:
@@ -101,7 +108,7 @@ def test_a_journal_on_a_file_system_that_hosts_share_is_refused(
 
 
 def test_a_changed_byte_of_a_payload_is_found(tmp_path: Path) -> None:
-    driver = started(tmp_path)
+    driver = started(tmp_path, synchronous="full")
     driver.train(0)
     driver.journal.flush()
     driver.journal.close()
@@ -109,7 +116,7 @@ def test_a_changed_byte_of_a_payload_is_found(tmp_path: Path) -> None:
     data = bytearray(segment.read_bytes())
     data[10] ^= 1
     segment.write_bytes(data)
-    driver = Driver(sqlite_journals(tmp_path))
+    driver = Driver(sqlite_journals(tmp_path, synchronous="full"))
     with pytest.raises(JournalError, match=r"00000001\.segment.*--resume"):
         driver.read(0, 0)
     assert driver.read(0, 1) == payload(0, 1)
@@ -152,22 +159,75 @@ def test_segments_are_deleted_when_all_their_groups_are_retired(tmp_path: Path) 
         driver.train(step)
         driver.store.retire(step)
         driver.journal.flush()
+        if driver.journal.outgrown:
+            driver.journal.compact(driver.store.dump())
     files = list((tmp_path / "queue-payloads").iterdir())
     assert sum(path.stat().st_size for path in files) < 6 * 5000, files
     driver.journal.close()
 
 
 def test_a_lost_segment_is_named(tmp_path: Path) -> None:
-    driver = started(tmp_path)
+    driver = started(tmp_path, synchronous="full")
     driver.train(0)
     driver.journal.flush()
     driver.journal.close()
     path = tmp_path / "queue-payloads" / "00000001.segment"
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(JournalError, match=r"00000001\.segment.*--resume"):
-        Driver(sqlite_journals(tmp_path))
+        Driver(sqlite_journals(tmp_path, synchronous="full"))
     path.unlink()
     with pytest.raises(JournalError, match=r"00000001\.segment"):
+        Driver(sqlite_journals(tmp_path, synchronous="full"))
+
+
+def test_without_full_flushes_a_lost_payload_takes_only_what_came_after_it(tmp_path: Path) -> None:
+    driver = started(tmp_path, segment_bytes=3000)
+    driver.train(0)
+    driver.journal.flush()
+    before = driver.store.dump()
+    first, *_ = driver.lease(1)
+    driver.journal.flush()
+    leased = driver.store.dump()
+    driver.put(first, 0, [b"x" * 3000])
+    driver.store.retire(1)  # frees what was trained
+    driver.journal.flush()
+    assert driver.read(0, 0) is None
+    driver.journal.close()
+    *_, last = sorted(path for path in (tmp_path / "queue-payloads").iterdir() if path.stat().st_size)
+    os.truncate(last, last.stat().st_size - 1)
+    driver = Driver(sqlite_journals(tmp_path))
+    assert driver.store.dump() == leased != before
+    assert driver.read(0, 0) == payload(0, 0), "it is in use again"
+    assert driver.read(first.group_id, 0) is None
+    driver.put(first, 0, [b"y" * 3000])
+    driver.journal.flush()
+    driver.journal.compact(driver.store.dump())
+    driver.restart()
+    assert driver.read(first.group_id, 0) == b"y" * 3000
+    driver.journal.close()
+
+
+def test_a_log_whose_payloads_are_on_shards_is_kept(tmp_path: Path) -> None:
+    driver = started(tmp_path)
+    (group,) = driver.lease(1)
+    sharded = msgspec.structs.replace(header(group, 0, 0, b"x"), shards=["shard-0"])
+    assert driver.store.delivery.put("w", [sharded], 0.0) == Done()
+    driver.journal.flush()
+    before = driver.store.dump()
+    driver.restart()
+    assert driver.store.dump() == before
+    driver.journal.close()
+
+
+def test_a_payload_that_a_dump_needs_is_on_the_disk_or_named(tmp_path: Path) -> None:
+    driver = started(tmp_path)
+    driver.train(0)
+    driver.journal.flush()
+    driver.journal.compact(driver.store.dump())
+    driver.journal.close()
+    (path,) = (path for path in (tmp_path / "queue-payloads").iterdir() if path.stat().st_size)
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(JournalError, match=rf"{path.name}.*--resume"):
         Driver(sqlite_journals(tmp_path))
 
 
