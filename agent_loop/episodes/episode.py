@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from rl_async.agent_loop.chat_formats.format import BAD_CALL, CannotBridge, ChatFormat, Message, ParsedCall, TooLong
 from rl_async.agent_loop.episodes.row_tokens import RowTokens
-from rl_async.agent_loop.offload import off_loop
 from rl_async.agent_loop.tools.tool import Tool, ToolResult
 from rl_async.configs.derived.samples import is_baseline
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError
 from rl_async.messages import LeasedGroup, Sampling, ToolCall, Trajectory, Turn
+from rl_async.offload import off_loop
 from rl_async.rollout_server.api import GenerateRequest, Generator
 
 

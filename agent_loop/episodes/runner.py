@@ -9,10 +9,10 @@ from rl_async.agent_loop.environments.interface import EnvironmentFactory
 from rl_async.agent_loop.environments.registry import get_environment
 from rl_async.agent_loop.episodes.episode import Episode
 from rl_async.agent_loop.episodes.loops import get_loop
-from rl_async.agent_loop.offload import off_loop
 from rl_async.agent_loop.tools.registry import get_tool, require_listed, task_tools
 from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import LeasedGroup, Trajectory
+from rl_async.offload import off_loop
 from rl_async.rollout_server.api import Generator
 
 log = logging.getLogger("rl_async.agent_loop")

@@ -14,12 +14,12 @@ from rl_async.agent_loop.episodes.episode import policy_sampling
 from rl_async.agent_loop.gateway.chat import ASSISTANT, ChatRequest, Completion, read_answer
 from rl_async.agent_loop.gateway.openai import unsupported
 from rl_async.agent_loop.gateway.recorder import EpisodeRecorder, Prompt, cut_at_stop
-from rl_async.agent_loop.offload import off_loop
 from rl_async.agent_loop.tools.registry import task_tools
 from rl_async.configs.derived.rewards import unbounded
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RequestRefused
 from rl_async.messages import LeasedGroup, Trajectory
+from rl_async.offload import off_loop
 from rl_async.rollout_server.api import GenerateRequest, Generator
 
 ID_BYTES = 16

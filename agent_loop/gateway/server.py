@@ -12,10 +12,10 @@ from rl_async.agent_loop.gateway import anthropic, openai
 from rl_async.agent_loop.gateway.chat import UNREADABLE, ChatRequest, Completion
 from rl_async.agent_loop.gateway.episode import task_view
 from rl_async.agent_loop.gateway.open_episodes import Ending, OpenEpisodes
-from rl_async.agent_loop.offload import off_loop
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EngineLost, EngineRejected, QueueLost, RequestRefused
+from rl_async.offload import off_loop
 from rl_async.process.http_server import application, read_body
 
 T = TypeVar("T")

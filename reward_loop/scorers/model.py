@@ -10,6 +10,7 @@ import msgspec
 
 from rl_async.configs.schema.reward import RewardModelConfig
 from rl_async.errors import ConfigError
+from rl_async.offload import off_loop
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed
 from rl_async.reward_loop.api_keys import read_api_key
 from rl_async.reward_loop.post import Poster
@@ -59,7 +60,8 @@ class RewardModel:
 
     async def score(self, conversation: Conversation) -> Score:
         """Return the model's output for the whole conversation. Raises ScorerFailed."""
-        token_ids = self._encoder.ids(as_messages(conversation.turns))
+        size = sum(len(turn.text) for turn in conversation.turns)
+        token_ids = await off_loop(size, self._encoder.ids, as_messages(conversation.turns))
         raw = await self._poster.post(_Classify(self._name, token_ids))
         try:
             data = msgspec.json.decode(raw, type=_Classified).data

@@ -16,10 +16,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from transformers import PreTrainedTokenizerFast
 
+from rl_async.offload import off_loop
 from rl_async.process.http_server import application, read_body
 from rl_async.reward_loop.server.batcher import Batcher
 
 log = logging.getLogger("rl_async.reward_model")
+
+
+MOST_SEQUENCES = 4096  # of one request
 
 
 class ClassifyBody(msgspec.Struct):
@@ -87,8 +91,8 @@ class Application:
     async def classify(self, request: Request) -> Response:
         """Answer with a number per sequence; with status 400 if the input cannot be scored."""
         try:
-            body = msgspec.json.decode(await read_body(request), type=ClassifyBody)
-            rows = self._rows(body)
+            received = await read_body(request)
+            body, rows = await off_loop(len(received), self._read, received)
         except (msgspec.DecodeError, ValueError) as error:
             return _error(400, str(error))
         numbers = await self._batcher.score(rows)
@@ -106,11 +110,18 @@ class Application:
         )
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
+    def _read(self, received: bytes) -> tuple[ClassifyBody, list[list[int]]]:
+        """Decode and tokenise. Raises DecodeError or ValueError for what cannot be scored; safe in any thread."""
+        body = msgspec.json.decode(received, type=ClassifyBody)
+        return body, self._rows(body)
+
     def _rows(self, body: ClassifyBody) -> list[list[int]]:
         """Return the token ids of each sequence. Raises ValueError for sequences that cannot be scored."""
         given: Sequence[Any] = [body.input] if isinstance(body.input, str) else body.input
         if given and all(isinstance(part, int) for part in given):
             given = [given]
+        if len(given) > MOST_SEQUENCES:
+            raise ValueError(f"input: {len(given)} sequences; a request may have {MOST_SEQUENCES}")
         rows = [self._encode(part, body.add_special_tokens) for part in given]
         if not rows:
             raise ValueError("input: it is empty")

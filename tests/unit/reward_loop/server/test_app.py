@@ -1,0 +1,71 @@
+"""The reward model's routes, called without a socket."""
+
+import asyncio
+import threading
+from typing import Any
+
+import msgspec
+
+from rl_async.offload import SHORT
+from rl_async.process.http_server import BODY_BYTES
+from rl_async.reward_loop.server.app import MOST_SEQUENCES, Application
+from rl_async.reward_loop.server.batcher import Batcher
+
+
+class HeldTokenizer:
+    """Gives one token for each text, once the test lets it."""
+
+    def __init__(self) -> None:
+        self.began, self.go = threading.Event(), threading.Event()
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 0}
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        self.began.set()
+        assert self.go.wait(60), "nothing else happened meanwhile"
+        return {"input_ids": [0]}
+
+
+def application(tokenizer: Any) -> Application:
+    batcher = Batcher(lambda rows: [1.0 for _ in rows], 4)
+    return Application(batcher, tokenizer, name="m", label=None, vocabulary=8, longest=None)
+
+
+async def call(served: Application, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+    sent: list[Any] = []
+    asked = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> Any:
+        return next(asked, {"type": "http.disconnect"})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": [], "http_version": "1.1"}
+    await served.app(scope, receive, send)
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
+
+
+def body(given: Any) -> bytes:
+    return msgspec.json.encode({"input": given})
+
+
+async def test_health_probes_are_answered_while_a_long_text_is_tokenised() -> None:
+    tokenizer = HeldTokenizer()
+    served = application(tokenizer)
+    async with served.app.router.lifespan_context(served.app):
+        scoring = asyncio.create_task(call(served, "POST", "/classify", body("a" * SHORT)))
+        assert await asyncio.to_thread(tokenizer.began.wait, 60)
+        assert (await call(served, "GET", "/health"))[0] == 200
+        assert not scoring.done()
+        tokenizer.go.set()
+        assert (await scoring)[0] == 200
+
+
+async def test_bodies_and_sequences_beyond_the_limits_are_refused() -> None:
+    served = application(HeldTokenizer())
+    assert (await call(served, "POST", "/classify", b" " * (BODY_BYTES + 1)))[0] == 413
+    status, answer = await call(served, "POST", "/classify", body([[1]] * (MOST_SEQUENCES + 1)))
+    assert status == 400 and str(MOST_SEQUENCES) in answer.decode()
+    assert (await call(served, "POST", "/classify", b'{"input": ' + b"[" * 100_000))[0] == 400
