@@ -114,7 +114,8 @@ class LibraryFormat(TokenizerFormat):
     ) -> Answer:
         """Read a turn sampled after ``prompt_ids``, up to the first of the texts ``stops``. ``tools`` were offered."""
         found = self._renderer.parse_response(list(token_ids), tools=[*tools] or None, prompt_ids=[*prompt_ids] or None)
-        calls = [_call(call) for call in found.tool_calls]
+        offered = {tool.get("function", tool).get("name") for tool in tools}
+        calls = [_call(call, offered) for call in found.tool_calls]
         content = before_stops(found.content, stops)
         text = "\n".join([*filter(None, [content]), *(call.raw for call in calls)])
         return Answer(text, content, calls, found.reasoning_content or "")
@@ -234,8 +235,10 @@ def _with_text_arguments(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def _call(call: Any) -> ParsedCall:
+def _call(call: Any, offered: Collection[Any]) -> ParsedCall:
     problem = _PROBLEMS.get(str(call.status))
+    if isinstance(call.arguments, dict) and problem == "bad_json":  # values that are not of the parameters' types
+        problem = "bad_arguments" if call.name in offered else None  # there are no types of what was not offered
     if problem is None and not isinstance(call.arguments, dict):
         problem = "bad_arguments"
     return ParsedCall(call.name or "", None if problem else call.arguments, call.raw, problem)

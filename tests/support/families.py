@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 _SPECIAL = (
     r"<[|｜][^\s<>|｜]{1,40}[|｜]>|\[/?[A-Za-z_]{3,20}\]"
-    r"|<[a-z_]+\|>|<\|[a-z_]+>|<(?:start|end)_of_turn>|\[gMASK\]|<sop>"
+    r"|<[a-z_]+\|>|<\|[a-z_]+>|<(?:start|end)_of_turn>|\[gMASK\]|<sop>|\]~!b\[|\]~b\]|\[e~\["
 )
 _PLAIN = r"</?(?:think|tool_call|tool_response|arg_key|arg_value|tool_calls|minimax:tool_call)>"
 # What models know besides what their templates print.
