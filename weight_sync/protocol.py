@@ -5,14 +5,18 @@ this module anywhere.
 """
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
+from msgspec import Meta
 
 from rl_async.messages import EngineList, Version
 
 TransportName = Literal["gloo", "ipc", "disk", "nccl"]
 Hold = Literal["no", "keep", "stage"]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 
 
 class InitInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -24,10 +28,10 @@ class InitInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     backend: TransportName
     master_address: str = ""
-    master_port: int = 0
-    rank_offset: int = 0  # rank of this engine (of its first worker)
-    world_size: int = 0
-    timeout_s: float = 0.0  # of the rendezvous and of each transfer
+    master_port: Port = 0
+    rank_offset: Count = 0  # rank of this engine (of its first worker)
+    world_size: Count = 0
+    timeout_s: Seconds = 0.0  # of the rendezvous and of each transfer
     group_name: str = ""
     folder: str = ""  # disk: where the files are
 
@@ -42,22 +46,22 @@ class UpdateInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     names: list[str]
     dtype_names: list[str]  # as in torch: float32, bfloat16, ...
-    shapes: list[list[int]]  # of whole parameters
-    starts: list[int] = []  # first element of each piece of a parameter; empty if all parameters are whole
-    numels: list[int] = []  # number of elements of each piece; empty as ``starts``
+    shapes: list[list[Count]]  # of whole parameters
+    starts: list[Count] = []  # first element of each piece of a parameter; empty if all parameters are whole
+    numels: list[Count] = []  # number of elements of each piece; empty as ``starts``
     checksum: str  # xxh3_128 of the bucket's bytes, in hex
     shm_name: str = ""  # ipc: the shared memory that holds the bytes
     file: str = ""  # disk: the file that holds the bytes
     hold: Hold = "no"  # keep: load, and keep a copy for later deltas; stage: keep only, ``finish`` loads
     # Unless ``hold`` is no: the version, the bucket's position and the number of buckets.
     version: str = ""
-    index: int = 0
-    count: int = 0
+    index: Count = 0
+    count: Count = 0
     kind: Literal["full", "delta", "adapter"] = "full"
     base: str = ""  # delta: the version it changes; adapter: the weights it is added to
     scale: float = 0.0  # adapter: factor on the product of its matrices
-    payload_bytes: int = 0  # delta: bytes that travel
-    next_bytes: int = 0  # bytes that travel for the next bucket, which may arrive early; 0: none, or not known
+    payload_bytes: Count = 0  # delta: bytes that travel
+    next_bytes: Count = 0  # bytes that travel for the next bucket, which may arrive early; 0: none, or not known
 
 
 class InitTransferBody(msgspec.Struct, frozen=True):

@@ -40,7 +40,7 @@ def test_hostile_requests_change_nothing_for_a_valid_client(served: dict[str, Ta
     @settings(max_examples=examples(60), suppress_health_check=list(HealthCheck), database=None)
     @given(st.randoms(use_true_random=False))
     def rounds(rng: random.Random) -> None:
-        fuzzer.round(rng)
+        fuzzer.round(rng, at_once=5)
 
     rounds()
     assert sum(fuzzer.statuses.values()) >= examples(60)

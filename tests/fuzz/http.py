@@ -30,7 +30,7 @@ from tests.fuzz.http_requests import Attack, attack
 from tests.fuzz.http_servers import Target, targets
 
 GROWTH_BYTES = 128 << 20
-AT_ONCE = 6
+AT_ONCE = 24
 
 
 class Heard(logging.Handler):
@@ -68,18 +68,19 @@ class Fuzzer:
         self._expected = target.check()
         self.statuses: Counter[int] = Counter()
 
-    def round(self, rng: random.Random) -> None:
-        """Some requests at once; in a part of the rounds they are all a stranger's. Raises AssertionError."""
-        episode = self.target.episode()
+    def round(self, rng: random.Random, at_once: int = AT_ONCE) -> None:
+        """Up to ``at_once`` requests together, in some rounds all of a stranger. Raises AssertionError."""
+        episode = self.target.prepare(rng)
         strangers = rng.random() < 0.3
-        attacks = [self._attack(rng, episode, strangers) for _ in range(rng.randint(1, AT_ONCE))]
+        attacks = [self._attack(rng, episode, strangers) for _ in range(rng.randint(1, at_once))]
         before = self.target.state()
-        release = self.target.release if not strangers else lambda: None
-        for sent, answer in send(attacks, self.target.port, release):
+        answers = send(attacks, self.target.port, (lambda: None) if strangers else self.target.release)
+        for sent, answer in answers:
             self.statuses[judge(sent, answer, [self.target.token])] += 1
         if strangers:
             after = self.target.state()
             assert after == before, f"strangers changed {before} to {after}: {_list(attacks)}"
+            self.target.release()
         found = self.target.check()
         assert found == self._expected, f"{found} instead of {self._expected} after {_list(attacks)}"
         assert not self.target.crashed, f"{self.target.crashed} after {_list(attacks)}"
@@ -134,7 +135,7 @@ def attack_all(fuzzers: Sequence[Fuzzer], requests: int, seed: int, memory: Memo
             except AssertionError:
                 print(f"{fuzzer.target.name}, seed {seed}, round {number}:", file=sys.stderr)
                 raise
-        if number % 100 == 0:
+        if number % 20 == 0:
             memory.sample()
             print(f"{total(fuzzers)} requests", file=sys.stderr, flush=True)
         if total(fuzzers) >= requests:

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import random
 from typing import Any
 
 import uvicorn
@@ -161,19 +162,22 @@ class GatewayTarget:
         self._served = Served(make)
         self.port, self.crashed = self._served.port, self._served.crashed
 
-    def episode(self) -> str:
-        """A new one."""
+    def prepare(self, rng: random.Random) -> str:
+        """Begin an episode."""
+        self._current = self._begin()
+        return self._current
+
+    def _begin(self) -> str:
         status, answer = ask(self.port, self.token, "POST", "/episodes", {"wait_s": 60})
         assert status == 200, answer
-        self._current = str(answer["episode_id"])
-        return self._current
+        return str(answer["episode_id"])
 
     def release(self) -> None:
         """Nothing is held back for long."""
 
     def check(self) -> Any:
         """Play an episode."""
-        episode = self.episode()
+        episode = self._begin()
         chat = {"messages": PROMPT, "max_tokens": 20}
         status, answer = ask(self.port, self.token, "POST", f"/episodes/{episode}/v1/chat/completions", chat)
         assert status == 200, answer

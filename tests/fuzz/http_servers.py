@@ -1,12 +1,15 @@
 """The HTTP servers of a run, each on a thread of this process with the settings that its own process gives it."""
 
+import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import torch
 import uvicorn
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForSequenceClassification
 
 from rl_async.process.http_auth import Access
@@ -24,14 +27,16 @@ from tests.fuzz.http_gateway import GatewayTarget
 from tests.fuzz.http_requests import Route
 from tests.fuzz.http_served import Served
 from tests.fuzz.queue_servers import LiveQueue
+from tests.support.buckets import make_buckets
 from tests.support.ports import free_port
 
 LENGTH = 64
 
 
 class Target(Protocol):
-    """A server under attack. ``check`` returns what a valid client gets, the same each time; ``state`` what no stranger
-    may change. ``release`` makes it answer what it holds back."""
+    """A server under attack. ``prepare`` brings it into some state and returns an episode's id, if it has episodes;
+    ``state`` is what no stranger may change; ``release`` makes it answer what it holds back, and serve again; ``check``
+    returns what a valid client gets then, the same each time."""
 
     name: str
     port: int
@@ -39,7 +44,7 @@ class Target(Protocol):
     routes: tuple[Route, ...]
     crashed: list[BaseException]
 
-    def episode(self) -> str: ...
+    def prepare(self, rng: random.Random) -> str: ...
     def release(self) -> None: ...
     def check(self) -> Any: ...
     def state(self) -> Any: ...
@@ -62,9 +67,6 @@ _GENERATE = {
         "logprobs": 0,
         "stream_interval": 1,
     },
-}
-_INIT = {
-    "init_info": {"backend": "disk", "folder": "/nonexistent", "timeout_s": 0.1, "world_size": 2, "rank_offset": 1}
 }
 _GLOO = {
     "init_info": {
@@ -94,19 +96,21 @@ _UPDATE = {
 }
 
 
+_HELD = {"hold": "stage", "version": "0.1", "index": 0, "count": 1, "kind": "full"}
+
+
 class EngineTarget:
     """The embedded engine with a tiny random model."""
 
     name = "engine"
     token = "e" * 43
-    routes = (
+    routes: tuple[Route, ...] = (
         *[Route("POST", "/inference/v1/generate", _GENERATE)] * 4,
         Route("POST", "/inference/v1/generate", _GENERATE | {"stream": True}),
         Route("POST", "/abort_requests", {"request_ids": ["r"]}),
         Route("POST", "/pause", queries=("?mode=keep", "?mode=wait", "?mode=abort", "?mode=x", "")),
         Route("POST", "/resume"),
         Route("GET", "/is_paused"),
-        Route("POST", "/init_weight_transfer_engine", _INIT),
         Route("POST", "/init_weight_transfer_engine", _GLOO),
         Route("POST", "/start_weight_update", queries=("", "?staged=true", "?staged=x")),
         Route("POST", "/update_weights", _UPDATE),
@@ -122,13 +126,27 @@ class EngineTarget:
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
         self.crashed: list[BaseException] = []
         self._engine = EngineThread(EngineCore(loaded.eval(), max_batch=4, max_length=LENGTH), self.crashed.append)
+        bucket = make_buckets(loaded.named_parameters(), 1 << 24)[0]
+        save_file({"bucket": bucket.data}, model / "bucket.safetensors")
+        self._init = {"init_info": {"backend": "disk", "folder": str(model)}}
+        update = msgspec.to_builtins(bucket.info) | {"file": "bucket.safetensors"}
+        self.routes = (
+            *self.routes,
+            Route("POST", "/init_weight_transfer_engine", self._init),
+            *[Route("POST", "/update_weights", {"update_info": update})] * 2,
+            Route("POST", "/update_weights", {"update_info": update | _HELD}),
+        )
         self._weights = [Piece(name, p.shape, 0, p.detach().clone().view(-1)) for name, p in loaded.named_parameters()]
         server = EngineServer(self._engine, "m")
         self._served = Served(lambda: (server_of(server.app, Access(self.token)), None))
         self.port = self._served.port
 
-    def episode(self) -> str:
-        """There are none."""
+    def prepare(self, rng: random.Random) -> str:
+        """Begin a weight update now and then."""
+        if rng.random() < 0.3:
+            self._control("/init_weight_transfer_engine", self._init)
+            self._control("/pause?mode=keep")
+            self._control("/start_weight_update")
         return ""
 
     def release(self) -> None:
@@ -195,8 +213,8 @@ class RewardTarget:
         self._served = Served(make)
         self.port, self.crashed = self._served.port, self._served.crashed
 
-    def episode(self) -> str:
-        """There are none."""
+    def prepare(self, rng: random.Random) -> str:
+        """Nothing is needed."""
         return ""
 
     def release(self) -> None:
@@ -234,8 +252,8 @@ class MetricsTarget:
         self.port = free_port()
         self._stack.enter_context(serve_metrics(self.port, self._queue.address, self.token))
 
-    def episode(self) -> str:
-        """There are none."""
+    def prepare(self, rng: random.Random) -> str:
+        """Nothing is needed."""
         return ""
 
     def release(self) -> None:

@@ -50,6 +50,7 @@ HOSTILE: tuple[Any, ...] = (
         "1_0.0",
         "９.９",
         "9" * 400 + ".1",
+        "qint8",
         "path.py:name",
         "../../etc/passwd",
         "abort",

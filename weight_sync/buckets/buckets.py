@@ -19,6 +19,15 @@ from rl_async.errors import WeightSyncError
 from rl_async.weight_sync.layout import Box, TensorSpec, lengths, volume, whole
 from rl_async.weight_sync.protocol import UpdateInfo
 
+# Those that parameters have and ``copy_`` converts; torch has others, of less than a byte for example.
+DTYPES = frozenset(
+    {
+        *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+        *("int64", "int32", "int16", "int8", "uint8", "bool"),
+    }
+)
+MOST_ELEMENTS = 1 << 48  # of the tensors of a manifest, which comes over the network
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -195,6 +204,8 @@ def _manifest(info: UpdateInfo) -> tuple[list[torch.dtype], list[int], list[int]
             f"{len(info.starts)} starts and {len(info.numels)} numels"
         )
     totals = [math.prod(shape) for shape in info.shapes]
+    if sum(totals) > MOST_ELEMENTS:
+        raise WeightSyncError(f"a manifest of tensors with {sum(totals)} elements")
     starts, numels = info.starts or [0] * count, info.numels or totals
     for name, start, numel, total in zip(info.names, starts, numels, totals):
         if not 0 <= start <= start + numel <= total:
@@ -223,6 +234,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, torch.dtype) or name not in DTYPES:
         raise WeightSyncError(f"unknown dtype {name!r} in a manifest")
     return dtype

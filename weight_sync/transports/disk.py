@@ -73,7 +73,11 @@ class DiskReceiver:
 
     def __init__(self, info: InitInfo) -> None:
         self._folder = Path(info.folder)
-        if not self._folder.is_dir():
+        try:
+            usable = self._folder.is_dir()
+        except OSError:  # a name that is too long
+            usable = False
+        if not usable:
             raise WeightSyncError(
                 f"{self._folder} is not a folder on this host; set weight_sync.folder to one that trainer and "
                 "engines share"

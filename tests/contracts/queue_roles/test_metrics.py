@@ -1,5 +1,7 @@
 """Prometheus reads the queue over HTTP."""
 
+import contextlib
+import socket
 import urllib.error
 import urllib.request
 
@@ -67,6 +69,16 @@ def test_without_a_queue_a_scrape_fails_and_does_not_show_zeros(port, address):
     ):
         scrape(port)
     failed.value.close()
+
+
+def test_strangers_who_begin_a_request_and_fall_silent_hold_no_scrape_up(port):
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(serve(list(map(numbered, range(9)))))
+        stack.enter_context(serve_metrics(port, address, TOKEN))
+        for _ in range(30):
+            silent = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+            silent.sendall(b"GET /metrics HTTP/1.1\r\nHost: ")
+        assert scrape(port)["published_step"] == 0
 
 
 def test_a_taken_port_is_named(port, address):

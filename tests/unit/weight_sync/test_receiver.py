@@ -186,3 +186,17 @@ def test_two_buckets_are_staged_at_a_time_and_none_after_the_end() -> None:
     with pytest.raises(WeightSyncError, match="closed"):
         sender.stage(bucket)
     assert not Path("/dev/shm", second.shm_name).exists()
+
+
+@pytest.mark.parametrize("folder", ["missing", "x" * 50_000, "a\0b"])
+def test_a_folder_that_cannot_be_is_an_error_of_the_transfer(folder: str, tmp_path: Path) -> None:
+    with pytest.raises(WeightSyncError):
+        WeightReceiver(lambda _: None).init(InitInfo(backend="disk", folder=str(tmp_path / folder)))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"master_port": 1 << 31}, {"master_port": -1}, {"world_size": -1}, {"timeout_s": 1e300}]
+)
+def test_numbers_that_no_group_can_have_are_refused_as_a_message(wrong: dict[str, Any]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"backend": "gloo", **wrong}, InitInfo)

@@ -132,6 +132,8 @@ def test_a_flipped_bit_is_noticed() -> None:
         ({"shapes": [[7]]}, "24 bytes.* 28"),
         ({"names": []}, "0 names, 1 dtypes"),
         ({"dtype_names": ["Tensor"]}, "'Tensor'"),
+        *(({"dtype_names": [name]}, f"'{name}'") for name in ("qint8", "complex64", "bits8")),
+        ({"shapes": [[1 << 40, 1 << 40]]}, str(1 << 80)),
         ({"starts": [0]}, "1 starts and 0 numels"),
         ({"starts": [4], "numels": [6]}, "4 to 10 of 'w'"),
         ({"starts": [-1], "numels": [6]}, "-1 to 5 of 'w'"),
