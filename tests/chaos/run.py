@@ -124,7 +124,7 @@ def main() -> int:
     if not (isolated := is_isolated()):
         reason = why_not_isolated()
         if not reason:
-            return run_isolated("tests.chaos.run", sys.argv[1:])
+            run_isolated("tests.chaos.run", sys.argv[1:])
         print(f"without namespaces, so no lost packets and no full disk: {reason}", flush=True)
     return all_runs(arguments.rounds, arguments.steps, random.Random(arguments.seed), isolated=isolated)
 

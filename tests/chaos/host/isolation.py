@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from typing import NoReturn
 
 INSIDE = "CHAOS_ISOLATED"
 NEEDED = {"redis-server": "redis-server", "cc": "gcc libc6-dev"}  # command: Debian's packages
@@ -30,10 +31,10 @@ def why_not_isolated() -> str:
     return f"not permitted here: {tried.stderr.strip()}" if tried.returncode else ""
 
 
-def run_isolated(module: str, arguments: list[str]) -> int:
-    """Run ``module`` in namespaces and return its exit code."""
+def run_isolated(module: str, arguments: list[str]) -> NoReturn:
+    """Become a process that runs ``module`` in namespaces; all of it ends with this process."""
     command = [*_unshare(), *REAPING, sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, env=os.environ | {INSIDE: "1"}).returncode
+    os.execvpe(command[0], command, os.environ | {INSIDE: "1"})
 
 
 def is_isolated() -> bool:

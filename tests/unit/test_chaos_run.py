@@ -1,0 +1,35 @@
+"""Which faults a chaos run gets."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from tests.chaos.host.whole_run import KINDS, NAMES, Fault, Kind
+from tests.chaos.run import NO_NAMESPACES, RUN_KINDS, all_faults
+
+
+def test_every_kind_strikes_every_role_equally_often() -> None:
+    struck = Counter(all_faults(5 * 16, list(KINDS), random.Random(0)))
+    assert {kind: {struck[Fault(role, kind)] for role in roles} for kind, roles in KINDS.items()} == {
+        "kill": {2},
+        "freeze": {2},
+        "clock": {2},
+        "loss": {2},
+        "full": {8},
+    }
+
+
+@pytest.mark.parametrize("kinds", [list(KINDS), list(NO_NAMESPACES)])
+def test_a_few_faults_have_all_kinds_and_roles(kinds: list[str]) -> None:
+    faults = all_faults(24, kinds, random.Random(0))
+    assert {fault.kind for fault in faults} == set(kinds)
+    assert {fault.role for fault in faults} >= set(NAMES)
+
+
+def test_the_first_two_kinds_of_runs_allow_every_fault() -> None:
+    faults = all_faults(200, list(KINDS), random.Random(0))
+    assert all(any(kind.allows(fault) for kind in RUN_KINDS[:2]) for fault in faults)
+    assert not Kind(gateway=True, network=False).allows(Fault("queue", "loss"))
+    assert not Kind(gateway=True, network=False, disks=False).allows(Fault("run folder", "full"))
+    assert not Kind(gateway=True, network=True).allows(Fault("worker", "kill"))
