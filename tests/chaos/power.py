@@ -1,30 +1,33 @@
-"""Cuts the power after every change that a queue and a trainer make to their files: ``python -m tests.chaos.power``.
+"""Cuts the power after every change that queues and a trainer make to their files: ``python -m tests.chaos.power``.
 
 The programs run once and are recorded; the disks that a cut could have left are rebuilt from the recording, and what
 was acknowledged is looked for in each. ``tests/support/power`` says what a disk may hold.
 """
 
 import argparse
+import logging
 import random
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from tests.contracts.power import queue, trainer
+from tests.contracts.power import queue, redis_queue, trainer
 from tests.support.power.cuts import broken, states
-from tests.support.power.recording import Change, build_recorder, marks_of, record
+from tests.support.power.recording import Change, build_recorder, record
 
 Check = Callable[[Path, list[str]], None]
 PROGRAMS: dict[str, tuple[str, list[str], Callable[[list[Change], Path], Check]]] = {
-    "queue": ("tests.contracts.power.queue", ["full"], lambda c, root: queue.Promise(marks_of(c), root).check),
-    "queue-normal": (
+    "queue": ("tests.contracts.power.queue", ["full"], lambda c, root: queue.sqlite_promise(c, root, "full").check),
+    "normal": (
         "tests.contracts.power.queue",
         ["normal"],
-        lambda c, root: queue.Promise(marks_of(c), root, may_lose=True).check,
+        lambda c, root: queue.sqlite_promise(c, root, "normal").check,
     ),
+    "redis": ("tests.contracts.power.redis_queue", [], lambda c, root: partial(redis_queue.check, c, root)),
     "trainer": ("tests.contracts.power.trainer", [], lambda c, root: trainer.check),
 }
 
@@ -54,6 +57,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}")
+    logging.disable(logging.WARNING)  # each state has something to say
     with tempfile.TemporaryDirectory() as folder:
         library = build_recorder(Path(folder))
         programs = arguments.programs or list(PROGRAMS)

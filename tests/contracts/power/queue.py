@@ -5,22 +5,24 @@ It trains some steps, is opened again now and then, and marks each flush: the re
 
 import hashlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from rl_async.files import make_durable_folder
 from rl_async.messages import Done, Reserved, Version
+from rl_async.transfer_queue.journal.interface import Journal
 from rl_async.transfer_queue.journal.recovery import JournalRecorder, recover
-from rl_async.transfer_queue.journal.sqlite import SqliteJournal
+from rl_async.transfer_queue.journal.sqlite import SqliteJournal, Synchronous
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.reports.ledger import COMPACTED, Ledger
 from rl_async.transfer_queue.state.store import Store
 from rl_async.transfer_queue.state.tasks import Counted
 from rl_async.transfer_queue.state.transitions import Feed
 from tests.contracts.queue_storage.journals import header
-from tests.support.power.recording import mark
+from tests.support.power.recording import Change, mark, marks_of
 
 SETTINGS = QueueSettings(steps=50, batch_groups=2, group_size=2, lease_s=30.0)
 RUN = "run"
@@ -41,10 +43,10 @@ def payload(group: int, sample: int) -> bytes:
 
 
 class Queue:
-    """Journal, ledger and store of the run in ``folder``."""
+    """The store of a run, with its journal and the ledger in ``folder``."""
 
-    def __init__(self, folder: Path, synchronous: Literal["normal", "full", "off"] = "full") -> None:
-        self.journal = SqliteJournal(folder, "run", synchronous, segment_bytes=20_000, least_log_bytes=4000)
+    def __init__(self, folder: Path, journal: Journal) -> None:
+        self.journal = journal
         self.ledger = Ledger(folder / "ledger.jsonl")
         feed = Feed(self.journal.append, self.ledger.append, lambda _: self._unmarked.states.append(self.state()))
         self.store = Store(SETTINGS, Counted(), [], feed)
@@ -90,10 +92,15 @@ class Queue:
         self._unmarked.gone += groups
 
 
-def main(root: Path, synchronous: Literal["normal", "full", "off"]) -> None:
+def sqlite_queue(folder: Path, synchronous: Synchronous) -> Queue:
+    """One whose journal is in the same folder, with small files and a short log."""
+    return Queue(folder, SqliteJournal(folder, "run", synchronous, segment_bytes=20_000, least_log_bytes=4000))
+
+
+def train(folder: Path, open_queue: Callable[[Path], Queue]) -> None:
     """Train STEPS steps; open the queue again after each second one."""
-    make_durable_folder(root / RUN)
-    queue = Queue(root / RUN, synchronous)
+    make_durable_folder(folder)
+    queue = open_queue(folder)
 
     def flush() -> None:
         mark(msgspec.json.encode(queue.flush()).decode())
@@ -115,24 +122,24 @@ def main(root: Path, synchronous: Literal["normal", "full", "off"]) -> None:
             queue.retire(step, trained[:-2])
             flush()
             queue.close()
-            queue = Queue(root / RUN, synchronous)
+            queue = open_queue(folder)
     queue.close()
 
 
 class Promise:
     """What holds after a power cut, given all marks of the recording and the folder in which it ended."""
 
-    def __init__(self, marks: list[str], root: Path, *, may_lose: bool = False) -> None:
+    def __init__(self, marks: list[str], root: Path, open_queue: Callable[[Path], Queue], *, may_lose: bool) -> None:
         self._flushes = [msgspec.json.decode(text, type=Flushed) for text in marks]
         self._ends = [flushed.states[-1] for flushed in self._flushes]
         self._between = {state for flushed in self._flushes for state in flushed.states}
         self._ledger = _lines((root / RUN / "ledger.jsonl").read_bytes())
-        self._may_lose = may_lose
+        self._open_queue, self._may_lose = open_queue, may_lose
 
     def check(self, folder: Path, marks: list[str]) -> None:
         """Raise whatever the queue raises on ``folder``, and AssertionError for what is lost or different."""
         (folder / RUN).mkdir(exist_ok=True)  # the launcher's
-        queue = Queue(folder / RUN, "normal" if self._may_lose else "full")
+        queue = self._open_queue(folder / RUN)
         try:
             self._check(queue, folder, len(marks))
         finally:
@@ -162,6 +169,16 @@ class Promise:
         assert not lost, f"samples {lost} are lost"
 
 
+def sqlite_promise(changes: list[Change], root: Path, synchronous: Synchronous) -> Promise:
+    """That of a recorded ``sqlite_queue``."""
+    return Promise(
+        marks_of(changes),
+        root,
+        lambda folder: sqlite_queue(folder, synchronous),
+        may_lose=synchronous != "full",
+    )
+
+
 def _lines(ledger: bytes) -> list[dict[str, Any]]:
     """The lines but for those that say where they are on the disk."""
     lines = [msgspec.json.decode(line) for line in ledger.splitlines()]
@@ -169,4 +186,4 @@ def _lines(ledger: bytes) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])  # type: ignore[arg-type]
+    train(Path(sys.argv[1]) / RUN, lambda folder: sqlite_queue(folder, sys.argv[2]))  # type: ignore[arg-type]

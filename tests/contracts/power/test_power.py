@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.contracts.power import queue, trainer
 from tests.support.power.cuts import broken, states
-from tests.support.power.recording import marks_of, record
+from tests.support.power.recording import record
 
 POINTS = 15
 
@@ -13,7 +13,7 @@ POINTS = 15
 def test_a_queue_that_syncs_loses_nothing_that_it_acknowledged(recorder: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     changes = record(recorder, "tests.contracts.power.queue", ["full"], root, tmp_path / "log")
-    promise = queue.Promise(marks_of(changes), root)
+    promise = queue.sqlite_promise(changes, root, "full")
     found = states(changes, root, random.Random(0), points=POINTS)
     count, problems = broken(found, promise.check, tmp_path / "state")
     assert count > POINTS and not problems, problems
@@ -23,7 +23,7 @@ def test_a_queue_that_does_not_sync_starts_again_with_a_state_that_there_was(rec
     """It refuses nothing and lacks no payload, whatever the cut took."""
     root = tmp_path / "root"
     changes = record(recorder, "tests.contracts.power.queue", ["normal"], root, tmp_path / "log")
-    promise = queue.Promise(marks_of(changes), root, may_lose=True)
+    promise = queue.sqlite_promise(changes, root, "normal")
     found = states(changes, root, random.Random(0), points=POINTS)
     count, problems = broken(found, promise.check, tmp_path / "state")
     assert count > POINTS and not problems, problems
