@@ -23,12 +23,16 @@ class CannotBridge(Exception):
 
 
 class ParsedCall(NamedTuple):
-    """One call as the model wrote it. ``arguments`` is None if there is a ``problem``; ``raw`` is its text."""
+    """One call as the model wrote it. ``arguments`` is None if there is a ``problem``; ``raw`` is its text.
+
+    ``id`` is what the model calls it, in formats where it does, and what its result must be called.
+    """
 
     name: str
     arguments: dict[str, object] | None
     raw: str
     problem: CallProblem | None = None
+    id: str = ""
 
 
 class Answer(NamedTuple):

@@ -241,4 +241,4 @@ def _call(call: Any, offered: Collection[Any]) -> ParsedCall:
         problem = "bad_arguments" if call.name in offered else None  # there are no types of what was not offered
     if problem is None and not isinstance(call.arguments, dict):
         problem = "bad_arguments"
-    return ParsedCall(call.name or "", None if problem else call.arguments, call.raw, problem)
+    return ParsedCall(call.name or "", None if problem else call.arguments, call.raw, problem, call.id or "")

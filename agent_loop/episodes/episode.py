@@ -128,7 +128,8 @@ class Episode:
                     seconds=seconds,
                 )
             )
-            messages.append({"role": "tool", "content": text, "name": call.name})
+            message = {"role": "tool", "content": text, "name": call.name}
+            messages.append(message | ({"tool_call_id": call.id} if call.id else {}))
         return messages
 
     async def _call_one(self, call: ParsedCall, position: int) -> tuple[ToolResult, float]:

@@ -50,7 +50,8 @@ class GatewayEpisode:
         self._name = f"{group.group_id}.{sample}.{group.attempt}"
         self._chat, self._generator, self._max_answers = chat, generator, max_answers
         self._recorder = EpisodeRecorder(chat)
-        self._refuses_tools = config.agent.unprinted_tools == "refuse" and not chat.prints_tools
+        unprinted = config.agent.unprinted_tools == "refuse" and not chat.prints_tools
+        self._refuses_tools = unprinted or chat.name == "plain"
         self._sampling = policy_sampling(config, group.partition)
         self._train_sampling = policy_sampling(config, "train")  # which programs may request in held-out episodes too
         self._limit = min(config.agent.max_tokens, config.rollout.max_model_len)
@@ -104,8 +105,8 @@ class GatewayEpisode:
             )
         if request.tools and self._refuses_tools:
             raise RequestRefused(
-                "the model's chat template prints no tools, so the model would not know of them; put them into the "
-                "messages, or set agent.unprinted_tools=allow if the model learned to call them",
+                "the model's chat template prints no tools, or its calls cannot be read; put the tools into the "
+                "messages, or see agent.unprinted_tools and agent.chat_format (docs/chat_formats.md)",
                 code="unsupported_value",
                 param="tools",
             )

@@ -9,7 +9,7 @@ same tokens as context, so every sampled token trains in one row only.
 
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -86,7 +86,8 @@ class EpisodeRecorder:
         known: int,
         answer: RecordedAnswer | None,
     ) -> Prompt:
-        new = [self._plain(message) for message in messages[known:]]
+        names = tool_names(messages)
+        new = [self._plain(message, names.get(place, "")) for place, message in enumerate(messages[known:], known)]
         sampled = {place for place, message in enumerate(messages[known:]) if message.identity() in self._texts}
         if answer is None:
             token_ids = self._chat.prompt(new, tools, sampled=sampled, limit=limit)
@@ -153,12 +154,25 @@ class EpisodeRecorder:
         row.turns += prompt.turns
         return row
 
-    def _plain(self, message: ChatMessage) -> Message:
+    def _plain(self, message: ChatMessage, name: str) -> Message:
         """Convert for chat templates; an answer of this episode is written as it was sampled."""
         if message.role == ASSISTANT and (text := self._texts.get(message.identity())):
             return {"role": ASSISTANT, "content": text}
         calls = [{"name": call.name, "arguments": call.arguments} for call in message.calls]
-        return {"role": message.role, "content": message.text} | ({"tool_calls": calls} if calls else {})
+        named = {"name": name} if name else {}
+        return {"role": message.role, "content": message.text} | named | ({"tool_calls": calls} if calls else {})
+
+
+def tool_names(messages: Sequence[ChatMessage]) -> dict[int, str]:
+    """Return which function each tool message answers for, by its position: results come in the order of the calls."""
+    names: dict[int, str] = {}
+    waiting: Iterator[str] = iter(())
+    for place, message in enumerate(messages):
+        if message.role == ASSISTANT:
+            waiting = iter([call.name for call in message.calls])
+        elif message.role == "tool" and (name := next(waiting, "")):
+            names[place] = name
+    return names
 
 
 def _turn(message: Message, start: int, end: int) -> Turn:

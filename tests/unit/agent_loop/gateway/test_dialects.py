@@ -117,6 +117,17 @@ def test_an_answer_comes_back_as_the_message_that_was_recorded() -> None:
         assert messages(messages=[HELLO, echoed]).messages[1].identity() == done.message.identity()
 
 
+def test_reasoning_is_apart_from_the_text_and_need_not_be_sent_back() -> None:
+    said = ChatMessage("assistant", "hi", reasoning="so")
+    done = SPEAKING._replace(message=said)
+    message = openai.completion(done, "ep", "m")["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("hi", "so")
+    deltas = [part["choices"][0]["delta"] for part in openai.chunks(done, "ep", "m", usage=False)]
+    assert {"reasoning_content": "so"} in deltas and {"content": "hi"} in deltas
+    assert "reasoning_content" not in openai.completion(SPEAKING, "ep", "m")["choices"][0]["message"]
+    assert said.identity() == ChatMessage("assistant", "hi").identity()
+
+
 def test_chunks_add_up_to_the_completion() -> None:
     *parts, last, usage = openai.chunks(CALLING, "ep", "m", usage=True)
     deltas = [part["choices"][0]["delta"] for part in parts]

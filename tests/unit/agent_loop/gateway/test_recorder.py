@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.gateway.chat import ChatMessage, FunctionCall, history_keys, read_answer
-from rl_async.agent_loop.gateway.recorder import EpisodeRecorder, Prompt, cut_at_stop
+from rl_async.agent_loop.gateway.recorder import EpisodeRecorder, Prompt, cut_at_stop, tool_names
 from rl_async.messages import Version, VersionRun
 from rl_async.rollout_server.api import GenerateResult
 from tests.support.effort import examples
@@ -255,6 +255,11 @@ def test_every_sampled_token_trains_in_exactly_one_row_as_it_was_returned(render
         if prompt.continues is not None:
             before = prompt.continues.row.tokens.token_ids[: prompt.continues.tokens]
             assert prompt.token_ids[: len(before)] == before
+
+
+def test_results_are_named_after_the_calls_that_they_answer() -> None:
+    said = ChatMessage("assistant", "", (FunctionCall("f", "{}"), FunctionCall("g", "{}")))
+    assert tool_names([user("a"), tool("?"), said, tool("1"), tool("2"), tool("3")]) == {3: "f", 4: "g"}
 
 
 def test_arguments_are_compared_as_values() -> None:
