@@ -1,4 +1,4 @@
-"""Torn files, a full disk, a lost server, another version: a clean recovery, or an error that says what to do."""
+"""SQLite and files: torn ones, a full disk, another version: a clean recovery, or an error that says what to do."""
 
 import os
 import random
@@ -6,28 +6,21 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-import threading
-import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import pytest
-import redis
 
 from rl_async import filesystems
 from rl_async.errors import JournalError
 from rl_async.messages import Done, Version
-from rl_async.transfer_queue.journal.redis import RedisJournal
 from rl_async.transfer_queue.journal.sqlite import SqliteJournal
-from rl_async.transfer_queue.state.transitions import GrantVoided
 from tests.contracts.queue_storage.journals import (
     Driver,
     header,
     payload,
-    redis_journals,
-    redis_server,
     sqlite_journals,
 )
 
@@ -37,9 +30,6 @@ def started(folder: Path, **settings: Any) -> Driver:
     assert driver.store.publish(Version(0, 0), []) == Done()
     driver.journal.flush()
     return driver
-
-
-# --- SQLite and files -------------------------------------------------------------------------------------------------
 
 
 def test_whatever_is_left_of_the_log_is_a_whole_number_of_flushes(tmp_path: Path) -> None:
@@ -302,116 +292,3 @@ def test_a_segment_without_room_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(JournalError, match=r"00000001\.segment.*--resume"):
         driver.journal.flush()
     driver.journal.close()
-
-
-# --- Redis ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_server_that_comes_back_in_time_is_written_once(tmp_path: Path) -> None:
-    with redis_server(tmp_path) as (port, server):
-        driver = Driver(redis_journals(port))
-        driver.store.publish(Version(0, 0), [])
-        driver.journal.flush()
-        server.kill()
-        server.wait()
-        driver.train(0)
-        back = threading.Event()
-        with_server = threading.Thread(target=lambda: _serve_again(tmp_path, port, back))
-        with_server.start()
-        try:
-            driver.journal.flush()
-            before = driver.store.dump()
-            driver.journal.close()
-            other = Driver(redis_journals(port))
-            assert other.store.dump() == before
-            assert other.read(0, 0) == payload(0, 0)
-            other.journal.close()
-        finally:
-            back.set()
-            with_server.join()
-
-
-def _serve_again(folder: Path, port: int, ended: threading.Event) -> None:
-    time.sleep(0.5)
-    with redis_server(folder, port):
-        assert ended.wait(60)
-
-
-def test_a_flush_repeated_because_its_answer_was_lost_changes_nothing(tmp_path: Path) -> None:
-    with redis_server(tmp_path) as (port, _):
-        driver = Driver(redis_journals(port))
-        journal = driver.journal
-        assert isinstance(journal, RedisJournal)
-        driver.store.publish(Version(0, 0), [])
-        driver.train(0)
-        assert journal._write() == journal._write() == 1
-        driver.journal.flush()
-        driver.train(1)
-        driver.journal.flush()
-        before = driver.store.dump()
-        driver.journal.close()
-        other = Driver(redis_journals(port))
-        assert other.store.dump() == before
-        other.journal.close()
-
-
-def test_a_server_that_stays_away_is_an_error_that_names_it(tmp_path: Path) -> None:
-    with redis_server(tmp_path) as (port, server):
-        driver = Driver(redis_journals(port))
-        driver.store.publish(Version(0, 0), [])
-        server.kill()
-        server.wait()
-        with pytest.raises(JournalError, match=rf"redis://127\.0\.0\.1:{port}/0.*\b2 s\b.*--resume"):
-            driver.journal.flush()
-        driver.journal.close()
-
-
-def test_a_queue_that_was_replaced_while_it_was_silent_writes_nothing(tmp_path: Path) -> None:
-    with redis_server(tmp_path) as (port, _), redis.Redis(port=port) as client:
-        old = Driver(redis_journals(port))
-        old.store.publish(Version(0, 0), [])
-        old.journal.flush()
-        new = Driver(redis_journals(port))
-        assert new.store.dump() == old.store.dump()
-        before = client.xlen("rl-async:run:transitions")
-        old.put(old.lease(1)[0], 0)
-        with pytest.raises(JournalError, match="rl-async:run:transitions"):
-            old.journal.flush()
-        assert client.xlen("rl-async:run:transitions") == before
-        old.journal.close()
-        new.train(0)
-        new.journal.flush()
-        new.journal.close()
-
-
-def test_an_owner_whose_time_was_over_goes_on_if_nobody_took_over(tmp_path: Path) -> None:
-    with redis_server(tmp_path) as (port, _), redis.Redis(port=port) as client:
-        driver = Driver(redis_journals(port))
-        driver.journal.append(GrantVoided(request=b"x"))
-        assert client.delete("rl-async:run:owner") == 1
-        driver.journal.flush()
-        assert client.xlen("rl-async:run:transitions") == 1
-        driver.journal.close()
-
-
-def test_a_stream_of_another_version_and_an_evicted_payload_are_named(tmp_path: Path) -> None:
-    with redis_server(tmp_path) as (port, _), redis.Redis(port=port) as client:
-        driver = Driver(redis_journals(port))
-        driver.store.publish(Version(0, 0), [])
-        driver.train(0)
-        driver.journal.flush()
-        client.delete(*client.keys("rl-async:run:payload:*"))
-        with pytest.raises(JournalError, match="maxmemory-policy"):
-            driver.read(0, 0)
-        driver.journal.close()
-        client.set("rl-async:run:meta", b"\xc1")
-        with pytest.raises(JournalError, match=r"rl-async:run:meta.*--resume"):
-            Driver(redis_journals(port))
-
-
-def test_orphaned_payloads_are_deleted(tmp_path: Path) -> None:
-    with redis_server(tmp_path) as (port, _), redis.Redis(port=port) as client:
-        client.set("rl-async:run:payload:dead:1", b"never named")
-        driver = Driver(redis_journals(port))
-        assert client.keys("rl-async:run:payload:*") == []
-        driver.journal.close()
