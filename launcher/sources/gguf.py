@@ -43,8 +43,8 @@ def convert(file: Path, target: Path, key: str) -> None:
     """Write the model and tokenizer of a GGUF file into ``target``, in float32: a dequantised weight has no shorter
     type that holds it exactly. Raises ConfigError, naming ``key``, for what Transformers cannot read.
     """
-    if importlib.util.find_spec("gguf") is None:
-        raise ConfigError(f"{key}: to read {file.name}, install its reader: `pip install 'rl-async[gguf]'`")
+    if any(importlib.util.find_spec(name) is None for name in ("gguf", "accelerate")):
+        raise ConfigError(f"{key}: to read {file.name}, install what reads it: `pip install 'rl-async[gguf]'`")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
