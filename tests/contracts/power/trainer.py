@@ -88,14 +88,16 @@ def main(root: Path) -> None:
     run = root / RUN
     create(CONFIG, run)
     train(run, 0, STEPS, resuming=False)
-    train(run, 2, STEPS + 2, resuming=True)  # from an older checkpoint, so that one is replaced
+    train(run, 2, STEPS + 2, resuming=True)  # as if the newest had not been there yet, so that it is replaced
     dist.destroy_process_group()
 
 
 def train(run: Path, start: int, end: int, *, resuming: bool) -> None:
     lineage = next_lineage(run, resuming)
     promise(lineage=lineage)
-    saver = Saver(run / "checkpoints", 1, WAIT_S, resumed=start)
+    if resuming:
+        promise(lineage=0, checkpoint=start)  # and none after it
+    saver = Saver(run / "checkpoints", 2, WAIT_S, resumed=start)
     for step in range(start, end):
         rows = rows_of(step)
         write_trajectories(run / "trajectories" / name(step, lineage), rows)
