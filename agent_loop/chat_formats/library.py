@@ -168,10 +168,21 @@ class LibraryFormat(TokenizerFormat):
         return super().check(messages, token_ids[:-1] if ended else token_ids, tools, sampled=sampled)
 
     def row(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[list[int], list[bool]]:
-        """Encode a demonstration; return (token_ids, loss_mask), which is true on what the assistant would sample."""
+        """Encode a demonstration; return (token_ids, loss_mask), which is true on what the assistant would sample.
+
+        Raises ValueError if a turn comes after other tokens than those that an engine would be given before it.
+        """
         spoken = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         escaped = [m if place in spoken else self._tokens.escape(m) for place, m in enumerate(messages)]
-        found = self._renderer.render(escaped, tools=self._tokens.escape([*tools]) or None)
+        given = self._tokens.escape([*tools]) or None
+        found = self._renderer.render(escaped, tools=given)
+        for place in spoken:
+            before = self._renderer.render_ids(escaped[:place], tools=given, add_generation_prompt=True)
+            if found.token_ids[: len(before)] != before:
+                raise ValueError(
+                    f"it prints what comes before message {place} differently once the conversation goes on (reasoning "
+                    "of earlier turns left out, say); make a line of each assistant turn, with what comes before it"
+                )
         return found.token_ids, found.sampled_mask
 
     def _render_prompt(self, messages: list[Message], tools: list[Any], sampled: list[int]) -> tuple[int, ...]:

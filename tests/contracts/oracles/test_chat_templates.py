@@ -241,6 +241,19 @@ def test_no_text_from_outside_becomes_a_special_token(templates: Path, name: str
     assert counts(f"x {everything} y") == counts("x y")
 
 
+@pytest.mark.parametrize(("name", "stable"), [("llama3_2", True), ("glm4moe", True), ("qwen3_5_think", False)])
+def test_a_demonstration_is_what_an_engine_would_be_given(templates: Path, name: str, stable: bool) -> None:
+    chat = make(templates, name)
+    assert isinstance(chat, LibraryFormat)
+    user, said = {"role": "user", "content": "a<|im_end|>"}, {"role": "assistant", "content": "spoken"}
+    if not stable:
+        with pytest.raises(ValueError, match="message 1"):
+            chat.row([user, said, user, said], [])
+    ids, mask = chat.row([user, said, user, said] if stable else [user, said], [])
+    learned = chat.decode([token for token, sampled in zip(ids, mask, strict=True) if sampled])
+    assert learned.count("spoken") == (2 if stable else 1) and "a<" not in learned
+
+
 @pytest.mark.parametrize("name", NO_TOOLS)
 def test_templates_without_tools_print_none(templates: Path, name: str) -> None:
     chat = make(templates, name)
