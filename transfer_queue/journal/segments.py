@@ -142,7 +142,10 @@ class Segments:
     def _force(self, segments: set[int]) -> None:
         for segment in sorted(segments):
             try:
-                force_to_disk(self._path(segment))
+                if segment == self._segment:
+                    os.fsync(self._writing)
+                else:
+                    force_to_disk(self._path(segment))
             except OSError as error:
                 raise failed(self._path(segment), error) from error
         self._unsynced -= segments
