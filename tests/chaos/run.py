@@ -39,6 +39,8 @@ def one_run(run: WholeRun, faults: list[Fault], rng: random.Random) -> list[Faul
         if code is not None and run.lacked_room() and any(fault.kind == "full" for fault in struck):
             print(f"{run.name} {time.monotonic() - began:6.1f} s: its launcher ended, since the disk was full; resumed")
             run.resume()
+        elif code is not None and run.trained_all():
+            break  # its launcher was killed after the last checkpoint and before its end, which --resume refuses
         elif code is not None:
             sys.exit(f"{run.name} ended with {code} after {struck[-3:]}; see {run.log}")
         run.tend()
@@ -64,7 +66,8 @@ def check(run: WholeRun) -> None:
     found = problems(run.folder, run.expected)
     audit = [sys.executable, "-m", "rl_async.launcher.cli", "audit", str(run.folder)]
     audited = subprocess.run(audit, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    if audited.returncode != 0 or "ok: every admitted group" not in audited.stdout:  # "ok so far" exits with 0 as well
+    verdict = "ok: every admitted group" if run.exit() == 0 else "ok so far"  # which exits with 0 as well
+    if audited.returncode != 0 or verdict not in audited.stdout:
         found.append(f"audit: {audited.stdout}{audited.stderr}")
     if found:
         sys.exit(f"{run.name}: " + "\n".join(found[:20]))

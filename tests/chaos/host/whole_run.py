@@ -195,6 +195,10 @@ class WholeRun:
         """Whether there is a checkpoint from which the run can be resumed."""
         return any(self.folder.glob("checkpoints/step-*/state.json"))
 
+    def trained_all(self) -> bool:
+        """Whether the checkpoint of the last step is saved."""
+        return (self.folder / "checkpoints" / f"step-{self.expected.steps:06d}" / "state.json").exists()
+
     def _running(self, name: str) -> int | None:
         """Return the pid of a process of the launcher, if it runs."""
         path = self.folder / "processes.json"
