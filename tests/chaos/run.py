@@ -19,6 +19,7 @@ from collections import Counter
 from itertools import cycle
 from pathlib import Path
 
+from rl_async.errors import EXIT_USER
 from tests.chaos.history import problems
 from tests.chaos.host.clocks import Clocks
 from tests.chaos.host.isolation import NEEDED, install, is_isolated, run_isolated, why_not_isolated
@@ -39,7 +40,7 @@ def one_run(run: WholeRun, faults: list[Fault], rng: random.Random) -> list[Faul
         if code is not None and run.lacked_room() and any(fault.kind == "full" for fault in struck):
             print(f"{run.name} {time.monotonic() - began:6.1f} s: its launcher ended, since the disk was full; resumed")
             run.resume()
-        elif code is not None and run.trained_all():
+        elif code == EXIT_USER and run.trained_all():
             break  # its launcher was killed after the last checkpoint and before its end, which --resume refuses
         elif code is not None:
             sys.exit(f"{run.name} ended with {code} after {struck[-3:]}; see {run.log}")
@@ -65,8 +66,9 @@ def check(run: WholeRun) -> None:
     """End the program if the history of a run does not hold."""
     found = problems(run.folder, run.expected)
     audit = [sys.executable, "-m", "rl_async.launcher.cli", "audit", str(run.folder)]
+    # Of a run that has not said its end, the audit says "ok so far", which exits with 0 as well.
     audited = subprocess.run(audit, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    verdict = "ok: every admitted group" if run.exit() == 0 else "ok so far"  # which exits with 0 as well
+    verdict = "ok: every admitted group" if run.exit() == 0 else ", and 0 groups are in flight"
     if audited.returncode != 0 or verdict not in audited.stdout:
         found.append(f"audit: {audited.stdout}{audited.stderr}")
     if found:
