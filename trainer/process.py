@@ -190,7 +190,7 @@ def _watched(run: Run, publisher: Publisher, queue: SyncQueueClient | None) -> P
         canaries = Canaries(
             queue.engines,
             lambda record: connect(record.kind, record.url, token=token),
-            vocabulary=AutoConfig.from_pretrained(config.model.path).vocab_size,
+            vocabulary=AutoConfig.from_pretrained(config.model.path, trust_remote_code=False).vocab_size,
             tokens=min(mismatch.tokens, config.rollout.max_model_len - PROMPT_TOKENS),
             temperature=temperature,
             timeout_s=config.weight_sync.timeout_s,

@@ -94,7 +94,9 @@ def _check(job: RewardModelJob) -> None:
 def _load(path: str) -> Any:
     """Load a sequence classifier; a causal LM gets a new head. Float32: small updates would vanish in bfloat16."""
     try:
-        return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
+        return AutoModelForSequenceClassification.from_pretrained(
+            path, num_labels=1, dtype=torch.float32, trust_remote_code=False
+        )
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: the head there has another size
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"--model: cannot load {path} as a sequence classifier with one label: {reason}") from error

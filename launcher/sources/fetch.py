@@ -41,15 +41,21 @@ def fetch_sources(config: RunConfig, snapshot: Snapshot = hub.snapshot) -> RunCo
 
 
 def kept_sources(given: RunConfig, kept: RunConfig) -> RunConfig:
-    """Return ``given`` with the folders of a run's own config where it names what these were fetched from."""
-    had: list[str] = []
+    """Return ``given`` with the folders of a run's own config where the same key names what these were fetched from."""
+    had: dict[str, list[str]] = {}  # of each key; several for a list of data sets
 
     def note(key: str, kind: Kind, source: str) -> str:
-        had.append(source)
+        had.setdefault(key, []).append(source)
         return source
 
     _changed(kept, note)
-    return _changed(given, lambda _key, _kind, source: next((old for old in had if _came_from(old, source)), source))
+    rest = {key: iter(paths) for key, paths in had.items()}
+
+    def keep(key: str, kind: Kind, source: str) -> str:
+        old = next(rest.get(key, iter(())), None)
+        return source if old is None or not _came_from(old, source) else old
+
+    return _changed(given, keep)
 
 
 def model_folder(source: str, key: str, snapshot: Snapshot = hub.snapshot) -> Path:

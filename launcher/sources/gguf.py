@@ -48,11 +48,13 @@ def convert(file: Path, target: Path, key: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    where = {"gguf_file": file.name}
+    where = str(file.parent)
     try:
         with _quiet():
-            tokenizer: Any = AutoTokenizer.from_pretrained(str(file.parent), **where)
-            read: Any = AutoModelForCausalLM.from_pretrained(str(file.parent), dtype=torch.float32, **where)
+            tokenizer: Any = AutoTokenizer.from_pretrained(where, gguf_file=file.name, trust_remote_code=False)
+            read: Any = AutoModelForCausalLM.from_pretrained(
+                where, gguf_file=file.name, trust_remote_code=False, dtype=torch.float32
+            )
             # A model that was read from GGUF counts as quantised and refuses to be saved; a new one takes its weights.
             shape = {name: value for name, value in read.config.to_dict().items() if name != "quantization_config"}
             model = type(read)(type(read.config).from_dict(shape)).to(torch.float32)

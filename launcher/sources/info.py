@@ -23,7 +23,7 @@ def describe(folder: Path, config: RunConfig) -> list[str]:
     from transformers import AutoConfig
 
     try:
-        hf = AutoConfig.from_pretrained(folder)  # runs no code of the folder: trust_remote_code is off
+        hf = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: its config.json cannot be used: {str(error).partition(chr(10))[0]}") from error
     facts = [*_weights(folder, hf), *_chat(folder), *_trainers(hf), *_engines(hf, config), *_memory(config)]

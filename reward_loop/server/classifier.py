@@ -27,7 +27,9 @@ def load_classifier(path: str, dtype: str, device: str) -> torch.nn.Module:
             "`rl-async reward-model` trains one"
         )
     try:
-        model: Any = AutoModelForSequenceClassification.from_pretrained(path, dtype=getattr(torch, dtype))
+        model: Any = AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=getattr(torch, dtype), trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]  # Transformers adds paragraphs of advice
         raise UserError(f"reward model: cannot load {path}: {reason}") from error

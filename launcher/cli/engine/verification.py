@@ -66,7 +66,9 @@ def verify(
     Raises UserError if the model cannot be loaded or the engine does not answer.
     """
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+        ).eval()
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"--model: cannot load a causal LM from {folder}: {reason}") from error

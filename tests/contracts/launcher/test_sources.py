@@ -12,10 +12,14 @@ from tests.contracts.launcher.fake_hub import COMMIT, fake_hub
 
 ROW = {"prompt": "what is 1+1?", "data_source": "sums", "reward_model": {"ground_truth": "2"}}
 DATA = "datasets/org/tasks"
+OUTSIDE = ("PROXY", "HF_", "HUGGING", "XDG_CACHE_HOME")  # variables with these in their names lead to other servers
+pytestmark = pytest.mark.timeout(330)  # two commands of up to 150 s
 
 
 def rl_async(folder: Path, endpoint: str, *arguments: str, offline: bool = False) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {
+    environment = {name: value for name, value in os.environ.items() if not any(o in name.upper() for o in OUTSIDE)}
+    environment |= {
+        "NO_PROXY": "127.0.0.1",
         "HF_ENDPOINT": endpoint,
         "HF_HOME": str(folder / "hf"),
         "HF_HUB_OFFLINE": str(int(offline)),
@@ -58,4 +62,6 @@ def test_no_network_is_one_line_that_names_the_key(tmp_path: Path, offline: bool
         offline=offline,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: model.path: ") and done.stderr.count("\n") == 1
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and errors[0].startswith("error: model.path: ")
+    assert "Traceback" not in done.stderr

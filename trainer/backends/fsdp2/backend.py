@@ -157,7 +157,7 @@ class Fsdp2Backend:
         if self._lora is not None:
             write_adapter(folder, folder / SHARDS, self._base, self._lora, self._targets)
         if self.model.has_logits:
-            AutoTokenizer.from_pretrained(self.path).save_pretrained(target)
+            AutoTokenizer.from_pretrained(self.path, trust_remote_code=False).save_pretrained(target)
         if complete:
             write_model(folder)
         if head:  # not in the model's folder, from which engines load every tensor

@@ -188,7 +188,7 @@ class MegatronBackend:
         target.mkdir(exist_ok=True)
         save_file(model, target / WHOLE, {"format": "pt"})
         self.hf_config.save_pretrained(target)
-        AutoTokenizer.from_pretrained(self.path).save_pretrained(target)
+        AutoTokenizer.from_pretrained(self.path, trust_remote_code=False).save_pretrained(target)
         save_file(state, folder / OPTIMIZER_FILE)
 
     def save(self, folder: Path) -> None:
@@ -306,6 +306,6 @@ def _on_rank0(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 def _hf_config(path: str) -> Any:
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(f"model.path: cannot read a model's config from {path}: {error}") from error

@@ -8,7 +8,7 @@ from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError
 from rl_async.launcher.folder.run_folder import create, resumed_run
-from rl_async.launcher.sources.fetch import data_files, fetch_sources, model_folder
+from rl_async.launcher.sources.fetch import data_files, fetch_sources, kept_sources, model_folder
 from rl_async.launcher.sources.hub import HubId, Kind, hub_id
 
 COMMIT, LATER = "a" * 40, "b" * 40
@@ -106,6 +106,26 @@ def test_a_run_keeps_its_commit_and_fetches_it_again_if_the_cache_was_emptied(tm
     Path(started.model.path).rmdir()
     assert fetch_sources(resumed, newer).model.path == started.model.path
     assert newer.asked == [("model", HubId("org/model", COMMIT), "model.path")]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.path=org/tasks:main/train", "data.eval_path=org/tasks:main/test"],
+        ["data.path=[{path: 'org/tasks:main/train'}, {path: 'org/tasks:main/test'}]", "data.eval_path=org/tasks"],
+        ["data.path=org/tasks", "data.eval_path=[{path: 'org/tasks:test'}, {path: 'org/tasks:train'}]"],
+        [
+            "model.path=org/model",
+            f"algorithm.kl.reference_path=org/model@{LATER}",
+            *("critic.path=org/model", "algorithm.advantage=gae", "algorithm.kl.coef=0.1"),
+        ],
+    ],
+)
+def test_each_key_of_a_resumed_run_keeps_its_own_source(tmp_path: Path, overrides: list[str]) -> None:
+    given = config(*overrides)
+    started = fetch_sources(given, FakeHub(tmp_path, "main/train.parquet", "main/test.parquet"))
+    assert started != given
+    assert kept_sources(given, started) == started
 
 
 def test_a_path_that_is_neither_is_left_to_the_checks_of_folders() -> None:
