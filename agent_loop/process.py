@@ -66,6 +66,8 @@ def work(folder: Path, index: int, queue: str, reward_model: str) -> None:
         try:
             await run_worker(config, index, queue, folder=folder, reward_model=reward_model)
         except asyncio.CancelledError:
+            if not received:
+                raise
             return EXIT_SIGNAL + received[0]
         return 0
 

@@ -55,9 +55,12 @@ def replace_file(path: Path, content: bytes, *, durable: bool = False) -> None:
 
 
 def make_durable_folder(path: Path, mode: int = 0o777) -> None:
-    """Make a folder and its missing parents, unless it exists; it survives a power cut from here on."""
+    """Make a folder and its missing parents, unless it exists; it survives a power cut from here on.
+
+    Raises FileExistsError if it is a file.
+    """
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
-    for folder in reversed(made):
+    for folder in reversed(made or [path]):
         folder.mkdir(mode if folder == path else 0o777, exist_ok=True)
     for folder in made or [path]:
         force_to_disk(folder.parent)

@@ -1,6 +1,7 @@
 """What the HTTP servers of a run have in common: the token in front of every route, bounds on what is read, and errors
 as JSON that OpenAI's and Anthropic's clients understand."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -16,21 +17,44 @@ from rl_async.errors import RequestRefused
 from rl_async.process.http_auth import Access, App, RequireToken, answer
 
 HEAD_BYTES = 1 << 17  # of a request before its body; the parser itself has no bound, and reads before any check
+HEAD_S = 60.0  # within which a request's head must be complete, counted from the connection for the first
 BODY_BYTES = 1 << 24  # a prompt of 2 million token ids
 Handler = Callable[[Request], Awaitable[Any]]
 
 
 class BoundedHead(HttpToolsProtocol):
-    """uvicorn's HTTP protocol, which refuses a request whose head or trailers are longer than HEAD_BYTES, and answers
-    bytes that are no HTTP in JSON."""
+    """uvicorn's HTTP protocol, which refuses a request whose head or trailers are longer than HEAD_BYTES, hangs up on
+    one whose head takes longer than HEAD_S, and answers bytes that are no HTTP in JSON."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._in_head, self._head_bytes = True, 0
+        self._late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start to wait for the first request."""
+        super().connection_made(transport)
+        self._late = self.loop.call_later(HEAD_S, self._hang_up)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no longer."""
+        self._in_time()
+        super().connection_lost(exc)
+
+    def _hang_up(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:  # else there are only a few bytes behind a request
+            self.transport.close()
+
+    def _in_time(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+        self._late = None
 
     def data_received(self, data: bytes) -> None:
         """Parse what came, and hang up if a head does not end."""
         if self._in_head:
+            if self._late is None:
+                self._late = self.loop.call_later(HEAD_S, self._hang_up)
             self._head_bytes += len(data)  # with a part of the body, at most what is received at once
         super().data_received(data)
         if self._in_head and self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
@@ -39,6 +63,7 @@ class BoundedHead(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Start counting trailers, which the parser reports as headers."""
         self._in_head, self._head_bytes = False, 0
+        self._in_time()
         super().on_headers_complete()
 
     def on_header(self, name: bytes, value: bytes) -> None:

@@ -11,6 +11,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rl_async.process import http_server
 from rl_async.process.http_auth import Access
 from rl_async.process.http_server import HEAD_BYTES, application, read_body, server_of
 from tests.fuzz.http_client import ask
@@ -69,6 +70,14 @@ def test_a_body_that_is_too_long_is_refused_before_its_end(port):
     assert status == 413 and "some.key" in error["message"]
     status, _ = answer(port, HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"fffffff\r\n" + b"x" * (MOST + 1))
     assert status == 413
+
+
+@pytest.mark.parametrize("begun", [b"", HEAD])
+def test_a_head_that_does_not_end_in_time_is_hung_up_on(port, begun, monkeypatch):
+    monkeypatch.setattr(http_server, "HEAD_S", 0.2)
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(begun)
+        assert connection.recv(1) == b""
 
 
 def test_a_body_that_is_nested_too_deeply_is_refused(port):

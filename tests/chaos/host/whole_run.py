@@ -255,7 +255,7 @@ class WholeRun:
             if process is not None:
                 process.kill()
                 process.wait()
-        if not self._prepared.exists():
+        if not self._prepared.exists() and (self.home / "artifacts").exists():
             shutil.copytree(self.home / "artifacts", self._prepared)
 
     def keep(self) -> Path:

@@ -107,7 +107,7 @@ class Sleeper:
 def test_the_trainer_compares_when_it_has_its_device_and_has_it_after_sending_again(
     peer: Peer, policy: Backend
 ) -> None:
-    watch, publisher = watched(peer, [1.5, 1.0], MismatchConfig(action="resync"))
+    watch, publisher = watched(peer, [4.0, 1.0], MismatchConfig(action="resync"))
     watch.publish(Version(0, 1), Sleeper(policy, publisher))  # type: ignore[arg-type]
     watch.before_train()
     assert len(publisher.published) == 2
@@ -127,7 +127,7 @@ def test_an_engine_that_took_the_weights_agrees(peer: Peer, policy: Backend) -> 
 
 
 def test_one_that_samples_from_other_weights_ends_the_run(peer: Peer, policy: Backend) -> None:
-    watch, publisher = watched(peer, [1.5], MismatchConfig(action="stop"))
+    watch, publisher = watched(peer, [4.0], MismatchConfig(action="stop"))
     watch.publish(Version(0, 1), policy)
     with pytest.raises(WeightSyncError, match=r"version 0\.1.* engine-0 .*weight_sync\.mismatch\.limit = 0\.05"):
         watch.before_train()
@@ -135,7 +135,7 @@ def test_one_that_samples_from_other_weights_ends_the_run(peer: Peer, policy: Ba
 
 
 def test_a_warning_leaves_the_run_alone(peer: Peer, policy: Backend, caplog: pytest.LogCaptureFixture) -> None:
-    watch, publisher = watched(peer, [1.5, 1.0], MismatchConfig(action="warn"))
+    watch, publisher = watched(peer, [4.0, 1.0], MismatchConfig(action="warn"))
     watch.publish(Version(0, 1), policy)
     with caplog.at_level(logging.WARNING):
         watch.before_train()
@@ -145,7 +145,7 @@ def test_a_warning_leaves_the_run_alone(peer: Peer, policy: Backend, caplog: pyt
 
 
 def test_the_weights_are_sent_again_once(peer: Peer, policy: Backend) -> None:
-    watch, publisher = watched(peer, [1.5, 1.0, 1.0, 1.5, 1.5, 1.5], MismatchConfig(action="resync", every=3))
+    watch, publisher = watched(peer, [4.0, 1.0, 1.0, 4.0, 4.0, 4.0], MismatchConfig(action="resync", every=3))
     watch.publish(Version(0, 1), policy)
     watch.before_train()  # sent again
     assert publisher.published == [Version(0, 1)] * 2
@@ -156,7 +156,7 @@ def test_the_weights_are_sent_again_once(peer: Peer, policy: Backend) -> None:
     watch.publish(Version(0, 4), policy)
     watch.before_train()  # wrong again, sent again
     assert len(publisher.published) == 6
-    publisher.scales = [1.5]
+    publisher.scales = [4.0]
     watch.publish(Version(0, 5), policy)
     with pytest.raises(WeightSyncError, match=r"again.* engine-0|engine-0.* again"):
         watch.before_train()

@@ -3,10 +3,13 @@
 import random
 from pathlib import Path
 
+import pytest
+
 from tests.contracts.power import queue, trainer
 from tests.support.power.cuts import broken, states
 from tests.support.power.recording import record
 
+pytestmark = pytest.mark.timeout(600)
 POINTS = 15
 
 

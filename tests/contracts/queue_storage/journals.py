@@ -61,9 +61,9 @@ def sqlite_journals(folder: Path, **settings: Any) -> OpenJournal:
     return lambda: SqliteJournal(folder, "run", **settings)
 
 
-def redis_journals(port: int, **settings: Any) -> OpenJournal:
+def redis_journals(port: int, *, tries_s: float = 2.0, **settings: Any) -> OpenJournal:
     """Opens the same journal again and again."""
-    return lambda: RedisJournal(f"redis://127.0.0.1:{port}/0", "run", owner_s=1.0, tries_s=2.0, **settings)
+    return lambda: RedisJournal(f"redis://127.0.0.1:{port}/0", "run", owner_s=1.0, tries_s=tries_s, **settings)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from tests.contracts.queue_storage.journals import (
 
 def test_a_server_that_comes_back_in_time_is_written_once(tmp_path: Path) -> None:
     with redis_server(tmp_path) as (port, server):
-        driver = Driver(redis_journals(port))
+        driver = Driver(redis_journals(port, tries_s=60.0))
         driver.store.publish(Version(0, 0), [])
         driver.journal.flush()
         server.kill()
@@ -44,7 +44,7 @@ def test_a_server_that_comes_back_in_time_is_written_once(tmp_path: Path) -> Non
 
 
 def _serve_again(folder: Path, port: int, ended: threading.Event) -> None:
-    time.sleep(0.5)
+    time.sleep(0.5)  # within which the first tries fail
     with redis_server(folder, port):
         assert ended.wait(60)
 

@@ -32,11 +32,11 @@ def ranks_at_work(folder: Path, **environment: str) -> Iterator[list[str]]:
             rank.kill()
 
 
-def meddle(address: str) -> bool:
+def meddle(address: str, timeout_s: float) -> bool:
     """Be a stranger who reads and writes what ranks tell one another; whether there was a store."""
     host, _, port = address.rpartition(":")
     try:
-        store = joined_store(host, int(port), 3.0)
+        store = joined_store(host, int(port), timeout_s)
         store.set("default_pg/0//cpu//0", "read " + str(store.num_keys()))
         return True
     except RuntimeError:
@@ -47,14 +47,14 @@ def test_a_stranger_finds_no_store_of_ranks_on_one_machine(tmp_path: Path) -> No
     with ranks_at_work(tmp_path) as found:
         assert {address.rpartition(":")[0] for address in found} == {"127.0.0.1"}
         assert len(found) >= 2, "gloo of both"
-        assert not [address for address in found if meddle(address)]
+        assert not [address for address in found if meddle(address, 3.0)]
 
 
 def test_ranks_of_several_machines_listen_on_their_master_address_only(tmp_path: Path) -> None:
     with ranks_at_work(tmp_path, **BETWEEN_HOSTS) as found:
         assert {address.rpartition(":")[0] for address in found} == {"127.0.0.1"}
         assert len(found) >= 3, "the store of rank 0, and gloo of both"
-        assert [address for address in found if meddle(address)], "so meddle() would have found one"
+        assert [address for address in found if meddle(address, 30.0)], "so meddle() would have found one"
 
 
 def test_a_rank_that_does_not_arrive_ends_the_other(tmp_path: Path) -> None:
