@@ -6,6 +6,7 @@ several names takes the first that finds something. To add a rule, write its fun
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from typing import NamedTuple
 
 Extraction = tuple[str | tuple[str, ...], ...]
@@ -13,9 +14,13 @@ Extraction = tuple[str | tuple[str, ...], ...]
 REGEX = "regex:"  # a regular expression follows
 LONGEST = 20_000  # characters that a rule looks at, from the end: a pattern may take long on a long text
 
-_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+_NUMBER = re.compile(
+    r"(?:(?<![\w)])[-\u2212])?"  # U+2212: the minus sign of typeset text
+    r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
+    r"(?:[eE][+-]?\d{1,3}(?!\w))?"  # three digits: a longer exponent would be written out as a text without end
+)
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
-_BOX = re.compile(r"\\boxed\s*\{")
+_BRACE = re.compile(r"\\boxed\s*\{|[{}]")
 
 
 class Found(NamedTuple):
@@ -26,25 +31,26 @@ class Found(NamedTuple):
 
 
 def last_number(text: str) -> str | None:
-    """Return the last number, as digits: without thousands separators and without zeros that say nothing."""
+    """Return the last number, written out: without thousands separators, exponent and zeros that say nothing."""
     found = _NUMBER.findall(text)
     if not found:
         return None
-    whole, _, decimals = found[-1].lstrip("-").replace(",", "").partition(".")
-    whole, decimals = whole.lstrip("0") or "0", decimals.rstrip("0")
-    number = f"{whole}.{decimals}" if decimals else whole
-    return f"-{number}" if found[-1].startswith("-") and number != "0" else number
+    number = format(Decimal(found[-1].replace(",", "").replace("\u2212", "-")), "f")
+    if "." in number:
+        number = number.rstrip("0").rstrip(".")
+    return "0" if number == "-0" else number
 
 
 def boxed(text: str) -> str | None:
     r"""Return what stands in the last ``\boxed{...}`` whose braces are closed."""
-    for opening in reversed(list(_BOX.finditer(text))):
-        depth = 1
-        for place in range(opening.end(), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[place], 0)
-            if depth == 0:
-                return text[opening.end() : place].strip()
-    return None
+    opened: list[re.Match[str]] = []
+    start, end = -1, -1
+    for brace in _BRACE.finditer(text):
+        if brace[0] != "}":
+            opened.append(brace)
+        elif opened and (opening := opened.pop())[0] != "{" and opening.end() > start:
+            start, end = opening.end(), brace.start()
+    return None if start < 0 else text[start:end].strip()
 
 
 def answer_tag(text: str) -> str | None:

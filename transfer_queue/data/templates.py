@@ -6,8 +6,11 @@ from typing import Any
 from rl_async.configs.schema.data import DataSource
 from rl_async.errors import DataError
 from rl_async.extraction import extract
+from rl_async.transfer_queue.data.dataset import as_messages
 
-_PLACE = re.compile(r"\{(\w+(?:\.\w+)*)\}")  # {column} or {column.key}; other braces, such as \boxed{}, stay text
+_NAME = r"([A-Za-z_]\w*(?:\.\w+)*)"  # column or column.key
+# {{{name}}} is a value in braces, {{name}} the name in braces as text, {name} a value; other braces, \frac{1}{2}, stay
+_PLACE = re.compile(rf"\{{\{{\{{{_NAME}\}}\}}\}}|\{{\{{{_NAME}\}}\}}|\{{{_NAME}\}}")
 
 
 def templated(row: dict[str, Any], source: DataSource, place: str) -> dict[str, Any]:
@@ -33,27 +36,43 @@ def templated(row: dict[str, Any], source: DataSource, place: str) -> dict[str, 
 def fill(template: str, row: dict[str, Any], place: str) -> str:
     """Put columns into a template, all in one pass, so that braces in a column stay text. Raises DataError."""
 
-    def value(match: re.Match[str]) -> str:
-        found: Any = row
-        for key in match[1].split("."):
-            found = found.get(key) if isinstance(found, dict) else None
-        if found is None:
-            raise DataError(f"{place}: the template has {match[0]}, and the row has only {', '.join(sorted(row))}")
-        return found if isinstance(found, str) else str(found)
+    def replaced(match: re.Match[str]) -> str:
+        braced, text, name = match.groups()
+        if text:
+            return f"{{{text}}}"
+        return f"{{{_value(row, braced, place)}}}" if braced else _value(row, name, place)
 
-    return _PLACE.sub(value, template)
+    return _PLACE.sub(replaced, template)
+
+
+def _value(row: dict[str, Any], name: str, place: str) -> str:
+    found: Any = row
+    for key in name.split("."):
+        if not isinstance(found, dict) or key not in found:
+            columns = ", ".join(sorted(row))
+            raise DataError(
+                f"{place}: the template has {{{name}}}, and the row has only {columns}; as text, {{{{{name}}}}}"
+            )
+        found = found[key]
+    if found is None:
+        raise DataError(f"{place}: the template has {{{name}}}, which is null in this row")
+    return found if isinstance(found, str) else str(found)
 
 
 def _messages(row: dict[str, Any], source: DataSource, place: str) -> list[dict[str, Any]]:
     given = row.get("prompt")
-    messages = list(given) if isinstance(given, list) else [{"role": "user", "content": given}] if given else []
+    messages = as_messages(given, place, "prompt") if given else []
     if source.prompt:
-        said = str(messages[-1].get("content") or "") if messages and isinstance(messages[-1], dict) else None
-        text = fill(source.prompt, row | ({} if said is None else {"prompt": said}), place)
-        messages = [*messages[:-1], {"role": "user", "content": text}]
+        last = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=None)
+        columns = {name: value for name, value in row.items() if name != "prompt"}
+        if last is None:
+            messages.append({"role": "user", "content": fill(source.prompt, columns, place)})
+        else:
+            columns["prompt"] = messages[last]["content"]
+            messages[last] = messages[last] | {"content": fill(source.prompt, columns, place)}
     if source.system:
         own = {"role": "system", "content": fill(source.system, row, place)}
-        messages = [own, *(message for message in messages if message.get("role") != "system")]
+        messages = [own, *(message for message in messages if message["role"] != "system")]
     return messages
 
 

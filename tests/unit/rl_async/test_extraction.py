@@ -1,11 +1,13 @@
 """Answers are found where people write them, and a chain says which step found what."""
 
+from typing import Any
+
 import pytest
 
 from rl_async.configs.checks.rules import check
 from rl_async.configs.load.loader import load_config
 from rl_async.errors import ConfigError
-from rl_async.extraction import Found, extract, trace
+from rl_async.extraction import Found, boxed, extract, trace
 
 
 @pytest.mark.parametrize(
@@ -24,6 +26,16 @@ from rl_async.extraction import Found, extract, trace
         ("0.5", "0.5"),
         ("1000000000000000000000000000001", "1000000000000000000000000000001"),
         ("100", "100"),
+        ("it is .5", "0.5"),
+        ("-.50", "-0.5"),
+        ("see sec.5", "5"),
+        ("x = \u22125", "-5"),
+        ("10\u22123", "3"),
+        ("1.5e-3", "0.0015"),
+        ("1.5E+3", "1500"),
+        ("1e999999999", "999999999"),
+        ("-0.0", "0"),
+        ("1/2", "2"),
         ("none", None),
         ("", None),
     ],
@@ -40,10 +52,25 @@ def test_the_last_number_is_found_and_written_plainly(text: str, expected: str |
         (r"\boxed {x}", "x"),
         (r"\boxed{1} and \boxed{2", "1"),
         ("boxed{3}", None),
+        (r"\boxed{\boxed{1} and \boxed{2}", "2"),
+        (r"\boxed{a \boxed{b}}", "b"),
+        (r"} \boxed{1} }", "1"),
     ],
 )
 def test_the_last_closed_box_is_found(text: str, expected: str | None) -> None:
     assert extract(text, ("boxed",)) == expected
+
+
+def test_boxes_that_are_never_closed_are_read_once() -> None:
+    read: list[str] = []
+
+    class Noting(str):
+        def __getitem__(self, place: Any) -> str:
+            read.append("")
+            return super().__getitem__(place)
+
+    assert boxed(Noting("\\boxed{" * 2800)) is None
+    assert len(read) < 10_000
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from rl_async.errors import ConfigError, DataError
 from rl_async.reward_loop.scorers.reasoning_gym import score as reasoning_gym_score
 from rl_async.transfer_queue.data.dataset import open_rows, to_task
 from rl_async.transfer_queue.data.task_stream import make_sources
-from rl_async.transfer_queue.data.templates import templated
+from rl_async.transfer_queue.data.templates import fill, templated
 
 ROW = {"question": "What is {x}?", "answer": "2+2 is 4\n#### 4", "meta": {"level": 3}}
 
@@ -50,6 +50,41 @@ def test_the_rows_own_prompt_can_be_wrapped() -> None:
     assert changed["reward_model"] == {"style": "rule", "ground_truth": "4"}
     assert templated(row, source(), "") == row
     assert templated({"prompt": "2+2?"}, source(prompt="{prompt}!"), "")["prompt"][0]["content"] == "2+2?!"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (r"\frac{1}{2} of {n}", r"\frac{1}{2} of 3"),
+        ("{{n}} is {n}", "{n} is 3"),
+        (r"\boxed{{{n}}}", r"\boxed{3}"),
+        (r"{\bf {n}}, {}", r"{\bf 3}, {}"),
+    ],
+)
+def test_what_is_no_column_stays_text(template: str, expected: str) -> None:
+    assert fill(template, {"n": 3}, "here") == expected
+
+
+def test_the_rows_last_user_message_is_wrapped_where_it_stands() -> None:
+    said = [{"role": role, "content": text} for role, text in (("user", "1?"), ("user", "2?"), ("assistant", "Hm"))]
+    wrapped = templated({"prompt": said}, source(prompt="{prompt}!"), "")["prompt"]
+    assert [message["content"] for message in wrapped] == ["1?", "2?!", "Hm"]
+    alone = templated({"prompt": said[2:], "q": "3?"}, source(prompt="{q}"), "")["prompt"]
+    assert [message["content"] for message in alone] == ["Hm", "3?"]
+
+
+@pytest.mark.parametrize(
+    ("row", "values", "named"),
+    [
+        ({"prompt": ["a"]}, {"system": "s"}, "prompt"),
+        ({"prompt": 3}, {"prompt": "{prompt}"}, "prompt"),
+        ({"prompt": [{"role": "assistant", "content": "a"}]}, {"prompt": "{prompt}"}, "{prompt}"),
+        ({"q": None}, {"prompt": "{q}"}, "q.*null"),
+    ],
+)
+def test_a_row_that_no_template_can_use_is_named(row: dict[str, Any], values: dict[str, Any], named: str) -> None:
+    with pytest.raises(DataError, match=rf"file, row 3.*{named}"):
+        templated(row, source(**values), "file, row 3")
 
 
 @pytest.mark.parametrize(
