@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import jinja2
 import msgspec
 from transformers import PreTrainedTokenizerFast
 
@@ -127,9 +128,13 @@ class TokenizerFormat(ABC):
         return low
 
     def _render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, generate: bool) -> str:
-        text = self._tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generate
-        )
+        """Print messages by the chat template. Raises jinja2.TemplateError if it cannot print them."""
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generate
+            )
+        except (TypeError, ValueError) as error:  # of a message, call or tool that is not of the form it expects
+            raise jinja2.TemplateError(str(error)) from error
         return str(text)
 
     def _prints_tools(self) -> bool:

@@ -1,6 +1,6 @@
 """What agent loops, gateway and fine-tuning need to know about the way in which a family of models chats."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from rl_async.messages import CallProblem
@@ -120,8 +120,14 @@ class ChatFormat(Protocol):
 
 
 def text_size(messages: Sequence[Message]) -> int:
-    """Return the number of characters that the messages say."""
-    return sum(len(text) for message in messages if isinstance(text := message.get("content"), str))
+    """Return the number of characters that the messages say, in arguments of calls, too."""
+    return sum(len(text) for message in messages for text in _texts(message) if isinstance(text, str))
+
+
+def _texts(message: Message) -> Iterator[object]:
+    yield message.get("content")
+    for call in message.get("tool_calls") or ():
+        yield call.get("arguments")
 
 
 def before_stops(text: str, stops: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ tokenizer encodes what is marked as plain text, so that here, too, only the form
 import json
 import sys
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -42,12 +43,13 @@ _CALLED: list[Message] = [
     {"role": "assistant", "content": "", "tool_calls": [_CALL]},
     {"role": "tool", "content": "z", "name": "probe", "tool_call_id": "callprobe"},
 ]
-_PROBES: list[tuple[list[Message], list[Any]]] = [
+PROBES: list[tuple[list[Message], list[Any]]] = [
     ([_USER], []),
     ([_SYSTEM, _USER], []),
     ([_USER], [TOOL]),
     (_CALLED, [TOOL]),
 ]
+_OPTIONAL = 1  # the probe with a system message, which some models do not take
 
 
 def installed() -> bool:
@@ -74,27 +76,27 @@ class LibraryFormat(TokenizerFormat):
     @property
     def fits(self) -> bool:
         """Whether the family prints the probes exactly as the tokenizer's chat template does."""
-        return self.agreed == len(_PROBES)
+        return self.agreed == len(PROBES)
 
     def _candidates(self, adapter: "_Tokenizer") -> Iterator[tuple[Any, int]]:
         """Yield renderers of the family with each of its modes, and on how many probes they agree with the template."""
         from renderers import create_renderer
         from renderers.configs import config_from_name
 
-        wanted = [self._wanted(*probe) for probe in _PROBES]
+        wanted = [self._wanted(*probe) for probe in PROBES]
         kind = type(config_from_name(self.name))
         for options in _modes(kind, str(wanted[0])):
             try:
                 renderer = create_renderer(adapter, kind(thinking_retention="all", **options))
             except (AssertionError, KeyError) as error:
                 raise ValueError(f"the tokenizer is not of the family {self.name}: {error}") from error
-            yield renderer, sum(self._printed(renderer, *probe) == text for probe, text in zip(_PROBES, wanted))
+            yield renderer, agreement([self._printed(renderer, *probe) for probe in PROBES], wanted)
 
     def _wanted(self, messages: list[Message], tools: list[Any]) -> str | None:
         for written in (messages, [_with_text_arguments(message) for message in messages]):
             try:
                 return self._render(written, tools, generate=True)
-            except (jinja2.TemplateError, TypeError, ValueError):
+            except jinja2.TemplateError:
                 continue
         return None  # a template that takes no system message, say
 
@@ -139,9 +141,9 @@ class LibraryFormat(TokenizerFormat):
         if least >= limit:
             raise TooLong(least)
         before = [*prompt_ids, *sampled_ids]
-        found = self._renderer.bridge_to_next_turn(
-            list(prompt_ids), list(sampled_ids), self._escaped(messages, sampled), tools=self._tokens.escape([*tools])
-        )
+        given, offered = self._escaped(messages, sampled), self._tokens.escape([*tools])
+        with _refusals(self.name):
+            found = self._renderer.bridge_to_next_turn(list(prompt_ids), list(sampled_ids), given, tools=offered)
         if found is None or found.token_ids[: len(before)] != before:
             raise CannotBridge(f"{self.name} cannot go on after this turn")
         added: list[int] = found.token_ids[len(before) :]
@@ -187,10 +189,8 @@ class LibraryFormat(TokenizerFormat):
 
     def _render_prompt(self, messages: list[Message], tools: list[Any], sampled: list[int]) -> tuple[int, ...]:
         given = self._escaped(messages, sampled)
-        try:
+        with _refusals(self.name):
             ids = self._renderer.render_ids(given, tools=self._tokens.escape(tools) or None, add_generation_prompt=True)
-        except (ValueError, TypeError, KeyError) as error:
-            raise jinja2.TemplateError(f"{self.name}: {error}") from error
         return tuple(ids)
 
     def _written(self, message: Message, *, sampled: bool) -> Message:
@@ -203,6 +203,21 @@ class LibraryFormat(TokenizerFormat):
         made = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in answer.calls]
         said = {"role": "assistant", "content": answer.content, "reasoning_content": answer.reasoning}
         return said | ({"tool_calls": made} if made else {})
+
+
+def agreement(printed: Sequence[str | None], wanted: Sequence[str | None]) -> int:
+    """Count the probes that are printed as ``wanted``; what neither side prints counts for the optional one only."""
+    pairs = enumerate(zip(printed, wanted, strict=True))
+    return sum(text == other and (text is not None or place == _OPTIONAL) for place, (text, other) in pairs)
+
+
+@contextmanager
+def _refusals(name: str) -> Iterator[None]:
+    """Raise what the package raises of messages that it cannot print as jinja2.TemplateError, as a template would."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError) as error:
+        raise jinja2.TemplateError(f"{name}: {error}") from error
 
 
 class _Tokenizer:

@@ -41,7 +41,7 @@ def _detect(tokenizer: PreTrainedTokenizerFast) -> ChatFormat:
     """
     try:
         own = ChatRenderer(tokenizer)
-    except (ValueError, jinja2.TemplateError):
+    except ValueError:
         if (family := _family(tokenizer)) is None:
             raise
         return family

@@ -55,7 +55,7 @@ class ChatRenderer(TokenizerFormat):
             said: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
             try:
                 return self._render([{"role": "user", "content": "x"}, said], (), generate=False)
-            except (jinja2.TemplateError, TypeError, ValueError):
+            except jinja2.TemplateError:
                 continue
         return ""
 

@@ -19,6 +19,7 @@ from rl_async.agent_loop.chat_formats.library import LibraryFormat
 from rl_async.agent_loop.chat_formats.registry import choose
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.data.chats import Chat
+from rl_async.configs.schema.chat_formats import ChatFormatName
 from rl_async.errors import ConfigError, DataError
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -34,29 +35,30 @@ class ChatTokens(NamedTuple):
 class ChatEncoder:
     """Encodes with one tokenizer.
 
-    Raises ConfigError if its chat template neither marks turns nor ends them with a special token.
+    Raises ConfigError if its chat template neither marks turns nor ends them with a special token, and if the tokenizer
+    does not go with ``chat_format``.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, chat_format: ChatFormatName = "auto") -> None:
         self._tokenizer = tokenizer
         self._encode: Callable[[Chat], ChatTokens] = self._marked
         if _MARKER.search(str(tokenizer.get_chat_template())):
             return
         self._encode = self._by_prefixes
         try:
-            chat = choose(tokenizer)
-        except ValueError:
-            chat = None  # for the reason that is told below
-        if isinstance(chat, LibraryFormat):
-            self._family, self._encode = chat, self._by_family
-            return
-        try:
-            self._renderer = ChatRenderer(tokenizer)
+            chat = choose(tokenizer, chat_format)
         except (ValueError, jinja2.TemplateError) as error:
+            if chat_format != "auto":
+                raise ConfigError(f"agent.chat_format={chat_format}: {error}; use auto or another one") from error
             raise ConfigError(
                 f"model.path: the end of an assistant's turn cannot be determined: {error}; put {{% generation %}} and "
                 "{% endgeneration %} around what the assistant says in the chat template"
             ) from error
+        if isinstance(chat, LibraryFormat):
+            self._family, self._encode = chat, self._by_family
+            return
+        assert isinstance(chat, ChatRenderer)
+        self._renderer = chat
         self._end = self._renderer.decode([self._renderer.end_of_turn])
 
     def encode(self, chat: Chat) -> ChatTokens:

@@ -118,8 +118,21 @@ def unsupported(name: str, value: Any) -> RequestRefused:
 
 def _message(body: OpenAIMessage) -> ChatMessage:
     role = "system" if body.role == "developer" else body.role
-    calls = [FunctionCall(call.function.name, call.function.arguments or "{}") for call in body.tool_calls or []]
+    calls = [_call(call.function) for call in body.tool_calls or []]
     return ChatMessage(role, _text(body.content), tuple(calls))
+
+
+def _call(function: Function) -> FunctionCall:
+    arguments = function.arguments or "{}"
+    try:
+        msgspec.json.decode(arguments, type=dict[str, Any])
+    except (*UNREADABLE, RecursionError) as error:
+        raise RequestRefused(
+            f"the arguments of a call of {function.name[:80]} must be a JSON object: {error}",
+            code="invalid_request",
+            param="messages",
+        ) from error
+    return FunctionCall(function.name, arguments)
 
 
 def _text(content: str | list[Part] | None) -> str:

@@ -41,6 +41,7 @@ from rl_async.trainer.finetune.rows import HELD_OUT, ROWS, ChatRows, total_steps
 DATA_FILE = "data.json"
 KEPT = (
     *("model.path", "model.dtype", "data.path", "data.eval_path", "data.shuffle", "seed", "trainer.backend"),
+    "agent.chat_format",
     *("trainer.grad_clip", "trainer.weight_decay", "trainer.beta1", "trainer.beta2"),
     *(f"finetune.{name}" for name in FinetuneConfig.__struct_fields__ if name not in ("out", "eval_every")),
 )
@@ -186,7 +187,7 @@ def checksum(key: str, path: Path) -> str:
 def _encode(config: RunConfig, folder: Path, checksums: dict[str, str]) -> DataRecord:
     own = config.finetune
     assert own is not None and isinstance(config.data.path, str) and not isinstance(config.data.eval_path, tuple)
-    encoder = ChatEncoder(load_tokenizer(config.model.path, "model.path"))
+    encoder = ChatEncoder(load_tokenizer(config.model.path, "model.path"), config.agent.chat_format)
     limit = longest(config)
     rows, skipped = _tokens(config.data.path, encoder, limit, own)
     if config.data.eval_path is None:

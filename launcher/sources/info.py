@@ -59,6 +59,7 @@ def _elements(file: Path) -> Counter[str]:
 
 
 def _chat(folder: Path) -> Facts:
+    import jinja2
     from transformers import PreTrainedTokenizerFast
 
     from rl_async.agent_loop.chat_formats.registry import choose
@@ -67,7 +68,7 @@ def _chat(folder: Path) -> Facts:
     try:
         tokenizer: PreTrainedTokenizerFast = load_tokenizer(str(folder), "chat format")
         chat = choose(tokenizer, "auto")
-    except (ConfigError, ValueError) as error:
+    except (ConfigError, ValueError, jinja2.TemplateError) as error:
         yield "chat format", f"none: {error}"
         return
     ends = ", ".join(str(tokenizer.convert_ids_to_tokens(token)) for token in chat.stop_token_ids)

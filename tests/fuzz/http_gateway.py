@@ -27,6 +27,11 @@ from tests.fuzz.http_served import Served
 
 PROMPT = [{"role": "user", "content": "what is 2+3?"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+# A template takes tools and calls for what they should be.
+PRINTS_TOOLS = "{% for tool in tools or [] %}{{ 'tool ' + tool.function.name }}{{ tool | tojson }}{% endfor %}"
+PRINTS_CALLS = """\
+{%- for message in messages %}{% for call in message.tool_calls or [] %}{{ 'call ' + call.function.name }}
+{%- for key, value in call.function.arguments | items %}{{ key ~ value }}{% endfor %}{% endfor %}{% endfor %}"""
 # What a model may write. Numbers and nesting in a call are the model's, not the client's.
 SAYS = (
     "5",
@@ -120,6 +125,11 @@ _MESSAGES = {
 }
 
 
+def _called_with(arguments: str) -> dict[str, Any]:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    return {"messages": [*PROMPT, {"role": "assistant", "content": "", "tool_calls": [call]}, *PROMPT], "tools": [TOOL]}
+
+
 class GatewayTarget:
     """The gateway with a queue that never ends and an engine that says what a model may say."""
 
@@ -130,6 +140,7 @@ class GatewayTarget:
         Route("POST", "/episodes/{id}/reward", {"reward": 0.5, "parts": {"tidy": 1.0}, "error": ""}),
         Route("POST", "/episodes/{id}/v1/chat/completions", _CHAT),
         Route("POST", "/episodes/{id}/v1/chat/completions", _CHAT | {"stream": True}),
+        *(Route("POST", "/episodes/{id}/v1/chat/completions", _called_with(text)) for text in ("{", "[1]")),
         Route("POST", "/episodes/{id}/v1/messages", _MESSAGES, anthropic=True),
         Route("GET", "/episodes/{id}/v1/models"),
         Route("GET", "/health"),
@@ -147,7 +158,11 @@ class GatewayTarget:
             ),
             rollout=RolloutConfig(max_tokens=100, max_model_len=4000),
         )
-        renderer = ChatRenderer(tokenizer, cache_bytes=1 << 20)
+        template = f"{PRINTS_TOOLS}{PRINTS_CALLS}{tokenizer.chat_template}"
+        made = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer.backend_tokenizer, eos_token=tokenizer.eos_token, chat_template=template
+        )
+        renderer = ChatRenderer(made, cache_bytes=1 << 20)
 
         def make() -> tuple[uvicorn.Server, Any]:
             rewards = RewardService(RewardConfig())

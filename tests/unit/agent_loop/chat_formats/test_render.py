@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+import jinja2
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rl_async.agent_loop.chat_formats.format import TooLong
+from rl_async.agent_loop.chat_formats.format import TooLong, text_size
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.data.tiny_tokenizer import read_demos, train_tokenizer
 from rl_async.agent_loop.data.toy_tasks import make_data
@@ -71,6 +72,25 @@ def test_a_text_too_long_for_its_size_alone_is_neither_encoded_nor_kept(tokenize
             encode([{"role": "user", "content": "1" * 150}], limit=100)
     assert renderer.cache.bytes == 0
     assert len(renderer.prompt([{"role": "user", "content": "1"}], limit=100)) < 100 and renderer.cache.bytes > 0
+
+
+def test_arguments_count_for_the_size_of_a_message(tokenizer: PreTrainedTokenizerFast) -> None:
+    renderer = ChatRenderer(tokenizer)
+    call = {"name": "f", "arguments": '{"x": "' + "1" * 100_000_000 + '"}'}
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert text_size(messages) > 100_000_000
+    with pytest.raises(TooLong) as refused:
+        renderer.prompt(messages, limit=100)
+    assert refused.value.tokens == text_size(messages) // max(map(len, tokenizer.get_vocab()))
+
+
+def test_what_a_template_does_with_a_wrong_type_is_its_refusal(tokenizer: PreTrainedTokenizerFast) -> None:
+    prints = "{% for tool in tools or [] %}{{ 'tool ' + tool.function.name }}{% endfor %}"
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, chat_template=prints + str(tokenizer.chat_template)
+    )
+    with pytest.raises(jinja2.TemplateError):
+        ChatRenderer(made).prompt([{"role": "user", "content": "1"}], [{"type": "function", "function": {"name": 7}}])
 
 
 def test_what_the_policy_sampled_keeps_its_special_tokens(renderer: ChatRenderer) -> None:

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from rl_async.agent_loop.chat_formats.library import INSTALL, installed
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.data.chats import Chat, to_chat
 from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
 from rl_async.agent_loop.data.training_tokens import ChatEncoder
 from rl_async.errors import ConfigError, DataError
+from tests.support.families import byte_tokenizer
 from tests.unit.agent_loop.conftest import demos
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -166,3 +168,23 @@ def test_what_a_template_refuses_is_an_error_naming_the_line() -> None:
 def test_a_template_whose_turns_have_no_end_is_refused() -> None:
     with pytest.raises(ConfigError, match="generation"):
         ChatEncoder(tokenizer("{% for message in messages %}{{ message.role + message.content }}{% endfor %}"))
+
+
+def test_a_format_that_the_tokenizer_does_not_go_with_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"agent\.chat_format"):
+        ChatEncoder(tokenizer(QWEN), "glm-4.5")
+    assert len(ChatEncoder(tokenizer(QWEN), "plain").encode(chat(MESSAGES, TOOLS)).ids)
+
+
+def test_a_template_that_refuses_tools_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"model\.path: .*no tools"):
+        ChatEncoder(tokenizer("{{ raise_exception('no tools') if tools }}" + QWEN))
+
+
+def test_the_named_family_encodes_whatever_the_template_says() -> None:
+    if not installed():
+        pytest.skip(f"the package renderers is not here; install it with {INSTALL}")
+    made = byte_tokenizer(QWEN + "{# <think></think><tool_call></tool_call><tool_response></tool_response> #}")
+    tokens = ChatEncoder(made, "qwen3.5").encode(chat([MESSAGES[1], MESSAGES[4]]))
+    text = made.decode(tokens.ids[tokens.learned].tolist())
+    assert "it is 3" in text and "</think>" in made.decode(tokens.ids.tolist())

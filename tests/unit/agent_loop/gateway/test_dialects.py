@@ -92,6 +92,14 @@ def test_messages_become_one_form() -> None:
         chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
 
 
+@pytest.mark.parametrize("arguments", ["{", "[1]", "7", "null", '"x"', "{} {}", '{"a":' * 5000 + "1" + "}" * 5000])
+def test_arguments_that_are_no_json_object_are_refused(arguments: str) -> None:
+    calls = [{"id": "call_0", "type": "function", "function": {"name": "f", "arguments": arguments}}]
+    with pytest.raises(RequestRefused) as refused:
+        chat(messages=[HELLO, {"role": "assistant", "content": "", "tool_calls": calls}, HELLO])
+    assert (refused.value.status, refused.value.code, refused.value.param) == (400, "invalid_request", "messages")
+
+
 def test_without_tools_nothing_of_them_is_in_the_prompt() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert chat(tools=tools, tool_choice="none").tools == [] and chat(tools=tools).tools == tools

@@ -1,0 +1,81 @@
+"""What the adapter of the package's families adds to them; ``tests/contracts/oracles`` compares them with others."""
+
+from typing import Any
+
+import jinja2
+import pytest
+
+from rl_async.agent_loop.chat_formats.library import INSTALL, PROBES, LibraryFormat, agreement, installed
+from tests.support.families import byte_tokenizer
+
+needs_package = pytest.mark.skipif(not installed(), reason=f"the package renderers is not here: {INSTALL}")
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{# TOKENS #}"
+XML = "<think></think><tool_call></tool_call><tool_response></tool_response>"
+USER = {"role": "user", "content": "x"}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+    }
+]
+
+
+@pytest.fixture(scope="module")
+def qwen() -> LibraryFormat:
+    return LibraryFormat(byte_tokenizer(CHATML.replace("TOKENS", XML)), "qwen3.5")
+
+
+def test_what_neither_side_prints_is_no_agreement_but_for_a_system_message() -> None:
+    printed: list[str | None] = [str(i) for i in range(len(PROBES))]
+    assert agreement(printed, printed) == len(PROBES)
+    fitting = []
+    for place in range(len(PROBES)):
+        without = [None if i == place else text for i, text in enumerate(printed)]
+        assert agreement(printed, without) == agreement(without, printed) == len(PROBES) - 1
+        if agreement(without, without) == len(PROBES):
+            fitting.append(PROBES[place][0][0]["role"])
+    assert fitting == ["system"]
+
+
+@needs_package
+def test_what_a_sampled_turn_says_is_read_in_parts(qwen: LibraryFormat) -> None:
+    prompt = qwen.prompt([USER], TOOLS)
+    assert qwen.decode(prompt).endswith("<|im_start|>assistant\n<think>\n")
+    call = "<tool_call>\n<function=f>\n<parameter=a>\n7\n</parameter>\n</function>\n</tool_call>"
+    said = [*qwen.encode(f"so\n</think>\n\nok\n\n{call}"), qwen.stop_token_ids[-1]]
+    found = qwen.parse(said, prompt_ids=prompt, tools=TOOLS)
+    assert (found.reasoning, found.content) == ("so", "ok")
+    assert [(made.name, made.arguments, made.problem) for made in found.calls] == [("f", {"a": 7}, None)]
+    cut = qwen.parse(said[:-20], prompt_ids=prompt, tools=TOOLS)
+    assert [made.problem for made in cut.calls] == ["unclosed"] and cut.calls[0].arguments is None
+
+
+@needs_package
+def test_a_bridge_appends_messages_of_others_as_plain_text(qwen: LibraryFormat) -> None:
+    prompt = qwen.prompt([USER])
+    said = [*qwen.encode("so</think>ok"), qwen.encode("<|im_end|>")[0]]
+    added = qwen.bridge(prompt, said, [{"role": "user", "content": "y<|im_end|>"}])
+    assert "y<|im_end|>" in qwen.decode(added)
+    assert added.count(said[-1]) == 1, "the end of the user's turn, and not what the user says"
+    assert qwen.decode([*prompt, *said, *added]).endswith("<think>\n")
+
+
+@needs_package
+def test_a_row_is_true_on_what_the_assistant_would_sample(qwen: LibraryFormat) -> None:
+    ids, mask = qwen.row([USER, {"role": "assistant", "content": "spoken"}], [])
+    assert qwen.decode(ids).count("spoken") == 1
+    learned = qwen.decode([token for token, sampled in zip(ids, mask, strict=True) if sampled])
+    assert learned.endswith("spoken<|im_end|>") and "user" not in learned and "x" not in learned
+    with pytest.raises(ValueError, match="message 1"):
+        qwen.row([USER, {"role": "assistant", "content": "spoken"}] * 2, [])
+
+
+@needs_package
+@pytest.mark.parametrize("message", [{"role": "user", "content": 7}, {"role": "user", "content": [{"type": "x"}]}])
+def test_messages_that_the_package_cannot_print_are_refused(qwen: LibraryFormat, message: dict[str, Any]) -> None:
+    prompt, said = qwen.prompt([USER]), [*qwen.encode("so</think>ok"), qwen.encode("<|im_end|>")[0]]
+    with pytest.raises(jinja2.TemplateError):
+        qwen.prompt([message])
+    with pytest.raises(jinja2.TemplateError):
+        qwen.bridge(prompt, said, [message])
