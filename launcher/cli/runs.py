@@ -27,7 +27,7 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
 
 def _launch(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.folder.run_folder import new_run, resumed_run, unfinished
-    from rl_async.launcher.sources.fetch import fetch_sources
+    from rl_async.launcher.sources.fetch import fetch_sources, fetched_from
 
     if arguments.address and arguments.launcher != "ray":
         raise UserError("--address is the address of a Ray cluster; add --launcher ray")
@@ -36,8 +36,9 @@ def _launch(arguments: argparse.Namespace) -> int:
         if arguments.resume:
             print(f"{arguments.name} did not reach its end: continuing it; --no-resume prevents this", flush=True)
     find = resumed_run if arguments.resume else new_run
-    config, folder = find(arguments.config, arguments.overrides, mode=arguments.mode, name=arguments.name)
-    config = fetch_sources(config)
+    given, folder = find(arguments.config, arguments.overrides, mode=arguments.mode, name=arguments.name)
+    config = fetch_sources(given)
+    fetched = fetched_from(given, config)
     if arguments.dry_run:
         from rl_async.launcher.plan.dry_run import dry_run
 
@@ -46,8 +47,8 @@ def _launch(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.runs.launch import launch, launch_on_ray
 
     if arguments.launcher == "ray":
-        return launch_on_ray(config, folder, arguments.address, resume=bool(arguments.resume))
-    return launch(config, folder, resume=bool(arguments.resume))
+        return launch_on_ray(config, folder, arguments.address, resume=bool(arguments.resume), fetched=fetched)
+    return launch(config, folder, resume=bool(arguments.resume), fetched=fetched)
 
 
 def add_eval(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,7 @@
 """Run folders: naming and creating them, finding the one to resume, and locking them."""
 
 import fcntl
+import json
 import os
 import re
 import sys
@@ -16,7 +17,9 @@ from rl_async.configs.load.loader import dump, load_config, load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.files import make_durable_folder, replace_file
-from rl_async.launcher.sources.fetch import kept_sources
+from rl_async.launcher.sources.fetch import Fetched, kept_sources
+
+SOURCES = "sources.json"  # in a run folder: what was fetched for it
 
 
 def new_run(
@@ -56,8 +59,9 @@ def resumed_run(
             f"--resume: {folder} has no complete checkpoint to continue from; delete it, or start without --resume"
         )
     kept = load_resolved(folder / "config.yaml")
-    preset = kept_sources(preset, kept)
-    config = kept_sources(load_resolved(folder / "config.yaml", overrides), kept)
+    record = _fetched(folder)
+    preset = kept_sources(preset, kept, record)
+    config = kept_sources(load_resolved(folder / "config.yaml", overrides), kept, record)
     if mode is not None:
         config = msgspec.structs.replace(config, mode=mode)
         check(config)
@@ -122,6 +126,28 @@ def create(config: RunConfig, folder: Path) -> None:
     make_durable_folder(folder, 0o700)
     (folder / "logs").mkdir(exist_ok=True)
     replace_file(folder / "config.yaml", dump(config).encode(), durable=True)
+
+
+def note_sources(folder: Path, fetched: Fetched) -> None:
+    """Add what was fetched for a run to what was fetched for it before."""
+    if not fetched:
+        return
+    record = _fetched(folder)
+    for key, paths in fetched.items():
+        record[key] = record.get(key, {}) | paths
+    replace_file(folder / SOURCES, json.dumps(record, indent=1).encode(), durable=True)
+
+
+def _fetched(folder: Path) -> Fetched:
+    """Return what the ids in the configs of a run stood for when they were fetched."""
+    try:
+        return msgspec.json.decode((folder / SOURCES).read_bytes(), type=Fetched)
+    except FileNotFoundError:
+        return {}
+    except msgspec.MsgspecError as error:
+        raise UserError(
+            f"{folder / SOURCES} is damaged ({error}); delete it, and give the paths of config.yaml"
+        ) from error
 
 
 @contextmanager

@@ -16,11 +16,12 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_SIGNAL, RlAsyncError, UserError
 from rl_async.launcher.doctor.report import FILE as DIAGNOSIS
 from rl_async.launcher.doctor.report import write_report
-from rl_async.launcher.folder.run_folder import checkpoints, create, hold
+from rl_async.launcher.folder.run_folder import checkpoints, create, hold, note_sources
 from rl_async.launcher.plan.artifacts import needs_preparation
 from rl_async.launcher.plan.machine import check_engines, plan_here
 from rl_async.launcher.plan.planning import Plan, endpoints
 from rl_async.launcher.plan.ports import assign_ports
+from rl_async.launcher.sources.fetch import Fetched
 from rl_async.launcher.supervise.children import Interrupted
 from rl_async.launcher.supervise.executor import Executor, ThisMachine
 from rl_async.launcher.supervise.supervisor import Supervisor
@@ -36,15 +37,18 @@ DIAGNOSIS_S = 30.0
 CONNECT_S = 5.0
 
 
-def launch(config: RunConfig, folder: Path, *, resume: bool = False) -> int:
+def launch(config: RunConfig, folder: Path, *, resume: bool = False, fetched: Fetched | None = None) -> int:
     """Train and show the run; the exit code. Raises UserError or RoleFailed."""
     with hold(folder), hold_private_folder(folder):
         planned, ports = make_ready(config, folder, resume=resume)
+        note_sources(folder, fetched or {})
         with log_into(folder):
             return asyncio.run(_run(config, folder, planned, ThisMachine(ports, folder, planned.hosts)))
 
 
-def launch_on_ray(config: RunConfig, folder: Path, address: str, *, resume: bool = False) -> int:
+def launch_on_ray(
+    config: RunConfig, folder: Path, address: str, *, resume: bool = False, fetched: Fetched | None = None
+) -> int:
     """Train on the nodes of the Ray cluster at ``address``; the exit code. Raises NoRoom, and what ``launch`` does."""
     if find_spec("ray") is None:
         raise UserError("--launcher ray: Ray is not installed here; run `python -m pip install 'rl-async[ray]'`")
@@ -55,6 +59,7 @@ def launch_on_ray(config: RunConfig, folder: Path, address: str, *, resume: bool
         config = cluster.at_home(config)
         planned = plan_here(config, folder, resume=resume, gpus=cluster.gpus)
         _make_folder(config, folder)
+        note_sources(folder, fetched or {})
         with log_into(folder):
             return asyncio.run(_run(config, folder, planned, RayNodes(cluster, config, planned, folder)))
 

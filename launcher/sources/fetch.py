@@ -18,10 +18,13 @@ from rl_async.launcher.sources.gguf import converted, folder_of
 from rl_async.launcher.sources.hub import HubId, Kind
 
 PACKAGE = "package:"
+_SHARD = re.compile(r"-\d+-of-(?P<all>\d+)")
+_REFETCH = "delete what the cache has of it, and fetch it again where there is a network"
 MODEL_KEYS = ("model.path", "algorithm.kl.reference_path", "critic.path", "reward.model.path")
 SPLITS = {"data.path": "train", "data.eval_path": "test"}  # which an id without a part stands for
 
 Snapshot = Callable[[Kind, HubId, str], Path]
+Fetched = dict[str, dict[str, str]]  # key -> source as given -> path of this machine
 Change = Callable[[str, Kind, str], str]  # key, kind, source
 
 
@@ -40,20 +43,29 @@ def fetch_sources(config: RunConfig, snapshot: Snapshot = hub.snapshot) -> RunCo
     return _changed(config, change)
 
 
-def kept_sources(given: RunConfig, kept: RunConfig) -> RunConfig:
-    """Return ``given`` with the folders of a run's own config where the same key names what these were fetched from."""
-    had: dict[str, list[str]] = {}  # of each key; several for a list of data sets
+def fetched_from(given: RunConfig, fetched: RunConfig) -> Fetched:
+    """Return what ``fetch_sources`` changed."""
+    found: Fetched = {}
+    for key, sources in _sources(given).items():
+        paths = dict(zip(sources, _sources(fetched)[key], strict=True))
+        if changed := {source: path for source, path in paths.items() if source != path}:
+            found[key] = changed
+    return found
 
-    def note(key: str, kind: Kind, source: str) -> str:
-        had.setdefault(key, []).append(source)
-        return source
 
-    _changed(kept, note)
-    rest = {key: iter(paths) for key, paths in had.items()}
+def kept_sources(given: RunConfig, kept: RunConfig, record: Fetched) -> RunConfig:
+    """Return ``given`` with the paths of a run's own config where the same key names what these were fetched from.
+
+    ``record`` has what the run fetched. A GGUF file must hold what it held then.
+    """
+    had = _sources(kept)
 
     def keep(key: str, kind: Kind, source: str) -> str:
-        old = next(rest.get(key, iter(())), None)
-        return source if old is None or not _came_from(old, source) else old
+        if source.startswith(PACKAGE) or source.endswith(".gguf"):
+            path: str | None = str(folder_of(gguf_file(source, key)))
+        else:
+            path = None if Path(source).exists() else record.get(key, {}).get(source)
+        return path if path is not None and path in had.get(key, []) else source
 
     return _changed(given, keep)
 
@@ -95,13 +107,16 @@ def gguf_file(source: str, key: str) -> Path:
 def data_files(source: str, key: str, snapshot: Snapshot = hub.snapshot) -> str:
     """Return a path or pattern of files for a data set: of a path, or of an id ``OWNER/NAME[@REVISION][:PART]``.
 
-    ``PART`` selects files whose path contains it, such as a split (`test`) or a configuration and split (`main/test`).
+    ``PART`` selects files whose path has these words: a split (`test`), or a configuration and split (`main/test`).
     Raises ConfigError or DataError, naming ``key``.
     """
-    if source.startswith(GENERATED_PREFIX) or any(file.exists() for file in files_of(source)):
+    cached = hub.cached_id(source)
+    if source.startswith(GENERATED_PREFIX) or _complete(files_of(source), sharded=cached is not None):
         return source
-    if cached := hub.cached_id(source):
+    if cached:
         snapshot("dataset", cached[1]._replace(part=re.split(r"[-*.]", Path(source).name)[0]), key)
+        if not _complete(files_of(source), sharded=True):
+            raise DataError(f"{key}: {cached[1].repo} has not all files of {source}; {_REFETCH}")
         return source
     wanted = hub.hub_id(source)
     if wanted is None:
@@ -113,26 +128,40 @@ def data_files(source: str, key: str, snapshot: Snapshot = hub.snapshot) -> str:
 def _one_split(folder: Path, wanted: HubId, key: str) -> str:
     """Return the file, or the pattern of the shards, of the only split in ``folder`` that the id's part selects."""
     assert wanted.part is not None
-    splits: dict[str, str] = {}
+    words = re.compile(rf"(?<![^\W_]){re.escape(wanted.part)}(?![^\W_])")  # `train` is neither `untrained` nor `train2`
+    splits: dict[str, list[str]] = {}
     for file in sorted(file for pattern in hub.FILES["dataset"] for file in folder.rglob(pattern)):
         name = file.relative_to(folder).as_posix()
-        if wanted.part in name:
-            shards = re.sub(r"-\d+-of-\d+", "-*", name)
-            splits[shards] = name if splits.get(shards, name) == name else shards
+        if words.search(name):
+            splits.setdefault(_SHARD.sub("-*", name), []).append(name)
     if len(splits) == 1:
-        return str(folder / next(iter(splits.values())))
+        [(pattern, names)] = splits.items()
+        if not _complete([folder / name for name in names], sharded=True):
+            raise DataError(f"{key}: {wanted.repo} has not all files of {pattern}; {_REFETCH}")
+        return str(folder / (pattern if len(names) > 1 else names[0]))
     if not splits:
         raise DataError(f"{key}: {wanted.repo} has no Parquet or JSONL files named {wanted.part}; add :SPLIT to the id")
     named = ", ".join(sorted(splits))
     raise DataError(f"{key}: {wanted.repo}:{wanted.part} selects several data sets ({named}); add :PART to the id")
 
 
-def _came_from(path: str, source: str) -> bool:
-    """Whether a run's ``path`` is what ``source`` stands for."""
-    if source.startswith(PACKAGE) or source.endswith(".gguf"):
-        file = gguf_file(source, "model.path")
-        return Path(path) == folder_of(file)
-    return not Path(source).exists() and hub.came_from(path, source)
+def _complete(files: list[Path], *, sharded: bool) -> bool:
+    """Whether a data set has files; with ``sharded`` all that the names of its shards, ``-00000-of-00002``, count."""
+    there = [file for file in files if file.exists()]
+    shards = [found for file in there if (found := _SHARD.search(file.name))] if sharded else []
+    return bool(there) and all(int(shard["all"]) == len(shards) for shard in shards)
+
+
+def _sources(config: RunConfig) -> dict[str, list[str]]:
+    """Return what each key names; several for a list of data sets."""
+    found: dict[str, list[str]] = {}
+
+    def note(key: str, kind: Kind, source: str) -> str:
+        found.setdefault(key, []).append(source)
+        return source
+
+    _changed(config, note)
+    return found
 
 
 def _changed(config: RunConfig, change: Change) -> RunConfig:

@@ -89,11 +89,3 @@ def cached_id(path: str) -> tuple[Kind, HubId] | None:
             kind: Kind = "model" if found["kind"] == "model" else "dataset"
             return kind, HubId(f"{found['owner']}/{found['name']}", commit)
     return None
-
-
-def came_from(path: str, given: str) -> bool:
-    """Whether ``path`` in the cache is what the id ``given`` stood for when it was fetched."""
-    wanted, cached = hub_id(given), cached_id(path)
-    if wanted is None or cached is None or wanted.repo != cached[1].repo:
-        return False
-    return not _COMMIT.fullmatch(wanted.revision or "") or wanted.revision == cached[1].revision

@@ -1,14 +1,16 @@
 """What a config names becomes folders and files of this machine, and a run that is resumed keeps those it had."""
 
+import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import DataError
-from rl_async.launcher.folder.run_folder import create, resumed_run
-from rl_async.launcher.sources.fetch import data_files, fetch_sources, kept_sources, model_folder
+from rl_async.errors import DataError, UserError
+from rl_async.launcher.folder.run_folder import SOURCES, create, note_sources, resumed_run
+from rl_async.launcher.sources.fetch import data_files, fetch_sources, fetched_from, kept_sources, model_folder
 from rl_async.launcher.sources.hub import HubId, Kind, hub_id
 
 COMMIT, LATER = "a" * 40, "b" * 40
@@ -92,9 +94,11 @@ def test_a_run_keeps_its_commit_and_fetches_it_again_if_the_cache_was_emptied(tm
         *("model.path=org/model", "data.path=org/tasks"),
     ]
     cache = tmp_path / "cache"
-    started = fetch_sources(load_config("calculator", overrides), FakeHub(cache, "train.jsonl"))
+    given = load_config("calculator", overrides)
+    started = fetch_sources(given, FakeHub(cache, "train.jsonl"))
     folder = tmp_path / "runs" / "mine"
     create(started, folder)
+    note_sources(folder, fetched_from(given, started))
     (folder / "checkpoints" / "step-000001").mkdir(parents=True)
     (folder / "checkpoints" / "step-000001" / "state.json").touch()
     resumed, _ = resumed_run("calculator", overrides, name="mine")
@@ -125,7 +129,62 @@ def test_each_key_of_a_resumed_run_keeps_its_own_source(tmp_path: Path, override
     given = config(*overrides)
     started = fetch_sources(given, FakeHub(tmp_path, "main/train.parquet", "main/test.parquet"))
     assert started != given
-    assert kept_sources(given, started) == started
+    assert kept_sources(given, started, fetched_from(given, started)) == started
+
+
+@pytest.mark.parametrize(
+    ("other", "key"),
+    [
+        ("model.path=org/model@v2", "model.path"),
+        ("model.path=org/model@v1", "model.path"),
+        ("data.path=org/tasks:test", "trains on"),
+        ("data.path=org/tasks@v1", "trains on"),
+    ],
+)
+def test_a_run_is_not_resumed_with_another_revision_or_split(tmp_path: Path, other: str, key: str) -> None:
+    overrides = [
+        *("warm_start=null", "data.make=null", "data.eval_path=null", f"launcher.run_dir={tmp_path}"),
+        *("model.path=org/model", "data.path=org/tasks"),
+    ]
+    given = load_config("calculator", overrides)
+    started = fetch_sources(given, FakeHub(tmp_path / "cache", "train.jsonl", "test.jsonl"))
+    create(started, tmp_path / "mine")
+    note_sources(tmp_path / "mine", fetched_from(given, started))
+    (tmp_path / "mine" / "checkpoints" / "step-000001").mkdir(parents=True)
+    (tmp_path / "mine" / "checkpoints" / "step-000001" / "state.json").touch()
+    assert resumed_run("calculator", overrides, name="mine")[0] == msgspec.structs.replace(started, name="")
+    with pytest.raises(UserError, match=key):
+        resumed_run("calculator", [*overrides, other], name="mine")
+
+
+def test_what_later_commands_fetch_is_added_to_what_the_run_fetched(tmp_path: Path) -> None:
+    note_sources(tmp_path, {"data.path": {"org/a": "/a"}})
+    note_sources(tmp_path, {"data.path": {"org/b": "/b"}, "model.path": {"org/m": "/m"}})
+    note_sources(tmp_path, {})
+    record = json.loads((tmp_path / SOURCES).read_text())
+    assert record == {"data.path": {"org/a": "/a", "org/b": "/b"}, "model.path": {"org/m": "/m"}}
+
+
+@pytest.mark.parametrize(("source", "other"), [("org/tasks:test", "latest"), ("org/tasks", "untrained")])
+def test_a_split_is_a_word_of_the_name(tmp_path: Path, source: str, other: str) -> None:
+    with pytest.raises(DataError, match=r"data\.path"):
+        data_files(source, "data.path", FakeHub(tmp_path, f"{other}.parquet"))
+    files = FakeHub(tmp_path, f"{other}.parquet", "main/train_1.parquet", "main/test-0.parquet")
+    assert Path(data_files(source, "data.path", files)).parent.name == "main"
+
+
+def test_a_set_of_shards_is_whole(tmp_path: Path) -> None:
+    first, second = (f"train-0000{n}-of-00002.parquet" for n in range(2))
+    with pytest.raises(DataError, match=r"data\.path"):
+        data_files("org/tasks", "data.path", FakeHub(tmp_path, first))
+    whole = FakeHub(tmp_path, first, second)
+    pattern = data_files("org/tasks", "data.path", whole)
+    next(tmp_path.rglob(second)).unlink()
+    assert data_files(pattern, "data.path", whole) == pattern
+    assert [wanted.revision for _, wanted, _ in whole.asked] == [None, COMMIT]
+    next(tmp_path.rglob(second)).unlink()
+    with pytest.raises(DataError, match=r"data\.path"):
+        data_files(pattern, "data.path", FakeHub(tmp_path, first))
 
 
 def test_a_path_that_is_neither_is_left_to_the_checks_of_folders() -> None:
