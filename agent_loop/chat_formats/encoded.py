@@ -110,7 +110,8 @@ class TokenizerFormat(ABC):
     ) -> int | None:
         """Return the position of the first token that departs from the full chat template's text; None if all agree.
 
-        Texts are compared rather than ids, because a model may spell a text with other tokens than the tokenizer does.
+        Texts are compared rather than ids, because a model may spell a text with other tokens than the tokenizer does;
+        so text of the format's own that is split into other tokens than the template's passes, too.
         """
         printed = self._render(self._escaped(messages, sampled), self._tokens.escape(tools), generate=False)
         expected = self.decode(self._tokens.encode(printed))

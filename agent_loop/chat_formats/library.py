@@ -72,6 +72,7 @@ class LibraryFormat(TokenizerFormat):
         adapter = _Tokenizer(tokenizer, self._tokens)
         self._renderer, self.agreed = max(self._candidates(adapter), key=lambda found: found[1])
         self.stop_token_ids = sorted({*self._renderer.get_stop_token_ids()})
+        self._opening: list[int] = self._renderer.render_ids([_USER], add_generation_prompt=True)
 
     @property
     def fits(self) -> bool:
@@ -163,11 +164,15 @@ class LibraryFormat(TokenizerFormat):
 
         Templates leave out past reasoning and write calls in their own spelling.
         """
-        answers = [self.parse(self.encode(messages[place]["content"])) for place in sampled]
+        answers = [self._parse_text(messages[place]["content"]) for place in sampled]
         if any(answer.reasoning or answer.calls for answer in answers):
             return None
         ended = bool(token_ids) and token_ids[-1] in self.stop_token_ids  # which some templates print with what follows
         return super().check(messages, token_ids[:-1] if ended else token_ids, tools, sampled=sampled)
+
+    def _parse_text(self, text: str) -> Answer:
+        """Read a turn sampled earlier; in some families its prompt opened the reasoning, as each prompt does."""
+        return self.parse(self.encode(text), prompt_ids=self._opening)
 
     def row(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[list[int], list[bool]]:
         """Encode a demonstration; return (token_ids, loss_mask), which is true on what the assistant would sample.
@@ -197,10 +202,14 @@ class LibraryFormat(TokenizerFormat):
         if not sampled:
             calls = message.get("tool_calls")
             return message | {"tool_calls": [nested(call) for call in calls]} if calls else message
-        answer = self.parse(self.encode(message["content"]))
+        answer = self._parse_text(message["content"])
         if any(call.problem for call in answer.calls):
             return {"role": "assistant", "content": answer.text, "reasoning_content": answer.reasoning}
-        made = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in answer.calls]
+        made = [
+            {"type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            | ({"id": c.id} if c.id else {})
+            for c in answer.calls
+        ]
         said = {"role": "assistant", "content": answer.content, "reasoning_content": answer.reasoning}
         return said | ({"tool_calls": made} if made else {})
 

@@ -150,6 +150,6 @@ class ChatRenderer(TokenizerFormat):
 
 
 def nested(call: dict[str, Any]) -> dict[str, Any]:
-    """Convert a call with JSON text as arguments to the form that most templates take."""
-    arguments = msgspec.json.decode(call["arguments"])
-    return {"type": "function", "function": {"name": call["name"], "arguments": arguments}}
+    """Convert a call with JSON text as arguments, and perhaps an id, to the form that most templates take."""
+    made = {"type": "function", "function": {"name": call["name"], "arguments": msgspec.json.decode(call["arguments"])}}
+    return {"id": call["id"], **made} if call.get("id") else made

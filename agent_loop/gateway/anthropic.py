@@ -23,6 +23,8 @@ class Block(msgspec.Struct):
     type: str
     text: str = ""
     name: str = ""
+    id: str = ""
+    tool_use_id: str = ""
     input: dict[str, Any] = {}
     content: "str | list[Block] | None" = None
 
@@ -87,13 +89,15 @@ def _messages(body: AnthropicMessage) -> Iterator[ChatMessage]:
         return
     if body.role == "assistant":
         calls = [
-            FunctionCall(b.name, msgspec.json.encode(b.input).decode()) for b in body.content if b.type == "tool_use"
+            FunctionCall(b.name, msgspec.json.encode(b.input).decode(), b.id)
+            for b in body.content
+            if b.type == "tool_use"
         ]
         yield ChatMessage(body.role, _text([b for b in body.content if b.type != "tool_use"]), tuple(calls))
         return
     for block in body.content:
         if block.type == "tool_result":
-            yield ChatMessage("tool", _text(block.content))
+            yield ChatMessage("tool", _text(block.content), answers=block.tool_use_id)
     if rest := [block for block in body.content if block.type != "tool_result"]:
         yield ChatMessage(body.role, _text(rest))
 
@@ -162,7 +166,7 @@ def _blocks(done: Completion) -> list[dict[str, Any]]:
     calls = [
         {
             "type": "tool_use",
-            "id": f"toolu_{done.number}_{i}",
+            "id": call.id or f"toolu_{done.number}_{i}",
             "name": call.name,
             "input": msgspec.json.decode(call.arguments),
         }

@@ -13,22 +13,27 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)  # what decoding a body r
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
-    """One call of a client's tool. ``arguments`` is JSON text."""
+    """One call of a client's tool. ``arguments`` is JSON text; ``id`` is the model's or the client's, if it has one."""
 
     name: str
     arguments: str
+    id: str = ""
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """One message. ``role`` is system, user, assistant or tool; only assistant messages have calls."""
+    """One message. ``role`` is system, user, assistant or tool; only assistant messages have calls.
+
+    ``answers`` is the id of the call of which a tool message is the result, if that is said.
+    """
 
     role: str
     text: str
     calls: tuple[FunctionCall, ...] = ()
     reasoning: str = ""  # of a sampled answer; clients may leave it out when they send the answer back
+    answers: str = ""
 
     def identity(self) -> bytes:
-        """Hash the message so that trimmed answers and re-serialised JSON are equal, as clients send them back."""
+        """Hash the message, but no ids: trimmed answers and JSON written anew are equal, as clients send them back."""
         text = self.text.strip() if self.role == ASSISTANT else self.text
         calls = [[call.name, _canonical(call.arguments)] for call in self.calls]
         return hashlib.sha256(msgspec.json.encode([self.role, text, calls])).digest()
@@ -71,7 +76,9 @@ def read_answer(answer: Answer, *, tools: bool) -> ChatMessage:
     """Convert a sampled answer. Without tools, or with a malformed call, all of it is text."""
     if not tools or not answer.calls or any(call.arguments is None for call in answer.calls):
         return ChatMessage(ASSISTANT, answer.text, reasoning=answer.reasoning)
-    made = tuple(FunctionCall(call.name, msgspec.json.encode(call.arguments).decode()) for call in answer.calls)
+    made = tuple(
+        FunctionCall(call.name, msgspec.json.encode(call.arguments).decode(), call.id) for call in answer.calls
+    )
     return ChatMessage(ASSISTANT, answer.content, made, answer.reasoning)
 
 

@@ -48,6 +48,7 @@ class Function(msgspec.Struct):
 
 class ToolCallBody(msgspec.Struct):
     function: Function
+    id: str | None = None
 
 
 class OpenAIMessage(msgspec.Struct):
@@ -56,6 +57,7 @@ class OpenAIMessage(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
     tool_calls: list[ToolCallBody] | None = None
+    tool_call_id: str | None = None
 
 
 class StreamOptions(msgspec.Struct):
@@ -118,21 +120,21 @@ def unsupported(name: str, value: Any) -> RequestRefused:
 
 def _message(body: OpenAIMessage) -> ChatMessage:
     role = "system" if body.role == "developer" else body.role
-    calls = [_call(call.function) for call in body.tool_calls or []]
-    return ChatMessage(role, _text(body.content), tuple(calls))
+    calls = [_call(call) for call in body.tool_calls or []]
+    return ChatMessage(role, _text(body.content), tuple(calls), answers=body.tool_call_id or "")
 
 
-def _call(function: Function) -> FunctionCall:
-    arguments = function.arguments or "{}"
+def _call(body: ToolCallBody) -> FunctionCall:
+    name, arguments = body.function.name, body.function.arguments or "{}"
     try:
         msgspec.json.decode(arguments, type=dict[str, Any])
     except (*UNREADABLE, RecursionError) as error:
         raise RequestRefused(
-            f"the arguments of a call of {function.name[:80]} must be a JSON object: {error}",
+            f"the arguments of a call of {name[:80]} must be a JSON object: {error}",
             code="invalid_request",
             param="messages",
         ) from error
-    return FunctionCall(function.name, arguments)
+    return FunctionCall(name, arguments, body.id or "")
 
 
 def _text(content: str | list[Part] | None) -> str:
@@ -197,7 +199,7 @@ def _head(done: Completion, episode: str, model: str, kind: str) -> dict[str, An
 def _calls(done: Completion) -> list[dict[str, Any]]:
     return [
         {
-            "id": f"call_{done.number}_{i}",
+            "id": call.id or f"call_{done.number}_{i}",
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }

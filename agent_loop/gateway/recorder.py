@@ -9,7 +9,7 @@ same tokens as context, so every sampled token trains in one row only.
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import msgspec
 
 from rl_async.agent_loop.chat_formats.format import CannotBridge, ChatFormat, Message, ParsedCall
 from rl_async.agent_loop.episodes.row_tokens import RowTokens
-from rl_async.agent_loop.gateway.chat import ASSISTANT, ChatMessage, history_keys
+from rl_async.agent_loop.gateway.chat import ASSISTANT, ChatMessage, FunctionCall, history_keys
 from rl_async.messages import ToolCall, Turn, VersionRun
 from rl_async.rollout_server.api import GenerateResult
 
@@ -86,8 +86,8 @@ class EpisodeRecorder:
         known: int,
         answer: RecordedAnswer | None,
     ) -> Prompt:
-        names = tool_names(messages)
-        new = [self._plain(message, names.get(place, "")) for place, message in enumerate(messages[known:], known)]
+        calls = answered(messages)
+        new = [self._plain(message, calls.get(place)) for place, message in enumerate(messages[known:], known)]
         sampled = {place for place, message in enumerate(messages[known:]) if message.identity() in self._texts}
         if answer is None:
             token_ids = self._chat.prompt(new, tools, sampled=sampled, limit=limit)
@@ -154,29 +154,39 @@ class EpisodeRecorder:
         row.turns += prompt.turns
         return row
 
-    def _plain(self, message: ChatMessage, name: str) -> Message:
+    def _plain(self, message: ChatMessage, answers: FunctionCall | None) -> Message:
         """Convert for chat templates; an answer of this episode is written as it was sampled."""
         if message.role == ASSISTANT and (text := self._texts.get(message.identity())):
             return {"role": ASSISTANT, "content": text}
-        calls = [{"name": call.name, "arguments": call.arguments} for call in message.calls]
-        named = {"name": name} if name else {}
-        return {"role": message.role, "content": message.text} | named | ({"tool_calls": calls} if calls else {})
+        plain: Message = {"role": message.role, "content": message.text}
+        if answers is not None:
+            plain["name"] = answers.name
+        if call_id := (answers.id if answers is not None else "") or message.answers:
+            plain["tool_call_id"] = call_id
+        if message.calls:
+            plain["tool_calls"] = [_call(call) for call in message.calls]
+        return plain
 
 
-def tool_names(messages: Sequence[ChatMessage]) -> dict[int, str]:
-    """Return which function each tool message answers for, by its position: results come in the order of the calls."""
-    names: dict[int, str] = {}
-    waiting: Iterator[str] = iter(())
+def answered(messages: Sequence[ChatMessage]) -> dict[int, FunctionCall]:
+    """Return which call each tool message answers, by its position: the one with the id it names, or the next one."""
+    found: dict[int, FunctionCall] = {}
+    waiting: list[FunctionCall] = []
     for place, message in enumerate(messages):
         if message.role == ASSISTANT:
-            waiting = iter([call.name for call in message.calls])
-        elif message.role == "tool" and (name := next(waiting, "")):
-            names[place] = name
-    return names
+            waiting = list(message.calls)
+        elif message.role == "tool" and waiting:
+            named = (number for number, call in enumerate(waiting) if call.id and call.id == message.answers)
+            found[place] = waiting.pop(next(named, 0))
+    return found
+
+
+def _call(call: FunctionCall) -> dict[str, str]:
+    return {"name": call.name, "arguments": call.arguments} | ({"id": call.id} if call.id else {})
 
 
 def _turn(message: Message, start: int, end: int) -> Turn:
-    calls = [ToolCall(**call) for call in message.get("tool_calls", ())]
+    calls = [ToolCall(name=call["name"], arguments=call["arguments"]) for call in message.get("tool_calls", ())]
     return Turn(role=message["role"], text=message["content"], start=start, end=end, tool_calls=calls)
 
 

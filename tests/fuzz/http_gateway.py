@@ -95,13 +95,14 @@ class TalkingEngine:
         )
 
 
+_CALL = {"function": {"name": "f", "arguments": '{"x": 1}'}}
 _CHAT = {
     "model": "m",
     "messages": [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "what is 2+3?"}]},
-        {"role": "assistant", "content": "hm", "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}}]},
-        {"role": "tool", "content": "5"},
+        {"role": "assistant", "content": "hm", "tool_calls": [{"id": "c", **_CALL}]},
+        {"role": "tool", "content": "5", "tool_call_id": "c"},
     ],
     "tools": [TOOL],
     "tool_choice": "auto",
@@ -116,8 +117,11 @@ _MESSAGES = {
     "system": [{"type": "text", "text": "be brief"}],
     "messages": [
         {"role": "user", "content": "what is 2+3?"},
-        {"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": {"x": 1}}]},
-        {"role": "user", "content": [{"type": "tool_result", "content": [{"type": "text", "text": "5"}]}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"x": 1}}]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "5"}]}],
+        },
     ],
     "tools": [{"name": "f", "input_schema": {"type": "object"}}],
     "max_tokens": 20,

@@ -12,6 +12,10 @@ needs_package = pytest.mark.skipif(not installed(), reason=f"the package rendere
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{# TOKENS #}"
 XML = "<think></think><tool_call></tool_call><tool_response></tool_response>"
+KIMI = (
+    "<|im_user|><|im_assistant|><|im_system|><|im_middle|><|tool_calls_section_begin|><|tool_calls_section_end|>"
+    "<|tool_call_begin|><|tool_call_argument_begin|><|tool_call_end|>[BOS][EOS]"
+)
 USER = {"role": "user", "content": "x"}
 TOOLS = [
     {
@@ -79,3 +83,34 @@ def test_messages_that_the_package_cannot_print_are_refused(qwen: LibraryFormat,
         qwen.prompt([message])
     with pytest.raises(jinja2.TemplateError):
         qwen.bridge(prompt, said, [message])
+
+
+@needs_package
+@pytest.mark.parametrize(
+    ("content", "reasoning", "said"), [("so\n</think>\n\nok", "so", "ok"), ("so it goes", "so it goes", "")]
+)
+def test_a_turn_sampled_after_an_opened_reasoning_is_read_as_it_was(
+    qwen: LibraryFormat, content: str, reasoning: str, said: str
+) -> None:
+    turn, result = {"role": "assistant", "content": content}, {"role": "tool", "content": "1", "name": "f"}
+    printed = f"<|im_start|>assistant\n<think>\n{reasoning}\n</think>\n\n{said}<|im_end|>"
+    assert printed in qwen.decode(qwen.prompt([USER, turn, result], sampled=[1]))
+    after = qwen.decode(qwen.prompt([USER, turn, USER], sampled=[1]))
+    assert f"<|im_start|>assistant\n{said}<|im_end|>" in after, "as the model's template, without past reasoning"
+    row = [*qwen.prompt([USER]), *qwen.encode(content)]
+    assert qwen.check([USER, turn], row, sampled=[1]) is None, "there is nothing to compare reasoning with"
+
+
+@needs_package
+def test_calls_keep_their_ids_and_results_name_them() -> None:
+    kimi = LibraryFormat(byte_tokenizer(CHATML.replace("TOKENS", KIMI)), "kimi-k2")
+    sampled = (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:3<|tool_call_argument_begin|>"
+        '{"a": 7}<|tool_call_end|><|tool_calls_section_end|>'
+    )
+    made = {"name": "f", "arguments": '{"a": 7}', "id": "functions.f:3"}
+    result = {"role": "tool", "content": "1", "name": "f", "tool_call_id": "functions.f:3"}
+    for said in ({"content": sampled}, {"content": "", "tool_calls": [made]}):
+        own = [1] if said["content"] else []
+        printed = kimi.decode(kimi.prompt([USER, {"role": "assistant", **said}, result], TOOLS, sampled=own))
+        assert sampled in printed and "## Return of functions.f:3" in printed

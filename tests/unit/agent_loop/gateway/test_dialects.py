@@ -84,8 +84,8 @@ def test_messages_become_one_form() -> None:
     )
     assert request.messages == [
         ChatMessage("system", "be brief"),
-        ChatMessage("assistant", "", (FunctionCall("f", '{"a": 1}'),)),
-        ChatMessage("tool", "1"),
+        ChatMessage("assistant", "", (FunctionCall("f", '{"a": 1}', "call_0"),)),
+        ChatMessage("tool", "1", answers="call_0"),
     ]
     assert len(request.tools) == 1
     with pytest.raises(RequestRefused, match="image_url"):
@@ -114,6 +114,13 @@ def test_a_completion_has_calls_text_and_usage() -> None:
     spoken = openai.completion(SPEAKING, "ep", "m")["choices"][0]
     assert (spoken["finish_reason"], spoken["message"]["content"]) == ("length", "hi")
     assert "tool_calls" not in spoken["message"]
+
+
+def test_a_call_keeps_the_id_that_the_model_gave_it() -> None:
+    done = CALLING._replace(message=ChatMessage("assistant", "", (FunctionCall("f", "{}", "functions.f:0"),)))
+    (call,) = openai.completion(done, "ep", "m")["choices"][0]["message"]["tool_calls"]
+    (block,) = anthropic.message(done, "ep", "m")["content"]
+    assert call["id"] == block["id"] == "functions.f:0"
 
 
 def test_an_answer_comes_back_as_the_message_that_was_recorded() -> None:
@@ -160,8 +167,8 @@ def test_anthropic_messages_become_the_same_form() -> None:
     assert request.messages == [
         ChatMessage("system", "be brief"),
         ChatMessage("user", "hello"),
-        ChatMessage("assistant", "", (FunctionCall("f", '{"a":1}'),)),
-        ChatMessage("tool", "1"),
+        ChatMessage("assistant", "", (FunctionCall("f", '{"a":1}', "x"),)),
+        ChatMessage("tool", "1", answers="x"),
         ChatMessage("user", "go on"),
     ]
     assert request.tools[0]["function"] == {"name": "f", "description": "d", "parameters": {"type": "object"}}

@@ -1,6 +1,7 @@
 """Messages to rows: continued, branched, edited and parallel conversations, and what always holds of the tokens."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import jinja2
@@ -9,9 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rl_async.agent_loop.chat_formats.format import Message
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.gateway.chat import ChatMessage, FunctionCall, history_keys, read_answer
-from rl_async.agent_loop.gateway.recorder import EpisodeRecorder, Prompt, cut_at_stop, tool_names
+from rl_async.agent_loop.gateway.recorder import EpisodeRecorder, Prompt, answered, cut_at_stop
 from rl_async.messages import Version, VersionRun
 from rl_async.rollout_server.api import GenerateResult
 from tests.support.effort import examples
@@ -62,6 +64,18 @@ class Talk:
     def trained(self, row: int) -> str:
         arrays = self.recorder.rows[row].tokens.arrays()
         return self.renderer.decode(arrays["token_ids"][arrays["loss_mask"]].tolist())
+
+
+class Spy(ChatRenderer):
+    """Keeps the messages that it was to print."""
+
+    def __init__(self, like: ChatRenderer) -> None:
+        super().__init__(like._tokenizer)
+        self.messages: list[Message] = []
+
+    def prompt(self, messages: Sequence[Message], *args: Any, **options: Any) -> list[int]:
+        self.messages = list(messages)
+        return super().prompt(messages, *args, **options)
 
 
 @pytest.fixture
@@ -259,7 +273,26 @@ def test_every_sampled_token_trains_in_exactly_one_row_as_it_was_returned(render
 
 def test_results_are_named_after_the_calls_that_they_answer() -> None:
     said = ChatMessage("assistant", "", (FunctionCall("f", "{}"), FunctionCall("g", "{}")))
-    assert tool_names([user("a"), tool("?"), said, tool("1"), tool("2"), tool("3")]) == {3: "f", 4: "g"}
+    found = answered([user("a"), tool("?"), said, tool("1"), tool("2"), tool("3")])
+    assert {place: call.name for place, call in found.items()} == {3: "f", 4: "g"}
+
+
+@pytest.mark.parametrize(
+    ("ids", "names"),
+    [(("one", "two"), ["f", "g"]), (("two", "one"), ["g", "f"]), (("two", "?"), ["g", "f"]), (("", ""), ["f", "g"])],
+)
+def test_results_may_come_in_any_order_if_they_name_their_calls(
+    renderer: ChatRenderer, ids: tuple[str, str], names: list[str]
+) -> None:
+    said = ChatMessage("assistant", "", (FunctionCall("f", "{}", "one"), FunctionCall("g", "{}", "two")))
+    history = [user("a"), said, *(ChatMessage("tool", "7", answers=name) for name in ids)]
+    assert [call.name for call in answered(history).values()] == names
+    given = Spy(renderer)
+    EpisodeRecorder(given).prompt(history, ())
+    assert [call["id"] for call in given.messages[1]["tool_calls"]] == ["one", "two"]
+    assert [(m["name"], m.get("tool_call_id")) for m in given.messages[2:]] == [
+        (name, {"f": "one", "g": "two"}[name]) for name in names
+    ]
 
 
 def test_arguments_are_compared_as_values() -> None:
