@@ -114,7 +114,8 @@ def log_into(folder: Path) -> Iterator[None]:
 async def prepare(config: RunConfig, planned: Plan, supervisor: Supervisor, console: Console) -> None:
     """Make missing data and a missing model in a process of its own, and print its lines.
 
-    Raises ConfigError if the model cannot be told of the run's tools: engines would take minutes to start before that.
+    Raises ConfigError if the model's chat format does not go with the config: engines would take minutes to start
+    before that.
     """
     if planned.prepare is not None and needs_preparation(config):
         await supervisor.run_once(planned.prepare, lambda line: say(console, line))
@@ -122,9 +123,10 @@ async def prepare(config: RunConfig, planned: Plan, supervisor: Supervisor, cons
 
 
 def check_chat(config: RunConfig) -> None:
-    """Raise ConfigError if the model's chat template does not go with the run's tools; a model elsewhere is unknown."""
+    """Raise ConfigError if the model's chat format does not go with the config; a model elsewhere is unknown."""
     agent = config.agent
-    if (agent.tools or agent.environment) and agent.unprinted_tools == "refuse" and Path(config.model.path).is_dir():
+    wants = agent.tools or agent.environment or agent.chat_format != "auto"
+    if wants and Path(config.model.path).is_dir():
         from rl_async.agent_loop.chat_formats.registry import load_format  # imports Transformers, which takes seconds
 
         load_format(config.model.path, agent)

@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,11 @@ from rl_async.errors import ConfigError
 from rl_async.files import written_whole
 
 SOURCE_FILE = "source.json"  # in a folder that was imported: from what
+# What Transformers and the package gguf raise for broken files and for models that they do not know.
+_UNREADABLE = (
+    *(OSError, ValueError, LookupError, RuntimeError, TypeError, AttributeError, ImportError, ArithmeticError),
+    *(struct.error, MemoryError),
+)
 
 
 def cache_folder() -> Path:
@@ -64,8 +70,8 @@ def convert(file: Path, target: Path, key: str) -> None:
             tokenizer.model_max_length = min(tokenizer.model_max_length, read.config.max_position_embeddings)
             model.save_pretrained(target)
             tokenizer.save_pretrained(target)
-    except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
-        reason = str(error).strip().partition("\n")[0]
+    except _UNREADABLE as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(f"{key}: {file} cannot be read as a causal LM with its tokenizer: {reason}") from error
     write_source(target, str(file), sha256=_checksum(file))
 

@@ -21,6 +21,16 @@ def import_model(source: str, target: Path, snapshot: Snapshot = hub.snapshot) -
             return
         folder = model_folder(source, "SOURCE", snapshot)
         check_model_folder(folder, "SOURCE")
-        shutil.copytree(folder, partial)  # the Hub's cache has links, which are followed
+        _copy(folder, partial)
         cached = hub.cached_id(str(folder))
         gguf.write_source(partial, source, **({"commit": cached[1].revision or ""} if cached else {}))
+
+
+def _copy(folder: Path, target: Path) -> None:
+    """Copy what would be fetched of a folder on the Hub: neither pickles nor code. Raises UserError without weights."""
+    files = {file.name: file for pattern in hub.FILES["model"] for file in folder.glob(pattern) if file.is_file()}
+    if not any(name.endswith(".safetensors") for name in files):
+        raise UserError(f"SOURCE: {folder} has no *.safetensors; other weights are pickles: save them as safetensors")
+    target.mkdir()
+    for name, file in files.items():
+        shutil.copyfile(file, target / name)  # the Hub's cache has links, which are followed

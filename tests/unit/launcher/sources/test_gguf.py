@@ -8,7 +8,7 @@ import torch
 
 from rl_async.errors import ConfigError
 from rl_async.launcher.sources.fetch import model_folder
-from rl_async.launcher.sources.gguf import SOURCE_FILE
+from rl_async.launcher.sources.gguf import SOURCE_FILE, convert
 from tests.support.tiny_gguf import TEMPLATE, write_gguf
 
 
@@ -44,6 +44,19 @@ def test_a_file_that_is_none_is_named_and_leaves_nothing(tmp_path: Path, cache: 
     with pytest.raises(ConfigError, match=r"model\.path: .*broken\.gguf"):
         model_folder(str(tmp_path / "broken.gguf"), "model.path")
     assert list((cache / "rl-async" / "models").iterdir()) == []
+
+
+def test_a_file_that_was_cut_or_damaged_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="install it with pip install 'rl-async[gguf]'")
+    write_gguf(tmp_path / "whole.gguf")
+    whole = (tmp_path / "whole.gguf").read_bytes()
+    broken = [whole[:size] for size in (0, 3, 8, 12, 24, 30, 100, 1000, len(whole) // 2, len(whole) - 500)]
+    broken += [whole[:place] + b"\xff" * 8 + whole[place + 8 :] for place in (0, 4, 8, 16, 24, 60, 200)]
+    for n, content in enumerate(broken):
+        file = tmp_path / f"broken{n}.gguf"
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"model\.path: .*{file.name}"):
+            convert(file, tmp_path / "out", "model.path")
 
 
 @pytest.mark.parametrize(("source", "named"), [("nowhere/x.gguf", "no file"), ("package:no_such_package", "installed")])

@@ -1,5 +1,6 @@
 """What is said of a model folder agrees with what the trainer and the engines check when they load it."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from rl_async.configs.load.loader import load_config
 from rl_async.errors import UserError
 from rl_async.launcher.cli.__main__ import main
 from rl_async.launcher.plan.memory import engine_bytes, model_size
+from rl_async.launcher.sources.gguf import SOURCE_FILE
 from rl_async.launcher.sources.importing import import_model
 from rl_async.launcher.sources.info import describe
 
@@ -69,6 +71,20 @@ def test_importing_copies_a_folder_whole_and_records_its_source(tmp_path: Path, 
     assert facts(tmp_path / "copy")["parameters"] == facts(model_folder)["parameters"]
     with pytest.raises(UserError, match="copy exists"):
         import_model(str(model_folder), tmp_path / "copy")
+
+
+def test_importing_copies_neither_pickles_nor_code(tmp_path: Path, model_folder: Path) -> None:
+    shutil.copytree(model_folder, tmp_path / "own")
+    for name in ("pytorch_model.bin", "modeling_own.py", ".git/config"):
+        (tmp_path / "own" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "own" / name).touch()
+    import_model(str(tmp_path / "own"), tmp_path / "copy")
+    there = {path.name for path in model_folder.iterdir()} | {SOURCE_FILE}
+    assert {path.name for path in (tmp_path / "copy").iterdir()} == there
+    next((tmp_path / "own").glob("*.safetensors")).unlink()
+    with pytest.raises(UserError, match="safetensors"):
+        import_model(str(tmp_path / "own"), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_folder_without_a_model_is_refused_and_nothing_is_written(

@@ -1,0 +1,21 @@
+"""What a run checks between its preparation and its processes."""
+
+from pathlib import Path
+
+import pytest
+
+from rl_async.configs.load.loader import load_config
+from rl_async.errors import ConfigError
+from rl_async.launcher.runs.launch import check_chat
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["agent.unprinted_tools=allow", "agent.chat_format=plain"], ["agent.tools=[]", "agent.chat_format=gemma4"]],
+)
+def test_a_chat_format_that_does_not_go_with_the_model_is_found_before_engines_start(
+    model_folder: Path, tmp_path: Path, overrides: list[str]
+) -> None:
+    with pytest.raises(ConfigError):
+        check_chat(load_config("calculator", [f"model.path={model_folder}", *overrides]))
+    check_chat(load_config("calculator", [f"model.path={tmp_path}/elsewhere", *overrides]))
