@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from rl_async.launcher.sources.gguf import converted, folder_of
 from rl_async.launcher.sources.hub import HubId, Kind
 
 PACKAGE = "package:"
-_SHARD = re.compile(r"-\d+-of-(?P<all>\d+)")
+_SHARD = re.compile(r"-\d+-of-(?P<all>\d+)(?:-[0-9a-f]{16})?")  # some have a checksum at the end
 _REFETCH = "delete what the cache has of it, and fetch it again where there is a network"
 MODEL_KEYS = ("model.path", "algorithm.kl.reference_path", "critic.path", "reward.model.path")
 SPLITS = {"data.path": "train", "data.eval_path": "test"}  # which an id without a part stands for
@@ -111,11 +112,12 @@ def data_files(source: str, key: str, snapshot: Snapshot = hub.snapshot) -> str:
     Raises ConfigError or DataError, naming ``key``.
     """
     cached = hub.cached_id(source)
-    if source.startswith(GENERATED_PREFIX) or _complete(files_of(source), sharded=cached is not None):
+    sharded = cached is not None and "*" in Path(source).name  # one shard alone can only be meant
+    if source.startswith(GENERATED_PREFIX) or _complete(files_of(source), sharded=sharded):
         return source
     if cached:
         snapshot("dataset", cached[1]._replace(part=re.split(r"[-*.]", Path(source).name)[0]), key)
-        if not _complete(files_of(source), sharded=True):
+        if not _complete(files_of(source), sharded=sharded):
             raise DataError(f"{key}: {cached[1].repo} has not all files of {source}; {_REFETCH}")
         return source
     wanted = hub.hub_id(source)
@@ -148,8 +150,9 @@ def _one_split(folder: Path, wanted: HubId, key: str) -> str:
 def _complete(files: list[Path], *, sharded: bool) -> bool:
     """Whether a data set has files; with ``sharded`` all that the names of its shards, ``-00000-of-00002``, count."""
     there = [file for file in files if file.exists()]
-    shards = [found for file in there if (found := _SHARD.search(file.name))] if sharded else []
-    return bool(there) and all(int(shard["all"]) == len(shards) for shard in shards)
+    found = [(_SHARD.sub("-*", file.name), _SHARD.search(file.name)) for file in there if sharded]
+    shards = Counter((pattern, int(shard["all"])) for pattern, shard in found if shard)
+    return bool(there) and all(have == wanted for (_, wanted), have in shards.items())
 
 
 def _sources(config: RunConfig) -> dict[str, list[str]]:

@@ -173,6 +173,13 @@ def test_a_split_is_a_word_of_the_name(tmp_path: Path, source: str, other: str) 
     assert Path(data_files(source, "data.path", files)).parent.name == "main"
 
 
+def test_shards_may_have_checksums_in_their_names(tmp_path: Path) -> None:
+    names = [f"train-0000{n}-of-00002-0123456789abcde{n}.parquet" for n in range(2)]
+    files = FakeHub(tmp_path, *names, "test-00000-of-00001-0123456789abcdef.parquet")
+    assert Path(data_files("org/tasks", "data.path", files)).name == "train-*.parquet"
+    assert Path(data_files("org/tasks:test", "data.path", files)).name.endswith("cdef.parquet")
+
+
 def test_a_set_of_shards_is_whole(tmp_path: Path) -> None:
     first, second = (f"train-0000{n}-of-00002.parquet" for n in range(2))
     with pytest.raises(DataError, match=r"data\.path"):
@@ -182,9 +189,16 @@ def test_a_set_of_shards_is_whole(tmp_path: Path) -> None:
     next(tmp_path.rglob(second)).unlink()
     assert data_files(pattern, "data.path", whole) == pattern
     assert [wanted.revision for _, wanted, _ in whole.asked] == [None, COMMIT]
+    hub = FakeHub(tmp_path, first)
     next(tmp_path.rglob(second)).unlink()
+    assert data_files(pattern.replace("train-*.parquet", first), "data.path", hub).endswith(first), "one is meant"
+    assert hub.asked == []
     with pytest.raises(DataError, match=r"data\.path"):
-        data_files(pattern, "data.path", FakeHub(tmp_path, first))
+        data_files(pattern, "data.path", hub)
+    both = FakeHub(tmp_path, first, second, "test-00000-of-00001.parquet")
+    assert data_files("org/tasks", "data.path", both) == pattern
+    every = pattern.replace("train-*", "*")
+    assert data_files(every, "data.path", both) == every and len(both.asked) == 1
 
 
 def test_a_path_that_is_neither_is_left_to_the_checks_of_folders() -> None:
