@@ -68,6 +68,19 @@ FAMILIES = {
 }
 
 
+# At least so many of a family's texts are read alike, a few less than docs/chat_formats.md counts.
+AGREE = {
+    "hermes": 165,
+    "qwen3": 160,
+    "qwen3.5": 138,
+    "llama-3": 185,
+    "glm-4.5": 95,
+    "kimi-k2": 160,
+    "minimax-m2": 125,
+    "deepseek-v3": 185,
+}
+
+
 def make(name: str) -> ChatRenderer | LibraryFormat:
     chat = choose(byte_tokenizer(CHATML.replace("TOKENS", FAMILIES[name].tokens)), name)  # type: ignore[arg-type]
     assert isinstance(chat, ChatRenderer | LibraryFormat)
@@ -227,4 +240,4 @@ def test_a_format_reads_what_vllm_reads(answers: dict[str, list[dict[str, Any]]]
             open_questions.append((text, mine, other))
     print(f"{name}: {dict(counts)}")
     assert not open_questions
-    assert counts["agree"] >= TEXTS_EACH * 0.4
+    assert counts["agree"] >= AGREE[name]

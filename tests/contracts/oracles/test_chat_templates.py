@@ -56,6 +56,12 @@ FOUND = {
     "gemma4_v5": "gemma4",
     "nemotron_3_nano": "nemotron-3",
 }
+# At least so many of a family's cases are equal to the template; docs/chat_formats.md has what was counted.
+EQUAL = dict.fromkeys(FOUND, 55) | dict.fromkeys(("qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "nemotron_3_nano"), 20)
+AGREE = 55  # and so many are equal except for earlier turns
+# Whose answers may end within their reasoning, after which they cannot go on.
+REASONING = ("qwen3_5_think", "qwen3_6", "qwen3_8", "glm4moe", "gemma4", "gemma4_v5", "nemotron_3_nano")
+MOST_REFUSED = 45
 NO_TOOLS = [
     "llama3",
     "gemma",
@@ -191,15 +197,19 @@ def test_a_format_prints_reads_and_continues_as_the_template(templates: Path, na
     assert isinstance(chat, ChatRenderer | LibraryFormat) and chat.name == FOUND[name]
     counts = Counter(compare(chat, case) for case in cases(name))
     print(f"{name}: {chat.name}: {dict(counts)}")
-    assert sum(count for kind, count in counts.items() if kind.startswith("agrees")) >= CASES * 0.5
+    assert counts["agrees"] >= EQUAL[name]
+    assert sum(count for kind, count in counts.items() if kind.startswith("agrees")) >= AGREE
 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_a_cut_turn_is_ended_and_the_conversation_goes_on(templates: Path, name: str) -> None:
     """Whatever was sampled, `bridge` appends to it, or refuses if the turn ended within its reasoning."""
     chat = make(templates, name)
+    assert isinstance(chat, ChatRenderer | LibraryFormat)
     draw, refused = random.Random(name), 0
-    opening = chat.prompt([{"role": "user", "content": "x"}])[-1]
+    user = [{"role": "user", "content": "x"}]
+    opening = chat._render(user, (), generate=True).removeprefix(chat._render(user, (), generate=False))
+    assert opening
     for messages, tools, _, then in cases(name):
         prompt = chat.prompt([flat(message) for message in messages], tools)
         sampled = [draw.randrange(256) for _ in range(draw.randint(0, 8))]
@@ -209,13 +219,18 @@ def test_a_cut_turn_is_ended_and_the_conversation_goes_on(templates: Path, name:
         except CannotBridge:
             refused += 1
             continue
-        row = prompt + sampled + added
-        assert row[-1] == opening or then[-1]["role"] == "tool", "the next turn is open"
-        text = chat.turn_text(added)
-        assert all(message["content"].strip() in text for message in then if not name.startswith("llama")), (
-            "Llama's are JSON"
-        )
-    assert refused < CASES
+        text = chat.decode(added)
+        goes_on = name.startswith("gemma4") and then[-1]["role"] == "tool"  # in the turn that made the call
+        assert goes_on or text.endswith(opening), "the next turn is open"
+        assert all(written(name, message) in text for message in then)
+    assert refused <= (MOST_REFUSED if name in REASONING else 0)
+
+
+def written(name: str, message: dict[str, Any]) -> str:
+    """What a template prints of the content of a message; Llama's prints results as JSON."""
+    if message["role"] == "tool" and name.startswith("llama"):
+        return json.dumps(message["content"], ensure_ascii=False)
+    return str(message["content"]).strip()
 
 
 @pytest.mark.parametrize("name", FOUND)
