@@ -90,7 +90,8 @@ def finish(process: Run, code: int = 0, timeout_s: float = 200) -> str:
 
 def metrics(home: Path, name: str) -> list[dict[str, float]]:
     path = home / "runs" / name / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # the last line may be half written
+    return [json.loads(line) for line in whole]
 
 
 def pids(home: Path, name: str) -> dict[str, int]:

@@ -56,7 +56,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def metrics(run: Path) -> list[dict[str, float]]:
     path = run / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # the last line may be half written
+    return [json.loads(line) for line in whole]
 
 
 def wait_for_steps(run: Path, count: int, process: "subprocess.Popen[str]") -> None:

@@ -70,7 +70,7 @@ def weights(home: Path, out: str) -> dict[str, Tensor]:
 
 
 def lines_of(home: Path, out: str, name: str = "metrics.jsonl") -> list[dict[str, float]]:
-    return [json.loads(line) for line in (home / f"{out}.run" / name).read_text().splitlines()]
+    return [json.loads(line) for line in (home / f"{out}.run" / name).read_bytes().split(b"\n")[:-1]]
 
 
 def assert_as_undisturbed(home: Path, out: str) -> None:
