@@ -43,6 +43,6 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         again = self.requested and number == signal.SIGINT
         self.code = EXIT_SIGNAL + number
+        self.requested = True  # even now: Python drops what a handler raises in the callback of a weak reference
         if again or not self._training:
             sys.exit(self.code)
-        self.requested = True
