@@ -35,6 +35,7 @@ class QueueClient(ClientVerbs):
         self._reader: asyncio.Task[None] | None = None
         self._hello_id = b""
         self._connection = 0  # counts connections
+        self._reconnecting = asyncio.Lock()
         self._pending: dict[bytes, asyncio.Future[wire.ReplyMessage]] = {}
         self._broken: QueueLost | ProtocolError | None = None
         self._outbox = Outbox(self.put_parcels)
@@ -88,10 +89,11 @@ class QueueClient(ClientVerbs):
 
     async def _reconnect(self, connection: int) -> None:
         """Replace the connection, unless another request has done so since ``connection`` was counted."""
-        if connection == self._connection and self._broken is None:
-            self._session.check_place()  # the old connection stays if there is no place for another
-            await self._disconnect()
-            await self._connect()
+        async with self._reconnecting:
+            if connection == self._connection and self._broken is None:
+                self._session.check_place()  # the old connection stays if there is no place for another
+                await self._disconnect()
+                await self._connect()
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         """Consumes replies; produces the results of pending requests. Waits for the socket; ended by cancellation.

@@ -61,27 +61,26 @@ async def test_a_restarted_queue_has_lost_its_state_and_clients_say_so(address):
                 queue.stop()
 
 
-async def test_a_request_without_answer_is_sent_again_on_a_new_connection(address):
+@pytest.mark.parametrize("requests", [1, 3])
+async def test_requests_without_answer_are_sent_again_on_one_new_connection(address, requests):
     """A peer that swallows the first connection's messages is overcome, and the hello is repeated."""
     with zmq.asyncio.Context() as context, bind(context, address) as router:
+        connections: set[bytes] = set()
 
-        async def answer_second_connection() -> set[bytes]:
-            seen: set[bytes] = set()
+        async def answer_later_connections() -> None:
             while True:
                 identity, *parts = await router.recv_multipart()
-                seen.add(identity)
-                if len(seen) == 1:
-                    continue
-                message = wire.decode_request(parts)
-                reply = Welcome(schema=SCHEMA, run_id="r") if isinstance(message.request, Hello) else Done()
-                await router.send_multipart([identity, *wire.encode(message.request_id, reply)])
-                if isinstance(reply, Done):
-                    return seen
+                connections.add(identity)
+                if len(connections) > 1:
+                    message = wire.decode_request(parts)
+                    reply = Welcome(schema=SCHEMA, run_id="r") if isinstance(message.request, Hello) else Done()
+                    await router.send_multipart([identity, *wire.encode(message.request_id, reply)])
 
-        answering = asyncio.create_task(answer_second_connection())
-        async with QueueClient(address, role="agent", name="w", timeout_s=10, patience_s=0.1) as client:
-            assert await client.renew() == Done()
-        assert len(await answering) == 2
+        answering = asyncio.create_task(answer_later_connections())
+        async with QueueClient(address, role="agent", name="w", timeout_s=60, patience_s=2) as client:
+            assert await asyncio.gather(*(client.renew() for _ in range(requests))) == [Done()] * requests
+        answering.cancel()
+        assert len(connections) == 2
 
 
 def test_worker_names_are_unique_to_a_client():
