@@ -91,7 +91,7 @@ def main() -> None:
     with (folder / f"{kind}.pids").open("a") as file:
         file.write(f"{os.getpid()}\n")
     what = behaviour(folder, kind, len((folder / f"{kind}.pids").read_text().splitlines()))
-    # Not sys.exit(): Python drops an exception that a handler raises in the callback of a weak reference, as in imports.
+    # Not sys.exit(): Python drops what a handler raises in the callback of a weak reference, as in imports.
     signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in what else lambda *_: os._exit(0))
     if "saves" in what:  # a trainer in a step that ends when FOLDER/go exists
         signal.signal(signal.SIGTERM, lambda *_: (folder / "trainer.asked").touch())
