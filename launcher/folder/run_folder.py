@@ -18,6 +18,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.files import make_durable_folder, replace_file
 from rl_async.launcher.sources.fetch import Fetched, kept_sources
+from rl_async.transfer_queue.reports.ledger import tells_end
 
 SOURCES = "sources.json"  # in a run folder: what was fetched for it
 
@@ -91,14 +92,19 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def unfinished(name_or_path: str, overrides: Sequence[str], name: str) -> bool:
-    """Whether a run of that name was interrupted: its newest checkpoint has fewer steps than trainer.steps."""
+    """Whether a run of that name was interrupted: it has checkpoints, and steps or its end are missing."""
     folder = _folder(Path(load_config(name_or_path, overrides).launcher.run_dir), name)
-    done = checkpoints(folder)
-    return bool(done) and done[-1] < load_resolved(folder / "config.yaml").trainer.steps
+    return bool(checkpoints(folder)) and _has_more(folder, load_resolved(folder / "config.yaml"))
+
+
+def _has_more(folder: Path, config: RunConfig) -> bool:
+    """Whether there are steps to train, or the queue did not hear of the end before the launcher was killed."""
+    left = config.trainer.steps - checkpoints(folder)[-1]
+    return left > 0 or (left == 0 and not tells_end(folder / "ledger.jsonl"))
 
 
 def _refuse_another_run(before: RunConfig, config: RunConfig, preset: RunConfig, folder: Path) -> None:
-    """Raise UserError if a resumed run would change what it must keep, or has no steps left."""
+    """Raise UserError if a resumed run would change what it must keep, or has nothing left to do."""
     if preset.data.path != before.data.path:
         raise UserError(
             f"--resume: {folder} trains on {before.data.path}, and this config on {preset.data.path}; give the config "
@@ -111,8 +117,8 @@ def _refuse_another_run(before: RunConfig, config: RunConfig, preset: RunConfig,
     ):
         if old != new:
             raise UserError(f"{key}: {folder} was started with {old}, and a run that is resumed keeps it")
-    done = checkpoints(folder)[-1]
-    if done >= config.trainer.steps:
+    if not _has_more(folder, config):
+        done = checkpoints(folder)[-1]
         raise UserError(
             f"trainer.steps: {folder} has trained {done} of {config.trainer.steps} steps; give a larger number"
         )

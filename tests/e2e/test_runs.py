@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from rl_async.launcher.cli.__main__ import main
+from rl_async.launcher.folder.run_folder import checkpoints
 from tests.conftest import vllm_python
 from tests.e2e import command as command_line
 from tests.e2e.command import HARDLY_WARM, RL_ASYNC, succeed
@@ -243,6 +244,24 @@ def test_interrupt_and_resume_everything(home: Path, start: Callable[..., Run]) 
     journals = re.findall(r"(\d+) transitions in the journal", log_of(home, "resumed", "queue"))
     assert len(journals) == 2 and int(journals[0]) == 0 < int(journals[1]), "the second queue goes on from the first"
     assert re.search(r"the queue kept [1-9]\d* groups and admits 0 again", log_of(home, "resumed", "trainer-0"))
+
+
+@pytest.mark.slow
+def test_a_run_that_lost_its_launcher_after_the_last_checkpoint_is_resumed_to_tell_its_end(
+    home: Path, start: Callable[..., Run]
+) -> None:
+    run = start("untold", "debug.min_train_s=0.3", "trainer.checkpoint_every=1")
+    wait_for_steps(home, "untold", 3, run)
+    run.kill()
+    run.wait(timeout=30)
+    deadline = time.monotonic() + 60
+    while any(psutil.pid_exists(pid) for pid in pids(home, "untold").values()):
+        assert time.monotonic() < deadline, "roles outlived the launcher"
+        time.sleep(0.1)
+    done = checkpoints(home / "runs" / "untold")[-1]
+    finish(start("untold", f"trainer.steps={done}"))
+    assert succeed(home, "audit", "runs/untold").splitlines()[-1].startswith("ok: ")
+    assert "give a larger number" in finish(start("untold", "--resume", f"trainer.steps={done}"), code=2)
 
 
 @pytest.mark.slow

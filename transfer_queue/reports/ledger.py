@@ -161,6 +161,14 @@ class Ledger:
         self._file.close()
 
 
+def tells_end(path: Path) -> bool:
+    """Whether the last that a ledger says of its run is that it ended; False without one. Torn lines do not count."""
+    if not path.exists():
+        return False
+    last = [line.event for _, line in _numbered(path) if line is not None and line.event in ("finish", "resume")]
+    return last[-1:] == ["finish"]
+
+
 class _Numbered(msgspec.Struct):
     event: str
     seq: int = -1

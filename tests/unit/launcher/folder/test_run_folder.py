@@ -1,4 +1,5 @@
 import stat
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -6,6 +7,10 @@ import pytest
 from rl_async.configs.load.loader import load_config, load_resolved
 from rl_async.errors import UserError
 from rl_async.launcher.folder.run_folder import checkpoints, create, new_run, resumed_run, unfinished
+from rl_async.transfer_queue.reports.ledger import Ledger
+from rl_async.transfer_queue.state.transitions import RolledBack, RunFinished, Transition
+
+RESUMED = RolledBack(step=3, lineage=1, fresh=False, next_group=0, max_staleness=1)
 
 
 @pytest.fixture
@@ -21,6 +26,14 @@ def make_run(root: str, *overrides: str, name: str = "", mode: str = "disaggrega
         state.parent.mkdir(parents=True)
         state.write_text("{}")
     return folder
+
+
+def record(folder: Path, *transitions: Transition) -> None:
+    """Write the ledger of a run as its queue does."""
+    with closing(Ledger(folder / "ledger.jsonl")) as ledger:
+        for transition in transitions:
+            ledger.append(transition)
+        ledger.flush()
 
 
 def test_default_names_count_up_per_config_and_mode(root: str) -> None:
@@ -50,9 +63,21 @@ def test_an_existing_name_is_refused(root: str) -> None:
 
 def test_a_run_is_unfinished_from_its_first_checkpoint_to_its_last(root: str) -> None:
     for name, saved, expected in (("none", (), False), ("some", (1, 2), True), ("all", (3,), False)):
-        make_run(root, "trainer.steps=3", name=name, steps=saved)
+        record(make_run(root, "trainer.steps=3", name=name, steps=saved), RunFinished(left=[]))
         assert unfinished("calculator", [root], name) is expected
     assert not unfinished("calculator", [root], "new")
+
+
+@pytest.mark.parametrize("told", [(), (RunFinished(left=[]), RESUMED)], ids=["never", "before a resume"])
+def test_a_run_whose_end_was_not_told_is_resumed_to_tell_it(root: str, told: tuple[Transition, ...]) -> None:
+    folder = make_run(root, "trainer.steps=3", name="mine", steps=(3,))
+    record(folder, *told)
+    with (folder / "ledger.jsonl").open("ab") as file:
+        file.write(b'{"event": "finish"')  # torn by the kill
+    assert unfinished("calculator", [root], "mine")
+    assert resumed_run("calculator", [root], name="mine")[0].trainer.steps == 3
+    with pytest.raises(UserError, match=r"trainer\.steps: .* has trained 3 of 2 steps"):
+        resumed_run("calculator", [root, "trainer.steps=2"], name="mine")
 
 
 @pytest.mark.parametrize(
@@ -65,7 +90,7 @@ def test_a_run_is_unfinished_from_its_first_checkpoint_to_its_last(root: str) ->
     ],
 )
 def test_a_run_does_not_become_another_by_being_resumed(root: str, config: str, override: str, said: str) -> None:
-    make_run(root, name="mine", steps=(3,))
+    record(make_run(root, name="mine", steps=(3,)), RESUMED, RunFinished(left=[]))
     with pytest.raises(UserError, match=said):
         resumed_run(config, [root, override], name="mine")
 
