@@ -89,7 +89,10 @@ class RewardService:
         """
         if not chain:
             return await self._term(spec, conversation)
-        found = extract(conversation.solution_str, chain)
+        try:
+            found = await asyncio.to_thread(extract, conversation.solution_str, chain)
+        except TimeoutError as error:
+            return describe(error)
         if found is None:
             return Score(0.0, {"extracted": 0.0})
         outcome = await self._term(spec, msgspec.structs.replace(conversation, solution_str=found))

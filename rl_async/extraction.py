@@ -9,10 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import NamedTuple
 
+import regex
+
 Extraction = tuple[str | tuple[str, ...], ...]
 
 REGEX = "regex:"  # a regular expression follows
-LONGEST = 20_000  # characters that a rule looks at, from the end: a pattern may take long on a long text
+LONGEST = 20_000  # characters that a rule looks at, from the end
+PATTERN_S = 2.0  # for a user's pattern, which may take exponentially long on what a model writes
 
 _NUMBER = re.compile(
     r"(?:(?<![\w)])[-\u2212])?"  # U+2212: the minus sign of typeset text
@@ -59,12 +62,23 @@ def answer_tag(text: str) -> str | None:
     return found[-1].strip() if found else None
 
 
+def compiled(rule: str) -> "regex.Pattern[str]":
+    """Return the pattern of a rule ``regex:PATTERN``. Raises regex.error if it is none."""
+    return regex.compile(rule.removeprefix(REGEX), regex.DOTALL | regex.MULTILINE)
+
+
 def _pattern(rule: str) -> Callable[[str], str | None]:
-    """Return the rule of a regular expression: the last match's first group that matched, or the whole match."""
-    pattern = re.compile(rule.removeprefix(REGEX), re.DOTALL | re.MULTILINE)
+    """Return the rule of a regular expression: the last match's first group that matched, or the whole match.
+
+    It raises TimeoutError beyond ``PATTERN_S``, and lets other threads run meanwhile.
+    """
+    pattern = compiled(rule)
 
     def find(text: str) -> str | None:
-        matches = list(pattern.finditer(text))
+        try:
+            matches = list(pattern.finditer(text, timeout=PATTERN_S, concurrent=True))
+        except TimeoutError:
+            raise TimeoutError(f"{rule} did not end within {PATTERN_S:g} s") from None
         if not matches:
             return None
         groups = [group for group in matches[-1].groups() if group is not None]
@@ -81,7 +95,7 @@ RULES: Mapping[str, Callable[[str], str | None]] = {
 
 
 def trace(text: str, chain: Extraction) -> list[Found]:
-    """Apply a chain to a text; return every step until one finds nothing."""
+    """Apply a chain to a text; return every step until one finds nothing. Raises TimeoutError for a slow pattern."""
     steps: list[Found] = []
     for step in chain:
         names = (step,) if isinstance(step, str) else step
@@ -93,7 +107,10 @@ def trace(text: str, chain: Extraction) -> list[Found]:
 
 
 def extract(text: str, chain: Extraction) -> str | None:
-    """Return what a chain finds in a text; None if a step finds nothing. An empty chain finds the whole text."""
+    """Return what a chain finds in a text; None if a step finds nothing. An empty chain finds the whole text.
+
+    Raises TimeoutError for a pattern that takes too long; call it beside the event loop.
+    """
     return trace(text, chain)[-1].text if chain else text
 
 

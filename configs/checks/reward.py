@@ -2,9 +2,11 @@
 
 import re
 
+import regex
+
 from rl_async.configs.nearest import nearest
 from rl_async.configs.schema.run import RunConfig
-from rl_async.extraction import REGEX, RULES, Extraction
+from rl_async.extraction import REGEX, RULES, Extraction, compiled
 
 
 def servers(c: RunConfig) -> str | None:
@@ -55,8 +57,8 @@ def chain_problem(chain: Extraction) -> str | None:
 def _rule_problem(rule: str) -> str | None:
     if rule.startswith(REGEX):
         try:
-            re.compile(rule.removeprefix(REGEX))
-        except re.error as error:
+            compiled(rule)
+        except regex.error as error:
             return f"{rule} is not a regular expression: {error}"
         return None
     known = f"{', '.join(RULES)} or {REGEX}PATTERN"

@@ -12,7 +12,7 @@ from rl_async.configs.derived.data import eval_parts, parts
 from rl_async.configs.schema.data import DataSource
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError
-from rl_async.extraction import trace
+from rl_async.extraction import Extraction, trace
 from rl_async.launcher.sources.fetch import data_files
 from rl_async.messages import Sampling, Task, Trajectory, Turn
 from rl_async.reward_loop.service import RewardService
@@ -61,11 +61,17 @@ def report(config: RunConfig, scored: Sequence[Scored]) -> list[str]:
         for term in config.reward.functions:
             value = trajectory.reward_parts.get(term.name)
             lines.append(f"  {term.name} {'failed' if value is None else f'{value:g}'} (weight {term.weight:g})")
-            for step in trace(trajectory.turns[-1].text, term.extract):
-                found = "found nothing, so this part is 0" if step.text is None else _short(step.text)
-                lines.append(f"    {step.rule}: {found}")
+            lines += [f"    {step}" for step in _steps(trajectory.turns[-1].text, term.extract)]
     mean = sum(trajectory.reward for _, _, trajectory in scored) / len(scored)
     return [*lines, f"{len(scored)} answers, mean reward {mean:.4f}"]
+
+
+def _steps(answer: str, chain: Extraction) -> list[str]:
+    try:
+        steps = trace(answer, chain)
+    except TimeoutError as error:
+        return [str(error)]
+    return [f"{rule}: {'found nothing, so this part is 0' if text is None else _short(text)}" for rule, text in steps]
 
 
 def _source(config: RunConfig, data: str) -> DataSource:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rl_async import extraction
 from rl_async.configs.schema.reward import RewardConfig, RewardTerm
 from rl_async.errors import ConfigError
 from rl_async.messages import Turn
@@ -224,6 +225,16 @@ async def test_no_more_scorings_at_once_than_allowed(tmp_path: Path) -> None:
     async with RewardService(config(f"{module}:count", max_concurrent=3)) as service:
         scored = await asyncio.gather(*(score(service, "x") for _ in range(12)))
     assert max(one.reward for one in scored) == 3.0
+
+
+async def test_a_pattern_that_takes_too_long_fails_its_trajectory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extraction, "PATTERN_S", 0.05)
+    endless = "regex:(a|aa)+$"
+    async with RewardService(RewardConfig(functions=(RewardTerm(name="exact_answer", extract=(endless,)),))) as service:
+        failed = await score(service, "a" * 400 + "!")
+        found = await score(service, "the last is a")
+    assert not failed.scored and endless in failed.error
+    assert found.scored and found.reward_parts["exact_answer/extracted"] == 1.0
 
 
 async def test_a_scorer_gets_what_was_extracted_and_nothing_found_is_worth_nothing() -> None:
