@@ -11,6 +11,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
+from rl_async.agent_loop.episodes.row_tokens import share_reward
 from rl_async.agent_loop.episodes.runner import EpisodeRunner
 from rl_async.agent_loop.protocols import RewardScorer, SampleQueue
 from rl_async.configs.derived.samples import samples_per_group
@@ -81,16 +82,16 @@ class AgentWorker:
             await self._queue.renew(list(self._held))
 
     async def _play(self, group: LeasedGroup, sample: int) -> None:
-        """Play one sample and put its trajectory, or report its failure."""
+        """Play one sample and put all its rows, or report its failure."""
         try:
             async with self._slots:
-                row = await self._trajectory(group, sample)
-                if isinstance(row, Trajectory):
-                    reply = await self._queue.put(row)
-                    self.put += 1
-                else:
-                    reply = await self._queue.fail(group.group_id, sample, group.attempt, row)
+                rows = await self._rows(group, sample)
+                if isinstance(rows, str):
+                    reply = await self._queue.fail(group.group_id, sample, group.attempt, rows)
                     self.failed += 1
+                else:
+                    reply = await self._queue.put(*rows)
+                    self.put += 1
             if isinstance(reply, Refused):
                 self.refused += 1
                 log.info("sample %d.%d was refused: %s", group.group_id, sample, reply.reason)
@@ -98,12 +99,13 @@ class AgentWorker:
             self._held.remove((group.group_id, sample, group.attempt))
             self._less_work.set()
 
-    async def _trajectory(self, group: LeasedGroup, sample: int) -> Trajectory | str:
-        """Return the sample's scored trajectory, or the error as text."""
+    async def _rows(self, group: LeasedGroup, sample: int) -> list[Trajectory] | str:
+        """Return the sample's scored rows, or the error as text."""
         try:
-            row = await self._episode(group, sample)
-            await self._rewards.score(group.task, row)
-            return row
+            rows = await self._episode(group, sample)
+            await self._rewards.score(group.task, rows[-1])
+            share_reward(rows, rows[-1])
+            return rows
         except RlAsyncError as error:
             log.warning("sample %d.%d of task %s: %s", group.group_id, sample, group.task.task_id, error)
             return f"{type(error).__name__}: {error}"
@@ -113,7 +115,7 @@ class AgentWorker:
             log.exception("sample %d.%d of task %s", group.group_id, sample, group.task.task_id)
             return f"{type(error).__name__}: {error}"
 
-    async def _episode(self, group: LeasedGroup, sample: int) -> Trajectory:
+    async def _episode(self, group: LeasedGroup, sample: int) -> list[Trajectory]:
         """Play the episode. Raises EpisodeTimeout at its deadline: a user's loop or environment may never return."""
         try:
             async with asyncio.timeout(self._agent.episode_timeout_s) as deadline:

@@ -10,10 +10,11 @@ import msgspec
 from transformers import PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.cache import TokenCache
-from rl_async.agent_loop.chat_formats.format import Message, TooLong, text_size
+from rl_async.agent_loop.chat_formats.format import Answer, Message, TooLong, text_size
 from rl_async.template_tokens import TemplateTokens, encode
 
 CACHE_BYTES = 64 << 20
+_MARK = "reasoningmark"  # stands for the reasoning of a turn
 TOOL = {
     "type": "function",
     "function": {"name": "probe", "description": "A probe.", "parameters": {"type": "object", "properties": {}}},
@@ -35,6 +36,17 @@ class TokenizerFormat(ABC):
     @abstractmethod
     def _render_prompt(self, messages: list[Message], tools: list[Any], sampled: list[int]) -> tuple[int, ...]:
         """Encode a conversation and the opening of the assistant's turn."""
+
+    @abstractmethod
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        *,
+        prompt_ids: Sequence[int] = (),
+        tools: Sequence[dict[str, Any]] = (),
+        stops: Sequence[str] = (),
+    ) -> Answer:
+        """Read a turn sampled after ``prompt_ids``, up to the first of the texts ``stops``. ``tools`` were offered."""
 
     @abstractmethod
     def _written(self, message: Message, *, sampled: bool) -> Message:
@@ -67,6 +79,32 @@ class TokenizerFormat(ABC):
         fewer than ``limit`` tokens.
         """
         return self._within(limit, messages, (messages, tools, sorted(sampled)), self._render_prompt)
+
+    def keeps_past(
+        self,
+        messages: Sequence[Message],
+        place: int,
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        sampled: Collection[int] = (),
+    ) -> bool:
+        """Whether ``prompt`` of all messages prints the turn sampled at ``place`` and what came before it as then.
+
+        False if the chat template leaves out reasoning of earlier turns by now, or the empty one that opened a turn.
+        """
+        before = self.prompt(messages[:place], tools, sampled=[p for p in sampled if p < place])
+        said, marked = messages[place]["content"], [*messages]
+        reasoning = self._reasoning(said, before)
+        if reasoning:
+            places = [at for at in range(len(said)) if said.startswith(reasoning, at)]
+            texts = (f"{said[:at]}{_MARK}{said[at + len(reasoning) :]}" for at in places)
+            text = next((text for text in texts if self._reasoning(text, before) == _MARK), said)
+            marked[place] = messages[place] | {"content": text}
+        start, now = self.decode(before), self.decode(self.prompt(marked, tools, sampled=sampled))
+        return now.startswith(start) and (not reasoning or _MARK in now[len(start) :])
+
+    def _reasoning(self, said: str, before: Sequence[int]) -> str:
+        return self.parse(self.encode(said), prompt_ids=before).reasoning.strip()
 
     def _within(
         self, limit: int, messages: Sequence[Message], given: Any, render: Callable[..., tuple[int, ...]]

@@ -99,6 +99,20 @@ class ChatFormat(Protocol):
         """Read a turn sampled after ``prompt_ids``, up to the first of the texts ``stops``. ``tools`` were offered."""
         ...
 
+    def keeps_past(
+        self,
+        messages: Sequence[Message],
+        place: int,
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        sampled: Collection[int] = (),
+    ) -> bool:
+        """Whether ``prompt`` of all messages prints the turn sampled at ``place`` and what came before it as then.
+
+        False if the chat template leaves out reasoning of earlier turns by now.
+        """
+        ...
+
     def turn_text(self, token_ids: Sequence[int]) -> str:
         """Decode a sampled turn with its special tokens, but without the one that ended it."""
         ...

@@ -48,6 +48,7 @@ PROBES: list[tuple[list[Message], list[Any]]] = [
     ([_SYSTEM, _USER], []),
     ([_USER], [TOOL]),
     (_CALLED, [TOOL]),
+    ([_USER, {"role": "assistant", "content": "w", "reasoning_content": "r"}, _USER], []),
 ]
 _OPTIONAL = 1  # the probe with a system message, which some models do not take
 

@@ -1,6 +1,6 @@
-"""One episode: the conversation of a policy with its tools, from a task's prompt to a trajectory.
+"""One episode: the conversation of a policy with its tools, from a task's prompt to the rows to train on.
 
 A worker gives `runner.EpisodeRunner` a leased sample; it runs the sample's loop (`loops.py`), which drives an
-`episode.Episode`, and returns the trajectory without a reward. To add a loop, write a coroutine function that takes an
+`episode.Episode`, and returns its rows without a reward. To add a loop, write a coroutine function that takes an
 Episode and returns a finish reason, and add a line to `LOOPS`; users give their own as `path.py:name`.
 """

@@ -1,11 +1,13 @@
-"""An episode in progress: its messages, and its tokens exactly as they were sampled."""
+"""An episode in progress: its messages, and its tokens exactly as they were sampled, in one row or several."""
 
 import asyncio
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from rl_async.agent_loop.chat_formats.format import BAD_CALL, CannotBridge, ChatFormat, Message, ParsedCall, TooLong
-from rl_async.agent_loop.episodes.row_tokens import RowTokens
+from rl_async.agent_loop.episodes.row_tokens import RowTokens, Segment, trajectories
 from rl_async.agent_loop.tools.tool import Tool, ToolResult
 from rl_async.configs.derived.samples import is_baseline
 from rl_async.configs.schema.run import RunConfig
@@ -18,7 +20,8 @@ from rl_async.rollout_server.api import GenerateRequest, Generator
 class Episode:
     """What a loop drives: ``generate`` samples a turn, ``call`` runs tools, ``add`` appends messages of others.
 
-    Sampled tokens are only ever appended to, never re-tokenised from text.
+    Sampled tokens are only ever appended to, never re-tokenised from text to be trained. Where ``agent.past_reasoning``
+    drops reasoning of earlier turns, a new row begins, with the conversation as the chat template prints it by then.
     """
 
     def __init__(
@@ -36,7 +39,6 @@ class Episode:
         self.messages: list[Message] = list(group.task.prompt)
         self.tools = {tool.name: tool for tool in tools}
         self.schemas = [tool.schema for tool in tools]
-        self.turns: list[Turn] = []
         self._said: list[int] = []  # the tokens of the last turn that was sampled
         self._group, self._sample = group, sample
         self._chat, self._generator = chat, generator
@@ -47,14 +49,23 @@ class Episode:
         self._seconds = {"generate": 0.0, "tools": 0.0}
         self._began = time.monotonic()
         try:
-            self._row = RowTokens(chat.prompt(self.messages, self.schemas, limit=self._limit))
+            prompt = chat.prompt(self.messages, self.schemas, limit=self._limit)
         except TooLong as error:
             raise DataError(
                 f"task {self.task.task_id}: its prompt of {error} leaves no room to answer within {self._limit} "
                 "(agent.max_tokens, rollout.max_model_len)"
             ) from None
-        for message in self.messages:
-            self.turns.append(Turn(role=message["role"], text=message["content"], end=len(self._row)))
+        turns = [Turn(role=message["role"], text=message["content"], end=len(prompt)) for message in self.messages]
+        self._rows = [Segment(RowTokens(prompt), turns)]
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The conversation so far, with the places of the turns in the row that is being played."""
+        return self._rows[-1].turns
+
+    @property
+    def _row(self) -> RowTokens:
+        return self._rows[-1].tokens
 
     @property
     def text(self) -> str:
@@ -89,6 +100,7 @@ class Episode:
         text = self._chat.turn_text(result.token_ids)
         self.messages.append({"role": "assistant", "content": text})
         self.turns.append(Turn(role="assistant", text=text, start=start, end=len(self._row), seconds=seconds))
+        self._rows[-1].finish_reason = result.finish_reason
         return result.finish_reason
 
     def add(self, messages: Sequence[Message]) -> bool:
@@ -96,18 +108,47 @@ class Episode:
 
         If they do not fit, or the turn before ended within its reasoning, append nothing and return False.
         """
-        start = len(self._row)
         try:
-            said = self._said if self.turns[-1].role == "assistant" else []
-            prompt = self._row.token_ids[: start - len(said)]
-            added = self._chat.bridge(prompt, said, messages, self.schemas, limit=self._limit - start)
+            if self._continues(messages):
+                self._append(messages)
+            else:
+                self._begin_row(messages)
         except (TooLong, CannotBridge):
             return False
-        self._row.add(added)
         self.messages += messages
+        return True
+
+    def _continues(self, messages: Sequence[Message]) -> bool:
+        """Whether what was sampled stays as it is before ``messages`` (``agent.past_reasoning``)."""
+        sampled, past = self._sampled(), self.config.agent.past_reasoning
+        if past == "keep" or not sampled:
+            return True
+        if past == "split":
+            return False
+        return self._chat.keeps_past([*self.messages, *messages], max(sampled), self.schemas, sampled=sampled)
+
+    def _append(self, messages: Sequence[Message]) -> None:
+        start = len(self._row)
+        said = self._said if self.turns[-1].role == "assistant" else []
+        prompt = self._row.token_ids[: start - len(said)]
+        self._row.add(self._chat.bridge(prompt, said, messages, self.schemas, limit=self._limit - start))
         for message in messages:
             self.turns.append(Turn(role=message["role"], text=message["content"], start=start, end=len(self._row)))
-        return True
+
+    def _begin_row(self, messages: Sequence[Message]) -> None:
+        """Begin a row with the conversation as the chat template prints it now; in it, nothing of that is sampled."""
+        whole = [*self.messages, *messages]
+        prompt = self._chat.prompt(whole, self.schemas, sampled=self._sampled(), limit=self._limit)
+        turns = [msgspec.structs.replace(turn, start=0, end=len(prompt), reward=None) for turn in self.turns]
+        turns += [Turn(role=message["role"], text=message["content"], end=len(prompt)) for message in messages]
+        if not self._row.sampled:
+            self._rows.pop()
+        self._rows.append(Segment(RowTokens(prompt), turns))
+
+    def _sampled(self) -> set[int]:
+        """The positions of the messages that the policy sampled."""
+        given = len(self.task.prompt)
+        return {i for i, message in enumerate(self.messages) if i >= given and message["role"] == "assistant"}
 
     async def call(self, calls: Sequence[ParsedCall]) -> list[Message]:
         """Run the calls concurrently and record them in the last turn; return a message for each, in order."""
@@ -145,29 +186,22 @@ class Episode:
         return result, time.monotonic() - began
 
     def drift(self) -> int | None:
-        """Return the first token's position that differs from the chat template of the whole conversation, or None."""
-        given = len(self.task.prompt)
-        sampled = {i for i, m in enumerate(self.messages) if i >= given and m["role"] == "assistant"}
-        return self._chat.check(self.messages, self._row.token_ids, self.schemas, sampled=sampled)
+        """Return the position in the last row of the first token that differs from the chat template of the whole
+        conversation, or None."""
+        return self._chat.check(self.messages, self._row.token_ids, self.schemas, sampled=self._sampled())
 
-    def trajectory(self, finish_reason: str) -> Trajectory:
-        """Return the row to train on, which has no reward yet."""
-        group = self._group
-        return Trajectory(
-            task_id=self.task.task_id,
-            group_id=group.group_id,
-            sample=self._sample,
-            attempt=group.attempt,
+    def trajectories(self, finish_reason: str) -> list[Trajectory]:
+        """Return the rows to train on, which have no reward yet; the last one ends with the last answer."""
+        rows = [row for row in self._rows if row.tokens.sampled] or self._rows[:1]
+        rows[-1].finish_reason = finish_reason
+        return trajectories(
+            rows,
+            self._group,
+            self._sample,
             episode_id=self._id,
-            partition=group.partition,
-            **self._row.arrays(),
             sampling=self._sampling,
-            reward=0.0,
-            baseline=self._baseline,
-            finish_reason=finish_reason,
-            turns=self.turns,
             timings={**self._seconds, "total": time.monotonic() - self._began},
-            ground_truth=self.task.ground_truth,
+            baseline=self._baseline,
         )
 
 

@@ -1,11 +1,12 @@
-"""The tokens of one row: those given to the policy, and those that it sampled."""
+"""One row in the making: its turns, the tokens given to the policy, and those that it sampled."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from rl_async.messages import VersionRun
+from rl_async.messages import LeasedGroup, Sampling, Trajectory, Turn, VersionRun
 from rl_async.rollout_server.api import GenerateResult
 
 
@@ -22,6 +23,11 @@ class RowTokens:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def sampled(self) -> int:
+        """How many of the tokens the policy sampled."""
+        return self._sampled
 
     def add(self, token_ids: Sequence[int]) -> None:
         """Append tokens that the policy did not sample; they are masked out of the loss."""
@@ -49,3 +55,52 @@ class RowTokens:
             "logprobs": np.array(self._logprobs, np.float32),
             "versions": list(self._versions),
         }
+
+
+@dataclass
+class Segment:
+    """A row in the making: one unbroken history of an episode."""
+
+    tokens: RowTokens
+    turns: list[Turn] = field(default_factory=list)
+    finish_reason: str = ""
+
+
+def trajectories(
+    rows: Sequence[Segment],
+    group: LeasedGroup,
+    sample: int,
+    *,
+    episode_id: str,
+    sampling: Sampling,
+    timings: Mapping[str, float],
+    baseline: bool = False,
+) -> list[Trajectory]:
+    """Return the rows of an episode to train on, which have no reward yet."""
+    return [
+        Trajectory(
+            task_id=group.task.task_id,
+            group_id=group.group_id,
+            sample=sample,
+            attempt=group.attempt,
+            episode_id=episode_id,
+            segment=segment,
+            partition=group.partition,
+            **row.tokens.arrays(),
+            sampling=sampling,
+            reward=0.0,
+            baseline=baseline,
+            finish_reason=row.finish_reason,
+            turns=row.turns,
+            timings=dict(timings),
+            ground_truth=group.task.ground_truth,
+        )
+        for segment, row in enumerate(rows)
+    ]
+
+
+def share_reward(rows: Sequence[Trajectory], scored: Trajectory) -> None:
+    """Copy the score of one row to all rows of its episode."""
+    for row in rows:
+        row.reward, row.scored, row.error = scored.reward, scored.scored, scored.error
+        row.reward_parts = dict(scored.reward_parts)

@@ -30,8 +30,8 @@ class EpisodeRunner:
         environment = config.agent.environment
         self._environment: EnvironmentFactory | None = get_environment(environment) if environment else None
 
-    async def run(self, group: LeasedGroup, sample: int) -> Trajectory:
-        """Run one episode, from the prompt to a trajectory without a reward.
+    async def run(self, group: LeasedGroup, sample: int) -> list[Trajectory]:
+        """Run one episode, from the prompt to its rows without a reward; the last one ends with the last answer.
 
         Raises EngineError, whatever a user's loop or environment raises, and ConfigError or DataError if the task names
         what does not exist or code that the config does not list.
@@ -56,7 +56,7 @@ class EpisodeRunner:
             reason = await loop(episode)
         if self._random.random() < self._config.agent.check_rendering:
             self._check(episode)
-        return episode.trajectory(reason)
+        return episode.trajectories(reason)
 
     def _check(self, episode: Episode) -> None:
         at = episode.drift()

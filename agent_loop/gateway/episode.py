@@ -11,6 +11,7 @@ import jinja2
 
 from rl_async.agent_loop.chat_formats.format import ChatFormat, TooLong
 from rl_async.agent_loop.episodes.episode import policy_sampling
+from rl_async.agent_loop.episodes.row_tokens import trajectories
 from rl_async.agent_loop.gateway.chat import ASSISTANT, ChatRequest, Completion, read_answer
 from rl_async.agent_loop.gateway.openai import unsupported
 from rl_async.agent_loop.gateway.recorder import EpisodeRecorder, Prompt, cut_at_stop
@@ -49,7 +50,7 @@ class GatewayEpisode:
         self.began = time.monotonic()
         self._name = f"{group.group_id}.{sample}.{group.attempt}"
         self._chat, self._generator, self._max_answers = chat, generator, max_answers
-        self._recorder = EpisodeRecorder(chat)
+        self._recorder = EpisodeRecorder(chat, config.agent.past_reasoning)
         unprinted = config.agent.unprinted_tools == "refuse" and not chat.prints_tools
         self._refuses_tools = unprinted or chat.name == "plain"
         self._sampling = policy_sampling(config, group.partition)
@@ -143,35 +144,16 @@ class GatewayEpisode:
 
     def trajectories(self) -> tuple[list[Trajectory], int]:
         """Return all rows, without rewards, and the index of the row with the last answer."""
-        group = self.group
         timings = {"generate": self._generate_s, "total": time.monotonic() - self.began}
-        rows = [
-            Trajectory(
-                task_id=group.task.task_id,
-                group_id=group.group_id,
-                sample=self.sample,
-                attempt=group.attempt,
-                episode_id=self._name,
-                segment=segment,
-                partition=group.partition,
-                **row.tokens.arrays(),
-                sampling=self._sampling,
-                reward=0.0,
-                finish_reason=row.finish_reason,
-                turns=row.turns,
-                timings=dict(timings),
-                ground_truth=group.task.ground_truth,
-            )
-            for segment, row in enumerate(self._recorder.rows)
-        ]
+        rows = trajectories(
+            self._recorder.rows,
+            self.group,
+            self.sample,
+            episode_id=self._name,
+            sampling=self._sampling,
+            timings=timings,
+        )
         return rows, self._recorder.last
-
-
-def share_reward(rows: list[Trajectory], scored: Trajectory) -> None:
-    """Copy the score of one row to all rows of its episode."""
-    for row in rows:
-        row.reward, row.scored, row.error = scored.reward, scored.scored, scored.error
-        row.reward_parts = dict(scored.reward_parts)
 
 
 def give_reward(rows: list[Trajectory], reward: float, parts: Mapping[str, float], limit: float) -> None:

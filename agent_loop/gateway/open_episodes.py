@@ -14,7 +14,8 @@ from typing import NamedTuple
 import msgspec
 
 from rl_async.agent_loop.chat_formats.format import ChatFormat
-from rl_async.agent_loop.gateway.episode import GatewayEpisode, give_reward, share_reward
+from rl_async.agent_loop.episodes.row_tokens import share_reward
+from rl_async.agent_loop.gateway.episode import GatewayEpisode, give_reward
 from rl_async.agent_loop.protocols import RewardScorer, SampleQueue
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig

@@ -4,31 +4,23 @@
 
 A request that continues a recorded answer gets that answer's tokens and those of the new messages, so nothing that was
 sampled is ever tokenised again. If the answer is the last of its row, the row goes on; else a new row begins with the
-same tokens as context, so every sampled token trains in one row only.
+same tokens as context, so every sampled token trains in one row only. Where ``agent.past_reasoning`` drops earlier
+reasoning, the conversation is rendered again, and that is a new row, too.
 """
 
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
 
 from rl_async.agent_loop.chat_formats.format import CannotBridge, ChatFormat, Message, ParsedCall
-from rl_async.agent_loop.episodes.row_tokens import RowTokens
+from rl_async.agent_loop.episodes.row_tokens import RowTokens, Segment
 from rl_async.agent_loop.gateway.chat import ASSISTANT, ChatMessage, FunctionCall, history_keys
+from rl_async.configs.schema.chat_formats import PastReasoning
 from rl_async.messages import ToolCall, Turn, VersionRun
 from rl_async.rollout_server.api import GenerateResult
-
-
-@dataclass
-class Segment:
-    """A row in the making: one unbroken history of the episode."""
-
-    tokens: RowTokens
-    turns: list[Turn] = field(default_factory=list)
-    finish_reason: str = ""
 
 
 class RecordedAnswer(NamedTuple):
@@ -57,8 +49,8 @@ class Prompt(NamedTuple):
 class EpisodeRecorder:
     """The rows of one episode, in the order in which they were started."""
 
-    def __init__(self, chat: ChatFormat) -> None:
-        self._chat = chat
+    def __init__(self, chat: ChatFormat, past_reasoning: PastReasoning = "keep") -> None:
+        self._chat, self._past_reasoning = chat, past_reasoning
         self.rows: list[Segment] = []
         self.last = -1  # the row with the answer recorded last
         self._answers: defaultdict[bytes, list[RecordedAnswer]] = defaultdict(list)  # by the history that each ends
@@ -73,6 +65,8 @@ class EpisodeRecorder:
         ``limit`` tokens.
         """
         known, answer = self._longest(messages, tools)
+        if answer is not None and not self._continues(messages, tools, known - 1):
+            known, answer = 0, None
         try:
             return self._prompt(messages, tools, limit, known, answer)
         except CannotBridge:
@@ -86,9 +80,7 @@ class EpisodeRecorder:
         known: int,
         answer: RecordedAnswer | None,
     ) -> Prompt:
-        calls = answered(messages)
-        new = [self._plain(message, calls.get(place)) for place, message in enumerate(messages[known:], known)]
-        sampled = {place for place, message in enumerate(messages[known:]) if message.identity() in self._texts}
+        new, sampled = self._plain_messages(messages, known)
         if answer is None:
             token_ids = self._chat.prompt(new, tools, sampled=sampled, limit=limit)
             turns = [_turn(m, 0, len(token_ids)) for m in new]
@@ -140,6 +132,21 @@ class EpisodeRecorder:
             if found := self._answers.get(keys[size - 1]):
                 return size, next((answer for answer in reversed(found) if answer.newest), found[-1])
         return 0, None
+
+    def _continues(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]], place: int) -> bool:
+        """Whether the answer at ``place`` stays in the context as it was sampled (``agent.past_reasoning``)."""
+        if self._past_reasoning == "keep":
+            return True
+        if self._past_reasoning == "split":
+            return False
+        plain, sampled = self._plain_messages(messages)
+        return self._chat.keeps_past(plain, place, tools, sampled=sampled)
+
+    def _plain_messages(self, messages: Sequence[ChatMessage], start: int = 0) -> tuple[list[Message], set[int]]:
+        """Convert the messages from ``start`` on for templates; say which of these were sampled in this episode."""
+        calls = answered(messages)
+        plain = [self._plain(message, calls.get(place)) for place, message in enumerate(messages[start:], start)]
+        return plain, {place for place, message in enumerate(messages[start:]) if message.identity() in self._texts}
 
     def _row(self, prompt: Prompt) -> Segment:
         """Continue or start the row that the answer to ``prompt`` belongs to, and add the prompt's tokens."""

@@ -25,4 +25,5 @@ LibraryName = Literal[
 ]
 LIBRARY_NAMES: tuple[LibraryName, ...] = get_args(LibraryName)
 
+PastReasoning = Literal["keep", "strip", "split"]
 ChatFormatName = Literal["auto", "plain", "hermes"] | LibraryName

@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from rl_async.configs.base import Config, Count, Fraction, Positive, Seconds, doc
 from rl_async.configs.engines import EngineKind
-from rl_async.configs.schema.chat_formats import ChatFormatName
+from rl_async.configs.schema.chat_formats import ChatFormatName, PastReasoning
 
 
 class GatewayConfig(Config, frozen=True):
@@ -32,6 +32,13 @@ class AgentConfig(Config, frozen=True):
         ChatFormatName,
         doc("How the model writes turns, reasoning and calls (docs/chat_formats.md); auto: by its template."),
     ] = "auto"
+    past_reasoning: Annotated[
+        PastReasoning,
+        doc(
+            "Reasoning of earlier turns in the context of the next: keep it as sampled; strip it where the chat "
+            "template does, and begin a new row there; split: strip, and every turn is a row (docs/chat_formats.md)."
+        ),
+    ] = "keep"
     unprinted_tools: Annotated[
         Literal["refuse", "allow"],
         doc("What to do if the chat template prints no tools; allow: the model learned by fine-tuning to call them."),

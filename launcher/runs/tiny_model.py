@@ -80,7 +80,7 @@ async def _play(config: RunConfig, engine: LocalEngine, renderer: ChatRenderer, 
 
     async def play(number: int, task: Task, rewards: RewardService) -> float:
         group = LeasedGroup(group_id=number, partition="eval", attempt=0, samples=[0], task=task, min_version=Version())
-        trajectory = await runner.run(group, 0)
+        *_, trajectory = await runner.run(group, 0)
         await rewards.score(task, trajectory)
         return trajectory.reward
 

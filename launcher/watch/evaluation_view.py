@@ -59,7 +59,7 @@ def side_by_side(first: Path, last: Path) -> Table:
 def _read(file: Path) -> dict[tuple[str, int], HeldOut]:
     with gzip.open(file, "rb") as lines:
         rows = [msgspec.json.decode(line, type=HeldOut) for line in lines]
-    return {(row.task_id, row.sample): row for row in rows if row.segment == 0}
+    return {(row.task_id, row.sample): row for row in sorted(rows, key=lambda row: row.segment)}  # the last row of each
 
 
 def _said(row: HeldOut, role: str) -> str:

@@ -58,12 +58,13 @@ def conversations(ranks: DataParallel, batch: Batch) -> dict[str, float]:
 
 def conversation_sums(rows: Sequence[Trajectory]) -> list[float]:
     """[rows, assistant turns, tool calls, failed tool calls, rows with an error, malformed calls of each kind] of the
-    sampled rows, to be added up over ranks."""
+    sampled rows, to be added up over ranks. A turn counts in the row in which it was sampled."""
     rows = [row for row in rows if not row.baseline]
-    calls = [call for row in rows for turn in row.turns for call in turn.tool_calls]
+    turns = [turn for row in rows for turn in row.turns if row.loss_mask[turn.start : turn.end].any()]
+    calls = [call for turn in turns for call in turn.tool_calls]
     return [
         float(len(rows)),
-        float(sum(turn.role == "assistant" for row in rows for turn in row.turns)),
+        float(len(turns)),
         float(len(calls)),
         float(sum(bool(call.error) for call in calls)),
         float(sum(bool(row.error) for row in rows)),

@@ -55,12 +55,20 @@ FOUND = {
     "gemma4": "gemma4",
     "gemma4_v5": "gemma4",
     "nemotron_3_nano": "nemotron-3",
+    "nemotron_3_super": "nemotron-3",
+    "nemotron_3_ultra": "nemotron-3-ultra",
+    "nemotron_3_5_lightning": "nemotron-3-ultra",
 }
+# Whose templates leave out reasoning once a user speaks again; none does between calls and their results.
+DROPS = {name for name in FOUND if name.startswith("nemotron")} | {
+    *("qwen3", "qwen3_5_think", "qwen3_6", "glm4moe", "gemma4_v5")
+}
+KEEPS_EMPTY = "qwen3_5_nothink"  # the package leaves the empty reasoning that opened a turn where it was
 # At least so many of a family's cases are equal to the template; docs/chat_formats.md has what was counted.
-EQUAL = dict.fromkeys(FOUND, 55) | dict.fromkeys(("qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "nemotron_3_nano"), 20)
+EQUAL = dict.fromkeys(FOUND, 55) | {name: 20 for name in FOUND if name.startswith(("qwen3_5", "qwen3_6", "nemotron"))}
 AGREE = 55  # and so many are equal except for earlier turns
 # Whose answers may end within their reasoning, after which they cannot go on.
-REASONING = ("qwen3_5_think", "qwen3_6", "qwen3_8", "glm4moe", "gemma4", "gemma4_v5", "nemotron_3_nano")
+REASONING = {"qwen3_8", "gemma4"} | DROPS - {"qwen3"}
 MOST_REFUSED = 45
 NO_TOOLS = [
     "llama3",
@@ -231,6 +239,56 @@ def written(name: str, message: dict[str, Any]) -> str:
     if message["role"] == "tool" and name.startswith("llama"):
         return json.dumps(message["content"], ensure_ascii=False)
     return str(message["content"]).strip()
+
+
+def stripped(chat: ChatRenderer | LibraryFormat, case: Case) -> tuple[str, str, str]:
+    """Return whether the row goes on with ``agent.past_reasoning=strip``, what is sent then, and what the template
+    prints of the same messages."""
+    messages, tools, said, then = case
+    before = chat._render(messages, tools, generate=True)
+    thought = said | {"reasoning_content": "I think\nso"}
+    printed = chat._render([*messages, thought], tools, generate=False)
+    if not (printed.startswith(before) and "I think" in printed):
+        thought, printed = said, chat._render([*messages, said], tools, generate=False)
+    rest = chat.encode(printed[len(before) :])
+    rest += chat.encode("<|user|>" if then[0]["role"] == "user" else "<|observation|>")  # which end GLM's turns
+    sampled = rest[: next(i + 1 for i, token in enumerate(rest) if token in chat.stop_token_ids)]
+    turn: dict[str, Any] = {"role": "assistant", "content": chat.turn_text(sampled)}
+    given = [flat(message) for message in messages]
+    place, whole = len(given), [*given, turn, *then]
+    kept = chat.keeps_past(whole, place, tools, sampled=[place])
+    sent = chat.prompt(whole, tools, sampled=[place])
+    if kept:
+        prompt = chat.prompt(given, tools)
+        sent = [*prompt, *sampled, *chat.bridge(prompt, sampled, then, tools)]
+    reasoned = " of reasoning" if "reasoning_content" in thought else ""
+    kind = f"{'kept' if kept else 'new row'} after a turn{reasoned}, before {then[0]['role']}"
+    return kind, chat.decode(sent), chat._render([*messages, thought, *then], tools, generate=True)
+
+
+@pytest.mark.parametrize("name", sorted(FOUND.keys() - {KEEPS_EMPTY}))
+def test_without_past_reasoning_a_context_is_the_templates(templates: Path, name: str) -> None:
+    chat, counts = make(templates, name), Counter[str]()
+    assert isinstance(chat, ChatRenderer | LibraryFormat)
+    for case in cases(name):
+        kind, sent, wanted = stripped(chat, case)
+        assert sent == wanted
+        counts[kind] += 1
+    print(f"{name}: {chat.name}: {dict(counts)}")
+    new = {kind for kind in counts if kind.startswith("new row")}
+    assert new == ({"new row after a turn of reasoning, before user"} if name in DROPS else set())
+
+
+def test_without_past_reasoning_a_context_is_deepseek_r1s(templates: Path) -> None:
+    """Its template opens the reasoning in the prompt, and prints none of any earlier turn."""
+    chat = make(templates, "deepseek_r1_distill")
+    user: dict[str, Any] = {"role": "user", "content": "x"}
+    said = {"role": "assistant", "content": "I think\nso\n</think>\n\nyes"}
+    assert not chat.keeps_past([user, said, user], 1, sampled=[1])
+    sent = chat._tokenizer.decode(chat.prompt([user, said, user], sampled=[1]))
+    assert sent == (
+        "<｜begin▁of▁sentence｜><｜User｜>x<｜Assistant｜>\n\nyes<｜end▁of▁sentence｜><｜User｜>x<｜Assistant｜><think>\n"
+    )
 
 
 @pytest.mark.parametrize("name", FOUND)

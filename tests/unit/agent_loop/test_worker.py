@@ -48,10 +48,9 @@ class FakeQueue:
         return Done()
 
     async def put(self, *rows: Trajectory) -> Done | Refused:
-        (trajectory,) = rows
-        self.rows.append(trajectory)
+        self.rows += rows
         self.changed.set()
-        return Refused(code="fenced", reason="late") if trajectory.sample == 99 else Done()
+        return Refused(code="fenced", reason="late") if rows[0].sample == 99 else Done()
 
     async def fail(self, group_id: int, sample: int, attempt: int, error: str) -> Done | Refused:
         self.failures.append((group_id, sample, error))
@@ -165,7 +164,7 @@ async def test_a_users_loop_that_hangs_fails_its_sample(
 
 async def test_a_lost_queue_ends_the_worker(renderer: ChatRenderer) -> None:
     class Gone(FakeQueue):
-        async def put(self, trajectory: Trajectory) -> Done | Refused:
+        async def put(self, *rows: Trajectory) -> Done | Refused:
             raise QueueLost("no answer")
 
     with pytest.raises(ExceptionGroup) as caught:

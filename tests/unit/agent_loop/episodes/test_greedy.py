@@ -24,6 +24,6 @@ async def test_the_sample_behind_the_group_is_the_greedy_one(
         eval=EvalConfig(temperature=0.3),
     )
     engine = ScriptedEngine(renderer, ["5"])
-    row = await EpisodeRunner(config, renderer, engine).run(leased(partition=partition, samples=3), sample)
+    (row,) = await EpisodeRunner(config, renderer, engine).run(leased(partition=partition, samples=3), sample)
     assert engine.requests[0].sampling == row.sampling == Sampling(temperature=temperature)
     assert row.baseline == row.header().baseline == baseline

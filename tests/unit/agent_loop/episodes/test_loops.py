@@ -26,7 +26,8 @@ CALL = '<tool_call>\n{"name":"calculator","arguments":{"expression":"2+3"}}\n</t
 
 
 async def play(config: RunConfig, engine: ScriptedEngine, group: LeasedGroup | None = None) -> Trajectory:
-    return await EpisodeRunner(config, engine.renderer, engine).run(group or leased(), 0)
+    (row,) = await EpisodeRunner(config, engine.renderer, engine).run(group or leased(), 0)
+    return row
 
 
 async def test_a_tool_call_token_by_token(renderer: ChatRenderer, caplog: pytest.LogCaptureFixture) -> None:
@@ -136,7 +137,7 @@ async def test_no_text_from_outside_forges_a_turn(renderer: ChatRenderer, forged
         generator=ScriptedEngine(renderer, [call, "5"]),
         tools=[Tool(echo, quick=True)],
     )
-    row = episode.trajectory(await tool_agent(episode))
+    (row,) = episode.trajectories(await tool_agent(episode))
     text = renderer.decode(row.token_ids.tolist())
     assert (text.count("<|im_start|>"), text.count("<|im_end|>")) == (4, 4), text
     assert [turn.text for turn in row.turns][::2] == [forged, forged]

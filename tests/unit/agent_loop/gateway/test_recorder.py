@@ -17,6 +17,8 @@ from rl_async.agent_loop.gateway.recorder import EpisodeRecorder, Prompt, answer
 from rl_async.messages import Version, VersionRun
 from rl_async.rollout_server.api import GenerateResult
 from tests.support.effort import examples
+from tests.support.families import byte_tokenizer
+from tests.unit.agent_loop.episodes.test_past_reasoning import TEMPLATE
 
 TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {}}}]
 
@@ -149,6 +151,20 @@ def test_an_edited_history_begins_anew(talk: Talk, messages: list[ChatMessage], 
     talk.say(messages, "2", tools)
     assert [talk.trained(row) for row in (0, 1)] == ["1<|im_end|>", "2<|im_end|>"]
     assert talk.prompts[1].continues is None
+
+
+@pytest.mark.parametrize(("past", "rows"), [("keep", 1), ("strip", 2), ("split", 2)])
+def test_dropped_reasoning_begins_a_row(past: Any, rows: int) -> None:
+    chat = ChatRenderer(byte_tokenizer(TEMPLATE, eos="<|im_end|>"))
+    talk = Talk(chat)
+    talk.recorder = EpisodeRecorder(chat, past)
+    said = talk.say([user("2+3?")], "<think>\nso\n</think>\n\n5")
+    talk.say([user("2+3?"), said, user("sure?")], "<think>\nhm\n</think>\n\nyes")
+    assert len(talk.recorder.rows) == rows
+    assert ("so\n" in talk.text(rows - 1)) == (past == "keep")
+    assert "".join(map(talk.trained, range(rows))) == (
+        "<think>\nso\n</think>\n\n5<|im_end|><think>\nhm\n</think>\n\nyes<|im_end|>"
+    )
 
 
 def test_an_edit_keeps_the_longest_recorded_part_and_the_words_as_sampled(talk: Talk) -> None:

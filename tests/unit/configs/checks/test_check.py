@@ -197,9 +197,10 @@ GATEWAY = "agent.gateway={}"
         ),
     ],
 )
-def test_what_takes_a_row_for_an_episode_does_not_go_with_a_gateway(overrides: list[str], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        load_config("calculator", [*overrides, GATEWAY])
+def test_what_takes_a_row_for_an_episode_does_not_go_with_several(overrides: list[str], named: str) -> None:
+    for several in (GATEWAY, "agent.past_reasoning=strip", "agent.past_reasoning=split"):
+        with pytest.raises(ConfigError, match=named):
+            load_config("calculator", [*overrides, several])
     without = load_config("calculator", overrides)
     assert without.agent.gateway is None and named in str(gateway_problem(without))
     assert gateway_problem(load_config("calculator", [GATEWAY])) is None

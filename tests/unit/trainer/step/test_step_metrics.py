@@ -1,6 +1,7 @@
 """Rewards of a step are those of rows that were scored."""
 
 import msgspec
+import numpy as np
 import pytest
 
 from rl_async.messages import ToolCall, Turn
@@ -44,8 +45,11 @@ def test_an_episode_of_several_rows_counts_once() -> None:
 def test_malformed_calls_are_counted_by_kind() -> None:
     rows = make_rows(0, groups=1, samples=2)
     calls = [ToolCall(name="", arguments="", problem=kind) for kind in ("bad_json", "unclosed", "bad_json", None)]
-    rows[0].turns = [Turn(role="assistant", text="", tool_calls=calls)]
-    got = conversation_metrics(conversation_sums(rows))
+    size = len(rows[0].token_ids)
+    rows[0].turns = [Turn(role="assistant", text="", end=size, tool_calls=calls)]
+    masked = np.zeros(size, bool)
+    later = msgspec.structs.replace(rows[0], segment=1, loss_mask=masked)  # the same turn, as context of a later row
+    got = conversation_metrics(conversation_sums([*rows, later]))
     kinds = {name: value for name, value in got.items() if "malformed" in name}
     assert kinds == {"rollout/malformed_calls/bad_json": 2.0, "rollout/malformed_calls/unclosed": 1.0}
-    assert got["rollout/tool_calls_mean"] == 2.0
+    assert got["rollout/tool_calls_mean"] == 4 / 3
