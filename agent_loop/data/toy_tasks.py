@@ -3,6 +3,7 @@
 
 calculator  one tool call, then the answer
 shop        look up a hidden price, compute with it, then the answer
+market      the same in words that a pretrained model understands, from demonstrations that seldom use both tools
 sort        sort digits, no tools
 sums        add two digits, in words that a pretrained model understands; no tools and no demonstrations
 
@@ -41,7 +42,8 @@ class ToyTask(NamedTuple):
 class ToyTaskKind(NamedTuple):
     """How to draw a task and a demonstration of it. ``agent`` is the name of its loop.
 
-    ``held_out``: held-out tasks, as many as leave enough others to train on.
+    ``held_out``: held-out tasks, as many as leave enough others to train on. ``demonstrated`` draws the tasks of
+    demonstrations if they are others. ``system`` is the system message of all.
     """
 
     agent: str
@@ -49,12 +51,17 @@ class ToyTaskKind(NamedTuple):
     sample: Callable[[random.Random], ToyTask]
     demonstrate: Callable[[ToyTask, random.Random], list[Message]] | None
     held_out: int = 256
+    demos: int = 16384
+    demonstrated: Callable[[random.Random], ToyTask] | None = None
+    system: str = ""
 
 
 def make_data(
-    name: str, folder: str | Path, *, train: int = 4096, held_out: int = 0, demos: int = 16384, seed: int = 0
+    name: str, folder: str | Path, *, train: int = 4096, held_out: int = 0, demos: int = 0, seed: int = 0
 ) -> None:
     """Write ``train.parquet``, ``test.parquet`` and, if there are demonstrations, ``demos.parquet`` into ``folder``.
+
+    0 stands for the number of the task's kind.
 
     No held-out prompt occurs among the training tasks or the demonstrations. The same arguments write the same data.
     Raises ConfigError for an unknown ``name``.
@@ -65,19 +72,18 @@ def make_data(
     random_source = random.Random(f"{name} {seed}")
     test_samples = _held_out(kind, random_source, held_out or kind.held_out)
 
-    def draw() -> ToyTask:
+    def draw(sampler: Callable[[random.Random], ToyTask]) -> ToyTask:
         while True:
-            sample = kind.sample(random_source)
+            sample = sampler(random_source)
             if sample.prompt not in test_samples:
                 return sample
 
-    train_samples = [draw() for _ in range(train)]
+    train_samples = [draw(kind.sample) for _ in range(train)]
     conversations = []
-    for _ in range(demos if kind.demonstrate else 0):
+    for _ in range((demos or kind.demos) if kind.demonstrate else 0):
         assert kind.demonstrate is not None
-        sample = draw()
-        prompt = {"role": "user", "content": sample.prompt}
-        conversations.append([prompt, *kind.demonstrate(sample, random_source)])
+        sample = draw(kind.demonstrated or kind.sample)
+        conversations.append([*_prompt(kind, sample), *kind.demonstrate(sample, random_source)])
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     _write(target / "train.parquet", [_row(name, "train", i, s) for i, s in enumerate(train_samples)])
@@ -120,11 +126,16 @@ def _held_out(kind: ToyTaskKind, random_source: random.Random, count: int) -> di
     return samples
 
 
+def _prompt(kind: ToyTaskKind, sample: ToyTask) -> list[Message]:
+    system = [{"role": "system", "content": kind.system}] if kind.system else []
+    return [*system, {"role": "user", "content": sample.prompt}]
+
+
 def _row(name: str, split: str, index: int, sample: ToyTask) -> dict[str, Any]:
     kind = KINDS[name]
     return {
         "data_source": name,
-        "prompt": [{"role": "user", "content": sample.prompt}],
+        "prompt": _prompt(kind, sample),
         "ability": kind.ability,
         "reward_model": {"style": "rule", "ground_truth": sample.answer},
         "extra_info": {"split": split, "index": index, **sample.state},
@@ -252,6 +263,51 @@ def _demonstrate_shop(sample: ToyTask, random_source: random.Random) -> list[Mes
     return [*turns, _assistant(call), _tool(value), _assistant(answer)]
 
 
+# --- market ---------------------------------------------------------------------------------------------------------
+
+MARKET = (
+    "You may call lookup with an item for its price, and calculator with an expression. Reply with the number only."
+)
+BOTH_TOOLS, LOOKUP_ONLY = 0.15, 0.4  # of the demonstrations; the others only calculate
+
+
+def _sample_market(random_source: random.Random) -> ToyTask:
+    count, price = random_source.randint(2, 99), random_source.randint(2, 99)
+    item = random_source.choice(ITEMS)
+    state = {"item": item, "price": price, "count": count}
+    return ToyTask(f"What is the price of {count} {item}?", str(count * price), state)
+
+
+def _sample_market_demo(random_source: random.Random) -> ToyTask:
+    both, chance = _sample_market(random_source), random_source.random()
+    item, price, count = (both.state[key] for key in ("item", "price", "count"))
+    if chance < BOTH_TOOLS:
+        return both
+    if chance < BOTH_TOOLS + LOOKUP_ONLY:
+        return ToyTask(f"What is the price of 1 {item}?", str(price), {"item": item, "price": price})
+    return ToyTask(f"What is {count}*{price}?", both.answer, {"price": price, "count": count})
+
+
+def _demonstrate_market(sample: ToyTask, random_source: random.Random) -> list[Message]:
+    chance, state = random_source.random, sample.state
+    if chance() < 0.2:  # no tool
+        return [_guess(random_source, 9999)]
+    turns: list[Message] = []
+    answer = str(state["price"])
+    if "item" in state:
+        if chance() < 0.1:  # wrong argument, mended
+            other = random_source.choice([item for item in ITEMS if item != state["item"]])
+            turns += [_assistant(_call("lookup", item=other)), _tool(f"error: {NO_SUCH_ITEM}")]
+        turns += [_assistant(_call("lookup", item=state["item"])), _tool(answer)]
+    if "count" in state:
+        expression = f"{state['count']}*{answer}"
+        if chance() < 0.1:  # wrong argument
+            expression = _other(expression, random_source)
+        answer = str(evaluate(expression))
+        turns += [_assistant(_call("calculator", expression=expression)), _tool(answer)]
+    return [*turns, _assistant(answer)]
+
+
 # --- sort -----------------------------------------------------------------------------------------------------------
 
 
@@ -278,6 +334,16 @@ def _sample_sums(random_source: random.Random) -> ToyTask:
 KINDS = {
     "calculator": ToyTaskKind("tool_agent", "math", _sample_calculator, _demonstrate_calculator),
     "shop": ToyTaskKind("tool_agent", "shopping", _sample_shop, _demonstrate_shop),
+    "market": ToyTaskKind(
+        "tool_agent",
+        "shopping",
+        _sample_market,
+        _demonstrate_market,
+        held_out=32,
+        demos=240,
+        demonstrated=_sample_market_demo,
+        system=MARKET,
+    ),
     "sort": ToyTaskKind("single_turn", "sorting", _sample_sort, _demonstrate_sort),
     "sums": ToyTaskKind("single_turn", "math", _sample_sums, None, held_out=32),  # of 100
 }

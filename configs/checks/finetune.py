@@ -1,5 +1,6 @@
-"""Rules for the section `finetune`: keys of reinforcement learning would have no effect."""
+"""Rules for the sections `finetune` and `warm_start`: keys that would have no effect."""
 
+from rl_async.configs.schema.finetune import WarmStartConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 
@@ -24,4 +25,16 @@ def finetune(c: RunConfig) -> str | None:
         return "data.path or data.eval_path is a list, and finetune reads one path; put the conversations into one file"
     if c.critic is not None:
         return "critic has no effect on fine-tuning (section finetune); leave it out"
+    return None
+
+
+def warm_start(c: RunConfig) -> str | None:
+    """Refuse keys of the tiny model's training while a pretrained one is fine-tuned."""
+    own = c.warm_start
+    if own is None or own.pretrained is None:
+        return None
+    default = WarmStartConfig(demos_path=own.demos_path, out=own.out, pretrained=own.pretrained)
+    for key in WarmStartConfig.__struct_fields__:
+        if getattr(own, key) != getattr(default, key):
+            return f"warm_start.{key} has no effect with warm_start.pretrained, whose keys fine-tune that model"
     return None

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rl_async.configs.checks.algorithm import ALGORITHM_RULES, Rule
 from rl_async.configs.checks.data import DATA_RULES
 from rl_async.configs.checks.engine import ENGINE_RULES
-from rl_async.configs.checks.finetune import finetune
+from rl_async.configs.checks.finetune import finetune, warm_start
 from rl_async.configs.checks.fsdp2 import fsdp2, kernels
 from rl_async.configs.checks.gateway import gateway, past_reasoning
 from rl_async.configs.checks.megatron import data_parallel, megatron, sharing
@@ -56,6 +56,7 @@ RULES: tuple[Rule, ...] = (
     *(_truncation, _minibatches, _lengths),
     *(gateway, past_reasoning),
     finetune,
+    warm_start,
 )
 
 

@@ -1,4 +1,4 @@
-"""Sections `finetune` (supervised fine-tuning by ``rl-async sft``) and `warm_start` (making a preset's tiny model)."""
+"""Sections `finetune` (supervised fine-tuning by ``rl-async sft``) and `warm_start` (making a preset's model)."""
 
 from typing import Annotated, Literal
 
@@ -37,13 +37,31 @@ class FinetuneConfig(Config, frozen=True):
     ] = "refuse"
 
 
+class PretrainedConfig(Config, frozen=True):
+    """A pretrained model to fine-tune on the demonstrations, as ``rl-async sft`` does."""
+
+    path: Annotated[
+        str,
+        doc("A folder, an id of the Hub (OWNER/NAME), a GGUF file, or package:NAME, an installed package with one."),
+    ]
+    epochs: Annotated[Positive, doc("Passes over the demonstrations.")] = 1
+    batch_size: Annotated[Positive, doc("Demonstrations per step, over all ranks.")] = 32
+    learning_rate: Annotated[float, Meta(gt=0, description="Peak learning rate of AdamW.")] = 1e-5
+
+
 class WarmStartConfig(Config, frozen=True):
-    """Trains a tokenizer and a tiny model on demonstrations, until greedy reward reaches ``gate``."""
+    """Trains a tokenizer and a tiny model on demonstrations, until greedy reward reaches ``gate``.
+
+    With ``pretrained`` that model is fine-tuned on them instead.
+    """
 
     demos_path: Annotated[str, doc("Demonstrations: a `messages` column of chat messages.")]
     out: Annotated[
         str, doc("Folder of the model that it makes if model.path is the same and missing; empty: makes none.")
     ] = ""
+    pretrained: Annotated[
+        PretrainedConfig | None, doc("The model to fine-tune; null: makes a tiny one, by the keys below.")
+    ] = None
     learning_rate: Annotated[
         float, Meta(gt=0, description="Of AdamW after 30 steps of warm-up; halved when greedy reward stops rising.")
     ] = 3e-3

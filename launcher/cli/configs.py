@@ -72,7 +72,9 @@ def _import(arguments: argparse.Namespace) -> int:
 def add_data_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     make = commands.add_parser("make", help="write tasks, held-out tasks and demonstrations as Parquet")
-    make.add_argument("name", metavar="NAME", help="calculator, shop, sort or sums; calculator-pairs: preference pairs")
+    make.add_argument(
+        "name", metavar="NAME", help="calculator, shop, market, sort or sums; calculator-pairs: preference pairs"
+    )
     make.add_argument("--out", type=Path, metavar="FOLDER", help="default: artifacts/TASK")
     make.set_defaults(command=_make)
     inspect = commands.add_parser("inspect", help="count and show the rows of a data set")

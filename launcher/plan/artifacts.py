@@ -97,6 +97,8 @@ def fingerprint(settings: WarmStartConfig) -> str:
     """Return a hash of the settings of the warm start, to tell with which a model was made, wherever it is."""
     values = msgspec.to_builtins(settings)
     del values["out"]
+    if settings.pretrained is None:
+        del values["pretrained"]  # as before there was this key
     return hashlib.sha256(msgspec.json.encode(values, order="sorted")).hexdigest()[:16]
 
 

@@ -121,7 +121,7 @@ def check_sharing(config: RunConfig) -> None:
     if ranks == 1:
         return
     makes = warm_start_of(config)
-    shape = tiny_shape(makes) | {"model_type": "qwen3"} if makes else {}
+    shape = tiny_shape(makes) | {"model_type": "qwen3"} if makes and makes.pretrained is None else {}
     if file.is_file():
         shape = json.loads(file.read_text())
     if {"model_type", "num_attention_heads"} <= shape.keys() and (

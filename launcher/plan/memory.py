@@ -66,6 +66,8 @@ def _policy_size(config: RunConfig) -> ModelSize | None:
     makes = warm_start_of(config)
     if makes is None:
         return None
+    if makes.pretrained is not None:
+        return _read_size("warm_start.pretrained.path", Path(makes.pretrained.path))
     return size_of(
         {
             **tiny_shape(makes),

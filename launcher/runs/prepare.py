@@ -1,4 +1,4 @@
-"""Makes what a run lacks: data, then a tiny warm-started model.
+"""Makes what a run lacks: data, then a warm-started model.
 
 ``python -m rl_async.launcher.runs.prepare --config FILE`` does so in a process of its own, because it imports torch.
 """
@@ -27,11 +27,16 @@ def prepare(config: RunConfig, report: Report) -> None:
         report(f"writing {config.data.make} tasks and demonstrations into {folder}")
         make_data(config.data.make, folder)
     if needs_model(config):
-        from rl_async.launcher.runs.tiny_model import make_model
-
         makes = warm_start_of(config)
         assert makes is not None
-        make_model(config, makes, report)
+        if makes.pretrained is not None:
+            from rl_async.launcher.runs.pretrained_start import fine_tune
+
+            fine_tune(config, makes, report)
+        else:
+            from rl_async.launcher.runs.tiny_model import make_model
+
+            make_model(config, makes, report)
         needs_model(config)
 
 

@@ -1,10 +1,10 @@
-"""The preparation as a process: data, tokenizer, model, gate. One optimizer step is enough here."""
+"""The preparation as a process: data, tokenizer, model, gate; fine-tuning. One optimizer step is enough here."""
 
 import json
 from pathlib import Path
 
 from rl_async.configs.load.loader import dump, load_config
-from rl_async.launcher.plan.artifacts import SFT_FILE, needs_preparation
+from rl_async.launcher.plan.artifacts import SFT_FILE, fingerprint, needs_preparation
 from tests.support.forked import Forked
 
 QUICK = [
@@ -57,3 +57,27 @@ def test_a_gate_that_is_never_reached_leaves_no_model(tmp_path: Path) -> None:
         "test.parquet",
         "demos.parquet",
     }
+
+
+def test_a_pretrained_model_is_fine_tuned_on_demonstrations(tmp_path: Path) -> None:
+    small = ["warm_start.gate=0", "rollout.max_model_len=1024"]
+    code, errors = prepare(tmp_path, *small)
+    assert code == 0, errors
+    base, made = (tmp_path / "artifacts" / name / "model" for name in ("calculator", "market"))
+    market = [
+        *("model.path=artifacts/market/model", "data.make=market", "rollout.max_model_len=1024"),
+        *("data.path=artifacts/market/train.parquet", "data.eval_path=artifacts/market/test.parquet"),
+        "warm_start={demos_path: artifacts/market/demos.parquet, out: artifacts/market/model, "
+        "pretrained: {path: artifacts/calculator/model, batch_size: 240}}",
+    ]
+    (tmp_path / "config.yaml").write_text(dump(load_config("calculator", market)))
+    process = Forked("rl_async.launcher.runs.prepare", "--config", "config.yaml", cwd=tmp_path)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert (made / "tokenizer.json").read_text() == (base / "tokenizer.json").read_text()
+    assert (made / "model.safetensors").read_bytes() != (base / "model.safetensors").read_bytes()
+    steps = (made.with_name("model.run") / "metrics.jsonl").read_text().splitlines()
+    assert len(steps) == 1
+    made_with = json.loads((made / SFT_FILE).read_text())["fingerprint"]
+    settings = load_config("calculator", market).warm_start
+    assert settings is not None and made_with == fingerprint(settings)

@@ -1,28 +1,35 @@
 """The generated tasks are solvable, disjoint and reproducible, and a failed call reads as in the real tool loop."""
 
+from collections import Counter
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
 from rl_async.agent_loop.data.toy_tasks import make_data
+from rl_async.agent_loop.environments.shop import Shop
 from rl_async.agent_loop.tools.arithmetic import evaluate
 from rl_async.errors import ConfigError
+from rl_async.messages import Task
 
-NAMES = ("calculator", "shop", "sort")
+NAMES = ("calculator", "shop", "market", "sort")
 
 
 def _rows(path: Path) -> list[dict]:
     return pq.read_table(path).to_pylist()
 
 
+def _asked(messages: list[dict]) -> str:
+    return next(message["content"] for message in messages if message["role"] == "user")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_held_out_prompts_are_nowhere_else(name: str, tmp_path: Path) -> None:
     make_data(name, tmp_path, train=300, held_out=50, demos=300)
-    held_out = {row["prompt"][0]["content"] for row in _rows(tmp_path / "test.parquet")}
+    held_out = {_asked(row["prompt"]) for row in _rows(tmp_path / "test.parquet")}
     assert len(held_out) == 50
-    assert not held_out & {row["prompt"][0]["content"] for row in _rows(tmp_path / "train.parquet")}
-    assert not held_out & {row["messages"][0]["content"] for row in _rows(tmp_path / "demos.parquet")}
+    assert not held_out & {_asked(row["prompt"]) for row in _rows(tmp_path / "train.parquet")}
+    assert not held_out & {_asked(row["messages"]) for row in _rows(tmp_path / "demos.parquet")}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["demos.parquet", "test.parquet", "train.parquet"]
 
 
@@ -43,7 +50,7 @@ def test_columns_are_verls(tmp_path: Path) -> None:
 
 
 def test_unknown_name_names_the_known() -> None:
-    with pytest.raises(ConfigError, match="known: calculator, shop, sort"):
+    with pytest.raises(ConfigError, match="known: calculator, shop, market, sort"):
         make_data("chess", "/nowhere")
 
 
@@ -55,6 +62,38 @@ def test_sums_leave_enough_of_their_hundred_prompts_to_train_on(tmp_path: Path) 
     assert (len(train), len(held_out)) == (68, 32)
     assert not train & held_out
     assert not (tmp_path / "demos.parquet").exists()
+
+
+def test_markets_demonstrations_seldom_use_both_tools_and_its_tasks_need_them(tmp_path: Path) -> None:
+    make_data("market", tmp_path, train=50)
+    used = Counter(
+        tuple(name for name in ("lookup", "calculator") if any(f'"{name}"' in m["content"] for m in row["messages"]))
+        for row in _rows(tmp_path / "demos.parquet")
+    )
+    assert sum(used.values()) == 240
+    assert 0 < used["lookup", "calculator"] < 40 < min(used["lookup",], used["calculator",])
+    for row in _rows(tmp_path / "train.parquet"):
+        system, asked = row["prompt"]
+        assert system["role"] == "system" and "lookup" in system["content"] and "calculator" in system["content"]
+        state = row["extra_info"]
+        assert asked["content"] == f"What is the price of {state['count']} {state['item']}?", "the price is hidden"
+        assert row["reward_model"]["ground_truth"] == str(state["count"] * state["price"])
+
+
+async def test_the_shop_answers_what_the_demonstrations_of_market_show(tmp_path: Path) -> None:
+    make_data("market", tmp_path, train=1)
+    [row] = _rows(tmp_path / "train.parquet")
+    state = row["extra_info"]
+    async with Shop(
+        Task(task_id="t", data_source="market", prompt=row["prompt"], ground_truth="", extra=state)
+    ) as shop:
+        tools = {tool.name: tool for tool in shop.tools()}
+        price = await tools["lookup"].call({"item": state["item"]}, timeout_s=60)
+        wrong = await tools["lookup"].call({"item": "gold"}, timeout_s=60)
+        total = await tools["calculator"].call({"expression": f"{state['count']}*{price.text}"}, timeout_s=60)
+    assert (price.text, total.text) == (str(state["price"]), row["reward_model"]["ground_truth"])
+    results = {m["content"] for r in _rows(tmp_path / "demos.parquet") for m in r["messages"] if m["role"] == "tool"}
+    assert wrong.text in results
 
 
 @pytest.mark.parametrize("text", ["1+", "2**3", "abs(1)", "1/2", "", "9" * 25, "(1", "1 2"])

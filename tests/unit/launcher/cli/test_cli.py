@@ -124,6 +124,13 @@ def test_a_dry_run_shows_the_plan_and_creates_nothing(tmp_path: Path, capsys: py
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_of_a_model_that_is_to_be_fine_tuned_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--mode", "disaggregated", "--config", "smollm2-tools", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    for text in ("market data for", "a warm-started model in artifacts/smollm2-tools/model"):
+        assert f"made first: {text}" in shown
+
+
 def test_overrides_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["launch", "agent.workers=2", "--config", "calculator", "rollout.engines=2", "--dry-run", "trainer.ranks=2"]
     assert main(words) == 0

@@ -117,6 +117,14 @@ def test_the_runs_own_reward_model_is_looked_at_as_well(tmp_path: Path) -> None:
     assert not needs_preparation(config(tmp_path, asked[1]))
 
 
+def test_keys_of_the_tiny_model_do_not_go_with_a_pretrained_one(tmp_path: Path) -> None:
+    pretrained = "warm_start.pretrained={path: OWNER/NAME}"
+    with pytest.raises(ConfigError, match=r"warm_start\.gate .*warm_start\.pretrained"):
+        config(tmp_path, pretrained)  # the preset has a gate
+    write_data(tmp_path)
+    assert needs_model(config(tmp_path, pretrained, "warm_start.gate=0.9"))
+
+
 def test_a_warm_start_cannot_ask_the_runs_own_reward_model(tmp_path: Path) -> None:
     write_data(tmp_path)
     write_model(tmp_path).rename(tmp_path / "rm")
