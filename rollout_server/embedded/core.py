@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_async.errors import UserError
+from rl_async.output_layer import output_logits
 from rl_async.rollout_server.embedded.cache import SlotCache
 from rl_async.rollout_server.embedded.families import ROPES, SERVED, why_not_served
 from rl_async.rollout_server.embedded.sampler import Sampler
@@ -165,7 +166,7 @@ class EngineCore:
         last = hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
         self.running += batch
         sampler = self._make_sampler(batch)
-        tokens, logprobs = sampler.sample(self.model.lm_head(last)[rows])
+        tokens, logprobs = sampler.sample(self._logits(last)[rows])
         self._last = torch.cat([self._last[:first].to(self.device), tokens])
         self._sampler = None
         return self._append(batch, tokens, logprobs)
@@ -187,9 +188,13 @@ class EngineCore:
         ).last_hidden_state
         if self._sampler is None:
             self._sampler = self._make_sampler(self.running)
-        tokens, logprobs = self._sampler.sample(self.model.lm_head(hidden[:, 0]))
+        tokens, logprobs = self._sampler.sample(self._logits(hidden[:, 0]))
         self._last = tokens
         return self._append(self.running, tokens, logprobs)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        head = self.model.lm_head
+        return output_logits(hidden, head.weight, head.bias)
 
     def _make_sampler(self, batch: list[Sequence]) -> Sampler:
         return Sampler([s.sampling for s in batch], [self._generators.get(s) for s in batch], self.device)

@@ -25,6 +25,7 @@ HOME_OF = {
         "trainer",
         "weight_sync",
         "rollout_server/embedded",
+        "rl_async/output_layer.py",  # what the engine and the trainer must compute alike
         "rollout_server/vllm/plugin.py",  # these two run inside vLLM's own process
         "rollout_server/vllm/transfer.py",
         "reward_loop/server",

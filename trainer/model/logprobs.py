@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
+from rl_async.output_layer import output_logits
 from rl_async.trainer.model.families import LogitForm
 
 CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26}  # on the CPU the fastest of those measured; a GPU needs larger matrices
@@ -55,9 +55,8 @@ def token_stats(
 
 
 def head_logits(hidden: Tensor, head: Head, temperature: Tensor) -> Tensor:
-    """All logits [N, V] over the temperature, in at least float32."""
-    logits, form = linear(hidden, head.weight, head.bias), head.form
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    """All logits [N, V] over the temperature, computed in at least float32."""
+    logits, form = output_logits(hidden, head.weight, head.bias), head.form
     if form.softcap is None:
         return logits.mul_(form.scale / temperature[:, None])
     return logits.mul_(form.scale / form.softcap).tanh().mul(form.softcap / temperature[:, None])

@@ -1,0 +1,72 @@
+"""In bfloat16, logits are summed in float32, so that the engine's log-probabilities are those of the trainer."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rl_async import output_layer
+from rl_async.messages import Sampling
+from rl_async.output_layer import output_logits
+from rl_async.rollout_server.embedded.core import EngineCore
+from rl_async.rollout_server.embedded.sequence import Sequence
+from rl_async.trainer.model.families import LogitForm
+from rl_async.trainer.model.logprobs import Head, token_stats
+
+
+@pytest.mark.parametrize("piece", [1, 100, 2**19])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32, torch.float64])
+def test_logits_are_the_exact_products(
+    monkeypatch: pytest.MonkeyPatch, piece: int, biased: bool, kind: torch.dtype
+) -> None:
+    monkeypatch.setattr(output_layer, "PIECE", piece)
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(shape, generator=draw).to(kind) for shape in ((5, 24), (37, 24), (37,)))
+    used = bias if biased else None
+    exact = linear(hidden.double(), weight.double(), bias.double() if biased else None)
+    got = output_logits(hidden, weight, used)
+    assert got.dtype == torch.promote_types(kind, torch.float32)
+    assert torch.allclose(got.double(), exact, atol=1e-5)
+    hidden.requires_grad_()
+    differentiable = output_logits(hidden, weight, used)
+    assert torch.allclose(differentiable.double(), exact, atol=1e-5)
+    (gradient,) = torch.autograd.grad(differentiable.sum(), hidden)
+    assert torch.allclose(gradient.double(), weight.double().sum(0).expand(5, -1), rtol=0.01, atol=0.05)
+
+
+def peaked_model() -> LlamaForCausalLM:
+    """In bfloat16, with logits of the size that a trained model has."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 200, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(60.0)
+    return model.to(torch.bfloat16)
+
+
+def test_engine_and_trainer_differ_less_than_by_the_rounding_of_logits() -> None:
+    model = peaked_model()
+    core = EngineCore(model, max_batch=8, max_length=64)
+    todo = [
+        Sequence(str(i), [1 + i, 2, 3 + 2 * i], Sampling(), 40, frozenset(), seed=i, deliver=lambda _: None)
+        for i in range(8)
+    ]
+    for sequence in todo:
+        core.add(sequence)
+    while core.unfinished:
+        core.step()
+    differences: dict[str, list[Tensor]] = {"trainer": [], "rounded": []}
+    for sequence in todo:
+        ids, sampled = torch.tensor(sequence.tokens), torch.tensor(sequence.logprobs)
+        with torch.no_grad():
+            hidden = model.model(ids[None]).last_hidden_state[0, 2:-1]
+            head = Head(model.lm_head.weight, None, LogitForm())
+            trained = token_stats(hidden, head, ids[3:], torch.ones(len(hidden))).logprobs
+            rounded = model.lm_head(hidden).float().log_softmax(-1).gather(1, ids[3:, None])[:, 0]
+        differences["trainer"].append((trained - sampled).abs())
+        differences["rounded"].append((rounded - sampled).abs())
+    mean = {name: torch.cat(parts).mean().item() for name, parts in differences.items()}
+    assert mean["trainer"] < 0.7 * mean["rounded"], mean
