@@ -38,7 +38,7 @@ class TrainerConfig(Config, frozen=True):
         Positive, doc("Passes over each batch; old log-probabilities are computed once, before the first.")
     ] = 1
     max_tokens_per_microbatch: Annotated[
-        Positive, doc("Tokens per forward pass, including padding for models whose rows cannot be packed.")
+        Positive, doc("Tokens per forward pass; shared prompts count once, and padding where rows cannot be packed.")
     ] = 16384
     activation_checkpointing: Annotated[
         bool, doc("fsdp2: layers keep only their input for the backward pass and recompute the rest.")

@@ -1,6 +1,7 @@
 """What the queue is about: tasks, versions, trajectories and their headers."""
 
 import hashlib
+import zlib
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -125,6 +126,13 @@ class TrajectoryHeader(msgspec.Struct, kw_only=True):
     nbytes: int = 0  # of the payload; filled by whoever keeps it
     shards: list[str] = []  # that keep the payload, by id; empty: the queue itself does
     media: list[str] = []  # sha256 of each that the row refers to
+    prompt_tokens: int = 0  # before the first sampled one
+    prompt_crc32: int = 0  # of those
+
+    @property
+    def prompt(self) -> tuple[int, bool, int, int]:
+        """Equal for rows of a group that begin with the same prompt and are sampled at the same temperature."""
+        return self.group_id, self.baseline, self.prompt_tokens, self.prompt_crc32
 
     @property
     def key(self) -> RowKey:
@@ -216,6 +224,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
                     f"{name} of group {self.group_id} sample {self.sample} is {what}, not an array with one number "
                     f"for each of its {len(self.token_ids)} tokens"
                 )
+        prompt = int(self.loss_mask.argmax()) if self.loss_mask.any() else 0
         return TrajectoryHeader(
             group_id=self.group_id,
             sample=self.sample,
@@ -233,6 +242,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
             baseline=self.baseline,
             tokens_sha256=self.tokens_sha256(),
             media=[medium.sha256 for medium in self.media],
+            prompt_tokens=prompt,
+            prompt_crc32=zlib.crc32(np.ascontiguousarray(self.token_ids[:prompt], dtype="<i4").data),
         )
 
     def tokens_sha256(self) -> str:

@@ -2,5 +2,6 @@
 
 In come headers and payloads from a ``BatchSource``; out go a ``Batch`` with its layout over ranks, and ``Tensors`` for
 each forward pass. ``train.py`` takes batches, ``step/`` and ``finetune/`` lay them out and collate them, backends pack
-them. To add a source, implement ``sources.BatchSource`` and choose it in ``process.py``.
+them, with shared prefixes (``prefixes``) where they can. To add a source, implement ``sources.BatchSource`` and choose
+it in ``process.py``.
 """

@@ -6,18 +6,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RowCost:
-    """A row of T tokens costs linear * T + quadratic * T^2; ``padded`` rows are computed as long as the longest."""
+    """A row of T tokens costs linear * T + quadratic * T^2; ``padded`` rows are computed as long as the longest, and
+    rows with ``shares_prefixes`` cost only what comes after the prompt that another row of their group has."""
 
     linear: int = 1
     quadratic: int = 0
     padded: bool = False
+    shares_prefixes: bool = False
 
     def of(self, tokens: int) -> int:
         """Floating-point operations of a forward pass over one row, up to the factor that both terms share."""
         return self.linear * tokens + self.quadratic * tokens * tokens
 
 
-def row_cost_of(config: Any, padded: bool = False) -> RowCost:
+def row_cost_of(config: Any, *, padded: bool = False, shares_prefixes: bool = False) -> RowCost:
     """Derive a decoder's cost per row from its Hugging Face config.
 
     Linear: 2 operations per weight that a token uses, the chosen experts' and the last layer's included. Quadratic:
@@ -29,7 +31,9 @@ def row_cost_of(config: Any, padded: bool = False) -> RowCost:
     dense, sparse = _mlp_layers(config)
     weights = layers * attention + dense * 3 * hidden * config.intermediate_size
     weights += sparse * _expert_weights(config) + hidden * config.vocab_size
-    return RowCost(linear=2 * weights, quadratic=layers * heads * score_width, padded=padded)
+    return RowCost(
+        linear=2 * weights, quadratic=layers * heads * score_width, padded=padded, shares_prefixes=shares_prefixes
+    )
 
 
 def _latent(config: Any) -> bool:

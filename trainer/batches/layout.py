@@ -3,7 +3,7 @@
 Every rank sees the headers of the whole batch, so all ranks compute the same layout without communicating.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,8 @@ from rl_async.messages import TrajectoryHeader, VersionRun
 from rl_async.trainer.batches.cost import RowCost
 from rl_async.trainer.batches.partition import imbalance, karmarkar_karp
 
+WORTH_DIVIDING = 0.95  # of the busiest rank's work
+
 
 class Sized(Protocol):
     """What the layout reads of a row; every TrajectoryHeader has it."""
@@ -23,6 +25,12 @@ class Sized(Protocol):
 
     @property
     def baseline(self) -> bool: ...
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def prompt(self) -> Hashable: ...
 
 
 @dataclass(frozen=True)
@@ -63,26 +71,29 @@ def layout(
 ) -> list[MiniBatch]:
     """Split a batch into mini-batches, ranks and token-budget micro-batches.
 
-    Rows are permuted with (seed, step) and cut into ``minibatches`` equal parts; greedy episodes, which do not train,
-    are dealt out to them afterwards, so that no part has nothing else. Within a part ranks get nearly
-    equal cost, and so do the micro-batches of a rank, none of which holds more than ``max_tokens`` tokens (a
-    single longer row stands alone). For a model that pads, a micro-batch holds rows of similar length, and padding
-    counts.
+    Groups are permuted with (seed, step) and their rows cut into ``minibatches`` equal parts, so that rows of one
+    prompt stay together but for those at a cut; greedy episodes, which do not train, are dealt out to them afterwards,
+    so that no part has nothing else. Within a part ranks get nearly equal cost, and so do the micro-batches of a rank,
+    none of which holds more than ``max_tokens`` tokens (a single longer row stands alone). For a model that shares
+    prefixes, a prompt counts once in each micro-batch. For one that pads, a micro-batch holds rows of similar length,
+    and padding counts.
     """
-    train = [row for row, header in enumerate(headers) if not header.baseline]
-    order = np.random.default_rng([seed & 0xFFFFFFFF, step]).permutation(train)
-    parts = [part.tolist() for part in np.array_split(order, minibatches) if len(part)] or [[]]
+    sizes = Sizes(headers, cost)
+    groups = sizes.by_prompt([row for row, header in enumerate(headers) if not header.baseline])
+    order = np.random.default_rng([seed & 0xFFFFFFFF, step]).permutation(len(groups))
+    train = np.array([row for group in order for row in groups[group]], dtype=np.int64)
+    parts = [part.tolist() for part in np.array_split(train, minibatches) if len(part)] or [[]]
     for number, row in enumerate(row for row, header in enumerate(headers) if header.baseline):
         parts[number % len(parts)].append(row)
     result = []
     for part in parts:
-        shares = _balance(part, headers, ranks, cost)
+        shares = _over_ranks(part, sizes, ranks)
         if cost.padded:
             per_rank = [_similar(rows, headers, max_tokens) for rows in shares]
         else:
-            first_fit = [_first_fit(rows, headers, max_tokens) for rows in shares]
+            first_fit = [_first_fit(rows, sizes, max_tokens) for rows in shares]
             deepest = max(len(micro) for micro in first_fit)
-            per_rank = [_even(micro, deepest, headers, max_tokens, cost) for micro in first_fit]
+            per_rank = [_even(micro, deepest, sizes, max_tokens) for micro in first_fit]
         deepest = max(len(micro) for micro in per_rank)
         for micro in per_rank:
             micro.extend([] for _ in range(deepest - len(micro)))
@@ -90,54 +101,117 @@ def layout(
     return result
 
 
-def _balance(rows: list[int], headers: Sequence[Sized], parts: int, cost: RowCost) -> list[list[int]]:
-    """Parts of nearly equal cost, each with its longest row first."""
-    shares = karmarkar_karp([cost.of(headers[row].tokens) for row in rows], parts)
-    return [[rows[index] for index in share] for share in shares]
+@dataclass(frozen=True)
+class Sizes:
+    """How large rows are together, in one micro-batch."""
+
+    headers: Sequence[Sized]
+    cost: RowCost
+
+    def tokens(self, rows: Sequence[int]) -> int:
+        """The tokens that are computed."""
+        return self._sum(rows, lambda tokens: tokens)
+
+    def work(self, rows: Sequence[int]) -> int:
+        """Their cost."""
+        return self._sum(rows, self.cost.of)
+
+    def _sum(self, rows: Sequence[int], of: Callable[[int], int]) -> int:
+        if not self.cost.shares_prefixes:
+            return sum(of(self.headers[row].tokens) for row in rows)
+        prompts = {self.headers[row].prompt: of(self.headers[row].prompt_tokens) for row in rows}
+        own = sum(of(self.headers[row].tokens) - of(self.headers[row].prompt_tokens) for row in rows)
+        return own + sum(prompts.values())
+
+    def by_prompt(self, rows: Sequence[int]) -> list[list[int]]:
+        """Rows with the same prompt together, in order of their first."""
+        groups: dict[Hashable, list[int]] = {}
+        for row in rows:
+            header = self.headers[row]
+            groups.setdefault(header.prompt if header.prompt_tokens else ("alone", row), []).append(row)
+        return list(groups.values())
+
+    def pieces(self, rows: Sequence[int], most: int) -> list[list[int]]:
+        """Rows that share a prompt in pieces of at most ``most``; single ones if nothing is shared."""
+        if not self.cost.shares_prefixes:
+            return [[row] for row in rows]
+        return [group[at : at + most] for group in self.by_prompt(rows) for at in range(0, len(group), most)]
 
 
-def token_imbalance(plan: Sequence[MiniBatch], headers: Sequence[Sized]) -> float:
+def _balance(pieces: list[list[int]], sizes: Sizes, parts: int) -> list[list[list[int]]]:
+    """Deal pieces out to parts of nearly equal cost, each with its most expensive piece first."""
+    shares = karmarkar_karp([sizes.work(piece) for piece in pieces], parts)
+    return [[pieces[number] for number in share] for share in shares]
+
+
+def _over_ranks(rows: list[int], sizes: Sizes, ranks: int) -> list[list[int]]:
+    """Give each rank its rows. Groups are halved, and halved again, only while that relieves the busiest rank: a prompt
+    that two ranks have is computed by both."""
+    best, busiest = list[list[int]](), 0.0
+    most = max((len(piece) for piece in sizes.pieces(rows, len(rows) or 1)), default=1)
+    while most:
+        shares = [_rows(share) for share in _balance(sizes.pieces(rows, most), sizes, ranks)]
+        work = max(sizes.work(share) for share in shares)
+        if not best or work < WORTH_DIVIDING * busiest:
+            best, busiest = shares, work
+        most //= 2
+    return best
+
+
+def _rows(pieces: list[list[int]]) -> list[int]:
+    return [row for piece in pieces for row in piece]
+
+
+def token_imbalance(plan: Sequence[MiniBatch], headers: Sequence[Sized], cost: RowCost) -> float:
     """How far the rank with the most tokens is above the mean, in the worst mini-batch; 0 for one rank."""
-    return cost_imbalance(plan, headers, RowCost())
+    return cost_imbalance(plan, headers, RowCost(shares_prefixes=cost.shares_prefixes))
 
 
 def cost_imbalance(plan: Sequence[MiniBatch], headers: Sequence[Sized], cost: RowCost) -> float:
     """How far the rank with the highest cost is above the mean, in the worst mini-batch; 0 for one rank."""
-    return max(
-        imbalance([sum(cost.of(headers[row].tokens) for micro in micros for row in micro) for micros in mini.ranks])
-        for mini in plan
-    )
+    sizes = Sizes(headers, cost)
+    return max(imbalance([sum(sizes.work(micro) for micro in micros) for micros in mini.ranks]) for mini in plan)
 
 
-def _first_fit(rows: list[int], headers: Sequence[Sized], max_tokens: int) -> list[list[int]]:
-    """Few micro-batches within the budget: each row, longest first, goes into the first that has room."""
-    micros, sums = list[list[int]](), list[int]()
-    for row in rows:
-        tokens = headers[row].tokens
+def _first_fit(rows: list[int], sizes: Sizes, max_tokens: int) -> list[list[list[int]]]:
+    """Few micro-batches within the budget: each group that fits into one, largest first, goes into the first that has
+    room, and a larger one is divided."""
+    micros, sums = list[list[list[int]]](), list[int]()
+    pieces = [part for piece in sizes.pieces(rows, len(rows)) for part in _divided(piece, sizes, max_tokens)]
+    for piece in sorted(pieces, key=lambda piece: -sizes.tokens(piece)):
+        tokens = sizes.tokens(piece)
         place = next((i for i, filled in enumerate(sums) if filled + tokens <= max_tokens), None)
         if place is None:
-            micros.append([row])
+            micros.append([piece])
             sums.append(tokens)
         else:
-            micros[place].append(row)
+            micros[place].append(piece)
             sums[place] += tokens
     return micros
 
 
-def _even(
-    micros: list[list[int]], count: int, headers: Sequence[Sized], max_tokens: int, cost: RowCost
-) -> list[list[int]]:
-    """Spread the rows of ``micros`` over ``count`` micro-batches of nearly equal cost; unchanged if those overflow."""
-    rows = [row for micro in micros for row in micro]
-    even = _balance(rows, headers, count, cost)
-    fits = all(len(micro) <= 1 or sum(headers[row].tokens for row in micro) <= max_tokens for micro in even)
-    return even if fits else micros
+def _divided(group: list[int], sizes: Sizes, max_tokens: int) -> list[list[int]]:
+    """Parts of a group within the budget; a single longer row stands alone."""
+    parts = [group[:1]]
+    for row in group[1:]:
+        if sizes.tokens([*parts[-1], row]) <= max_tokens:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+    return parts
+
+
+def _even(micros: list[list[list[int]]], count: int, sizes: Sizes, max_tokens: int) -> list[list[int]]:
+    """Spread the pieces of ``micros`` over ``count`` micro-batches of nearly equal cost, unless those overflow."""
+    even = [_rows(pieces) for pieces in _balance([piece for micro in micros for piece in micro], sizes, count)]
+    fits = all(len(micro) <= 1 or sizes.tokens(micro) <= max_tokens for micro in even)
+    return even if fits else [_rows(micro) for micro in micros]
 
 
 def _similar(rows: list[int], headers: Sequence[Sized], max_tokens: int) -> list[list[int]]:
     micro: list[list[int]] = []
     longest = 0
-    for row in rows:  # longest first, so the first row of a micro-batch sets its width
+    for row in sorted(rows, key=lambda row: -headers[row].tokens):  # the first row of a micro-batch sets its width
         if micro and longest * (len(micro[-1]) + 1) <= max_tokens:
             micro[-1].append(row)
         else:

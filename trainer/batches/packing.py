@@ -56,6 +56,10 @@ class Packed:
             temperature=pad(self.temperature, (0, missing), value=1.0)[mine],
         )
 
+    def predicting(self, hidden: Tensor) -> Tensor:
+        """The hidden states [N, H] that predict the targets: all; those at a sequence's end count for nothing."""
+        return hidden
+
     def unpack(self, flat: Tensor) -> Tensor:
         """[N, ...] to [B, T-1, ...], 0 where no token is predicted."""
         rows, width = self.shape

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_async.messages import Trajectory
+from rl_async.trainer.batches.prefixes import PrefixTree, prefix_tree
 
 
 class Tensors(msgspec.Struct):
@@ -20,19 +21,29 @@ class Tensors(msgspec.Struct):
     lengths: Tensor  # int64 [B] on the host, real tokens of each row
     mask: Tensor  # bool [B, T-1], true where token t+1 is trained
     temperature: Tensor  # float32 [B, 1, 1]
+    tree: PrefixTree | None = None  # of the rows, for a model that computes once what they share
+
+    @property
+    def computed(self) -> int:
+        """Tokens that a pass goes through; padding is not counted."""
+        return int(self.lengths.sum()) if self.tree is None else len(self.tree.places)
 
 
-def collate(rows: Sequence[Trajectory], *, device: str, mask: Tensor | None = None) -> Tensors:
+def collate(
+    rows: Sequence[Trajectory], *, device: str, mask: Tensor | None = None, share_prefixes: bool = False
+) -> Tensors:
     """Pad rows to a micro-batch on ``device``. ``mask`` [B, T-1] has the tokens that train; None: all sampled ones."""
     shape = len(rows), max(max(len(row.token_ids) for row in rows), 2)
     tokens, sampled = np.zeros(shape, np.int64), np.zeros(shape, bool)
     for i, row in enumerate(rows):
         tokens[i, : len(row.token_ids)], sampled[i, : len(row.token_ids)] = row.token_ids, row.loss_mask
+    lengths, temperatures = zip(*((len(row.token_ids), row.sampling.temperature or 1.0) for row in rows), strict=True)
     return Tensors(
         tokens=torch.from_numpy(tokens).to(device),
-        lengths=torch.tensor([len(row.token_ids) for row in rows]),
+        lengths=torch.tensor(lengths),
         mask=(torch.from_numpy(sampled[:, 1:]) if mask is None else mask).to(device),
-        temperature=torch.tensor([row.sampling.temperature or 1.0 for row in rows], device=device)[:, None, None],
+        temperature=torch.tensor(temperatures, device=device)[:, None, None],
+        tree=prefix_tree(tokens, lengths, temperatures) if share_prefixes else None,
     )
 
 

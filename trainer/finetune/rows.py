@@ -17,6 +17,8 @@ class RowSize(NamedTuple):
 
     tokens: int
     baseline: bool = False
+    prompt_tokens: int = 0  # conversations have no prompt in common
+    prompt: None = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from rl_async.trainer.batches.packed_tree import TreeCalls
+from rl_async.trainer.model.tree_attention import can_merge, copied, merged
 from rl_async.trainer.model.ulysses import to_heads, to_sequence
 
 NAME = "rl_async_packed"
@@ -27,6 +29,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     packed_groups: Groups | None = None,
+    packed_tree: TreeCalls | None = None,
     sharing_ranks: dist.ProcessGroup | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -37,15 +40,24 @@ def packed_attention(
 
     A token sees those of its own sequence up to itself, or the last ``sliding_window`` of them. With ``softcap`` c
     scores are c * tanh(score / c) (Gemma 2, arXiv:2408.00118, section 2). With ``sharing_ranks`` N are this rank's
-    tokens of the row, and ``packed_groups`` are of all of it. Raises ValueError when the model asks for anything else,
-    so that none is computed wrongly.
+    tokens of the row, and ``packed_groups`` are of all of it. With ``packed_tree`` sequences share what they begin with
+    (``tree_attention.py``). Raises ValueError when the model asks for anything else, so that none is computed wrongly.
     """
     asked = [name for name in UNKNOWN if options.get(name) is not None]
-    if packed_groups is None or attention_mask is not None or not getattr(module, "is_causal", False) or asked:
+    if (
+        (packed_groups is None) == (packed_tree is None)
+        or attention_mask is not None
+        or not getattr(module, "is_causal", False)
+        or asked
+    ):
         raise ValueError(
-            f"packed attention of {type(module).__name__} needs packed_groups and causal attention without a mask, "
-            f"and has none of {asked or UNKNOWN}; leave the model's kind out of trainer/model/families.py"
+            f"packed attention of {type(module).__name__} needs packed rows or a tree of them, and causal attention "
+            f"without a mask, and has none of {asked or UNKNOWN}; leave the model's kind out of "
+            "trainer/model/families.py"
         )
+    if packed_tree is not None:
+        return _of_tree(query, key, value, packed_tree, scaling, sliding_window, softcap)[None], None
+    assert packed_groups is not None
     if sharing_ranks is not None:
         query, key, value = (to_heads(x, sharing_ranks) for x in (query, key, value))
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
@@ -65,6 +77,27 @@ def packed_attention(
     return attended if sharing_ranks is None else to_sequence(attended, sharing_ranks), None
 
 
+def _of_tree(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: TreeCalls,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """[N, heads, D] of [1, heads, N, D]."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    window = None if window is None or tree.longest <= window else window
+    if window is None and softcap is None and can_merge(q, v):
+        return merged(q, k, v, tree, scaling)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
+        return _fused(q, k, v, sees, scaling) if softcap is None else _capped(q, k, v, sees, scaling, softcap)
+
+    return copied(q, k, v, tree, window, attend)
+
+
 def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
     """Bool [length, length] of what a token sees through a window; None when that is all before it."""
     if window is None or length <= window:
@@ -81,7 +114,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, band: Tensor | None, scaling: float 
 
 def _capped(q: Tensor, k: Tensor, v: Tensor, band: Tensor | None, scaling: float | None, softcap: float) -> Tensor:
     """[B, heads, L, D] with every score in memory, [B, heads, L, L]: no fused kernel of PyTorch's caps them."""
-    length, repeats = q.shape[2], q.shape[1] // k.shape[1]
+    length, repeats = q.shape[2], q.shape[1] // k.shape[1]  # without a band there are as many keys
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scaling is None else scaling)
     scores = softcap * torch.tanh(scores / softcap)

@@ -12,10 +12,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import UserError
 from rl_async.trainer.backends.interface import OutputName, Outputs, policy_outputs
+from rl_async.trainer.batches.packed_tree import PackedTree, pack_tree
 from rl_async.trainer.batches.packing import Packed, pack
 from rl_async.trainer.batches.tensors import Tensors
 from rl_async.trainer.model.families import logit_form, why_not_shared, why_padded
-from rl_async.trainer.model.kernels import apply_liger, attention
+from rl_async.trainer.model.kernels import apply_liger, attention, why_prefixes_apart
 from rl_async.trainer.model.logprobs import Head as LogitHead
 from rl_async.trainer.model.logprobs import head_logits, token_stats
 from rl_async.trainer.model.ulysses import Sharing, gathered
@@ -48,21 +49,22 @@ class Headed(torch.nn.Module):
     """``lm`` is a Hugging Face causal LM, or with head "value" the decoder without its logits. Ranks that share rows
     pass the same ones, and each gets the outputs of all of their tokens."""
 
-    def __init__(self, lm: Any, head: Head, sharing: Sharing | None = None) -> None:
+    def __init__(self, lm: Any, head: Head, sharing: Sharing | None = None, shares_prefixes: bool = False) -> None:
         super().__init__()
         self.lm = lm
         self.value_head = None if head == "policy" else ValueHead(lm.config.hidden_size)
         self.has_logits = head != "value"
         self.packs = why_padded(lm.config) is None
         self.sharing = sharing
+        self.shares_prefixes = shares_prefixes
 
     def outputs(self, batch: Tensors, requested: frozenset[OutputName]) -> Outputs:
-        """One pass over a micro-batch: packed if the model can be, else padded."""
+        """One pass over a micro-batch: packed if the model can be, with shared prefixes if it has any, else padded."""
         if not self.packs:
             return Outputs(**self(batch, requested))
-        packed = pack(batch)
+        packed = pack(batch) if batch.tree is None or not self.shares_prefixes else pack_tree(batch, batch.tree)
         flat: dict[str, Tensor | None]
-        if self.sharing is None:
+        if self.sharing is None or isinstance(packed, PackedTree):
             flat = self(packed, requested)
         else:
             own, group = packed.share(self.sharing.rank, self.sharing.size), self.sharing.group
@@ -71,18 +73,23 @@ class Headed(torch.nn.Module):
             }
         return Outputs(**{name: None if part is None else packed.unpack(part) for name, part in flat.items()})
 
-    def forward(self, batch: Packed | Tensors, requested: frozenset[OutputName]) -> dict[str, Tensor | None]:
-        """The fields of ``Outputs``, [N, ...] of a packed batch, [B, T-1, ...] of a padded one; none is a view.
+    def forward(
+        self, batch: Packed | PackedTree | Tensors, requested: frozenset[OutputName]
+    ) -> dict[str, Tensor | None]:
+        """The fields of ``Outputs``, [N, ...] of a packed batch, [M, ...] of a packed tree, [B, T-1, ...] of a padded
+        one; none is a view.
 
         Log-probabilities are made in here, where FSDP has gathered lm_head's weight, once for all chunks.
         """
-        return self._packed(batch, requested) if isinstance(batch, Packed) else self._padded(batch, requested)
+        return (
+            self._packed(batch, requested) if isinstance(batch, Packed | PackedTree) else self._padded(batch, requested)
+        )
 
-    def _packed(self, packed: Packed, requested: frozenset[OutputName]) -> dict[str, Tensor | None]:
+    def _packed(self, packed: Packed | PackedTree, requested: frozenset[OutputName]) -> dict[str, Tensor | None]:
         inputs = packed.backbone_inputs()
         if self.sharing is not None:
             inputs["sharing_ranks"] = self.sharing.group
-        hidden = self.lm.base_model(**inputs).last_hidden_state[0]
+        hidden = packed.predicting(self.lm.base_model(**inputs).last_hidden_state[0])
         outputs: dict[str, Tensor | None] = {}
         if self.has_logits:
             head = LogitHead(self.lm.lm_head.weight, self.lm.lm_head.bias, logit_form(self.lm.config))
@@ -139,9 +146,11 @@ def load_headed(
         raise UserError(f"{key}: cannot load a {what} from {path}: {error}") from error
     if options.kernels == "liger":
         apply_liger(lm, device)
-    model = Headed(lm, head, sharing)
     if reason := why_padded(lm.config):
         log.warning("%s: rows of %s are padded, not packed, which is slower: %s", key, path, reason)
+    if apart := why_prefixes_apart(lm.config, how, device, options):
+        log.info("%s: what rows of %s begin with is computed for each of them: %s", key, path, apart)
+    model = Headed(lm, head, sharing, shares_prefixes=apart is None)
     weights = Path(path) / VALUE_HEAD_FILE
     if model.value_head is not None and weights.is_file():
         model.value_head.load_state_dict(load_file(weights))

@@ -36,6 +36,19 @@ def attention(config: Any, device: str, dtype: torch.dtype, options: TrainerConf
     return packed_attention.NAME
 
 
+def why_prefixes_apart(config: Any, implementation: str, device: str, options: TrainerConfig) -> str | None:
+    """Why a model with this Hugging Face config and attention computes what rows share once per row; None if once."""
+    if reason := why_padded(config):
+        return f"its rows are not packed: {reason}"
+    if options.sequence_parallel > 1:
+        return "ranks that share rows (trainer.sequence_parallel) exchange whole ones"
+    if implementation != packed_attention.NAME or not device.startswith("cpu"):
+        return "attention over shared prefixes is made for CPUs"
+    if options.compile:
+        return "compiled layers (trainer.compile) would be compiled anew for every tree of prefixes"
+    return None
+
+
 def apply_liger(lm: Any, device: str) -> None:
     """Let a Hugging Face model, or its decoder alone, compute with Liger's Triton kernels. Not its loss:
     log-probabilities come from ``token_logprobs``.

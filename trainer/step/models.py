@@ -11,6 +11,8 @@ from rl_async.trainer.batches.cost import RowCost
 from rl_async.trainer.batches.data_parallel import DataParallel
 from rl_async.trainer.step.critic import critic_training, policy_training
 
+log = logging.getLogger("rl_async.trainer")
+
 
 @dataclass(frozen=True)
 class Models:
@@ -22,8 +24,13 @@ class Models:
 
     @property
     def row_cost(self) -> RowCost:
-        """The policy's cost of a row; padded if any of the models pads rows, which then are grouped by length."""
-        return replace(self.policy.row_cost, padded=any(model.row_cost.padded for model in self._all()))
+        """The policy's cost of a row; padded if any of the models pads rows, which then are grouped by length, and
+        sharing prefixes if all do."""
+        return replace(
+            self.policy.row_cost,
+            padded=any(model.row_cost.padded for model in self._all()),
+            shares_prefixes=all(model.row_cost.shares_prefixes for model in self._all()),
+        )
 
     @property
     def data_parallel(self) -> DataParallel:
@@ -74,6 +81,7 @@ def _megatron(config: RunConfig, device: str) -> Models:
     with warnings.catch_warnings():  # at every import: it could use them, and does without
         warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)")
         from rl_async.trainer.backends.megatron.backend import MegatronBackend  # an optional installation
+    log.info("trainer.backend=megatron: what rows begin with is computed for each of them")
     logging.getLogger("megatron").setLevel(logging.WARNING)
 
     model, kl = config.model, config.algorithm.kl

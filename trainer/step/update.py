@@ -23,6 +23,7 @@ from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.algorithms.correction_metrics import correction_metrics
 from rl_async.trainer.backends.interface import Backend, LossFn, OutputName
 from rl_async.trainer.batches.batch import Batch
+from rl_async.trainer.batches.data_parallel import DataParallel
 from rl_async.trainer.batches.layout import cost_imbalance, mask_bound, token_imbalance
 from rl_async.trainer.batches.tensors import collate, empty_tensors
 from rl_async.trainer.step.critic import CriticUpdate, critic_update
@@ -50,10 +51,7 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     headers, options, ranks = batch.headers, config.algorithm.shaping, models.data_parallel
     trains = shaping.trains(headers, options)
     whole = assemble(ranks, batch, mask_bound(config), trains)
-    minis = [
-        [micro_batch(batch, whole, rows, models.policy.device) for rows in mini.ranks[ranks.rank]]
-        for mini in batch.plan
-    ]
+    minis = [[micro_batch(batch, whole, rows, models) for rows in mini.ranks[ranks.rank]] for mini in batch.plan]
     micros = [micro for mini in minis for micro in mini]
     before = precompute(models, whole, micros, algorithm)
     corrected = None
@@ -85,9 +83,21 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     metrics |= sums.metrics() | kl
     metrics |= correction_metrics(target, whole.behaviour, whole.mask, whole.age, corrected, algorithm.rules)
     metrics["tokens/trained"] = float(corrected.keep.sum())
-    metrics["batch/token_imbalance"] = token_imbalance(batch.plan, headers)
-    metrics["batch/work_imbalance"] = cost_imbalance(batch.plan, headers, models.policy.row_cost)
+    metrics["batch/token_imbalance"] = token_imbalance(batch.plan, headers, models.row_cost)
+    metrics["batch/work_imbalance"] = cost_imbalance(batch.plan, headers, models.row_cost)
+    metrics["batch/shared_tokens"] = shared_tokens(ranks, micros)
     return Updated(metrics, attributed(corrected, whole, ~trains))
+
+
+def shared_tokens(ranks: DataParallel, micros: Sequence[MicroBatch]) -> float:
+    """The share of the batch's tokens that no pass computes, since another row of its micro-batch begins with them.
+
+    A collective.
+    """
+    there = [micro.tensors for micro in micros if micro.rows]
+    sums = torch.tensor([sum(x.computed for x in there), sum(int(x.lengths.sum()) for x in there)], dtype=torch.float64)
+    ranks.all_reduce(sums)
+    return 1.0 - (sums[0] / sums[1]).item()
 
 
 def require_rewards(batch: Batch) -> None:
@@ -104,13 +114,15 @@ def require_rewards(batch: Batch) -> None:
     )
 
 
-def micro_batch(batch: Batch, whole: WholeBatch, rows: list[int], device: str) -> MicroBatch:
+def micro_batch(batch: Batch, whole: WholeBatch, rows: list[int], models: Models) -> MicroBatch:
     """Put the tensors of some of this rank's rows on the device: what a model reads, and the mask."""
+    device = models.policy.device
     if not rows:
         return MicroBatch(rows, empty_tensors(device))
     payloads = [batch.rows[batch.headers[i].key] for i in rows]
     width = max(max(len(row.token_ids) for row in payloads) - 1, 1)
-    return MicroBatch(rows, collate(payloads, device=device, mask=whole.mask[rows, :width]))
+    share = models.row_cost.shares_prefixes
+    return MicroBatch(rows, collate(payloads, device=device, mask=whole.mask[rows, :width], share_prefixes=share))
 
 
 def precompute(models: Models, whole: WholeBatch, micros: Sequence[MicroBatch], algorithm: Algorithm) -> Precomputed:

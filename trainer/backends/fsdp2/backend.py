@@ -61,7 +61,7 @@ class Fsdp2Backend:
             self._base = base_of(path)
             self._targets = attach(model.lm, self._lora, self.dtype)
         self.hf_config = model.lm.config
-        self.row_cost = row_cost_of(self.hf_config, padded=not model.packs)
+        self.row_cost = row_cost_of(self.hf_config, padded=not model.packs, shares_prefixes=model.shares_prefixes)
         self._offloads = options.cpu_offload
         prepare(model.lm.base_model.layers, options)
         self._replicas = options.replicas

@@ -55,7 +55,7 @@ def test_ranks_and_micro_batches_get_equal_work_and_not_equal_tokens() -> None:
     assert cost_imbalance(plan, headers, cost) < 0.01
     alone = [header(0, 100), *(header(i, 10) for i in range(1, 61))]  # 11,000 and 60 times 200
     uneven = layout(alone, step=0, minibatches=1, ranks=2, max_tokens=10_000, seed=0, cost=cost)
-    assert cost_imbalance(uneven, alone, cost) < 0.02 < 0.3 < token_imbalance(uneven, alone)
+    assert cost_imbalance(uneven, alone, cost) < 0.02 < 0.3 < token_imbalance(uneven, alone, cost)
     for micros in plan[0].ranks:
         costs = [sum(cost.of(lengths[i]) for i in micro) for micro in micros]
         assert len(costs) > 1
@@ -77,3 +77,57 @@ def test_every_mini_batch_has_rows_that_train() -> None:
         minis = layout(made, step=step, minibatches=4, ranks=2, max_tokens=64, seed=0, cost=RowCost())
         assert [sum(not made[row].baseline for row in mini.rows) for mini in minis] == [2] * 4
         assert [len(mini.rows) for mini in minis] == [4] * 4
+
+
+def group(number: int, prompt: int, answers: list[int]) -> list[TrajectoryHeader]:
+    headers = [header(4 * number, prompt + answer) for answer in answers]
+    return [
+        msgspec.structs.replace(h, group_id=number, sample=i, prompt_tokens=prompt, prompt_crc32=number)
+        for i, h in enumerate(headers)
+    ]
+
+
+SHARING = RowCost(10, 1, shares_prefixes=True)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 40), st.lists(st.integers(1, 20), min_size=1, max_size=6)), min_size=1, max_size=8
+    ),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(20, 150),
+)
+def test_a_prompt_counts_once_in_each_micro_batch(groups, minibatches, ranks, budget) -> None:
+    headers = [h for number, (prompt, answers) in enumerate(groups) for h in group(number, prompt, answers)]
+    plan = layout(headers, step=0, minibatches=minibatches, ranks=ranks, max_tokens=budget, seed=1, cost=SHARING)
+    rows = sorted(i for mini in plan for micros in mini.ranks for micro in micros for i in micro)
+    assert rows == list(range(len(headers)))
+    for micro in (micro for mini in plan for micros in mini.ranks for micro in micros):
+        prompts = {headers[i].group_id: headers[i].prompt_tokens for i in micro}
+        computed = sum(prompts.values()) + sum(headers[i].tokens - headers[i].prompt_tokens for i in micro)
+        assert len(micro) <= 1 or computed <= budget
+
+
+def test_groups_stay_together_where_ranks_are_balanced_all_the_same() -> None:
+    headers = [h for number in range(8) for h in group(number, 100, [20] * 4)]
+    (mini,) = layout(headers, step=0, minibatches=1, ranks=2, max_tokens=10_000, seed=0, cost=SHARING)
+    whose = [{headers[i].group_id for micro in micros for i in micro} for micros in mini.ranks]
+    assert not whose[0] & whose[1]
+    assert len(whose[0]) == len(whose[1]) == 4
+    for minibatches in (2, 4):
+        minis = layout(headers, step=0, minibatches=minibatches, ranks=1, max_tokens=10_000, seed=0, cost=RowCost())
+        seen = [{headers[i].group_id for i in mini.rows} for mini in minis]
+        assert sum(map(len, seen)) == len(set.union(*seen)) == 8, "mini-batches are of whole groups, shared or not"
+
+
+def test_a_group_is_divided_when_that_makes_the_slowest_rank_faster() -> None:
+    one = group(0, 10, [50] * 8)
+    (mini,) = layout(one, step=0, minibatches=1, ranks=2, max_tokens=10_000, seed=0, cost=SHARING)
+    assert [sum(map(len, micros)) for micros in mini.ranks] == [4, 4]
+    assert cost_imbalance([mini], one, SHARING) == 0
+    long = group(0, 1000, [1] * 2)
+    (mini,) = layout(long, step=0, minibatches=1, ranks=2, max_tokens=10_000, seed=0, cost=SHARING)
+    assert sorted(sum(map(len, micros)) for micros in mini.ranks) == [0, 2], "the prompt is nearly all of it"
+    (mini,) = layout(one, step=0, minibatches=1, ranks=1, max_tokens=250, seed=0, cost=SHARING)
+    assert sorted(map(len, mini.ranks[0])) == [4, 4], "divided by the budget alone, 10 + 4 * 50"

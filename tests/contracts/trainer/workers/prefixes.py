@@ -1,0 +1,54 @@
+"""One of two FSDP2 ranks that compute rows with and without shared prefixes; started by test_prefixes.py.
+
+``python -m tests.contracts.trainer.workers.prefixes MODEL OUT OPTIONS``: OPTIONS are the trainer's, by name, as JSON.
+Rank 0 writes the largest differences of the gradients and how large those are.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_async.configs.schema.trainer import TrainerConfig
+from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
+from rl_async.trainer.batches.tensors import Tensors
+from tests.support.prefixes import loss_of, shared_rows
+
+
+def gradients(backend: Fsdp2Backend, batch: Tensors) -> dict[str, Tensor]:
+    """Summed over the ranks, whose losses differ, by the names of the parameters."""
+    loss = loss_of(backend.model.outputs(batch, frozenset({"entropy", "sum_squares"})), batch.lengths)
+    (loss * (1 + dist.get_rank())).backward()
+    named = backend.model.named_parameters()
+    found = {name: parameter.grad.full_tensor() for name, parameter in named if parameter.grad is not None}
+    backend.model.zero_grad()
+    return found
+
+
+def main() -> None:
+    model, out, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+    found = {}
+    for case, keys in options.items():
+        backend = Fsdp2Backend(model, "float32", "cpu", msgspec.convert(keys, TrainerConfig))
+        assert backend.row_cost.shares_prefixes
+        batch = shared_rows(backend.hf_config.vocab_size)
+        assert batch.tree is not None
+        together, alone = (gradients(backend, x) for x in (batch, msgspec.structs.replace(batch, tree=None)))
+        assert together.keys() == alone.keys()
+        found[case] = {
+            "difference": max((together[name] - alone[name]).abs().max().item() for name in alone),
+            "size": max(gradient.abs().max().item() for gradient in alone.values()),
+        }
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    main()
+    dist.destroy_process_group()

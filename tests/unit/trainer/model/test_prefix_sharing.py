@@ -1,0 +1,123 @@
+"""Rows that share prefixes: every kind of model computes them as rows of their own, forward and backward."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoConfig
+
+from rl_async.configs.schema.trainer import TrainerConfig
+from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
+from rl_async.trainer.backends.interface import OutputName
+from rl_async.trainer.batches.tensors import Tensors
+from rl_async.trainer.model.attention import NAME
+from rl_async.trainer.model.families import FAMILIES
+from rl_async.trainer.model.heads import Head
+from rl_async.trainer.model.kernels import why_prefixes_apart
+from tests.support.prefixes import loss_of, shared_rows
+from tests.unit.trainer.model.test_families import COMMON, VOCAB, saved
+
+EVERYTHING: frozenset[OutputName] = frozenset({"entropy", "sum_squares", "distribution"})
+HEADS: dict[Head, frozenset[OutputName]] = {
+    "policy": EVERYTHING,
+    "value": frozenset(),
+    "both": EVERYTHING | {"values"},
+}
+CASES: list[tuple[str, Head, bool]] = [
+    *((kind, "policy", kind in ("gemma2", "deepseek_v3")) for kind in sorted(FAMILIES)),
+    ("qwen3", "value", False),
+    ("llama", "both", True),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    """Collectives among this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def computed(backend: Fsdp2Backend, batch: Tensors, requested: frozenset[OutputName]) -> dict[str, Tensor]:
+    """The loss, the outputs and the gradients, by name."""
+    outputs = backend.model.outputs(batch, requested)
+    loss = loss_of(outputs, batch.lengths)
+    loss.backward()
+    found = {name: part for name in outputs.__struct_fields__ if (part := getattr(outputs, name)) is not None}
+    named = backend.model.named_parameters()
+    found |= {f"gradient of {name}": p.grad.full_tensor() for name, p in named if p.grad is not None}
+    backend.model.zero_grad()
+    return {"loss": loss.detach(), **found}
+
+
+@pytest.mark.parametrize(("kind", "head", "checkpointed"), CASES)
+def test_shared_prefixes_change_neither_outputs_nor_gradients(
+    kind: str, head: Head, checkpointed: bool, tmp_path: Path
+) -> None:
+    saved(kind, tmp_path)
+    config = TrainerConfig(activation_checkpointing=checkpointed)
+    backend = Fsdp2Backend(str(tmp_path), "float32", "cpu", config, head)
+    if backend.model.value_head is not None:
+        torch.nn.init.constant_(backend.model.value_head.weight, 0.1)
+    seen: list[int] = []
+    backend.model.lm.get_input_embeddings().register_forward_hook(lambda *call: seen.append(call[1][0].shape[1]))
+    batch = shared_rows(VOCAB)
+    assert batch.tree is not None
+    together = computed(backend, batch, HEADS[head])
+    alone = computed(backend, msgspec.structs.replace(batch, tree=None), HEADS[head])
+    assert seen == [batch.computed, int(batch.lengths.sum())]
+    assert batch.computed < 0.6 * int(batch.lengths.sum())
+    assert together.keys() == alone.keys()
+    gradients = {name for name in alone if name.startswith("gradient")}
+    size = max(alone[name].abs().max().item() for name in gradients)
+    assert size > 1e-4
+    for name, expected in alone.items():
+        bound = min(1e-6, 1e-3 * size) if name in gradients or name == "loss" else 1e-5
+        assert (together[name] - expected).abs().max() < bound, name
+
+
+def test_shared_prefixes_in_bfloat16_differ_by_its_rounding(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    backend = Fsdp2Backend(str(tmp_path), "bfloat16", "cpu", TrainerConfig())
+    batch = shared_rows(VOCAB)
+    together, alone = (computed(backend, x, EVERYTHING) for x in (batch, msgspec.structs.replace(batch, tree=None)))
+    assert torch.allclose(together["logprobs"], alone["logprobs"], atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("stablelm", TrainerConfig(), "stablelm"),
+        ("qwen3", TrainerConfig(compile=True), "trainer.compile"),
+        ("qwen3", TrainerConfig(), None),
+    ],
+)
+def test_what_cannot_share_says_why(
+    kind: str, options: TrainerConfig, reason: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(kind, tmp_path)
+    with caplog.at_level(logging.INFO, "rl_async.trainer"):
+        backend = Fsdp2Backend(str(tmp_path), "float32", "cpu", options)
+    told = [record.getMessage() for record in caplog.records if "begin with" in record.getMessage()]
+    assert backend.row_cost.shares_prefixes == (reason is None)
+    assert bool(told) == (reason is not None)
+    assert reason is None or reason in told[0]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "device", "options"),
+    [
+        (NAME, "cuda", TrainerConfig()),
+        ("flash_attention_2", "cpu", TrainerConfig()),
+        (NAME, "cpu", TrainerConfig(sequence_parallel=2)),
+    ],
+)
+def test_where_prefixes_stay_apart(implementation: str, device: str, options: TrainerConfig) -> None:
+    config = AutoConfig.for_model("qwen3", **COMMON)
+    assert why_prefixes_apart(config, NAME, "cpu", TrainerConfig()) is None
+    assert why_prefixes_apart(config, implementation, device, options)
