@@ -121,9 +121,15 @@ class EngineHttp:
         return True
 
     async def needs_token(self) -> bool:
-        """Return whether the server refuses a request without a token, which this client must not have."""
-        async with await self._send("GET", "/", None, None, None) as response:
-            return response.status == 401
+        """Return whether the server refuses a request without a token, which this client must not have.
+
+        Raises EngineLost if it does not answer within HEALTH_S seconds.
+        """
+        try:
+            async with asyncio.timeout(HEALTH_S), await self._send("GET", "/", None, None, None) as response:
+                return response.status == 401
+        except TimeoutError as error:
+            raise self._lost("/", error) from error
 
     async def close(self) -> None:
         """Close the connections; a later request opens new ones."""

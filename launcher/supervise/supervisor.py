@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rl_async.errors import EXIT_STOPPED, EXIT_USER, QueueLost
+from rl_async.errors import EXIT_STOPPED, EXIT_USER, EngineLost, QueueLost
 from rl_async.launcher.folder.tail import LineTail
 from rl_async.launcher.plan.planning import Plan
 from rl_async.launcher.plan.spec import ProcessSpec, fill
@@ -228,14 +228,24 @@ class Supervisor:
         probe = EngineHttp(url, timeout_s=None)
         try:
             while child.returncode is None and time.monotonic() < deadline:
-                if await probe.healthy():
-                    if not await probe.needs_token():
-                        raise RoleFailed(f"{child.name} at {url} takes requests without the run's token")
+                closed = await self._asks_for_token(probe)
+                if closed is False:
+                    raise RoleFailed(f"{child.name} at {url} takes requests without the run's token")
+                if closed:
                     return True
                 await asyncio.sleep(HEALTH_POLL_S)
             return False
         finally:
             await probe.close()
+
+    async def _asks_for_token(self, probe: EngineHttp) -> bool | None:
+        """Whether a server refuses what carries no token; None while it does not answer, or no longer does."""
+        if not await probe.healthy():
+            return None
+        try:
+            return await probe.needs_token()
+        except EngineLost:
+            return None
 
     async def _until_gone(self, child: Process, cut_off: asyncio.Event) -> None:
         ended, lost = asyncio.ensure_future(child.wait()), asyncio.ensure_future(cut_off.wait())

@@ -1,8 +1,8 @@
 """Tiny stand-ins for the roles, as processes: ``python roles.py KIND FOLDER [PORT] [--resume]``.
 
 Each appends its pid to ``FOLDER/KIND.pids``. How it behaves is said by a file ``FOLDER/KIND.do``: lines of
-``work``, ``exit CODE``, ``mute``, ``stubborn`` or ``grandchild``, one for each start; the last one counts for all that
-follow.
+``work``, ``exit CODE``, ``mute``, ``stubborn``, ``grandchild``, or for an engine ``once`` (it dies after its first
+answer) or ``stuck`` (it only answers probes), one for each start; the last one counts for all that follow.
 """
 
 import http.server
@@ -35,7 +35,13 @@ class NoTasks:
 class Healthy(http.server.BaseHTTPRequestHandler):
     """Answers a health probe with 200, and any other GET as without a token."""
 
+    what: list[str] = []
+
     def do_GET(self) -> None:
+        if self.path != "/health" and "once" in self.what:
+            os._exit(7)
+        if self.path != "/health" and "stuck" in self.what:
+            time.sleep(600)
         self.send_response(200 if self.path == "/health" else 401)
         self.send_header("Content-Length", "0")
         self.end_headers()
@@ -111,6 +117,7 @@ def main() -> None:
     elif kind == "queue":
         queue(folder, port)
     elif kind in ("engine", "reward-model"):
+        Healthy.what = what
         http.server.ThreadingHTTPServer(("127.0.0.1", port), Healthy).serve_forever()
     elif kind == "trainer":
         trainer(folder, port, "--resume" in sys.argv)

@@ -90,6 +90,18 @@ async def test_a_killed_engine_comes_back_under_another_name(rig: Any, make_plan
     assert len(rig.pids("engine")) == 2
 
 
+@pytest.mark.parametrize("end", ["once", "stuck"])
+async def test_an_engine_that_is_lost_between_its_first_answers_is_replaced(rig: Any, make_plan: Any, end: str) -> None:
+    rig.do("engine", end, "work")
+
+    async def meddle(supervisor: Supervisor) -> None:
+        await eventually(lambda: state(supervisor, "engine-0") == ("running", 1))
+        rig.go()
+
+    await supervise(rig, replace(make_plan(rig.folder), start_timeout_s=10.0), meddle)
+    assert len(rig.pids("engine")) == 2
+
+
 async def test_an_engine_that_was_cut_off_is_replaced(rig: Any, make_plan: Any) -> None:
     async def meddle(supervisor: Supervisor) -> None:
         await eventually(lambda: state(supervisor, "engine-0") == ("running", 0))
