@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 from rl_async.messages import Task
 from rl_async.process.lifeline import watch_lifeline
@@ -35,7 +36,7 @@ class NoTasks:
 class Healthy(http.server.BaseHTTPRequestHandler):
     """Answers a health probe with 200, and any other GET as without a token."""
 
-    what: list[str] = []
+    what: ClassVar[list[str]] = []
 
     def do_GET(self) -> None:
         if self.path != "/health" and "once" in self.what:
