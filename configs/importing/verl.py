@@ -140,6 +140,9 @@ def _data(t: Translation) -> None:
         t.notes.append(f"data.eval_path takes one file: the first of data.val_files, of {len(held_out)}")
     if held_out:
         t.put("data.eval_path", held_out[0] if isinstance(held_out, list) else held_out, "data.val_files")
+    before = t.take("trainer.val_before_train", True)
+    if held_out:
+        t.put("eval.before", before, "trainer.val_before_train")
 
 
 def _sizes(t: Translation) -> None:

@@ -57,7 +57,9 @@ def test_what_verl_does_by_default_and_we_do_not_is_written_and_named(tmp_path: 
     assert config.algorithm.clip_high == 0.2 and config.algorithm.loss_options.clip_dual == 3.0
     assert config.algorithm.correction == "disabled" and config.algorithm.loss_options.kl_cov_coef == 0.1
     assert config.queue.max_staleness == 0 and config.trainer.beta2 == 0.999
-    for key in ("clip_high", "clip_dual", "correction", "kl_cov_coef", "max_staleness", "beta2", "epsilon"):
+    assert config.eval.before and not translated(tmp_path, "trainer.val_before_train=false")[0].eval.before
+    assert not translated(tmp_path, "data.val_files=null")[0].eval.before, "there is nothing to evaluate"
+    for key in ("eval.before", "clip_high", "clip_dual", "correction", "kl_cov_coef", "max_staleness", "beta2", "epsilon"):
         assert key in comments
 
 
