@@ -6,6 +6,7 @@ import jinja2
 from transformers import PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.format import ChatFormat
+from rl_async.agent_loop.chat_formats.harmony import HarmonyFormat
 from rl_async.agent_loop.chat_formats.hermes import HERMES
 from rl_async.agent_loop.chat_formats.library import INSTALL, LibraryFormat, installed
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
@@ -26,6 +27,8 @@ def choose(tokenizer: PreTrainedTokenizerFast, name: ChatFormatName = "auto") ->
     """
     if name == "auto":
         return _detect(tokenizer)
+    if name == HarmonyFormat.name:
+        return HarmonyFormat(tokenizer)
     if name in SYNTAXES:
         return ChatRenderer(tokenizer, name=name, syntax=SYNTAXES[name])
     chat = LibraryFormat(tokenizer, name)
@@ -37,7 +40,8 @@ def choose(tokenizer: PreTrainedTokenizerFast, name: ChatFormatName = "auto") ->
 def _detect(tokenizer: PreTrainedTokenizerFast) -> ChatFormat:
     """Return Hermes' format if the template writes such calls, or knows no tools and models may learn these.
 
-    Else return the first family that prints the same as the template, or a format without calls.
+    Else return gpt-oss's if it writes calls like that, or the first family that prints the same as the template, or a
+    format without calls.
     """
     try:
         own = ChatRenderer(tokenizer)
@@ -50,6 +54,8 @@ def _detect(tokenizer: PreTrainedTokenizerFast) -> ChatFormat:
         return own
     if "probe" not in printed and not own.prints_tools:
         return own
+    if "to=functions.probe" in printed and "<|call|>" in printed:
+        return HarmonyFormat(tokenizer)
     return _family(tokenizer) or ChatRenderer(tokenizer, name="plain", syntax=NO_CALLS)
 
 
@@ -77,7 +83,7 @@ def load_format(model_path: str, agent: AgentConfig) -> ChatFormat:
     if not (agent.tools or agent.environment):
         return chat
     if chat.name == "plain":
-        known = ", ".join([*SYNTAXES, *LIBRARY_NAMES])
+        known = ", ".join([*SYNTAXES, HarmonyFormat.name, *LIBRARY_NAMES])
         hint = "" if installed() else f", or install more formats: `{INSTALL}`"
         raise ConfigError(
             f"agent.chat_format: nothing known reads the calls that the chat template of {model_path} asks for; name "

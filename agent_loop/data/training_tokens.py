@@ -15,6 +15,7 @@ import jinja2
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from rl_async.agent_loop.chat_formats.harmony import HarmonyFormat
 from rl_async.agent_loop.chat_formats.library import LibraryFormat
 from rl_async.agent_loop.chat_formats.registry import choose
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
@@ -54,7 +55,7 @@ class ChatEncoder:
                 f"model.path: the end of an assistant's turn cannot be determined: {error}; put {{% generation %}} and "
                 "{% endgeneration %} around what the assistant says in the chat template"
             ) from error
-        if isinstance(chat, LibraryFormat):
+        if isinstance(chat, LibraryFormat | HarmonyFormat):
             self._family, self._encode = chat, self._by_family
             return
         assert isinstance(chat, ChatRenderer)

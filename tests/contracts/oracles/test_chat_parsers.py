@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from rl_async.agent_loop.chat_formats.harmony import HarmonyFormat
 from rl_async.agent_loop.chat_formats.library import INSTALL, LibraryFormat, installed
 from rl_async.agent_loop.chat_formats.registry import choose
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
@@ -150,7 +151,7 @@ class Reading(NamedTuple):
     broken: int
 
 
-def ours(chat: ChatRenderer | LibraryFormat, text: str, opened: bool) -> Reading:
+def ours(chat: ChatRenderer | LibraryFormat | HarmonyFormat, text: str, opened: bool) -> Reading:
     found = chat.parse(chat.encode(text), prompt_ids=chat.encode(OPENING) if opened else (), tools=TOOLS)
     calls = [[call.name, call.arguments] for call in found.calls if not call.problem]
     return Reading(found.reasoning.strip(), found.content.strip(), calls, len(found.calls) - len(calls))
@@ -223,6 +224,62 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(zip(FAMILIES, json.loads((folder / "answers").read_text()), strict=True))
+
+
+def harmony(draw: random.Random) -> str:
+    """Return what gpt-oss says after the opening of its turn: reasoning and perhaps a preamble, then a call or text."""
+    reasoning = draw.choice(["", "so", "I think\nso", "2 < 3 & 4"])
+    parts = [f"<|channel|>analysis<|message|>{reasoning}"] if reasoning else []
+    if draw.random() < 0.4:
+        return "<|end|><|start|>assistant".join([*parts, f"<|channel|>final<|message|>{draw.choice(TEXTS)}<|return|>"])
+    if draw.random() < 0.3:
+        parts.append(f"<|channel|>commentary<|message|>{draw.choice(TEXTS)}")
+    name = "search" if draw.random() < 0.9 else "find_it"
+    arguments = {"query": draw.choice(TEXTS)} | ({"limit": draw.randint(-3, 300)} if draw.random() < 0.5 else {})
+    heads = (" to=functions.{}<|channel|>commentary json", "<|channel|>commentary to=functions.{} <|constrain|>json")
+    parts.append(f"{draw.choice(heads).format(name)}<|message|>{json.dumps(arguments)}<|call|>")
+    return "<|end|><|start|>assistant".join(parts)
+
+
+def harmony_verdict(ours: Reading, theirs: Reading) -> str:
+    """Say how two readings of gpt-oss compare: "agree", the reason why they do not, or "unexplained"."""
+    if ours == theirs:
+        return "agree"
+    same = (ours.reasoning, ours.calls) == (theirs.reasoning, theirs.calls)
+    if same and ours.broken > theirs.broken:
+        return "a call that is cut off in its header is one here"
+    if ours.reasoning == theirs.reasoning and not theirs.calls and len(ours.calls) == 1:
+        return "a call whose recipient or start is misspelt is one here"
+    if same and theirs.content in ours.content:
+        return "text in a channel that is misspelt is text here"
+    return "unexplained"
+
+
+def test_gpt_oss_is_read_as_the_package_reads_it() -> None:
+    """vLLM's parser and OpenAI's own need a vocabulary that they download; the package's takes any tokenizer."""
+    if not installed():
+        pytest.skip(f"the package renderers is not here; install it with {INSTALL}")
+    from renderers.parsing import parse_gpt_oss
+
+    tokens = ("start", "channel", "message", "end", "call", "return", "constrain")
+    tokenizer = byte_tokenizer(CHATML.replace("TOKENS", "".join(f"<|{token}|>" for token in tokens)))
+    chat, draw, counts, open_questions = HarmonyFormat(tokenizer), random.Random("gpt-oss"), Counter[str](), []
+    ids = {f"{token}_id": chat.encode(f"<|{token}|>")[0] for token in tokens}
+    for _ in range(TEXTS_EACH):
+        whole = harmony(draw)
+        text = changed(whole, draw)
+        found = parse_gpt_oss(tokenizer, chat.encode("<|start|>assistant" + text), **ids)
+        good = [[call.name, call.arguments] for call in found.tool_calls if str(call.status) == "ok"]
+        broken = len(found.tool_calls) - len(good)
+        other = Reading((found.reasoning_content or "").strip(), found.content.strip(), good, broken)
+        mine = ours(chat, text, opened=False)
+        verdict = harmony_verdict(mine, other)
+        counts[verdict] += 1
+        if verdict == "unexplained" or (text == whole and verdict != "agree"):
+            open_questions.append((text, mine, other))
+    print(f"gpt-oss: {dict(counts)}")
+    assert not open_questions
+    assert counts["agree"] >= 120
 
 
 @pytest.mark.timeout(600)

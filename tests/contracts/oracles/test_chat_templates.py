@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from rl_async.agent_loop.chat_formats.format import CannotBridge, ChatFormat
+from rl_async.agent_loop.chat_formats.harmony import HarmonyFormat
 from rl_async.agent_loop.chat_formats.library import INSTALL, LibraryFormat, installed
 from rl_async.agent_loop.chat_formats.registry import choose
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
@@ -58,17 +59,20 @@ FOUND = {
     "nemotron_3_super": "nemotron-3",
     "nemotron_3_ultra": "nemotron-3-ultra",
     "nemotron_3_5_lightning": "nemotron-3-ultra",
+    "gptoss": "gpt-oss",
 }
 # Whose templates leave out reasoning once a user speaks again; none does between calls and their results.
 DROPS = {name for name in FOUND if name.startswith("nemotron")} | {
-    *("qwen3", "qwen3_5_think", "qwen3_6", "glm4moe", "gemma4_v5")
+    *("qwen3", "qwen3_5_think", "qwen3_6", "glm4moe", "gemma4_v5", "gptoss")
 }
 KEEPS_EMPTY = "qwen3_5_nothink"  # the package leaves the empty reasoning that opened a turn where it was
 # At least so many of a family's cases are equal to the template; docs/chat_formats.md has what was counted.
-EQUAL = dict.fromkeys(FOUND, 55) | {name: 20 for name in FOUND if name.startswith(("qwen3_5", "qwen3_6", "nemotron"))}
+EQUAL = dict.fromkeys(FOUND, 55) | {
+    name: 20 for name in FOUND if name.startswith(("qwen3_5", "qwen3_6", "nemotron", "gptoss"))
+}
 AGREE = 55  # and so many are equal except for earlier turns
 # Whose answers may end within their reasoning, after which they cannot go on.
-REASONING = {"qwen3_8", "gemma4"} | DROPS - {"qwen3"}
+REASONING = {"qwen3_8", "gemma4"} | DROPS - {"qwen3", "gptoss"}
 MOST_REFUSED = 45
 NO_TOOLS = [
     "llama3",
@@ -76,7 +80,8 @@ NO_TOOLS = [
     "gemma3",
     "phi3",
 ]  # templates that print none; a fine-tuned model may write Hermes' calls
-NOT_KNOWN = ["gptoss", "gemma4_v2", "lfm2", "deepseekv3"]  # whose calls nothing here reads as that template prints them
+# Whose calls nothing here reads as that template prints them.
+NOT_KNOWN = ["gemma4_v2", "lfm2", "deepseekv3"]
 TOOLS = [
     {
         "type": "function",
@@ -119,6 +124,7 @@ def make(templates: Path, name: str, chat_format: str = "auto") -> ChatFormat:
     return choose(tokenizer, chat_format)  # type: ignore[arg-type]
 
 
+Formats = ChatRenderer | LibraryFormat | HarmonyFormat
 Case = tuple[list[dict[str, Any]], list[Any], dict[str, Any], list[dict[str, Any]]]
 
 
@@ -160,7 +166,7 @@ def cases(seed: str) -> Iterator[Case]:
             )
 
 
-def compare(chat: ChatRenderer | LibraryFormat, case: Case) -> str:
+def compare(chat: Formats, case: Case) -> str:
     """Return "agrees" or what was not compared. Raises AssertionError for a difference."""
     messages, tools, said, then = case
     before = chat._render(messages, tools, generate=True)
@@ -175,8 +181,9 @@ def compare(chat: ChatRenderer | LibraryFormat, case: Case) -> str:
     assert whole.startswith(before)
     rest = chat.encode(whole[len(before) :])
     end = next((i for i, token in enumerate(rest) if token in chat.stop_token_ids), None)
-    if end is None:
-        return "the template ends the last turn without a token"
+    if end is None:  # gpt-oss's, which ends otherwise once it is past
+        kept, rest = False, chat.encode(chat._render([*messages, said], tools, generate=False)[len(before) :])
+        end = next(i for i, token in enumerate(rest) if token in chat.stop_token_ids)
     sampled, after = rest[: end + 1], rest[end + 1 :]
     found = chat.parse(sampled, prompt_ids=prompt, tools=tools)
     wanted = [call["function"] for call in said.get("tool_calls", [])]
@@ -202,7 +209,7 @@ def flat(message: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", FOUND)
 def test_a_format_prints_reads_and_continues_as_the_template(templates: Path, name: str) -> None:
     chat = make(templates, name)
-    assert isinstance(chat, ChatRenderer | LibraryFormat) and chat.name == FOUND[name]
+    assert isinstance(chat, Formats) and chat.name == FOUND[name]
     counts = Counter(compare(chat, case) for case in cases(name))
     print(f"{name}: {chat.name}: {dict(counts)}")
     assert counts["agrees"] >= EQUAL[name]
@@ -213,7 +220,7 @@ def test_a_format_prints_reads_and_continues_as_the_template(templates: Path, na
 def test_a_cut_turn_is_ended_and_the_conversation_goes_on(templates: Path, name: str) -> None:
     """Whatever was sampled, `bridge` appends to it, or refuses if the turn ended within its reasoning."""
     chat = make(templates, name)
-    assert isinstance(chat, ChatRenderer | LibraryFormat)
+    assert isinstance(chat, Formats)
     draw, refused = random.Random(name), 0
     user = [{"role": "user", "content": "x"}]
     opening = chat._render(user, (), generate=True).removeprefix(chat._render(user, (), generate=False))
@@ -235,18 +242,18 @@ def test_a_cut_turn_is_ended_and_the_conversation_goes_on(templates: Path, name:
 
 
 def written(name: str, message: dict[str, Any]) -> str:
-    """What a template prints of the content of a message; Llama's prints results as JSON."""
-    if message["role"] == "tool" and name.startswith("llama"):
+    """What a template prints of the content of a message; Llama's and gpt-oss's print results as JSON."""
+    if message["role"] == "tool" and name.startswith(("llama", "gptoss")):
         return json.dumps(message["content"], ensure_ascii=False)
     return str(message["content"]).strip()
 
 
-def stripped(chat: ChatRenderer | LibraryFormat, case: Case) -> tuple[str, str, str]:
+def stripped(chat: Formats, case: Case) -> tuple[str, str, str]:
     """Return whether the row goes on with ``agent.past_reasoning=strip``, what is sent then, and what the template
     prints of the same messages."""
     messages, tools, said, then = case
     before = chat._render(messages, tools, generate=True)
-    thought = said | {"reasoning_content": "I think\nso"}
+    thought = said | dict.fromkeys(("reasoning_content", "thinking"), "I think\nso")
     printed = chat._render([*messages, thought], tools, generate=False)
     if not (printed.startswith(before) and "I think" in printed):
         thought, printed = said, chat._render([*messages, said], tools, generate=False)
@@ -269,7 +276,7 @@ def stripped(chat: ChatRenderer | LibraryFormat, case: Case) -> tuple[str, str, 
 @pytest.mark.parametrize("name", sorted(FOUND.keys() - {KEEPS_EMPTY}))
 def test_without_past_reasoning_a_context_is_the_templates(templates: Path, name: str) -> None:
     chat, counts = make(templates, name), Counter[str]()
-    assert isinstance(chat, ChatRenderer | LibraryFormat)
+    assert isinstance(chat, Formats)
     for case in cases(name):
         kind, sent, wanted = stripped(chat, case)
         assert sent == wanted
@@ -294,7 +301,7 @@ def test_without_past_reasoning_a_context_is_deepseek_r1s(templates: Path) -> No
 @pytest.mark.parametrize("name", FOUND)
 def test_no_text_from_outside_becomes_a_special_token(templates: Path, name: str) -> None:
     chat = make(templates, name)
-    assert isinstance(chat, ChatRenderer | LibraryFormat)
+    assert isinstance(chat, Formats)
     special = {token.content: i for i, token in chat._tokenizer.added_tokens_decoder.items() if token.special}
     everything = " ".join(special)
     stop = chat.encode("<turn|>") if chat.name == "gemma4" else chat.stop_token_ids[:1]

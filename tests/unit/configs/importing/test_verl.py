@@ -59,7 +59,7 @@ def test_what_verl_does_by_default_and_we_do_not_is_written_and_named(tmp_path: 
     assert config.queue.max_staleness == 0 and config.trainer.beta2 == 0.999
     assert config.eval.before and not translated(tmp_path, "trainer.val_before_train=false")[0].eval.before
     assert not translated(tmp_path, "data.val_files=null")[0].eval.before, "there is nothing to evaluate"
-    for key in ("eval.before", "clip_high", "clip_dual", "correction", "kl_cov_coef", "max_staleness", "beta2", "epsilon"):
+    for key in ("clip_high", "clip_dual", "correction", "kl_cov_coef", "max_staleness", "beta2", "epsilon", "before"):
         assert key in comments
 
 
