@@ -13,8 +13,9 @@ class ModelConfig(Config, frozen=True):
     path: Annotated[
         str,
         doc(
-            "Hugging Face causal LM with its tokenizer: a folder, an id of the Hub (OWNER/NAME, OWNER/NAME@REVISION), "
-            "a GGUF file, or package:NAME, an installed package with one; a warm start makes that of warm_start.out."
+            "Hugging Face causal LM with its tokenizer: a folder, an id of the Hub (OWNER/NAME, OWNER/NAME@REVISION; "
+            "modelscope:OWNER/NAME), a GGUF file, or package:NAME, an installed package with one; a warm start makes "
+            "that of warm_start.out."
         ),
     ]
     dtype: Annotated[Literal["float32", "bfloat16"], doc("Type of the weights in the trainer and in the engines.")] = (

@@ -14,7 +14,7 @@ from rl_async.configs.derived.data import GENERATED_PREFIX, files_of
 from rl_async.configs.derived.models import warm_start_of
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError
-from rl_async.launcher.sources import hub
+from rl_async.launcher.sources import hub, modelscope
 from rl_async.launcher.sources.gguf import converted, folder_of
 from rl_async.launcher.sources.hub import HubId, Kind
 
@@ -29,7 +29,12 @@ Fetched = dict[str, dict[str, str]]  # key -> source as given -> path of this ma
 Change = Callable[[str, Kind, str], str]  # key, kind, source
 
 
-def fetch_sources(config: RunConfig, snapshot: Snapshot = hub.snapshot) -> RunConfig:
+def fetch(kind: Kind, wanted: HubId, key: str) -> Path:
+    """Fetch a repository from the site that its id names; return its folder. Raises ConfigError, naming ``key``."""
+    return modelscope.snapshot(kind, wanted, key) if wanted.modelscope else hub.snapshot(kind, wanted, key)
+
+
+def fetch_sources(config: RunConfig, snapshot: Snapshot = fetch) -> RunConfig:
     """Return the config with folders and files of this machine in place of ids, GGUF files and packages.
 
     Raises ConfigError or DataError, naming the key, for what cannot be fetched or read. What is a path already, and is
@@ -71,8 +76,8 @@ def kept_sources(given: RunConfig, kept: RunConfig, record: Fetched) -> RunConfi
     return _changed(given, keep)
 
 
-def model_folder(source: str, key: str, snapshot: Snapshot = hub.snapshot) -> Path:
-    """Return the folder of a model: of a path, an id ``OWNER/NAME[@REVISION]``, a GGUF file, or ``package:NAME``.
+def model_folder(source: str, key: str, snapshot: Snapshot = fetch) -> Path:
+    """Return the folder of a model: of a path, an id ``[modelscope:]OWNER/NAME[@REVISION]``, a GGUF file, or a package.
 
     Raises ConfigError, naming ``key``. A path that is neither is returned, for the checks of folders to name.
     """
@@ -105,8 +110,8 @@ def gguf_file(source: str, key: str) -> Path:
     return files[0]
 
 
-def data_files(source: str, key: str, snapshot: Snapshot = hub.snapshot) -> str:
-    """Return a path or pattern of files for a data set: of a path, or of an id ``OWNER/NAME[@REVISION][:PART]``.
+def data_files(source: str, key: str, snapshot: Snapshot = fetch) -> str:
+    """Return a path or pattern of files for a data set: a path, or an id ``[modelscope:]OWNER/NAME[@REVISION][:PART]``.
 
     ``PART`` selects files whose path has these words: a split (`test`), or a configuration and split (`main/test`).
     Raises ConfigError or DataError, naming ``key``.

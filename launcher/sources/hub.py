@@ -12,7 +12,11 @@ from rl_async.errors import ConfigError
 
 Kind = Literal["model", "dataset"]
 
-_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w./-]+))?(?::(?P<part>[\w./-]+))?")
+MODELSCOPE = "modelscope:"
+_ID = re.compile(
+    rf"(?P<site>{MODELSCOPE})?"
+    r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w./-]+))?(?::(?P<part>[\w./-]+))?"
+)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CACHED = re.compile(r"(?P<kind>model|dataset)s--(?P<owner>[\w.-]+?)--(?P<name>[\w.-]+)")
 # Weights as safetensors alone: the other formats of the Hub are pickles, which run code when they are read.
@@ -24,19 +28,28 @@ _NOT_IDS = (".parquet", ".jsonl", ".json", ".yaml", ".gguf", ".safetensors")
 
 
 class HubId(NamedTuple):
-    """``OWNER/NAME[@REVISION][:PART]``; the part is the split of a data set, with its configuration before a slash."""
+    """``OWNER/NAME[@REVISION][:PART]``, after ``modelscope:`` if it is of that site.
+
+    The part is the split of a data set, with its configuration before a slash.
+    """
 
     repo: str
     revision: str | None = None
     part: str | None = None
+    modelscope: bool = False
 
 
 def hub_id(text: str) -> HubId | None:
-    """Read what may be an id of the Hub; None if it can only be a path."""
+    """Read what may be an id of the Hub, or of ModelScope; None if it can only be a path."""
     found = _ID.fullmatch(text)
     if found is None or text.endswith(_NOT_IDS):
         return None
-    return HubId(found["repo"], found["revision"], found["part"])
+    return HubId(found["repo"], found["revision"], found["part"], found["site"] is not None)
+
+
+def file_patterns(kind: Kind, wanted: HubId) -> list[str]:
+    """Return which files of a repository are fetched."""
+    return [f"*{wanted.part or ''}*{name}" for name in FILES[kind]] if kind == "dataset" else FILES[kind]
 
 
 def snapshot(kind: Kind, wanted: HubId, key: str) -> Path:
@@ -52,13 +65,12 @@ def snapshot(kind: Kind, wanted: HubId, key: str) -> Path:
     )
 
     site, named = constants.ENDPOINT, f"{key}: there is no folder {wanted.repo}, and"
-    patterns = [f"*{wanted.part or ''}*{name}" for name in FILES[kind]] if kind == "dataset" else FILES[kind]
     try:
         folder = snapshot_download(
             wanted.repo,
             repo_type=kind,
             revision=wanted.revision,
-            allow_patterns=patterns,
+            allow_patterns=file_patterns(kind, wanted),
             ignore_patterns=["*/*"] if kind == "model" else None,
         )
     except GatedRepoError as error:

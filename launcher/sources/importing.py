@@ -7,10 +7,10 @@ from rl_async.errors import UserError
 from rl_async.files import written_whole
 from rl_async.launcher.plan.artifacts import check_model_folder
 from rl_async.launcher.sources import gguf, hub
-from rl_async.launcher.sources.fetch import PACKAGE, Snapshot, gguf_file, model_folder
+from rl_async.launcher.sources.fetch import PACKAGE, Snapshot, fetch, gguf_file, model_folder
 
 
-def import_model(source: str, target: Path, snapshot: Snapshot = hub.snapshot) -> None:
+def import_model(source: str, target: Path, snapshot: Snapshot = fetch) -> None:
     """Write the model that ``source`` names into ``target``, whole or not at all. Raises UserError."""
     if target.exists():
         raise UserError(f"{target} exists; delete it, or choose another folder")

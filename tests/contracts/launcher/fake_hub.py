@@ -1,20 +1,36 @@
-"""A server that answers as the Hugging Face Hub does to its client: commits, listings, files."""
+"""Servers that answer as the Hugging Face Hub and ModelScope do to their clients: commits, listings, files."""
 
 import hashlib
 import json
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
 
 COMMIT = "c" * 40
 
 
-@contextmanager
-def fake_hub(repos: Mapping[str, Mapping[str, bytes]]) -> Iterator[str]:
-    """Serve repositories (``models/OWNER/NAME`` or ``datasets/OWNER/NAME`` -> files); the URL."""
+Repos = Mapping[str, Mapping[str, bytes]]  # ``models/OWNER/NAME`` or ``datasets/OWNER/NAME`` -> files
 
-    class Handler(BaseHTTPRequestHandler):
+
+class _Answering(BaseHTTPRequestHandler):
+    def answer(self, body: bytes, status: int = 200, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(len(body))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def fake_hub(repos: Repos) -> AbstractContextManager[str]:
+    """Serve repositories as the Hub does; the URL."""
+
+    class Handler(_Answering):
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
             for repo, files in repos.items():
@@ -26,25 +42,37 @@ def fake_hub(repos: Mapping[str, Mapping[str, bytes]]) -> Iterator[str]:
                 name = path.removeprefix(f"/{own}/resolve/{COMMIT}/")
                 if name in files:
                     return self.answer(files[name], ETag=f'"{_oid(files[name])}"', **{"X-Repo-Commit": COMMIT})
-            self.send_response(404)
-            self.send_header("X-Error-Code", "RepoNotFound")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            self.answer(b"", 404, **{"X-Error-Code": "RepoNotFound"})
 
         do_HEAD = do_GET
 
-        def answer(self, body: bytes, **headers: str) -> None:
-            self.send_response(200)
-            for name, value in (headers | {"Content-Length": str(len(body))}).items():
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
+    return _serving(Handler)
 
-        def log_message(self, *arguments: object) -> None:
-            pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+def fake_modelscope(repos: Repos) -> AbstractContextManager[str]:
+    """Serve the branch ``master`` of repositories as ModelScope does; the URL."""
+
+    class Handler(_Answering):
+        def do_GET(self) -> None:
+            asked = urlsplit(self.path)
+            query = {name: values[0] for name, values in parse_qs(asked.query).items()}
+            for repo, files in repos.items() if query.get("Revision") == "master" else ():
+                api = f"/api/v1/{repo}/repo"
+                if asked.path in (f"{api}/files", f"{api}/tree"):
+                    listed = [_entry(name, body) for name, body in files.items()]
+                    return self.answer(json.dumps({"Code": 200, "Success": True, "Data": {"Files": listed}}).encode())
+                if asked.path == api and query.get("FilePath") in files:
+                    return self.answer(files[query["FilePath"]])
+            self.answer(json.dumps({"Code": 10010205001, "Success": False, "Message": "not found"}).encode(), 404)
+
+        do_HEAD = do_GET
+
+    return _serving(Handler)
+
+
+@contextmanager
+def _serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
@@ -61,3 +89,7 @@ def _oid(body: bytes) -> str:
 
 def _listed(name: str, body: bytes) -> dict[str, object]:
     return {"type": "file", "path": name, "size": len(body), "oid": _oid(body)}
+
+
+def _entry(name: str, body: bytes) -> dict[str, object]:
+    return {"Type": "blob", "Path": name, "Size": len(body), "Sha256": hashlib.sha256(body).hexdigest()}

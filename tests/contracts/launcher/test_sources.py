@@ -1,4 +1,4 @@
-"""Models and data sets of the Hugging Face Hub, through its real client and a stand-in for its server."""
+"""Models and data sets of the Hugging Face Hub and of ModelScope, through their clients and stand-ins of servers."""
 
 import json
 import os
@@ -8,11 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.launcher.fake_hub import COMMIT, fake_hub
+from rl_async.launcher.sources.modelscope import INSTALL, installed
+from tests.contracts.launcher.fake_hub import COMMIT, fake_hub, fake_modelscope
 
 ROW = {"prompt": "what is 1+1?", "data_source": "sums", "reward_model": {"ground_truth": "2"}}
 DATA = "datasets/org/tasks"
-OUTSIDE = ("PROXY", "HF_", "HUGGING", "XDG_CACHE_HOME")  # variables with these in their names lead to other servers
+OUTSIDE = (
+    "PROXY",
+    "HF_",
+    "HUGGING",
+    "MODELSCOPE",
+    "XDG_CACHE_HOME",
+)  # variables with these in their names lead to other servers
 pytestmark = pytest.mark.timeout(330)  # two commands of up to 150 s
 
 
@@ -23,9 +30,15 @@ def rl_async(folder: Path, endpoint: str, *arguments: str, offline: bool = False
         "HF_ENDPOINT": endpoint,
         "HF_HOME": str(folder / "hf"),
         "HF_HUB_OFFLINE": str(int(offline)),
+        "MODELSCOPE_ENDPOINT": endpoint,
+        "MODELSCOPE_CACHE": str(folder / "modelscope"),
+        "MODELSCOPE_HOME": str(folder / "modelscope-home"),
     }
     command = [sys.executable, "-m", "rl_async.launcher.cli", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150)
+
+
+needs_modelscope = pytest.mark.skipif(not installed(), reason=f"ModelScope's client is not here: {INSTALL}")
 
 
 @pytest.fixture
@@ -65,3 +78,32 @@ def test_no_network_is_one_line_that_names_the_key(tmp_path: Path, offline: bool
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and errors[0].startswith("error: model.path: ")
     assert "Traceback" not in done.stderr
+
+
+@needs_modelscope
+def test_modelscope_is_asked_through_its_own_client(tmp_path: Path, split: dict[str, bytes]) -> None:
+    wanted = {"config.json": b"{}", "model.safetensors": b"w", "tokenizer.json": b"{}"}
+    model = wanted | {"modeling.py": b"raise", "pytorch_model.bin": b"pickle", "other/model.safetensors": b"w"}
+    with fake_modelscope({DATA: split, "models/org/model": model}) as endpoint:
+        first = rl_async(tmp_path, endpoint, "data", "inspect", "modelscope:org/tasks")
+        other = rl_async(tmp_path, endpoint, "data", "inspect", "modelscope:org/tasks@v9")
+        imported = rl_async(tmp_path, endpoint, "model", "import", "modelscope:org/model", "mine")
+    assert first.returncode == 0, first.stderr
+    assert "2 rows, 1 different prompts" in first.stdout
+    assert imported.returncode == 0, imported.stderr
+    assert wanted.keys() <= {file.name for file in (tmp_path / "mine").iterdir()}
+    assert not [file for name in ("loader.py", "modeling.py", "*.bin", "other") for file in tmp_path.rglob(name)]
+    assert other.returncode == 2 and "data.path: " in other.stderr and "v9" in other.stderr
+    assert "Traceback" not in other.stderr
+
+
+@needs_modelscope
+def test_without_a_network_modelscopes_cache_is_taken(tmp_path: Path, split: dict[str, bytes]) -> None:
+    with fake_modelscope({DATA: split}) as endpoint:
+        first = rl_async(tmp_path, endpoint, "data", "inspect", "modelscope:org/tasks")
+    again = rl_async(tmp_path, "http://127.0.0.1:9", "data", "inspect", "modelscope:org/tasks")
+    assert (first.returncode, again.returncode) == (0, 0), first.stderr + again.stderr
+    assert first.stdout == again.stdout
+    never = rl_async(tmp_path, "http://127.0.0.1:9", "data", "inspect", "modelscope:org/others")
+    assert never.returncode == 2 and never.stderr.count("error: data.path: ") == 1
+    assert "Traceback" not in never.stderr

@@ -45,6 +45,7 @@ def config(*overrides: str) -> RunConfig:
         ("Qwen/Qwen3-0.6B@v1.0", HubId("Qwen/Qwen3-0.6B", "v1.0")),
         ("openai/gsm8k:main/train", HubId("openai/gsm8k", None, "main/train")),
         ("openai/gsm8k@abc:test", HubId("openai/gsm8k", "abc", "test")),
+        ("modelscope:org/tasks@v1:test", HubId("org/tasks", "v1", "test", modelscope=True)),
         ("data/train.parquet", None),
         ("artifacts/calculator/model", None),
         ("/models/mine", None),
