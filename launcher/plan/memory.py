@@ -153,12 +153,18 @@ def forward_bytes(config: RunConfig, size: ModelSize) -> int:
 
 
 def engine_bytes(config: RunConfig, size: ModelSize | None) -> int | None:
-    """Estimate an engine: weights, their host copy if updates need one, and a KV cache of full-length sequences."""
+    """Estimate an engine: weights, their host copy if updates need one, and a KV cache of full-length sequences.
+
+    An embedded engine also keeps prefixes: its cache grows to twice that, but not beyond ``rollout.cpu_cache_bytes``.
+    """
     if size is None:
         return None
-    sync, tokens = config.weight_sync, config.rollout.max_batch_size * config.rollout.max_model_len
+    sync, rollout, each = config.weight_sync, config.rollout, DTYPE_BYTES[config.model.dtype]
+    cache = rollout.max_batch_size * rollout.max_model_len * size.kv_per_token * each
+    if rollout.engine == "embedded" or set(rollout.engine) == {"embedded"}:
+        cache = min(2 * cache, rollout.cpu_cache_bytes)
     copies = 2 if sync.delta or sync.staged or sync.adapters else 1
-    return TORCH_BYTES + (copies * size.parameters + tokens * size.kv_per_token) * DTYPE_BYTES[config.model.dtype]
+    return TORCH_BYTES + copies * size.parameters * each + cache
 
 
 def queue_bytes(config: RunConfig) -> int:

@@ -1,8 +1,10 @@
-"""The KV cache: one slot per running sequence, slots 0 to n-1 in use, each filled to its own length.
+"""The KV cache of running sequences: one slot each, slots 0 to n-1 in use, each filled to its own length.
 
 The last slots are moved into freed ones, so that slots in use stay contiguous and a decode step reads plain views.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,36 +25,39 @@ class _SlotLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate keys and values in the dtype and on the device of the first ones to be written."""
-        shape = (self._owner.slots, key_states.shape[1], self._owner.length, key_states.shape[3])
+        heads, dim = key_states.shape[1], key_states.shape[3]
+        shape = (self._owner.slots, heads, self._owner.length, dim)
         self.keys, self.values = key_states.new_zeros(shape), value_states.new_zeros(shape)
         self.is_initialized = True
 
-    def grow(self) -> None:
-        """Reallocate to the owner's new size, keeping the contents."""
+    def resize(self, used: int, width: int) -> None:
+        """Reallocate to the owner's new size, keeping the first ``used`` slots, positions below ``width``."""
         if not self.is_initialized:
             return
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = old.new_zeros((self._owner.slots, old.shape[1], self._owner.length, old.shape[3]))
-            new[: old.shape[0], :, : old.shape[2]] = old
+            new[:used, :, :width] = old[:used, :, :width]
             setattr(self, name, new)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write whole prompts into new slots (prefill), or one position per slot (decode), and return what to attend
-        to."""
+        """Write whole prompts, their ends, or one position per slot, and return what to attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        owner = self._owner
+        owner, (count, _, width, _) = self._owner, key_states.shape
+        slots = slice(owner.first, owner.first + count)
         if owner.positions is None:
-            slots, width = slice(owner.first, owner.first + len(owner.rows)), key_states.shape[2]
-            self.keys[slots, :, :width] = key_states[owner.rows]
-            self.values[slots, :, :width] = value_states[owner.rows]
+            self.keys[slots, :, :width] = key_states
+            self.values[slots, :, :width] = value_states
             return key_states, value_states
-        count = key_states.shape[0]
-        each = owner.slot_numbers[:count]
-        self.keys[each, :, owner.positions] = key_states[:, :, 0]
-        self.values[each, :, owner.positions] = value_states[:, :, 0]
-        return self.keys[:count, :, : owner.view], self.values[:count, :, : owner.view]
+        if owner.picked is None:
+            at, new_keys, new_values = owner.slot_numbers[:count], key_states[:, :, 0], value_states[:, :, 0]
+        else:
+            rows, columns = owner.picked
+            at, new_keys, new_values = owner.first + rows, key_states[rows, :, columns], value_states[rows, :, columns]
+        self.keys[at, :, owner.positions] = new_keys
+        self.values[at, :, owner.positions] = new_values
+        return self.keys[slots, :, : owner.view], self.values[slots, :, : owner.view]
 
     def move(self, source: Tensor, target: Tensor, width: int) -> None:
         """Copy slots ``source`` onto ``target``, positions below ``width``."""
@@ -60,7 +65,7 @@ class _SlotLayer(CacheLayerMixin):
         self.values[target, :, :width] = self.values[source, :, :width]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the mask size for prefill, which attends to its own keys only; decode passes its own mask."""
+        """Return the mask size for whole prompts, which attend to their own keys only; other passes have a mask."""
         return query_length, 0
 
     def get_seq_length(self) -> int:
@@ -71,44 +76,89 @@ class _SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """Cache of all layers. ``prefill_at`` or ``decode_at`` determines where the next forward pass writes."""
+    """Cache of all layers, of at most ``capacity`` tokens. ``prefill_at``, ``extend_at`` or ``decode_at`` determines
+    where the next forward pass writes."""
 
-    def __init__(self, layers: int, max_slots: int, max_length: int, device: torch.device) -> None:
-        self.max_slots, self.max_length, self.device = max_slots, max_length, device
-        self.slots, self.length = min(16, max_slots), min(64, max_length)
+    def __init__(self, layers: int, max_slots: int, max_length: int, capacity: int, device: torch.device) -> None:
+        self.max_slots, self.max_length, self.capacity, self.device = max_slots, max_length, capacity, device
+        self.slots = self.length = 0
         self.slot_numbers = torch.arange(max_slots, device=device)
         self.first = self.view = 0
-        self.rows = self.slot_numbers[:0]
         self.positions: Tensor | None = None
+        self.picked: tuple[Tensor, Tensor] | None = None  # rows and columns of a padded pass that are real tokens
         self._slot_layers = [_SlotLayer(self) for _ in range(layers)]
         super().__init__(layers=list(self._slot_layers))
 
-    def reserve(self, slots: int, length: int) -> None:
-        """Grow to at least this size, in doublings up to the maximum."""
-        if slots <= self.slots and length <= self.length:
-            return
-        while self.slots < slots:
-            self.slots = min(2 * self.slots, self.max_slots)
-        while self.length < length:
-            self.length = min(2 * self.length, self.max_length)
-        for layer in self._slot_layers:
-            layer.grow()
+    @property
+    def tokens(self) -> int:
+        """The tokens for which memory is allocated."""
+        return self.slots * self.length
 
-    def prefill_at(self, first: int, rows: Tensor) -> None:
-        """Have the next pass write row ``rows[i]`` of its batch into slot ``first + i``, from position 0."""
-        self.first, self.rows, self.positions = first, rows, None
+    def fits(self, slots: int, length: int) -> bool:
+        """Whether so many slots of this length are within the capacity."""
+        return slots * length <= self.capacity
+
+    def reserve(self, slots: int, length: int, used: int, width: int) -> None:
+        """Have at least this size, which fits, keeping the first ``used`` slots, positions below ``width``.
+
+        Memory that was needed once is given back when nothing is kept and much less would do.
+        """
+        if not used and self.tokens > 8 * math.prod(self._ample(slots, length)):
+            self.slots = self.length = 0
+        if slots > self.slots or length > self.length:
+            self.slots, self.length = self._size(slots, length)
+            for layer in self._slot_layers:
+                layer.resize(used, width)
+
+    def _size(self, slots: int, length: int) -> tuple[int, int]:
+        """Return a size with room to grow, as far as the capacity allows."""
+        ample = self._ample(slots, length)
+        larger = max(ample[0], self.slots), max(ample[1], self.length)
+        some = slots, min(self.max_length, length + length // 4)
+        choices = (size for size in (larger, ample, some) if self.fits(*size))
+        return next(choices, (slots, min(self.max_length, self.capacity // slots)))
+
+    def _ample(self, slots: int, length: int) -> tuple[int, int]:
+        return min(self.max_slots, max(16, _doubled(slots))), min(self.max_length, max(64, _doubled(length)))
+
+    def prefill_at(self, first: int) -> None:
+        """Have the next pass write row i of its batch into slot ``first + i``, from position 0."""
+        self.first, self.positions, self.picked = first, None, None
+
+    def extend_at(self, first: int, rows: Tensor, columns: Tensor, positions: Tensor, view: int) -> None:
+        """Have the next pass write token (rows[j], columns[j]) of its batch into slot ``first + rows[j]`` at
+        ``positions[j]``, and read positions below ``view``."""
+        self.first, self.picked, self.positions, self.view = first, (rows, columns), positions, view
 
     def decode_at(self, positions: Tensor, view: int) -> None:
         """Have the next pass write slot i at ``positions[i]`` and read positions below ``view``."""
-        self.positions, self.view = positions, view
+        self.first, self.picked, self.positions, self.view = 0, None, positions, view
 
-    def move(self, source: list[int], target: list[int], width: int) -> None:
+    def move(self, source: Sequence[int], target: Sequence[int], width: int) -> None:
         """Copy the ``source`` slots onto the ``target`` ones, positions below ``width``."""
         if source:
             a, b = torch.tensor(source, device=self.device), torch.tensor(target, device=self.device)
             for layer in self._slot_layers:
                 layer.move(a, b, width)
 
+    def read(self, slot: int, start: int, end: int) -> Tensor:
+        """Return a copy of a slot's keys and values, [layers, 2, kv_heads, end - start, head_dim]."""
+        parts = [part[slot, :, start:end] for layer in self._slot_layers for part in (layer.keys, layer.values)]
+        return torch.stack(parts).unflatten(0, (-1, 2))
+
+    def write(self, slot: int, data: Tensor) -> None:
+        """Write keys and values that ``read`` returned into a slot, from position 0."""
+        for layer, part in zip(self._slot_layers, data, strict=True):
+            if not layer.is_initialized:
+                layer.lazy_initialization(part[:1], part[1:])
+            layer.keys[slot, :, : data.shape[3]] = part[0]
+            layer.values[slot, :, : data.shape[3]] = part[1]
+
     def nbytes(self) -> int:
         """Return the bytes allocated for keys and values of all layers."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self._slot_layers if layer.is_initialized)
+
+
+def _doubled(number: int) -> int:
+    """Return the smallest power of two that is not less."""
+    return 1 << (number - 1).bit_length()

@@ -1,10 +1,11 @@
 """Continuous batching around a Transformers causal LM, one iteration at a time. No threads and no sockets.
 
-An iteration admits waiting sequences and prefills them in one padded pass, in which equal prompts are computed once,
-then decodes all running sequences in another. Log-probabilities are those of a plain forward pass, whatever shares the
-batch.
+An iteration admits waiting sequences and prefills them in a padded pass, and those that begin with a known prefix in
+another; equal prompts are computed once. Then it decodes all running sequences. Log-probabilities are those of a plain
+forward pass, whatever shares the batch.
 """
 
+import itertools
 import time
 from collections import deque
 from typing import Any
@@ -16,10 +17,14 @@ from rl_async.errors import UserError
 from rl_async.output_layer import output_logits
 from rl_async.rollout_server.embedded.cache import SlotCache
 from rl_async.rollout_server.embedded.families import ROPES, SERVED, why_not_served
+from rl_async.rollout_server.embedded.prefixes import BLOCK, Block, PrefixCache, joined
 from rl_async.rollout_server.embedded.sampler import Sampler
 from rl_async.rollout_server.embedded.sequence import Sequence
 
 PREFILL_TOKENS = 32_768  # padded tokens per prefill pass
+HEADROOM = 32  # tokens that must fit beside what is there, so that an admitted sequence is not preempted at once
+
+Prompt = tuple[int, ...]
 
 
 def _check_served(model: nn.Module) -> None:
@@ -36,28 +41,47 @@ def _check_served(model: nn.Module) -> None:
 
 
 class EngineCore:
-    """The scheduler: waiting and running sequences, and their cache. ``version`` names the weights in use."""
+    """The scheduler: waiting and running sequences, and their caches. ``version`` names the weights in use.
 
-    def __init__(self, model: nn.Module, *, max_batch: int, max_length: int, min_iteration_s: float = 0.0) -> None:
+    Keys and values take at most ``cache_bytes``, and no more than twice what ``max_batch`` sequences of ``max_length``
+    can use; what running sequences leave of it holds prefixes, with ``reuse_prefixes``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        max_batch: int,
+        max_length: int,
+        cache_bytes: int | None = None,
+        reuse_prefixes: bool = True,
+        min_iteration_s: float = 0.0,
+    ) -> None:
         _check_served(model)
         self.model: Any = model  # nn.Module has no types for what a Transformers model holds
         self.max_batch, self.max_length, self.min_iteration_s = max_batch, max_length, min_iteration_s
         config: Any = model.config
         self.vocab_size: int = config.vocab_size
+        self.cache_tokens = _cache_tokens(self.model, max_batch, max_length, cache_bytes)  # at its largest
         self.version = "default"
         self.waiting: deque[Sequence] = deque()
         self.held: list[Sequence] = []  # arrived while ``holding``, not admitted before ``release``
         self.holding = False
         self.running: list[Sequence] = []
-        self.sampled_tokens = self.preemptions = 0
+        self.sampled_tokens = self.preemptions = self.prompt_tokens = self.cached_tokens = 0
+        self._numbers = itertools.count(1)
         self._generators: dict[Sequence, torch.Generator] = {}
         self._sampler: Sampler | None = None
         self._last: Tensor = torch.zeros(0, dtype=torch.int64)
+        self._reuse_prefixes = reuse_prefixes
+        self._outdated = False  # the weights changed since running sequences were computed
         self._new_cache()
 
     def _new_cache(self) -> None:
         self.device = next(self.model.parameters()).device
-        self._cache = SlotCache(self.model.config.num_hidden_layers, self.max_batch, self.max_length, self.device)
+        layers = self.model.config.num_hidden_layers
+        self._cache = SlotCache(layers, self.max_batch, self.max_length, self.cache_tokens, self.device)
+        self._prefixes = PrefixCache()
 
     @property
     def unfinished(self) -> int:
@@ -66,16 +90,12 @@ class EngineCore:
 
     @property
     def cache_bytes(self) -> int:
-        """The bytes allocated for the KV cache."""
-        return self._cache.nbytes()
-
-    @property
-    def cache_tokens(self) -> int:
-        """The tokens that the cache holds at its largest; it grows to that before it is ever full."""
-        return self.max_batch * self.max_length
+        """The bytes allocated for keys and values, of running sequences and of prefixes."""
+        return self._cache.nbytes() + self._prefixes.nbytes
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that ``refusal`` has accepted."""
+        sequence.number = next(self._numbers)
         if sequence.seed is not None:
             self._generators[sequence] = torch.Generator(self.device).manual_seed(sequence.seed)
         (self.held if self.holding else self.waiting).append(sequence)
@@ -114,9 +134,14 @@ class EngineCore:
     def preempt(self) -> None:
         """Move all running sequences back to the head of the queue; their caches will be recomputed."""
         self.preemptions += len(self.running)
-        self.waiting.extendleft(reversed(self.running))
+        self.waiting.extendleft(sorted(self.running, key=lambda s: s.number, reverse=True))
         self.running = []
-        self._sampler = None
+        self._sampler, self._outdated = None, False
+
+    def weights_changed(self) -> None:
+        """Forget what older weights computed, except of running sequences: call ``preempt`` to compute these again."""
+        self._prefixes.clear()
+        self._outdated = bool(self.running)
 
     def free_cache(self) -> None:
         """Free the cache's memory, preempting the running sequences."""
@@ -138,59 +163,127 @@ class EngineCore:
 
     def _admit(self) -> list[Sequence]:
         batch: list[Sequence] = []
-        prompts: set[tuple[int, ...]] = set()
-        longest = 0
-        while self.waiting and len(self.running) + len(batch) < self.max_batch:
+        prompts: set[Prompt] = set()
+        longest, running = 0, max((len(s.tokens) for s in self.running), default=0)
+        while self.waiting and (count := len(self.running) + len(batch)) < self.max_batch:
             prompts.add(tuple(self.waiting[0].tokens))
             longest = max(longest, len(self.waiting[0].tokens))
             if batch and longest * len(prompts) > PREFILL_TOKENS:
+                break
+            length = min(max(longest, running) + HEADROOM, self.max_length)
+            if count and not self._cache.fits(count + 1, length):
                 break
             batch.append(self.waiting.popleft())
         return batch
 
     def _prefill(self, batch: list[Sequence]) -> list[Sequence]:
-        prompts: dict[tuple[int, ...], int] = {}  # prompt -> its row in the pass
-        rows = torch.tensor([prompts.setdefault(tuple(s.tokens), len(prompts)) for s in batch], device=self.device)
-        width = max(map(len, prompts))
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
-        padded = torch.tensor([prompt + (0,) * (width - len(prompt)) for prompt in prompts], device=self.device)
-        first = len(self.running)
-        self._cache.reserve(first + len(batch), min(width + 1, self.max_length))
-        self._cache.prefill_at(first, rows)
-        hidden = self.model.model(
-            input_ids=padded,
-            position_ids=torch.arange(width, device=self.device)[None],
-            past_key_values=self._cache,
-            use_cache=True,
-        ).last_hidden_state
-        last = hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
+        """Compute each prompt once, in the slot of its first sequence, and copy that to the slots of the others."""
+        by_prompt: dict[Prompt, list[Sequence]] = {}
+        for sequence in batch:
+            by_prompt.setdefault(tuple(sequence.tokens), []).append(sequence)
+        known = {prompt: self._prefixes.find(prompt) for prompt in by_prompt}
+        prompts = sorted(by_prompt, key=lambda prompt: bool(known[prompt]))  # those without a known prefix first
+        fresh = sum(not known[prompt] for prompt in prompts)
+        first, longest = len(self.running), max(map(len, prompts))
+        self._reserve(first + len(batch), min(longest + 1, self.max_length))
+        hidden = [self._whole(first, prompts[:fresh])] if fresh else []
+        if fresh < len(prompts):
+            hidden.append(self._ends(first + fresh, prompts[fresh:], [known[prompt] for prompt in prompts[fresh:]]))
+        others = [(row, sequence) for row, prompt in enumerate(prompts) for sequence in by_prompt[prompt][1:]]
+        self._cache.move([first + row for row, _ in others], range(first + len(prompts), first + len(batch)), longest)
+        batch = [by_prompt[prompt][0] for prompt in prompts] + [sequence for _, sequence in others]
+        self._count(batch, known)
+        rows = torch.tensor([*range(len(prompts)), *(row for row, _ in others)], device=self.device)
         self.running += batch
-        sampler = self._make_sampler(batch)
-        tokens, logprobs = sampler.sample(self._logits(last)[rows])
+        for row, prompt in enumerate(prompts):
+            self._keep(first + row, prompt)
+        tokens, logprobs = self._make_sampler(batch).sample(self._logits(torch.cat(hidden))[rows])
         self._last = torch.cat([self._last[:first].to(self.device), tokens])
         self._sampler = None
         return self._append(batch, tokens, logprobs)
 
-    def _decode(self) -> list[Sequence]:
-        count = len(self.running)
-        lengths = [len(s.tokens) for s in self.running]
-        view = max(lengths)
-        positions = torch.tensor(lengths, device=self.device) - 1  # of the token that is fed, not yet in the cache
-        self._cache.reserve(count, view)
-        self._cache.decode_at(positions, view)
-        mask = (torch.arange(view, device=self.device)[None] <= positions[:, None])[:, None, None]
-        hidden = self.model.model(
-            input_ids=self._last[:, None],
-            position_ids=positions[:, None],
+    def _whole(self, first: int, prompts: list[Prompt]) -> Tensor:
+        """Compute prompts from their start, in slots from ``first`` on. Returns the hidden state of each last token."""
+        width = max(map(len, prompts))
+        padded = torch.tensor([prompt + (0,) * (width - len(prompt)) for prompt in prompts], device=self.device)
+        self._cache.prefill_at(first)
+        hidden = self._forward(padded, torch.arange(width, device=self.device)[None], None)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        return hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
+
+    def _ends(self, first: int, prompts: list[Prompt], known: list[list[Block]]) -> Tensor:
+        """The same for prompts whose first blocks are known."""
+        for row, blocks in enumerate(known):
+            self._cache.write(first + row, joined(blocks))
+        starts = [BLOCK * len(blocks) for blocks in known]
+        ends = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
+        width, view = max(map(len, ends)), max(map(len, prompts))
+        padded = torch.tensor([end + (0,) * (width - len(end)) for end in ends], device=self.device)
+        at = torch.arange(width, device=self.device) + torch.tensor(starts, device=self.device)[:, None]
+        lengths = torch.tensor([len(end) for end in ends], device=self.device)
+        rows, columns = (torch.arange(width, device=self.device) < lengths[:, None]).nonzero(as_tuple=True)
+        self._cache.extend_at(first, rows, columns, at[rows, columns], view)
+        mask = torch.arange(view, device=self.device) <= at[:, None, :, None]
+        # Padding only has to be a valid position; nothing reads what is computed for it.
+        hidden = self._forward(padded, at.clamp(max=self.max_length - 1), mask)
+        return hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
+
+    def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        return self.model.model(
+            input_ids=tokens,
+            position_ids=positions,
             attention_mask=mask,
             past_key_values=self._cache,
             use_cache=True,
         ).last_hidden_state
+
+    def _decode(self) -> list[Sequence]:
+        lengths = self._make_room()
+        count, view = len(lengths), max(lengths)
+        positions = torch.tensor(lengths, device=self.device) - 1  # of the token that is fed, not yet in the cache
+        self._cache.decode_at(positions, view)
+        mask = (torch.arange(view, device=self.device)[None] <= positions[:, None])[:, None, None]
+        hidden = self._forward(self._last[:count, None], positions[:, None], mask)
         if self._sampler is None:
             self._sampler = self._make_sampler(self.running)
         tokens, logprobs = self._sampler.sample(self._logits(hidden[:, 0]))
         self._last = tokens
         return self._append(self.running, tokens, logprobs)
+
+    def _make_room(self) -> list[int]:
+        """Preempt the youngest sequences until all fit, and return the lengths of those that run."""
+        while not self._cache.fits(len(self.running), max(len(s.tokens) for s in self.running)):
+            youngest = max(self.running, key=lambda s: s.number)
+            self.preemptions += 1
+            self.waiting.appendleft(youngest)
+            self._compact([s is not youngest for s in self.running])
+        lengths = [len(s.tokens) for s in self.running]
+        self._reserve(len(lengths), max(lengths))
+        return lengths
+
+    def _reserve(self, slots: int, length: int) -> None:
+        """Allocate slots at least so long, and long enough for what runs, which takes precedence over prefixes."""
+        filled = max((len(s.tokens) - 1 for s in self.running), default=0)
+        self._cache.reserve(slots, max(length, filled + 1), len(self.running), filled)
+        self._prefixes.shrink(self.cache_tokens - self._cache.tokens)
+
+    def _keep(self, slot: int, tokens: tuple[int, ...] | list[int]) -> None:
+        """Keep what a slot holds of these tokens as a prefix of later prompts."""
+        if self._reuse_prefixes and not self._outdated:
+            room = self.cache_tokens - self._cache.tokens
+            self._prefixes.keep(tokens, lambda start, end: self._cache.read(slot, start, end), room)
+
+    def _count(self, batch: list[Sequence], known: dict[Prompt, list[Block]]) -> None:
+        """Note how much of each sequence was not computed for it. ``batch`` has the first of a prompt first."""
+        seen: set[Prompt] = set()
+        for sequence in batch:
+            prompt = tuple(sequence.tokens)
+            cached = len(prompt) if prompt in seen else BLOCK * len(known[prompt])
+            seen.add(prompt)
+            self.prompt_tokens += len(prompt)
+            self.cached_tokens += cached
+            if not sequence.logprobs:
+                sequence.cached_tokens = cached
 
     def _logits(self, hidden: Tensor) -> Tensor:
         head = self.model.lm_head
@@ -213,11 +306,18 @@ class EngineCore:
         return finished
 
     def _drop_finished(self) -> None:
-        """Free the slots of finished sequences, moving the last running ones into the gaps."""
+        """Free the slots of finished sequences, whose keys and values may be of use to later prompts."""
         keep = [s.finish_reason is None for s in self.running]
-        count = sum(keep)
-        if count == len(keep):
+        if all(keep):
             return
+        for slot, sequence in enumerate(self.running):
+            if not keep[slot]:
+                self._keep(slot, sequence.tokens[:-1])  # the last token was not fed
+        self._compact(keep)
+
+    def _compact(self, keep: list[bool]) -> None:
+        """Free the slots that are not to be kept, moving the last running ones into the gaps."""
+        count = sum(keep)
         gaps = [slot for slot in range(count) if not keep[slot]]
         movers = [slot for slot in range(count, len(keep)) if keep[slot]]
         self._cache.move(movers, gaps, max((len(self.running[slot].tokens) for slot in movers), default=0))
@@ -226,4 +326,21 @@ class EngineCore:
             self._last[gap] = self._last[mover]
         del self.running[count:]
         self._last = self._last[:count]
-        self._sampler = None
+        self._sampler, self._outdated = None, self._outdated and count > 0
+
+
+def _cache_tokens(model: Any, max_batch: int, max_length: int, cache_bytes: int | None) -> int:
+    """Return the tokens that the cache holds. Raises UserError if the longest sequence would not fit."""
+    config, most = model.config, 2 * max_batch * max_length
+    if cache_bytes is None:
+        return most
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    elements = 2 * config.num_hidden_layers * (config.num_key_value_heads or heads) * head_dim
+    each = elements * next(model.parameters()).dtype.itemsize
+    if cache_bytes < each * max_length:
+        raise UserError(
+            f"rollout.cpu_cache_bytes: {cache_bytes:,} bytes do not hold one sequence of rollout.max_model_len="
+            f"{max_length} tokens, of {each:,} bytes each; raise it to at least {each * max_length}, or lower that"
+        )
+    return min(most, cache_bytes // each)

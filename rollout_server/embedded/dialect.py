@@ -77,6 +77,11 @@ def choice(sequence: Sequence, start: int = 0) -> dict[str, object]:
 def answer(sequences: list[Sequence], model: str) -> dict[str, object]:
     """Build the answer to a generate request that is not streamed."""
     prompt, sampled = sequences[0].prompt_length, sum(len(sequence.logprobs) for sequence in sequences)
-    usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+    usage = {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+        "prompt_tokens_details": {"cached_tokens": sequences[0].cached_tokens},
+    }
     choices = [choice(sequence) for sequence in sequences]
     return {"request_id": sequences[0].request_id, "model": model, "usage": usage, "choices": choices}

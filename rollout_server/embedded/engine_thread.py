@@ -148,6 +148,7 @@ class EngineThread:
             with torch.no_grad():
                 if self._shapes:
                     raise WeightSyncError("the engine sleeps without its weights; wake it up for weights first")
+                self.core.weights_changed()
                 parameters = dict(self.core.model.named_parameters())
                 for piece in pieces:
                     name, end = piece.name, piece.start + piece.data.numel()

@@ -17,7 +17,9 @@ class LocalEngine:
     """Samples from the current weights of ``model``; close it before the model is trained further."""
 
     def __init__(self, model: nn.Module, *, max_batch: int, max_length: int) -> None:
-        self._engine = EngineThread(EngineCore(model, max_batch=max_batch, max_length=max_length), self._crashed)
+        # The model's weights may change between two requests, unannounced.
+        core = EngineCore(model, max_batch=max_batch, max_length=max_length, reuse_prefixes=False)
+        self._engine = EngineThread(core, self._crashed)
         self._waiting: set[asyncio.Future[Sequence]] = set()
         self._numbers = itertools.count()
 

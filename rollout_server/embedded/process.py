@@ -53,6 +53,7 @@ def serve(run: Path, index: int, host: str, port: int) -> None:
         load_model(config),
         max_batch=config.rollout.max_batch_size,
         max_length=config.rollout.max_model_len,
+        cache_bytes=config.rollout.cpu_cache_bytes,
         min_iteration_s=config.debug.min_iteration_s,
     )
     engine = EngineThread(core, on_crash=lambda _: os._exit(1))

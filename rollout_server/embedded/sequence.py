@@ -29,6 +29,8 @@ class Sequence:
     runs: list[tuple[str, int]] = field(default_factory=list)  # (version, number of its first sample)
     finish_reason: FinishReason | None = None
     prompt_length: int = 0
+    cached_tokens: int = 0  # of the prompt, that were not computed for it
+    number: int = 0  # in the order of arrival
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)

@@ -242,6 +242,8 @@ class EngineServer:
             "vllm:num_requests_waiting": len(core.waiting) + len(core.held),
             "vllm:generation_tokens_total": core.sampled_tokens,
             "vllm:num_preemptions_total": core.preemptions,
+            "vllm:prefix_cache_queries_total": core.prompt_tokens,
+            "vllm:prefix_cache_hits_total": core.cached_tokens,
             "rl_async:kv_cache_bytes": core.cache_bytes,
             "vllm:kv_cache_usage_perc": sum(len(s.tokens) for s in list(core.running)) / core.cache_tokens,
             'vllm:engine_sleep_state{sleep_state="awake"}': int(not self.engine.asleep),

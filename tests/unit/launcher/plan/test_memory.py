@@ -112,9 +112,16 @@ def test_a_critic_of_its_own_counts_and_a_shared_one_does_not(tmp_path: Path) ->
     assert model_size(load_config("calculator", [*gae, f"critic.path={tmp_path}/nothing"])) is None
 
 
-def test_an_engine_holds_weights_and_a_full_cache() -> None:
-    config = load_config("calculator", ["rollout.max_batch_size=10", "rollout.max_model_len=160"])
-    assert engine_bytes(config, ModelSize(parameters=1000, kv_per_token=3)) == TORCH_BYTES + (1000 + 4800) * 4
+def test_an_engine_holds_weights_and_a_full_cache_and_the_embedded_one_prefixes_too() -> None:
+    shape = ["rollout.max_batch_size=10", "rollout.max_model_len=160"]
+    for more, cached in (
+        (["rollout.engine=embedded"], 9600),
+        (["rollout.engine=embedded", "rollout.cpu_cache_bytes=20000"], 5000),
+        (["rollout.engine=[embedded, embedded]", "rollout.engines=2"], 9600),
+        (["rollout.engine=vllm"], 4800),
+    ):
+        size = ModelSize(parameters=1000, kv_per_token=3)
+        assert engine_bytes(load_config("calculator", shape + more), size) == TORCH_BYTES + (1000 + cached) * 4
 
 
 @pytest.mark.parametrize("option", ["staged", "delta", "adapters"])
