@@ -10,6 +10,7 @@ from rl_async.configs.load.fields import all_keys, explain
 from rl_async.configs.load.loader import dump, load_config, load_resolved, preset_names
 from rl_async.configs.load.renamed import GONE, MOVED
 from rl_async.errors import ConfigError
+from rl_async.extraction import extract
 
 MINIMAL = "model:\n  path: m\ndata:\n  path: d.parquet\n"
 
@@ -37,6 +38,15 @@ def test_the_shipped_presets_are_these() -> None:
     assert shipped <= set(preset_names())
     staleness = {n: load_config(n).queue.max_staleness for n in ("calculator-sync", "calculator", "calculator-async")}
     assert staleness == {"calculator-sync": 0, "calculator": 1, "calculator-async": 4}
+
+
+@pytest.mark.parametrize(
+    ("turn", "found"),
+    [("4900", "4900"), (" 4900\n", "4900"), ('<tool_call>\n{"name":"4900"}\n</tool_call>', None), ("4900}", None)],
+)
+def test_with_tools_a_further_call_that_has_the_number_is_no_answer(turn: str, found: str | None) -> None:
+    [scorer] = load_config("smollm2-tools").reward.functions
+    assert extract(turn, scorer.extract) == found
 
 
 def test_overrides_are_yaml_values_in_order() -> None:
