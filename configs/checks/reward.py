@@ -4,7 +4,6 @@ import re
 
 import regex
 
-from rl_async.configs.nearest import nearest
 from rl_async.configs.schema.run import RunConfig
 from rl_async.extraction import REGEX, RULES, Extraction, compiled
 
@@ -62,7 +61,7 @@ def _rule_problem(rule: str) -> str | None:
             return f"{rule} is not a regular expression: {error}"
         return None
     known = f"{', '.join(RULES)} or {REGEX}PATTERN"
-    return None if rule in RULES else f"no rule {rule!r}{nearest(rule, RULES)}; known: {known}"
+    return None if rule in RULES else f"no rule {rule!r}; write one of {known}"
 
 
 REWARD_RULES = (servers, judge, extraction)

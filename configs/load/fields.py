@@ -57,7 +57,7 @@ def field_names(section: str) -> list[str]:
 def choices(key: str) -> list[str]:
     """List the values of a key that takes one of several names, directly, in a list or beside other types."""
     field = field_at(key)
-    return [str(value) for value in _literals(field.type)] if field else []
+    return list(dict.fromkeys(str(value) for value in _literals(field.type))) if field else []
 
 
 def _literals(kind: inspect.Type) -> list[Any]:

@@ -281,7 +281,7 @@ def _effect(seen: Observation, process: ObservedProcess) -> str:
         if process.ended and process.record.exit in (EXIT_USER, EXIT_FAILED):
             return "the run ends, as it would fail again"
         if process.ended:
-            return "all ranks start again from the last checkpoint"
+            return "all ranks start again from the last checkpoint (without one, from the beginning)"
         others = [other for other in seen.of_role("trainer") if other is not process and not other.halted]
         waits = [f"rank {rank.rank} {_wait(other, rank)}" for other in others if (rank := seen.rank_of(other))]
         return ", ".join(waits) or "nothing is trained and no weights are published"

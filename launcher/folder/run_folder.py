@@ -18,7 +18,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.files import make_durable_folder, replace_file
 from rl_async.launcher.sources.fetch import Fetched, kept_sources
-from rl_async.transfer_queue.reports.ledger import tells_end
+from rl_async.transfer_queue.reports.ledger import tells_end, tells_samples
 
 SOURCES = "sources.json"  # in a run folder: what was fetched for it
 
@@ -37,7 +37,7 @@ def new_run(
         config = msgspec.structs.replace(config, name=folder.name)
     folder = _folder(root, config.name)
     if folder.exists():
-        way_out = "add --resume to continue it" if checkpoints(folder) else "it has no checkpoint, so delete it"
+        way_out = "add --resume to continue it" if begun(folder) else "no sample was made in it, so delete it"
         raise UserError(f"--name: the run {folder} exists; {way_out}, or choose another name")
     return config, folder
 
@@ -48,17 +48,15 @@ def resumed_run(
     """Find the named run, or the newest of that config, and apply ``overrides`` to its own resolved config.
 
     Prints on stderr which keys keep the run's values although the given config has others. Raises UserError if there is
-    no such run, or if it has no complete checkpoint.
+    no such run, or if no sample was made in it.
     """
     preset = load_config(name_or_path, overrides, mode=mode)  # mistakes in the arguments come first
     root = Path(preset.launcher.run_dir)
     folder = _folder(root, name) if name else _newest(root, run_prefix(name_or_path, preset.mode))
     if not folder.is_dir():
         raise UserError(f"--resume: no run {folder}")
-    if not checkpoints(folder):
-        raise UserError(
-            f"--resume: {folder} has no complete checkpoint to continue from; delete it, or start without --resume"
-        )
+    if not begun(folder):
+        raise UserError(f"--resume: no sample was made in {folder}; delete it, and start without --resume")
     kept = load_resolved(folder / "config.yaml")
     record = _fetched(folder)
     preset = kept_sources(preset, kept, record)
@@ -92,14 +90,14 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def unfinished(name_or_path: str, overrides: Sequence[str], name: str) -> bool:
-    """Whether a run of that name was interrupted: it has checkpoints, and steps or its end are missing."""
+    """Whether a run of that name was interrupted: it has samples, and steps or its end are missing."""
     folder = _folder(Path(load_config(name_or_path, overrides).launcher.run_dir), name)
-    return bool(checkpoints(folder)) and _has_more(folder, load_resolved(folder / "config.yaml"))
+    return begun(folder) and _has_more(folder, load_resolved(folder / "config.yaml"))
 
 
 def _has_more(folder: Path, config: RunConfig) -> bool:
     """Whether there are steps to train, or the queue did not hear of the end before the launcher was killed."""
-    left = config.trainer.steps - checkpoints(folder)[-1]
+    left = config.trainer.steps - saved(folder)
     return left > 0 or (left == 0 and not tells_end(folder / "ledger.jsonl"))
 
 
@@ -118,9 +116,8 @@ def _refuse_another_run(before: RunConfig, config: RunConfig, preset: RunConfig,
         if old != new:
             raise UserError(f"{key}: {folder} was started with {old}, and a run that is resumed keeps it")
     if not _has_more(folder, config):
-        done = checkpoints(folder)[-1]
         raise UserError(
-            f"trainer.steps: {folder} has trained {done} of {config.trainer.steps} steps; give a larger number"
+            f"trainer.steps: {folder} has trained {saved(folder)} of {config.trainer.steps} steps; give a larger number"
         )
 
 
@@ -198,6 +195,16 @@ def checkpoints(folder: Path) -> list[int]:
     """Return the steps of the complete checkpoints, oldest first. ``state.json`` is the last file of each."""
     found = (re.fullmatch(r"step-(\d+)", file.parent.name) for file in folder.glob("checkpoints/step-*/state.json"))
     return sorted(int(match[1]) for match in found if match)
+
+
+def saved(folder: Path) -> int:
+    """Return the steps in the newest complete checkpoint, from which a resumed run continues; 0 without one."""
+    return max(checkpoints(folder), default=0)
+
+
+def begun(folder: Path) -> bool:
+    """Whether there is something to continue: a checkpoint, or samples in the queue's journal."""
+    return bool(checkpoints(folder)) or tells_samples(folder / "ledger.jsonl")
 
 
 def run_prefix(name_or_path: str, mode: str) -> str:

@@ -23,7 +23,7 @@ from rl_async.configs.schema.finetune import FinetuneConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_SIGNAL, DataError, UserError
 from rl_async.files import replace_file
-from rl_async.launcher.folder.run_folder import checkpoints, create, hold
+from rl_async.launcher.folder.run_folder import checkpoints, create, hold, saved
 from rl_async.launcher.plan.artifacts import check_model_folder
 from rl_async.launcher.plan.machine import check_trainer, count_gpus
 from rl_async.launcher.plan.planning import RENDEZVOUS, finetune_ranks
@@ -93,7 +93,7 @@ async def _train(config: RunConfig, folder: Path, console: Console) -> int:
     rows = ChatRows.map(folder / ROWS)
     assert config.finetune is not None
     steps = total_steps(len(rows), config.finetune)
-    view = FinetuneView(folder, steps, (checkpoints(folder) or [0])[-1], console)
+    view = FinetuneView(folder, steps, saved(folder), console)
     notice = StopNotice(folder)
 
     def on_stop(number: int) -> None:
@@ -106,7 +106,7 @@ async def _train(config: RunConfig, folder: Path, console: Console) -> int:
             await keep_ranks(specs, executor, folder, config.launcher.stop_timeout_s, on_stop)
     except Interrupted as interrupted:
         view.show_new()
-        done = (checkpoints(folder) or [0])[-1]
+        done = saved(folder)
         print(
             f"interrupted ({interrupted}) with {done} of {steps} steps saved; the same command continues from there",
             file=sys.stderr,

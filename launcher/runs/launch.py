@@ -16,7 +16,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_SIGNAL, RlAsyncError, UserError
 from rl_async.launcher.doctor.report import FILE as DIAGNOSIS
 from rl_async.launcher.doctor.report import write_report
-from rl_async.launcher.folder.run_folder import checkpoints, create, hold, note_sources
+from rl_async.launcher.folder.run_folder import begun, create, hold, note_sources
 from rl_async.launcher.plan.artifacts import needs_preparation
 from rl_async.launcher.plan.machine import check_engines, plan_here
 from rl_async.launcher.plan.planning import Plan, endpoints
@@ -164,7 +164,7 @@ async def _run(config: RunConfig, folder: Path, planned: Plan, executor: Executo
                 await supervisor.run()
     except Interrupted as interruption:
         _print_summary(console, view)
-        hint = f"continue with --resume --name {folder.name}" if checkpoints(folder) else "there is no checkpoint yet"
+        hint = f"continue with --resume --name {folder.name}" if begun(folder) else "there is nothing to continue"
         print(f"interrupted; every process has ended; {hint}", file=sys.stderr)
         return EXIT_SIGNAL + interruption.number
     _print_summary(console, view)

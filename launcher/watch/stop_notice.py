@@ -4,7 +4,7 @@ import signal
 import time
 from pathlib import Path
 
-from rl_async.launcher.folder.run_folder import checkpoints
+from rl_async.launcher.folder.run_folder import saved
 from rl_async.launcher.folder.tail import MetricsTail
 from rl_async.process.heartbeat import Beat, read_beats
 
@@ -24,7 +24,7 @@ class StopNotice:
         return describe_stop(
             beats[0] if beats else None,
             records[-1].get("time/train_s") if records else None,
-            (checkpoints(self._folder) or [0])[-1],
+            saved(self._folder),
             time.time(),
             "Ctrl-C again" if number == signal.SIGINT else "Ctrl-C",
         )
@@ -35,9 +35,9 @@ def describe_stop(beat: Beat | None, train_s: float | None, saved: int, now: flo
 
     ``saved`` counts the steps in the newest checkpoint; ``key`` ends the run at once.
     """
-    if beat is None or beat.phase == "starting":
+    completed = 0 if beat is None else beat.step if beat.phase in NOT_IN_A_STEP else beat.step + 1
+    if beat is None or beat.phase == "starting" or completed == 0:
         return "stopping; no step has begun"
-    completed = beat.step if beat.phase in NOT_IN_A_STEP else beat.step + 1
     if completed <= saved:
         return f"stopping; step {completed} is saved"
     left = ""

@@ -161,6 +161,11 @@ class Ledger:
         self._file.close()
 
 
+def tells_samples(path: Path) -> bool:
+    """Whether a ledger says that a sample came to the queue; False without one."""
+    return path.exists() and any(line is not None and line.event == "put" for _, line in _numbered(path))
+
+
 def tells_end(path: Path) -> bool:
     """Whether the last that a ledger says of its run is that it ended; False without one. Torn lines do not count."""
     if not path.exists():

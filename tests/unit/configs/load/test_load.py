@@ -102,6 +102,8 @@ def test_extends_changes_a_preset(write) -> None:
         (MINIMAL + "trainer: 3\n", ["my.yaml:5", "trainer"]),
         (MINIMAL + "rollout:\n  engine: vlm\n", ["my.yaml:6", "rollout.engine"]),
         ("model:\n  path: m\n", ["data"]),
+        (MINIMAL + "seed: 1\ntrainer: {}\nseed: 2\n", ["my.yaml:7", "seed stands on line 5"]),
+        ("model: {path: m}\ndata:\n  path:\n  - {path: a, path: b}\n", ["my.yaml:4", "path"]),
         ("- 1\n", ["my.yaml", "expected sections"]),
         ("model: [\n", ["my.yaml", "not valid YAML"]),
         ("", ["my.yaml", "expected sections"]),

@@ -61,6 +61,16 @@ def test_an_existing_name_is_refused(root: str) -> None:
         new_run("calculator", [root], name="more")
 
 
+def test_a_run_without_a_checkpoint_continues_with_the_samples_that_it_has(root: str) -> None:
+    folder = make_run(root, name="mine")
+    assert not unfinished("calculator", [root], "mine")
+    (folder / "ledger.jsonl").write_text('{"event": "put", "seq": 0, "group": 0, "sample": 0}\n')
+    assert unfinished("calculator", [root], "mine")
+    assert resumed_run("calculator", [root], name="mine")[1] == folder
+    with pytest.raises(UserError, match="--resume to continue"):
+        new_run("calculator", [root], name="mine")
+
+
 def test_a_run_is_unfinished_from_its_first_checkpoint_to_its_last(root: str) -> None:
     for name, saved, expected in (("none", (), False), ("some", (1, 2), True), ("all", (3,), False)):
         record(make_run(root, "trainer.steps=3", name=name, steps=saved), RunFinished(left=[]))
@@ -134,10 +144,10 @@ def test_resume_says_where_the_given_config_is_not_followed(
     assert config.trainer.learning_rate == 0.5 and capsys.readouterr().err == ""
 
 
-def test_resume_without_a_complete_checkpoint_is_refused(root: str) -> None:
+def test_resume_without_samples_or_a_complete_checkpoint_is_refused(root: str) -> None:
     folder = make_run(root, name="mine")
     (folder / "checkpoints" / "step-000004").mkdir(parents=True)  # no state.json: not complete
-    with pytest.raises(UserError, match=r"--resume: .*checkpoint"):
+    with pytest.raises(UserError, match=r"--resume: no sample was made in .*mine"):
         resumed_run("calculator", [root], name="mine")
 
 
