@@ -246,18 +246,37 @@ def test_interrupt_and_resume_everything(home: Path, start: Callable[..., Run]) 
     assert re.search(r"the queue kept [1-9]\d* groups and admits 0 again", log_of(home, "resumed", "trainer-0"))
 
 
+def kill_launcher(home: Path, name: str, run: Run) -> None:
+    """Return when no process of the run is left."""
+    run.kill()
+    run.wait(timeout=30)
+    deadline = time.monotonic() + 60
+    while any(psutil.pid_exists(pid) for pid in pids(home, name).values()):
+        assert time.monotonic() < deadline, "roles outlived the launcher"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("journal", ["sqlite", "memory"])
+def test_a_run_that_lost_its_launcher_before_the_first_checkpoint_is_resumed(
+    home: Path, start: Callable[..., Run], journal: str
+) -> None:
+    name = f"unsaved-{journal}"
+    run = start(name, f"queue.journal={journal}", "trainer.steps=6", "trainer.checkpoint_every=0")
+    wait_for_steps(home, name, 2, run)
+    kill_launcher(home, name, run)
+    assert not checkpoints(home / "runs" / name)
+    finish(start(name))
+    assert_complete(home, name, bound=1)
+
+
 @pytest.mark.slow
 def test_a_run_that_lost_its_launcher_after_the_last_checkpoint_is_resumed_to_tell_its_end(
     home: Path, start: Callable[..., Run]
 ) -> None:
     run = start("untold", "debug.min_train_s=0.3", "trainer.checkpoint_every=1")
     wait_for_steps(home, "untold", 3, run)
-    run.kill()
-    run.wait(timeout=30)
-    deadline = time.monotonic() + 60
-    while any(psutil.pid_exists(pid) for pid in pids(home, "untold").values()):
-        assert time.monotonic() < deadline, "roles outlived the launcher"
-        time.sleep(0.1)
+    kill_launcher(home, "untold", run)
     done = checkpoints(home / "runs" / "untold")[-1]
     finish(start("untold", f"trainer.steps={done}"))
     assert succeed(home, "audit", "runs/untold").splitlines()[-1].startswith("ok: ")
