@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rl_async.configs.derived.data import files_of
+from rl_async.configs.schema.data import DataSource
 from rl_async.errors import DataError
 from rl_async.transfer_queue.data.dataset import ParquetRows
+from rl_async.transfer_queue.data.templates import fill
 
 Message = dict[str, Any]
 
@@ -24,18 +26,19 @@ class Chat(NamedTuple):
     place: str
 
 
-def read_chats(path: str) -> Iterator[Chat]:
+def read_chats(source: DataSource) -> Iterator[Chat]:
     """Yield the conversations of a data set (``files_of``) with a column ``messages`` and, optionally, ``tools``.
 
     Raises DataError for the first that cannot be trained on, and for a data set that is missing or empty.
     """
     empty = True
-    for file in files_of(path):
+    for file in files_of(source.path):
         for place, row in _rows(file):
             empty = False
-            yield to_chat(row, place)
+            chat = to_chat(row, place)
+            yield chat._replace(messages=_templated(chat.messages, row, source, place))
     if empty:
-        raise DataError(f"{path}: no conversations in it; write one JSON object with `messages` on each line")
+        raise DataError(f"{source.path}: no conversations in it; write one JSON object with `messages` on each line")
 
 
 def to_chat(row: dict[str, Any], place: str) -> Chat:
@@ -50,6 +53,28 @@ def to_chat(row: dict[str, Any], place: str) -> Chat:
     if spoken[0] == 0:
         raise DataError(f"{place}: begins with the assistant; put a user message before it")
     return Chat(chat, _tools(row.get("tools"), place), place)
+
+
+def _templated(messages: list[Message], row: dict[str, Any], source: DataSource, place: str) -> list[Message]:
+    """Return the conversation with the data set's system message and its template of the last user message.
+
+    ``{column}`` is another column of the row, and ``{prompt}`` what the user said. Raises DataError naming the column.
+    """
+    if not (source.prompt or source.system):
+        return messages
+    last = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=None)
+    columns = {name: value for name, value in row.items() if name != "messages"}
+    if last is not None:
+        columns["prompt"] = messages[last]["content"]
+    elif source.prompt:
+        raise DataError(f"{place}: its data set has a template of the user's message, and it has no user; add one")
+    changed = [*messages]
+    if last is not None and source.prompt:
+        changed[last] = messages[last] | {"content": fill(source.prompt, columns, place)}
+    if source.system:
+        own = {"role": "system", "content": fill(source.system, columns, place)}
+        changed = [own, *(message for message in changed if message["role"] != "system")]
+    return changed
 
 
 def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,5 +1,7 @@
 """Rules for the sections `finetune` and `warm_start`: keys that would have no effect."""
 
+from rl_async.configs.derived.data import eval_parts, parts
+from rl_async.configs.schema.data import DataSource
 from rl_async.configs.schema.finetune import WarmStartConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
@@ -13,6 +15,8 @@ INSTEAD = {  # key of trainer -> the key that fine-tuning reads
     "minibatches": "finetune.batch_size",
 }
 
+UNREAD = ("weight", "schedule", "ground_truth", "ground_truth_extract", "parameters")  # of a data set in a list
+
 
 def finetune(c: RunConfig) -> str | None:
     """Refuse keys that supervised fine-tuning ignores, naming those that take their place."""
@@ -21,8 +25,12 @@ def finetune(c: RunConfig) -> str | None:
     for key, other in INSTEAD.items():
         if getattr(c.trainer, key) != getattr(TrainerConfig(), key):
             return f"trainer.{key}={getattr(c.trainer, key)} has no effect on fine-tuning; set {other}"
-    if not isinstance(c.data.path, str) or isinstance(c.data.eval_path, tuple):
-        return "data.path or data.eval_path is a list, and finetune reads one path; put the conversations into one file"
+    for source in (*parts(c.data), *eval_parts(c.data)):
+        if unread := [key for key in UNREAD if getattr(source, key) != getattr(DataSource(path=""), key)]:
+            return (
+                f"data: {unread[0]} of {source.path} has no effect on fine-tuning, which trains on all conversations "
+                "of all data sets; leave it out"
+            )
     if c.critic is not None:
         return "critic has no effect on fine-tuning (section finetune); leave it out"
     return None

@@ -9,6 +9,7 @@ import hashlib
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,8 +18,9 @@ from rich.console import Console
 
 from rl_async.agent_loop.data.chats import read_chats
 from rl_async.agent_loop.data.training_tokens import ChatEncoder, ChatTokens
-from rl_async.configs.derived.data import files_of
+from rl_async.configs.derived.data import eval_parts, files_of, parts
 from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.schema.data import DataSource
 from rl_async.configs.schema.finetune import FinetuneConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_SIGNAL, DataError, UserError
@@ -159,9 +161,10 @@ def _require_finished(config: RunConfig, folder: Path, resumes: bool) -> None:
 
 def _encode_once(config: RunConfig, folder: Path) -> DataRecord:
     """Encode the conversations, unless an earlier start of the run has. Raises DataError."""
-    assert isinstance(config.data.path, str) and not isinstance(config.data.eval_path, tuple)
-    given = (("data.path", config.data.path), ("data.eval_path", config.data.eval_path))
-    checksums = {str(file): checksum(key, file) for key, path in given if path is not None for file in files_of(path)}
+    given = (("data.path", parts(config.data)), ("data.eval_path", eval_parts(config.data)))
+    checksums = {
+        str(file): checksum(key, file) for key, sources in given for source in sources for file in files_of(source.path)
+    }
     done = folder / DATA_FILE
     if done.is_file():
         record = msgspec.json.decode(done.read_bytes(), type=DataRecord)
@@ -186,17 +189,17 @@ def checksum(key: str, path: Path) -> str:
 
 def _encode(config: RunConfig, folder: Path, checksums: dict[str, str]) -> DataRecord:
     own = config.finetune
-    assert own is not None and isinstance(config.data.path, str) and not isinstance(config.data.eval_path, tuple)
+    assert own is not None
     encoder = ChatEncoder(load_tokenizer(config.model.path, "model.path"), config.agent.chat_format)
     limit = longest(config)
-    rows, skipped = _tokens(config.data.path, encoder, limit, own)
+    rows, skipped = encode_all(parts(config.data), encoder, limit, own)
     if config.data.eval_path is None:
         rows, held_out = split(rows, own.held_out, config.seed)
     else:
-        held_out, more = _tokens(config.data.eval_path, encoder, limit, own)
+        held_out, more = encode_all(eval_parts(config.data), encoder, limit, own)
         skipped += more
     if not rows:
-        raise DataError(f"{config.data.path}: no conversation is left to train on ({skipped} were too long)")
+        raise DataError(f"{_named(config)}: no conversation is left to train on ({skipped} were too long)")
     for name, part in ((ROWS, rows), (HELD_OUT, held_out)):
         shutil.rmtree(folder / name, ignore_errors=True)
         (folder / name).mkdir()
@@ -211,10 +214,16 @@ def _encode(config: RunConfig, folder: Path, checksums: dict[str, str]) -> DataR
     )
 
 
-def _tokens(path: str, encoder: ChatEncoder, limit: int, own: FinetuneConfig) -> tuple[list[ChatTokens], int]:
-    """Encode the conversations of a file; returns also how many were skipped. Raises DataError naming the line."""
+def _named(config: RunConfig) -> str:
+    return ", ".join(source.path for source in parts(config.data))
+
+
+def encode_all(
+    sources: Sequence[DataSource], encoder: ChatEncoder, limit: int, own: FinetuneConfig
+) -> tuple[list[ChatTokens], int]:
+    """Encode the conversations of data sets; returns also how many were skipped. Raises DataError naming the line."""
     rows, skipped = list[ChatTokens](), 0
-    for chat in read_chats(path):
+    for chat in (chat for source in sources for chat in read_chats(source)):
         tokens = encoder.encode(chat)
         if len(tokens.ids) <= limit:
             rows.append(tokens)
@@ -256,7 +265,7 @@ def _headline(config: RunConfig, record: DataRecord, folder: Path) -> list[str]:
     skipped = f", {record.skipped} too long and skipped" if record.skipped else ""
     begun = checkpoints(folder)
     return [
-        f"{config.model.path} on {config.data.path}: {record.conversations:,} conversations, {record.held_out:,} held "
+        f"{config.model.path} on {_named(config)}: {record.conversations:,} conversations, {record.held_out:,} held "
         f"out{skipped}; {record.learned:,} of {record.tokens:,} tokens are learned",
         f"{total_steps(record.conversations, own)} steps of {own.batch_size} conversations on {config.trainer.ranks} "
         f"rank(s) of {config.trainer.backend}; run folder: {folder}",

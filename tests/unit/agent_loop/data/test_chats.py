@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rl_async.agent_loop.data.chats import read_chats
+from rl_async.configs.schema.data import DataSource
 from rl_async.errors import DataError
 
 USER = {"role": "user", "content": "hello"}
@@ -43,14 +44,14 @@ def write(path: Path, *lines: Any) -> str:
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, message: str) -> None:
     path = write(tmp_path / "c.jsonl", {"messages": [USER, ANSWER]}, "", line)
     with pytest.raises(DataError, match=message):
-        list(read_chats(path))
+        list(read_chats(DataSource(path=path)))
 
 
 def test_parquet_with_columns_that_are_null_reads_as_jsonl_does(tmp_path: Path) -> None:
     messages = [USER, ANSWER]
     table = pa.table({"messages": [[{**message, "tool_calls": None} for message in messages]], "tools": ["[]"]})
     pq.write_table(table, tmp_path / "c.parquet")
-    (chat,) = read_chats(str(tmp_path / "c.parquet"))
+    (chat,) = read_chats(DataSource(path=str(tmp_path / "c.parquet")))
     assert chat.messages == messages and chat.tools == []
 
 
@@ -58,7 +59,8 @@ def test_parquet_calls_have_their_own_arguments_alone(tmp_path: Path) -> None:
     calls = [{"name": "add", "arguments": {"a": 1}}, {"name": "look", "arguments": {"query": "x"}}]
     rows = [[USER, {**ANSWER, "tool_calls": [call]}] for call in calls]
     pq.write_table(pa.table({"messages": rows}), tmp_path / "c.parquet")
-    read = [chat.messages[1]["tool_calls"][0]["function"] for chat in read_chats(str(tmp_path / "c.parquet"))]
+    chats = read_chats(DataSource(path=str(tmp_path / "c.parquet")))
+    read = [chat.messages[1]["tool_calls"][0]["function"] for chat in chats]
     assert read == calls
 
 
@@ -69,4 +71,17 @@ def test_files_that_hold_none(tmp_path: Path, name: str, message: str) -> None:
     write(tmp_path / "c.txt", "x")
     write(tmp_path / "e.jsonl", "")
     with pytest.raises(DataError, match=message):
-        list(read_chats(str(tmp_path / name)))
+        list(read_chats(DataSource(path=str(tmp_path / name))))
+
+
+def test_a_data_set_has_a_system_message_and_a_template_of_its_own(tmp_path: Path) -> None:
+    tool = {"role": "tool", "content": "9"}
+    row = {"messages": [{"role": "system", "content": "x"}, USER, ANSWER, tool, USER, ANSWER], "level": 3}
+    path = write(tmp_path / "c.jsonl", row)
+    (chat,) = read_chats(DataSource(path=path, system="level {level}", prompt="{prompt} Think."))
+    asked = {"role": "user", "content": f"{USER['content']} Think."}
+    assert chat.messages == [{"role": "system", "content": "level 3"}, USER, ANSWER, tool, asked, ANSWER]
+    (same,) = read_chats(DataSource(path=path))
+    assert same.messages == row["messages"]
+    with pytest.raises(DataError, match=r"line 1: .*\{grade\}"):
+        list(read_chats(DataSource(path=path, prompt="{grade}")))

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from rl_async.agent_loop.data.training_tokens import ChatTokens
+from rl_async.agent_loop.data.training_tokens import ChatEncoder, ChatTokens
+from rl_async.configs.derived.data import parts
 from rl_async.configs.load.loader import load_config
 from rl_async.errors import ConfigError, UserError
 from rl_async.launcher.cli.__main__ import main
 from rl_async.launcher.plan.planning import finetune_ranks
-from rl_async.launcher.runs.finetune import longest, split
+from rl_async.launcher.runs.finetune import encode_all, longest, split
 from rl_async.launcher.watch.finetune_view import FinetuneView, line
+from tests.support.families import byte_tokenizer
 
 BASE = ["model.path=base", "data.path=chats.jsonl", "finetune.out=out"]
 
@@ -35,6 +37,22 @@ def test_some_conversations_are_held_out_and_some_are_left(count: int, share: fl
     assert [row.ids[0] for row in again[1]] == [row.ids[0] for row in held_out]
 
 
+def test_several_data_sets_are_all_read_each_with_its_own_templates(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "what is 2+3?"}, {"role": "assistant", "content": "5"}]
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    sets = f"data.path=[{{path: {tmp_path}/a.jsonl, system: brief}}, {{path: {tmp_path}/b.jsonl}}]"
+    config = load_config(None, [*BASE, sets])
+    assert config.finetune is not None
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    opening = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    tokenizer = byte_tokenizer(template + opening, eos="<|im_end|>")
+    rows, skipped = encode_all(parts(config.data), ChatEncoder(tokenizer), 1000, config.finetune)
+    texts = [tokenizer.decode(row.ids) for row in rows]
+    assert ["brief" in text for text in texts] == [True, False] and skipped == 0
+    assert [tokenizer.decode(row.ids[row.learned]) for row in rows] == ["5<|im_end|>"] * 2
+
+
 def test_the_longest_conversation_is_what_the_model_has_positions_for(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 64}}))
     overrides = [*BASE, f"model.path={tmp_path}"]
@@ -49,7 +67,8 @@ def test_the_longest_conversation_is_what_the_model_has_positions_for(tmp_path: 
     [
         ("trainer.learning_rate=1e-3", r"set finetune\.learning_rate"),
         ("trainer.steps=7", r"set finetune\.steps"),
-        ("data.path=[{path: a.jsonl}]", "one file"),
+        ("data.path=[{path: a.jsonl, weight: 2}]", "weight of a.jsonl"),
+        ("data.eval_path=[{path: a.jsonl, ground_truth: '{a}'}]", "ground_truth of a.jsonl"),
         ("critic.shared=true", "critic"),
         ("trainer.tensor_parallel=2", "needs trainer.backend=megatron"),
     ],
