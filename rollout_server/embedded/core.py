@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rl_async.errors import UserError
 from rl_async.output_layer import output_logits
 from rl_async.rollout_server.embedded.cache import SlotCache
-from rl_async.rollout_server.embedded.families import ROPES, SERVED, why_not_served
+from rl_async.rollout_server.embedded.families import ROPES, SERVED, visible, why_not_served
 from rl_async.rollout_server.embedded.prefixes import BLOCK, Block, PrefixCache, joined
 from rl_async.rollout_server.embedded.sampler import Sampler
 from rl_async.rollout_server.embedded.sequence import Sequence
@@ -35,8 +35,8 @@ def _check_served(model: nn.Module) -> None:
         found = f"attn_implementation {config._attn_implementation!r}"
     if found is not None:
         raise UserError(
-            f"model.path: the embedded engine serves {', '.join(SERVED)} with full attention (sdpa) and rotary "
-            f"embedding {', '.join(ROPES)}; this model has {found}. Use rollout.engine: vllm"
+            f"model.path: the embedded engine serves {', '.join(SERVED)} with full or sliding attention (sdpa) and "
+            f"rotary embedding {', '.join(ROPES)}; this model has {found}. Use rollout.engine: vllm"
         )
 
 
@@ -223,12 +223,12 @@ class EngineCore:
         lengths = torch.tensor([len(end) for end in ends], device=self.device)
         rows, columns = (torch.arange(width, device=self.device) < lengths[:, None]).nonzero(as_tuple=True)
         self._cache.extend_at(first, rows, columns, at[rows, columns], view)
-        mask = torch.arange(view, device=self.device) <= at[:, None, :, None]
+        mask = visible(self.model.config, at, view)
         # Padding only has to be a valid position; nothing reads what is computed for it.
         hidden = self._forward(padded, at.clamp(max=self.max_length - 1), mask)
         return hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
 
-    def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+    def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor] | None) -> Tensor:
         return self.model.model(
             input_ids=tokens,
             position_ids=positions,
@@ -242,7 +242,7 @@ class EngineCore:
         count, view = len(lengths), max(lengths)
         positions = torch.tensor(lengths, device=self.device) - 1  # of the token that is fed, not yet in the cache
         self._cache.decode_at(positions, view)
-        mask = (torch.arange(view, device=self.device)[None] <= positions[:, None])[:, None, None]
+        mask = visible(self.model.config, positions[:, None], view)
         hidden = self._forward(self._last[:count, None], positions[:, None], mask)
         if self._sampler is None:
             self._sampler = self._make_sampler(self.running)

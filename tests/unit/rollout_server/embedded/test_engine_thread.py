@@ -11,10 +11,12 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -167,16 +169,12 @@ def test_a_failed_thread_is_reported_and_accepts_no_more_requests() -> None:
         engine.submit(Request())
 
 
-def test_qwen2_and_llama_are_served() -> None:
-    EngineCore(llama(), max_batch=4, max_length=64)
-    EngineCore(Qwen2ForCausalLM(Qwen2Config(**SIZES)), max_batch=4, max_length=64)
-
-
 def test_models_that_a_batch_would_change_are_refused() -> None:
-    sliding = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=0)
+    chunked = {"layer_types": ["chunked_attention"]}
     refused = {
-        "mistral": MistralForCausalLM(MistralConfig(**SIZES)),
-        "sliding_attention": Qwen2ForCausalLM(sliding),
+        "gpt2": GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=32, n_layer=1, n_head=2)),
+        "chunked_attention": Qwen2ForCausalLM(Qwen2Config(**SIZES, **chunked)),
+        "final_logit_softcapping": Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, final_logit_softcapping=30.0)),
         "dynamic": llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
         "eager": llama(attn_implementation="eager"),
     }

@@ -1,0 +1,76 @@
+"""Each family that is served, on a tiny random model: log-probabilities are those of a plain forward pass."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rl_async.rollout_server.embedded.core import EngineCore
+from rl_async.rollout_server.embedded.families import SERVED
+from rl_async.trainer.model.families import FAMILIES, logit_form
+from tests.unit.rollout_server.embedded.test_core import largest_difference, sequences
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 90,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+}
+MIXED = ["sliding_attention", "full_attention"] * 2
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("gemma3_text", {"head_dim": 16, "sliding_window": 8, "layer_types": MIXED}),
+    ("llama", {}),
+    ("mistral", {"sliding_window": 8}),
+    ("mistral", {"sliding_window": None}),
+    ("phi3", {"sliding_window": 8}),
+    ("phi3", {"sliding_window": None}),
+    ("qwen2", {}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}),
+    ("qwen3", {"head_dim": 16}),
+    ("qwen3_moe", {"head_dim": 16, **EXPERTS}),
+    ("smollm3", {"no_rope_layer_interval": 2}),
+]
+
+
+def peaked(kind: str, more: dict[str, Any]) -> Any:
+    """A model away from the flat distribution of a fresh one."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**SIZES, **more})
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0 if parameter.dim() >= 2 else 1.0)
+    return model
+
+
+@pytest.mark.parametrize(("kind", "more"), KINDS, ids=[f"{kind}-{n}" for n, (kind, _) in enumerate(KINDS)])
+def test_logprobs_agree_with_a_plain_forward_pass(kind: str, more: dict[str, Any]) -> None:
+    model = peaked(kind, more)
+    core = EngineCore(model, max_batch=8, max_length=128)
+    todo = sequences(12, seed=1)
+    for sequence in todo:
+        sequence.max_tokens, sequence.stop_token_ids = 30, frozenset()
+        core.add(sequence)
+    while core.unfinished:
+        core.step()
+    again = sequences(12, seed=1)
+    for sequence, before in zip(again, todo, strict=True):  # the next turn, on prefixes of the first
+        sequence.tokens = [*before.tokens, 7, 8, 9]
+        sequence.prompt_length, sequence.max_tokens = len(sequence.tokens), 10
+        core.add(sequence)
+    while core.unfinished:
+        core.step()
+    assert core.cached_tokens > 200
+    assert max(largest_difference(model, s) for s in (*todo, *again)) < 1e-5
+
+
+def test_every_family_that_is_served_is_tested_and_trained() -> None:
+    assert {kind for kind, _ in KINDS} == set(SERVED) <= set(FAMILIES)
+    for kind, more in KINDS:
+        form = logit_form(AutoConfig.for_model(kind, **{**SIZES, **more}))
+        assert (form.scale, form.softcap) == (1.0, None), "the engine neither scales nor caps logits"
