@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--open-port", type=int, required=True)
     arguments = parser.parse_args()
     config = load_resolved(arguments.run / "config.yaml")
-    torch.set_num_threads(config.launcher.threads)
+    torch.set_num_threads(config.launcher.threads or 1)
     rollout = config.rollout
     core = EngineCore(load_model(config), max_batch=rollout.max_batch_size, max_length=rollout.max_model_len)
     server = EngineServer(EngineThread(core, on_crash=lambda _: os._exit(1)), config.model.path)

@@ -41,7 +41,10 @@ class TrackingConfig(Config, frozen=True):
 class LauncherConfig(Config, frozen=True):
     run_dir: Annotated[str, doc("Folder that holds all runs.")] = "runs"
     max_restarts: Annotated[Count, doc("Restarts per process before the run fails.")] = 3
-    threads: Annotated[Positive, doc("Torch threads per process on CPU.")] = 1
+    threads: Annotated[
+        Positive | None,
+        doc("Torch threads per process on CPU; unset: the cores divided among engines and ranks that compute at once."),
+    ] = None
     http_hosts: Annotated[
         tuple[str, ...],
         doc("Host names by which others call the run's HTTP servers; by default only their addresses are accepted."),

@@ -1,6 +1,5 @@
 """``rl-async doctor`` without a run: compares what this machine has with what a config needs."""
 
-import os
 import resource
 import shutil
 import socket
@@ -19,13 +18,13 @@ from rl_async.launcher.doctor.versions import ENGINE_PACKAGES, RANGES, holds
 from rl_async.launcher.plan.machine import count_gpus, has_megatron
 from rl_async.launcher.plan.memory import engine_bytes, model_size, queue_bytes, trainer_bytes, worker_bytes
 from rl_async.launcher.plan.ports import HOST
+from rl_async.launcher.plan.threads import CGROUP, cores
 
 Level = Literal["ok", "warning", "missing"]
 PROBE_S = 120.0
 DEMO_BYTES = 2 << 30  # of the preset calculator, by `rl-async launch --dry-run`
 PORTS = 8  # tried
 FILES = 1024
-CGROUP = Path("/sys/fs/cgroup")
 PROBE = """
 import importlib.metadata as m, json, sys
 def version(name):
@@ -185,15 +184,6 @@ def memory_line(free: int, needed: int) -> Finding:
     """Compare free memory with the most that the run takes."""
     what = f"{free / 2**30:.1f} GiB of memory free, at most about {needed / 2**30:.1f} GiB needed"
     return Finding("ok", what) if free >= needed else Finding("warning", what, "use a smaller model or fewer processes")
-
-
-def cores(root: Path = CGROUP) -> float:
-    """Return the number of cores that this process may use at once."""
-    allowed = float(len(os.sched_getaffinity(0)))
-    quota = root / "cpu.max"
-    if quota.is_file() and (words := quota.read_text().split())[0] != "max":
-        return min(allowed, int(words[0]) / int(words[1]))
-    return allowed
 
 
 def cores_line(count: float) -> Finding:

@@ -11,6 +11,7 @@ from rl_async.launcher.plan.artifacts import needs_data, needs_model
 from rl_async.launcher.plan.machine import plan_here
 from rl_async.launcher.plan.planning import Plan
 from rl_async.launcher.plan.ports import assign_ports
+from rl_async.launcher.plan.spec import THREADS
 
 
 def dry_run(config: RunConfig, folder: Path, *, resume: bool = False) -> None:
@@ -41,6 +42,9 @@ def plan_table(planned: Plan) -> Table:
 def plan_notes(config: RunConfig, folder: Path, planned: Plan) -> list[str]:
     """Return the lines below the table: command lines, folder, total memory, what is made first."""
     notes = [f"{spec.name}: {shlex.join(['python', *spec.argv[1:]])}" for spec in planned.processes]
+    computing = [spec for spec in (*planned.engines, *planned.trainers) if spec.device == "cpu"]
+    if computing:
+        notes.append(f"threads of each engine and trainer rank: {computing[0].env[THREADS]} (launcher.threads)")
     known = [spec.memory_bytes for spec in planned.processes if spec.memory_bytes is not None]
     notes += [f"run folder: {folder}", f"memory in all, at most about: {sum(known) / 2**30:.1f} GiB"]
     if needs_data(config):

@@ -19,6 +19,7 @@ from rl_async.errors import UserError
 from rl_async.launcher.plan.artifacts import needs_preparation
 from rl_async.launcher.plan.memory import model_size, tiny_shape
 from rl_async.launcher.plan.planning import Plan, plan
+from rl_async.launcher.plan.threads import cores, with_threads
 from rl_async.reward_loop.api_keys import read_api_key
 from rl_async.trainer.model.families import why_not_shared
 
@@ -43,6 +44,8 @@ def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: in
     check_api_keys(config.reward)
     size = model_size(config)
     check_expert_names(config)
+    if not elsewhere and (gpus == 0 or config.model.device == "cpu"):
+        config = with_threads(config, size, cores(), engines=config.rollout.engines)
     return plan(config, folder, size=size, gpus=gpus, resume=resume)
 
 

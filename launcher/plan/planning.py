@@ -179,7 +179,7 @@ def _reward_model(config: RunConfig, run_dir: Path, devices: Devices) -> Process
         "--dtype": model.dtype,
         "--device": model.device,
         "--batch-size": str(model.batch_size),
-        "--threads": str(config.launcher.threads),
+        "--threads": str(config.launcher.threads or 1),
     }
     return ProcessSpec(
         name=REWARD_MODEL,

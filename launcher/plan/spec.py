@@ -22,6 +22,7 @@ SECRETS: Mapping[str, Role] = {
     "WANDB_API_KEY": "trainer",
     "SWANLAB_API_KEY": "trainer",
 }
+THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,10 @@ def environment(config: RunConfig, role: Role) -> dict[str, str]:
 
     OpenMP's threads otherwise spin at every barrier, on cores that another process, or the thread they wait for, needs.
     """
-    threads = str(config.launcher.threads)
+    threads = str(config.launcher.threads or 1)
     return {
         **{name: "" for name, user in secrets(config).items() if user != role},
-        "OMP_NUM_THREADS": threads,
+        THREADS: threads,
         "MKL_NUM_THREADS": threads,
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
         "TOKENIZERS_PARALLELISM": "false",

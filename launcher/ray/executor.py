@@ -187,7 +187,7 @@ class RayNodes:
         check_sharing(self._config, self._plan, without_folder)
         shared = not without_folder
         log.info("the run folder is %s", "on all nodes" if shared else f"not on {', '.join(without_folder)}")
-        for group in groups(self._plan, self._config.launcher.threads, shared=shared):
+        for group in groups(self._plan, self._config.launcher.threads or 1, shared=shared):
             await self._reserve(group)
         assigning = [asyncio.ensure_future(self._assign(spec)) for spec in self._plan.processes]
         try:

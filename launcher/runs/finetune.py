@@ -28,8 +28,10 @@ from rl_async.files import replace_file
 from rl_async.launcher.folder.run_folder import checkpoints, create, hold, saved
 from rl_async.launcher.plan.artifacts import check_model_folder
 from rl_async.launcher.plan.machine import check_trainer, count_gpus
+from rl_async.launcher.plan.memory import model_size
 from rl_async.launcher.plan.planning import RENDEZVOUS, finetune_ranks
 from rl_async.launcher.plan.ports import PortWish, assign_ports
+from rl_async.launcher.plan.threads import cores, with_threads
 from rl_async.launcher.runs.launch import log_into, shown
 from rl_async.launcher.supervise.children import Interrupted, keep_ranks
 from rl_async.launcher.supervise.executor import ThisMachine
@@ -104,7 +106,9 @@ async def _train(config: RunConfig, folder: Path, console: Console) -> int:
     try:
         async with shown(view.run()):
             executor = ThisMachine(assign_ports([PortWish(RENDEZVOUS)]), folder)
-            specs = finetune_ranks(config, folder, count_gpus())
+            gpus = count_gpus()
+            given = config if gpus else with_threads(config, model_size(config), cores(), engines=0)
+            specs = finetune_ranks(given, folder, gpus)
             await keep_ranks(specs, executor, folder, config.launcher.stop_timeout_s, on_stop)
     except Interrupted as interrupted:
         view.show_new()

@@ -29,7 +29,7 @@ from rl_async.transfer_queue.data.task_stream import make_sources
 
 def make_model(config: RunConfig, settings: WarmStartConfig, report: Callable[[str], None]) -> None:
     """Train a tokenizer and a tiny model on the demonstrations until the gate, and save both at ``model.path``."""
-    torch.set_num_threads(config.launcher.threads)
+    torch.set_num_threads(config.launcher.threads or 1)
     torch.manual_seed(settings.seed)
     demos = read_demos(settings.demos_path)
     tokenizer = train_tokenizer(demos, settings.vocab_size, model_max_length=config.rollout.max_model_len)

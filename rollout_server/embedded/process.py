@@ -46,7 +46,8 @@ def serve(run: Path, index: int, host: str, port: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     config = load_resolved(run / "config.yaml")
     access = Access(run_token(run, "engines"), (host, *config.launcher.http_hosts))
-    torch.set_num_threads(config.launcher.threads)
+    if config.launcher.threads is not None:  # else as the launcher's OMP_NUM_THREADS says
+        torch.set_num_threads(config.launcher.threads)
     torch.manual_seed(config.seed + 10_000 + index)
     listener = bind(host, port, "rollout.port")
     core = EngineCore(

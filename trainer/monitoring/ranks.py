@@ -54,7 +54,8 @@ def is_collective_failure(error: RuntimeError) -> bool:
 
 def start_process_group(config: RunConfig) -> tuple[str, dist.Store]:
     """Join the trainer's process group and seed this rank; return this rank's device and the ranks' store."""
-    torch.set_num_threads(config.launcher.threads)
+    if config.launcher.threads is not None:  # else as the launcher's OMP_NUM_THREADS says
+        torch.set_num_threads(config.launcher.threads)
     cuda = config.model.device == "cuda" or (config.model.device == "auto" and torch.cuda.is_available())
     backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"  # counts and flags are reduced on the host with gloo
     rank, ranks = int(os.environ.setdefault("RANK", "0")), int(os.environ.setdefault("WORLD_SIZE", "1"))
