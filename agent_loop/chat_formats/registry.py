@@ -1,6 +1,7 @@
 """The chat formats by name, and which of them a tokenizer's chat template has."""
 
 import logging
+from collections.abc import Callable
 
 import jinja2
 from transformers import PreTrainedTokenizerFast
@@ -9,6 +10,7 @@ from rl_async.agent_loop.chat_formats.format import ChatFormat
 from rl_async.agent_loop.chat_formats.harmony import HarmonyFormat
 from rl_async.agent_loop.chat_formats.hermes import HERMES
 from rl_async.agent_loop.chat_formats.library import INSTALL, LibraryFormat, installed
+from rl_async.agent_loop.chat_formats.mistral import CALLS, MistralFormat
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.chat_formats.syntax import NO_CALLS, CallSyntax
 from rl_async.configs.schema.chat_formats import LIBRARY_NAMES, ChatFormatName
@@ -18,6 +20,7 @@ from rl_async.errors import ConfigError
 log = logging.getLogger("rl_async.agent_loop")
 
 SYNTAXES: dict[str, CallSyntax] = {"plain": NO_CALLS, "hermes": HERMES}  # of formats that follow the template
+OWN: dict[str, Callable[[PreTrainedTokenizerFast], ChatFormat]] = {"gpt-oss": HarmonyFormat, "mistral": MistralFormat}
 
 
 def choose(tokenizer: PreTrainedTokenizerFast, name: ChatFormatName = "auto") -> ChatFormat:
@@ -27,8 +30,8 @@ def choose(tokenizer: PreTrainedTokenizerFast, name: ChatFormatName = "auto") ->
     """
     if name == "auto":
         return _detect(tokenizer)
-    if name == HarmonyFormat.name:
-        return HarmonyFormat(tokenizer)
+    if name in OWN:
+        return OWN[name](tokenizer)
     if name in SYNTAXES:
         return ChatRenderer(tokenizer, name=name, syntax=SYNTAXES[name])
     chat = LibraryFormat(tokenizer, name)
@@ -40,8 +43,8 @@ def choose(tokenizer: PreTrainedTokenizerFast, name: ChatFormatName = "auto") ->
 def _detect(tokenizer: PreTrainedTokenizerFast) -> ChatFormat:
     """Return Hermes' format if the template writes such calls, or knows no tools and models may learn these.
 
-    Else return gpt-oss's if it writes calls like that, or the first family that prints the same as the template, or a
-    format without calls.
+    Else return gpt-oss's or Mistral's if it writes calls as these do, or the first family that prints the same as the
+    template, or a format without calls.
     """
     try:
         own = ChatRenderer(tokenizer)
@@ -56,6 +59,8 @@ def _detect(tokenizer: PreTrainedTokenizerFast) -> ChatFormat:
         return own
     if "to=functions.probe" in printed and "<|call|>" in printed:
         return HarmonyFormat(tokenizer)
+    if "probe" in printed and CALLS in printed:
+        return MistralFormat(tokenizer)
     return _family(tokenizer) or ChatRenderer(tokenizer, name="plain", syntax=NO_CALLS)
 
 
@@ -80,10 +85,15 @@ def load_format(model_path: str, agent: AgentConfig) -> ChatFormat:
         chat = choose(PreTrainedTokenizerFast.from_pretrained(model_path), agent.chat_format)
     except (OSError, ValueError, jinja2.TemplateError) as error:
         raise ConfigError(f"model.path: {model_path} has no usable tokenizer with a chat template: {error}") from error
+    if chat.name == "mistral" and agent.past_reasoning != "keep":
+        raise ConfigError(
+            f"agent.past_reasoning={agent.past_reasoning}: Mistral's templates take no results after a broken call, so "
+            "conversations cannot be rendered again; set keep"
+        )
     if not (agent.tools or agent.environment):
         return chat
     if chat.name == "plain":
-        known = ", ".join([*SYNTAXES, HarmonyFormat.name, *LIBRARY_NAMES])
+        known = ", ".join([*SYNTAXES, *OWN, *LIBRARY_NAMES])
         hint = "" if installed() else f", or install more formats: `{INSTALL}`"
         raise ConfigError(
             f"agent.chat_format: nothing known reads the calls that the chat template of {model_path} asks for; name "

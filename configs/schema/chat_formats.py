@@ -26,4 +26,4 @@ LibraryName = Literal[
 LIBRARY_NAMES: tuple[LibraryName, ...] = get_args(LibraryName)
 
 PastReasoning = Literal["keep", "strip", "split"]
-ChatFormatName = Literal["auto", "plain", "hermes", "gpt-oss"] | LibraryName
+ChatFormatName = Literal["auto", "plain", "hermes", "gpt-oss", "mistral"] | LibraryName

@@ -12,7 +12,9 @@ What is not compared is counted by its reason: the template prints the past diff
 """
 
 import json
+import os
 import random
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +25,10 @@ import pytest
 from rl_async.agent_loop.chat_formats.format import CannotBridge, ChatFormat
 from rl_async.agent_loop.chat_formats.harmony import HarmonyFormat
 from rl_async.agent_loop.chat_formats.library import INSTALL, LibraryFormat, installed
+from rl_async.agent_loop.chat_formats.mistral import MistralFormat
 from rl_async.agent_loop.chat_formats.registry import choose
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from tests.conftest import vllm_python
 from tests.contracts.oracles.oracle import oracle_python
 from tests.support.families import byte_tokenizer
 
@@ -125,6 +129,17 @@ def make(templates: Path, name: str, chat_format: str = "auto") -> ChatFormat:
 
 
 Formats = ChatRenderer | LibraryFormat | HarmonyFormat
+# The templates that mistral-common generates, which vLLM's environment has: {version, SentencePiece or Tekken}.
+MISTRAL = {"v3_spm": 35, "v3": 35, "v7_spm": 35, "v7": 35, "v11": 35, "v13": 55}  # how many are equal at least
+GENERATE = """
+import sys
+from mistral_common.integrations.chat_templates.template_generator import TemplateConfig, build_chat_template
+from mistral_common.tokens.tokenizers.base import TokenizerVersion
+for name in sys.argv[2:]:
+    version, _, spm = name.partition("_")
+    config = TemplateConfig(version=TokenizerVersion(version), spm=bool(spm), use_special_token_variables=True)
+    open(f"{sys.argv[1]}/{name}.jinja", "w").write(build_chat_template(config))
+"""
 Case = tuple[list[dict[str, Any]], list[Any], dict[str, Any], list[dict[str, Any]]]
 
 
@@ -200,7 +215,11 @@ def compare(chat: Formats, case: Case) -> str:
 def flat(message: dict[str, Any]) -> dict[str, Any]:
     """The message as a gateway has it: calls with a name and JSON text."""
     calls = [
-        {"name": call["function"]["name"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}
+        {
+            "name": call["function"]["name"],
+            "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            "id": call["id"],
+        }
         for call in message.get("tool_calls", [])
     ]
     return message | ({"tool_calls": calls} if calls else {})
@@ -213,6 +232,24 @@ def test_a_format_prints_reads_and_continues_as_the_template(templates: Path, na
     counts = Counter(compare(chat, case) for case in cases(name))
     print(f"{name}: {chat.name}: {dict(counts)}")
     assert counts["agrees"] >= EQUAL[name]
+    assert sum(count for kind, count in counts.items() if kind.startswith("agrees")) >= AGREE
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mistral")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    subprocess.run([vllm_python(), "-c", GENERATE, folder, *MISTRAL], env=environment, check=True, timeout=120)
+    return folder
+
+
+@pytest.mark.parametrize("name", MISTRAL)
+def test_mistrals_format_prints_reads_and_continues_as_its_templates(mistral: Path, name: str) -> None:
+    chat = choose(byte_tokenizer((mistral / f"{name}.jinja").read_text(), bos="<s>", eos="</s>"))
+    assert isinstance(chat, MistralFormat)
+    counts = Counter(compare(chat, case) for case in cases(name))
+    print(f"mistral {name}: {dict(counts)}")
+    assert counts["agrees"] >= MISTRAL[name]
     assert sum(count for kind, count in counts.items() if kind.startswith("agrees")) >= AGREE
 
 

@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.library import INSTALL, installed
-from rl_async.agent_loop.chat_formats.registry import SYNTAXES, load_format
+from rl_async.agent_loop.chat_formats.registry import OWN, SYNTAXES, load_format
 from rl_async.configs.schema.chat_formats import LIBRARY_NAMES, ChatFormatName
 from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.errors import ConfigError
@@ -52,7 +52,7 @@ def test_calls_that_nothing_reads_are_refused(tokenizer: PreTrainedTokenizerFast
 
 
 def test_the_names_in_the_schema_are_those_that_can_be_made() -> None:
-    assert {*get_args(get_args(ChatFormatName)[0]), *LIBRARY_NAMES} == {"auto", "gpt-oss", *SYNTAXES, *LIBRARY_NAMES}
+    assert {*get_args(get_args(ChatFormatName)[0]), *LIBRARY_NAMES} == {"auto", *OWN, *SYNTAXES, *LIBRARY_NAMES}
 
 
 def test_every_library_name_is_the_packages() -> None:

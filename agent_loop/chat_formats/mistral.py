@@ -1,0 +1,136 @@
+"""Mistral's format: calls after ``[TOOL_CALLS]``, as a JSON list (until v7) or as names with ``[ARGS]`` (from v11).
+
+Prompts follow the tokenizer's own chat template, which wants results after the calls that they answer, by ids of nine
+letters and digits.
+"""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+import msgspec
+from transformers import PreTrainedTokenizerFast
+
+from rl_async.agent_loop.chat_formats.encoded import CACHE_BYTES
+from rl_async.agent_loop.chat_formats.format import Answer, Message, ParsedCall
+from rl_async.agent_loop.chat_formats.hermes import read_object
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.chat_formats.syntax import CallSyntax
+from rl_async.messages import CallProblem
+
+CALLS = "[TOOL_CALLS]"
+_NAMED = re.compile(r"([^\[{]*)(?:\[CALL_ID\]([^\[{]*))?(?:\[ARGS\])?(.*)", re.DOTALL)
+_THOUGHT = re.compile(r"\s*\[THINK\](.*?)(?:\[/THINK\]|\Z)", re.DOTALL)
+_ID = re.compile(r"[A-Za-z0-9]{9}")
+
+
+class MistralFormat(ChatRenderer):
+    """The format of Mistral's models, of any version. Raises ValueError for a template that alters an assistant's text.
+
+    Past reasoning stays in the context, as it was sampled.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, cache_bytes: int = CACHE_BYTES) -> None:
+        super().__init__(tokenizer, name="mistral", syntax=MISTRAL, cache_bytes=cache_bytes)
+
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        *,
+        prompt_ids: Sequence[int] = (),
+        tools: Sequence[dict[str, Any]] = (),
+        stops: Sequence[str] = (),
+    ) -> Answer:
+        """Read a sampled turn up to the first of the texts ``stops``; what looks like a call in reasoning is none."""
+        found = super().parse(token_ids, prompt_ids=prompt_ids, tools=tools, stops=stops)
+        thought = _THOUGHT.match(found.text)
+        if thought is None:
+            return found
+        text = found.text[thought.end() :]
+        calls = parse(text)
+        return Answer(text, text.partition(CALLS)[0].strip() if calls else text, calls, thought[1].strip())
+
+    def _render_delta(self, messages: list[Message], sampled: list[int]) -> tuple[int, ...]:
+        """Encode what results add after the calls that they answer, and other messages after an answer."""
+        results = next((n for n, message in enumerate(messages) if message["role"] != "tool"), len(messages))
+        if not results:
+            return super()._render_delta(messages, sampled)
+        given = self._escaped(messages, sampled)
+        calls = [_call(message.get("name") or "f", {}, message["tool_call_id"]) for message in given[:results]]
+        before: list[Message] = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+        ]
+        start = self._render(before, (), generate=False)
+        text = self._render([*before, *given], (), generate=True)
+        if not text.startswith(start):
+            raise jinja2.TemplateError("the chat template prints calls differently once their results are there")
+        return tuple(self._tokens.encode(text[len(start) :]))
+
+    def _written(self, message: Message, *, sampled: bool) -> Message:
+        made = self._as_sampled(message) if sampled else super()._written(message, sampled=False)
+        if made["role"] == "tool":
+            return made | {"tool_call_id": _id(made.get("tool_call_id", ""))}
+        if calls := made.get("tool_calls"):
+            return made | {"tool_calls": [call | {"id": _id(call.get("id", ""))} for call in calls]}
+        return made
+
+    def _as_sampled(self, message: Message) -> Message:
+        calls = parse(message["content"])
+        if not calls or any(call.problem for call in calls):
+            return message
+        made = [_call(call.name, call.arguments, call.id) for call in calls]
+        return {"role": "assistant", "content": message["content"].partition(CALLS)[0], "tool_calls": made}
+
+
+def parse(text: str) -> list[ParsedCall]:
+    """Return all calls in ``text``, in order."""
+    calls: list[ParsedCall] = []
+    for block in text.split(CALLS)[1:]:
+        body = block.strip()
+        calls += _listed(body) if body.startswith("[") else [_named(body)]
+    return calls
+
+
+def _listed(body: str) -> list[ParsedCall]:
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError):  # of which the latter: nested too deeply
+        return [ParsedCall("", None, body, "bad_json" if body.endswith("]") else "unclosed")]
+    calls = []
+    for value in found:
+        call = read_object(msgspec.json.encode(value).decode())
+        given = value.get("id") if isinstance(value, dict) else None
+        calls.append(call._replace(id=given) if isinstance(given, str) else call)
+    return calls
+
+
+def _named(body: str) -> ParsedCall:
+    match = _NAMED.match(body)
+    assert match is not None
+    name, given, raw = match[1].strip(), (match[2] or "").strip(), match[3].strip()
+    problem: CallProblem | None = None
+    arguments: Any = None
+    try:
+        arguments = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError):
+        problem = "bad_json" if raw.endswith("}") else "unclosed"
+    if problem is None and not name:
+        problem = "no_name"
+    if problem is None and not isinstance(arguments, dict):
+        problem = "bad_arguments"
+    return ParsedCall(name, None if problem else arguments, raw, problem, given)
+
+
+def _call(name: str, arguments: Any, given: str) -> dict[str, Any]:
+    return {"id": _id(given), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _id(given: str) -> str:
+    """Return an id that Mistral's templates take: the same, or nine digits that stand for it."""
+    return given if _ID.fullmatch(given) else hashlib.sha256(given.encode()).hexdigest()[:9]
+
+
+MISTRAL = CallSyntax(parse, lambda name, arguments: f"{CALLS}{name}[ARGS]{arguments}", CALLS)
