@@ -1,7 +1,7 @@
 """The output layer of a language model, computed alike by the embedded engine and the trainer: logits in float32.
 
-Rounded to bfloat16 a logit of 20 is off by up to 0.06, and the engine's log-probability differs from the trainer's by
-as much. Products of bfloat16 numbers that are summed in float32 and stay there have no such error.
+Rounded to bfloat16 a logit of 20 is off by up to 0.06, and the engine's log-probability may differ from the trainer's
+by as much. Products of bfloat16 numbers that are summed in float32 and stay there have no such error.
 """
 
 import torch

@@ -1,0 +1,44 @@
+"""How do engine and trainer do on a real pretrained model? Ratios against peers on the same requests and rows.
+
+    real_embedded_vs_vllm     sampled tokens per second over HTTP, embedded engine / vLLM; the smallest ratio of 8, 32
+                              and 64 requests at once, bfloat16, two threads each
+    real_mismatch_fp32_max    largest difference of a sampled token's log-probability, engine - trainer, float32
+    real_mismatch_bf16_mean   its mean in bfloat16
+
+    python -m benchmarks.real_model [--model DIR] [--vllm PYTHON] [--only KEY ...] [--json FILE]
+
+The model is SmolLM2-135M-Instruct, as `make real` imports it. A part, `real/engine.py`, is a module with KEYS, its keys
+and the function that measures each.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from benchmarks.real import engine
+from benchmarks.real.setting import Setting
+
+PARTS = (engine,)
+
+
+def main() -> None:
+    measures = {key: measure for part in PARTS for key, measure in part.KEYS.items()}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="artifacts/smollm2/model", metavar="DIR", help="folder of the model")
+    parser.add_argument("--vllm", default=".venv-vllm/bin/python", metavar="PYTHON", help="Python with vLLM")
+    parser.add_argument("--only", nargs="+", choices=sorted(measures), default=sorted(measures), metavar="KEY")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    setting = Setting(model=arguments.model, vllm=arguments.vllm)
+    result: dict[str, float] = {}
+    for key in arguments.only:
+        found = measures[key](setting)
+        if found is not None:
+            result[key] = found
+            print(f"{key:28}{found:.3g}", flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
