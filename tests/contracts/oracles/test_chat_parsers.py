@@ -41,6 +41,7 @@ class Family(NamedTuple):
 
 FAMILIES = {
     "hermes": Family("", "hermes"),
+    "mistral": Family("<s></s>[INST][/INST][TOOL_CALLS][ARGS][CALL_ID][TOOL_RESULTS]", "mistral"),
     "qwen3": Family(XML, "hermes", "qwen3"),
     "qwen3.5": Family(XML, "qwen3_coder", "qwen3", opened=True),
     "llama-3": Family("<|begin_of_text|><|start_header_id|><|end_header_id|><|python_tag|>", "llama3_json"),
@@ -72,6 +73,7 @@ FAMILIES = {
 # At least so many of a family's texts are read alike, a few less than docs/chat_formats.md counts.
 AGREE = {
     "hermes": 165,
+    "mistral": 175,
     "qwen3": 160,
     "qwen3.5": 138,
     "llama-3": 185,
