@@ -16,13 +16,14 @@ HEAD_DIM = 32  # vLLM's attention on the CPU refuses 16
 PYTHON_BYTES = 120 << 20  # an agent worker or the queue: interpreter, tokenizer, numpy
 TORCH_BYTES = 450 << 20  # a process that has imported torch and transformers
 LOGITS_CHUNK = 1 << 22  # logits in memory at once; 16 times as many on a GPU, where they are few beside the rest
+HEAD_BYTES = 12  # of each weight of the last layer: gathered, and its gradient as made, as cast and as reduced
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The sizes of a model, in elements: weights, KV cache per token, weights of a separate critic, activations that a
-    token keeps for the backward pass, the same with checkpointed layers, and the vocabulary."""
+    """The sizes of a model, in elements: weights, KV cache per token, weights of a separate critic, activations that
+    token keeps for the backward pass, the same with checkpointed layers, vocabulary, and weights of the last layer."""
 
     parameters: int
     kv_per_token: int
@@ -30,6 +31,7 @@ class ModelSize:
     activations: int = 0
     checkpointed: int = 0
     vocab: int = 0
+    head: int = 0
 
 
 def model_size(config: RunConfig) -> ModelSize | None:
@@ -109,12 +111,18 @@ def size_of(model: dict[str, Any]) -> ModelSize | None:
         activations=(layers + 1) * layer + 4 * hidden,
         checkpointed=layers * hidden + 2 * layer + 4 * hidden,
         vocab=vocab,
+        head=vocab * hidden,
     )
 
 
 def trainer_bytes(config: RunConfig, size: ModelSize | None) -> int | None:
     """Estimate one trainer rank: its shard of float32 weights, gradients and AdamW's two moments, of policy and critic,
     and the activations of one forward pass over rows of the greatest length.
+
+    The last layer is gathered whole, and so is its gradient: beside its shard there are its weights, their gradient in
+    float32 and in the model's dtype, and what is reduced. When several FSDP ranks take a mini-batch in several
+    micro-batches, each keeps the sum of whole gradients until the last (``Fsdp2Backend.step``). One rank sums them as
+    they come, but the allocator keeps about as much of what its layers' weights and gradients passed through.
 
     Megatron's data-parallel ranks shard only the moments; FSDP's ranks shard their whole replica. With ``cpu_offload``
     all of that but a layer is on the host. LoRA adapters are not counted, their frozen base is.
@@ -128,7 +136,11 @@ def trainer_bytes(config: RunConfig, size: ModelSize | None) -> int | None:
     moments = whole * 4 * 2 // sharded
     holders = trainer.tensor_parallel * trainer.pipeline_parallel if trainer.backend == "megatron" else sharded
     weights = whole * 4 * 2 // holders
-    return TORCH_BYTES + frozen + moments + weights + forward_bytes(config, size)
+    held = TORCH_BYTES + frozen + moments + weights + forward_bytes(config, size)
+    if trainer.backend == "megatron":
+        return held
+    several = trainer.ranks > 1 and _tokens_of_rank(config) > trainer.max_tokens_per_microbatch
+    return held + size.head * HEAD_BYTES + (whole * 4 if several or trainer.ranks == 1 else 0)
 
 
 def forward_bytes(config: RunConfig, size: ModelSize) -> int:
@@ -143,13 +155,17 @@ def forward_bytes(config: RunConfig, size: ModelSize) -> int:
     Rows are distributed over the replicas of the model; that Megatron's other ranks divide a row's layers is not
     subtracted. More than one expert per token is not counted, nor are key heads that are copied to several ranks.
     """
-    rows = -(-config.data.train_batch_groups * config.rollout.group_size // config.trainer.minibatches)
-    longest = -(-rows // data_parallel(config)) * config.rollout.max_model_len
-    row = min(longest, max(config.trainer.max_tokens_per_microbatch, config.rollout.max_model_len))
+    row = min(_tokens_of_rank(config), max(config.trainer.max_tokens_per_microbatch, config.rollout.max_model_len))
     tokens = -(-row // config.trainer.sequence_parallel)
     logits = min(tokens * size.vocab, LOGITS_CHUNK) * 4 * 2
     kept = size.checkpointed if config.trainer.activation_checkpointing else size.activations
     return tokens * kept * DTYPE_BYTES[config.model.dtype] + logits
+
+
+def _tokens_of_rank(config: RunConfig) -> int:
+    """Return the most tokens that a data-parallel rank may get in a mini-batch."""
+    rows = -(-config.data.train_batch_groups * config.rollout.group_size // config.trainer.minibatches)
+    return -(-rows // data_parallel(config)) * config.rollout.max_model_len
 
 
 def engine_bytes(config: RunConfig, size: ModelSize | None) -> int | None:

@@ -91,7 +91,8 @@ class Fsdp2Backend:
         world = dist.get_world_size()
         losses = torch.zeros((), dtype=torch.float64, device=self.device)  # read once, after the last micro-batch
         for number, batch in enumerate(batches):
-            self.model.set_requires_gradient_sync(number == len(batches) - 1)
+            # One rank has nothing to send, and would keep whole gradients beside their sum.
+            self.model.set_requires_gradient_sync(world == 1 or number == len(batches) - 1)
             loss = loss_fn(number, self.model.outputs(batch, requested))
             losses += loss.detach()
             # FSDP averages over ranks, but the loss is already divided by the global count, and each of the ranks that

@@ -65,7 +65,7 @@ def test_the_model_folder_is_read(tmp_path: Path) -> None:
 
 def test_weights_gradients_and_two_moments() -> None:
     size = ModelSize(parameters=1000, kv_per_token=1)
-    assert trainer_bytes(load_config("calculator"), size) == TORCH_BYTES + 16_000
+    assert trainer_bytes(load_config("calculator"), size) == TORCH_BYTES + 16_000 + 4_000
 
 
 def test_a_rank_holds_its_part_of_one_copy() -> None:
@@ -77,7 +77,7 @@ def test_a_rank_holds_its_part_of_one_copy() -> None:
 def test_under_adapters_the_base_has_neither_gradients_nor_moments() -> None:
     size = ModelSize(parameters=1000, kv_per_token=1, critic=100)
     config = load_config("calculator", ["trainer.lora={}", "model.dtype=bfloat16"])
-    assert trainer_bytes(config, size) == TORCH_BYTES + 1000 * 2 + 100 * 16
+    assert trainer_bytes(config, size) == TORCH_BYTES + 1000 * 2 + 100 * 20
 
 
 def test_checkpointed_layers_keep_their_input_alone() -> None:
@@ -106,7 +106,7 @@ def test_a_critic_of_its_own_counts_and_a_shared_one_does_not(tmp_path: Path) ->
     assert shared == replace(both, critic=0)
     alone = trainer_bytes(own, shared)
     assert alone is not None
-    assert trainer_bytes(own, both) == alone + 16 * (layer + embeddings)
+    assert trainer_bytes(own, both) == alone + 20 * (layer + embeddings)
     larger = model_size(load_config("calculator", [*gae, f"critic.path={tmp_path}/critic"]))
     assert larger == replace(both, critic=2 * layer + embeddings)
     assert model_size(load_config("calculator", [*gae, f"critic.path={tmp_path}/nothing"])) is None
@@ -172,3 +172,21 @@ def test_ranks_of_one_copy_of_the_model_have_its_rows_each() -> None:
 
 def test_the_chunk_of_logits_is_the_trainers() -> None:
     assert CHUNK_LOGITS["cpu"] == LOGITS_CHUNK
+
+
+def test_the_last_layer_is_gathered_with_its_gradient() -> None:
+    config = load_config("calculator", ["model.dtype=bfloat16"])
+    without, size = (ModelSize(parameters=1000, kv_per_token=0, head=head) for head in (0, 100))
+    assert trainer_bytes(config, size) == trainer_bytes(config, without) + 100 * (2 + 4 + 2 + 4)
+    shape = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 10}
+    known = size_of(shape)
+    assert known is not None and known.head == 80
+
+
+def test_several_ranks_keep_whole_gradients_between_micro_batches() -> None:
+    size = ModelSize(parameters=1000, kv_per_token=0)
+    one, two, all_at_once = (
+        trainer_bytes(load_config("calculator", [f"trainer.max_tokens_per_microbatch={n}", *more]), size)
+        for n, more in ((200, []), (200, ["trainer.ranks=2"]), (1_000_000, ["trainer.ranks=2"]))
+    )
+    assert (one, two, all_at_once) == (TORCH_BYTES + 20_000, TORCH_BYTES + 8_000 + 4_000, TORCH_BYTES + 8_000)
