@@ -4,21 +4,23 @@
                               and 64 requests at once, bfloat16, two threads each
     real_mismatch_fp32_max    largest difference of a sampled token's log-probability, engine - trainer, float32
     real_mismatch_bf16_mean   its mean in bfloat16
+    prefix_sharing_speedup    seconds of a pass and a step with rows apart / with their prefixes shared: prompts of 40
+                              tokens, groups of 8; ..._long: 400 and 16
 
     python -m benchmarks.real_model [--model DIR] [--vllm PYTHON] [--only KEY ...] [--json FILE]
 
-The model is SmolLM2-135M-Instruct, as `make real` imports it. A part, `real/engine.py`, is a module with KEYS, its keys
-and the function that measures each.
+The model is SmolLM2-135M-Instruct, as `make real` imports it. A part, such as `real/engine.py`, is a module with KEYS,
+its keys and the function that measures each.
 """
 
 import argparse
 import json
 from pathlib import Path
 
-from benchmarks.real import engine
+from benchmarks.real import engine, trainer
 from benchmarks.real.setting import Setting
 
-PARTS = (engine,)
+PARTS = (engine, trainer)
 
 
 def main() -> None:

@@ -8,7 +8,11 @@ time is printed beside it for machines that are not idle.
 """
 
 import argparse
+import functools
 import json
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -18,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.real.setting import Setting
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import Sampling, Trajectory, Version, VersionRun
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
@@ -26,6 +31,7 @@ from rl_async.trainer.batches.tensors import Tensors, collate
 
 SHAPES = {"prefix_sharing_speedup": (8, 8, 40), "prefix_sharing_speedup_long": (2, 16, 400)}  # groups, size, prompt
 ANSWERS = 16, 32  # tokens
+DEADLINE_S = 1800
 
 
 def rows_of(groups: int, size: int, prompt: int, vocab: int) -> list[Trajectory]:
@@ -79,6 +85,19 @@ def speedup(backend: Fsdp2Backend, name: str, rounds: int) -> float:
     for arm, (wall, processor) in least.items():
         print(f"  {arm}: {wall:.1f} s, processor {processor:.1f} s")
     return least["apart"][0] / least["together"][0]
+
+
+def measured(name: str, setting: Setting) -> float:
+    """Measure one key in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        command = [sys.executable, "-m", "benchmarks.real.trainer", setting.model, "--only", name, "--json", str(out)]
+        subprocess.run(command, check=True, timeout=DEADLINE_S)
+        found: dict[str, float] = json.loads(out.read_text())
+        return found[name]
+
+
+KEYS = {name: functools.partial(measured, name) for name in SHAPES}
 
 
 def main() -> None:
