@@ -119,25 +119,29 @@ def _parse(text: str, origin: str) -> tuple[Any, yaml.Node | None]:
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        _refuse_repetition(node, origin)
+        _refuse_repetition(node, origin, set())
         return (None if node is None else loader.construct_document(node)), node
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2026-13-01
         raise ConfigError(f"{origin}: not valid YAML: {error}") from error
 
 
-def _refuse_repetition(node: yaml.Node | None, origin: str) -> None:
-    """Raise ConfigError if a key stands twice in a mapping, of which YAML's reader would take the last."""
-    if isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            _refuse_repetition(item, origin)
-    if isinstance(node, yaml.MappingNode):
-        lines: dict[str, int] = {}
-        for key, value in node.value:
+def _refuse_repetition(node: yaml.Node | None, origin: str, seen: set[int]) -> None:
+    """Raise ConfigError if a key stands twice in a mapping, of which YAML's reader would take the last.
+
+    ``seen`` has the ids of the nodes above and before: an alias may be inside of what it stands for.
+    """
+    if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
+        return
+    seen.add(id(node))
+    lines: dict[str, int] = {}
+    for item in node.value:
+        key, value = item if isinstance(node, yaml.MappingNode) else (None, item)
+        if isinstance(key, yaml.ScalarNode):
             line = key.start_mark.line + 1
             if key.value in lines:
                 raise ConfigError(f"{origin}:{line}: the key {key.value} stands on line {lines[key.value]} already")
             lines[key.value] = line
-            _refuse_repetition(value, origin)
+        _refuse_repetition(value, origin, seen)
 
 
 def _find(name_or_path: str) -> tuple[str, str]:

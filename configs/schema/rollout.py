@@ -80,7 +80,7 @@ class RolloutConfig(Config, frozen=True):
     engine_args: Annotated[tuple[str, ...], doc("Further command-line flags for vLLM or SGLang.")] = ()
     cpu_cache_bytes: Annotated[
         Positive,
-        doc("Memory for the KV cache of an embedded engine, and of vLLM on a CPU, which rounds up to whole GiB."),
+        doc("Memory for the KV cache of an engine on a CPU: embedded, or vLLM, which rounds up to whole GiB."),
     ] = 1 << 30
     group_size: Annotated[Positive, doc("Trajectories sampled per task.")] = 16
     temperature: Annotated[float, Meta(gt=0, description="Sampling temperature for training.")] = 1.0

@@ -171,14 +171,15 @@ def _tokens_of_rank(config: RunConfig) -> int:
 def engine_bytes(config: RunConfig, size: ModelSize | None) -> int | None:
     """Estimate an engine: weights, their host copy if updates need one, and a KV cache of full-length sequences.
 
-    An embedded engine also keeps prefixes: its cache grows to twice that, but not beyond ``rollout.cpu_cache_bytes``.
+    An embedded engine also keeps prefixes: its cache grows to twice that, but on a CPU not beyond
+    ``rollout.cpu_cache_bytes``.
     """
     if size is None:
         return None
     sync, rollout, each = config.weight_sync, config.rollout, DTYPE_BYTES[config.model.dtype]
     cache = rollout.max_batch_size * rollout.max_model_len * size.kv_per_token * each
     if rollout.engine == "embedded" or set(rollout.engine) == {"embedded"}:
-        cache = min(2 * cache, rollout.cpu_cache_bytes)
+        cache = 2 * cache if config.model.device == "cuda" else min(2 * cache, rollout.cpu_cache_bytes)
     copies = 2 if sync.delta or sync.staged or sync.adapters else 1
     return TORCH_BYTES + copies * size.parameters * each + cache
 

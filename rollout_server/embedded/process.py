@@ -50,11 +50,12 @@ def serve(run: Path, index: int, host: str, port: int) -> None:
         torch.set_num_threads(config.launcher.threads)
     torch.manual_seed(config.seed + 10_000 + index)
     listener = bind(host, port, "rollout.port")
+    model = load_model(config)
     core = EngineCore(
-        load_model(config),
+        model,
         max_batch=config.rollout.max_batch_size,
         max_length=config.rollout.max_model_len,
-        cache_bytes=config.rollout.cpu_cache_bytes,
+        cache_bytes=config.rollout.cpu_cache_bytes if model.device.type == "cpu" else None,
         min_iteration_s=config.debug.min_iteration_s,
     )
     engine = EngineThread(core, on_crash=lambda _: os._exit(1))

@@ -262,7 +262,7 @@ def test_a_run_that_lost_its_launcher_before_the_first_checkpoint_is_resumed(
     home: Path, start: Callable[..., Run], journal: str
 ) -> None:
     name = f"unsaved-{journal}"
-    run = start(name, f"queue.journal={journal}", "trainer.checkpoint_every=0")
+    run = start(name, f"queue.journal={journal}", "trainer.checkpoint_every=0", "debug.min_train_s=0.3")
     wait_for_steps(home, name, 2, run)
     kill_launcher(home, name, run)
     assert not checkpoints(home / "runs" / name)

@@ -21,15 +21,17 @@ class Models:
     policy: Backend
     reference: Backend | None = None
     critic: Backend | None = None
+    whole_distributions: bool = False  # are computed of every row: [rows, length, vocabulary] in a micro-batch
 
     @property
     def row_cost(self) -> RowCost:
         """The policy's cost of a row; padded if any of the models pads rows, which then are grouped by length, and
-        sharing prefixes if all do."""
+        sharing prefixes if all do, and no micro-batch may have more rows than its tokens make."""
         return replace(
             self.policy.row_cost,
             padded=any(model.row_cost.padded for model in self._all()),
-            shares_prefixes=all(model.row_cost.shares_prefixes for model in self._all()),
+            shares_prefixes=not self.whole_distributions
+            and all(model.row_cost.shares_prefixes for model in self._all()),
         )
 
     @property
@@ -60,7 +62,9 @@ def build_models(config: RunConfig, device: str) -> Models:
 
     Raises UserError naming the key whose model cannot be loaded.
     """
-    return BACKENDS[config.trainer.backend](config, device)
+    kl = config.algorithm.kl
+    models = BACKENDS[config.trainer.backend](config, device)
+    return replace(models, whole_distributions=kl.coef > 0 and kl.estimator == "full")
 
 
 def _fsdp2(config: RunConfig, device: str) -> Models:

@@ -23,7 +23,10 @@ def templated(row: dict[str, Any], source: DataSource, place: str) -> dict[str, 
         changed["prompt"] = _messages(row, source, place)
     truth = fill(source.ground_truth, row, place) if source.ground_truth else _truth(row)
     if source.ground_truth_extract:
-        found = extract(truth, source.ground_truth_extract)
+        try:
+            found = extract(truth, source.ground_truth_extract)
+        except TimeoutError as error:
+            raise DataError(f"{place}: ground_truth_extract: {error}") from error
         if found is None:
             raise DataError(f"{place}: ground_truth_extract finds nothing in {truth!r:.200}")
         truth = found

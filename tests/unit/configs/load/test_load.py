@@ -130,6 +130,7 @@ def test_mistakes_in_a_file_name_the_line(write, text: str, expected: list[str])
         ("agent.tools=[", "not valid YAML"),
         ("model.path=\x01", "not valid YAML"),
         ("model.path=2026-13-01", "not valid YAML"),
+        ("model.path={{x}}", "not valid YAML"),
         ("queue.sampling=freshst", "did you mean freshest?"),
         ("queue.sampling=7", "queue.sampling"),
         ("queue.sampling=xyz", "known: fifo, freshest, priority, quota"),

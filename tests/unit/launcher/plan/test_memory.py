@@ -117,6 +117,7 @@ def test_an_engine_holds_weights_and_a_full_cache_and_the_embedded_one_prefixes_
     for more, cached in (
         (["rollout.engine=embedded"], 9600),
         (["rollout.engine=embedded", "rollout.cpu_cache_bytes=20000"], 5000),
+        (["rollout.engine=embedded", "rollout.cpu_cache_bytes=20000", "model.device=cuda"], 9600),
         (["rollout.engine=[embedded, embedded]", "rollout.engines=2"], 9600),
         (["rollout.engine=vllm"], 4800),
     ):
