@@ -16,6 +16,6 @@ class SampleQueue(Protocol):
 
 
 class RewardScorer(Protocol):
-    """Fills in a trajectory's reward."""
+    """Fills in a trajectory's reward, and gives it to the other rows of its episode."""
 
-    async def score(self, task: Task, trajectory: Trajectory) -> None: ...
+    async def score(self, task: Task, trajectory: Trajectory, *others: Trajectory) -> None: ...

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from rl_async.agent_loop.episodes.row_tokens import share_reward
 from rl_async.agent_loop.episodes.runner import EpisodeRunner
 from rl_async.agent_loop.protocols import RewardScorer, SampleQueue
 from rl_async.configs.derived.samples import samples_per_group
@@ -103,8 +102,7 @@ class AgentWorker:
         """Return the sample's scored rows, or the error as text."""
         try:
             rows = await self._episode(group, sample)
-            await self._rewards.score(group.task, rows[-1])
-            share_reward(rows, rows[-1])
+            await self._rewards.score(group.task, rows[-1], *rows[:-1])
             return rows
         except RlAsyncError as error:
             log.warning("sample %d.%d of task %s: %s", group.group_id, sample, group.task.task_id, error)

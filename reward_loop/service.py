@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -51,11 +52,12 @@ class RewardService:
         for model in self._models.values():
             await model.close()
 
-    async def score(self, task: Task, trajectory: Trajectory) -> None:
+    async def score(self, task: Task, trajectory: Trajectory, *others: Trajectory) -> None:
         """Fill in the trajectory's ``reward``, ``reward_parts`` and ``timings["reward"]``.
 
         When a scorer fails, or a reward is beyond ``reward.limit``, ``error`` names the scorer and what happened, and
-        the trajectory is not ``scored``: its reward is 0 and no estimator learns from it.
+        the trajectory is not ``scored``: its reward is 0 and no estimator learns from it. ``others`` are the rows of
+        its episode without the last answer, which get the same score; their turns' rewards have the limit, too.
         """
         began = time.monotonic()
         conversation = as_conversation(task, trajectory)
@@ -70,13 +72,15 @@ class RewardService:
             trajectory.reward_parts[spec.name] = outcome.value
             for key, value in outcome.extra.items():
                 trajectory.reward_parts[f"{spec.name}/{key}"] = value
-        turns = {f"the reward of turn {n}": t.reward for n, t in enumerate(trajectory.turns) if t.reward is not None}
-        if problem := unbounded({"the reward": reward} | turns, limit):
+        if problem := unbounded({"the reward": reward}, limit) or _unbounded_turn([trajectory, *others], limit):
             errors.append(problem)
         trajectory.reward = 0.0 if errors else reward
         trajectory.scored = not errors
         trajectory.error = "; ".join(filter(None, [trajectory.error, *errors]))
         trajectory.timings["reward"] = time.monotonic() - began
+        for row in others:
+            row.reward, row.scored, row.error = trajectory.reward, trajectory.scored, trajectory.error
+            row.reward_parts = dict(trajectory.reward_parts)
 
     def _spec(self, name: str) -> ScorerSpec:
         model = self._models.get(name)
@@ -134,6 +138,15 @@ def _models(config: RewardConfig, model_url: str, folder: Path | None) -> dict[s
         file = folder / VERDICTS_FILE if folder is not None and config.judge.cache == "disk" else None
         models["judge"] = Judge(config.judge, Verdicts(file) if config.judge.cache != "none" else None)
     return models
+
+
+def _unbounded_turn(rows: Sequence[Trajectory], limit: float) -> str | None:
+    """Name the first turn of an episode's rows whose reward is beyond the limit; None if there is none."""
+    for row in rows:
+        turns = {f"the reward of turn {n}": t.reward for n, t in enumerate(row.turns) if t.reward is not None}
+        if problem := unbounded(turns, limit):
+            return problem
+    return None
 
 
 def as_conversation(task: Task, trajectory: Trajectory) -> Conversation:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -60,7 +61,10 @@ class Episode:
 
     @property
     def turns(self) -> list[Turn]:
-        """The conversation so far, with the places of the turns in the row that is being played."""
+        """The conversation so far, with the places of the turns in the row that is being played.
+
+        A loop may set the reward of a turn at any time; it counts in the row in which the turn was sampled.
+        """
         return self._rows[-1].turns
 
     @property
@@ -139,7 +143,10 @@ class Episode:
         """Begin a row with the conversation as the chat template prints it now; in it, nothing of that is sampled."""
         whole = [*self.messages, *messages]
         prompt = self._chat.prompt(whole, self.schemas, sampled=self._sampled(), limit=self._limit)
-        turns = [msgspec.structs.replace(turn, start=0, end=len(prompt), reward=None) for turn in self.turns]
+        turns = self.turns
+        self._rows[-1].turns = [msgspec.structs.replace(turn) for turn in turns]  # where they are in that row
+        for turn in turns:
+            turn.start, turn.end = 0, len(prompt)
         turns += [Turn(role=message["role"], text=message["content"], end=len(prompt)) for message in messages]
         if not self._row.sampled:
             self._rows.pop()
@@ -192,7 +199,7 @@ class Episode:
 
     def trajectories(self, finish_reason: str) -> list[Trajectory]:
         """Return the rows to train on, which have no reward yet; the last one ends with the last answer."""
-        rows = [row for row in self._rows if row.tokens.sampled] or self._rows[:1]
+        rows = self._with_turn_rewards([row for row in self._rows if row.tokens.sampled] or self._rows[:1])
         rows[-1].finish_reason = finish_reason
         return trajectories(
             rows,
@@ -203,6 +210,18 @@ class Episode:
             timings={**self._seconds, "total": time.monotonic() - self._began},
             baseline=self._baseline,
         )
+
+    def _with_turn_rewards(self, rows: Sequence[Segment]) -> list[Segment]:
+        """Return the rows with each turn's reward in the first row that has the turn: there it was sampled."""
+        rewards, known, rewarded = [turn.reward for turn in self.turns], 0, list[Segment]()
+        for row in rows:
+            turns = [
+                msgspec.structs.replace(turn, reward=rewards[place] if place >= known else None)
+                for place, turn in enumerate(row.turns)
+            ]
+            known = len(turns)
+            rewarded.append(replace(row, turns=turns))
+        return rewarded
 
 
 def policy_sampling(config: RunConfig, partition: str) -> Sampling:

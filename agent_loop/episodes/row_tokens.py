@@ -97,10 +97,3 @@ def trajectories(
         )
         for segment, row in enumerate(rows)
     ]
-
-
-def share_reward(rows: Sequence[Trajectory], scored: Trajectory) -> None:
-    """Copy the score of one row to all rows of its episode."""
-    for row in rows:
-        row.reward, row.scored, row.error = scored.reward, scored.scored, scored.error
-        row.reward_parts = dict(scored.reward_parts)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import msgspec
 
 from rl_async.agent_loop.chat_formats.format import ChatFormat
-from rl_async.agent_loop.episodes.row_tokens import share_reward
 from rl_async.agent_loop.gateway.episode import GatewayEpisode, give_reward
 from rl_async.agent_loop.protocols import RewardScorer, SampleQueue
 from rl_async.configs.schema.rollout import GatewayConfig
@@ -206,8 +205,7 @@ class OpenEpisodes:
             raise RequestRefused("parts were given without a reward", code="invalid_request", param="reward")
         with _closing(episode):
             if ending.reward is None:
-                await self._rewards.score(episode.group.task, rows[last])
-                share_reward(rows, rows[last])
+                await self._rewards.score(episode.group.task, rows[last], *rows[:last], *rows[last + 1 :])
             reply = await self._queue.put(*rows)
         self.put += 1
         return self._close(episode, reply, len(rows), rows[last].reward if rows[last].scored else None)

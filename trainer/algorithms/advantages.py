@@ -1,8 +1,8 @@
 """Advantage estimators: functions of the whole step's batch, and the table that names them.
 
 Outcome estimators give one advantage per row, from the rewards of its group, on each of the row's sampled tokens; turn
-rewards enter through the row's total reward, and a row alone in its group gets 0 (``remax`` apart). Token estimators
-look at every token: discounted returns, a critic's values, baselines per position.
+rewards enter through the episode's total reward, and an episode alone in its group gets 0 (``remax`` apart). Token
+estimators look at every token: discounted returns, a critic's values, baselines per position.
 
 To add one: write the function here, name it in ``ADVANTAGES``, and declare its traits in
 ``configs/schema/formulas.py``.
@@ -25,11 +25,11 @@ class AdvantageInputs:
     """A whole step's batch, the same on every rank. N rows, T predicted tokens.
 
     Groups may differ in size, and lack members that were lost. An episode that yielded several rows counts once in
-    every statistic (``row_weights``); its rows share its outcome, and each has its own turn rewards. Rows without a
-    valid reward (``scored`` false) belong to no statistic and get advantage 0.
+    every statistic (``row_weights``); its rows share its total reward, and each has the outcome and its own turn
+    rewards on its tokens. Rows without a valid reward (``scored`` false) belong to no statistic and get advantage 0.
     """
 
-    rewards: Tensor  # float64 [N], of the whole row: outcome and turn rewards
+    rewards: Tensor  # float64 [N], of the row's whole episode: outcome and all its turn rewards
     token_rewards: Tensor  # float64 [N, T], the outcome on the last sampled token, turn rewards on their turn's last
     mask: Tensor  # bool [N, T], sampled tokens that train
     groups: Tensor  # int64 [N], any ids

@@ -31,7 +31,7 @@ def batch_metrics(headers: Sequence[TrajectoryHeader], step: int, max_staleness:
         "reward/std": float(rewards.std()),
         "reward/unscored_fraction": 1.0 - len(rewards) / len(episodes),
         "reward/groups_without_signal": without_signal,
-        "rollout/response_tokens_mean": float(np.mean([h.sampled for h in headers])),
+        "rollout/response_tokens_mean": sum(h.sampled for h in headers) / len(episodes),
         "rollout/tokens": float(sum(h.tokens for h in headers)),
         "staleness/mean": sum(age * count for age, count in runs) / max(tokens, 1),
         "staleness/max": float(max((age for age, _ in runs), default=0)),
@@ -50,35 +50,37 @@ def _flat_groups(headers: Sequence[TrajectoryHeader]) -> float:
 
 
 def conversations(ranks: DataParallel, batch: Batch) -> dict[str, float]:
-    """Average turns and tool calls per trajectory over all ranks. A collective."""
+    """Average turns and tool calls per episode over all ranks. A collective."""
     sums = torch.tensor(conversation_sums(list(batch.rows.values())), dtype=torch.float64)
     ranks.all_reduce(sums)
     return conversation_metrics(sums.tolist())
 
 
 def conversation_sums(rows: Sequence[Trajectory]) -> list[float]:
-    """[rows, assistant turns, tool calls, failed tool calls, rows with an error, malformed calls of each kind] of the
-    sampled rows, to be added up over ranks. A turn counts in the row in which it was sampled."""
+    """[episodes, assistant turns, tool calls, failed tool calls, episodes with an error, malformed calls of each kind]
+    of the sampled rows, to be added up over ranks. A turn counts in the row in which it was sampled, an episode in its
+    first row, wherever its others are."""
     rows = [row for row in rows if not row.baseline]
+    first = [row for row in rows if row.segment == 0]
     turns = [turn for row in rows for turn in row.turns if row.loss_mask[turn.start : turn.end].any()]
     calls = [call for turn in turns for call in turn.tool_calls]
     return [
-        float(len(rows)),
+        float(len(first)),
         float(len(turns)),
         float(len(calls)),
         float(sum(bool(call.error) for call in calls)),
-        float(sum(bool(row.error) for row in rows)),
+        float(sum(bool(row.error) for row in first)),
         *(float(sum(call.problem == problem for call in calls)) for problem in CALL_PROBLEMS),
     ]
 
 
 def conversation_metrics(sums: Sequence[float]) -> dict[str, float]:
-    """Per-trajectory means from the summed ``conversation_sums`` of all ranks."""
-    rows, turns, calls, failed, errors, *malformed = sums
+    """Per-episode means from the summed ``conversation_sums`` of all ranks."""
+    episodes, turns, calls, failed, errors, *malformed = sums
     kinds = {f"rollout/malformed_calls/{problem}": count for problem, count in zip(CALL_PROBLEMS, malformed) if count}
     return kinds | {
-        "rollout/turns_mean": turns / max(rows, 1),
-        "rollout/tool_calls_mean": calls / max(rows, 1),
-        "rollout/tool_errors_mean": failed / max(rows, 1),
-        "rollout/error_fraction": errors / max(rows, 1),
+        "rollout/turns_mean": turns / max(episodes, 1),
+        "rollout/tool_calls_mean": calls / max(episodes, 1),
+        "rollout/tool_errors_mean": failed / max(episodes, 1),
+        "rollout/error_fraction": errors / max(episodes, 1),
     }

@@ -17,7 +17,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RewardsMissing, TrainingDiverged
 from rl_async.messages import TrajectoryHeader
 from rl_async.trainer.algorithms import shaping
-from rl_async.trainer.algorithms.advantages import AdvantageInputs
+from rl_async.trainer.algorithms.advantages import AdvantageInputs, Groups
 from rl_async.trainer.algorithms.algorithm import Algorithm
 from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.algorithms.correction_metrics import correction_metrics
@@ -58,7 +58,7 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     if algorithm.decoupled:
         corrected = algorithm.correct(before.proximal, whole.behaviour, whole.mask, whole.age)
     inputs = advantage_inputs(whole, before, corrected, config)
-    inputs, kl = penalised(inputs, before, algorithm, config.algorithm.kl, kl_coef)
+    inputs, kl = penalised(inputs, whole.episodes, before, algorithm, config.algorithm.kl, kl_coef)
     advantages = algorithm.advantage(inputs)
     advantages = (advantages * shaping.repeats(headers, options, config.seed, batch.step)[:, None]).float()
     sums = LossSums(ranks)
@@ -154,7 +154,7 @@ def advantage_inputs(
     headers = whole.headers
     outcomes = shaping.rewards(headers, config.algorithm.shaping)
     turn_rewards = whole.turn_rewards.double() / shaping.divisor(headers, config.algorithm.shaping)
-    rewards = outcomes + turn_rewards.sum(1)
+    rewards = outcomes + episode_sums(turn_rewards.sum(1), whole.episodes)
     weights = {term.name: term.weight for term in config.reward.functions}
     options = config.algorithm.advantage_options
     baselines, compared = greedy_baselines(headers, rewards)
@@ -181,18 +181,24 @@ def advantage_inputs(
 
 
 def penalised(
-    x: AdvantageInputs, before: Precomputed, algorithm: Algorithm, kl: KlConfig, coef: float
+    x: AdvantageInputs, episodes: Tensor, before: Precomputed, algorithm: Algorithm, kl: KlConfig, coef: float
 ) -> tuple[AdvantageInputs, dict[str, float]]:
     """Subtract coef * KL(pi_old || reference) from every token's reward with ``kl.place=reward``.
 
-    Returns the inputs, and the mean of that KL as a metric; the inputs alone as they were in any other case.
+    ``episodes``, int64 [N], says which rows are one episode. Returns the inputs, and the mean of that KL as a metric;
+    the inputs alone as they were in any other case.
     """
     if kl.place != "reward" or before.reference is None:
         return x, {}
     penalty = torch.where(x.mask, algorithm.kl(before.proximal.double(), before.reference.double()), 0.0)
     mean = penalty.sum().item() / max(int(x.mask.sum()), 1)
-    rewards = x.rewards - coef * penalty.sum(1)
+    rewards = x.rewards - coef * episode_sums(penalty.sum(1), episodes)
     return replace(x, rewards=rewards, token_rewards=x.token_rewards - coef * penalty), {"loss/kl_reference": mean}
+
+
+def episode_sums(rows: Tensor, episodes: Tensor) -> Tensor:
+    """Sum numbers of rows [N] over all rows of each one's episode, [N]."""
+    return Groups.of(episodes, torch.ones_like(rows)).sum(rows)
 
 
 def greedy_baselines(headers: Sequence[TrajectoryHeader], rewards: Tensor) -> tuple[Tensor | None, Tensor]:

@@ -55,6 +55,12 @@ class WholeBatch:
         return self.mask.shape[0], self.mask.shape[1]
 
     @property
+    def episodes(self) -> Tensor:
+        """int64 [N], the number of each row's episode."""
+        _, numbers = np.unique([h.episode_id for h in self.headers], return_inverse=True)
+        return torch.from_numpy(numbers)
+
+    @property
     def row_weights(self) -> Tensor:
         """float64 [N], 1 / rows of the row's episode: an episode counts once, however many rows it became.
 

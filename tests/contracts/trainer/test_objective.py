@@ -26,6 +26,7 @@ from tests.contracts.trainer.workers.objective import (
 )
 from tests.support.forked import run_ranks
 
+EPISODES = torch.arange(2)  # each row is one
 VARIANTS = [name for name, _ in variants()]
 Found = dict[str, dict[str, dict[str, Tensor]]]  # variant -> split -> what
 
@@ -115,7 +116,7 @@ def test_a_kl_in_the_reward_is_taken_from_each_sampled_token_and_from_the_rows_o
     reference = torch.full((2, 3), -1.0, dtype=torch.float64)
     precomputed = Precomputed(reference + torch.tensor(difference, dtype=torch.float64), reference)
     x = inputs()
-    got, metrics = penalised(x, precomputed, algorithm, kl, 0.2)
+    got, metrics = penalised(x, EPISODES, precomputed, algorithm, kl, 0.2)
 
     formula = formulas[estimator]
     sampled = [
@@ -132,11 +133,11 @@ def test_a_kl_in_the_loss_leaves_rewards_alone() -> None:
     kl = KlConfig(coef=KL_COEF)
     precomputed = Precomputed(torch.zeros(2, 3), torch.ones(2, 3))
     x = inputs()
-    got, metrics = penalised(x, precomputed, build(run_config(AlgorithmConfig(kl=kl))), kl, 0.2)
+    got, metrics = penalised(x, EPISODES, precomputed, build(run_config(AlgorithmConfig(kl=kl))), kl, 0.2)
     assert got is x and metrics == {}
     nobody = KlConfig(place="reward")
     got, metrics = penalised(
-        x, replace(precomputed, reference=None), build(run_config(AlgorithmConfig(kl=nobody))), nobody, 0.0
+        x, EPISODES, replace(precomputed, reference=None), build(run_config(AlgorithmConfig(kl=nobody))), nobody, 0.0
     )
     assert got is x and metrics == {}
 

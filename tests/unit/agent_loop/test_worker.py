@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -81,10 +82,16 @@ class Engine:
 
 
 async def run(
-    queue: FakeQueue, renderer: ChatRenderer, engine: Engine, *, concurrency: int = 4, loop: str = "single_turn"
+    queue: FakeQueue,
+    renderer: ChatRenderer,
+    engine: Engine,
+    *,
+    concurrency: int = 4,
+    loop: str = "single_turn",
+    **agent: Any,
 ) -> AgentWorker:
     async with RewardService(RewardConfig()) as rewards:
-        config = run_config(loop=loop, concurrency=concurrency, episode_timeout_s=0.5)
+        config = run_config(**{"loop": loop, "concurrency": concurrency, "episode_timeout_s": 0.5, **agent})
         config = replace(config, rollout=replace(config.rollout, group_size=2), queue=QueueConfig(lease_s=0.04))
         worker = AgentWorker(queue, EpisodeRunner(config, renderer, engine), rewards, config)
         await worker.run()
@@ -104,6 +111,32 @@ async def test_every_sample_is_put_or_failed(renderer: ChatRenderer) -> None:
     ]
     assert queue.failures == [(7, 2, "EngineLost: no engine answered")] * 2
     assert (worker.put, worker.failed, worker.refused) == (6, 2, 0)
+
+
+REWARDS_THE_FIRST_TURN = """
+async def rewards_the_first_turn(episode):
+    await episode.generate()
+    episode.add([{"role": "user", "content": "sure?"}])
+    reason = await episode.generate()
+    episode.turns[1].reward = float(episode.task.ground_truth)
+    return reason
+"""
+
+
+@pytest.mark.parametrize("past", ["keep", "split"])
+async def test_a_turn_reward_that_is_no_number_leaves_every_row_unscored(
+    renderer: ChatRenderer, tmp_path: Path, past: str
+) -> None:
+    (tmp_path / "loop.py").write_text(REWARDS_THE_FIRST_TURN)
+    queue = FakeQueue([leased(samples=1, ground_truth=truth) for truth in ("nan", "5")])
+    loop = f"{tmp_path}/loop.py:rewards_the_first_turn"
+    await run(queue, renderer, Engine(renderer), loop=loop, past_reasoning=past, episode_timeout_s=60.0)
+    each = 1 if past == "keep" else 2
+    assert sorted((row.ground_truth, row.scored, row.reward) for row in queue.rows) == [
+        *[("5", True, 1.0)] * each,
+        *[("nan", False, 0.0)] * each,
+    ]
+    assert [row.turns[1].reward for row in queue.rows if row.ground_truth == "5" and row.segment == 0] == [5.0]
 
 
 async def test_concurrency_bounds_conversations_and_leases(renderer: ChatRenderer) -> None:

@@ -16,7 +16,7 @@ from rl_async.reward_loop.api import Score, ScorerFailed, to_score
 from rl_async.reward_loop.limits import RateLimit
 from rl_async.reward_loop.service import RewardService
 from rl_async.transfer_queue.data.dataset import open_rows, to_task
-from tests.unit.reward_loop.rows import score, task
+from tests.unit.reward_loop.rows import score, task, trajectory
 
 USER = Path(__file__).with_name("user_scorers.py")
 
@@ -106,6 +106,20 @@ async def test_the_weighted_sum_and_turns_have_the_limit_too() -> None:
         turned = await score(service, "0", turns=turns)
     assert fine.scored and not heavy.scored and not turned.scored
     assert "reward.limit" in heavy.error and "turn 0" in turned.error
+
+
+@pytest.mark.parametrize("reward", [math.nan, 2.5])
+async def test_a_turns_reward_beyond_the_limit_in_any_row_leaves_all_rows_unscored(reward: float) -> None:
+    first, middle, last = trajectory("0"), trajectory("0"), trajectory("42")
+    first.turns[1].reward, middle.turns[3].reward = 1.0, reward
+    async with RewardService(config("exact_answer", limit=2)) as service:
+        await service.score(task(), last, first, middle)
+        assert not any(row.scored for row in (first, middle, last))
+        assert {row.reward for row in (first, middle, last)} == {0.0} and "turn 3" in first.error
+        middle.turns[3].reward = None
+        await service.score(task(), last, first, middle)
+        assert {row.reward for row in (first, middle, last)} == {1.0}
+        assert first.reward_parts == last.reward_parts and first.reward_parts is not last.reward_parts
 
 
 async def test_a_scorer_that_needs_too_much_memory_fails_its_trajectory() -> None:

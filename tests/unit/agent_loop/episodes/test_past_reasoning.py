@@ -9,7 +9,7 @@ from rl_async.agent_loop.episodes.episode import Episode
 from rl_async.agent_loop.episodes.loops import tool_agent
 from rl_async.agent_loop.tools.registry import task_tools
 from rl_async.configs.schema.chat_formats import PastReasoning
-from rl_async.messages import Trajectory, Turn
+from rl_async.messages import Trajectory
 from tests.support.families import byte_tokenizer
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
 
@@ -142,11 +142,31 @@ async def test_answers_without_reasoning_stay_in_one_row(chat: ChatRenderer, cap
     assert len(rows) == 1 and not caplog.records
 
 
-def test_turns_of_a_later_row_carry_no_reward_of_an_earlier_one(chat: ChatRenderer) -> None:
-    config = run_config({"max_model_len": 1000}, past_reasoning="split", max_tokens=1000)
-    engine = ScriptedEngine(chat, SAYS)
-    episode = Episode(leased(), 0, config=config, chat=chat, generator=engine, tools=[])
-    episode.turns.append(Turn(role="assistant", text="5", reward=1.0))
-    episode.messages.append({"role": "assistant", "content": "5"})
+async def rewarded(chat: ChatRenderer, past: PastReasoning) -> list[Trajectory]:
+    """An episode whose loop rewards each answer in another way: at once, after it was asked again, and at the end."""
+    config = run_config({"max_model_len": 1000, "max_tokens": 500}, past_reasoning=past, max_tokens=1000)
+    episode = Episode(leased(), 0, config=config, chat=chat, generator=ScriptedEngine(chat, SAYS), tools=[])
+    await episode.generate()
+    episode.turns[-1].reward = 1.0
     assert episode.add([{"role": "user", "content": "sure?"}])
-    assert [turn.reward for turn in episode.turns] == [None] * 3
+    await episode.generate()
+    second = episode.turns[-1]
+    assert episode.add([{"role": "user", "content": "really?"}])
+    episode.turns[-2].reward = 2.0
+    assert second.reward == 2.0, "a turn stays the same object"
+    reason = await episode.generate()
+    episode.turns[1].reward = 4.0
+    episode.turns[-1].reward = 8.0
+    assert [turn.reward for turn in episode.turns] == [None, 4.0, None, 2.0, None, 8.0]
+    return episode.trajectories(reason)
+
+
+@pytest.mark.parametrize("past", ["keep", "strip", "split"])
+async def test_a_turns_reward_stands_in_the_row_in_which_it_was_sampled(
+    chat: ChatRenderer, past: PastReasoning
+) -> None:
+    rows = await rewarded(chat, past)
+    assert len(rows) == (1 if past == "keep" else 3)
+    sampled = [[turn.reward for turn in row.turns if row.loss_mask[turn.start : turn.end].any()] for row in rows]
+    assert sampled == ([[4.0, 2.0, 8.0]] if past == "keep" else [[4.0], [2.0], [8.0]])
+    assert sorted(turn.reward for row in rows for turn in row.turns if turn.reward is not None) == [2.0, 4.0, 8.0]

@@ -52,4 +52,17 @@ def test_malformed_calls_are_counted_by_kind() -> None:
     got = conversation_metrics(conversation_sums([*rows, later]))
     kinds = {name: value for name, value in got.items() if "malformed" in name}
     assert kinds == {"rollout/malformed_calls/bad_json": 2.0, "rollout/malformed_calls/unclosed": 1.0}
-    assert got["rollout/tool_calls_mean"] == 4 / 3
+    assert got["rollout/tool_calls_mean"] == 4 / 2, "per episode, not per row"
+
+
+def test_turns_and_tokens_are_means_over_episodes() -> None:
+    rows = make_rows(0, groups=1, samples=2)
+    later = msgspec.structs.replace(rows[0], segment=1)
+    for row in (rows[0], later, rows[1]):
+        row.turns, row.error = [Turn(role="assistant", text="", start=4, end=len(row.token_ids))], "no"
+    rows[1].error = ""
+    got = conversation_metrics(conversation_sums([rows[0], later, rows[1]]))
+    assert got["rollout/turns_mean"] == 3 / 2 and got["rollout/error_fraction"] == 1 / 2
+    sampled = [int(row.loss_mask.sum()) for row in (rows[0], later, rows[1])]
+    tokens = batch_metrics([row.header() for row in (rows[0], later, rows[1])], 0, None)
+    assert tokens["rollout/response_tokens_mean"] == sum(sampled) / 2

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import AlgorithmConfig, ShapingConfig
+from rl_async.configs.schema.algorithm import AlgorithmConfig, KlConfig, ShapingConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import RewardsMissing
 from rl_async.messages import Trajectory, Turn
 from rl_async.trainer.algorithms import shaping
-from rl_async.trainer.algorithms.advantages import AdvantageInputs
+from rl_async.trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.backends.interface import LossFn, Outputs
 from rl_async.trainer.batches.batch import Batch, plan_batch
@@ -27,8 +27,10 @@ from rl_async.trainer.batches.data_parallel import pure_data_parallel
 from rl_async.trainer.batches.tensors import Tensors
 from rl_async.trainer.step.explanation import explain
 from rl_async.trainer.step.models import Models
-from rl_async.trainer.step.update import Updated, update
+from rl_async.trainer.step.objective import Precomputed
+from rl_async.trainer.step.update import Updated, advantage_inputs, penalised, update
 from tests.conftest import VOCAB, make_rows
+from tests.support.batches import whole_batch
 
 RATE = 0.5
 
@@ -219,6 +221,55 @@ def test_outcomes_and_turn_rewards_are_divided_alike() -> None:
     deviation = float(np.std([row.reward for row in rows]))
     assert deviation != pytest.approx(1.0)
     assert torch.allclose((divided.table + 4.0) * deviation, plain.table + 4.0, atol=1e-5)
+
+
+def split_episodes(turn_rewards: Sequence[float], kl: float = 0.0) -> tuple[AdvantageInputs, Tensor]:
+    """Inputs of a group of episodes of two rows, whose first turn alone has a reward, and the number of each row's
+    episode. ``kl`` is log pi_old - log reference of each token of the second episode's first row."""
+    rows = []
+    for row, reward in zip(make_rows(0, groups=1, samples=len(turn_rewards)), turn_rewards, strict=True):
+        row.reward = 0.0
+        row.turns = [Turn(role="assistant", text="", start=4, end=len(row.token_ids), reward=reward)]
+        rows += [row, msgspec.structs.replace(row, segment=1, turns=[])]
+    whole = whole_batch(rows)
+    config = RunConfig(
+        model=ModelConfig(path="none"),
+        data=DataConfig(path="none"),
+        algorithm=AlgorithmConfig(kl=KlConfig(coef=1.0, place="reward", estimator="k1")),
+    )
+    reference = whole.behaviour.clone()
+    reference[2] -= kl
+    before = Precomputed(proximal=whole.behaviour, reference=reference)
+    x = advantage_inputs(whole, before, None, config)
+    x, _ = penalised(x, whole.episodes, before, build(config), config.algorithm.kl, 1.0)
+    return x, whole.episodes
+
+
+OUTCOME_ESTIMATORS = ["grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"]
+
+
+@pytest.mark.parametrize("name", OUTCOME_ESTIMATORS)
+def test_equal_episodes_of_several_rows_are_equal_whichever_row_has_the_turn_reward(name: str) -> None:
+    x, _ = split_episodes([1.0, 1.0])
+    assert x.rewards.tolist() == [1.0] * 4
+    assert not ADVANTAGES[name](x).any()
+    assert x.token_rewards.sum(1).tolist() == [1.0, 0.0, 1.0, 0.0], "token estimators see each where it was given"
+
+
+@pytest.mark.parametrize("name", OUTCOME_ESTIMATORS)
+def test_all_rows_of_an_episode_learn_from_its_total(name: str) -> None:
+    x, episodes = split_episodes([1.0, 0.0, 0.5])
+    per_row = [row[mask].unique() for row, mask in zip(ADVANTAGES[name](x), x.mask, strict=True)]
+    assert all(len(values) == 1 for values in per_row)
+    assert episodes.tolist() == [0, 0, 1, 1, 2, 2]
+    best, _, worst, _, _, _ = values = [v.item() for v in per_row]
+    assert values[::2] == values[1::2] and best > 0 > worst
+
+
+def test_a_kl_in_the_reward_belongs_to_the_whole_episode() -> None:
+    x, _ = split_episodes([1.0, 1.0], kl=0.5)
+    penalty = 0.5 * int(x.mask[2].sum())
+    assert x.rewards.tolist() == pytest.approx([1.0, 1.0, 1.0 - penalty, 1.0 - penalty], rel=1e-6)
 
 
 def test_one_reward_is_enough_to_go_on() -> None:
