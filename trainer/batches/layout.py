@@ -147,6 +147,8 @@ def _balance(pieces: list[list[int]], sizes: Sizes, parts: int) -> list[list[lis
 def _over_ranks(rows: list[int], sizes: Sizes, ranks: int) -> list[list[int]]:
     """Give each rank its rows. Groups are halved, and halved again, only while that relieves the busiest rank: a prompt
     that two ranks have is computed by both."""
+    if ranks == 1:
+        return [rows]
     best, busiest = list[list[int]](), 0.0
     most = max((len(piece) for piece in sizes.pieces(rows, len(rows) or 1)), default=1)
     while most:

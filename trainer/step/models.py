@@ -25,8 +25,8 @@ class Models:
 
     @property
     def row_cost(self) -> RowCost:
-        """The policy's cost of a row; padded if any of the models pads rows, which then are grouped by length, and
-        sharing prefixes if all do, and no micro-batch may have more rows than its tokens make."""
+        """The policy's cost of a row. It is padded if any of the models pads rows, which then are grouped by length.
+        Rows share prefixes if all models can, and if no distributions are kept, whose memory grows with the rows."""
         return replace(
             self.policy.row_cost,
             padded=any(model.row_cost.padded for model in self._all()),
