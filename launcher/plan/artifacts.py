@@ -149,5 +149,5 @@ def _check_folder(path: Path, key: str) -> None:
 
 
 def _check_weights(path: Path, key: str) -> None:
-    if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
-        raise UserError(f"{key}: {path} has no weights (*.safetensors)")
+    if not any(path.glob("*.safetensors")):
+        raise UserError(f"{key}: {path} has no weights (*.safetensors); pickles (*.bin) are not read: save it again")

@@ -95,7 +95,7 @@ def _load(path: str) -> Any:
     """Load a sequence classifier; a causal LM gets a new head. Float32: small updates would vanish in bfloat16."""
     try:
         return AutoModelForSequenceClassification.from_pretrained(
-            path, num_labels=1, dtype=torch.float32, trust_remote_code=False
+            path, num_labels=1, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
         )
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: the head there has another size
         reason = str(error).strip().partition("\n")[0]

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
@@ -31,6 +31,9 @@ Change = Callable[[str, Kind, str], str]  # key, kind, source
 
 def fetch(kind: Kind, wanted: HubId, key: str) -> Path:
     """Fetch a repository from the site that its id names; return its folder. Raises ConfigError, naming ``key``."""
+    revision = PurePosixPath(wanted.revision or "")  # the clients join it to folders of their caches
+    if revision.is_absolute() or ".." in revision.parts:
+        raise ConfigError(f"{key}: {wanted.repo}@{wanted.revision} names no revision; give a branch, a tag or a commit")
     return modelscope.snapshot(kind, wanted, key) if wanted.modelscope else hub.snapshot(kind, wanted, key)
 
 
@@ -118,7 +121,11 @@ def data_files(source: str, key: str, snapshot: Snapshot = fetch) -> str:
     """
     cached = hub.cached_id(source)
     sharded = cached is not None and "*" in Path(source).name  # one shard alone can only be meant
-    if source.startswith(GENERATED_PREFIX) or _complete(files_of(source), sharded=sharded):
+    if source.startswith(GENERATED_PREFIX):
+        return source
+    if sharded:
+        _check_one_version(files_of(source), key)
+    if _complete(files_of(source), sharded=sharded):
         return source
     if cached:
         snapshot("dataset", cached[1]._replace(part=re.split(r"[-*.]", Path(source).name)[0]), key)
@@ -143,6 +150,7 @@ def _one_split(folder: Path, wanted: HubId, key: str) -> str:
             splits.setdefault(_SHARD.sub("-*", name), []).append(name)
     if len(splits) == 1:
         [(pattern, names)] = splits.items()
+        _check_one_version(files_of(str(folder / pattern)), key)  # also of what was not asked for
         if not _complete([folder / name for name in names], sharded=True):
             raise DataError(f"{key}: {wanted.repo} has not all files of {pattern}; {_REFETCH}")
         return str(folder / (pattern if len(names) > 1 else names[0]))
@@ -150,6 +158,18 @@ def _one_split(folder: Path, wanted: HubId, key: str) -> str:
         raise DataError(f"{key}: {wanted.repo} has no Parquet or JSONL files named {wanted.part}; add :SPLIT to the id")
     named = ", ".join(sorted(splits))
     raise DataError(f"{key}: {wanted.repo}:{wanted.part} selects several data sets ({named}); add :PART to the id")
+
+
+def _check_one_version(files: list[Path], key: str) -> None:
+    """Raise DataError if shards of one name, ``train-00000-of-00002``, count to several numbers."""
+    found: dict[str, set[int]] = {}
+    for file in files:
+        if shard := _SHARD.search(file.name):
+            found.setdefault(_SHARD.sub("-*", str(file)), set()).add(int(shard["all"]))
+    for pattern, counts in found.items():
+        if len(counts) > 1:
+            listed = ", ".join(map(str, sorted(counts)))
+            raise DataError(f"{key}: {pattern} has shards of several versions (of {listed}); give one version's files")
 
 
 def _complete(files: list[Path], *, sharded: bool) -> bool:

@@ -28,7 +28,7 @@ def load_classifier(path: str, dtype: str, device: str) -> torch.nn.Module:
         )
     try:
         model: Any = AutoModelForSequenceClassification.from_pretrained(
-            path, dtype=getattr(torch, dtype), trust_remote_code=False
+            path, dtype=getattr(torch, dtype), trust_remote_code=False, use_safetensors=True
         )
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]  # Transformers adds paragraphs of advice

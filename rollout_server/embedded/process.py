@@ -33,6 +33,7 @@ def load_model(config: RunConfig) -> torch.nn.Module:
             dtype=getattr(torch, config.model.dtype),
             attn_implementation="sdpa",
             trust_remote_code=False,
+            use_safetensors=True,
         )
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]  # Transformers adds paragraphs of advice

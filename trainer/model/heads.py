@@ -140,7 +140,12 @@ def load_headed(
             raise UserError(f"trainer.sequence_parallel={sharing.size} does not go with {key}={path}: {reason}")
         how = attention(config, device, dtype, options)
         lm = kind.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=how, config=config, trust_remote_code=False
+            folder,
+            dtype=torch.float32,
+            attn_implementation=how,
+            config=config,
+            trust_remote_code=False,
+            use_safetensors=True,
         )
     except (OSError, ValueError) as error:
         raise UserError(f"{key}: cannot load a {what} from {path}: {error}") from error

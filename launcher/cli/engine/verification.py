@@ -67,7 +67,7 @@ def verify(
     """
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
         ).eval()
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]

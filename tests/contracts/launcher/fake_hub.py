@@ -3,7 +3,7 @@
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
@@ -49,8 +49,8 @@ def fake_hub(repos: Repos) -> AbstractContextManager[str]:
     return _serving(Handler)
 
 
-def fake_modelscope(repos: Repos) -> AbstractContextManager[str]:
-    """Serve the branch ``master`` of repositories as ModelScope does; the URL."""
+def fake_modelscope(repos: Repos, unfetched: Collection[str] = ()) -> AbstractContextManager[str]:
+    """Serve the branch ``master`` of repositories as ModelScope does; the URL. ``unfetched`` is listed only."""
 
     class Handler(_Answering):
         def do_GET(self) -> None:
@@ -61,7 +61,7 @@ def fake_modelscope(repos: Repos) -> AbstractContextManager[str]:
                 if asked.path in (f"{api}/files", f"{api}/tree"):
                     listed = [_entry(name, body) for name, body in files.items()]
                     return self.answer(json.dumps({"Code": 200, "Success": True, "Data": {"Files": listed}}).encode())
-                if asked.path == api and query.get("FilePath") in files:
+                if asked.path == api and query.get("FilePath") in files.keys() - unfetched:
                     return self.answer(files[query["FilePath"]])
             self.answer(json.dumps({"Code": 10010205001, "Success": False, "Message": "not found"}).encode(), 404)
 

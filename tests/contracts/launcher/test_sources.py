@@ -104,6 +104,49 @@ def test_without_a_network_modelscopes_cache_is_taken(tmp_path: Path, split: dic
     again = rl_async(tmp_path, "http://127.0.0.1:9", "data", "inspect", "modelscope:org/tasks")
     assert (first.returncode, again.returncode) == (0, 0), first.stderr + again.stderr
     assert first.stdout == again.stdout
+    notice = "data.path: http://127.0.0.1:9 cannot be reached"
+    assert notice in again.stderr and notice not in first.stderr
     never = rl_async(tmp_path, "http://127.0.0.1:9", "data", "inspect", "modelscope:org/others")
     assert never.returncode == 2 and never.stderr.count("error: data.path: ") == 1
     assert "Traceback" not in never.stderr
+
+
+@needs_modelscope
+@pytest.mark.parametrize("path", ["../../../../../../evil-train.jsonl", "{folder}/evil-train.jsonl"])
+def test_a_listed_path_that_leaves_the_folder_is_refused(tmp_path: Path, split: dict[str, bytes], path: str) -> None:
+    path = path.format(folder=tmp_path / "elsewhere")
+    with fake_modelscope({DATA: split | {path: b"{}"}}) as endpoint:
+        done = rl_async(tmp_path, endpoint, "data", "inspect", "modelscope:org/tasks")
+    assert done.returncode == 2 and done.stderr.count("error: data.path: ") == 1
+    assert path in done.stderr and endpoint in done.stderr
+    assert not list(tmp_path.rglob("evil-train.jsonl*")) and not list(tmp_path.rglob("train-*"))
+
+
+@needs_modelscope
+def test_what_was_fetched_in_part_is_not_taken(tmp_path: Path) -> None:
+    model = dict.fromkeys(("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"), b"{}")
+    with fake_modelscope({"models/org/model": model}, unfetched=["tokenizer_config.json"]) as endpoint:
+        done = rl_async(tmp_path, endpoint, "model", "import", "modelscope:org/model", "mine")
+    later = rl_async(tmp_path, "http://127.0.0.1:9", "model", "import", "modelscope:org/model", "mine")
+    assert (done.returncode, later.returncode) == (2, 2), done.stderr + later.stderr
+    assert done.stderr.count("error: SOURCE: ") == later.stderr.count("error: SOURCE: ") == 1
+    assert not (tmp_path / "mine").exists()
+
+
+@needs_modelscope
+def test_a_changed_branch_is_read_without_what_it_was(tmp_path: Path, split: dict[str, bytes]) -> None:
+    old = {"main/train-00000-of-00001.jsonl": json.dumps(ROW | {"prompt": "old"}).encode() + b"\n"}
+    with fake_modelscope({DATA: old}) as endpoint:
+        before = rl_async(tmp_path, endpoint, "data", "inspect", "modelscope:org/tasks")
+    with fake_modelscope({DATA: split}) as endpoint:
+        after = rl_async(tmp_path, endpoint, "data", "inspect", "modelscope:org/tasks")
+    assert (before.returncode, after.returncode) == (0, 0), before.stderr + after.stderr
+    assert "1 rows, 1 different prompts" in before.stdout
+    assert "2 rows, 1 different prompts" in after.stdout
+
+
+@pytest.mark.parametrize("source", ["org/tasks@../..", "org/tasks@/tmp", "modelscope:org/tasks@../.."])
+def test_a_revision_is_no_path(tmp_path: Path, split: dict[str, bytes], source: str) -> None:
+    done = rl_async(tmp_path, "http://127.0.0.1:9", "data", "inspect", source)
+    assert done.returncode == 2 and "error: data.path: " in done.stderr
+    assert "revision" in done.stderr and "127.0.0.1" not in done.stderr

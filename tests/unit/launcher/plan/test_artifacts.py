@@ -100,6 +100,13 @@ def test_a_model_folder_with_a_part_missing_is_a_mistake(tmp_path: Path, left_ou
         needs_model(config(tmp_path))
 
 
+def test_weights_that_are_pickles_are_refused(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, "model.safetensors")
+    (folder / "pytorch_model.bin").touch()
+    with pytest.raises(UserError, match=r"model\.path: .*safetensors"):
+        needs_model(config(tmp_path))
+
+
 def test_a_reference_model_is_looked_at_as_well(tmp_path: Path) -> None:
     write_data(tmp_path)
     write_model(tmp_path)

@@ -204,3 +204,14 @@ def test_a_set_of_shards_is_whole(tmp_path: Path) -> None:
 
 def test_a_path_that_is_neither_is_left_to_the_checks_of_folders() -> None:
     assert model_folder("typo", "model.path") == Path("typo")
+
+
+def test_shards_of_two_versions_are_not_one_data_set(tmp_path: Path) -> None:
+    old, new = "train-00000-of-00001.jsonl", [f"train-0000{n}-of-00002.jsonl" for n in range(2)]
+    with pytest.raises(DataError, match=r"data\.path: .*1, 2"):
+        data_files("org/tasks", "data.path", FakeHub(tmp_path, old, *new))
+    with pytest.raises(DataError, match=r"data\.path: .*1, 2"):
+        data_files("org/tasks:of-00002", "data.path", FakeHub(tmp_path, old, *new))
+    pattern = str(next(tmp_path.rglob(old)).parent / "train-*.jsonl")
+    with pytest.raises(DataError, match=r"data\.path: .*1, 2"):
+        data_files(pattern, "data.path", FakeHub(tmp_path, old, *new))
