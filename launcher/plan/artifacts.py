@@ -150,4 +150,6 @@ def _check_folder(path: Path, key: str) -> None:
 
 def _check_weights(path: Path, key: str) -> None:
     if not any(path.glob("*.safetensors")):
-        raise UserError(f"{key}: {path} has no weights (*.safetensors); pickles (*.bin) are not read: save it again")
+        raise UserError(
+            f"{key}: {path} has no weights (*.safetensors); pickles (*.bin) are not read: save as safetensors"
+        )

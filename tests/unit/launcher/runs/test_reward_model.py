@@ -15,6 +15,7 @@ from rl_async.errors import DataError, UserError
 from rl_async.launcher.runs.reward_model import RECORD_FILE, RewardModelJob, make_reward_model, split
 from rl_async.reward_loop.render import ConversationEncoder, load_tokenizer
 from rl_async.reward_loop.server.classifier import load_classifier, score
+from tests.support.pickled import pickled
 
 LONGEST = 120
 
@@ -126,3 +127,11 @@ def test_mistakes_in_the_arguments(more: dict[str, Any], said: str, data: Path, 
 def test_an_existing_folder_is_not_written_over(data: Path, causal: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--out: .* exists"):
         make_reward_model(request(data, causal, tmp_path), str)
+
+
+def test_weights_that_are_pickles_are_not_read(data: Path, causal: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--model"):
+        make_reward_model(request(data, pickled(causal, tmp_path / "causal"), tmp_path / "rm"), str)
+    make_reward_model(request(data, causal, tmp_path / "rm"), str)
+    with pytest.raises(UserError, match="reward model: cannot load"):
+        load_classifier(str(pickled(tmp_path / "rm", tmp_path / "copy")), "float32", "cpu")

@@ -33,6 +33,7 @@ from rl_async.rollout_server.embedded.local import LocalEngine
 from rl_async.rollout_server.embedded.process import load_model
 from rl_async.rollout_server.embedded.sequence import Sequence
 from rl_async.weight_sync.buckets.buckets import Piece
+from tests.support.pickled import pickled
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
@@ -196,6 +197,12 @@ def test_a_missing_or_broken_model_is_one_line(tmp_path: Path, monkeypatch: pyte
         load_model(config)
     assert str(caught.value).endswith("no such model")
     assert "\n" not in str(caught.value)
+
+
+def test_weights_that_are_pickles_are_not_read(tmp_path: Path, model_folder: Path) -> None:
+    path = pickled(model_folder, tmp_path / "model")
+    with pytest.raises(UserError, match=r"model\.path"):
+        load_model(RunConfig(model=ModelConfig(path=str(path), device="cpu"), data=DataConfig(path="none")))
 
 
 @pytest.mark.parametrize(
