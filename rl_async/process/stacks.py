@@ -1,4 +1,4 @@
-"""Writes the Python stacks of a process on a signal, for ``rl-async doctor``: ``RUN/stacks/NAME.txt``."""
+"""Writes the Python stack of a process on a signal, for ``rl-async doctor``: ``RUN/stacks/NAME.txt``."""
 
 import faulthandler
 import os
@@ -21,21 +21,22 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 def answer_with_stacks() -> None:
-    """Write all threads' stacks to the supervisor's file on each SIGUSR1. Does nothing if it was started by hand.
+    """Write the main thread's stack to the supervisor's file on each SIGUSR1. Does nothing if it was started by hand.
 
-    faulthandler writes from the signal handler itself, so it works in a process that is stuck in C code too.
+    faulthandler writes from the signal handler itself, so it works in a process that is stuck in C code too. It would
+    read other threads' frames while they run, and so ends a busy process with SIGSEGV now and then.
     """
     path = os.environ.pop(STACKS, None)  # not inherited by the processes that this one starts
     if path is not None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)  # open as long as the process lives
-        faulthandler.register(ASK, file=descriptor, all_threads=True)
+        faulthandler.register(ASK, file=descriptor, all_threads=False)
 
 
 def main_thread(dump: str) -> tuple[Frame, ...]:
-    """Parse the main thread, which got the signal, from faulthandler's last dump; innermost call first."""
+    """Parse the stack of the main thread, which got the signal, from faulthandler's last dump; innermost call first."""
     frames: list[Frame] = []
     inside = False
-    for line in dump.rpartition("Current thread")[2].splitlines():
+    for line in dump.rpartition("(most recent call first)")[2].splitlines():
         match = FRAME.fullmatch(line)
         if match:
             inside = True

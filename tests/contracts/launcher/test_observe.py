@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,19 @@ from rl_async.process.kernel import read_stat
 from rl_async.process.stacks import STACKS
 
 ROLE = "from rl_async.process.stacks import *\nanswer_with_stacks()\nimport time\nprint(1, flush=True)\ntime.sleep(60)"
+BUSY = """
+from rl_async.process.stacks import *
+answer_with_stacks()
+import threading, time
+def work():
+    while True:
+        [*map(lambda n: n + 1, range(20))]
+        exec(compile("a = 1", "text", "exec"))
+for _ in range(2):
+    threading.Thread(target=work, daemon=True).start()
+print(1, flush=True)
+time.sleep(60)
+"""
 MUTE = "import time\nprint(1, flush=True)\ntime.sleep(60)"
 
 
@@ -55,6 +69,17 @@ def test_a_process_shows_its_state_its_log_and_its_stack(run: Path, role: "subpr
     assert (seen.state, seen.log_line) == ("S", "last") and seen.log_age_s is not None
     assert 0 <= seen.age_s < 600
     assert [frame.name for frame in seen.stack] == ["<module>"]
+
+
+def test_a_process_with_busy_threads_survives_being_asked(run: Path) -> None:
+    stacks = run / "stacks" / "worker-0.txt"
+    with start(BUSY, stacks) as process:
+        for _ in range(1000):
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(0.001)
+        assert process.poll() is None
+        assert "in <module>" in stacks.read_text()
+        process.kill()
 
 
 def test_a_stopped_process_is_not_signalled(run: Path, role: "subprocess.Popen[str]") -> None:

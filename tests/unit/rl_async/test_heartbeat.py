@@ -32,6 +32,6 @@ def test_who_cannot_run_is_missing_before_who_is_behind_and_else_all_others_are(
 
 
 def test_the_newest_dump_counts() -> None:
-    dump = 'Current thread 0x1 (most recent call first):\n  File "a.py", line 1 in old\n'
+    dump = 'Stack (most recent call first):\n  File "a.py", line 1 in old\n'
     assert [frame.name for frame in main_thread(dump + dump.replace("old", "new"))] == ["new"]
     assert main_thread("") == ()
