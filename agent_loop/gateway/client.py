@@ -8,6 +8,7 @@ for episode in Gateway(url, token_file="runs/mine/keys/gateway.token").episodes(
 
 import http.client
 import json
+import secrets
 import time
 import urllib.error
 import urllib.request
@@ -42,7 +43,10 @@ class RemoteEpisode:
         return self.gateway.token
 
     def reward(self, value: float, **parts: float) -> dict[str, Any]:
-        """End the episode with this reward; ``accepted`` is false if it had ended. Raises GatewayError."""
+        """End the episode with this reward; ``accepted`` is false, with the reason, if it had ended.
+
+        Raises GatewayError for a reward that is refused.
+        """
         return self._end({"reward": value, "parts": parts})
 
     def score(self) -> dict[str, Any]:
@@ -54,7 +58,8 @@ class RemoteEpisode:
         return self._end({"error": error})
 
     def _end(self, body: dict[str, Any]) -> dict[str, Any]:
-        status, answer = self.gateway.post(f"/episodes/{self.id}/reward", body)
+        key = {"idempotency_key": secrets.token_urlsafe(16)}  # ``post`` repeats a request that got no answer
+        status, answer = self.gateway.post(f"/episodes/{self.id}/reward", body | key)
         if status in (404, 503):  # it ended, or the gateway was restarted since, or has lost the queue and ends
             return {"accepted": False, "reason": "the episode has ended", "rows": 0, "reward": None}
         if status != 200:

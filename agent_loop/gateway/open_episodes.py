@@ -30,20 +30,41 @@ REMEMBERED = 4096  # ended episodes, so that ending one again gets the same answ
 
 
 class Ending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How an agent program ends its episode. Without a reward, the run's reward functions score it."""
+    """How an agent program ends its episode. Without a reward, the run's reward functions score it.
+
+    ``idempotency_key``: a client that repeats a request, since no answer came, sends the same again.
+    """
 
     reward: float | None = None
     parts: dict[str, float] = {}
     error: str = ""
+    idempotency_key: str = ""
 
 
 class Ended(NamedTuple):
-    """The outcome of an ended episode, which the agent program gets as JSON."""
+    """The outcome of ending an episode, which the agent program gets as JSON.
+
+    If this request was too late, ``rows`` and ``reward`` are those with which the episode had ended.
+    """
 
     accepted: bool
     reason: str
     rows: int
     reward: float | None
+
+
+class Record(NamedTuple):
+    """How an episode ended: the answer to the request that ended it, in words for later ones, and its key."""
+
+    answer: Ended
+    how: str
+    idempotency_key: str
+
+    def answer_again(self, ending: Ending) -> Ended:
+        """Return the same answer for the same request, and for another one that it came too late."""
+        if ending.idempotency_key and ending.idempotency_key == self.idempotency_key:
+            return self.answer
+        return self.answer._replace(accepted=False, reason=f"the episode had ended: {self.how}")
 
 
 class OpenEpisodes:
@@ -56,7 +77,7 @@ class OpenEpisodes:
         self._queue, self._rewards = queue, rewards
         self._options = config.agent.gateway or GatewayConfig()
         self._open: dict[str, GatewayEpisode] = {}
-        self._ended: OrderedDict[str, Ended] = OrderedDict()
+        self._ended: OrderedDict[str, Record] = OrderedDict()
         self._samples: deque[tuple[LeasedGroup, int]] = deque()  # leased, and not requested yet
         self._changed = asyncio.Condition()  # notified of samples, waiting requests and the end of the run
         self._waiting = 0
@@ -178,17 +199,18 @@ class OpenEpisodes:
         return episode
 
     async def end(self, episode_id: str, ending: Ending) -> Ended:
-        """End an episode; ending it again returns the same. If it raises RequestRefused, the episode stays open."""
+        """End an episode; one that has ended accepts nothing else. If it raises RequestRefused, it stays open."""
+        _check(ending)
         if episode_id in self._ended:
-            return self._ended[episode_id]
+            return self._ended[episode_id].answer_again(ending)
         episode = self.get(episode_id)
         async with episode.ending:
             if episode_id in self._ended:
-                return self._ended[episode_id]
+                return self._ended[episode_id].answer_again(ending)
             if episode.closed:  # it is being failed right now
                 raise RequestRefused("this episode has ended", code="episode_ended", status=404)
             if ending.error:
-                return await self._fail(episode, f"the agent program: {ending.error}")
+                return await self._fail(episode, f"the agent program: {ending.error}", ending.idempotency_key)
             return await self._put(episode, ending)
 
     async def _put(self, episode: GatewayEpisode, ending: Ending) -> Ended:
@@ -201,30 +223,46 @@ class OpenEpisodes:
             )
         if ending.reward is not None:
             give_reward(rows, ending.reward, ending.parts, self._config.reward.limit)
-        elif ending.parts:
-            raise RequestRefused("parts were given without a reward", code="invalid_request", param="reward")
         with _closing(episode):
             if ending.reward is None:
                 await self._rewards.score(episode.group.task, rows[last], *rows[:last], *rows[last + 1 :])
             reply = await self._queue.put(*rows)
         self.put += 1
-        return self._close(episode, reply, len(rows), rows[last].reward if rows[last].scored else None)
+        reward = rows[last].reward if rows[last].scored else None
+        how = "no reward function could score it" if reward is None else f"with reward {reward:g}"
+        return self._close(episode, reply, Ended(True, "", len(rows), reward), how, ending.idempotency_key)
 
-    async def _fail(self, episode: GatewayEpisode, error: str) -> Ended:
+    async def _fail(self, episode: GatewayEpisode, error: str, idempotency_key: str = "") -> Ended:
         log.warning("sample %d.%d: %s", episode.group.group_id, episode.sample, error)
         with _closing(episode):
             reply = await self._queue.fail(episode.group.group_id, episode.sample, episode.group.attempt, error)
         self.failed += 1
-        return self._close(episode, reply, 0, None)
+        return self._close(episode, reply, Ended(True, "", 0, None), error, idempotency_key)
 
-    def _close(self, episode: GatewayEpisode, reply: Done | Refused, rows: int, reward: float | None) -> Ended:
-        reason = reply.reason if isinstance(reply, Refused) else ""
-        self.refused += bool(reason)
+    def _close(
+        self, episode: GatewayEpisode, reply: Done | Refused, answer: Ended, how: str, idempotency_key: str
+    ) -> Ended:
+        if isinstance(reply, Refused):
+            self.refused += 1
+            answer, how = answer._replace(accepted=False, reason=reply.reason), reply.reason
         self._open.pop(episode.id, None)
-        ended = self._ended[episode.id] = Ended(not reason, reason, rows, reward)
+        self._ended[episode.id] = Record(answer, how, idempotency_key)
         if len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
-        return ended
+        return answer
+
+
+def _check(ending: Ending) -> None:
+    """Raise RequestRefused for an ending that says two things at once."""
+    if ending.error and (ending.reward is not None or ending.parts):
+        raise RequestRefused(
+            "reward and error exclude each other: post the reward if the episode is to be trained on, the error if it "
+            "is to be played again",
+            code="invalid_request",
+            param="error",
+        )
+    if ending.parts and ending.reward is None:
+        raise RequestRefused("parts were given without a reward", code="invalid_request", param="reward")
 
 
 @contextmanager

@@ -3,8 +3,15 @@ behind a gateway, and those whose past reasoning is dropped."""
 
 from rl_async.configs.schema.algorithm import ShapingConfig
 from rl_async.configs.schema.formulas import ADVANTAGES, Advantage
+from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.configs.schema.run import RunConfig
+from rl_async.userload import is_user_reference
 
+# Keys of `agent` that only agent workers read.
+WORKERS_KEYS = (
+    *("loop", "environment", "max_turns", "max_parallel_calls", "tool_timeout_s", "tool_response_tokens"),
+    *("workers", "concurrency", "check_rendering"),
+)
 PER_ROW_SHAPING = ("overlong_max_tokens", "overlong_filter", "reward_scale", "resample")  # of algorithm.shaping
 
 
@@ -37,8 +44,28 @@ def _row_problem(c: RunConfig, where: str) -> str | None:
 
 
 def gateway(c: RunConfig) -> str | None:
-    """Apply ``gateway_problem`` to configs that start a gateway themselves."""
-    return None if c.agent.gateway is None else gateway_problem(c)
+    """Apply ``gateway_problem`` to configs that start a gateway themselves, and refuse what only workers could do."""
+    if c.agent.gateway is None:
+        return None
+    if c.agent.environment is not None:
+        return (
+            f"agent.environment={c.agent.environment} has no effect with agent.gateway: agent programs bring their own "
+            "tools and state; set agent.environment=null, or leave out agent.gateway"
+        )
+    if is_user_reference(c.agent.loop):
+        return (
+            f"agent.loop={c.agent.loop} has no effect with agent.gateway: agent programs are the loop; leave it out, "
+            "or leave out agent.gateway"
+        )
+    return gateway_problem(c)
+
+
+def without_effect(c: RunConfig) -> list[str]:
+    """Return the keys of `agent` that are not at their defaults and that nothing in a run with a gateway reads."""
+    if c.agent.gateway is None:
+        return []
+    default = AgentConfig()
+    return [f"agent.{key}" for key in WORKERS_KEYS if getattr(c.agent, key) != getattr(default, key)]
 
 
 def past_reasoning(c: RunConfig) -> str | None:

@@ -1,6 +1,7 @@
 """``rl-async launch``, ``eval`` and ``gateway``: commands that start processes of a run."""
 
 import argparse
+import sys
 
 from rl_async.errors import UserError
 from rl_async.launcher.cli.options import add_config, add_run
@@ -26,7 +27,9 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
 
 
 def _launch(arguments: argparse.Namespace) -> int:
+    from rl_async.configs.checks.gateway import without_effect
     from rl_async.launcher.folder.run_folder import new_run, resumed_run, unfinished
+    from rl_async.launcher.plan.user_code import check_user_code
     from rl_async.launcher.sources.fetch import fetch_sources, fetched_from
 
     if arguments.address and arguments.launcher != "ray":
@@ -37,6 +40,10 @@ def _launch(arguments: argparse.Namespace) -> int:
             print(f"{arguments.name} did not reach its end: continuing it; --no-resume prevents this", flush=True)
     find = resumed_run if arguments.resume else new_run
     given, folder = find(arguments.config, arguments.overrides, mode=arguments.mode, name=arguments.name)
+    if idle := without_effect(given):
+        print(f"no effect with agent.gateway, whose programs play the episodes: {', '.join(idle)}", file=sys.stderr)
+    if arguments.launcher == "local":  # elsewhere, the nodes may have what this machine lacks
+        check_user_code(given)
     config = fetch_sources(given)
     fetched = fetched_from(given, config)
     if arguments.dry_run:
@@ -58,10 +65,13 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     from rl_async.configs.load.loader import load_config
+    from rl_async.launcher.plan.user_code import check_user_code
     from rl_async.launcher.runs.evaluate import evaluate
     from rl_async.launcher.sources.fetch import fetch_sources
 
-    return evaluate(fetch_sources(load_config(arguments.config, arguments.overrides)), arguments.config)
+    config = load_config(arguments.config, arguments.overrides)
+    check_user_code(config)
+    return evaluate(fetch_sources(config), arguments.config)
 
 
 def add_gateway(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import NamedTuple
 
 import msgspec
@@ -134,21 +135,31 @@ def _corrected(row: RecordedRow) -> int:
 def _table(title: str, rows: Sequence[RecordedRow], key: Callable[[RecordedRow], int], heading: str) -> Table:
     """Lay out a table with one line per value of ``key``; the rows are sorted by it."""
     table = Table(title=title, title_justify="left")
-    for name in (heading, "rows", "reward", "tokens", "mean weight"):
+    for name in (heading, "episodes", "rows", "reward", "tokens", "mean weight"):
         table.add_column(name, justify="right")
     table.add_column("masked or weight 0")
     for value, together in itertools.groupby(rows, key=key):
         part = list(together)
         weights = [weight for row in part if row.correction for weight in row.correction.weights]
+        episodes = _episode_rewards(part)
         table.add_row(
             f"{value}",
+            f"{len(episodes)}",
             f"{len(part)}",
-            f"{sum(row.reward for row in part) / len(part):.3g}",
+            f"{mean(episodes):.3g}",
             f"{sum(len(_sampled(row)) for row in part)}",
             f"{sum(weights) / len(weights):.3f}" if weights else "",
             _counts(part),
         )
     return table
+
+
+def _episode_rewards(rows: Sequence[RecordedRow]) -> list[float]:
+    """Return the reward of each episode; one with several rows counts once, as in the metrics."""
+    rewards: dict[tuple[int, int], list[float]] = {}
+    for row in rows:
+        rewards.setdefault((row.group_id, row.sample), []).append(row.reward)
+    return [mean(values) for values in rewards.values()]
 
 
 def _counts(rows: Sequence[RecordedRow]) -> str:

@@ -154,7 +154,8 @@ def test_errors_are_those_that_the_client_knows(start: Any) -> None:
     with pytest.raises(GatewayError, match="no_answers"):
         episode.reward(1.0)
     client.chat.completions.create(model="any", messages=question)
-    assert episode.reward(1.0)["accepted"] and episode.reward(0.0)["reward"] == 1.0
+    assert episode.reward(1.0)["accepted"]
+    assert (second := episode.reward(0.0))["reward"] == 1.0 and not second["accepted"]
     with pytest.raises(openai.NotFoundError, match="ended"):
         client.chat.completions.create(model="any", messages=question)
     assert gateway.queue.failures == []

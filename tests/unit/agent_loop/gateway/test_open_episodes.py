@@ -119,7 +119,6 @@ async def test_all_rows_are_put_at_once_with_the_programs_reward(renderer: ChatR
         await episode.complete(ask("a?", "1", "b?"))
         await episode.complete(ask("a?", "1", "c?"))
         ended = await episodes.end(episode.id, Ending(reward=0.5, parts={"x": 1.0}))
-        assert ended == await episodes.end(episode.id, Ending(error="asked again"))
         assert (ended.accepted, ended.rows, ended.reward) == (True, 2, 0.5)
     ((one, two),) = queue.rows
     assert [row.segment for row in (one, two)] == [0, 1] and one.episode_id == two.episode_id == "7.0.1"
@@ -127,6 +126,50 @@ async def test_all_rows_are_put_at_once_with_the_programs_reward(renderer: ChatR
     assert [run.version.step for row in (one, two) for run in row.versions] == [3, 4, 5]
     assert [int(row.loss_mask.sum()) for row in (one, two)] == [4, 2]
     assert queue.failures == [] and set(engine.sessions) == {"7.0.1"}
+
+
+async def test_a_second_end_is_not_accepted_and_a_repeated_one_gets_its_answer(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased()])
+    async with gateway(queue, renderer, ScriptedEngine(renderer, ["4"])) as episodes:
+        episode = await begin(episodes)
+        await episode.complete(ask("2+2"))
+        ending = Ending(reward=0.5, idempotency_key="k")
+        ended = await episodes.end(episode.id, ending)
+        assert ended.accepted and ended == await episodes.end(episode.id, ending)
+        for second in (
+            Ending(reward=1.0),
+            Ending(reward=0.5),
+            Ending(error="x"),
+            Ending(),
+            Ending(idempotency_key="l"),
+        ):
+            late = await episodes.end(episode.id, second)
+            assert (late.accepted, late.rows, late.reward) == (False, 1, 0.5) and "0.5" in late.reason
+    assert len(queue.rows) == 1 and queue.failures == []
+
+
+async def test_a_reward_after_the_deadline_is_not_accepted(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased()])
+    async with gateway(queue, renderer, ScriptedEngine(renderer, ["4"]), episode_timeout_s=0.05) as episodes:
+        episode = await begin(episodes)
+        await episode.complete(ask("2+2"))
+        async with asyncio.timeout(30):
+            await queue.failed.wait()
+            late = await episodes.end(episode.id, Ending(reward=1.0))
+    assert (late.accepted, late.rows, late.reward) == (False, 0, None) and "agent.episode_timeout_s" in late.reason
+
+
+async def test_a_reward_with_an_error_is_refused(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased()])
+    async with gateway(queue, renderer, ScriptedEngine(renderer, ["4"])) as episodes:
+        episode = await begin(episodes)
+        await episode.complete(ask("2+2"))
+        for both in (Ending(reward=1.0, error="x"), Ending(parts={"a": 1.0}, error="x")):
+            with pytest.raises(RequestRefused) as refused:
+                await episodes.end(episode.id, both)
+            assert (refused.value.status, refused.value.param) == (400, "error") and "reward" in str(refused.value)
+        assert (await episodes.end(episode.id, Ending(reward=1.0))).accepted, "the episode stays open"
+    assert queue.failures == []
 
 
 async def test_an_end_that_could_not_be_handed_over_may_be_posted_again(renderer: ChatRenderer) -> None:

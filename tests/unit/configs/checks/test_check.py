@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_async.configs.checks.gateway import gateway_problem
+from rl_async.configs.checks.gateway import gateway_problem, without_effect
 from rl_async.configs.load.loader import load_config
 from rl_async.errors import ConfigError
 
@@ -204,6 +204,15 @@ def test_what_takes_a_row_for_an_episode_does_not_go_with_several(overrides: lis
     without = load_config("calculator", overrides)
     assert without.agent.gateway is None and named in str(gateway_problem(without))
     assert gateway_problem(load_config("calculator", [GATEWAY])) is None
+
+
+def test_what_only_agent_workers_do_is_not_ignored_in_silence() -> None:
+    for mistake in ("agent.environment=shop", "agent.loop=mine.py:loop"):
+        with pytest.raises(ConfigError, match=mistake.partition("=")[0]):
+            load_config("calculator", [GATEWAY, mistake])
+        assert without_effect(load_config("calculator", [mistake])) == []
+    config = load_config("calculator", [GATEWAY, "agent.loop=single_turn", "agent.max_turns=4", "agent.workers=3"])
+    assert without_effect(config) == ["agent.workers"]
 
 
 def test_ranks_that_share_rows_get_as_many_rows_as_one() -> None:

@@ -22,7 +22,10 @@ def words(ids: Sequence[int]) -> str:
 
 
 def row(
-    sample: int = 0, weights: Sequence[float] = (1.0, 0.5, 0.25, 0.0, 0.0, 0.0, 1.0), segment: int = 0
+    sample: int = 0,
+    weights: Sequence[float] = (1.0, 0.5, 0.25, 0.0, 0.0, 0.0, 1.0),
+    segment: int = 0,
+    reward: float = 1.0,
 ) -> RecordedRow:
     """Three tokens of context, seven sampled."""
     rules = [RuleRun("band", 3, 4), RuleRun("seq_mean_k1", 4, 6)] if 0.0 in weights else []
@@ -30,7 +33,7 @@ def row(
         group_id=4,
         sample=sample,
         segment=segment,
-        reward=1.0,
+        reward=reward,
         token_ids=list(range(10)),
         loss_mask=[False] * 3 + [True] * 7,
         correction=Explanation(weights=list(weights), rules=rules),
@@ -106,3 +109,12 @@ def test_rows_of_one_sample_are_told_apart(run: Path, capsys: pytest.CaptureFixt
     assert [r.segment for r in read_step(run / "trajectories", 4)[1]] == [0, 1]
     assert main(["show", str(run), "--step", "4", "--group", "4", "--sample", "0"]) == 0
     assert "group 4, sample 0, segment 1, reward 1" in capsys.readouterr().out
+
+
+def test_a_groups_reward_is_the_mean_over_its_episodes(run: Path) -> None:
+    rows = [row(0, segment=number, reward=1.0) for number in range(3)] + [row(1, reward=0.0)]
+    write(run / "trajectories", "step-000004-lineage0-rank0.jsonl.gz", *rows)
+    out = StringIO()
+    show(run, 4, None, None, Console(file=out, width=120))
+    (line,) = [line for line in out.getvalue().splitlines() if line.startswith("│")]
+    assert [cell.strip() for cell in line.split("│")[1:5]] == ["4", "2", "4", "0.5"]

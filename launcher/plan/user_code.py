@@ -1,0 +1,94 @@
+"""Loads the code that a config names, in a process of its own: ``python -m rl_async.launcher.plan.user_code``.
+
+A typing error is then found before the run has a folder, and what the code imports or does stays out of the launcher.
+"""
+
+import json
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import EXIT_USER, ConfigError
+from rl_async.userload import is_user_reference, load_user_object
+
+LOAD_S = 180.0  # importing torch from a slow disk takes a minute
+
+
+def check_user_code(config: RunConfig) -> None:
+    """Raise ConfigError naming the key if something that the run would load does not exist, load or fit."""
+    named = list(named_code(config))
+    _load([(key, name) for key, name in named if not is_user_reference(name)])
+    if own := [(key, name) for key, name in named if is_user_reference(name)]:
+        _load_apart(own)
+
+
+def named_code(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield each config key whose value may name code, with that value; only those that take effect in this run."""
+    agent, algorithm = config.agent, config.algorithm
+    if agent.gateway is None:
+        yield "agent.loop", agent.loop
+        if agent.environment:
+            yield "agent.environment", agent.environment
+    yield from (("agent.tools", name) for name in agent.tools)
+    yield from (("reward.functions", term.name) for term in config.reward.functions)
+    for key in ("advantage", "loss", "correction"):
+        if is_user_reference(name := getattr(algorithm, key)):
+            yield f"algorithm.{key}", name
+
+
+def _load(named: Sequence[tuple[str, str]]) -> None:
+    """Look up each name. Raises ConfigError; a user's code that raises is named with the line where it did."""
+    from rl_async.agent_loop.environments.registry import get_environment
+    from rl_async.agent_loop.episodes.loops import get_loop
+    from rl_async.agent_loop.tools.registry import get_tool
+    from rl_async.reward_loop.scorers.registry import SERVED, get_scorer
+
+    loaders: dict[str, Callable[[str], Any]] = {
+        "agent.loop": get_loop,
+        "agent.environment": get_environment,
+        "agent.tools": get_tool,
+        "reward.functions": lambda name: None if name in SERVED else get_scorer(name),
+    }
+    for key, name in named:
+        try:
+            # of the trainer's functions only existence: the trainer itself tries them, with torch, on a tiny batch
+            loaders[key](name) if key in loaders else load_user_object(name, key)
+        except ConfigError:
+            raise
+        except (Exception, SystemExit) as error:  # importing a user's file may raise anything
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            raise ConfigError(
+                f"{key}: loading {name} raised {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+            ) from error
+
+
+def _load_apart(named: Sequence[tuple[str, str]]) -> None:
+    """Do ``_load`` in a process of its own."""
+    command = [sys.executable, "-m", "rl_async.launcher.plan.user_code", json.dumps(named)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LOAD_S)
+    except subprocess.TimeoutExpired as error:
+        keys = ", ".join(dict.fromkeys(key for key, _ in named))
+        raise ConfigError(f"{keys}: loading the code that they name took longer than {LOAD_S:g} s") from error
+    if done.returncode == EXIT_USER:
+        raise ConfigError(done.stderr.splitlines()[-1])  # the code may have printed warnings above it
+    if done.returncode != 0:
+        names = ", ".join(name for _, name in named)
+        raise ConfigError(f"loading {names} ended the process with {done.returncode}: {done.stderr[-2000:]}")
+
+
+def main() -> int:
+    """Load what the argument lists as JSON pairs of key and name; what is wrong is the last line of standard error."""
+    try:
+        _load(json.loads(sys.argv[1]))
+    except ConfigError as error:
+        print(" ".join(str(error).splitlines()), file=sys.stderr)
+        return EXIT_USER
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
