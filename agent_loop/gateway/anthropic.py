@@ -6,19 +6,18 @@ from typing import Any, Literal
 import msgspec
 
 from rl_async.agent_loop.gateway.chat import UNREADABLE, ChatMessage, ChatRequest, Completion, FunctionCall
-from rl_async.agent_loop.gateway.openai import Limit, unsupported
+from rl_async.agent_loop.gateway.fields import ANTHROPIC, content_refused, tool_refused, unobeyed
+from rl_async.agent_loop.gateway.openai import Limit
 from rl_async.errors import RequestRefused
 
-IGNORED = frozenset({"metadata", "service_tier"})
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tool_choice": ({"type": "auto"}, {"type": "none"}),
-    "thinking": ({"type": "disabled"},),
-}
+THINKING = ("thinking", "redacted_thinking")
+BILLING = "x-anthropic-billing-header"  # a line of Claude Code's system prompt that differs in every request
+SIGNATURE = "cmwtYXN5bmM="  # of thinking blocks; clients keep it, nobody checks it
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 
 class Block(msgspec.Struct):
-    """A content block: text, tool_use or tool_result."""
+    """A content block: text, tool_use, tool_result, or thinking, which the policy need not be told again."""
 
     type: str
     text: str = ""
@@ -30,14 +29,17 @@ class Block(msgspec.Struct):
 
 
 class AnthropicMessage(msgspec.Struct):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
 class AnthropicTool(msgspec.Struct):
-    name: str
-    input_schema: dict[str, Any]
+    """A tool that the program runs has a schema; the vendor's own have a type instead."""
+
+    name: str = ""
+    input_schema: dict[str, Any] | None = None
     description: str = ""
+    type: str | None = None
 
 
 class MessagesBody(msgspec.Struct):
@@ -52,6 +54,7 @@ class MessagesBody(msgspec.Struct):
     temperature: float | None = None
     top_p: float | None = None
     stop_sequences: list[str] | None = None
+    thinking: dict[str, Any] | None = None
     stream: bool | None = None
 
 
@@ -62,15 +65,13 @@ def read_request(body: bytes) -> ChatRequest:
         wanted = msgspec.json.decode(body, type=MessagesBody)
     except UNREADABLE as error:
         raise RequestRefused(str(error), code="invalid_request") from error
-    for name, value in fields.items():
-        if value is None or (name in MessagesBody.__struct_fields__ and name not in NEUTRAL) or name in IGNORED:
-            continue
-        if value not in NEUTRAL.get(name, ()):
-            raise unsupported(name, value)
-    system = [ChatMessage("system", _text(wanted.system))] if wanted.system else []
-    tools = [] if wanted.tool_choice == {"type": "none"} else wanted.tools or []
+    system = _text(wanted.system)
+    tools = [] if _choice(wanted) == "none" else wanted.tools or []
     return ChatRequest(
-        messages=[*system, *(m for body in wanted.messages for m in _messages(body))],
+        messages=[
+            *([ChatMessage("system", system)] if system else []),
+            *(message for body in wanted.messages for message in _messages(body)),
+        ],
         tools=[_schema(tool) for tool in tools],
         stops=[stop for stop in wanted.stop_sequences or [] if stop],
         max_tokens=wanted.max_tokens,
@@ -79,7 +80,13 @@ def read_request(body: bytes) -> ChatRequest:
         stream=bool(wanted.stream),
         usage=True,
         model=wanted.model,
+        reasoning=(wanted.thinking or {}).get("type", "disabled") != "disabled",
+        unobeyed=unobeyed(fields, MessagesBody.__struct_fields__, ANTHROPIC),
     )
+
+
+def _choice(body: MessagesBody) -> Any:
+    return body.tool_choice.get("type") if isinstance(body.tool_choice, dict) else body.tool_choice
 
 
 def _messages(body: AnthropicMessage) -> Iterator[ChatMessage]:
@@ -93,7 +100,8 @@ def _messages(body: AnthropicMessage) -> Iterator[ChatMessage]:
             for b in body.content
             if b.type == "tool_use"
         ]
-        yield ChatMessage(body.role, _text([b for b in body.content if b.type != "tool_use"]), tuple(calls))
+        said = [b for b in body.content if b.type not in ("tool_use", *THINKING)]
+        yield ChatMessage(body.role, _text(said), tuple(calls))
         return
     for block in body.content:
         if block.type == "tool_result":
@@ -107,11 +115,15 @@ def _text(content: str | list[Block] | None) -> str:
         return content or ""
     other = [block.type for block in content if block.type != "text"]
     if other:
-        raise RequestRefused(f"content of type {other[0]} is not supported", code="unsupported_value", param="messages")
-    return "".join(block.text for block in content)
+        raise content_refused(other[0])
+    return "\n".join(block.text for block in content if not block.text.startswith(BILLING))  # as vLLM joins them
 
 
 def _schema(tool: AnthropicTool) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise tool_refused(tool.type)
+    if not tool.name or tool.input_schema is None:
+        raise RequestRefused("a tool needs a name and an input_schema", code="invalid_request", param="tools")
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     return {"type": "function", "function": function}
 
@@ -120,7 +132,7 @@ def message(done: Completion, episode: str, model: str) -> dict[str, Any]:
     """Return an answer that is not streamed."""
     return _head(done, episode, model) | {
         "content": _blocks(done),
-        "stop_reason": _stop_reason(done),
+        **_stop(done),
         "usage": {"input_tokens": done.prompt_tokens, "output_tokens": done.sampled_tokens},
     }
 
@@ -130,17 +142,25 @@ def events(done: Completion, episode: str, model: str) -> Iterator[dict[str, Any
     usage = {"input_tokens": done.prompt_tokens, "output_tokens": 0}
     yield {"type": "message_start", "message": _head(done, episode, model) | {"content": [], "usage": usage}}
     for index, block in enumerate(_blocks(done)):
-        if block["type"] == "text":
-            empty, delta = block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
-        else:
-            arguments = msgspec.json.encode(block["input"]).decode()
-            empty, delta = block | {"input": {}}, {"type": "input_json_delta", "partial_json": arguments}
+        empty, deltas = _deltas(block)
         yield {"type": "content_block_start", "index": index, "content_block": empty}
-        yield {"type": "content_block_delta", "index": index, "delta": delta}
+        for delta in deltas:
+            yield {"type": "content_block_delta", "index": index, "delta": delta}
         yield {"type": "content_block_stop", "index": index}
-    delta = {"stop_reason": _stop_reason(done), "stop_sequence": None}
-    yield {"type": "message_delta", "delta": delta, "usage": {"output_tokens": done.sampled_tokens}}
+    yield {"type": "message_delta", "delta": _stop(done), "usage": {"output_tokens": done.sampled_tokens}}
     yield {"type": "message_stop"}
+
+
+def _deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return a block as its stream begins, and what is added to it."""
+    if block["type"] == "text":
+        return block | {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
+    if block["type"] == "thinking":
+        thought = {"type": "thinking_delta", "thinking": block["thinking"]}
+        signed = {"type": "signature_delta", "signature": block["signature"]}
+        return block | {"thinking": "", "signature": ""}, [thought, signed]
+    arguments = msgspec.json.encode(block["input"]).decode()
+    return block | {"input": {}}, [{"type": "input_json_delta", "partial_json": arguments}]
 
 
 def error_body(error: RequestRefused) -> dict[str, Any]:
@@ -162,7 +182,9 @@ def _head(done: Completion, episode: str, model: str) -> dict[str, Any]:
 
 
 def _blocks(done: Completion) -> list[dict[str, Any]]:
-    text = [{"type": "text", "text": done.message.text}] if done.message.text else []
+    said = done.message
+    thought = [{"type": "thinking", "thinking": said.reasoning, "signature": SIGNATURE}] if said.reasoning else []
+    text = [{"type": "text", "text": said.text}] if said.text else []
     calls = [
         {
             "type": "tool_use",
@@ -172,8 +194,12 @@ def _blocks(done: Completion) -> list[dict[str, Any]]:
         }
         for i, call in enumerate(done.message.calls)
     ]
-    return [*text, *calls]
+    return [*thought, *text, *calls]
 
 
-def _stop_reason(done: Completion) -> str:
-    return "tool_use" if done.message.calls else STOP_REASONS[done.finish_reason]
+def _stop(done: Completion) -> dict[str, Any]:
+    if done.message.calls:
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    if done.stop:
+        return {"stop_reason": "stop_sequence", "stop_sequence": done.stop}
+    return {"stop_reason": STOP_REASONS[done.finish_reason], "stop_sequence": None}

@@ -1,7 +1,7 @@
 """Chat messages, requests and answers in one form, independent of the dialect."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -51,16 +51,22 @@ class ChatRequest(NamedTuple):
     stream: bool
     usage: bool  # in the stream
     model: str
+    reasoning: bool = True  # whether the client wants to see any
+    unobeyed: Mapping[str, Any] = {}  # fields that ask for something that the run does not do (`fields.py`)
 
 
 class Completion(NamedTuple):
-    """An answer to a request. ``number`` counts the episode's answers; ``finish_reason`` is stop or length."""
+    """An answer to a request. ``number`` counts the episode's answers; ``finish_reason`` is stop or length.
+
+    ``stop`` is the client's stop string that ended it, if one did.
+    """
 
     number: int
     message: ChatMessage
     finish_reason: str
     prompt_tokens: int
     sampled_tokens: int
+    stop: str = ""
 
 
 def history_keys(messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> list[bytes]:

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import jinja2
+import msgspec
 
 from rl_async.agent_loop.chat_formats.format import ChatFormat, TooLong
 from rl_async.agent_loop.episodes.episode import policy_sampling
 from rl_async.agent_loop.episodes.row_tokens import trajectories
 from rl_async.agent_loop.gateway.chat import ASSISTANT, ChatRequest, Completion, read_answer
-from rl_async.agent_loop.gateway.openai import unsupported
-from rl_async.agent_loop.gateway.recorder import EpisodeRecorder, Prompt, cut_at_stop
+from rl_async.agent_loop.gateway.fields import prefill_refused
+from rl_async.agent_loop.gateway.recorder import EpisodeRecorder, Prompt, cut_at_stop, stopped_by
 from rl_async.agent_loop.tools.registry import task_tools
 from rl_async.configs.derived.rewards import unbounded
 from rl_async.configs.schema.run import RunConfig
@@ -81,6 +82,7 @@ class GatewayEpisode:
             raise RequestRefused("the episode ended before this answer was complete", code="episode_ended", status=404)
         sampled = len(result.token_ids)
         result = cut_at_stop(result, request.stops, self._chat)
+        stop = stopped_by(result, request.stops, self._chat)
         answer = self._chat.parse(
             result.token_ids, prompt_ids=prompt.token_ids, tools=request.tools, stops=request.stops
         )
@@ -90,7 +92,17 @@ class GatewayEpisode:
         self._answers += 1
         self._generate_s += seconds
         reason = "stop" if result.finish_reason == "stop" else "length"
-        return Completion(number, said, reason, len(prompt.token_ids), sampled)
+        shown = said if request.reasoning else msgspec.structs.replace(said, reasoning="")
+        return Completion(number, shown, reason, len(prompt.token_ids), sampled, stop)
+
+    def unobeyed(self, request: ChatRequest) -> dict[str, Any]:
+        """Return the fields of a request that ask for other sampling than the run's."""
+        found = dict(request.unobeyed)
+        for name in ("temperature", "top_p"):
+            wanted, known = getattr(request, name), [getattr(s, name) for s in (self._sampling, self._train_sampling)]
+            if wanted is not None and not any(math.isclose(wanted, value) for value in known):
+                found[name] = wanted
+        return found
 
     def _check(self, request: ChatRequest) -> None:
         if self._answers + self._in_flight >= self._max_answers:
@@ -98,12 +110,10 @@ class GatewayEpisode:
                 f"this episode has used up its {self._max_answers} answers (agent.gateway.max_answers)",
                 code="too_many_answers",
             )
-        if not request.messages or request.messages[-1].role == ASSISTANT:
-            raise RequestRefused(
-                "the last message must not be the assistant's",
-                code="invalid_request",
-                param="messages",
-            )
+        if not request.messages:
+            raise RequestRefused("there are no messages", code="invalid_request", param="messages")
+        if request.messages[-1].role == ASSISTANT:
+            raise prefill_refused()
         if request.tools and self._refuses_tools:
             raise RequestRefused(
                 "the model's chat template prints no tools, or its calls cannot be read; put the tools into the "
@@ -111,10 +121,6 @@ class GatewayEpisode:
                 code="unsupported_value",
                 param="tools",
             )
-        for name in ("temperature", "top_p"):
-            wanted, known = getattr(request, name), [getattr(s, name) for s in (self._sampling, self._train_sampling)]
-            if wanted is not None and not any(math.isclose(wanted, value) for value in known):
-                raise unsupported(name, wanted)
 
     def _prompt(self, request: ChatRequest) -> Prompt:
         try:

@@ -7,29 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from rl_async.agent_loop.gateway.chat import UNREADABLE, ChatMessage, ChatRequest, Completion, FunctionCall
+from rl_async.agent_loop.gateway.fields import OPENAI, content_refused, tool_refused, unobeyed
 from rl_async.errors import RequestRefused
-
-# Fields that change no token. A seed would make the members of a group equal, which leaves nothing to compare.
-IGNORED = frozenset(
-    {
-        *("seed", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "reasoning_effort", "verbosity", "prediction"),
-    }
-)
-# Fields that would change what is sampled or returned, and the values with which they do not.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
-    "parallel_tool_calls": (True,),
-    "modalities": (["text"],),
-    "tool_choice": ("auto", "none"),
-}
-
 
 Limit = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -87,16 +66,11 @@ def read_request(body: bytes) -> ChatRequest:
         chat = msgspec.json.decode(body, type=ChatBody)
     except UNREADABLE as error:
         raise RequestRefused(str(error), code="invalid_request") from error
-    for name, value in fields.items():
-        if value is None or (name in ChatBody.__struct_fields__ and name not in NEUTRAL) or name in IGNORED:
-            continue
-        if value not in NEUTRAL.get(name, ()):
-            raise unsupported(name, value)
     limits = [limit for limit in (chat.max_tokens, chat.max_completion_tokens) if limit is not None]
     stops = [chat.stop] if isinstance(chat.stop, str) else chat.stop or []
     return ChatRequest(
         messages=[_message(message) for message in chat.messages],
-        tools=[] if chat.tool_choice == "none" else chat.tools or [],
+        tools=[] if chat.tool_choice == "none" else [_tool(tool) for tool in chat.tools or []],
         stops=[stop for stop in stops if stop],
         max_tokens=min(limits, default=None),
         temperature=chat.temperature,
@@ -104,18 +78,17 @@ def read_request(body: bytes) -> ChatRequest:
         stream=bool(chat.stream),
         usage=bool(chat.stream_options and chat.stream_options.include_usage),
         model=chat.model,
+        unobeyed=unobeyed(fields, ChatBody.__struct_fields__, OPENAI),
     )
 
 
-def unsupported(name: str, value: Any) -> RequestRefused:
-    """Return the refusal of an unknown field, or of one that would change the distribution of the tokens."""
-    shown = msgspec.json.encode(value).decode()[:80]
-    return RequestRefused(
-        f"{name}={shown} is not supported: tokens are trained on, so they come from the run's own distribution, "
-        f"one answer to a request; leave {name} out (docs/gateway.md lists the fields)",
-        code="unsupported_value",
-        param=name,
-    )
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool that is a function. Raises RequestRefused for any other."""
+    if (kind := tool.get("type", "function")) != "function":
+        raise tool_refused(str(kind))
+    if not isinstance(tool.get("function"), dict) or not isinstance(tool["function"].get("name"), str):
+        raise RequestRefused("a tool has no function with a name", code="invalid_request", param="tools")
+    return tool
 
 
 def _message(body: OpenAIMessage) -> ChatMessage:
@@ -142,8 +115,8 @@ def _text(content: str | list[Part] | None) -> str:
         return content or ""
     other = [part.type for part in content if part.type != "text"]
     if other:
-        raise RequestRefused(f"content of type {other[0]} is not supported", code="unsupported_value", param="messages")
-    return "".join(part.text for part in content)
+        raise content_refused(other[0])
+    return "\n".join(part.text for part in content)  # as vLLM joins them
 
 
 def completion(done: Completion, episode: str, model: str) -> dict[str, Any]:

@@ -221,3 +221,9 @@ def cut_at_stop(result: GenerateResult, stops: Sequence[str], chat: ChatFormat) 
         versions=[VersionRun(run.version, run.start, min(run.end, low)) for run in result.versions if run.start < low],
         finish_reason="stop",
     )
+
+
+def stopped_by(result: GenerateResult, stops: Sequence[str], chat: ChatFormat) -> str:
+    """Return the stop string at which ``cut_at_stop`` cut an answer; empty if there was none."""
+    text = chat.turn_text(result.token_ids) if stops else ""
+    return min((stop for stop in stops if stop in text), key=text.find, default="")

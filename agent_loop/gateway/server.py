@@ -11,6 +11,7 @@ from starlette.responses import Response, StreamingResponse
 from rl_async.agent_loop.gateway import anthropic, openai
 from rl_async.agent_loop.gateway.chat import UNREADABLE, ChatRequest, Completion
 from rl_async.agent_loop.gateway.episode import task_view
+from rl_async.agent_loop.gateway.fields import UnobeyedFields
 from rl_async.agent_loop.gateway.open_episodes import Ending, OpenEpisodes
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
@@ -34,7 +35,8 @@ class GatewayServer:
 
     def __init__(self, config: RunConfig, episodes: OpenEpisodes) -> None:
         self._config, self._episodes = config, episodes
-        self._max_body = (config.agent.gateway or GatewayConfig()).max_body_bytes
+        options = config.agent.gateway or GatewayConfig()
+        self._max_body, self.fields = options.max_body_bytes, UnobeyedFields(options.unsupported)
         one = "/episodes/{id}"
         routes: dict[str, tuple[Handler, Callable[[RequestRefused], dict[str, Any]]]] = {
             "POST /episodes": (self.begin, openai.error_body),
@@ -115,6 +117,7 @@ class GatewayServer:
 
     async def _complete(self, request: Request, chat: ChatRequest) -> Completion:
         episode = self._episodes.get(request.path_params["id"])
+        self.fields.settle(episode.unobeyed(chat), request.headers.get("user-agent", ""))
         return await _unless_gone(request, episode.complete(chat))
 
 

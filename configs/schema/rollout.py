@@ -9,6 +9,8 @@ from rl_async.configs.base import Config, Count, Fraction, Positive, Seconds, do
 from rl_async.configs.engines import EngineKind
 from rl_async.configs.schema.chat_formats import ChatFormatName, PastReasoning
 
+UnsupportedFields = Literal["ignore", "refuse"]
+
 
 class GatewayConfig(Config, frozen=True):
     host: Annotated[
@@ -18,6 +20,10 @@ class GatewayConfig(Config, frozen=True):
     port: Annotated[Count, doc("0: a free port.")] = 0
     max_answers: Annotated[Positive, doc("Completions per episode; further requests are refused.")] = 64
     max_body_bytes: Annotated[Positive, doc("Bytes of one request's body; a longer one is refused unread.")] = 8 << 20
+    unsupported: Annotated[
+        UnsupportedFields,
+        doc("Fields that ask for other sampling than the run's: ignore (and count) them, or refuse the request."),
+    ] = "ignore"
 
 
 class AgentConfig(Config, frozen=True):

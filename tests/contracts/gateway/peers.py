@@ -92,13 +92,17 @@ class RunningGateway:
         self._loop = asyncio.get_running_loop()
         async with RewardService(RewardConfig()) as rewards:
             episodes = OpenEpisodes(self._config, self._renderer, self.engine, self.queue, rewards)
-            app = GatewayServer(self._config, episodes).app
-            server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+            self._gateway = GatewayServer(self._config, episodes)
+            server = uvicorn.Server(uvicorn.Config(self._gateway.app, log_level="warning", lifespan="off"))
             serving = asyncio.create_task(server.serve(sockets=[self._listener]))
             self._ready.set()
             await episodes.run()
             server.should_exit = True
             await serving
+
+    def dropped(self) -> dict[tuple[str, str], int]:
+        """Requests by client and field that the gateway dropped."""
+        return dict(self._gateway.fields.dropped)
 
     def stop(self) -> None:
         if self._loop is not None and self._thread.is_alive():

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
 from rl_async.agent_loop.gateway.client import Gateway, GatewayError, RemoteEpisode
+from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.errors import UserError
 from rl_async.messages import Version
 from rl_async.process.http_auth import token_file
@@ -47,8 +48,9 @@ def renderer(tokenizer: PreTrainedTokenizerFast) -> ChatRenderer:
 def start(renderer: ChatRenderer) -> Iterator[Callable[..., RunningGateway]]:
     started: list[RunningGateway] = []
 
-    def begin(*says: str, samples: int = 1) -> RunningGateway:
-        config = run_config({"max_tokens": 100, "max_model_len": 4000}, tools=("calculator",), max_tokens=3000)
+    def begin(*says: str, samples: int = 1, **options: Any) -> RunningGateway:
+        limits, kept = {"max_tokens": 100, "max_model_len": 4000}, GatewayConfig(**options)
+        config = run_config(limits, tools=("calculator",), max_tokens=3000, gateway=kept)
         started.append(RunningGateway(config, leased(samples=samples), renderer, says))
         return started[-1]
 
@@ -146,8 +148,8 @@ def test_errors_are_those_that_the_client_knows(start: Any) -> None:
     episode, client = take(gateway)
     question = [{"role": "user", "content": "a?"}]
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model="any", messages=question, temperature=0.2)
-    assert (refused.value.code, refused.value.param) == ("unsupported_value", "temperature")
+        client.chat.completions.create(model="any", messages=question, n=2)
+    assert (refused.value.code, refused.value.param) == ("unsupported_value", "n")
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model="any", messages=[{"role": "user", "content": "1+" * 3000}])
     assert refused.value.code == "context_length_exceeded"
@@ -159,6 +161,25 @@ def test_errors_are_those_that_the_client_knows(start: Any) -> None:
     with pytest.raises(openai.NotFoundError, match="ended"):
         client.chat.completions.create(model="any", messages=question)
     assert gateway.queue.failures == []
+
+
+@pytest.mark.parametrize("unsupported", ["ignore", "refuse"])
+def test_other_sampling_is_dropped_and_counted_or_refused(start: Any, unsupported: str) -> None:
+    gateway = start("5", "6", unsupported=unsupported)
+    episode, client = take(gateway)
+    question, asked = [{"role": "user", "content": "a?"}], {"temperature": 0, "seed": 5, "extra_body": {"top_k": 7}}
+    if unsupported == "refuse":
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(model="any", messages=question, **asked)
+        assert (refused.value.code, refused.value.param) == ("unsupported_value", "top_k")
+    else:
+        client.chat.completions.create(model="any", messages=question, **asked)
+    client.chat.completions.create(model="any", messages=question)
+    episode.reward(1.0)
+    assert gateway.queue.rows[0][0].sampling.temperature == 1.0
+    found = {(client.partition("/")[0], field): count for (client, field), count in gateway.dropped().items()}
+    name = "OpenAI"
+    assert found == ({} if unsupported == "refuse" else {(name, "temperature"): 1, (name, "top_k"): 1})
 
 
 def test_a_request_whose_client_hangs_up_leaves_no_trace(start: Any, renderer: ChatRenderer) -> None:

@@ -28,7 +28,6 @@ def messages(**fields: Any) -> Any:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"n": 2},
         {"logit_bias": {"5": 1}},
         {"presence_penalty": 0.5},
         {"frequency_penalty": -1},
@@ -36,14 +35,31 @@ def messages(**fields: Any) -> Any:
         {"parallel_tool_calls": False},
         {"tool_choice": "required"},
         {"tool_choice": {"type": "function", "function": {"name": "f"}}},
-        {"logprobs": True},
-        {"modalities": ["audio"]},
         {"top_k": 5},
         {"guided_regex": ".*"},
+        {"reasoning_effort": "low"},
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_what_would_change_the_tokens_is_refused_by_name(fields: dict[str, Any]) -> None:
+def test_what_the_run_does_not_obey_is_named(fields: dict[str, Any]) -> None:
+    assert chat(**fields).unobeyed == fields and chat(**fields)._replace(unobeyed={}) == chat()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 2},
+        {"best_of": 2},
+        {"logprobs": True},
+        {"top_logprobs": 3},
+        {"modalities": ["audio"]},
+        {"functions": [{"name": "f"}]},
+        {"web_search_options": {}},
+        {"continue_final_message": True},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_what_would_change_the_meaning_is_refused_by_name(fields: dict[str, Any]) -> None:
     with pytest.raises(RequestRefused, match=next(iter(fields))) as refused:
         chat(**fields)
     body = openai.error_body(refused.value)["error"]
@@ -52,9 +68,29 @@ def test_what_would_change_the_tokens_is_refused_by_name(fields: dict[str, Any])
 
 def test_what_changes_nothing_is_accepted() -> None:
     neutral = {"n": 1, "logit_bias": {}, "presence_penalty": 0.0, "response_format": {"type": "text"}, "seed": 5}
+    neutral |= {
+        "top_k": -1,
+        "min_p": 0,
+        "repetition_penalty": 1.0,
+        "best_of": 1,
+        "functions": [],
+        "metadata": {"a": "b"},
+    }
+    neutral |= {"function_call": "none", "skip_special_tokens": True, "stop_token_ids": [], "parallel_tool_calls": True}
     request = chat(**neutral, tool_choice="auto", logprobs=None, user="me", stream_options={"include_usage": True})
     assert request == chat(stream_options={"include_usage": True})
     assert request.usage and not request.stream and request.temperature is None
+
+
+@pytest.mark.parametrize("kind", ["web_search", "custom", "code_interpreter"])
+def test_a_tool_that_is_no_function_of_the_program_is_refused_by_its_type(kind: str) -> None:
+    with pytest.raises(RequestRefused, match=kind) as refused:
+        chat(tools=[{"type": kind, kind: {"name": "x"}}])
+    assert (refused.value.code, refused.value.param) == ("unsupported_value", "tools")
+    for broken in ({}, {"type": "function"}, {"function": {"name": 5}}):
+        with pytest.raises(RequestRefused) as refused:
+            chat(tools=[broken])
+        assert (refused.value.code, refused.value.param) == ("invalid_request", "tools")
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"messages": 5}', b'{"messages": [{"role": "robot", "content": ""}]}'])
@@ -76,14 +112,14 @@ def test_messages_become_one_form() -> None:
     call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     request = chat(
         messages=[
-            {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]},
+            {"role": "developer", "content": [{"type": "text", "text": "be"}, {"type": "text", "text": "brief"}]},
             {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": []},
             {"role": "tool", "tool_call_id": "call_0", "content": "1"},
         ],
         tools=[{"type": "function", "function": {"name": "f"}}],
     )
     assert request.messages == [
-        ChatMessage("system", "be brief"),
+        ChatMessage("system", "be\nbrief"),
         ChatMessage("assistant", "", (FunctionCall("f", '{"a": 1}', "call_0"),)),
         ChatMessage("tool", "1", answers="call_0"),
     ]
@@ -175,11 +211,102 @@ def test_anthropic_messages_become_the_same_form() -> None:
     assert (request.max_tokens, request.stops) == (9, ["x"])
 
 
-@pytest.mark.parametrize("fields", [{"top_k": 5}, {"thinking": {"type": "enabled"}}, {"tool_choice": {"type": "any"}}])
-def test_anthropic_fields_that_cannot_be_had_are_named(fields: dict[str, Any]) -> None:
-    with pytest.raises(RequestRefused, match=next(iter(fields))) as refused:
-        messages(**fields)
-    assert anthropic.error_body(refused.value)["error"]["type"] == "invalid_request_error"
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": 5},
+        {"tool_choice": {"type": "any"}},
+        {"tool_choice": {"type": "tool", "name": "f"}},
+        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
+        {"output_config": {"effort": "medium"}},
+        {"thread": "x"},
+    ],
+    ids=str,
+)
+def test_anthropic_fields_that_the_run_does_not_obey_are_named(fields: dict[str, Any]) -> None:
+    assert messages(**fields).unobeyed == fields and messages(**fields)._replace(unobeyed={}) == messages()
+
+
+def test_anthropic_fields_that_change_nothing_are_accepted() -> None:
+    neutral = {
+        "mcp_servers": [],
+        "cache_control": {"type": "ephemeral"},
+        "metadata": {"user_id": "x"},
+        "container": None,
+    }
+    assert messages(**neutral, tool_choice={"type": "auto", "disable_parallel_tool_use": False}) == messages()
+    tools = [
+        {"name": "f", "input_schema": {}, "type": "custom", "strict": True, "cache_control": {"type": "ephemeral"}}
+    ]
+    assert messages(tools=tools) == messages(tools=[{"name": "f", "input_schema": {}}])
+    assert messages(tools=tools, tool_choice={"type": "none", "disable_parallel_tool_use": True}).tools == []
+
+
+@pytest.mark.parametrize("kind", ["web_search_20250305", "bash_20250124", "computer_20250124"])
+def test_anthropic_tools_of_the_vendor_are_refused_by_their_type(kind: str) -> None:
+    with pytest.raises(RequestRefused, match=kind) as refused:
+        messages(tools=[{"type": kind, "name": "x"}])
+    assert (refused.value.code, refused.value.param) == ("unsupported_value", "tools")
+    with pytest.raises(RequestRefused, match="mcp_servers"):
+        messages(mcp_servers=[{"type": "url", "url": "x", "name": "y"}])
+    with pytest.raises(RequestRefused, match="input_schema"):
+        messages(tools=[{"name": "f"}])
+
+
+def test_thinking_is_shown_if_it_was_asked_for_and_may_come_back() -> None:
+    assert [messages(thinking=t).reasoning for t in (None, {"type": "disabled"}, {"type": "adaptive"})] == [
+        False,
+        False,
+        True,
+    ]
+    done = SPEAKING._replace(message=ChatMessage("assistant", "hi", reasoning="so"))
+    thought, said = anthropic.message(done, "ep", "m")["content"]
+    assert (thought["type"], thought["thinking"], bool(thought["signature"])) == ("thinking", "so", True)
+    events = list(anthropic.events(done, "ep", "m"))
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert [delta["type"] for delta in deltas] == ["thinking_delta", "signature_delta", "text_delta"]
+    assert deltas[1]["signature"] == thought["signature"]
+    hidden = {"type": "redacted_thinking", "data": "x"}
+    history = [HELLO, {"role": "assistant", "content": [thought, hidden, said]}, HELLO]
+    assert messages(messages=history, thinking={"type": "enabled"}).messages[1].identity() == done.message.identity()
+
+
+def test_anthropic_system_messages_may_come_later_and_what_differs_in_each_request_is_left_out() -> None:
+    billing = {"type": "text", "text": "x-anthropic-billing-header: cch=abc;"}
+    told = {"role": "system", "content": [{"type": "text", "text": "now", "cache_control": {"type": "ephemeral"}}]}
+    request = messages(
+        system=[billing, {"type": "text", "text": "a"}, {"type": "text", "text": "b"}], messages=[HELLO, told]
+    )
+    assert request.messages == [
+        ChatMessage("system", "a\nb"),
+        ChatMessage("user", "hello"),
+        ChatMessage("system", "now"),
+    ]
+    assert messages(system=[billing]) == messages()
+
+
+def test_a_picture_is_refused_in_words_and_an_error_is_a_result() -> None:
+    def result(content: Any, **more: Any) -> Any:
+        block = {"type": "tool_result", "tool_use_id": "x", "content": content, **more}
+        return messages(messages=[HELLO, {"role": "user", "content": [block]}])
+
+    with pytest.raises(RequestRefused, match="image") as refused:
+        result([{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}])
+    assert (refused.value.status, refused.value.code) == (400, "unsupported_value")
+    assert result("no such file", is_error=True).messages[1] == ChatMessage("tool", "no such file", answers="x")
+
+
+def test_a_stop_sequence_is_reported() -> None:
+    done = SPEAKING._replace(finish_reason="stop", stop="END")
+    answer = anthropic.message(done, "ep", "m")
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "END")
+    assert list(anthropic.events(done, "ep", "m"))[-2]["delta"] == {
+        "stop_reason": "stop_sequence",
+        "stop_sequence": "END",
+    }
+    assert anthropic.message(CALLING._replace(stop="END"), "ep", "m")["stop_reason"] == "tool_use"
+    assert anthropic.message(SPEAKING, "ep", "m")["stop_sequence"] is None
 
 
 def test_anthropic_events_add_up_to_the_message() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rl_async.agent_loop.chat_formats.format import Message
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.gateway.chat import ChatMessage, FunctionCall, history_keys, read_answer
-from rl_async.agent_loop.gateway.recorder import EpisodeRecorder, Prompt, answered, cut_at_stop
+from rl_async.agent_loop.gateway.recorder import EpisodeRecorder, Prompt, answered, cut_at_stop, stopped_by
 from rl_async.messages import Version, VersionRun
 from rl_async.rollout_server.api import GenerateResult
 from tests.support.effort import examples
@@ -229,6 +229,7 @@ def test_a_stop_string_cuts_tokens_log_probabilities_and_versions(
     assert cut.token_ids == whole.token_ids[:n] and cut.logprobs == whole.logprobs[:n]
     assert cut.versions[-1].end == n and all(run.start < run.end for run in cut.versions)
     assert (n == len(whole.token_ids)) is ("9" in stops)
+    assert stopped_by(cut, stops, talk.renderer) == {"4": "4", "+3": "2", "9": ""}[stops[0]]
 
 
 def test_messages_that_the_template_refuses_record_nothing(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
