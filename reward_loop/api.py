@@ -9,6 +9,8 @@ import msgspec
 from rl_async.errors import RlAsyncError
 from rl_async.messages import Turn
 
+ENVIRONMENT = "environment"  # the scorer that returns what the episode's environment gave
+
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     """A finished episode as text. The names are those of verl's reward functions."""
@@ -19,6 +21,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     extra_info: dict[str, Any] = {}
     turns: list[Turn] = []
     finish_reason: str = "stop"
+    environment: dict[str, float] = {}  # what the episode's environment gave: ``score``, and further numbers
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -26,6 +29,10 @@ class Score(msgspec.Struct, frozen=True):
 
     value: float
     extra: dict[str, float] = {}
+
+    def named(self, name: str) -> dict[str, float]:
+        """Return all numbers as entries of ``Trajectory.reward_parts``, below the scorer's name."""
+        return {name: self.value} | {f"{name}/{key}": number for key, number in self.extra.items()}
 
 
 class ScorerFailed(RlAsyncError):

@@ -14,7 +14,7 @@ from rl_async.configs.schema.reward import RewardConfig
 from rl_async.extraction import Extraction, extract
 from rl_async.messages import Task, Trajectory
 from rl_async.process.http_auth import run_token
-from rl_async.reward_loop.api import Conversation, Score, ScorerFailed, to_score
+from rl_async.reward_loop.api import ENVIRONMENT, Conversation, Score, ScorerFailed, to_score
 from rl_async.reward_loop.limits import MINUTE_S, RateLimit
 from rl_async.reward_loop.process_pool import ProcessPool
 from rl_async.reward_loop.scorers.judge import Judge
@@ -69,9 +69,7 @@ class RewardService:
                 errors.append(f"reward {spec.name}: {problem}")
                 continue
             reward += term.weight * outcome.value
-            trajectory.reward_parts[spec.name] = outcome.value
-            for key, value in outcome.extra.items():
-                trajectory.reward_parts[f"{spec.name}/{key}"] = value
+            trajectory.reward_parts |= outcome.named(spec.name)
         if problem := unbounded({"the reward": reward}, limit) or _unbounded_turn([trajectory, *others], limit):
             errors.append(problem)
         trajectory.reward = 0.0 if errors else reward
@@ -152,6 +150,10 @@ def _unbounded_turn(rows: Sequence[Trajectory], limit: float) -> str | None:
 def as_conversation(task: Task, trajectory: Trajectory) -> Conversation:
     """Return what scorers get to see of an episode."""
     said = [turn.text for turn in trajectory.turns if turn.role == "assistant"]
+    prefix = f"{ENVIRONMENT}/"
+    given = {k.removeprefix(prefix): v for k, v in trajectory.reward_parts.items() if k.startswith(prefix)}
+    if ENVIRONMENT in trajectory.reward_parts:
+        given["score"] = trajectory.reward_parts[ENVIRONMENT]
     return Conversation(
         data_source=task.data_source,
         solution_str=said[-1] if said else "",
@@ -159,4 +161,5 @@ def as_conversation(task: Task, trajectory: Trajectory) -> Conversation:
         extra_info=task.extra,
         turns=trajectory.turns,
         finish_reason=trajectory.finish_reason,
+        environment=given,
     )

@@ -13,6 +13,7 @@ RlAsyncError
 │   └── EngineLost       connection lost or timed out; the request may be replayed elsewhere
 ├── WeightSyncError      names the engine, the phase and the bucket
 │   └── RanksLost        another rank of the trainer died or hangs; names it. All ranks restart together
+├── EnvironmentFailed    an environment raised, missed a deadline or broke the protocol; names it and the method
 ├── RequestRefused       an agent program sent the gateway an unsupported request; names the field
 ├── RowsChanged          rows came with other tokens than their producer announced; names them and who kept them
 ├── RowsLost             trajectories were lost with a payload shard, and are generated again
@@ -82,6 +83,10 @@ class EngineLost(EngineError):
 
 class EpisodeTimeout(RlAsyncError):
     """A user's loop or environment did not end within agent.episode_timeout_s."""
+
+
+class EnvironmentFailed(RlAsyncError):
+    """A user's environment or simulated user raised, missed its deadline, or answered with something unusable."""
 
 
 class RequestRefused(RlAsyncError):

@@ -1,11 +1,14 @@
 """Work in a daemon thread: unlike an executor's, it never holds up the end of its process, however long it blocks."""
 
+import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+MOST_OVERDUE = 64  # threads of one kind that go on past their deadline, which nothing can end
 
 
 def in_daemon_thread(work: Callable[[], T], name: str) -> "Future[T]":
@@ -26,3 +29,26 @@ def in_daemon_thread(work: Callable[[], T], name: str) -> "Future[T]":
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+class DaemonCalls:
+    """Blocking calls of users' code, each in a daemon thread of its own, which their callers may stop waiting for.
+
+    ``key``: the config key of their deadline, for the error.
+    """
+
+    def __init__(self, name: str, key: str) -> None:
+        self._name, self._key = name, key
+        self._overdue: set[Future[Any]] = set()
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Call ``function`` and await its result. Raises RuntimeError once too many calls are overdue."""
+        if len(self._overdue) >= MOST_OVERDUE:
+            raise RuntimeError(f"{MOST_OVERDUE} earlier calls still run past their deadline ({self._key})")
+        work = in_daemon_thread(function, self._name)
+        try:
+            return await asyncio.wrap_future(work)
+        finally:
+            if not work.done():
+                self._overdue.add(work)
+                work.add_done_callback(self._overdue.discard)

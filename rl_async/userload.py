@@ -15,6 +15,14 @@ def is_user_reference(name: str) -> bool:
     return ":" in name
 
 
+def raised_at(error: BaseException) -> str:
+    """Return the file and line that raised ``error``, the innermost of its traceback."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return f"{at.tb_frame.f_code.co_filename}:{at.tb_lineno}" if at is not None else "?"
+
+
 def load_user_object(reference: str, key: str) -> Any:
     """Load the object that ``reference`` names.
 

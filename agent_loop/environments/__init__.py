@@ -1,6 +1,6 @@
-"""Stateful worlds that live for one episode and hand out tools which act on them.
+"""Worlds and simulated users that live for one episode: they answer turns, offer tools, judge and end the episode.
 
-The episode runner enters an environment before the first turn with the episode's task, offers its tools to the model,
-and leaves it after the last. To add a built-in one, write its class in a file here and add a line to `registry.py`;
-users give their own as `path.py:Class`.
+The episode runner opens a `session.Session` on an environment made from the episode's task, before the first turn, and
+closes it after the last; `interface.Environment` has the methods. To add a built-in one, write its class in a file here
+and add a line to `registry.py`; users give their own as `path.py:Class`.
 """

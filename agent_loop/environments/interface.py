@@ -1,25 +1,37 @@
-"""What an environment must have."""
+"""What an environment may have. Every method is optional, and may be ``async def`` or plain, which runs in a thread."""
 
-from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Protocol, Self
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from rl_async.agent_loop.step import Observation, Step
 from rl_async.agent_loop.tools.tool import Tool
-from rl_async.messages import Task
 
 
-class Environment(Protocol):
-    """A world made from the task; entered before the first turn and left after the last, whatever happens between."""
+class Environment:
+    """A world or a simulated user that lives for one episode. Made from the episode's task; deriving is optional.
 
-    async def __aenter__(self) -> Self: ...
+    Called in this order: ``reset``, ``tools``, then ``step`` after every turn without tool calls until one is done,
+    ``reward``, and ``close`` whatever happened. ``__aenter__`` and ``__aexit__``, if there are any, enclose them all.
+    """
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def reset(self) -> Observation:
+        """Begin; return what to append to the task's prompt."""
+        return None
 
     def tools(self) -> Sequence[Tool]:
-        """Return this episode's tools, which the model gets in addition to the config's."""
-        ...
+        """Return this episode's tools, which the model gets in addition to the config's. Must not block."""
+        return ()
 
+    def step(self, answer: str) -> Step:
+        """Answer what the model said in a turn without tool calls. ``answer`` is without its reasoning."""
+        return Step()
 
-EnvironmentFactory = Callable[[Task], Environment]
+    def reward(self) -> float | Mapping[str, Any]:
+        """Return what the episode has earned beyond its turns' rewards: the value of the scorer ``environment``.
+
+        A mapping has it as ``score``, and further numbers to record.
+        """
+        return 0.0
+
+    def close(self) -> None:
+        """Release what the episode holds."""

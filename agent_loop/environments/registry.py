@@ -1,12 +1,14 @@
 """The built-in environments by name, and users' own."""
 
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
-from rl_async.agent_loop.environments.interface import EnvironmentFactory
 from rl_async.agent_loop.environments.shop import Shop
 from rl_async.errors import ConfigError
+from rl_async.messages import Task
 from rl_async.userload import is_user_reference, load_user_object
 
+EnvironmentFactory = Callable[[Task], Any]  # an interface.Environment, or whatever has some of its methods
 ENVIRONMENTS: dict[str, EnvironmentFactory] = {"shop": Shop}
 
 

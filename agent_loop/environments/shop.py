@@ -1,8 +1,6 @@
 """The environment of the preset `shop`."""
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
 from rl_async.agent_loop.tools.registry import CALCULATOR
 from rl_async.agent_loop.tools.tool import Tool
@@ -20,14 +18,6 @@ class Shop:
             self._item, self._price = str(task.extra["item"]), str(task.extra["price"])
         except KeyError as error:
             raise DataError(f"task {task.task_id}: environment shop needs extra_info.{error.args[0]}") from error
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
 
     def tools(self) -> Sequence[Tool]:
         return (_LOOKUP.bound(self.lookup), CALCULATOR)

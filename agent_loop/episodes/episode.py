@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import msgspec
 
-from rl_async.agent_loop.chat_formats.format import BAD_CALL, CannotBridge, ChatFormat, Message, ParsedCall, TooLong
+from rl_async.agent_loop.chat_formats.format import (
+    BAD_CALL,
+    Answer,
+    CannotBridge,
+    ChatFormat,
+    Message,
+    ParsedCall,
+    TooLong,
+)
+from rl_async.agent_loop.environments.session import Session
 from rl_async.agent_loop.episodes.row_tokens import RowTokens, Segment, trajectories
 from rl_async.agent_loop.tools.tool import Tool, ToolResult
 from rl_async.configs.derived.samples import is_baseline
@@ -19,7 +28,8 @@ from rl_async.rollout_server.api import GenerateRequest, Generator
 
 
 class Episode:
-    """What a loop drives: ``generate`` samples a turn, ``call`` runs tools, ``add`` appends messages of others.
+    """What a loop drives: ``generate`` samples a turn, ``call`` runs tools, ``step`` asks the environment, ``add``
+    appends messages of others.
 
     Sampled tokens are only ever appended to, never re-tokenised from text to be trained. Where ``agent.past_reasoning``
     drops reasoning of earlier turns, a new row begins, with the conversation as the chat template prints it by then.
@@ -34,14 +44,20 @@ class Episode:
         chat: ChatFormat,
         generator: Generator,
         tools: Sequence[Tool],
+        environment: Session | None = None,
+        prompt: Sequence[Message] | None = None,
     ) -> None:
+        """``prompt``: the task's with what the environment says first; None: the task's."""
         self.task = group.task
         self.config = config
-        self.messages: list[Message] = list(group.task.prompt)
+        self.messages: list[Message] = list(group.task.prompt if prompt is None else prompt)
+        self.done = False  # a tool or the environment ended the episode
         self.tools = {tool.name: tool for tool in tools}
         self.schemas = [tool.schema for tool in tools]
         self._said: list[int] = []  # the tokens of the last turn that was sampled
-        self._group, self._sample = group, sample
+        self._answer: Answer | None = None  # those, read
+        self._given = len(self.messages)  # messages of the prompt
+        self._group, self._sample, self._environment = group, sample, environment
         self._chat, self._generator = chat, generator
         self._id = f"{group.group_id}.{sample}.{group.attempt}"
         self._baseline = is_baseline(config, group.partition, sample)
@@ -50,14 +66,14 @@ class Episode:
         self._seconds = {"generate": 0.0, "tools": 0.0}
         self._began = time.monotonic()
         try:
-            prompt = chat.prompt(self.messages, self.schemas, limit=self._limit)
+            token_ids = chat.prompt(self.messages, self.schemas, limit=self._limit)
         except TooLong as error:
             raise DataError(
                 f"task {self.task.task_id}: its prompt of {error} leaves no room to answer within {self._limit} "
                 "(agent.max_tokens, rollout.max_model_len)"
             ) from None
-        turns = [Turn(role=message["role"], text=message["content"], end=len(prompt)) for message in self.messages]
-        self._rows = [Segment(RowTokens(prompt), turns)]
+        turns = [Turn(role=message["role"], text=message["content"], end=len(token_ids)) for message in self.messages]
+        self._rows = [Segment(RowTokens(token_ids), turns)]
 
     @property
     def turns(self) -> list[Turn]:
@@ -78,8 +94,13 @@ class Episode:
 
     def tool_calls(self) -> list[ParsedCall]:
         """Parse the tool calls that the model wrote in the last turn."""
-        prompt = self._row.token_ids[: len(self._row) - len(self._said)]
-        return self._chat.parse(self._said, prompt_ids=prompt, tools=self.schemas).calls
+        return self._read().calls
+
+    def _read(self) -> Answer:
+        if self._answer is None:
+            prompt = self._row.token_ids[: len(self._row) - len(self._said)]
+            self._answer = self._chat.parse(self._said, prompt_ids=prompt, tools=self.schemas)
+        return self._answer
 
     async def generate(self) -> str:
         """Sample a turn of the model; return why it ended: ``stop``, ``length`` or ``abort``."""
@@ -100,7 +121,7 @@ class Episode:
         self._seconds["generate"] += seconds
         start = len(self._row)
         self._row.add_sampled(result)
-        self._said = result.token_ids
+        self._said, self._answer = result.token_ids, None
         text = self._chat.turn_text(result.token_ids)
         self.messages.append({"role": "assistant", "content": text})
         self.turns.append(Turn(role="assistant", text=text, start=start, end=len(self._row), seconds=seconds))
@@ -154,11 +175,36 @@ class Episode:
 
     def _sampled(self) -> set[int]:
         """The positions of the messages that the policy sampled."""
-        given = len(self.task.prompt)
-        return {i for i, message in enumerate(self.messages) if i >= given and message["role"] == "assistant"}
+        messages = enumerate(self.messages)
+        return {i for i, message in messages if i >= self._given and message["role"] == "assistant"}
+
+    async def step(self) -> list[Message]:
+        """Tell the environment what the last turn said, and record its reward; return what the environment says.
+
+        Without an environment, or when it has nothing to say, the episode is ``done``. Raises EnvironmentFailed.
+        """
+        if self._environment is None:
+            self.done = True
+            return []
+        began = time.monotonic()
+        step, messages = await self._environment.step(self._read().text)
+        self._seconds["environment"] = self._seconds.get("environment", 0.0) + time.monotonic() - began
+        self._reward_turn(step.reward, step.reason)
+        self.done = not messages
+        return messages
+
+    def _reward_turn(self, reward: float | None, reason: str) -> None:
+        """Add to the reward of the last turn; its tools and the environment may both give one."""
+        turn = self.turns[-1]
+        if reward is not None:
+            turn.reward = float(reward) + (turn.reward or 0.0)
+        turn.reason = "; ".join(filter(None, [turn.reason, reason]))
 
     async def call(self, calls: Sequence[ParsedCall]) -> list[Message]:
-        """Run the calls concurrently and record them in the last turn; return a message for each, in order."""
+        """Run the calls concurrently and record them in the last turn; return a message for each, in order.
+
+        The episode is ``done`` if one of the tools says so.
+        """
         began = time.monotonic()
         agent = self.config.agent
         done = await asyncio.gather(*(self._call_one(call, i) for i, call in enumerate(calls)))
@@ -173,9 +219,13 @@ class Episode:
                     result=text,
                     error=result.error,
                     problem=call.problem,
+                    reward=result.reward,
+                    reason=result.reason,
                     seconds=seconds,
                 )
             )
+            self._reward_turn(result.reward, result.reason)
+            self.done = self.done or result.done
             message = {"role": "tool", "content": text, "name": call.name}
             messages.append(message | ({"tool_call_id": call.id} if call.id else {}))
         return messages
@@ -198,7 +248,7 @@ class Episode:
         return self._chat.check(self.messages, self._row.token_ids, self.schemas, sampled=self._sampled())
 
     def trajectories(self, finish_reason: str) -> list[Trajectory]:
-        """Return the rows to train on, which have no reward yet; the last one ends with the last answer."""
+        """Return the rows to train on, which are not scored yet; the last one ends with the last answer."""
         rows = self._with_turn_rewards([row for row in self._rows if row.tokens.sampled] or self._rows[:1])
         rows[-1].finish_reason = finish_reason
         return trajectories(

@@ -17,22 +17,30 @@ Loop = Callable[[Episode], Awaitable[str]]
 
 
 async def single_turn(episode: Episode) -> str:
-    """Sample one answer, whatever it says."""
-    return await episode.generate()
+    """Sample one answer, whatever it says, and tell the environment."""
+    reason = await episode.generate()
+    if reason == "stop":
+        await episode.step()
+    return reason
 
 
 async def tool_agent(episode: Episode) -> str:
-    """Answer tool calls until a turn has none, or turns or tokens are used up."""
+    """Answer tool calls, and turns without any with what the environment says, until the episode is done.
+
+    It is when a tool or the environment says so or has nothing to say, and when turns or tokens are used up. Calls in
+    the last turn are not run.
+    """
     for turns_left in reversed(range(episode.config.agent.max_turns)):
         reason = await episode.generate()
         if reason != "stop":
             return reason
         calls = episode.tool_calls()
-        if not calls:
-            return "stop"
-        if not turns_left:
+        if calls and not turns_left:
             break
-        if not episode.add(await episode.call(calls)):
+        messages = await episode.call(calls) if calls else await episode.step()
+        if episode.done:
+            return "stop"
+        if turns_left and not episode.add(messages):
             return "length"
     return "max_turns"
 

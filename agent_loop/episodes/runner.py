@@ -5,14 +5,15 @@ import logging
 import random
 
 from rl_async.agent_loop.chat_formats.format import ChatFormat, text_size
-from rl_async.agent_loop.environments.interface import EnvironmentFactory
-from rl_async.agent_loop.environments.registry import get_environment
+from rl_async.agent_loop.environments.registry import EnvironmentFactory, get_environment
+from rl_async.agent_loop.environments.session import Session, joined
 from rl_async.agent_loop.episodes.episode import Episode
 from rl_async.agent_loop.episodes.loops import get_loop
 from rl_async.agent_loop.tools.registry import get_tool, require_listed, task_tools
 from rl_async.configs.schema.run import RunConfig
-from rl_async.messages import LeasedGroup, Trajectory
+from rl_async.messages import LeasedGroup, Task, Trajectory
 from rl_async.offload import off_loop
+from rl_async.reward_loop.api import ENVIRONMENT, Score
 from rl_async.rollout_server.api import Generator
 
 log = logging.getLogger("rl_async.agent_loop")
@@ -29,22 +30,26 @@ class EpisodeRunner:
             get_tool(name)
         environment = config.agent.environment
         self._environment: EnvironmentFactory | None = get_environment(environment) if environment else None
+        self._unused_reward = ENVIRONMENT not in {term.name for term in config.reward.functions}  # to warn once
 
     async def run(self, group: LeasedGroup, sample: int) -> list[Trajectory]:
-        """Run one episode, from the prompt to its rows without a reward; the last one ends with the last answer.
+        """Run one episode, from the prompt to its rows; the last one ends with the last answer.
 
-        Raises EngineError, whatever a user's loop or environment raises, and ConfigError or DataError if the task names
-        what does not exist or code that the config does not list.
+        They are not scored, but have what the environment says of the episode. Raises EngineError, EnvironmentFailed,
+        whatever a user's loop raises, and ConfigError or DataError if the task names what does not exist or code that
+        the config does not list.
         """
         task = group.task
         require_listed(self._config, task)
         loop, tools = get_loop(task.agent or self._config.agent.loop), task_tools(self._config, task)
         async with contextlib.AsyncExitStack() as stack:
+            session, prompt = None, task.prompt
             if self._environment is not None:
-                environment = await stack.enter_async_context(self._environment(task))
-                tools += environment.tools()
+                session = await stack.enter_async_context(self._session(self._environment, task))
+                prompt = joined(prompt, await session.reset())
+                tools += session.tools()
             episode = await off_loop(
-                text_size(task.prompt),
+                text_size(prompt),
                 Episode,
                 group,
                 sample,
@@ -52,11 +57,31 @@ class EpisodeRunner:
                 chat=self._chat,
                 generator=self._generator,
                 tools=tools,
+                environment=session,
+                prompt=prompt,
             )
             reason = await loop(episode)
+            score = await session.reward() if session else None
         if self._random.random() < self._config.agent.check_rendering:
             self._check(episode)
-        return episode.trajectories(reason)
+        rows = episode.trajectories(reason)
+        if score is not None:
+            rows[-1].reward_parts = score.named(ENVIRONMENT)
+            self._warn_if_unused(score)
+        return rows
+
+    def _session(self, factory: EnvironmentFactory, task: Task) -> Session:
+        agent = self._config.agent
+        return Session(str(agent.environment), factory(task), agent.environment_timeout_s)
+
+    def _warn_if_unused(self, score: Score) -> None:
+        if self._unused_reward and score.value:
+            self._unused_reward = False
+            log.warning(
+                "environment %s gives rewards to episodes, and reward.functions does not use them: add {name: %s}",
+                self._config.agent.environment,
+                ENVIRONMENT,
+            )
 
     def _check(self, episode: Episode) -> None:
         at = episode.drift()

@@ -5,24 +5,29 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any, NamedTuple, Self, get_type_hints
 
 import msgspec
 
+from rl_async.agent_loop.step import Step
 from rl_async.errors import ConfigError
-from rl_async.threads import in_daemon_thread
+from rl_async.threads import DaemonCalls
+from rl_async.userload import raised_at
 
 log = logging.getLogger("rl_async.agent_loop")
 
-MOST_OVERDUE = 64  # threads of one tool that go on past their deadline, which nothing can end
-
 
 class ToolResult(NamedTuple):
-    """The result of a call: ``text`` for the model, and ``error``, empty if the call succeeded."""
+    """The result of a call: ``text`` for the model, and ``error``, empty if the call succeeded.
+
+    ``reward``, ``reason`` and ``done`` are those of a tool that returns a Step.
+    """
 
     text: str
     error: str = ""
+    reward: float | None = None
+    reason: str = ""
+    done: bool = False
 
 
 class Tool:
@@ -37,7 +42,7 @@ class Tool:
         self.function = function
         self.quick = quick
         self._logged: set[str] = set()  # places in the code whose errors were logged
-        self._overdue: set[Future[Any]] = set()  # calls that nobody waits for any more
+        self._threads = DaemonCalls("tool", "agent.tool_timeout_s")
         self.arguments = _arguments_struct(self.name, function)
         self.schema = _schema(self.name, function, self.arguments)
 
@@ -49,7 +54,7 @@ class Tool:
             return _failed("bad arguments")
         named = {field: getattr(accepted, field) for field in self.arguments.__struct_fields__}
         try:
-            return ToolResult(_text(await self._run(named, timeout_s)))
+            return _result(await self._run(named, timeout_s))
         except TimeoutError:
             return _failed("timeout")
         # A tool is the user's code and may raise anything; its errors go to the model and do not end the run.
@@ -59,10 +64,7 @@ class Tool:
 
     def _log_once(self, error: Exception) -> None:
         """Log an error once per place that raised it, since a model may call a tool wrongly thousands of times."""
-        at = error.__traceback__
-        while at is not None and at.tb_next is not None:
-            at = at.tb_next
-        place = f"{at.tb_frame.f_code.co_filename}:{at.tb_lineno}" if at is not None else "?"
+        place = raised_at(error)
         if place not in self._logged:
             self._logged.add(place)
             kind = type(error).__name__
@@ -74,22 +76,7 @@ class Tool:
         async with asyncio.timeout(timeout_s):
             if inspect.iscoroutinefunction(self.function):
                 return await self.function(**named)
-            return await self._in_thread(named)
-
-    async def _in_thread(self, named: dict[str, Any]) -> Any:
-        """Call in a thread of its own, so that a call that never returns blocks neither others nor the process's exit.
-
-        Raises RuntimeError once too many calls have not returned since their deadlines.
-        """
-        if len(self._overdue) >= MOST_OVERDUE:
-            raise RuntimeError(f"{MOST_OVERDUE} earlier calls still run past their deadline (agent.tool_timeout_s)")
-        work = in_daemon_thread(lambda: self.function(**named), "tool")
-        try:
-            return await asyncio.wrap_future(work)
-        finally:
-            if not work.done():
-                self._overdue.add(work)
-                work.add_done_callback(self._overdue.discard)
+            return await self._threads.call(lambda: self.function(**named))
 
     def bound(self, function: Callable[..., Any]) -> Self:
         """Return the same tool with another function, such as a method of an environment."""
@@ -100,6 +87,14 @@ class Tool:
 
 def _failed(reason: str) -> ToolResult:
     return ToolResult(f"error: {reason}", reason)
+
+
+def _result(value: Any) -> ToolResult:
+    """Read what a tool returned: a Step, or a value that is text or becomes JSON."""
+    if not isinstance(value, Step):
+        return ToolResult(_text(value))
+    text = "" if value.observation is None else _text(value.observation)
+    return ToolResult(text, reward=value.reward, reason=value.reason, done=value.done)
 
 
 def _text(value: Any) -> str:

@@ -15,6 +15,8 @@ def servers(c: RunConfig) -> str | None:
         return "reward.functions: reward_model needs reward.model.path, the folder of a sequence classifier"
     if "judge" in used and c.reward.judge is None:
         return "reward.functions: judge needs reward.judge.url and reward.judge.model"
+    if "environment" in used and c.agent.environment is None:
+        return "reward.functions: environment is the reward that agent.environment gives; name that, or another scorer"
     model, judge = c.reward.model, c.reward.judge
     urls = {"reward.model.url": model.url if model else "", "reward.judge.url": judge.url if judge else ""}
     for key, url in urls.items():

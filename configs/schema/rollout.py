@@ -50,8 +50,12 @@ class AgentConfig(Config, frozen=True):
         doc("What to do if the chat template prints no tools; allow: the model learned by fine-tuning to call them."),
     ] = "refuse"
     environment: Annotated[
-        str | None, doc("Built-in environment, or your own as path.py:name; each episode gets a new one.")
+        str | None,
+        doc("Built-in environment, or your own as path.py:name; each episode gets a new one (docs/environments.md)."),
     ] = None
+    environment_timeout_s: Annotated[
+        Seconds, doc("Deadline of one call of an environment: its reset, a step, its reward, its end.")
+    ] = 60.0
     max_turns: Annotated[Positive, doc("Assistant turns per episode.")] = 4
     max_tokens: Annotated[Positive, doc("Tokens per episode, including prompt and tool results.")] = 256
     max_parallel_calls: Annotated[

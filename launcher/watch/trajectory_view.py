@@ -25,6 +25,14 @@ LEGEND = (
 )
 
 
+class RecordedTurn(msgspec.Struct):
+    """The part of a recorded turn that is shown."""
+
+    role: str = ""
+    reward: float | None = None
+    reason: str = ""
+
+
 class RecordedRow(msgspec.Struct):
     """The part of a recorded trajectory that is shown; other fields of the line are skipped."""
 
@@ -36,6 +44,7 @@ class RecordedRow(msgspec.Struct):
     segment: int = 0
     error: str = ""
     correction: Explanation | None = None
+    turns: list[RecordedTurn] = []
 
 
 class Mark(NamedTuple):
@@ -65,6 +74,8 @@ def show(run: Path, step: int | None, group: int | None, sample: int | None, con
     row = max(chosen, key=_corrected)
     place = f"group {row.group_id}, sample {row.sample}" + (f", segment {row.segment}" if row.segment else "")
     console.print(f"\n{place}, reward {row.reward:g}", highlight=False)
+    for line in turn_rewards(row):
+        console.print(line, highlight=False, markup=False)
     console.print(render(row, _decoder(run)), soft_wrap=True, highlight=False)
     console.print(LEGEND, highlight=False, soft_wrap=True)
 
@@ -85,6 +96,20 @@ def read_step(folder: Path, step: int | None) -> tuple[int, list[RecordedRow]]:
             with gzip.open(file, "rb") as lines:
                 rows += [msgspec.json.decode(line, type=RecordedRow) for line in lines]
     return number, sorted(rows, key=lambda row: (row.group_id, row.sample, row.segment))
+
+
+def reward_text(reward: float, reason: str) -> str:
+    """Format a turn's reward with its reason."""
+    return f"reward {reward:g}" + (f" ({reason})" if reason else "")
+
+
+def turn_rewards(row: RecordedRow) -> list[str]:
+    """Describe the rewards of the row's turns, which are numbered from 0, with their reasons."""
+    return [
+        printable(f"turn {n}: {reward_text(turn.reward, turn.reason)}")
+        for n, turn in enumerate(row.turns)
+        if turn.reward is not None
+    ]
 
 
 def render(row: RecordedRow, decode: Callable[[Sequence[int]], str]) -> Text:

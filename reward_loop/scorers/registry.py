@@ -8,11 +8,11 @@ event loop; others may block, so they run in a separate process.
 
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from rl_async.errors import ConfigError
-from rl_async.reward_loop.api import Conversation, ScorerFailed
+from rl_async.reward_loop.api import ENVIRONMENT, Conversation, ScorerFailed
 from rl_async.reward_loop.scorers import math, reasoning_gym
 from rl_async.userload import is_user_reference, load_user_object
 
@@ -37,10 +37,18 @@ def exact_answer(conversation: Conversation) -> float:
     return float(conversation.solution_str.strip() == conversation.ground_truth.strip())
 
 
+def environment(conversation: Conversation) -> Mapping[str, float]:
+    """Return what the episode's environment gave the episode."""
+    if "score" not in conversation.environment:
+        raise ScorerFailed("the episode's environment gave no reward: it has neither reward() nor step()")
+    return conversation.environment
+
+
 BUILT_IN: dict[str, ScorerSpec] = {
     "exact_answer": ScorerSpec("exact_answer", exact_answer, "inline"),
     "math": ScorerSpec("math", math.score, "process"),
     "reasoning_gym": ScorerSpec("reasoning_gym", reasoning_gym.score, "process"),
+    ENVIRONMENT: ScorerSpec(ENVIRONMENT, environment, "inline"),
 }
 SERVED = {"reward_model": "model", "judge": "judge"}  # name -> section of `reward` that the service makes it from
 _NEEDS = {"math": ("math_verify", "math"), "reasoning_gym": ("reasoning_gym", "reasoning-gym")}  # module, extra

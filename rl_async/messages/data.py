@@ -90,6 +90,8 @@ class ToolCall(msgspec.Struct, kw_only=True):
     result: str = ""
     error: str = ""  # empty: the call succeeded
     problem: CallProblem | None = None  # of a malformed call
+    reward: float | None = None  # part of its turn's reward
+    reason: str = ""  # of the reward
     seconds: float = 0.0
 
 
@@ -102,6 +104,7 @@ class Turn(msgspec.Struct, kw_only=True):
     end: int = 0  # token_ids[start:end]
     tool_calls: list[ToolCall] = []
     reward: float | None = None
+    reason: str = ""  # of the reward
     seconds: float = 0.0
 
 
@@ -202,7 +205,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     finish_reason: str = "stop"  # stop | length | max_turns | tool_calls | abort | error
     error: str = ""  # why the episode or its scoring failed; empty: it did not
     turns: list[Turn] = []
-    timings: dict[str, float] = {}  # seconds: generate, tools, reward, total
+    timings: dict[str, float] = {}  # seconds: generate, tools, environment, reward, total
     media: list[Media] = []
     ground_truth: str = ""
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from rl_async.launcher.watch.terminal import printable
+from rl_async.launcher.watch.trajectory_view import reward_text
 from rl_async.messages import ConsumerRecord, DeliveredGroup, GroupRecord, Inspection, Trajectory
 from rl_async.transfer_queue.state.groups import State
 
@@ -95,7 +96,7 @@ def trajectory_text(row: Trajectory) -> str:
     ]
     lines += [f"error: {row.error}"] if row.error else []
     for turn in row.turns:
-        lines.append(f"--- {turn.role}{'' if turn.reward is None else f', reward {turn.reward:g}'}")
+        lines.append(f"--- {turn.role}{'' if turn.reward is None else f', {reward_text(turn.reward, turn.reason)}'}")
         lines.append(turn.text)
         for call in turn.tool_calls:
             lines.append(f"  {call.name}({call.arguments}) -> {call.error or call.result}")

@@ -57,6 +57,18 @@ async def test_the_reward_is_the_weighted_sum_of_its_parts() -> None:
     }
 
 
+async def test_the_environments_reward_is_a_part_like_others() -> None:
+    terms = (RewardTerm(name="environment", weight=2.0), RewardTerm(name="exact_answer"))
+    async with RewardService(RewardConfig(functions=terms)) as service:
+        row = trajectory("42")
+        row.reward_parts = Score(0.5, {"guesses": 3.0}).named("environment")
+        await service.score(task(), row)
+        without = await score(service, "42")
+    assert (row.reward, row.scored) == (2.0, True)
+    assert row.reward_parts == {"environment": 0.5, "environment/guesses": 3.0, "exact_answer": 1.0}
+    assert (without.scored, without.reward) == (False, 0.0) and "environment" in without.error
+
+
 async def test_a_failing_scorer_marks_its_trajectory_and_names_itself() -> None:
     expected = {
         "raises": "raised KeyError: 'missing'",

@@ -84,13 +84,11 @@ async def test_the_shop_answers_what_the_demonstrations_of_market_show(tmp_path:
     make_data("market", tmp_path, train=1)
     [row] = _rows(tmp_path / "train.parquet")
     state = row["extra_info"]
-    async with Shop(
-        Task(task_id="t", data_source="market", prompt=row["prompt"], ground_truth="", extra=state)
-    ) as shop:
-        tools = {tool.name: tool for tool in shop.tools()}
-        price = await tools["lookup"].call({"item": state["item"]}, timeout_s=60)
-        wrong = await tools["lookup"].call({"item": "gold"}, timeout_s=60)
-        total = await tools["calculator"].call({"expression": f"{state['count']}*{price.text}"}, timeout_s=60)
+    shop = Shop(Task(task_id="t", data_source="market", prompt=row["prompt"], ground_truth="", extra=state))
+    tools = {tool.name: tool for tool in shop.tools()}
+    price = await tools["lookup"].call({"item": state["item"]}, timeout_s=60)
+    wrong = await tools["lookup"].call({"item": "gold"}, timeout_s=60)
+    total = await tools["calculator"].call({"expression": f"{state['count']}*{price.text}"}, timeout_s=60)
     assert (price.text, total.text) == (str(state["price"]), row["reward_model"]["ground_truth"])
     results = {m["content"] for r in _rows(tmp_path / "demos.parquet") for m in r["messages"] if m["role"] == "tool"}
     assert wrong.text in results

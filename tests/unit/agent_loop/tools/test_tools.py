@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import pytest
 
+from rl_async import threads
 from rl_async.agent_loop.chat_formats.hermes import HERMES
-from rl_async.agent_loop.tools import tool as tool_module
+from rl_async.agent_loop.step import Step
 from rl_async.agent_loop.tools.registry import get_tool
 from rl_async.agent_loop.tools.tool import Tool, ToolResult
 from rl_async.errors import ConfigError
@@ -43,6 +44,13 @@ async def test_results() -> None:
     assert await call(unit, kind="c") == ToolResult("c")
 
 
+async def test_a_step_is_a_result_with_a_reward() -> None:
+    def submit(a: int) -> Step:
+        return Step(f"got {a}", reward=0.5, done=True, reason="close")
+
+    assert await call(submit, a=1) == ToolResult("got 1", reward=0.5, reason="close", done=True)
+
+
 async def test_failures_are_results() -> None:
     assert await call(broken, a=1) == ToolResult("error: no disk", "no disk")
     for arguments in ({}, {"a": "x"}, {"a": 1, "c": 2}):
@@ -73,7 +81,7 @@ async def test_a_hanging_tool_meets_its_deadline() -> None:
 
 
 async def test_calls_that_never_return_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tool_module, "MOST_OVERDUE", 3)
+    monkeypatch.setattr(threads, "MOST_OVERDUE", 3)
     release, started = threading.Event(), list[int]()
 
     def hang() -> None:

@@ -162,6 +162,7 @@ MEGATRON = ("trainer.backend=megatron",)
         (["mode=colocated", "weight_sync.transport=gloo"], ["weight_sync.transport", "colocated"]),
         (["data.path=[{path: a.parquet}]"], ["data.make", "data.path"]),
         (["reward.functions=[{name: reward_model}]"], ["reward.functions", "reward.model.path"]),
+        (["reward.functions=[{name: environment}]"], ["reward.functions", "agent.environment"]),
         (["reward.functions=[{name: judge}]"], ["reward.functions", "reward.judge.url"]),
         (["reward.model.path=rm", "reward.model.url=localhost:8000"], ["reward.model.url", "http://"]),
         (["reward.judge={url: 'https://me:secret@x/v1', model: m}"], ["reward.judge.url"]),

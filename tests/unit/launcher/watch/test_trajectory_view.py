@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 from rl_async.configs.load.loader import dump, load_config
 from rl_async.errors import UserError
 from rl_async.launcher.cli.__main__ import main
-from rl_async.launcher.watch.trajectory_view import RecordedRow, read_step, render, show
+from rl_async.launcher.watch.trajectory_view import RecordedRow, RecordedTurn, read_step, render, show, turn_rewards
 from rl_async.messages import Explanation, RuleRun
 
 
@@ -51,6 +51,12 @@ def test_tokens_are_marked_with_the_rule_or_the_weight() -> None:
     assert text.plain == "abcd{ef}(x0.25){g}(band){hi}(seq_mean_k1)j"
     styles = {text.plain[span.start : span.end]: span.style for span in text.spans}
     assert styles == {"abc": "dim", "{ef}(x0.25)": "yellow", "{g}(band)": "magenta", "{hi}(seq_mean_k1)": "red"}
+
+
+def test_turn_rewards_are_shown_with_their_reasons() -> None:
+    turns = [RecordedTurn(role="user"), RecordedTurn(role="assistant", reward=-0.5, reason="wrong\x1b[2J guess")]
+    shown = turn_rewards(msgspec.structs.replace(row(), turns=turns))
+    assert shown == ["turn 1: reward -0.5 (wrong\\x1b[2J guess)"]
 
 
 def test_escape_sequences_of_a_model_are_shown_and_not_obeyed(tmp_path: Path) -> None:

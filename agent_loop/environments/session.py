@@ -1,0 +1,128 @@
+"""An environment in use by one episode: calls what it has of the protocol, each call with a deadline."""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from rl_async.agent_loop.chat_formats.format import Message
+from rl_async.agent_loop.step import Step
+from rl_async.agent_loop.tools.tool import Tool
+from rl_async.errors import EnvironmentFailed, RlAsyncError
+from rl_async.reward_loop.api import Score, ScorerFailed, to_score
+from rl_async.threads import DaemonCalls
+from rl_async.userload import raised_at
+
+log = logging.getLogger("rl_async.agent_loop")
+
+KEY = "agent.environment_timeout_s"
+_THREADS = DaemonCalls("environment", KEY)
+
+
+class Session:
+    """An async context manager around an environment (``interface.Environment``), whose methods are all optional.
+
+    Every method raises EnvironmentFailed if the environment raises, misses its deadline or returns something unusable,
+    except for errors that name a user's mistake, which pass through.
+    """
+
+    def __init__(self, name: str, environment: Any, timeout_s: float) -> None:
+        self._name, self._timeout_s = name, timeout_s
+        self._context = self._environment = environment
+
+    async def __aenter__(self) -> Self:
+        if self._has("__aenter__"):
+            self._environment = await self._call(self._context, "__aenter__")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._has("close"):
+                await self._call(self._environment, "close")
+            if hasattr(self._context, "__aexit__"):
+                await self._call(self._context, "__aexit__", kind, error, trace)
+        except RlAsyncError as failure:
+            if error is None:
+                raise
+            log.warning("%s, after %s", failure, type(error).__name__)  # the first error is the one to report
+
+    async def reset(self) -> list[Message]:
+        """Begin the episode; return the messages to append to the task's prompt."""
+        if not self._has("reset"):
+            return []
+        return self._messages("reset", await self._call(self._environment, "reset"))
+
+    def tools(self) -> Sequence[Tool]:
+        """Return the environment's tools."""
+        return self._environment.tools() if self._has("tools") else ()
+
+    async def step(self, answer: str) -> tuple[Step, list[Message]]:
+        """Return the environment's answer to a turn, and what it says as messages: none where the episode is over."""
+        if not self._has("step"):
+            return Step(done=True), []
+        step = await self._call(self._environment, "step", answer)
+        if not isinstance(step, Step):
+            raise self._unusable("step", step, "a Step")
+        messages = self._messages("step", step.observation)
+        if any(message["role"] == "assistant" for message in messages):
+            raise self._unusable("step", messages, "without messages of the assistant, which the model alone writes")
+        return step, [] if step.done else messages
+
+    async def reward(self) -> Score | None:
+        """Return the episode's reward; None if the environment gives none, 0 if it gives rewards to turns alone."""
+        if not self._has("reward"):
+            return Score(0.0) if self._has("step") else None
+        reward = await self._call(self._environment, "reward")
+        try:
+            return to_score(reward)
+        except ScorerFailed as error:
+            raise EnvironmentFailed(f"environment {self._name}: reward() {error}") from None
+
+    def _has(self, method: str) -> bool:
+        return hasattr(self._environment, method)
+
+    async def _call(self, target: Any, method: str, *arguments: Any) -> Any:
+        function, what = getattr(target, method), f"environment {self._name}: {method}()"
+        try:
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                if inspect.iscoroutinefunction(function):
+                    return await function(*arguments)
+                return await _THREADS.call(lambda: function(*arguments))
+        except RlAsyncError:
+            raise
+        # An environment is the user's code and may raise anything; its sample fails and is given out again.
+        except Exception as error:
+            if deadline.expired():
+                raise EnvironmentFailed(f"{what} did not finish within {self._timeout_s:g} s ({KEY})") from None
+            raise EnvironmentFailed(f"{what} raised {type(error).__name__}: {error} ({raised_at(error)})") from error
+
+    def _messages(self, method: str, observation: Any) -> list[Message]:
+        if observation is None:
+            return []
+        if isinstance(observation, str):
+            return [{"role": "user", "content": observation}]
+        if not isinstance(observation, Sequence) or not all(map(_is_message, observation)):
+            raise self._unusable(method, observation, "a text or messages with role and content as text")
+        return list(observation)
+
+    def _unusable(self, method: str, answer: object, wanted: str) -> EnvironmentFailed:
+        return EnvironmentFailed(f"environment {self._name}: {method}() returned {answer!r:.80}, not {wanted}")
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+
+
+def joined(prompt: Sequence[Message], observation: Sequence[Message]) -> list[Message]:
+    """Return a prompt with what the environment says first.
+
+    Many chat templates refuse two user messages in a row, so those become one.
+    """
+    if not (prompt and observation) or {prompt[-1]["role"], observation[0]["role"]} != {"user"}:
+        return [*prompt, *observation]
+    text = f"{prompt[-1]['content']}\n\n{observation[0]['content']}"
+    return [*prompt[:-1], prompt[-1] | {"content": text}, *observation[1:]]

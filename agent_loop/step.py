@@ -1,0 +1,19 @@
+"""What an environment, a simulated user or a tool answers to a turn of the policy."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+Observation = str | Sequence[dict[str, Any]] | None  # a user's message as text, or chat messages; None: nothing to say
+
+
+class Step(NamedTuple):
+    """An answer to one turn, or to one tool call in it.
+
+    ``reward`` is the turn's, and ``reason`` says why; both are recorded, and the reward counts in training beside the
+    episode's. ``done`` ends the episode, and so does an environment with nothing to say.
+    """
+
+    observation: Observation = None
+    reward: float | None = None
+    done: bool = False
+    reason: str = ""

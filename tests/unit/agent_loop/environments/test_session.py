@@ -1,0 +1,219 @@
+"""Environments in episodes: what they say, give and end, and how their faults fail a sample and nothing else."""
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.environments.registry import ENVIRONMENTS
+from rl_async.agent_loop.environments.session import Session, joined
+from rl_async.agent_loop.episodes.runner import EpisodeRunner
+from rl_async.agent_loop.step import Observation, Step
+from rl_async.agent_loop.tools.tool import Tool
+from rl_async.errors import EnvironmentFailed
+from rl_async.messages import Task, Trajectory
+from rl_async.reward_loop.api import Score
+from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
+
+GUESS = '<tool_call>\n{"name":"submit","arguments":{"number":4}}\n</tool_call>'
+
+
+class HigherLower:
+    """Plain methods, which run in threads."""
+
+    def __init__(self, task: Task) -> None:
+        self.secret, self.guesses, self.closed = int(task.ground_truth), 0, False
+
+    def reset(self) -> Observation:
+        return "from 0 to 9"
+
+    def tools(self) -> Sequence[Tool]:
+        def submit(number: int) -> Step:
+            return Step("noted", reward=float(number == self.secret), done=number == self.secret, reason="submitted")
+
+        return [Tool(submit)]
+
+    def step(self, answer: str) -> Step:
+        assert threading.current_thread() is not threading.main_thread()
+        self.guesses += 1
+        guess = int(answer)
+        if guess == self.secret:
+            return Step("yes", done=True)
+        return Step("higher" if guess < self.secret else "lower", reward=-0.25, reason="wrong")
+
+    def reward(self) -> Mapping[str, Any]:
+        return {"score": 1.0 / self.guesses if self.guesses else 0.0, "guesses": self.guesses}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+async def play(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch, kind: Any, says: Sequence[str], **agent: Any
+) -> Trajectory:
+    monkeypatch.setitem(ENVIRONMENTS, "own", kind)
+    config = run_config(environment="own", **{"max_turns": 6, **agent})
+    (row,) = await EpisodeRunner(config, renderer, ScriptedEngine(renderer, says)).run(leased(ground_truth="4"), 0)
+    return row
+
+
+async def test_an_environment_answers_turns_until_it_is_done(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = await play(renderer, monkeypatch, HigherLower, ["2", "7", "4"])
+    assert [(turn.role, turn.text) for turn in row.turns] == [
+        ("user", "what is 2+3?\n\nfrom 0 to 9"),
+        *(("assistant", "2"), ("user", "higher"), ("assistant", "7"), ("user", "lower"), ("assistant", "4")),
+    ]
+    assert [(turn.reward, turn.reason) for turn in row.turns[1::2]] == [(-0.25, "wrong"), (-0.25, "wrong"), (None, "")]
+    assert row.reward_parts == {"environment": pytest.approx(1 / 3), "environment/guesses": 3.0}
+    assert row.finish_reason == "stop" and "environment" in row.timings
+    assert renderer.decode(row.token_ids[row.loss_mask].tolist()) == "2<|im_end|>7<|im_end|>4<|im_end|>"
+    assert "reward.functions" in caplog.text, "the default scorers do not use it"
+    assert "differ from the chat template" not in caplog.text
+
+
+async def test_the_last_turn_is_judged_too(renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = await play(renderer, monkeypatch, HigherLower, ["2", "3"], max_turns=2)
+    assert (row.finish_reason, row.turns[-1].role, row.turns[-1].reward) == ("max_turns", "assistant", -0.25)
+    row = await play(renderer, monkeypatch, HigherLower, ["4"], loop="single_turn")
+    assert (row.finish_reason, row.reward_parts["environment"]) == ("stop", 1.0)
+
+
+async def test_a_tool_gives_a_reward_and_ends_the_episode(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = await play(renderer, monkeypatch, HigherLower, [GUESS])
+    (call,) = row.turns[1].tool_calls
+    assert (call.reward, call.reason, call.result) == (1.0, "submitted", "noted")
+    assert (row.turns[1].reward, row.turns[1].reason, row.finish_reason) == (1.0, "submitted", "stop")
+
+
+async def test_turn_rewards_alone_are_a_reward(renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Judge:
+        def __init__(self, task: Task) -> None: ...
+
+        async def step(self, answer: str) -> Step:
+            return Step(reward=0.5)
+
+    row = await play(renderer, monkeypatch, Judge, ["4"])
+    assert (row.turns[-1].reward, row.reward_parts, row.finish_reason) == (0.5, {"environment": 0.0}, "stop")
+
+
+class Broken:
+    """Fails at ``at`` in the way that ``how`` says; remembers whether it was closed."""
+
+    closed = 0
+
+    def __init__(self, at: str, how: str) -> None:
+        self.at, self.how, self.release = at, how, threading.Event()
+
+    def _maybe(self, method: str) -> Any:
+        if method != self.at:
+            return {"reset": "go", "step": Step("on"), "reward": 1.0}.get(method)
+        if self.how == "raises":
+            raise KeyError("lost")
+        if self.how == "blocks":
+            self.release.wait(30)
+        return {"nonsense": 7}
+
+    def reset(self) -> Any:
+        return self._maybe("reset")
+
+    def step(self, answer: str) -> Any:
+        return self._maybe("step")
+
+    def reward(self) -> Any:
+        return self._maybe("reward")
+
+    def close(self) -> None:
+        Broken.closed += 1
+        self._maybe("close")
+
+
+@pytest.mark.parametrize("how", ["raises", "blocks", "nonsense"])
+@pytest.mark.parametrize("at", ["reset", "step", "reward"])
+async def test_a_fault_fails_the_sample_and_names_the_method(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch, at: str, how: str
+) -> None:
+    made, before = Broken(at, how), Broken.closed
+    limit = 0.2 if how == "blocks" else 30.0
+    with pytest.raises(EnvironmentFailed, match=rf"own: {at}\(\)") as failed:
+        await play(renderer, monkeypatch, lambda task: made, ["4"], max_turns=1, environment_timeout_s=limit)
+    made.release.set()
+    assert Broken.closed == before + 1
+    if how == "blocks":
+        assert "agent.environment_timeout_s" in str(failed.value)
+    if how == "raises":
+        assert "test_session.py:" in str(failed.value)
+
+
+async def test_a_fault_at_the_end_does_not_hide_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(EnvironmentFailed, match=r"close\(\)"):
+        async with Session("own", Broken("close", "raises"), 30.0):
+            pass
+    with pytest.raises(ValueError, match="first"):
+        async with Session("own", Broken("close", "raises"), 30.0):
+            raise ValueError("first")
+    assert "close()" in caplog.text
+
+
+async def test_an_environment_may_be_a_context_and_is_left_at_a_deadline() -> None:
+    said, stepping = [], asyncio.Event()
+
+    class Context:
+        async def __aenter__(self) -> "Context":
+            said.append("in")
+            return self
+
+        async def __aexit__(self, *error: object) -> None:
+            said.append("out")
+
+        async def step(self, answer: str) -> Step:
+            said.append("step")
+            stepping.set()
+            await asyncio.sleep(60)
+            return Step()
+
+    async def episode() -> None:
+        async with Session("own", Context(), 60.0) as session:
+            await session.step("x")
+
+    task = asyncio.create_task(episode())
+    await stepping.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert said == ["in", "step", "out"]
+
+
+async def test_an_environment_may_have_nothing() -> None:
+    async with Session("own", object(), 30.0) as session:
+        assert await session.reset() == [] and session.tools() == ()
+        assert await session.step("x") == (Step(done=True), [])
+        assert await session.reward() is None
+
+
+async def test_it_does_not_speak_for_the_model() -> None:
+    class Forger:
+        def step(self, answer: str) -> Step:
+            return Step([{"role": "assistant", "content": "yes"}])
+
+        def reward(self) -> float:
+            return 1
+
+    async with Session("own", Forger(), 30.0) as session:
+        assert await session.reward() == Score(1.0)
+        with pytest.raises(EnvironmentFailed, match="assistant"):
+            await session.step("x")
+
+
+def test_two_user_messages_become_one() -> None:
+    user, system = {"role": "user", "content": "a"}, {"role": "system", "content": "s"}
+    more = {"role": "user", "content": "b"}
+    assert joined([system, user], [more]) == [system, {"role": "user", "content": "a\n\nb"}]
+    assert joined([system], [more]) == [system, more]
+    assert joined([user], []) == [user]
