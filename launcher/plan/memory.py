@@ -15,7 +15,7 @@ from rl_async.errors import UserError
 HEAD_DIM = 32  # vLLM's attention on the CPU refuses 16
 PYTHON_BYTES = 120 << 20  # an agent worker or the queue: interpreter, tokenizer, numpy
 TORCH_BYTES = 450 << 20  # a process that has imported torch and transformers
-LOGITS_CHUNK = 1 << 22  # logits in memory at once; 16 times as many on a GPU, where they are few beside the rest
+LOGITS_CHUNK = 1 << 23  # logits in memory at once; 8 times as many on a GPU, where they are few beside the rest
 HEAD_BYTES = 12  # of each weight of the last layer: gathered, and its gradient as made, as cast and as reduced
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -172,16 +172,18 @@ def engine_bytes(config: RunConfig, size: ModelSize | None) -> int | None:
     """Estimate an engine: weights, their host copy if updates need one, and a KV cache of full-length sequences.
 
     An embedded engine also keeps prefixes: its cache grows to twice that, but on a CPU not beyond
-    ``rollout.cpu_cache_bytes``.
+    ``rollout.cpu_cache_bytes``; and on a CPU the weights of its last layer in float32.
     """
     if size is None:
         return None
     sync, rollout, each = config.weight_sync, config.rollout, DTYPE_BYTES[config.model.dtype]
     cache = rollout.max_batch_size * rollout.max_model_len * size.kv_per_token * each
+    output = 0
     if rollout.engine == "embedded" or set(rollout.engine) == {"embedded"}:
         cache = 2 * cache if config.model.device == "cuda" else min(2 * cache, rollout.cpu_cache_bytes)
+        output = size.head * 4 if each < 4 and config.model.device != "cuda" else 0
     copies = 2 if sync.delta or sync.staged or sync.adapters else 1
-    return TORCH_BYTES + copies * size.parameters * each + cache
+    return TORCH_BYTES + copies * size.parameters * each + output + cache
 
 
 def queue_bytes(config: RunConfig) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_async.errors import UserError
-from rl_async.output_layer import output_logits
+from rl_async.output_layer import output_logits, widened
 from rl_async.rollout_server.embedded.cache import SlotCache
 from rl_async.rollout_server.embedded.families import ROPES, SERVED, visible, why_not_served
 from rl_async.rollout_server.embedded.prefixes import BLOCK, Block, PrefixCache, joined
@@ -82,6 +82,7 @@ class EngineCore:
         layers = self.model.config.num_hidden_layers
         self._cache = SlotCache(layers, self.max_batch, self.max_length, self.cache_tokens, self.device)
         self._prefixes = PrefixCache()
+        self._output_weight: Tensor | None = None
 
     @property
     def unfinished(self) -> int:
@@ -141,6 +142,7 @@ class EngineCore:
     def weights_changed(self) -> None:
         """Forget what older weights computed, except of running sequences: call ``preempt`` to compute these again."""
         self._prefixes.clear()
+        self._output_weight = None
         self._outdated = bool(self.running)
 
     def free_cache(self) -> None:
@@ -287,7 +289,9 @@ class EngineCore:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         head = self.model.lm_head
-        return output_logits(hidden, head.weight, head.bias)
+        if self._output_weight is None:
+            self._output_weight = widened(head.weight)
+        return output_logits(hidden, self._output_weight, head.bias)
 
     def _make_sampler(self, batch: list[Sequence]) -> Sampler:
         return Sampler([s.sampling for s in batch], [self._generators.get(s) for s in batch], self.device)

@@ -4,8 +4,11 @@ from collections.abc import Sequence as Rows
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rl_async.messages import Sampling
+
+BLOCK = 256  # tokens
 
 
 class Sampler:
@@ -51,19 +54,22 @@ class Sampler:
     def _draw(self, logprobs: Tensor) -> Tensor:
         """Draw a token of each row by inverting its cumulative distribution, with one random number per row.
 
-        In float64, in which the rounding error of a sum over a large vocabulary is too small to bias samples.
+        First a block of tokens, then a token of it, so that only one block is cumulated token by token. Sums of more
+        than a block are in float64: over a large vocabulary rounding in float32 would bias samples.
         """
-        cumulated = logprobs.exp().cumsum(-1, dtype=torch.float64)
-        total = cumulated[:, -1:]
-        drawn = torch.rand_like(total)
+        count, vocab = logprobs.shape
+        blocks = pad(logprobs.exp(), (0, -vocab % BLOCK)).view(count, -1, BLOCK)
+        cumulated = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
+        drawn = torch.rand_like(cumulated[:, -1:])
         for row, generator in enumerate(self._generators or ()):
             if generator is not None:
                 drawn[row].uniform_(generator=generator)
-        below = torch.minimum(
-            drawn * total, torch.nextafter(total, torch.zeros_like(total))
-        )  # the product may round up
-        found = torch.searchsorted(cumulated, below, right=True).squeeze(1)  # right: never a token of probability 0
-        return found.clamp_(max=logprobs.shape[1] - 1)  # a row of NaNs finds none; its log-probability is NaN
+        below = drawn * cumulated[:, -1:]
+        block = _found(cumulated, below)
+        before = pad(cumulated, (1, 0)).gather(1, block)  # the probability of the blocks before it
+        inside = blocks[torch.arange(count, device=blocks.device), block[:, 0]].cumsum(-1, dtype=torch.float64)
+        tokens = block * BLOCK + _found(inside, below - before)
+        return tokens.squeeze(1).clamp_(max=vocab - 1)  # a row of NaNs finds none; its log-probability is NaN
 
     def _truncate(self, logits: Tensor) -> Tensor:
         """Set logits outside top-k, top-p and min-p to minus infinity; the most likely token always stays."""
@@ -76,3 +82,11 @@ class Sampler:
         dropped |= p < self._min_p * p[:, :1]
         dropped[:, 0] = False
         return logits.masked_fill(torch.zeros_like(dropped).scatter(1, index, dropped), -torch.inf)
+
+
+def _found(cumulated: Tensor, below: Tensor) -> Tensor:
+    """Return the first place [N, 1] where cumulated [N, M] exceeds ``below``, however rounding left that."""
+    total = cumulated[:, -1:]
+    below = torch.minimum(below, torch.nextafter(total, torch.zeros_like(total)))
+    places = torch.searchsorted(cumulated, below, right=True)  # right: never a place of probability 0
+    return places.clamp_(max=cumulated.shape[1] - 1)

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rl_async.output_layer import output_logits
+from rl_async.output_layer import bfloat16_products, output_logits, widened
 from rl_async.trainer.model.families import LogitForm
 
-CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26}  # on the CPU the fastest of those measured; a GPU needs larger matrices
+CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**26}  # on the CPU the fastest of those measured; a GPU needs larger matrices
 
 
 class TokenStats(NamedTuple):
@@ -80,7 +80,7 @@ class _Chunked(torch.autograd.Function):
         flags: tuple[bool, bool],
         chunk: int,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        rows, head = hidden.shape[0], Head(weight, bias, form)
+        rows, head = hidden.shape[0], Head(widened(weight), bias, form)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, normaliser = (torch.empty(rows, dtype=dtype, device=hidden.device) for _ in range(2))
         entropy, squares = (torch.empty_like(logprobs) if flag else None for flag in flags)
@@ -108,9 +108,10 @@ class _Chunked(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden) if to_hidden else None
         d_weight = torch.zeros_like(weight, dtype=normaliser.dtype) if to_weight else None
         d_bias = torch.zeros_like(bias, dtype=normaliser.dtype) if to_bias else None
+        head = Head(widened(weight), bias, ctx.form)
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            z = head_logits(hidden[part], Head(weight, bias, ctx.form), temperature[part])
+            z = head_logits(hidden[part], head, temperature[part])
             slope = _slope(z, ctx.form, temperature[part])
             z -= normaliser[part, None]
             x = _Rows(targets[part], *(None if t is None else t[part, None] for t in (entropy, squares, *grads)))
@@ -171,7 +172,8 @@ def _by_logits(logp: Tensor, x: _Rows) -> Tensor:
 
 def _add_product(total: Tensor, dz: Tensor, hidden: Tensor) -> None:
     """total [V, H] += dz^T hidden, in the precision of ``total``."""
-    if total.dtype == dz.dtype:
-        total.addmm_(dz.t(), hidden)
-    else:
+    if total.is_cuda and total.dtype != dz.dtype:
         total += dz.t() @ hidden
+        return
+    with bfloat16_products(dz.dtype):
+        total.addmm_(dz.t().to(total.dtype), hidden.to(total.dtype))

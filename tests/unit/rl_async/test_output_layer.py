@@ -6,22 +6,17 @@ from torch import Tensor
 from torch.nn.functional import linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rl_async import output_layer
 from rl_async.messages import Sampling
-from rl_async.output_layer import output_logits
+from rl_async.output_layer import output_logits, widened
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.sequence import Sequence
 from rl_async.trainer.model.families import LogitForm
 from rl_async.trainer.model.logprobs import Head, token_stats
 
 
-@pytest.mark.parametrize("piece", [1, 100, 2**19])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32, torch.float64])
-def test_logits_are_the_exact_products(
-    monkeypatch: pytest.MonkeyPatch, piece: int, biased: bool, kind: torch.dtype
-) -> None:
-    monkeypatch.setattr(output_layer, "PIECE", piece)
+def test_logits_are_the_exact_products(biased: bool, kind: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(0)
     hidden, weight, bias = (torch.randn(shape, generator=draw).to(kind) for shape in ((5, 24), (37, 24), (37,)))
     used = bias if biased else None
@@ -29,6 +24,7 @@ def test_logits_are_the_exact_products(
     got = output_logits(hidden, weight, used)
     assert got.dtype == torch.promote_types(kind, torch.float32)
     assert torch.allclose(got.double(), exact, atol=1e-5)
+    assert torch.equal(output_logits(hidden, widened(weight), used), got)
     hidden.requires_grad_()
     differentiable = output_logits(hidden, weight, used)
     assert torch.allclose(differentiable.double(), exact, atol=1e-5)

@@ -80,3 +80,14 @@ def test_a_seed_reproduces_whatever_shares_the_batch() -> None:
         return [int(sampler.sample(logits[: len(rows)])[0][0]) for _ in range(10)]
 
     assert draw(0) == draw(3)
+
+
+def test_a_large_vocabulary_is_sampled_as_its_probabilities_say_across_blocks() -> None:
+    vocab, rows = 1000, 200_000
+    p = torch.zeros(vocab, dtype=torch.float64)
+    p[[3, 255, 256, 511, 999]] = torch.tensor([0.1, 0.2, 0.3, 0.15, 0.25], dtype=torch.float64)
+    torch.manual_seed(0)
+    tokens, _ = Sampler([Sampling()] * rows, [None] * rows, CPU).sample(p.log().float().expand(rows, -1))
+    seen = torch.bincount(tokens, minlength=vocab).double() / rows
+    assert not seen[p == 0].any()
+    assert (seen - p).abs().max() < 0.01  # nine standard deviations
