@@ -25,6 +25,7 @@ from rl_async.offload import off_loop
 from rl_async.rollout_server.api import GenerateRequest, Generator
 
 ID_BYTES = 16
+UNTRAINED = "untrained"  # how the model's name ends in a request whose answer is not to be trained on
 
 
 class GatewayEpisode:
@@ -59,13 +60,39 @@ class GatewayEpisode:
         self._limit = min(config.agent.max_tokens, config.rollout.max_model_len)
         self._max_tokens = config.rollout.max_tokens
         self._requests = self._answers = self._in_flight = 0
+        self._heard = self.began
         self._generate_s = 0.0
 
-    async def complete(self, request: ChatRequest) -> Completion:
-        """Return the policy's answer, and record it if the episode is still open.
+    @property
+    def name(self) -> str:
+        """The sample and its attempt as GROUP.SAMPLE.ATTEMPT: no secret, unlike ``id``."""
+        return self._name
+
+    def heard(self) -> None:
+        """Note a sign of life of the program."""
+        self._heard = time.monotonic()
+
+    def idle_s(self, now: float) -> float:
+        """Return for how many seconds the program has given no sign of life; 0 while it waits for an answer."""
+        return 0.0 if self._in_flight else now - self._heard
+
+    def summary(self, now: float) -> dict[str, Any]:
+        """Return what a listing shows of the episode."""
+        return {
+            "episode": self._name,
+            "task_id": self.group.task.task_id,
+            "partition": self.group.partition,
+            "age_s": now - self.began,
+            "idle_s": self.idle_s(now),
+            "answers": self._answers,
+        }
+
+    async def complete(self, request: ChatRequest, *, train: bool = True) -> Completion:
+        """Return the policy's answer, and record it if the episode is still open and it is to ``train``.
 
         Raises RequestRefused for unsupported requests, EngineRejected or EngineLost if no engine answers.
         """
+        self.heard()
         self._check(request)
         number = self._requests
         self._requests += 1
@@ -77,6 +104,7 @@ class GatewayEpisode:
             result = await self._generator.generate(self._generate(request, prompt, number), session=self._name)
         finally:
             self._in_flight -= 1
+            self.heard()
         seconds = time.monotonic() - began
         if self.closed:
             raise RequestRefused("the episode ended before this answer was complete", code="episode_ended", status=404)
@@ -88,7 +116,8 @@ class GatewayEpisode:
         )
         said = read_answer(answer, tools=bool(request.tools))
         malformed = [call for call in answer.calls if call.problem] if request.tools else []
-        self._recorder.record(prompt, result, said, seconds, malformed)
+        if train and not request.model.endswith(UNTRAINED):
+            self._recorder.record(prompt, result, said, seconds, malformed)
         self._answers += 1
         self._generate_s += seconds
         reason = "stop" if result.finish_reason == "stop" else "length"

@@ -1,4 +1,4 @@
-"""All open episodes of a gateway: leased on request, put into the queue at their end, failed at their deadline.
+"""All open episodes of a gateway: leased on request, put into the queue at their end, failed at a deadline.
 
 queue --lease--> samples --POST /episodes--> agent programs --reward--> rows --put--> queue
 """
@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -81,7 +81,7 @@ class OpenEpisodes:
         self._samples: deque[tuple[LeasedGroup, int]] = deque()  # leased, and not requested yet
         self._changed = asyncio.Condition()  # notified of samples, waiting requests and the end of the run
         self._waiting = 0
-        self._last_request = time.monotonic()
+        self._last_request = self._last_attended = time.monotonic()
         self.finished = False
         self.put = self.failed = self.refused = 0
 
@@ -133,22 +133,56 @@ class OpenEpisodes:
         return [(group.group_id, sample, group.attempt) for group, sample in [*self._samples, *playing]]
 
     async def _reap(self) -> None:
-        """Fail episodes that do not end, and samples that no program requests, until cancelled.
+        """Fail episodes that do not end or whose programs are silent, and samples that no program requests.
 
-        Consumes episodes and samples past their deadline; produces failures. Waits for the clock.
+        Runs until cancelled. Consumes episodes and samples past their deadline; produces failures. Waits for the clock.
         """
-        limit = self._config.agent.episode_timeout_s
+        limit, idle = self._config.agent.episode_timeout_s, self._options.idle_timeout_s
         while True:
-            await asyncio.sleep(min(1.0, limit / 4))
+            await asyncio.sleep(min(1.0, limit / 4, idle / 4))
             now = time.monotonic()
-            for episode in [e for e in self._open.values() if now - e.began > limit]:
-                if not (episode.closed or episode.ending.locked()):  # else it is ending already
-                    late = f"episode did not finish within {limit:g} s (agent.episode_timeout_s)"
+            for episode in list(self._open.values()):
+                late = self._late(episode, now)
+                if late and not (episode.closed or episode.ending.locked()):  # else it is ending already
                     await self._fail(episode, f"EpisodeTimeout: {late}")
-            if now - self._last_request > limit and not self._waiting:
+            forgotten = now - self._last_request > limit and not self._waiting
+            if forgotten or self.unattended_s(now) > idle:
                 while self._samples:
                     group, sample = self._samples.popleft()
                     await self._queue.fail(group.group_id, sample, group.attempt, "no agent program requested it")
+
+    def _late(self, episode: GatewayEpisode, now: float) -> str:
+        """Say which deadline the episode has passed; empty if none."""
+        limit, idle = self._config.agent.episode_timeout_s, self._options.idle_timeout_s
+        if now - episode.began > limit:
+            return f"episode did not finish within {limit:g} s (agent.episode_timeout_s)"
+        if episode.idle_s(now) > idle:
+            return f"its program sent no request and no heartbeat for {idle:g} s (agent.gateway.idle_timeout_s)"
+        return ""
+
+    # --- what people see and do -------------------------------------------------------------------------------------
+
+    def unattended_s(self, now: float) -> float:
+        """Return for how many seconds no program has played or asked for an episode."""
+        return 0.0 if self._open or self._waiting else now - self._last_attended
+
+    def listing(self) -> dict[str, Any]:
+        """Return the open episodes and who waits for whom."""
+        now = time.monotonic()
+        return {
+            "episodes": [episode.summary(now) for episode in self._open.values()],
+            "programs_waiting": self._waiting,
+            "samples_waiting": len(self._samples),
+            "unattended_s": self.unattended_s(now),
+            "finished": self.finished,
+        }
+
+    async def give_back(self, name: str, error: str) -> Ended:
+        """Fail the open episode that the listing calls ``name``. Raises RequestRefused if there is none."""
+        for episode in self._open.values():
+            if episode.name == name:
+                return await self.end(episode.id, Ending(error=error), by="rl-async gateway end")
+        raise RequestRefused(f"there is no open episode {name[:80]!r}", code="unknown_episode", status=404)
 
     # --- what agent programs do -------------------------------------------------------------------------------------
 
@@ -165,6 +199,7 @@ class OpenEpisodes:
                 return None
             finally:
                 self._waiting -= 1
+                self._last_attended = time.monotonic()
             if not self._samples:
                 return None
             group, sample = self._samples.popleft()
@@ -198,7 +233,7 @@ class OpenEpisodes:
             )
         return episode
 
-    async def end(self, episode_id: str, ending: Ending) -> Ended:
+    async def end(self, episode_id: str, ending: Ending, by: str = "the agent program") -> Ended:
         """End an episode; one that has ended accepts nothing else. If it raises RequestRefused, it stays open."""
         _check(ending)
         if episode_id in self._ended:
@@ -210,7 +245,7 @@ class OpenEpisodes:
             if episode.closed:  # it is being failed right now
                 raise RequestRefused("this episode has ended", code="episode_ended", status=404)
             if ending.error:
-                return await self._fail(episode, f"the agent program: {ending.error}", ending.idempotency_key)
+                return await self._fail(episode, f"{by}: {ending.error}", ending.idempotency_key)
             return await self._put(episode, ending)
 
     async def _put(self, episode: GatewayEpisode, ending: Ending) -> Ended:
@@ -246,6 +281,7 @@ class OpenEpisodes:
             self.refused += 1
             answer, how = answer._replace(accepted=False, reason=reply.reason), reply.reason
         self._open.pop(episode.id, None)
+        self._last_attended = time.monotonic()
         self._ended[episode.id] = Record(answer, how, idempotency_key)
         if len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)

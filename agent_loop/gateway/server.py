@@ -1,6 +1,7 @@
 """The gateway's HTTP routes: leasing and ending episodes, and the policy's answers in each dialect."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from rl_async.process.http_server import application, read_body
 
 T = TypeVar("T")
 MAX_WAIT_S = 60.0
+TRAIN = "X-RL-Async-Train"  # header of a request; no: its answer is not trained on
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -30,16 +32,26 @@ class Begin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wait_s: float = 20.0
 
 
+class GiveBack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of ``POST /episodes/give-back``: GROUP.SAMPLE.ATTEMPT and why."""
+
+    episode: str
+    error: str = "ended by hand"
+
+
 class GatewayServer:
     """Routes over the episodes. ``app`` is the ASGI application."""
 
     def __init__(self, config: RunConfig, episodes: OpenEpisodes) -> None:
         self._config, self._episodes = config, episodes
-        options = config.agent.gateway or GatewayConfig()
-        self._max_body, self.fields = options.max_body_bytes, UnobeyedFields(options.unsupported)
+        self._options = config.agent.gateway or GatewayConfig()
+        self.fields = UnobeyedFields(self._options.unsupported)
         one = "/episodes/{id}"
         routes: dict[str, tuple[Handler, Callable[[RequestRefused], dict[str, Any]]]] = {
             "POST /episodes": (self.begin, openai.error_body),
+            "GET /episodes": (self.listing, openai.error_body),
+            "POST /episodes/give-back": (self.give_back, openai.error_body),
+            f"POST {one}/heartbeat": (self.heartbeat, openai.error_body),
             f"POST {one}/reward": (self.end, openai.error_body),
             f"POST {one}/v1/chat/completions": (self.chat, openai.error_body),
             f"GET {one}/v1/models": (self.models, openai.error_body),
@@ -58,6 +70,7 @@ class GatewayServer:
             "episode_id": episode.id,
             "base_url": f"{request.base_url}episodes/{episode.id}/v1",
             "deadline_s": self._config.agent.episode_timeout_s,
+            "idle_timeout_s": self._options.idle_timeout_s,
             "task": task_view(episode),
         }
         return _json(answer)
@@ -66,6 +79,22 @@ class GatewayServer:
         """End an episode with a reward, an error, or neither."""
         ending = await self._body(request, Ending)
         return _json((await self._episodes.end(request.path_params["id"], ending))._asdict())
+
+    async def heartbeat(self, request: Request) -> Response:
+        """Note that the program of an episode lives; the answer says how long the episode may still take."""
+        episode = self._episodes.get(request.path_params["id"])
+        episode.heard()
+        left_s = self._config.agent.episode_timeout_s - (time.monotonic() - episode.began)
+        return _json({"deadline_s": max(0.0, left_s)})
+
+    async def listing(self, request: Request) -> Response:
+        """List the open episodes, without their secret ids, for ``rl-async gateway ls``."""
+        return _json(self._episodes.listing())
+
+    async def give_back(self, request: Request) -> Response:
+        """Fail an episode that is named as the listing does, for ``rl-async gateway end``."""
+        named = await self._body(request, GiveBack)
+        return _json((await self._episodes.give_back(named.episode, named.error))._asdict())
 
     async def chat(self, request: Request) -> Response:
         """Answer a chat completion request in OpenAI's dialect, streamed or not."""
@@ -113,12 +142,12 @@ class GatewayServer:
             raise RequestRefused(str(error), code="invalid_request") from error
 
     async def _bytes(self, request: Request) -> bytes:
-        return await read_body(request, self._max_body, "agent.gateway.max_body_bytes")
+        return await read_body(request, self._options.max_body_bytes, "agent.gateway.max_body_bytes")
 
     async def _complete(self, request: Request, chat: ChatRequest) -> Completion:
         episode = self._episodes.get(request.path_params["id"])
         self.fields.settle(episode.unobeyed(chat), request.headers.get("user-agent", ""))
-        return await _unless_gone(request, episode.complete(chat))
+        return await _unless_gone(request, episode.complete(chat, train=_trains(request)))
 
 
 def _guarded(handler: Handler, error_body: Callable[[RequestRefused], dict[str, Any]]) -> Handler:
@@ -138,6 +167,14 @@ def _guarded(handler: Handler, error_body: Callable[[RequestRefused], dict[str, 
         return _json(error_body(refusal), refusal.status)
 
     return guarded
+
+
+def _trains(request: Request) -> bool:
+    """Whether the answer is to be trained on. Raises RequestRefused for a header that says neither yes nor no."""
+    word = request.headers.get(TRAIN, "yes").lower()
+    if word not in ("yes", "no"):
+        raise RequestRefused(f"{TRAIN}: {word[:80]} is neither yes nor no", code="invalid_request", param=TRAIN)
+    return word == "yes"
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:

@@ -18,6 +18,12 @@ class GatewayConfig(Config, frozen=True):
         doc("Address to listen on. Requests carry a token and nothing is encrypted (docs/security.md)."),
     ] = "127.0.0.1"
     port: Annotated[Count, doc("0: a free port.")] = 0
+    idle_timeout_s: Annotated[
+        Seconds,
+        doc(
+            "An episode fails, and is played again, if its program sends neither a request nor a heartbeat for so long."
+        ),
+    ] = 300.0
     max_answers: Annotated[Positive, doc("Completions per episode; further requests are refused.")] = 64
     max_body_bytes: Annotated[Positive, doc("Bytes of one request's body; a longer one is refused unread.")] = 8 << 20
     unsupported: Annotated[

@@ -1,10 +1,10 @@
-"""``rl-async launch``, ``eval`` and ``gateway``: commands that start processes of a run."""
+"""``rl-async launch`` and ``eval``: commands that start a run."""
 
 import argparse
 import sys
 
 from rl_async.errors import UserError
-from rl_async.launcher.cli.options import add_config, add_run
+from rl_async.launcher.cli.options import add_config
 
 MODES = ("colocated", "disaggregated")
 LAUNCHERS = ("local", "ray")
@@ -72,17 +72,3 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     check_user_code(config)
     return evaluate(fetch_sources(config), arguments.config)
-
-
-def add_gateway(parser: argparse.ArgumentParser) -> None:
-    parser.description = "An OpenAI-compatible gateway; each episode gets a base_url of its own. See docs/gateway.md."
-    add_run(parser, "folder of a running run")
-    parser.add_argument("--host", default="", help="address to listen on (default: agent.gateway.host, or loopback)")
-    parser.add_argument("--port", type=int, default=0, help="default: a free one")
-    parser.set_defaults(command=_gateway)
-
-
-def _gateway(arguments: argparse.Namespace) -> int:
-    from rl_async.agent_loop.gateway.process import attach
-
-    return attach(arguments.run, arguments.host, arguments.port)

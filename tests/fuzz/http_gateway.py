@@ -141,6 +141,9 @@ class GatewayTarget:
     token = "g" * 43
     routes = (
         Route("POST", "/episodes", {"wait_s": 0.1}),
+        Route("GET", "/episodes"),
+        Route("POST", "/episodes/give-back", {"episode": "0.0.1", "error": "x"}),
+        Route("POST", "/episodes/{id}/heartbeat", {}),
         Route("POST", "/episodes/{id}/reward", {"reward": 0.5, "parts": {"tidy": 1.0}, "error": ""}),
         Route("POST", "/episodes/{id}/v1/chat/completions", _CHAT),
         Route("POST", "/episodes/{id}/v1/chat/completions", _CHAT | {"stream": True}),

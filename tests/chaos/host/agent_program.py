@@ -8,7 +8,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from rl_async.agent_loop.gateway.client import Gateway, GatewayError, RemoteEpisode
+from rl_async.gateway import Gateway, GatewayError, RemoteEpisode
 from rl_async.process.http_auth import bearer
 
 ANSWER_S = 20.0

@@ -16,11 +16,13 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
-from rl_async.agent_loop.gateway.client import Gateway, GatewayError, RemoteEpisode
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.errors import UserError
+from rl_async.gateway import Gateway, GatewayError, RemoteEpisode
+from rl_async.launcher.cli.__main__ import main
 from rl_async.messages import Version
-from rl_async.process.http_auth import token_file
+from rl_async.process.endpoints import Endpoints, write_endpoints
+from rl_async.process.http_auth import make_tokens, token_file
 from rl_async.process.role import bind
 from tests.contracts.engines.engine_peers import running
 from tests.contracts.gateway.peers import RunningGateway, gateway_process, make_model, serve_as_version_0
@@ -106,6 +108,36 @@ def test_streams_add_up_to_the_answer(start: Any, renderer: ChatRenderer) -> Non
     first, second = gateway.queue.rows[0]  # other tools are another prompt
     assert (trained_text(renderer, first), trained_text(renderer, second)) == ("1+2<|im_end|>", CALL + "<|im_end|>")
     assert second.reward_parts == {"tidy": 1.0}
+
+
+def test_a_header_keeps_a_request_out_of_training(start: Any, renderer: ChatRenderer) -> None:
+    gateway = start("1", "5")
+    episode, client = take(gateway)
+    question = [{"role": "user", "content": "a?"}]
+    for word in ("no", "yes"):
+        client.chat.completions.create(model="any", messages=question, extra_headers={"X-RL-Async-Train": word})
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model="any", messages=question, extra_headers={"X-RL-Async-Train": "maybe"})
+    assert episode.heartbeat() and episode.deadline_s > 0
+    assert episode.reward(0.5)["rows"] == 1 and not episode.heartbeat()
+    assert trained_text(renderer, gateway.queue.rows[0][0]) == "5<|im_end|>"
+
+
+def test_episodes_are_listed_and_ended_from_the_command_line(
+    start: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway = start("5")
+    make_tokens(tmp_path / "keys")
+    write_endpoints(tmp_path, Endpoints(queue="none", gateway=gateway.url))
+    assert main(["gateway", "ls", str(tmp_path)]) == 0
+    assert "0 episodes open" in capsys.readouterr().out
+    episode, _ = take(gateway)
+    assert main(["gateway", "ls", str(tmp_path)]) == 0
+    assert "7.0.1" in (said := capsys.readouterr().out) and episode.id not in said
+    assert main(["gateway", "end", str(tmp_path), "7.0.1"]) == 0
+    assert main(["gateway", "end", str(tmp_path), "7.0.1"]) == 2
+    assert "7.0.1" in capsys.readouterr().err and len(gateway.queue.failures) == 1
+    assert not episode.reward(1.0)["accepted"]
 
 
 @pytest.mark.parametrize("announced", [True, False])
@@ -282,8 +314,8 @@ def test_what_a_real_engine_sampled_reaches_the_queue_as_it_was(
         assert {run.version for run in row.versions} == {Version(0, 0)} and row.reward == 0.25
         check_logprobs(weights, row)
     sampled = [trained_text(renderer, row) for row in rows]
-    for (first, second, branch), main, other in zip(said, sampled[::2], sampled[1::2], strict=True):
-        assert main.replace("<|im_end|>", "") == (first + second).replace("<|im_end|>", "")
+    for (first, second, branch), whole, other in zip(said, sampled[::2], sampled[1::2], strict=True):
+        assert whole.replace("<|im_end|>", "") == (first + second).replace("<|im_end|>", "")
         assert other.replace("<|im_end|>", "") == branch.replace("<|im_end|>", "")
 
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 
-from rl_async.agent_loop.gateway.client import Gateway, RemoteEpisode
+from rl_async.gateway import Gateway, RemoteEpisode
 
 
 def play(episode: RemoteEpisode) -> None:

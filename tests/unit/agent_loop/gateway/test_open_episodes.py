@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -291,6 +292,82 @@ async def test_episodes_without_an_end_and_samples_without_a_program_are_given_u
         "EpisodeTimeout",
         "no agent program requested it",
     }
+
+
+async def test_an_episode_whose_program_is_silent_is_given_up_and_one_with_heartbeats_is_not(
+    renderer: ChatRenderer,
+) -> None:
+    queue = FakeQueue([leased(samples=3)])
+    async with gateway(queue, renderer, Gone(), gateway=GatewayConfig(idle_timeout_s=0.2)) as episodes:
+        silent, living = await begin(episodes), await begin(episodes)
+        async with asyncio.timeout(30):
+            while not queue.failures:
+                living.heard()
+                await asyncio.sleep(0.01)
+        assert episodes.get(living.id) is living
+        with pytest.raises(RequestRefused):
+            episodes.get(silent.id)
+        async with asyncio.timeout(30):
+            while len(queue.failures) < 3:  # no program is left, and nobody asks for the third sample
+                queue.failed.clear()
+                await queue.failed.wait()
+        assert episodes.unattended_s(time.monotonic()) > 0.2
+    assert "agent.gateway.idle_timeout_s" in queue.failures[0][2]
+
+
+async def test_waiting_for_an_answer_is_no_silence(renderer: ChatRenderer) -> None:
+    asked, answering = asyncio.Event(), asyncio.Event()
+    scripted = ScriptedEngine(renderer, ["4"])
+
+    class Slow:
+        async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
+            asked.set()
+            await answering.wait()
+            return await scripted.generate(request, session=session)
+
+    queue = FakeQueue([leased(samples=2)])
+    async with gateway(queue, renderer, Slow(), gateway=GatewayConfig(idle_timeout_s=0.2)) as episodes:
+        waiting, silent = await begin(episodes), await begin(episodes)
+        answer = asyncio.create_task(waiting.complete(ask("a?")))
+        await asked.wait()
+        async with asyncio.timeout(30):
+            await queue.failed.wait()
+        with pytest.raises(RequestRefused):
+            episodes.get(silent.id)
+        answering.set()
+        assert (await answer).message.text == "4"
+        assert (await episodes.end(waiting.id, Ending(reward=1.0))).accepted
+
+
+async def test_open_episodes_are_listed_without_their_ids_and_ended_by_name(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased(samples=2)])
+    async with gateway(queue, renderer, ScriptedEngine(renderer, ["5"])) as episodes:
+        episode = await begin(episodes)
+        await episode.complete(ask("a?"))
+        listing = episodes.listing()
+        assert episode.id not in str(listing) and listing["samples_waiting"] == 1 and listing["unattended_s"] == 0
+        (listed,) = listing["episodes"]
+        assert (listed["episode"], listed["task_id"], listed["answers"]) == ("7.0.1", "t:0", 1)
+        with pytest.raises(RequestRefused) as refused:
+            await episodes.give_back("7.0.2", "x")
+        assert refused.value.status == 404
+        assert (await episodes.give_back("7.0.1", "x")).accepted and not episodes.listing()["episodes"]
+    assert [(group, sample) for group, sample, _ in queue.failures] == [(7, 0)]
+
+
+async def test_requests_can_be_kept_out_of_training(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased()])
+    async with gateway(queue, renderer, ScriptedEngine(renderer, ["1", "2", "3"])) as episodes:
+        episode = await begin(episodes)
+        assert (await episode.complete(ask("title?"), train=False)).message.text == "1"
+        assert (await episode.complete(ask("title?", model="x/policy-untrained"))).message.text == "2"
+        with pytest.raises(RequestRefused) as refused:
+            await episodes.end(episode.id, Ending(reward=1.0))
+        assert refused.value.code == "no_answers", "there is nothing to train on"
+        await episode.complete(ask("title?", "1", "a?"))
+        assert (await episodes.end(episode.id, Ending(reward=1.0))).rows == 1
+    ((row,),) = queue.rows
+    assert renderer.decode(row.token_ids[row.loss_mask].tolist()) == "3<|im_end|>"
 
 
 async def test_an_end_that_comes_while_the_episode_is_given_up_is_refused(renderer: ChatRenderer) -> None:

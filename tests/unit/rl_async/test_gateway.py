@@ -1,15 +1,23 @@
-"""The agent programs' client, against a gateway that dies in the middle of its answers."""
+"""The agent programs' client, against a gateway that dies in the middle of its answers; and its heartbeats."""
 
 import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
-from rl_async.agent_loop.gateway.client import FINISHED, Gateway
+from rl_async.gateway import FINISHED, Gateway, Heartbeats, RemoteEpisode
 
-TASK = json.dumps({"episode_id": "e", "base_url": "http://none", "task": {"prompt": []}}).encode()
+BEGUN = {
+    "episode_id": "e",
+    "base_url": "http://none/e/v1",
+    "deadline_s": 9,
+    "idle_timeout_s": 99,
+    "task": {"prompt": []},
+}
+TASK = json.dumps(BEGUN).encode()
 
 
 def answer(body: bytes, status: str = "200 OK") -> bytes:
@@ -62,3 +70,56 @@ def test_an_episode_whose_gateway_has_lost_the_queue_is_over(serve: Callable[...
     lost = answer(json.dumps({"error": {"code": "QueueLost"}}).encode(), "503 Service Unavailable")
     episode = next(Gateway(serve(answer(TASK), lost)).episodes())
     assert episode.score()["accepted"] is False
+
+
+def test_both_dialects_have_a_base_url(serve: Callable[..., str]) -> None:
+    episode = next(Gateway(serve(answer(TASK))).episodes())
+    assert (episode.base_url, episode.anthropic_base_url) == ("http://none/e/v1", "http://none/e")
+
+
+class Beaten:
+    """A gateway that counts heartbeats, and says that an episode has ended after three."""
+
+    def __init__(self) -> None:
+        self.beats: list[str] = []
+        self.beaten = threading.Event()
+
+    def post(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        self.beats.append(path)
+        self.beaten.set()
+        return (200 if len(self.beats) < 3 else 404), {}
+
+
+def held(gateway: Any, heartbeats: Heartbeats) -> RemoteEpisode:
+    episode = RemoteEpisode("e", "", {}, gateway)
+    heartbeats.start(episode, 0.01)
+    return episode
+
+
+def wait_for_end(heartbeats: Heartbeats) -> None:
+    thread = heartbeats._thread
+    if thread is not None:
+        thread.join(30)
+    assert heartbeats._thread is None
+
+
+def test_heartbeats_are_sent_until_the_episode_has_ended() -> None:
+    gateway, heartbeats = Beaten(), Heartbeats()
+    episode = held(gateway, heartbeats)
+    wait_for_end(heartbeats)
+    assert gateway.beats == ["/episodes/e/heartbeat"] * 3 and episode.id == "e"
+
+
+def test_no_heartbeat_is_sent_for_an_episode_that_the_program_has_forgotten() -> None:
+    gateway, heartbeats = Beaten(), Heartbeats()
+    held(gateway, heartbeats)
+    wait_for_end(heartbeats)
+    assert gateway.beats == []
+
+
+def test_no_heartbeat_is_sent_for_an_episode_that_was_ended() -> None:
+    gateway, heartbeats = Beaten(), Heartbeats()
+    episode = held(gateway, heartbeats)
+    heartbeats.stop(episode)
+    wait_for_end(heartbeats)
+    assert gateway.beats == []

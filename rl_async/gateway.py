@@ -1,0 +1,202 @@
+"""The gateway's client, for agent programs. It needs only the standard library: where an agent program has an
+environment of its own, ``pip install --no-deps rl-async`` is enough.
+
+for episode in Gateway(url, token_file="runs/mine/keys/gateway.token").episodes():
+    client = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key)
+    ...
+    episode.reward(1.0)
+
+While the program holds an episode, a thread tells the gateway that it lives (``agent.gateway.idle_timeout_s``).
+"""
+
+import http.client
+import json
+import math
+import secrets
+import threading
+import time
+import urllib.error
+import urllib.request
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_async.errors import RlAsyncError
+from rl_async.process.http_auth import bearer, read_token, token_from_environment
+
+FINISHED = {"finished": True}
+HEARTBEATS = 4  # within an idle timeout
+SLOW_S = 600.0  # scoring by a judge may take this long
+
+
+class GatewayError(RlAsyncError):
+    """The gateway refused a request; the message is its answer."""
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteEpisode:
+    """One episode to play. ``task`` has prompt (chat messages), ground_truth, tools (schemas), partition and extra.
+
+    ``base_url`` is for clients that speak OpenAI's dialects, ``anthropic_base_url`` for those that speak Anthropic's.
+    """
+
+    id: str
+    base_url: str
+    task: dict[str, Any]
+    gateway: "Gateway"
+    deadline_s: float = math.inf  # from its beginning
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """The URL to which Anthropic's clients add ``/v1/messages``."""
+        return self.base_url.removesuffix("/v1")
+
+    @property
+    def api_key(self) -> str:
+        """The gateway's token, for the client that talks to ``base_url``."""
+        return self.gateway.token
+
+    def reward(self, value: float, **parts: float) -> dict[str, Any]:
+        """End the episode with this reward; ``accepted`` is false, with the reason, if it had ended.
+
+        Raises GatewayError for a reward that is refused.
+        """
+        return self._end({"reward": value, "parts": parts})
+
+    def score(self) -> dict[str, Any]:
+        """End the episode; the run's own reward functions score it."""
+        return self._end({})
+
+    def fail(self, error: str) -> dict[str, Any]:
+        """Give the episode up; its sample is played again."""
+        return self._end({"error": error})
+
+    def heartbeat(self) -> bool:
+        """Tell the gateway that the program lives; false if the episode has ended. The client does so by itself."""
+        return self.gateway.post(f"/episodes/{self.id}/heartbeat", {})[0] == 200
+
+    def _end(self, body: dict[str, Any]) -> dict[str, Any]:
+        key = {"idempotency_key": secrets.token_urlsafe(16)}  # ``post`` repeats a request that got no answer
+        status, answer = self.gateway.post(f"/episodes/{self.id}/reward", body | key)
+        if status in (404, 503):  # it ended, or the gateway was restarted since, or has lost the queue and ends
+            return {"accepted": False, "reason": "the episode has ended", "rows": 0, "reward": None}
+        if status != 200:
+            raise GatewayError(f"{status}: {answer}")
+        self.gateway.heartbeats.stop(self)
+        return answer
+
+
+class Heartbeats:
+    """Sends heartbeats for the episodes that the program still holds, from a thread that ends with the last of them."""
+
+    def __init__(self) -> None:
+        self._held: weakref.WeakValueDictionary[str, RemoteEpisode] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._every_s = 0.0
+
+    def start(self, episode: RemoteEpisode, every_s: float) -> None:
+        """Send heartbeats for this episode until it is stopped, has ended, or is forgotten by the program."""
+        with self._lock:
+            self._held[episode.id], self._every_s = episode, every_s
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="gateway heartbeats", daemon=True)
+                self._thread.start()
+
+    def stop(self, episode: RemoteEpisode) -> None:
+        """Send no more heartbeats for an episode."""
+        self._held.pop(episode.id, None)
+
+    def _run(self) -> None:
+        """Produces heartbeats until no episode is held. Waits for the clock, and for the gateway's answers."""
+        while True:
+            time.sleep(self._every_s)
+            for episode in list(self._held.values()):
+                try:
+                    lives = episode.heartbeat()
+                except OSError:
+                    continue  # the program's own requests will tell it that the gateway is gone
+                if not lives:
+                    self.stop(episode)
+                del episode
+            with self._lock:
+                if not self._held:
+                    self._thread = None
+                    return
+
+
+class Gateway:
+    """The gateway at ``url``, which must answer within ``start_s``.
+
+    ``token_file`` has its token; None: the environment variable RL_ASYNC_TOKEN_FILE names the file. Once the gateway
+    has answered, it counts as ended with its run if it does not answer for ``gone_s``; within that time the launcher
+    restarts a gateway that died.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token_file: str | Path | None = None,
+        wait_s: float = 20.0,
+        start_s: float = 60.0,
+        gone_s: float = 20.0,
+    ) -> None:
+        self.token = token_from_environment() if token_file is None else read_token(Path(token_file))
+        self._url, self._wait_s, self._start_s, self._gone_s = url.rstrip("/"), wait_s, start_s, gone_s
+        self._answered = False
+        self.heartbeats = Heartbeats()
+
+    def episodes(self) -> Iterator[RemoteEpisode]:
+        """Episodes to play, one after another, until the run is over. Call it once in each thread that plays."""
+        while True:
+            status, answer = self.post("/episodes", {"wait_s": self._wait_s})
+            if status == 200:
+                episode = RemoteEpisode(
+                    answer["episode_id"], answer["base_url"], answer["task"], self, answer["deadline_s"]
+                )
+                self.heartbeats.start(episode, answer["idle_timeout_s"] / HEARTBEATS)
+                yield episode
+                del episode  # while this waits for the next one, nothing but the program keeps it alive
+            elif status != 503:
+                raise GatewayError(f"{status}: {answer}")
+            elif answer == FINISHED:
+                return
+
+    def post(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Post JSON; return status and body, or 503 and FINISHED if it is gone. Raises OSError if it never answered."""
+        return self._request(path, json.dumps(body).encode())
+
+    def get(self, path: str) -> tuple[int, dict[str, Any]]:
+        """Get JSON, as ``post`` does."""
+        return self._request(path, None)
+
+    def _request(self, path: str, body: bytes | None) -> tuple[int, dict[str, Any]]:
+        headers = {"Content-Type": "application/json", **bearer(self.token)}
+        request = urllib.request.Request(self._url + path, body, headers)
+        deadline = time.monotonic() + (self._gone_s if self._answered else self._start_s)
+        while True:
+            try:
+                status, answer = _ask(request, self._wait_s + SLOW_S)
+            except (urllib.error.URLError, ConnectionError, http.client.HTTPException) as error:
+                # HTTPException: it died in the middle of its answer
+                if time.monotonic() > deadline and self._answered:
+                    return 503, FINISHED
+                if time.monotonic() > deadline:
+                    raise OSError(f"no gateway at {self._url}: {error}") from error
+                time.sleep(0.5)
+            else:
+                self._answered = True
+                return status, json.loads(answer)
+
+
+def _ask(request: urllib.request.Request, timeout_s: float) -> tuple[int, bytes]:
+    """Return status and body of the response, whatever its status."""
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
