@@ -32,10 +32,11 @@ async def run_worker(config: RunConfig, index: int, address: str, *, folder: Pat
         pool = engine_pool(config.rollout, run_token(folder, "engines"))
         runner = EpisodeRunner(config, load_format(config.model.path, config.agent), pool)
         rewards = await stack.enter_async_context(RewardService(config.reward, model_url=reward_model, folder=folder))
-        forget_api_keys(config.reward)
+        forget_api_keys(config)
         client = QueueClient(address, role="agent", name=f"agent-{index}", keys=client_keys(config, folder, "worker"))
         queue = await stack.enter_async_context(client)
         stack.push_async_callback(pool.close)
+        stack.push_async_callback(runner.close)
         worker = AgentWorker(queue, runner, rewards, config)
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(pool.watch(queue), name="engine registry")

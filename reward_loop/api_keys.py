@@ -2,7 +2,7 @@
 
 import os
 
-from rl_async.configs.schema.reward import RewardConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
 
 
@@ -15,9 +15,14 @@ def read_api_key(variable: str, key: str) -> str:
     return value
 
 
-def forget_api_keys(config: RewardConfig) -> None:
+def api_key_variables(config: RunConfig) -> list[str]:
+    """List the variables that hold the keys of the outside servers of a run."""
+    sections = (config.reward.judge, config.reward.model, config.agent.user)
+    return [section.api_key_env for section in sections if section is not None and section.api_key_env]
+
+
+def forget_api_keys(config: RunConfig) -> None:
     """Remove the keys from this process's environment once they are read, so that tools and scorers that run in
     processes of their own do not inherit them."""
-    for section in (config.judge, config.model):
-        if section is not None:
-            os.environ.pop(section.api_key_env, None)
+    for variable in api_key_variables(config):
+        os.environ.pop(variable, None)

@@ -5,6 +5,7 @@ calculator  one tool call, then the answer
 shop        look up a hidden price, compute with it, then the answer
 market      the same in words that a pretrained model understands, from demonstrations that seldom use both tools
 sort        sort digits, no tools
+guess       find a number that a scripted user thinks of and comments on, over several turns
 sums        add two digits, in words that a pretrained model understands; no tools and no demonstrations
 
 The demonstrations teach the format of tool calls but are often wrong, so that a warm-started model knows how to act
@@ -22,6 +23,7 @@ import pyarrow.parquet as pq
 
 from rl_async.agent_loop.chat_formats.format import BAD_CALL
 from rl_async.agent_loop.chat_formats.hermes import CALL_END, CALL_START
+from rl_async.agent_loop.environments.guess import NO_NUMBER, reply
 from rl_async.agent_loop.environments.shop import NO_SUCH_ITEM
 from rl_async.agent_loop.tools.arithmetic import evaluate
 from rl_async.errors import ConfigError
@@ -323,6 +325,36 @@ def _demonstrate_sort(sample: ToyTask, random_source: random.Random) -> list[Mes
     return [_assistant(answer)]
 
 
+# --- guess ----------------------------------------------------------------------------------------------------------
+
+GUESSES = 5  # enough to find any of the numbers by halving
+
+
+def _sample_guess(random_source: random.Random) -> ToyTask:
+    low = random_source.randint(0, 50)
+    high = low + random_source.randint(8, 24)
+    secret = random_source.randint(low, high)
+    return ToyTask(f"guess from {low} to {high}", str(secret), {"low": low, "high": high, "secret": secret})
+
+
+def _demonstrate_guess(sample: ToyTask, random_source: random.Random) -> list[Message]:
+    low, high, secret = (sample.state[key] for key in ("low", "high", "secret"))
+    turns: list[Message] = []
+    first, last = low, high
+    for turn in range(GUESSES):
+        heeds = random_source.random() < 0.4  # what the user said
+        guess = random_source.randint(first, last) if heeds else random_source.randint(low, high)
+        says = "no idea" if random_source.random() < 0.05 else str(guess)
+        said = reply(says, secret)
+        turns.append(_assistant(says))
+        if said is None or turn == GUESSES - 1:
+            return turns
+        turns.append({"role": "user", "content": said})
+        if said != NO_NUMBER:
+            first, last = (max(first, guess + 1), last) if guess < secret else (first, min(last, guess - 1))
+    return turns
+
+
 # --- sums -----------------------------------------------------------------------------------------------------------
 
 
@@ -345,6 +377,7 @@ KINDS = {
         system=MARKET,
     ),
     "sort": ToyTaskKind("single_turn", "sorting", _sample_sort, _demonstrate_sort),
+    "guess": ToyTaskKind("tool_agent", "guessing", _sample_guess, _demonstrate_guess, held_out=64),
     "sums": ToyTaskKind("single_turn", "math", _sample_sums, None, held_out=32),  # of 100
 }
 PAIRS = {"calculator-pairs": ("calculator", _pair_calculator)}  # the task whose prompts they have, and how to draw one

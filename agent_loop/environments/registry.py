@@ -1,26 +1,75 @@
-"""The built-in environments by name, and users' own."""
+"""The built-in environments by name, adapters of other projects by their prefix, and users' own."""
 
-from collections.abc import Callable
-from typing import Any, cast
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+from rl_async.agent_loop.environments.adapters.gymnasium import Gymnasium
+from rl_async.agent_loop.environments.adapters.openenv import OpenEnv
+from rl_async.agent_loop.environments.adapters.textarena import TextArena
+from rl_async.agent_loop.environments.adapters.verifiers import Verifiers
+from rl_async.agent_loop.environments.adapters.verl import VerlInteraction
+from rl_async.agent_loop.environments.guess import Guess
+from rl_async.agent_loop.environments.host import Host
 from rl_async.agent_loop.environments.shop import Shop
+from rl_async.agent_loop.environments.users import ScriptedUser, SimulatedUser
 from rl_async.errors import ConfigError
 from rl_async.messages import Task
 from rl_async.userload import is_user_reference, load_user_object
 
-EnvironmentFactory = Callable[[Task], Any]  # an interface.Environment, or whatever has some of its methods
-ENVIRONMENTS: dict[str, EnvironmentFactory] = {"shop": Shop}
+EnvironmentFactory = Callable[[Task, Host], Any]  # makes an interface.Environment, or what has some of its methods
+
+
+class Adapter(NamedTuple):
+    """``kind`` is made from the name behind the colon, too, and imports ``package`` when an episode begins."""
+
+    kind: Callable[[str, Task, Mapping[str, Any]], Any]
+    package: str = ""
+    install: str = ""
+
+
+ENVIRONMENTS: dict[str, EnvironmentFactory] = {
+    "shop": Shop,
+    "guess": Guess,
+    "scripted_user": ScriptedUser,
+    "simulated_user": SimulatedUser,
+}
+ADAPTERS = {
+    "gymnasium": Adapter(Gymnasium, "gymnasium", "pip install gymnasium"),
+    "openenv": Adapter(OpenEnv, "openenv", "pip install openenv-core"),
+    "textarena": Adapter(TextArena, "textarena", "pip install textarena"),
+    "verifiers": Adapter(Verifiers, "verifiers.envs", "pip install 'verifiers<0.2'"),
+    "verl": Adapter(VerlInteraction),
+}
 
 
 def get_environment(name: str) -> EnvironmentFactory:
-    """Return a built-in environment or the user's class ``path.py:name``. Raises ConfigError if there is none."""
+    """Return a built-in environment, an adapter's, or the user's class ``path.py:name``.
+
+    Raises ConfigError if there is none, or its package is missing.
+    """
+    project, _, rest = name.partition(":")
+    if rest and project in ADAPTERS:
+        return _adapted(name, ADAPTERS[project], rest)
     if is_user_reference(name):
         factory = load_user_object(name, "agent.environment")
         if not callable(factory):
             raise ConfigError(f"agent.environment: {name} is not a class")
-        return cast(EnvironmentFactory, factory)
+        return lambda task, host: factory(task, **host.config.agent.environment_options)
     if name not in ENVIRONMENTS:
         raise ConfigError(
-            f"agent.environment: no environment {name!r}; built in: {', '.join(ENVIRONMENTS)}; or path.py:class"
+            f"agent.environment: no environment {name!r}; built in: {', '.join(ENVIRONMENTS)}; "
+            f"{', '.join(f'{prefix}:NAME' for prefix in ADAPTERS)}; or path.py:class"
         )
     return ENVIRONMENTS[name]
+
+
+def _adapted(name: str, adapter: Adapter, rest: str) -> EnvironmentFactory:
+    if adapter.package and not _installed(adapter.package):
+        raise ConfigError(f"agent.environment: {name} needs `{adapter.install}`")
+    return lambda task, host: adapter.kind(rest, task, host.config.agent.environment_options)
+
+
+def _installed(package: str) -> bool:
+    parent = package.partition(".")[0]
+    return importlib.util.find_spec(parent) is not None and importlib.util.find_spec(package) is not None

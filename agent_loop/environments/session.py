@@ -24,12 +24,14 @@ _THREADS = DaemonCalls("environment", KEY)
 class Session:
     """An async context manager around an environment (``interface.Environment``), whose methods are all optional.
 
-    Every method raises EnvironmentFailed if the environment raises, misses its deadline or returns something unusable,
-    except for errors that name a user's mistake, which pass through.
+    ``own_deadlines`` of a built-in environment says that what it waits for has deadlines. Every method raises
+    EnvironmentFailed if the environment raises, misses its deadline or returns something unusable, except for errors
+    that name a user's mistake, which pass through.
     """
 
     def __init__(self, name: str, environment: Any, timeout_s: float) -> None:
-        self._name, self._timeout_s = name, timeout_s
+        self._name = name
+        self._timeout_s = None if getattr(environment, "own_deadlines", False) else timeout_s
         self._context = self._environment = environment
 
     async def __aenter__(self) -> Self:

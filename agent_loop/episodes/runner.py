@@ -5,6 +5,7 @@ import logging
 import random
 
 from rl_async.agent_loop.chat_formats.format import ChatFormat, text_size
+from rl_async.agent_loop.environments.host import Host
 from rl_async.agent_loop.environments.registry import EnvironmentFactory, get_environment
 from rl_async.agent_loop.environments.session import Session, joined
 from rl_async.agent_loop.episodes.episode import Episode
@@ -29,8 +30,13 @@ class EpisodeRunner:
         for name in config.agent.tools:
             get_tool(name)
         environment = config.agent.environment
+        self._host = Host(config, chat, generator)
         self._environment: EnvironmentFactory | None = get_environment(environment) if environment else None
         self._unused_reward = ENVIRONMENT not in {term.name for term in config.reward.functions}  # to warn once
+
+    async def close(self) -> None:
+        """Close what its environments share."""
+        await self._host.close()
 
     async def run(self, group: LeasedGroup, sample: int) -> list[Trajectory]:
         """Run one episode, from the prompt to its rows; the last one ends with the last answer.
@@ -72,7 +78,7 @@ class EpisodeRunner:
 
     def _session(self, factory: EnvironmentFactory, task: Task) -> Session:
         agent = self._config.agent
-        return Session(str(agent.environment), factory(task), agent.environment_timeout_s)
+        return Session(str(agent.environment), factory(task, self._host), agent.environment_timeout_s)
 
     def _warn_if_unused(self, score: Score) -> None:
         if self._unused_reward and score.value:

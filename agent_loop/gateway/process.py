@@ -44,7 +44,7 @@ async def run_gateway(
         pool = engine_pool(config.rollout, run_token(folder, "engines"))
         chat = load_format(config.model.path, config.agent)
         rewards = await stack.enter_async_context(RewardService(config.reward, model_url=reward_model, folder=folder))
-        forget_api_keys(config.reward)
+        forget_api_keys(config)
         client = QueueClient(queue_address, role="agent", name="gateway", keys=client_keys(config, folder, "worker"))
         queue = await stack.enter_async_context(client)
         stack.push_async_callback(pool.close)

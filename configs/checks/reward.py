@@ -17,12 +17,19 @@ def servers(c: RunConfig) -> str | None:
         return "reward.functions: judge needs reward.judge.url and reward.judge.model"
     if "environment" in used and c.agent.environment is None:
         return "reward.functions: environment is the reward that agent.environment gives; name that, or another scorer"
-    model, judge = c.reward.model, c.reward.judge
-    urls = {"reward.model.url": model.url if model else "", "reward.judge.url": judge.url if judge else ""}
+    model, judge, user = c.reward.model, c.reward.judge, c.agent.user
+    if (c.agent.environment == "simulated_user") != (user is not None):
+        return "agent.environment=simulated_user and agent.user, with the user's role in system, need one another"
+    if user is not None and bool(user.url) != bool(user.model):
+        return "agent.user.url and agent.user.model name a server and its model; leave both out for the policy itself"
+    if user is not None and user.highest <= user.lowest:
+        return f"agent.user.highest={user.highest:g} must be above agent.user.lowest={user.lowest:g}"
+    sections = (("reward.model", model), ("reward.judge", judge), ("agent.user", user))
+    urls = {f"{name}.url": section.url for name, section in sections if section is not None}
     for key, url in urls.items():
         if url and not re.fullmatch(r"https?://[^\s@?#]+", url):
             return f"{key} must be http://... or https://..., without a password and without a query"
-    names = {"reward.model": model.api_key_env if model else "", "reward.judge": judge.api_key_env if judge else ""}
+    names = {name: section.api_key_env for name, section in sections if section is not None}
     for section, name in names.items():
         if name and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
             return f"{section}.api_key_env is the NAME of an environment variable (capitals), never the key itself"

@@ -158,6 +158,12 @@ def _sizes(t: Translation) -> None:
     t.put("rollout.max_model_len", t.take(f"{ROLLOUT}.max_model_len") or total, *lengths, f"{ROLLOUT}.max_model_len")
     if t.take(f"{ROLLOUT}.multi_turn.enable", False):
         t.put("agent.loop", "tool_agent", f"{ROLLOUT}.multi_turn.enable")
+    interactions = f"{ROLLOUT}.multi_turn.interaction_config_path"
+    if file := t.take(interactions):
+        t.put("agent.environment", f"verl:{file}", interactions)
+        t.notes.append(
+            "agent.environment: rewards get the interaction's scores there; add {name: environment} to reward.functions"
+        )
 
 
 def _optimizer(t: Translation) -> None:

@@ -1,13 +1,15 @@
 """Sections `agent` and `rollout`: how episodes are played, and the engines that sample them."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
 from rl_async.configs.base import Config, Count, Fraction, Positive, Seconds, doc
 from rl_async.configs.engines import EngineKind
 from rl_async.configs.schema.chat_formats import ChatFormatName, PastReasoning
+from rl_async.configs.schema.user import UserConfig
 
 UnsupportedFields = Literal["ignore", "refuse"]
 
@@ -58,6 +60,12 @@ class AgentConfig(Config, frozen=True):
     environment: Annotated[
         str | None,
         doc("Built-in environment, or your own as path.py:name; each episode gets a new one (docs/environments.md)."),
+    ] = None
+    environment_options: Annotated[
+        dict[str, Any], doc("Further arguments of the environment, by name, e.g. {render_mode: ansi}.")
+    ] = msgspec.field(default_factory=dict)
+    user: Annotated[
+        UserConfig | None, doc("The language model behind the environment simulated_user (docs/environments.md).")
     ] = None
     environment_timeout_s: Annotated[
         Seconds, doc("Deadline of one call of an environment: its reset, a step, its reward, its end.")

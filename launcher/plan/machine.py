@@ -13,7 +13,6 @@ from rl_async.configs.derived.engines import engine_kinds, engine_traits
 from rl_async.configs.derived.models import warm_start_of
 from rl_async.configs.engines import ENGINES
 from rl_async.configs.engines.traits import Experts
-from rl_async.configs.schema.reward import RewardConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.launcher.plan.artifacts import needs_preparation
@@ -41,7 +40,7 @@ def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: in
     if not elsewhere:
         check_engines(config, on_gpus=False)
     check_trainer(config, gpus)
-    check_api_keys(config.reward)
+    check_api_keys(config)
     size = model_size(config)
     check_expert_names(config)
     if not elsewhere and (gpus == 0 or config.model.device == "cpu"):
@@ -49,8 +48,11 @@ def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: in
     return plan(config, folder, size=size, gpus=gpus, resume=resume)
 
 
-def check_api_keys(reward: RewardConfig) -> None:
-    """Raise ConfigError if the environment lacks the key of a judge or of an outside reward model that is used."""
+def check_api_keys(config: RunConfig) -> None:
+    """Raise ConfigError if the environment lacks the key of a judge, an outside reward model or a user in use."""
+    reward, user = config.reward, config.agent.user
+    if user is not None and config.agent.environment == "simulated_user":
+        read_api_key(user.api_key_env, "agent.user.api_key_env")
     names = {term.name for term in reward.functions}
     if reward.judge is not None and "judge" in names:
         read_api_key(reward.judge.api_key_env, "reward.judge.api_key_env")

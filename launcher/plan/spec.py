@@ -11,6 +11,7 @@ from typing import Literal
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.ports import HOST
 from rl_async.process.http_auth import HOSTS, TOKEN_FILE, token_file
+from rl_async.reward_loop.api_keys import api_key_variables
 
 HOST_OF = re.compile(r"\{([\w-]+)\.host\}")
 THIS_MACHINE: Mapping[str, str] = {}  # empty: every process has the loopback address
@@ -76,8 +77,8 @@ def http_environment(config: RunConfig, run_dir: Path) -> dict[str, str]:
 
 def secrets(config: RunConfig) -> dict[str, Role]:
     """Return the variables that hold secrets, with the only role that uses each."""
-    keys = [section.api_key_env for section in (config.reward.judge, config.reward.model) if section is not None]
-    return {**SECRETS, **{name: "worker" for name in keys if name}}
+    reader: Role = "worker"
+    return {**SECRETS, **dict.fromkeys(api_key_variables(config), reader)}
 
 
 def environment(config: RunConfig, role: Role) -> dict[str, str]:

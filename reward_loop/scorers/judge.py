@@ -17,6 +17,7 @@ from rl_async.configs.schema.reward import JudgeConfig
 from rl_async.messages import Turn
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed
 from rl_async.reward_loop.api_keys import read_api_key
+from rl_async.reward_loop.completion import read_completion
 from rl_async.reward_loop.post import Poster
 from rl_async.reward_loop.scorers.verdicts import Verdict, Verdicts
 
@@ -35,25 +36,6 @@ _FORMATS: dict[str, dict[str, Any]] = {
     "json_schema": {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": _SCHEMA}},
     "json_object": {"type": "json_object"},
 }
-
-
-class _Message(msgspec.Struct):
-    content: str | None = None
-    refusal: str | None = None
-
-
-class _Choice(msgspec.Struct):
-    message: _Message
-    finish_reason: str | None = None
-
-
-class _Usage(msgspec.Struct):
-    total_tokens: int = 0
-
-
-class _Completion(msgspec.Struct):
-    choices: list[_Choice]
-    usage: _Usage | None = None
 
 
 class Judge:
@@ -126,12 +108,9 @@ class Judge:
             return failure
 
     def _read(self, raw: bytes) -> Verdict:
-        try:
-            completion = msgspec.json.decode(raw, type=_Completion)
-            choice = completion.choices[0]
-        except (msgspec.DecodeError, IndexError) as error:
-            raise ScorerFailed(f"{self._poster.url} did not answer with a chat completion: {error}") from error
-        self._tokens += completion.usage.total_tokens if completion.usage else 0
+        completion = read_completion(raw, self._poster.url)
+        choice = completion.choices[0]
+        self._tokens += completion.tokens
         content = choice.message.content or ""
         if choice.message.refusal or choice.finish_reason not in ("stop", None):
             why = choice.message.refusal or f"it ended with {choice.finish_reason!r} (reward.judge.max_tokens)"

@@ -24,7 +24,7 @@ GUESS = '<tool_call>\n{"name":"submit","arguments":{"number":4}}\n</tool_call>'
 class HigherLower:
     """Plain methods, which run in threads."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, host: object) -> None:
         self.secret, self.guesses, self.closed = int(task.ground_truth), 0, False
 
     def reset(self) -> Observation:
@@ -94,7 +94,7 @@ async def test_a_tool_gives_a_reward_and_ends_the_episode(
 
 async def test_turn_rewards_alone_are_a_reward(renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
     class Judge:
-        def __init__(self, task: Task) -> None: ...
+        def __init__(self, task: Task, host: object) -> None: ...
 
         async def step(self, answer: str) -> Step:
             return Step(reward=0.5)
@@ -142,7 +142,7 @@ async def test_a_fault_fails_the_sample_and_names_the_method(
     made, before = Broken(at, how), Broken.closed
     limit = 0.2 if how == "blocks" else 30.0
     with pytest.raises(EnvironmentFailed, match=rf"own: {at}\(\)") as failed:
-        await play(renderer, monkeypatch, lambda task: made, ["4"], max_turns=1, environment_timeout_s=limit)
+        await play(renderer, monkeypatch, lambda task, host: made, ["4"], max_turns=1, environment_timeout_s=limit)
     made.release.set()
     assert Broken.closed == before + 1
     if how == "blocks":

@@ -10,6 +10,9 @@ EASY = "{path: e.jsonl, schedule: [[5, 1], [0, 2]]}"
 MEGATRON = ("trainer.backend=megatron",)
 
 
+USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
@@ -162,6 +165,12 @@ MEGATRON = ("trainer.backend=megatron",)
         (["mode=colocated", "weight_sync.transport=gloo"], ["weight_sync.transport", "colocated"]),
         (["data.path=[{path: a.parquet}]"], ["data.make", "data.path"]),
         (["reward.functions=[{name: reward_model}]"], ["reward.functions", "reward.model.path"]),
+        (["agent.environment=simulated_user"], ["agent.user"]),
+        (["agent.user={system: hi}"], ["agent.environment=simulated_user"]),
+        ([*USER, "agent.user.url=http://x/v1"], ["agent.user.url", "agent.user.model"]),
+        ([*USER, "agent.user.url=ftp://x", "agent.user.model=m"], ["agent.user.url", "http://"]),
+        ([*USER, "agent.user.api_key_env=sk-secret"], ["agent.user.api_key_env"]),
+        ([*USER, "agent.user.lowest=10"], ["agent.user.highest", "agent.user.lowest"]),
         (["reward.functions=[{name: environment}]"], ["reward.functions", "agent.environment"]),
         (["reward.functions=[{name: judge}]"], ["reward.functions", "reward.judge.url"]),
         (["reward.model.path=rm", "reward.model.url=localhost:8000"], ["reward.model.url", "http://"]),

@@ -63,6 +63,14 @@ def test_what_verl_does_by_default_and_we_do_not_is_written_and_named(tmp_path: 
         assert key in comments
 
 
+def test_an_interaction_is_an_environment(tmp_path: Path) -> None:
+    multi_turn = "actor_rollout_ref.rollout.multi_turn"
+    given = (f"{multi_turn}.enable=true", f"{multi_turn}.interaction_config_path=/c/interaction.yaml")
+    config, comments = translated(tmp_path, *given)
+    assert (config.agent.loop, config.agent.environment) == ("tool_agent", "verl:/c/interaction.yaml")
+    assert "reward.functions" in comments
+
+
 def test_every_key_without_a_place_is_listed(tmp_path: Path) -> None:
     _, comments = translated(tmp_path, f"{ACTOR}loss_scale_factor=100", "trainer.nnodes=2")
     for key in ("trainer.of_tomorrow", "elsewhere.entirely", f"{ACTOR}loss_scale_factor", "trainer.nnodes"):

@@ -1,0 +1,45 @@
+"""Section `agent.user`: the language model that plays users."""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from rl_async.configs.base import Config, Positive, Seconds, doc
+
+
+class UserConfig(Config, frozen=True):
+    system: Annotated[
+        str,
+        doc(
+            "Template of the user's role and goal: {ground_truth} and the columns of extra_info, e.g. 'You want "
+            "{wish}. Reveal it bit by bit. Write [DONE] once you have it.'"
+        ),
+    ]
+    url: Annotated[
+        str,
+        doc("Base URL of an OpenAI-compatible server; empty: the policy itself, whose words as user train nothing."),
+    ] = ""
+    model: Annotated[str, doc("Name of the model at that server.")] = ""
+    api_key_env: Annotated[
+        str, doc("NAME of the environment variable with the API key, which is stored nowhere; empty: no key.")
+    ] = ""
+    stop: Annotated[str, Meta(min_length=1, description="The user ends the conversation by writing this.")] = "[DONE]"
+    score: Annotated[
+        str,
+        doc(
+            "Template of a last question to the user, who answers it with a number; empty: the score is 1 if the user "
+            "ended the conversation, else 0."
+        ),
+    ] = ""
+    lowest: Annotated[float, doc("The answer to score that is worth 0; a lower one is an error.")] = 0.0
+    highest: Annotated[float, doc("The answer to score that is worth 1; a higher one is an error.")] = 10.0
+    temperature: Annotated[float, Meta(ge=0, description="The user's sampling temperature.")] = 1.0
+    max_tokens: Annotated[Positive, doc("Most tokens of one message of the user.")] = 256
+    extra_body: Annotated[
+        dict[str, Any], doc("Further keys of the request; null removes one, e.g. {max_tokens: null}.")
+    ] = msgspec.field(default_factory=dict)
+    timeout_s: Annotated[Seconds, doc("Deadline of one message, retries included.")] = 60.0
+    attempts: Annotated[Positive, doc("Requests per message: 429, 5xx and lost connections are retried.")] = 4
+    backoff_s: Annotated[Seconds, doc("Pause before the second attempt; doubles each time.")] = 1.0
+    max_concurrent: Annotated[Positive, doc("Concurrent requests per worker.")] = 64
