@@ -18,7 +18,7 @@ from rl_async.launcher.supervise.children import Interrupted
 from rl_async.launcher.supervise.executor import ThisMachine
 from rl_async.launcher.supervise.supervisor import Supervisor
 from rl_async.launcher.watch.terminal import say
-from rl_async.messages import EngineRecord, Reserved, Version
+from rl_async.messages import EngineRecord, Reserved, Version, episode_rewards
 from rl_async.process.http_auth import run_token
 from rl_async.process.private_folder import hold_private_folder
 from rl_async.rollout_server.connect import connect
@@ -120,10 +120,12 @@ def report_lines(result: Reserved) -> Sequence[str]:
     """Return the mean reward per data source and, with several sources, over all."""
     rewards: dict[str, list[float]] = defaultdict(list)
     episodes = [header for header in result.headers if header.segment == 0]
+    totals = episode_rewards(result.headers)  # without those that could not be scored, which count as 0
     for header in episodes:
-        rewards[result.tasks[header.group_id].data_source].append(header.reward)
+        total = totals.get((header.group_id, header.sample), 0.0)
+        rewards[result.tasks[header.group_id].data_source].append(total)
     if len(rewards) != 1:
-        rewards["all"] = [header.reward for header in episodes]
+        rewards["all"] = [total for several in rewards.values() for total in several]
     return [
         f"{source}: reward {sum(values) / max(len(values), 1):.4f} over {len(values)} trajectories"
         for source, values in rewards.items()

@@ -20,7 +20,7 @@ from rl_async.errors import UserError
 from rl_async.files import written_whole
 from rl_async.launcher.plan.artifacts import SFT_FILE, fingerprint
 from rl_async.launcher.plan.memory import tiny_shape
-from rl_async.messages import LeasedGroup, Task, Version
+from rl_async.messages import LeasedGroup, Task, Version, episode_rewards
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.embedded.local import LocalEngine
 from rl_async.trainer.finetune.warm_start import WarmStartResult, warm_start
@@ -80,9 +80,9 @@ async def _play(config: RunConfig, engine: LocalEngine, renderer: ChatRenderer, 
 
     async def play(number: int, task: Task, rewards: RewardService) -> float:
         group = LeasedGroup(group_id=number, partition="eval", attempt=0, samples=[0], task=task, min_version=Version())
-        *_, trajectory = await runner.run(group, 0)
-        await rewards.score(task, trajectory)
-        return trajectory.reward
+        rows = await runner.run(group, 0)
+        await rewards.score(task, rows[-1], *rows[:-1])
+        return sum(episode_rewards(row.header() for row in rows).values())
 
     try:
         async with RewardService(config.reward) as rewards:

@@ -180,11 +180,12 @@ def _table(title: str, rows: Sequence[RecordedRow], key: Callable[[RecordedRow],
 
 
 def _episode_rewards(rows: Sequence[RecordedRow]) -> list[float]:
-    """Return the reward of each episode; one with several rows counts once, as in the metrics."""
-    rewards: dict[tuple[int, int], list[float]] = {}
+    """Return the reward of each episode with its turns' rewards, counting one with several rows once, as metrics do."""
+    rewards: dict[tuple[int, int], float] = {}
     for row in rows:
-        rewards.setdefault((row.group_id, row.sample), []).append(row.reward)
-    return [mean(values) for values in rewards.values()]
+        key = row.group_id, row.sample
+        rewards[key] = rewards.get(key, row.reward) + sum(turn.reward or 0.0 for turn in row.turns)
+    return list(rewards.values())
 
 
 def _counts(rows: Sequence[RecordedRow]) -> str:

@@ -2,7 +2,7 @@
 
 import hashlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -123,6 +123,7 @@ class TrajectoryHeader(msgspec.Struct, kw_only=True):
     finish_reason: str
     versions: list[VersionRun]
     reward_parts: dict[str, float] = {}
+    turn_rewards: float = 0.0  # their sum over the row's turns
     scored: bool = True  # false: a scorer failed, so that there is no reward to learn from
     baseline: bool = False  # a greedy episode that the others are compared with; never trained
     tokens_sha256: str  # of the payload's token ids, for the audit
@@ -166,13 +167,26 @@ def media_sample(sha256: str) -> int:
     return -1 - int(sha256[:15], 16)
 
 
+def episode_rewards(headers: Iterable[TrajectoryHeader]) -> dict[tuple[int, int], float]:
+    """Return the reward of each scored episode by (group, sample): its outcome and its turns' rewards, in all its rows.
+
+    That is what estimators compare; only ``gdpo`` looks at parts instead.
+    """
+    rewards: dict[tuple[int, int], float] = {}
+    for header in headers:
+        if header.scored:
+            key = header.group_id, header.sample
+            rewards[key] = rewards.get(key, header.reward) + header.turn_rewards
+    return rewards
+
+
 def has_signal(group: Sequence[TrajectoryHeader]) -> bool:
-    """Whether two scored members of one group differ in reward; one that is not a number differs from all.
+    """Whether two scored episodes of one group differ in reward; one that is not a number differs from all.
 
     Without a difference every group-relative advantage is 0 (DAPO, arXiv:2503.14476, section 3.2). The queue refills
     by it, and the trainer counts by it.
     """
-    rewards = [header.reward for header in group if header.scored]
+    rewards = list(episode_rewards(group).values())
     return any(reward != rewards[0] for reward in rewards)
 
 
@@ -241,6 +255,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
             finish_reason=self.finish_reason,
             versions=self.versions,
             reward_parts=self.reward_parts,
+            turn_rewards=sum(turn.reward or 0.0 for turn in self.turns),
             scored=self.scored,
             baseline=self.baseline,
             tokens_sha256=self.tokens_sha256(),

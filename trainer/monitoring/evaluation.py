@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from rl_async.errors import RlAsyncError, RowsLost
-from rl_async.messages import NotReady, Reply, Reserved, RowKey, Trajectory
+from rl_async.messages import NotReady, Reply, Reserved, RowKey, Trajectory, episode_rewards
 
 log = logging.getLogger("rl_async.evaluation")
 
@@ -109,7 +109,7 @@ class Evaluator:
         result = FinishedEvaluation(
             step=step,
             newest_step=max((run.version.step for row in rows for run in row.versions), default=step),
-            reward=sum(row.reward for row in episodes) / len(episodes),
+            reward=sum(episode_rewards(reply.headers).values()) / len(episodes),
             trajectories=len(episodes),
         )
         self._record(result, rows)

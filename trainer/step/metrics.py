@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rl_async.messages import CALL_PROBLEMS, Trajectory, TrajectoryHeader, has_signal
+from rl_async.messages import CALL_PROBLEMS, Trajectory, TrajectoryHeader, episode_rewards, has_signal
 from rl_async.trainer.batches.batch import Batch
 from rl_async.trainer.batches.data_parallel import DataParallel
 from rl_async.trainer.batches.layout import fresh_runs
@@ -14,16 +14,17 @@ from rl_async.trainer.batches.layout import fresh_runs
 def batch_metrics(headers: Sequence[TrajectoryHeader], step: int, max_staleness: int | None) -> dict[str, float]:
     """Rewards, response lengths, and the staleness of the trained tokens.
 
-    Rewards are over episodes that were scored, of which there must be one; ``reward/unscored_fraction`` says how many
-    were not (a scorer failed). ``staleness/mean`` and ``staleness/max`` are over trained tokens: the step minus the
-    step of the version that sampled each. ``max_staleness`` is the bound beyond which tokens were masked, or None.
-    Greedy episodes of algorithm.advantage=remax count in ``reward/greedy_mean`` alone, which is over scored ones.
+    Rewards, those of turns included, are over episodes that were scored, of which there must be one;
+    ``reward/unscored_fraction`` says how many were not (a scorer failed). ``staleness/mean`` and ``staleness/max`` are
+    over trained tokens: the step minus the step of the version that sampled each. ``max_staleness`` is the bound beyond
+    which tokens were masked, or None. Greedy episodes of algorithm.advantage=remax count in ``reward/greedy_mean``
+    alone, which is over scored ones.
     """
-    baselines = [h.reward for h in headers if h.baseline and h.scored and h.segment == 0]
+    baselines = list(episode_rewards(h for h in headers if h.baseline).values())
     without_signal = _flat_groups(headers)  # a greedy episode is compared with, so it counts here
     headers = [h for h in headers if not h.baseline]
-    episodes = [h for h in headers if h.segment == 0]  # their other rows have the same reward
-    rewards = np.array([h.reward for h in episodes if h.scored])
+    episodes = [h for h in headers if h.segment == 0]
+    rewards = np.array(list(episode_rewards(headers).values()))
     runs = [(step - r.version.step, r.end - r.start) for h in headers for r in fresh_runs(h, step, max_staleness)]
     tokens = sum(count for _, count in runs)
     return {

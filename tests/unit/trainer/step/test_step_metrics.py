@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rl_async.messages import ToolCall, Turn
+from rl_async.messages import ToolCall, Turn, episode_rewards
 from rl_async.trainer.step.metrics import batch_metrics, conversation_metrics, conversation_sums
 from tests.conftest import make_rows
 
@@ -40,6 +40,17 @@ def test_an_episode_of_several_rows_counts_once() -> None:
     got = batch_metrics([row.header() for row in [rows[0], *more, rows[1]]], 0, None)
     assert (got["reward/mean"], got["batch/trajectories"], got["batch/episodes"]) == (0.5, 4.0, 2.0)
     assert got["reward/unscored_fraction"] == 0.0
+
+
+def test_turn_rewards_belong_to_an_episodes_reward() -> None:
+    rows = make_rows(0, groups=1, samples=2)
+    rows[0].reward = rows[1].reward = 0.0
+    rows[0].turns = [Turn(role="assistant", text="", reward=0.25), Turn(role="user", text="")]
+    more = msgspec.structs.replace(rows[0], segment=1, turns=[Turn(role="assistant", text="", reward=0.5)])
+    headers = [row.header() for row in (rows[0], more, rows[1])]
+    assert episode_rewards(headers) == {(0, 0): 0.75, (0, 1): 0.0}
+    got = batch_metrics(headers, 0, None)
+    assert (got["reward/mean"], got["reward/groups_without_signal"]) == (0.375, 0.0)
 
 
 def test_malformed_calls_are_counted_by_kind() -> None:
