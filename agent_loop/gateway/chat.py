@@ -69,9 +69,9 @@ class Completion(NamedTuple):
     stop: str = ""
 
 
-def history_keys(messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> list[bytes]:
+def history_keys(messages: Sequence[ChatMessage], offered: bytes) -> list[bytes]:
     """Return a hash for each history ``messages[: i + 1]`` with these tools, in time linear in the messages."""
-    keys, key = [], hashlib.sha256(msgspec.json.encode(tools, order="sorted")).digest()
+    keys, key = [], hashlib.sha256(offered).digest()
     for message in messages:
         key = hashlib.sha256(key + message.identity()).digest()
         keys.append(key)

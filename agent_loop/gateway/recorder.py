@@ -8,19 +8,23 @@ same tokens as context, so every sampled token trains in one row only. Where ``a
 reasoning, the conversation is rendered again, and that is a new row, too.
 """
 
+import hashlib
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jinja2
 import msgspec
 
-from rl_async.agent_loop.chat_formats.format import CannotBridge, ChatFormat, Message, ParsedCall
+from rl_async.agent_loop.chat_formats.format import CannotBridge, ChatFormat, Message, ParsedCall, TooLong
 from rl_async.agent_loop.episodes.row_tokens import RowTokens, Segment
 from rl_async.agent_loop.gateway.chat import ASSISTANT, ChatMessage, FunctionCall, history_keys
 from rl_async.configs.schema.chat_formats import PastReasoning
 from rl_async.messages import ToolCall, Turn, VersionRun
 from rl_async.rollout_server.api import GenerateResult
+
+_PROBE: tuple[Message, ...] = ({"role": "system", "content": "x"}, {"role": "user", "content": "y"})
 
 
 class RecordedAnswer(NamedTuple):
@@ -44,6 +48,7 @@ class Prompt(NamedTuple):
     continues: RecordedAnswer | None
     messages: Sequence[ChatMessage]
     tools: Sequence[dict[str, Any]]
+    offered: bytes  # what the chat format prints of the tools
 
 
 class EpisodeRecorder:
@@ -55,6 +60,8 @@ class EpisodeRecorder:
         self.last = -1  # the row with the answer recorded last
         self._answers: defaultdict[bytes, list[RecordedAnswer]] = defaultdict(list)  # by the history that each ends
         self._texts: dict[bytes, str] = {}  # sampled text, by the identity of the answer that was returned for it
+        self._offered: dict[bytes, bytes] = {}  # what is printed of tools, by their JSON
+        self._recasts = False  # late system messages to user messages
 
     def prompt(
         self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]], limit: int = sys.maxsize
@@ -64,18 +71,51 @@ class EpisodeRecorder:
         Raises jinja2.TemplateError for messages that the chat template rejects, and TooLong unless there are fewer than
         ``limit`` tokens.
         """
-        known, answer = self._longest(messages, tools)
+        try:
+            return self._extend(messages, tools, limit)
+        except jinja2.TemplateError:
+            if self._recasts or not _has_late_system(messages):
+                raise
+        self._recasts = True
+        try:
+            return self._extend(messages, tools, limit)
+        except jinja2.TemplateError:
+            self._recasts = False
+            raise
+
+    def _extend(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]], limit: int) -> Prompt:
+        offered = self._printed(tools, limit)
+        known, answer = self._longest(messages, offered)
         if answer is not None and not self._continues(messages, tools, known - 1):
             known, answer = 0, None
         try:
-            return self._prompt(messages, tools, limit, known, answer)
+            return self._prompt(messages, tools, offered, limit, known, answer)
         except CannotBridge:
-            return self._prompt(messages, tools, limit, 0, None)
+            return self._prompt(messages, tools, offered, limit, 0, None)
+
+    def _printed(self, tools: Sequence[dict[str, Any]], limit: int) -> bytes:
+        """Return what the chat format prints of tools, so that what it does not print begins no row."""
+        given = msgspec.json.encode(tools, order="sorted")
+        if given not in self._offered:
+            self._offered[given] = self._probe(tools, limit) or given
+        return self._offered[given]
+
+    def _probe(self, tools: Sequence[dict[str, Any]], limit: int) -> bytes:
+        for messages in (_PROBE, _PROBE[1:]):  # some templates take no system message
+            try:
+                token_ids = self._chat.prompt(messages, tools, limit=limit)
+            except jinja2.TemplateError:
+                continue
+            except TooLong:
+                break
+            return hashlib.sha256(msgspec.json.encode(token_ids)).digest()
+        return b""
 
     def _prompt(
         self,
         messages: Sequence[ChatMessage],
         tools: Sequence[dict[str, Any]],
+        offered: bytes,
         limit: int,
         known: int,
         answer: RecordedAnswer | None,
@@ -91,7 +131,7 @@ class EpisodeRecorder:
                 token_ids[:start], token_ids[start:], new, tools, sampled=sampled, limit=limit - len(token_ids)
             )
             turns = [_turn(m, answer.tokens, len(token_ids)) for m in new]
-        return Prompt(token_ids, turns, answer, messages, tools)
+        return Prompt(token_ids, turns, answer, messages, tools, offered)
 
     def record(
         self,
@@ -115,19 +155,17 @@ class EpisodeRecorder:
             Turn(role=ASSISTANT, text=text, start=start, end=len(row.tokens), tool_calls=calls, seconds=seconds)
         )
         row.finish_reason = result.finish_reason
-        key = history_keys([*prompt.messages, said], prompt.tools)[-1]
+        key = history_keys([*prompt.messages, said], prompt.offered)[-1]
         self._answers[key].append(RecordedAnswer(row, len(row.tokens), len(row.turns)))
         self._texts[said.identity()] = text
         self.last = next(number for number, other in enumerate(self.rows) if other is row)
 
-    def _longest(
-        self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]
-    ) -> tuple[int, RecordedAnswer | None]:
+    def _longest(self, messages: Sequence[ChatMessage], offered: bytes) -> tuple[int, RecordedAnswer | None]:
         """Return the longest part of the history that ends with a recorded answer, in messages, and that answer.
 
         Among equal answers, the last one of a row is preferred, so that the row can go on.
         """
-        keys = history_keys(messages, tools)
+        keys = history_keys(messages, offered)
         for size in range(len(messages) - 1, 0, -1):
             if found := self._answers.get(keys[size - 1]):
                 return size, next((answer for answer in reversed(found) if answer.newest), found[-1])
@@ -145,6 +183,8 @@ class EpisodeRecorder:
     def _plain_messages(self, messages: Sequence[ChatMessage], start: int = 0) -> tuple[list[Message], set[int]]:
         """Convert the messages from ``start`` on for templates; say which of these were sampled in this episode."""
         calls = answered(messages)
+        if self._recasts:
+            messages = _recast(messages)
         plain = [self._plain(message, calls.get(place)) for place, message in enumerate(messages[start:], start)]
         return plain, {place for place, message in enumerate(messages[start:]) if message.identity() in self._texts}
 
@@ -186,6 +226,17 @@ def answered(messages: Sequence[ChatMessage]) -> dict[int, FunctionCall]:
             named = (number for number, call in enumerate(waiting) if call.id and call.id == message.answers)
             found[place] = waiting.pop(next(named, 0))
     return found
+
+
+def _has_late_system(messages: Sequence[ChatMessage]) -> bool:
+    return list(messages) != _recast(messages)
+
+
+def _recast(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Give system messages to the user, except those at the beginning, where every template takes them."""
+    late = next((place for place, message in enumerate(messages) if message.role != "system"), len(messages))
+    rest = (msgspec.structs.replace(m, role="user") if m.role == "system" else m for m in messages[late:])
+    return [*messages[:late], *rest]
 
 
 def _call(call: FunctionCall) -> dict[str, str]:

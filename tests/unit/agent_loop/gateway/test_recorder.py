@@ -136,21 +136,52 @@ def test_two_requests_at_once_that_continue_one_answer_are_two_rows(talk: Talk) 
 
 
 @pytest.mark.parametrize(
-    ("messages", "tools"),
+    "messages",
     [
-        ([user("other?"), ChatMessage("assistant", "1"), user("b?")], ()),
-        ([ChatMessage("system", "s"), user("a?"), ChatMessage("assistant", "1"), user("b?")], ()),
-        ([user("a?"), ChatMessage("assistant", "7"), user("b?")], ()),
-        ([user("a?"), ChatMessage("assistant", "1", (FunctionCall("x", "{}"),)), user("b?")], ()),
-        ([user("a?"), ChatMessage("assistant", "1"), user("b?")], TOOLS),
+        [user("other?"), ChatMessage("assistant", "1"), user("b?")],
+        [ChatMessage("system", "s"), user("a?"), ChatMessage("assistant", "1"), user("b?")],
+        [user("a?"), ChatMessage("assistant", "7"), user("b?")],
+        [user("a?"), ChatMessage("assistant", "1", (FunctionCall("x", "{}"),)), user("b?")],
     ],
-    ids=["user", "system", "assistant", "calls", "tools"],
+    ids=["user", "system", "assistant", "calls"],
 )
-def test_an_edited_history_begins_anew(talk: Talk, messages: list[ChatMessage], tools: Any) -> None:
+def test_an_edited_history_begins_anew(talk: Talk, messages: list[ChatMessage]) -> None:
     talk.say([user("a?")], "1")
-    talk.say(messages, "2", tools)
+    talk.say(messages, "2")
     assert [talk.trained(row) for row in (0, 1)] == ["1<|im_end|>", "2<|im_end|>"]
     assert talk.prompts[1].continues is None
+
+
+@pytest.mark.parametrize(
+    ("prints", "rows"),
+    [("", [1, 1, 1]), ("{{ tool.function.name }}", [1, 1, 2]), ("{{ tool | tojson }}", [1, 2, 3])],
+    ids=["nothing", "names", "everything"],
+)
+def test_only_what_is_printed_of_tools_begins_a_row(prints: str, rows: list[int]) -> None:
+    template = f"{{% for tool in tools or [] %}}{prints}{{% endfor %}}{TEMPLATE}"
+    talk = Talk(ChatRenderer(byte_tokenizer(template, eos="<|im_end|>")))
+    function = {"name": "calculator", "parameters": {}}
+    said, found = [user("a?")], []
+    for offered in (function, function | {"strict": True}, function | {"name": "other"}):
+        said += [talk.say(said, "1", [{"type": "function", "function": offered}]), user("b?")]
+        found.append(len(talk.recorder.rows))
+    assert found == rows
+
+
+STRICT_ORDER = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('order') }}"
+    "{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_late_system_message_is_the_users_where_the_template_takes_none(strict: bool) -> None:
+    talk = Talk(ChatRenderer(byte_tokenizer(STRICT_ORDER * strict + TEMPLATE, eos="<|im_end|>")))
+    told = ChatMessage("system", "now")
+    said = talk.say([ChatMessage("system", "s"), user("a?"), told], "1")
+    talk.say([ChatMessage("system", "s"), user("a?"), told, said, told, user("b?")], "2")
+    assert talk.text(0).count("<|im_start|>" + ("user" if strict else "system") + "\nnow") == 2
+    assert len(talk.recorder.rows) == 1 and talk.text(0).startswith("<|im_start|>system\ns")
 
 
 @pytest.mark.parametrize(("past", "rows"), [("keep", 1), ("strip", 2), ("split", 2)])
@@ -210,7 +241,7 @@ def test_a_history_is_named_by_all_that_counts() -> None:
             [ChatMessage("assistant", "", (FunctionCall("f", '{"a":1}'),))],
             [ChatMessage("assistant", "", (FunctionCall("f", '{"a":2}'),))],
         )
-        for tools in ((), TOOLS)
+        for tools in (b"", b"tools")
     ]
     assert len(set(names)) == len(names)
 

@@ -33,6 +33,13 @@ def test_presets_parse_and_survive_a_round_trip(name: str, tmp_path: Path) -> No
         assert load_resolved(tmp_path / "config.yaml") == config
 
 
+def test_the_example_has_room_for_agent_programs() -> None:
+    config = load_config("examples/agent_programs.yaml", mode="disaggregated", name="x")
+    assert config.agent.gateway is not None and config.agent.gateway.unsupported == "ignore"
+    assert config.agent.max_tokens == config.rollout.max_model_len == config.trainer.max_tokens_per_microbatch
+    assert config.rollout.max_tokens >= 4096
+
+
 def test_the_shipped_presets_are_these() -> None:
     shipped = {"calculator", "calculator-sync", "calculator-async", "calculator-gae", "shop", "sort"}
     assert shipped <= set(preset_names())
