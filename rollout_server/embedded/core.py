@@ -8,6 +8,8 @@ forward pass, whatever shares the batch.
 import itertools
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +24,9 @@ from rl_async.rollout_server.embedded.sampler import Sampler
 from rl_async.rollout_server.embedded.sequence import Sequence
 
 PREFILL_TOKENS = 32_768  # padded tokens per prefill pass
+ONE_THREAD = (
+    2**24
+)  # multiplications of a layer's largest product, some hundred microseconds: as long as a barrier takes
 HEADROOM = 32  # tokens that must fit beside what is there, so that an admitted sequence is not preempted at once
 
 Prompt = tuple[int, ...]
@@ -245,7 +250,8 @@ class EngineCore:
         positions = torch.tensor(lengths, device=self.device) - 1  # of the token that is fed, not yet in the cache
         self._cache.decode_at(positions, view)
         mask = visible(self.model.config, positions[:, None], view)
-        hidden = self._forward(self._last[:count, None], positions[:, None], mask)
+        with _threads(self.model.config, count):
+            hidden = self._forward(self._last[:count, None], positions[:, None], mask)
         if self._sampler is None:
             self._sampler = self._make_sampler(self.running)
         tokens, logprobs = self._sampler.sample(self._logits(hidden[:, 0]))
@@ -331,6 +337,20 @@ class EngineCore:
         del self.running[count:]
         self._last = self._last[:count]
         self._sampler, self._outdated = None, self._outdated and count > 0
+
+
+@contextmanager
+def _threads(config: Any, rows: int) -> Iterator[None]:
+    """Have one thread compute layers in which several would rather wait for one another than compute."""
+    threads = torch.get_num_threads()
+    few = rows * config.hidden_size * config.intermediate_size <= ONE_THREAD
+    if few:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if few:
+            torch.set_num_threads(threads)
 
 
 def _cache_tokens(model: Any, max_batch: int, max_length: int, cache_bytes: int | None) -> int:
