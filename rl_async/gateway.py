@@ -18,7 +18,7 @@ import time
 import urllib.error
 import urllib.request
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,9 +149,12 @@ class Gateway:
         self._answered = False
         self.heartbeats = Heartbeats()
 
-    def episodes(self) -> Iterator[RemoteEpisode]:
-        """Episodes to play, one after another, until the run is over. Call it once in each thread that plays."""
-        while True:
+    def episodes(self, stopping: Callable[[], bool] = lambda: False) -> Iterator[RemoteEpisode]:
+        """Episodes to play, one after another, until the run is over, or ``stopping`` says so between two of them.
+
+        Call it once in each thread that plays.
+        """
+        while not stopping():
             status, answer = self.post("/episodes", {"wait_s": self._wait_s})
             if status == 200:
                 episode = RemoteEpisode(

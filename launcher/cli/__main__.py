@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from rl_async.errors import EXIT_USER, RlAsyncError, UserError
-from rl_async.launcher.cli import configs, gateway, inspection, models, rewards, runs
+from rl_async.launcher.cli import configs, gateway, inspection, models, play, rewards, runs
 from rl_async.launcher.cli.engine.commands import add_engine_commands
 from rl_async.launcher.cli.queue.commands import add_queue_commands
 
@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "engine": ("verify an engine; list, add and remove engines of a run", add_engine_commands),
     "queue": ("inspect a transfer queue, act on it, or serve one without a run", add_queue_commands),
     "gateway": ("let agent programs play episodes of a running run; list and end episodes", gateway.add_gateway),
+    "play": ("play episodes with an agent program as it is, and grade what it did", play.add_play),
     "doctor": ("what a run waits for; without a run: what this machine lacks", inspection.add_doctor),
     "plan": ("how to split devices between trainer and engines, by simulation", inspection.add_plan),
     "export": ("write a checkpoint of a run as a Hugging Face folder", models.add_export),

@@ -23,6 +23,14 @@ def write_endpoints(run: Path, endpoints: Endpoints) -> None:
     replace_file(run / FILE, msgspec.json.encode(endpoints) + b"\n")
 
 
+def gateway_url(run: Path) -> str:
+    """Return the URL of the run's own gateway. Raises UserError if it has none."""
+    url = read_endpoints(run).gateway
+    if not url:
+        raise UserError(f"{run} has no gateway of its own (agent.gateway); name the one that you added with --url")
+    return url
+
+
 def read_endpoints(run: Path) -> Endpoints:
     """Read the addresses of the last start. Raises UserError if the run was never started."""
     try:

@@ -1,0 +1,41 @@
+"""The user's function that grades an episode: ``FUNCTION(workspace, task, stdout)``."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rl_async.errors import ConfigError
+from rl_async.reward_loop.api import Score, to_score
+from rl_async.reward_loop.scorers.registry import describe
+from rl_async.userload import load_user_object
+
+KEY = "--reward"
+DEFAULT = "grade"  # name of the function where only a file is given
+Grade = Callable[[Path, dict[str, Any], str], Any]
+
+
+class CannotGrade(Exception):
+    """The user's function raised, or returned no usable number; the message says which."""
+
+
+def load_grade(reference: str) -> Grade:
+    """Load ``path.py:name``, or ``grade`` of ``path.py``. Raises ConfigError if it is missing or no function."""
+    reference = f"{reference}:{DEFAULT}" if reference.endswith(".py") else reference
+    try:
+        function = load_user_object(reference, KEY)
+    except ConfigError:
+        raise
+    except Exception as error:  # importing a user's file may raise anything
+        raise ConfigError(f"{KEY}: loading {reference} raised {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise ConfigError(f"{KEY}: {reference} is not a function of workspace, task and stdout")
+    loaded: Grade = function
+    return loaded
+
+
+def grade(function: Grade, workspace: Path, task: dict[str, Any], stdout: str) -> Score:
+    """Grade an episode: a number, or a mapping with ``score`` and further numbers to record. Raises CannotGrade."""
+    try:
+        return to_score(function(workspace, task, stdout))
+    except Exception as error:  # the user's code may raise anything; only this episode fails
+        raise CannotGrade(describe(error)) from error

@@ -1,0 +1,106 @@
+"""Keeps one agent program: starts it, reports its exit code, and leaves neither a process nor a file of it behind.
+
+``python -I -S keeper.py LIFELINE STATUS FOLDER PROGRAM...`` where LIFELINE and STATUS are file descriptors. The program
+runs in FOLDER/workspace, in a session of its own. Its exit code is written to STATUS once every process that it had
+started is gone. When LIFELINE is at its end, since ``play`` has closed it or died, the keeper kills what is left of the
+program, removes FOLDER, and exits. It needs the standard library only, so that it starts in milliseconds.
+"""
+
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+SUBREAPER, DEATH_SIGNAL = 36, 1  # options of prctl
+CANNOT_START = 127  # as shells have it
+
+
+def main() -> int:
+    lifeline, status, folder, program = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)  # only the lifeline counts; a program does not inherit a handler
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(SUBREAPER, 1, 0, 0, 0):  # a process whose parent has ended becomes a child of the keeper
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    try:
+        code = _run(program, folder / "workspace", lifeline, lambda: libc.prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0))
+        _kill_all()
+        with suppress(BrokenPipeError):  # nobody waits for it any more
+            os.write(status, b"%d\n" % code)
+        os.close(status)
+        while os.read(lifeline, 1):
+            pass
+    finally:
+        _kill_all()
+        _remove(folder)
+    return 0
+
+
+def _run(program: list[str], workspace: Path, lifeline: int, die_with_keeper: Callable[[], Any]) -> int:
+    """Run the program to its end, or to that of the lifeline; its exit code, negative for a signal."""
+    try:
+        started = subprocess.Popen(
+            program, cwd=workspace, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_keeper
+        )
+    except OSError as error:
+        os.write(2, f"cannot start {program[0]}: {error.strerror}\n".encode())
+        return CANNOT_START
+    finally:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)  # from here on, the pipes of its output are open in the program's own processes only
+        os.dup2(nowhere, 2)
+    ended = os.pidfd_open(started.pid)
+    select.select([ended, lifeline], [], [])
+    if started.poll() is None:
+        os.killpg(started.pid, signal.SIGKILL)
+    return started.wait()
+
+
+def _kill_all() -> None:
+    """Kill every descendant: killing a parent makes its children the keeper's own, until there are none."""
+    while pids := _children():
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            continue
+        time.sleep(0.002)
+
+
+def _children() -> list[int]:
+    """Return the processes whose parent is this one."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                stat = Path("/proc", name, "stat").read_bytes()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            parent = int(stat.rpartition(b")")[2].split()[1])  # behind the name, which may hold anything
+            if parent == os.getpid():
+                found.append(int(name))
+    return found
+
+
+def _remove(folder: Path) -> None:
+    """Remove the folder, also what the program made read-only in it."""
+    for place, names, _ in os.walk(folder):
+        for path in (os.path.join(place, name) for name in names):
+            if not os.path.islink(path):
+                os.chmod(path, 0o700)
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

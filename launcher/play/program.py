@@ -1,0 +1,185 @@
+"""Runs an agent program for one episode, behind a keeper, and waits for its end, a deadline, or a request to stop."""
+
+import os
+import re
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+from urllib.parse import urlsplit
+
+from rl_async.errors import UserError
+from rl_async.gateway import RemoteEpisode
+from rl_async.launcher.play import keeper
+
+KEPT_BYTES = 1 << 20  # of each output stream, its end
+REMOVAL_S = 60.0
+FILLED_IN = ("prompt", "workspace", "base_url", "anthropic_base_url")
+PLACEHOLDER = re.compile(rf"\{{({'|'.join(FILLED_IN)})\}}")
+
+
+class Outcome(NamedTuple):
+    """How a program ended. ``problem`` says why its episode must be played again; empty: it is to be graded."""
+
+    problem: str
+    stdout: str
+
+
+class CannotStart(Exception):
+    """The operating system refused to start the program of one episode."""
+
+
+class StopPipe:
+    """Tells every waiting thread, once and for all, to stop; ``stop`` may be called in a signal handler."""
+
+    def __init__(self) -> None:
+        self.fd, self._write = os.pipe()
+        self.stopped = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self.fd)
+        os.close(self._write)
+
+    def stop(self) -> None:
+        """Make ``fd`` readable for good."""
+        self.stopped = True
+        os.write(self._write, b".")
+
+
+def found_program(program: Sequence[str]) -> list[str]:
+    """Return the command with the full path of its program, which is started in another folder.
+
+    Raises UserError unless there is one, and for a placeholder that does not exist.
+    """
+    if not program:
+        raise UserError("play: name the agent program behind --, such as: -- claude --bare -p '{prompt}'")
+    path = shutil.which(program[0])
+    if path is None:
+        raise UserError(f"play: there is no program {program[0]!r}; give its path, or one on PATH")
+    for word in program:
+        if re.fullmatch(r"\{[a-z_]+\}", word) and not PLACEHOLDER.fullmatch(word):
+            raise UserError(f"play: {word} is none of {', '.join(f'{{{name}}}' for name in FILLED_IN)}")
+    return [os.path.abspath(path), *program[1:]]
+
+
+def prompt_text(episode: RemoteEpisode) -> str:
+    """Return the messages of the task as one text."""
+    return "\n\n".join(str(message.get("content") or "") for message in episode.task["prompt"])
+
+
+def arguments(program: Sequence[str], episode: RemoteEpisode, workspace: Path) -> list[str]:
+    """Fill in the placeholders: each within its own argument, whatever the text says, and no shell reads it."""
+    values = {
+        "prompt": prompt_text(episode).replace("\0", ""),
+        "workspace": str(workspace),
+        "base_url": episode.base_url,
+        "anthropic_base_url": episode.anthropic_base_url,
+    }
+    return [PLACEHOLDER.sub(lambda match: values[match[1]], word) for word in program]
+
+
+def environment(episode: RemoteEpisode, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment in which clients of either vendor find the episode by themselves."""
+    host = urlsplit(episode.base_url).hostname or ""
+    direct = {name: ",".join(filter(None, [given.get(name, ""), host])) for name in ("NO_PROXY", "no_proxy")}
+    return {
+        **given,
+        **direct,
+        "OPENAI_BASE_URL": episode.base_url,
+        "OPENAI_API_BASE": episode.base_url,  # older clients, and LiteLLM
+        "OPENAI_API_KEY": episode.api_key,
+        "ANTHROPIC_BASE_URL": episode.anthropic_base_url,
+        "ANTHROPIC_API_KEY": episode.api_key,
+        "ANTHROPIC_AUTH_TOKEN": episode.api_key,
+    }
+
+
+class Program:
+    """An agent program that was started for an episode."""
+
+    def __init__(self, workspace: Path, keeping: "subprocess.Popen[bytes]", status: int) -> None:
+        self.workspace = workspace
+        self._keeping, self._status = keeping, status
+
+    def wait(self, timeout_s: float, stop: StopPipe) -> Outcome:
+        """Wait until the program and all its processes have ended; those that have not are killed behind it."""
+        deadline = time.monotonic() + timeout_s
+        assert self._keeping.stdout is not None and self._keeping.stderr is not None
+        out, err = self._keeping.stdout.fileno(), self._keeping.stderr.fileno()
+        read = {out: b"", err: b"", self._status: b""}
+        reading = set(read)
+        while reading:
+            ready, _, _ = select.select([*reading, stop.fd], [], [], max(0.0, deadline - time.monotonic()))
+            if stop.fd in ready:
+                return Outcome("play was stopped", "")
+            if not ready:
+                return Outcome(f"its program did not end within {timeout_s:g} s", "")
+            for fd in ready:
+                piece = os.read(fd, 1 << 16)
+                read[fd] = (read[fd] + piece)[-KEPT_BYTES:]
+                if not piece:
+                    reading.discard(fd)
+        said = {fd: text.decode(errors="replace") for fd, text in read.items()}
+        return Outcome(_problem(said[self._status].strip(), said[err]), said[out])
+
+
+def _problem(code: str, stderr: str) -> str:
+    if code == "0":
+        return ""
+    last = (stderr.strip().splitlines() or [""])[-1][-500:]
+    how = "was lost with its keeper" if not code else f"ended with {code}"
+    if code.startswith("-"):
+        how = f"was killed by signal {code[1:]}"
+    return f"its program {how}" + (f": {last}" if last else "")
+
+
+@contextmanager
+def started(program: Sequence[str], episode: RemoteEpisode) -> Iterator[Program]:
+    """Start the program in a fresh workspace; behind the block no process and no file of it is left.
+
+    Raises CannotStart, such as for a prompt that is too long for a command line.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="rl-async-play-"))
+    workspace = folder / "workspace"
+    workspace.mkdir()
+    lifeline_end, lifeline = os.pipe()
+    status, status_end = os.pipe()
+    words = [sys.executable, "-I", "-S", keeper.__file__, str(lifeline_end), str(status_end), str(folder)]
+    try:
+        keeping = subprocess.Popen(
+            [*words, *arguments(program, episode, workspace)],
+            env=environment(episode, os.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=(lifeline_end, status_end),
+            start_new_session=True,
+        )
+    except OSError as error:
+        for fd in (lifeline_end, lifeline, status, status_end):
+            os.close(fd)
+        shutil.rmtree(folder)
+        raise CannotStart(f"its program cannot be started: {error.strerror}") from error
+    os.close(lifeline_end)
+    os.close(status_end)
+    try:
+        yield Program(workspace, keeping, status)
+    finally:
+        os.close(lifeline)
+        os.close(status)
+        for pipe in (keeping.stdout, keeping.stderr):
+            assert pipe is not None
+            pipe.close()
+        keeping.wait(REMOVAL_S)

@@ -1,0 +1,220 @@
+"""``rl-async play`` with real processes: graded, crashed, killed, interrupted, and nothing is left of any."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
+from rl_async.gateway import Gateway, RemoteEpisode
+from rl_async.launcher.play.program import CannotStart, StopPipe, started
+from rl_async.process.endpoints import Endpoints, write_endpoints
+from rl_async.process.http_auth import make_tokens
+from tests.contracts.gateway.peers import RunningGateway
+from tests.unit.agent_loop.conftest import demos
+from tests.unit.agent_loop.fakes import leased, run_config
+
+AGENT = str(Path(__file__).parent / "agent.py")
+PROMPT = "{workspace} '; rm -rf / $(x)\n--help"
+GRADE = """
+def grade(workspace, task, stdout):
+    answer = (workspace / "answer.txt").read_text()
+    assert stdout == f"said {answer}\\n", stdout
+    return {"score": float(answer == task["ground_truth"]), "length": len(answer)}
+def broken(workspace, task, stdout):
+    raise ValueError("no such test")
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(demos("calculator", 300), 200)
+
+
+class Playing:
+    """A gateway, and ``rl-async play`` as a process."""
+
+    def __init__(self, folder: Path, renderer: ChatRenderer) -> None:
+        self.folder, self._renderer = folder, renderer
+        self.temporary = folder / "tmp"
+        self.pids = folder / "pids"
+        for made in (self.temporary, self.pids):
+            made.mkdir()
+        (folder / "grade.py").write_text(GRADE)
+        make_tokens(folder / "keys")
+        self.gateway: RunningGateway | None = None
+        self.process: subprocess.Popen[str] | None = None
+
+    def begin(self, mode: str, *options: str, says: tuple[str, ...] = (), samples: int = 1) -> "Playing":
+        config = run_config({"max_tokens": 100, "max_model_len": 4000}, max_tokens=3000)
+        self.gateway = RunningGateway(config, leased(PROMPT, samples=samples), self._renderer, says)
+        write_endpoints(self.folder, Endpoints(queue="none", gateway=self.gateway.url))
+        program = [sys.executable, AGENT, mode, "{prompt}"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rl_async.launcher.cli", "play", str(self.folder), *options, "--", *program],
+            env=os.environ | {"TMPDIR": str(self.temporary), "PIDS": str(self.pids)},
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        return self
+
+    def wait_for(self, what: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + 60
+        assert self.process is not None
+        while not what():
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def hanging(self, programs: int) -> list[int]:
+        """The pids of so many hanging programs and their children."""
+        self.wait_for(lambda: sum(bool(file.read_text()) for file in self.pids.iterdir()) == programs)
+        said = [file.read_text().split() for file in self.pids.iterdir()]
+        assert all(Path(folder).is_dir() and self.temporary in Path(folder).parents for _, _, folder in said)
+        return [int(pid) for one in said for pid in one[:2]]
+
+    def end(self, number: int = signal.SIGINT) -> tuple[int, str]:
+        assert self.process is not None
+        self.process.send_signal(number)
+        output, _ = self.process.communicate(timeout=60)
+        return self.process.returncode, output
+
+    def nothing_is_left(self, *pids: int) -> None:
+        deadline = time.monotonic() + 60
+        while any(alive(pid) for pid in pids) or list(self.temporary.iterdir()):
+            assert time.monotonic() < deadline, (pids, list(self.temporary.iterdir()))
+            time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture
+def playing(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Iterator[Playing]:
+    made = Playing(tmp_path, ChatRenderer(tokenizer))
+    yield made
+    if made.process is not None and made.process.poll() is None:
+        made.process.kill()
+        made.process.communicate()
+    if made.gateway is not None:
+        made.gateway.stop()
+
+
+def test_episodes_are_graded_by_what_the_program_left(playing: Playing) -> None:
+    playing.begin("solve", "--reward", "grade.py", "-n", "2", says=("5", "51"), samples=2)
+    queue = playing.gateway.queue
+    playing.wait_for(lambda: len(queue.rows) == 2)
+    code, output = playing.end()
+    assert code == 128 + signal.SIGINT and "2 episodes played" in output, output
+    rewards = sorted((row.reward, row.reward_parts["length"]) for (row,) in queue.rows)
+    assert rewards == [(0.0, 2.0), (1.0, 1.0)] and queue.failures == []
+    said = {rows[0].turns[0].text for rows in queue.rows}
+    assert said == {PROMPT}, "the prompt is one argument, and nothing in it is a placeholder or read by a shell"
+    playing.nothing_is_left()
+
+
+def test_without_a_function_the_runs_own_score_the_answer(playing: Playing) -> None:
+    playing.begin("solve", says=("5",))
+    playing.wait_for(lambda: playing.gateway.queue.rows)
+    ((row,),) = playing.gateway.queue.rows
+    assert row.reward_parts == {"exact_answer": 1.0}
+    playing.end(signal.SIGTERM)
+    playing.nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "named"),
+    [
+        ("crash", [], ["3", "no good"]),
+        ("killed", [], ["signal 9"]),
+        ("solve", ["--reward", "grade.py:broken"], ["ValueError", "no such test"]),
+    ],
+)
+def test_a_failure_gives_the_episode_back(playing: Playing, mode: str, options: list[str], named: list[str]) -> None:
+    playing.begin(mode, *options, says=("5",))
+    playing.wait_for(lambda: playing.gateway.queue.failures)
+    (error,) = playing.gateway.queue.failures
+    assert all(part in error for part in named), error
+    code, output = playing.end()
+    assert code == 128 + signal.SIGINT and "1 given back" in output and playing.gateway.queue.rows == []
+    playing.nothing_is_left()
+
+
+def test_failures_alone_end_it_before_all_samples_are_used_up(playing: Playing) -> None:
+    playing.begin("crash", says=("5",) * 9, samples=9)
+    output, _ = playing.process.communicate(timeout=60)
+    assert playing.process.returncode == 1 and "3 times in a row" in output, output
+    assert len(playing.gateway.queue.failures) == 3
+    playing.nothing_is_left()
+
+
+def test_an_interrupt_gives_everything_back(playing: Playing) -> None:
+    pids = playing.begin("hang", "-n", "2", samples=2).hanging(2)
+    code, output = playing.end()
+    assert code == 128 + signal.SIGINT and "2 given back" in output, output
+    assert len(playing.gateway.queue.failures) == 2
+    playing.nothing_is_left(*pids)
+
+
+def test_the_deadline_kills_the_program_and_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIDS", str(tmp_path))
+    episode = RemoteEpisode("e", "http://127.0.0.1:9/e/v1", {"prompt": []}, Gateway("http://127.0.0.1:9"))
+    with StopPipe() as stop, started([sys.executable, AGENT, "hang", "{prompt}"], episode) as program:
+        deadline = time.monotonic() + 60
+        while not (said := [file.read_text() for file in tmp_path.iterdir()]) or not said[0]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert "5e-05 s" in program.wait(5e-5, stop).problem
+    assert not any(alive(int(pid)) for pid in said[0].split()[:2]) and not program.workspace.parent.exists()
+
+
+def test_a_play_that_is_killed_leaves_nothing(playing: Playing) -> None:
+    pids = playing.begin("hang", "-n", "2", samples=2).hanging(2)
+    playing.end(signal.SIGKILL)
+    playing.nothing_is_left(*pids)
+
+
+def test_mistakes_are_found_before_an_episode_is_taken(playing: Playing) -> None:
+    gateway = ["play", str(playing.folder), "--url", "http://127.0.0.1:9"]
+    for words in (
+        ["--", "no-such-program"],
+        ["--", sys.executable, "{promt}"],
+        ["--reward", "grade.py:nope", "--", "true"],
+        ["-n", "0", "--", "true"],
+    ):
+        command = [sys.executable, "-m", "rl_async.launcher.cli", *gateway, *words]
+        done = subprocess.run(command, cwd=playing.folder, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and done.stderr.startswith("error: "), done.stderr
+
+
+def test_a_prompt_that_fits_into_no_command_line_fails_its_episode_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    task = {"prompt": [{"role": "user", "content": "x" * 300_000}]}
+    episode = RemoteEpisode("e", "http://127.0.0.1:9/e/v1", task, Gateway("http://127.0.0.1:9"))
+    with pytest.raises(CannotStart), started(["true", "{prompt}"], episode):
+        raise AssertionError("it was started")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_that_cannot_be_started_does_not_wait_for_the_deadline(tmp_path: Path) -> None:
+    script = tmp_path / "agent"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o700)
+    episode = RemoteEpisode("e", "http://127.0.0.1:9/e/v1", {"prompt": []}, Gateway("http://127.0.0.1:9"))
+    with StopPipe() as stop, started([str(script)], episode) as program:
+        assert "cannot start" in program.wait(150.0, stop).problem
