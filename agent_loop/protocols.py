@@ -15,6 +15,12 @@ class SampleQueue(Protocol):
     async def fail(self, group_id: int, sample: int, attempt: int, error: str) -> Done | Refused: ...
 
 
+class GatewayQueue(SampleQueue, Protocol):
+    """A gateway's verbs: its leases say for how long no agent program has played or asked."""
+
+    async def lease(self, max_groups: int, wait_s: float, *, idle_s: float | None = None) -> Leased: ...
+
+
 class RewardScorer(Protocol):
     """Fills in a trajectory's reward, and gives it to the other rows of its episode."""
 

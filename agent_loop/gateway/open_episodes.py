@@ -15,7 +15,7 @@ import msgspec
 
 from rl_async.agent_loop.chat_formats.format import ChatFormat
 from rl_async.agent_loop.gateway.episode import GatewayEpisode, give_reward
-from rl_async.agent_loop.protocols import RewardScorer, SampleQueue
+from rl_async.agent_loop.protocols import GatewayQueue, RewardScorer
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RequestRefused, UserError
@@ -71,7 +71,7 @@ class OpenEpisodes:
     """The open episodes by their secret ids. ``run`` must run beside the server."""
 
     def __init__(
-        self, config: RunConfig, chat: ChatFormat, generator: Generator, queue: SampleQueue, rewards: RewardScorer
+        self, config: RunConfig, chat: ChatFormat, generator: Generator, queue: GatewayQueue, rewards: RewardScorer
     ) -> None:
         self._config, self._chat, self._generator = config, chat, generator
         self._queue, self._rewards = queue, rewards
@@ -94,8 +94,8 @@ class OpenEpisodes:
         """
         async with asyncio.TaskGroup() as group:
             others = [group.create_task(work) for work in (self._renew(), self._reap(), self._lease())]
-            while not self.finished:
-                self._take(await self._queue.lease(0, LEASE_WAIT_S))  # leases nothing, only learns of the end
+            while not self.finished:  # a lease of nothing only tells the queue of programs, and learns of the end
+                self._take(await self._queue.lease(0, LEASE_WAIT_S, idle_s=self.unattended_s(time.monotonic())))
                 await self._notify()
             for task in others:
                 task.cancel()
@@ -111,7 +111,7 @@ class OpenEpisodes:
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._waiting > len(self._samples))
-            self._take(await self._queue.lease(1, LEASE_WAIT_S))
+            self._take(await self._queue.lease(1, LEASE_WAIT_S, idle_s=0.0))
             await self._notify()
 
     def _take(self, leased: Leased) -> None:

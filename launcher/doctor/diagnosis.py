@@ -12,6 +12,7 @@ import msgspec
 from rl_async.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_USER
 from rl_async.launcher.doctor.observation import Observation, ObservedProcess, ObservedRank
 from rl_async.launcher.supervise.process import describe_exit
+from rl_async.launcher.watch.view_model import away_text
 from rl_async.process.kernel import HALTED, describe
 
 LEAST_FREE = 64 << 20  # bytes; below it a checkpoint or the journal fails
@@ -229,6 +230,11 @@ def _starved(seen: Observation) -> list[str]:
     report = seen.queue.report
     if report.draining:
         return ["the queue is drained: nothing is admitted; `rl-async queue drain RUN --undo` lets it go on"]
+    if report.status.unattended_s:
+        return [
+            f"{away_text(report.status)}: the trainer waits for a batch without a deadline; start an agent program "
+            f"(docs/gateway.md), and see `rl-async gateway ls {seen.run}`"
+        ]
     if report.status.workers == 0:
         return [f"no agent worker is connected: {_batch(seen)}; the workers' logs say why"]
     if seen.engines and all(engine.paused for engine in seen.engines):

@@ -104,11 +104,13 @@ class EvaluationRun:
     async def run(self) -> None:
         """Request the evaluation, wait for its last trajectory, and write all of them into the run folder.
 
-        Raises EvaluationTimeout.
+        Raises EvaluationTimeout; the time for which no agent program plays does not count.
         """
         await self._queue.evaluate(EVAL_ID)
         deadline = time.monotonic() + self._timeout_s
         while not isinstance(reply := await self._queue.eval_result(EVAL_ID, POLL_S), Reserved):
+            if reply.unattended_s:  # nobody plays yet
+                deadline = time.monotonic() + self._timeout_s
             if time.monotonic() > deadline:
                 raise EvaluationTimeout(f"no result within trainer.batch_timeout_s={self._timeout_s:g}: {reply.why}")
         self.result = reply

@@ -1,6 +1,7 @@
 """The live view of a run: a panel that refreshes on a terminal, one line per trainer step otherwise."""
 
 import asyncio
+import math
 import re
 import textwrap
 import time
@@ -22,6 +23,7 @@ from rl_async.launcher.watch.view_model import (
     History,
     RecordedConversation,
     arguments_text,
+    away_text,
     bar,
     mean,
     newest_conversation,
@@ -30,10 +32,13 @@ from rl_async.launcher.watch.view_model import (
     step_line,
     summary_lines,
     time_split,
+    unplayed_lines,
 )
 from rl_async.messages import StatusReport
 
 REFRESH_S = 0.5
+ASK_S = 15.0  # between two questions to the queue, if there is no panel
+REMIND_S = 600.0  # between two lines that say the same
 STATE_COLOURS = {"running": "green", "starting": "yellow", "restarting": "yellow", "ended": "dim"}
 INDENT = 10  # columns, of the text of a turn
 MARKUP = re.compile(r"<tool_call>.*?(</tool_call>|$)", re.DOTALL)
@@ -76,7 +81,8 @@ class View:
         """Summarize the run in a few lines, up to the last record of the trainer."""
         self._read()
         seconds = time.monotonic() - self._began
-        return "\n".join(summary_lines(self._history, self._folder, seconds, self._config.queue.max_staleness))
+        lines = summary_lines(self._history, self._folder, seconds, self._config.queue.max_staleness)
+        return "\n".join([*lines, *unplayed_lines(self._config, self._history, self._folder)])
 
     def _read(self) -> list[Record]:
         records = self._tail.read()
@@ -86,9 +92,16 @@ class View:
 
     async def _run_lines(self) -> None:
         known: dict[str, ProcessState] = {}
+        asked = said = -math.inf
         try:
             while True:
                 self._print_news(known)
+                now = time.monotonic()
+                if self._config.agent.gateway is not None and now - asked > ASK_S:
+                    asked, report = now, await self._queue_report()
+                    if report is not None and report.unattended_s > ASK_S and now - said > REMIND_S:
+                        said = now
+                        self._print(f"{away_text(report)}: start an agent program (docs/gateway.md)")
                 await asyncio.sleep(REFRESH_S)
         finally:
             self._print_news(known)  # the last step may have been recorded at the end of the run
@@ -105,18 +118,21 @@ class View:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     async def _run_live(self) -> None:
-        report: StatusReport | None = None
         conversation: tuple[str, RecordedConversation] | None = None
         with Live(console=self._console, auto_refresh=False) as live:
             while True:
                 if self._read() or conversation is None:
                     conversation = await asyncio.to_thread(newest_conversation, self._folder / "trajectories")
-                try:
-                    report = await self._status()
-                except QueueLost:
-                    report = None  # shown as "no answer"; the supervisor handles it
+                report = await self._queue_report()
                 live.update(self._render(report, conversation), refresh=True)
                 await asyncio.sleep(REFRESH_S)
+
+    async def _queue_report(self) -> StatusReport | None:
+        """Ask the queue; None, shown as "no answer", if it is lost, which the supervisor handles."""
+        try:
+            return await self._status()
+        except QueueLost:
+            return None
 
     def _render(
         self, report: StatusReport | None, conversation: tuple[str, RecordedConversation] | None
@@ -170,6 +186,7 @@ def _queue_text(report: StatusReport | None, states: Sequence[ProcessState]) -> 
         return "closed, as training has ended" if trained else "no answer"
     text = f"{report.ready} groups ready, {report.leased} leased, {report.slots_used} of {report.slots} slots used"
     troubles = {name: count for name, count in report.counters.items() if count}
+    text += f", {away_text(report)}" if report.unattended_s else ""
     return text + "".join(f", {name} {count}" for name, count in troubles.items())
 
 

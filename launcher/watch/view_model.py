@@ -7,8 +7,9 @@ from pathlib import Path
 
 import msgspec
 
+from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.folder.tail import MetricsTail, Record
-from rl_async.messages import Turn
+from rl_async.messages import StatusReport, Turn
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -125,6 +126,24 @@ def summary_lines(history: History, folder: Path, seconds: float, bound: int) ->
         last = evaluations[-1]
         lines.insert(1, f"held-out: reward {last['eval/reward']:.3f} after step {last['eval/step']:.0f}")
     return lines
+
+
+def unplayed_lines(config: RunConfig, history: History, folder: Path) -> list[str]:
+    """Say that the final weights were not evaluated, if that takes agent programs and none played."""
+    record = history.last
+    if config.agent.gateway is None or not config.data.eval_path or record is None:
+        return []
+    if record["step"] + 1 < config.trainer.steps:
+        return []
+    evaluations = MetricsTail(folder / "evaluations.jsonl").read()
+    if any(evaluation["eval/step"] == record["version"] for evaluation in evaluations):
+        return []
+    return ["held-out: the final weights were not evaluated, as no agent program played (logs/trainer-0.log)"]
+
+
+def away_text(report: StatusReport) -> str:
+    """Say for how long no agent program has played."""
+    return f"no program has asked for an episode for {report.unattended_s:.0f} s"
 
 
 def newest_conversation(folder: Path) -> tuple[str, RecordedConversation] | None:

@@ -56,9 +56,13 @@ class Leased(Reply):
 
 
 class NotReady(Reply):
-    """Nothing yet; ask again. ``why`` names what is being waited for and for how long."""
+    """Nothing yet; ask again. ``why`` names what is being waited for and for how long.
+
+    ``unattended_s``: as in StatusReport.
+    """
 
     why: str
+    unattended_s: float = 0.0
 
 
 class Reserved(Reply):
@@ -159,6 +163,7 @@ class StatusReport(Reply):
     oldest_lease_s: float
     workers: int
     finished: bool
+    unattended_s: float = 0.0  # for which no agent program has played or asked, where only gateways lease
 
 
 class LeaseRecord(msgspec.Struct, kw_only=True):

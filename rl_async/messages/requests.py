@@ -76,13 +76,15 @@ class Hello(Request[Welcome], kw_only=True):
 class Lease(LongPoll[Leased]):
     """Ask for up to ``max_groups`` groups to generate. Agent worker -> queue.
 
-    With a ``task``, a producer brings its own: it gets one group of it, as soon as one may be admitted.
+    With a ``task``, a producer brings its own: it gets one group of it, as soon as one may be admitted. A gateway says
+    in ``idle_s`` for how many seconds no agent program has played or asked for an episode.
     """
 
     worker: str
     max_groups: int
     wait_s: float
     task: Task | None = None
+    idle_s: float | None = None
 
 
 class Renew(Request[Done]):

@@ -51,7 +51,7 @@ class EndlessQueue:
         self._groups = 0
         self.put_rows = self.failures = 0
 
-    async def lease(self, max_groups: int, wait_s: float) -> Leased:
+    async def lease(self, max_groups: int, wait_s: float, *, idle_s: float | None = None) -> Leased:
         if not max_groups:
             await asyncio.sleep(3600)
         self._groups += 1

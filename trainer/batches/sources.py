@@ -1,5 +1,7 @@
 """Where batches come from: the transfer queue, or the recorded trajectories of an earlier run."""
 
+import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +12,8 @@ from rl_async.messages import NotReady, Reply, Reserved, RowKey, Trajectory, Tra
 from rl_async.trainer.monitoring.records import read_trajectories
 
 POLL_S = 2.0
+REMIND_S = 1800.0
+log = logging.getLogger("rl_async.trainer")
 
 
 class BatchSource(Protocol):
@@ -34,8 +38,30 @@ class QueueVerbs(Protocol):
     def tighten(self, max_staleness: int) -> Reply: ...
 
 
+class Absence:
+    """Notices that ``what`` waits for agent programs, of which none plays, and logs it: first at once, then rarely."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._logged = -math.inf
+
+    def lasts(self, reply: NotReady) -> bool:
+        """Whether the queue says that no program plays."""
+        now = time.monotonic()
+        if reply.unattended_s and now - self._logged > REMIND_S:
+            self._logged = now
+            log.warning(
+                "%s waits without a deadline: no agent program has asked a gateway for an episode for %.0f s; start "
+                "one (docs/gateway.md), `rl-async gateway ls RUN` shows who plays",
+                self._what,
+                reply.unattended_s,
+            )
+        return reply.unattended_s > 0
+
+
 class QueueSource:
-    """Consumes reserved batches of the transfer queue; waits at most ``timeout_s`` for one.
+    """Consumes reserved batches of the transfer queue; waits at most ``timeout_s`` for one, not counting the time for
+    which no agent program plays.
 
     ``refused`` is called with the step and what came in place of rows whose tokens are not those announced.
     """
@@ -52,6 +78,7 @@ class QueueSource:
         Raises RlAsyncError with what is missing when the deadline passes.
         """
         deadline = time.monotonic() + self._timeout_s
+        absence = Absence(f"step {step}")
         while True:
             reply = self._queue.reserve(step, POLL_S)
             if isinstance(reply, Reserved):
@@ -59,6 +86,8 @@ class QueueSource:
                 return reply
             if stopping():
                 return None
+            if absence.lasts(reply):
+                deadline = time.monotonic() + self._timeout_s
             if time.monotonic() > deadline:
                 raise RlAsyncError(
                     f"no batch for step {step} within {self._timeout_s:.0f} s (trainer.batch_timeout_s): {reply.why}"

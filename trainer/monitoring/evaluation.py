@@ -48,6 +48,7 @@ class Evaluator:
         self._queue, self._every, self._record = queue, every, record
         self._running: int | None = None
         self._newest = -1  # requested last
+        self._unattended_s = 0.0  # as the queue said last
 
     def begin(self, published: int) -> None:
         """Start an evaluation of the published weights; ``after_step`` or ``finish`` returns its result."""
@@ -67,13 +68,15 @@ class Evaluator:
     def finish(self, published: int, timeout_s: float) -> list[FinishedEvaluation]:
         """Wait for a running evaluation, then evaluate the final weights. Raises RlAsyncError after ``timeout_s``.
 
-        Returns the results that ``after_step`` has not returned, oldest first.
+        Returns the results that ``after_step`` has not returned, oldest first. What agent programs have not played by
+        then, since none is there, is skipped with a warning: the run is trained all the same.
         """
         deadline = time.monotonic() + timeout_s
-        pending = self._wait(deadline)
-        if self._newest != published:
-            self._start(published)
-        final = self._wait(deadline)
+        pending, final = self._wait(deadline), None
+        if self._running is None:  # else it was skipped, and nobody would play another one
+            if self._newest != published:
+                self._start(published)
+            final = self._wait(deadline)
         return [result for result in (pending, final) if result is not None]
 
     def _start(self, published: int) -> None:
@@ -85,6 +88,14 @@ class Evaluator:
         while self._running is not None:
             result = self._collect(1.0)
             if self._running is not None and time.monotonic() > deadline:
+                if self._unattended_s:
+                    log.warning(
+                        "the evaluation of version step %d is skipped: no agent program has asked a gateway for an "
+                        "episode for %.0f s, so nobody plays the held-out tasks",
+                        self._running,
+                        self._unattended_s,
+                    )
+                    return None
                 raise RlAsyncError(
                     f"evaluation of version step {self._running} did not finish within trainer.batch_timeout_s"
                 )
@@ -95,6 +106,7 @@ class Evaluator:
             return None
         reply = self._queue.eval_result(self._running, wait_s)
         if isinstance(reply, NotReady):
+            self._unattended_s = reply.unattended_s
             return None
         try:
             rows = self._queue.fetch([header.key for header in reply.headers])

@@ -132,7 +132,22 @@ def _lease(queue: Serving, incoming: Incoming[m.Lease], last: bool) -> Response 
 def _lease_arrived(store: Store, request: m.Lease, now: float) -> float:
     """Renew the worker's leases: only the arrival of its question is a sign of life, not that it is still parked."""
     store.delivery.renew(request.worker, now)
+    store.attendance.hear(request.worker, now, request.idle_s)
     return MAX_WAIT_S
+
+
+def _renew(store: Store, request: m.Renew, now: float) -> m.Reply:
+    store.attendance.hear(request.worker, now)
+    return store.delivery.renew(request.worker, now, request.held)
+
+
+def _attended(store: Store, reply: m.Reply, now: float) -> m.Reply:
+    """Add to a reply that there is nothing yet for how long no program has asked, if that is why."""
+    unattended_s = store.attendance.unattended_s(now)
+    if not isinstance(reply, m.NotReady) or not unattended_s:
+        return reply
+    why = f"{reply.why}; no agent program has asked a gateway for an episode for {unattended_s:.0f} s"
+    return m.NotReady(why=why, unattended_s=unattended_s)
 
 
 def _equal_shares(queue: Serving, parked: Sequence[Incoming[m.Lease]]) -> Iterable[Incoming[m.Lease]]:
@@ -296,7 +311,7 @@ KEEPS = only("shard")
 _VERBS = (
     # agent workers
     Verb(m.Lease, GENERATES, _lease, _LEASE_WAKES, _lease_arrived, _equal_shares),
-    _verb(m.Renew, GENERATES, lambda s, r, now: s.delivery.renew(r.worker, now, r.held)),
+    _verb(m.Renew, GENERATES, _renew),
     Verb(m.Put, GENERATES, _put, payload=True),
     _verb(
         m.Fail, GENERATES, lambda s, r, now: s.delivery.fail(r.worker, r.group_id, r.sample, r.attempt, r.error, now)
@@ -305,7 +320,7 @@ _VERBS = (
     _poll(
         m.Reserve,
         TRAINS,
-        lambda s, r, now: s.batches.reserve(r.step, now),
+        lambda s, r, now: _attended(s, s.batches.reserve(r.step, now), now),
         *(t.GroupReady, t.GroupDropped, t.DeadLettered, t.BatchReserved),
     ),
     Verb(m.Fetch, FETCHES, _fetch),
@@ -316,7 +331,12 @@ _VERBS = (
     _verb(m.Snapshot, TRAINS, lambda s, r, _: m.SnapshotTaken(snapshot=s.batches.snapshot())),
     _verb(m.Resume, TRAINS, lambda s, r, _: s.resume(r.step, r.lineage, r.snapshot)),
     _verb(m.Evaluate, TRAINS, lambda s, r, _: s.evals.open(r.eval_id)),
-    _poll(m.AwaitEvaluation, TRAINS, lambda s, r, _: s.evals.result(r.eval_id), t.GroupReady, t.EvalClosed),
+    _poll(
+        m.AwaitEvaluation,
+        TRAINS,
+        lambda s, r, now: _attended(s, s.evals.result(r.eval_id), now),
+        *(t.GroupReady, t.EvalClosed),
+    ),
     _verb(m.Finish, TRAINS, lambda s, r, _: s.finish()),
     # registries of engines and payload shards
     _poll(

@@ -29,6 +29,7 @@ from rl_async.messages import (
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.state import observe
 from rl_async.transfer_queue.state import transitions as t
+from rl_async.transfer_queue.state.attendance import Attendance
 from rl_async.transfer_queue.state.batches import Batches, BatchesState
 from rl_async.transfer_queue.state.book import Book, BookState
 from rl_async.transfer_queue.state.consumers import Consumers, ConsumersState
@@ -73,6 +74,7 @@ class Store:
         self.evals = EvalRounds(book, self._change, eval_tasks)
         self.engines = Engines(self._change)
         self.shards = Shards(book, self._change, self.consumers)
+        self.attendance = Attendance()
         parts = (self.tasks, self.delivery, self.consumers, self.batches, self.evals, self.engines, self.shards)
         self._effects: t.Effects = {kind: effect for part in parts for kind, effect in part.effects.items()} | {
             t.BatchCommitted: self._batch_committed,
@@ -214,6 +216,7 @@ class Store:
             oldest_lease_s=book.leases.oldest_s(now),
             workers=book.leases.workers,
             finished=book.finished,
+            unattended_s=self.attendance.unattended_s(now),
         )
 
     def inspect(self, now: float, rates: dict[str, float]) -> Inspection:

@@ -36,7 +36,7 @@ class Queue:
         self.groups, self.rows, self.failures = [group], list[tuple[Trajectory, ...]](), list[str]()
         self.over = asyncio.Event()
 
-    async def lease(self, max_groups: int, wait_s: float) -> Leased:
+    async def lease(self, max_groups: int, wait_s: float, *, idle_s: float | None = None) -> Leased:
         if max_groups and self.groups:
             return Leased(groups=[self.groups.pop()])
         await self.over.wait()

@@ -39,7 +39,7 @@ class FakeQueue:
         self.renewed: list[list[SampleKey]] = []
         self.renewal = asyncio.Event()
 
-    async def lease(self, max_groups: int, wait_s: float) -> Leased:
+    async def lease(self, max_groups: int, wait_s: float, *, idle_s: float | None = None) -> Leased:
         if max_groups and self.groups:
             taken, self.groups = self.groups[:max_groups], self.groups[max_groups:]
             return Leased(groups=taken)

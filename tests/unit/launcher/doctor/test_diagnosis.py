@@ -51,7 +51,7 @@ def group(number: int, here: int, age_s: float) -> GroupRecord:
 
 
 def inspection(lease: LeaseRecord | None = None, **changes: Any) -> Inspection:
-    counts = {"waiting": 0, "leased": 1, "ready": 3, "reserved": 0, "committed": 0, "workers": 1}
+    counts = {"waiting": 0, "leased": 1, "ready": 3, "reserved": 0, "committed": 0, "workers": 1, "unattended_s": 0.0}
     status = StatusReport(
         published=Version(0, 3),
         slots_used=4,
@@ -234,6 +234,7 @@ def test_a_wait_is_not_slow_where_steps_take_as_long() -> None:
     [
         ({"queue": inspection(draining=True)}, "the queue is drained"),
         ({"queue": inspection(workers=0)}, "no agent worker is connected"),
+        ({"queue": inspection(unattended_s=280.0)}, "no program has asked for an episode for 280 s"),
         ({"queue": inspection(), "engines": ()}, "no engine is registered"),
         (
             {"queue": inspection(), "engines": (ObservedEngine(engine_id="e", url="u", answers=True, paused=True),)},

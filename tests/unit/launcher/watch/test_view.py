@@ -6,6 +6,7 @@ import io
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -23,6 +24,7 @@ from rl_async.launcher.watch.view_model import (
     sparkline,
     step_line,
     summary_lines,
+    unplayed_lines,
 )
 from rl_async.messages import StatusReport, ToolCall, Turn, Version
 
@@ -143,7 +145,9 @@ def test_a_step_in_which_no_tool_worked_says_so() -> None:
     assert "failed" not in step_line(record(0, 0.1), 4)
 
 
-async def show(folder: Path, *, terminal: bool, lost: bool = False, trainer: str = "running") -> str:
+async def show(
+    folder: Path, *, terminal: bool, lost: bool = False, trainer: str = "running", away_s: float = 0.0
+) -> str:
     """What the view prints while one step is trained."""
     output = io.StringIO()
     console = Console(file=output, force_terminal=terminal, width=140, height=50)
@@ -151,7 +155,7 @@ async def show(folder: Path, *, terminal: bool, lost: bool = False, trainer: str
     async def status() -> StatusReport:
         if lost:
             raise QueueLost("no answer")
-        return STATUS
+        return msgspec.structs.replace(STATUS, unattended_s=away_s)
 
     states = [
         ProcessState("queue", "running"),
@@ -159,7 +163,8 @@ async def show(folder: Path, *, terminal: bool, lost: bool = False, trainer: str
         ProcessState("trainer-0", trainer),
     ]
     append(folder, record(0, 0.111))
-    view = View(load_config("calculator", ["trainer.steps=40"], name="mine"), folder, lambda: states, status, console)
+    config = load_config("calculator", ["trainer.steps=40", *(["agent.gateway={}"] if away_s else [])], name="mine")
+    view = View(config, folder, lambda: states, status, console)
     running = asyncio.create_task(view.run())
     append(folder, record(1, 0.777, **{"eval/reward": 0.66, "queue/ready_groups": 4.0, "tokens/per_s": 1234.0}))
     write_conversation(folder, 1, "42")
@@ -185,6 +190,25 @@ async def test_on_a_terminal_everything_is_shown(tmp_path: Path) -> None:
     for part in ("redelivered 3", "engine-0", "1,234", "what is 1+2?", "calculator(expression=1+2)", "42"):
         assert part in text
     assert "fenced" not in text
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+async def test_an_absence_of_all_agent_programs_is_shown(tmp_path: Path, terminal: bool) -> None:
+    text = await show(tmp_path, terminal=terminal, away_s=280.0)
+    assert text.count("no program has asked for an episode for 280 s") >= 1
+    assert terminal or text.count("280 s") == 1, "a line is not repeated at once"
+
+
+def test_the_summary_says_that_nobody_played_the_held_out_tasks(tmp_path: Path) -> None:
+    config = load_config("calculator", ["trainer.steps=2", "agent.gateway={}"])
+    history = History()
+    history.add(record(0, version=1))
+    assert unplayed_lines(config, history, tmp_path) == [], "the run did not get that far"
+    history.add(record(1, version=2))
+    assert "held-out" in unplayed_lines(config, history, tmp_path)[0]
+    (tmp_path / "evaluations.jsonl").write_text('{"lineage":0,"eval/step":2.0,"eval/reward":0.4}\n')
+    assert unplayed_lines(config, history, tmp_path) == []
+    assert unplayed_lines(load_config("calculator", ["trainer.steps=2"]), history, tmp_path / "none") == []
 
 
 async def test_a_queue_that_does_not_answer_is_shown_as_such(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ ROWS = [msgspec.structs.replace(row, reward=0.5) for row in make_rows(0)[:2]]
 class Queue:
     """Evaluations that are done when the test says so, sampled by the versions ``steps``."""
 
-    def __init__(self, done: bool, steps: tuple[int, ...] = ()) -> None:
+    def __init__(self, done: bool, steps: tuple[int, ...] = (), unattended_s: float = 0.0) -> None:
         self.asked: list[int] = []
+        self.unattended_s = unattended_s
         self.done, self.steps = done, steps
 
     def evaluate(self, eval_id: int) -> Done:
@@ -27,7 +28,10 @@ class Queue:
     def eval_result(self, eval_id: int, wait_s: float) -> Reserved | NotReady:
         assert eval_id == self.asked[-1]
         headers = [row.header() for row in self.rows()]
-        return Reserved(step=eval_id, headers=headers) if self.done else NotReady(why="one is missing")
+        return Reserved(step=eval_id, headers=headers) if self.done else self.not_ready()
+
+    def not_ready(self) -> NotReady:
+        return NotReady(why="one is missing", unattended_s=self.unattended_s)
 
     def rows(self) -> list[Trajectory]:
         return ROWS
@@ -119,3 +123,13 @@ def test_the_initial_weights_can_be_evaluated_once_before_the_first_step() -> No
     first = evaluator.after_step(2, 2)
     assert first is not None and first.step == 0
     assert queue.asked == [0, 2]
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_an_evaluation_that_nobody_plays_is_skipped_at_the_end(every: int, caplog: pytest.LogCaptureFixture) -> None:
+    queue, recorder = Queue(done=False, unattended_s=280.0), Recorder()
+    evaluations = Evaluator(queue, every, recorder)
+    evaluations.after_step(1, 1)
+    assert evaluations.finish(2, 0.0) == [] and recorder.results == []
+    assert queue.asked == ([1] if every else [2]), "behind a skipped one, none is asked for"
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1

@@ -390,3 +390,21 @@ def test_a_reward_beyond_the_bound_fails_its_attempt(reward: float, parts: dict[
     assert isinstance(again.response.reply, m.Leased) and again.response.reply.groups[0].attempt == 1
     if not replicas:
         assert put(1, reward=-2.0, reward_parts={"exact_answer": 2.0, "other": 99.0}) is None
+
+
+def test_the_trainer_is_told_that_all_agent_programs_are_away(served: Served) -> None:
+    served.publish()
+    reserve, status = m.Reserve(step=0, wait_s=0.0), m.Status()
+    (answer,) = served.ask("t", reserve)
+    assert isinstance(answer.response.reply, m.NotReady) and answer.response.reply.unattended_s == 0.0
+    served.ask("a", m.Lease(worker="a", max_groups=0, wait_s=0.0, idle_s=280.0))
+    (answer,) = served.ask("t", reserve)
+    assert isinstance(answer.response.reply, m.NotReady) and answer.response.reply.unattended_s == 280.0
+    (answer,) = served.ask("t", status)
+    assert answer.response.reply.unattended_s == 280.0
+    served.ask("t", m.Evaluate(eval_id=0))
+    (answer,) = served.ask("t", m.AwaitEvaluation(eval_id=0, wait_s=0.0))
+    assert answer.response.reply.unattended_s == 280.0
+    served.ask("b", m.Renew(worker="b"))
+    (answer,) = served.ask("t", status)
+    assert answer.response.reply.unattended_s == 0.0, "an agent worker plays"
