@@ -44,6 +44,7 @@ from benchmarks.processes.trainer_arms import (
     rows_of,
     save_model,
 )
+from benchmarks.processes.whole_run import INSTALL
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import TrajectoryHeader
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
@@ -178,7 +179,7 @@ def measures(trl: Path | None) -> dict[str, Callable[[], float | None]]:
     @functools.cache
     def steps() -> dict[str, float]:
         if trl is None:
-            print(f"  no --trl: make one with {whole_steps.INSTALL}")
+            print(f"  no --trl: make one with {INSTALL}")
             return {}
         return whole_steps.ratios(trl)
 
@@ -195,7 +196,7 @@ def measures(trl: Path | None) -> dict[str, Callable[[], float | None]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The trainer's goals as ratios.")
-    parser.add_argument("--trl", type=Path, metavar="PYTHON", help=f"one that has TRL: {whole_steps.INSTALL}")
+    parser.add_argument("--trl", type=Path, metavar="PYTHON", help=f"one that has TRL: {INSTALL}")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--only", nargs="+", choices=sorted(measures(None)))
     parser.add_argument("--worker", nargs=2, metavar=("NAME", "ARGUMENT"), help=argparse.SUPPRESS)

@@ -71,6 +71,10 @@ def in_arrival_order(lengths: Sequence[int]) -> list[list[int]]:
     return parts
 
 
-def resident(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+def resident(name: str, pid: int | str = "self") -> int:
+    """Return VmRSS or VmHWM of a process in bytes; 0 if it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)

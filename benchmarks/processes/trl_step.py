@@ -1,17 +1,18 @@
-"""TRL's GRPO step, in one process: the peer of ``whole_steps.py``. Runs in a Python that has TRL and no rl-async.
+"""TRL's GRPO, in one process: the peer of ``whole_run.py``. Runs in a Python that has TRL and no rl-async installed.
 
     python -m benchmarks.processes.trl_step MODEL PROMPTS --steps N --threads N --groups N --group-size N --tokens N
 
-PROMPTS are lines of JSON with ``prompt``, chat messages. Prints one line of JSON at the end: the seconds of every step
-but the first, from the end of one to the end of the next, those of the processor, and the mean number of tokens of a
-completion.
+PROMPTS are lines of JSON with ``prompt``, chat messages, and ``reward_model``, which has the ``ground_truth``. Prints
+the fields of ``whole_run.TrlRun`` as one line of JSON at the end. ``--save FOLDER`` saves the model there after each
+step, as 1, 2 and so on, off the clock. The settings are those that make TRL fast on a CPU: all rows in one pass, no
+gradient checkpointing, no reference model, no log-probabilities before the step (``num_iterations=1``), no saving.
 """
 
 import argparse
 import json
 import tempfile
 import time
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +23,59 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, GRPOTrainer
 
+from rl_async.extraction import last_number  # imports nothing that is not there
+
 
 class Clock(TrainerCallback):
-    """Records when each of TRL's steps ended."""
+    """Notes when each of TRL's steps ended, without the time of saving the model."""
 
-    def __init__(self) -> None:
+    def __init__(self, save: Path | None) -> None:
+        self.save = save
+        self.began = self.saving = 0.0
         self.ends: list[float] = []
         self.used: list[float] = []
+        self.generating: list[float] = []
+        self.step_began = 0.0
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Start the clock."""
+        self.began = time.perf_counter()
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Note when generation begins, the first part of a step."""
+        self.step_began = time.perf_counter()
+
+    def timed(self, reward: Callable[..., list[float]]) -> Callable[..., list[float]]:
+        """Return the reward function, which is called when generation has ended."""
+
+        def scored(**kwargs: Any) -> list[float]:
+            self.generating.append(time.perf_counter() - self.step_began)
+            return reward(**kwargs)
+
+        return scored
+
+    def on_step_end(self, *args: Any, model: Any, **kwargs: Any) -> None:
         """Note the time; TRL's trainer calls this after every step."""
-        self.ends.append(time.perf_counter())
+        ended = time.perf_counter()
+        self.ends.append(ended - self.began - self.saving)
         self.used.append(time.process_time())
+        if self.save is not None:
+            model.save_pretrained(self.save / str(len(self.ends)))
+            self.saving += time.perf_counter() - ended
 
 
-def reward(completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]:
+def share_of_digits(completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]:
     """Of each completion, a conversation of one message."""
     return [digits(messages[0]["content"]) for messages in completions]
+
+
+def right_number(completions: list[list[dict[str, str]]], ground_truth: list[str], **kwargs: Any) -> list[float]:
+    """As ``exact_answer`` with ``extract: [last_number]`` scores."""
+    said = [last_number(messages[0]["content"]) for messages in completions]
+    return [float(number == truth) for number, truth in zip(said, ground_truth, strict=True)]
+
+
+REWARDS = {"digits": share_of_digits, "right": right_number}
 
 
 def config(arguments: argparse.Namespace, folder: str) -> GRPOConfig:
@@ -52,9 +89,10 @@ def config(arguments: argparse.Namespace, folder: str) -> GRPOConfig:
         loss_type="grpo",
         beta=0.0,
         temperature=1.0,
-        learning_rate=1e-6,
+        learning_rate=arguments.learning_rate,
+        lr_scheduler_type="constant",
         gradient_checkpointing=False,  # the default recomputes the forward pass
-        bf16=False,
+        bf16=arguments.dtype == "bfloat16",  # passes, over float32 weights
         use_cpu=True,
         save_strategy="no",
         report_to="none",
@@ -69,25 +107,36 @@ def main() -> None:
     parser.add_argument("prompts", type=Path)
     for name in ("steps", "threads", "groups", "group-size", "tokens"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--learning-rate", type=float, default=1e-6)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--reward", default="digits", choices=REWARDS)
+    parser.add_argument("--save", type=Path, metavar="FOLDER")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     disable_progress_bar()
-    rows = [{"prompt": json.loads(line)["prompt"]} for line in arguments.prompts.read_text().splitlines()]
-    clock = Clock()
+    rows = [json.loads(line) for line in arguments.prompts.read_text().splitlines()]
+    tasks = [{"prompt": row["prompt"], "ground_truth": row["reward_model"]["ground_truth"]} for row in rows]
+    clock = Clock(arguments.save)
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32),
             processing_class=AutoTokenizer.from_pretrained(arguments.model),
-            reward_funcs=reward,
+            reward_funcs=clock.timed(REWARDS[arguments.reward]),
             args=config(arguments, folder),
-            train_dataset=Dataset.from_list(rows),
+            train_dataset=Dataset.from_list(tasks),
             callbacks=[clock],
         )
         trainer.train()
-    key = "completions/mean_length"
-    lengths = [entry[key] for entry in trainer.state.log_history if key in entry]
-    seconds, processor = ([b - a for a, b in pairwise(times)] for times in (clock.ends, clock.used))
-    print(json.dumps({"seconds": seconds, "processor": processor, "tokens": sum(lengths) / len(lengths)}), flush=True)
+    logged = {
+        name: [entry[key] for entry in trainer.state.log_history if key in entry]
+        for name, key in (
+            ("tokens", "completions/mean_length"),
+            ("rewards", "reward"),
+        )
+    }
+    print(
+        json.dumps({"ends": clock.ends, "processor": clock.used, "generating": clock.generating} | logged), flush=True
+    )
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ class Setting:
 
     model: str
     vllm: str
+    trl: str
 
     def prompts(self, count: int) -> list[list[int]]:
         """Return the token ids of so many different questions, in the model's chat format."""
