@@ -100,5 +100,5 @@ def ours(folder: Path, mode: str, name: str) -> tuple[Sequence[float], dict[str,
 def theirs(folder: Path, trl: Path) -> tuple[list[float], dict[str, float]]:
     """Seconds of TRL's steps, and their parts."""
     model, prompts = folder / "model", folder / "prompts.jsonl"
-    sizes = {"steps": STEPS, "groups": GROUPS, "group_size": GROUP_SIZE, "tokens": TOKENS}
+    sizes = {"steps": STEPS, "groups": GROUPS, "group_size": GROUP_SIZE, "tokens": TOKENS, "pass_tokens": 1 << 20}
     return run_trl(trl, model, prompts, TRL_THREADS, DEADLINE_S, **sizes).steps(COUNTED, TOKENS)

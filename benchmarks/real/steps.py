@@ -2,11 +2,12 @@
 
 Ours are runs of ``rl-async launch`` in both modes, each with two threads for the engine and two for the trainer, which
 work at the same time (disaggregated, as ``make real`` runs the preset, one step off-policy) or in turns (colocated,
-on-policy as TRL). The ratio is that of the faster mode; all are printed. TRL's one process has two threads, all rows in
-one pass and no gradient checkpointing (``processes/trl_step.py``). All: bfloat16 passes over float32 weights, the same
-prompts, reward, learning rate and clipped loss, one optimizer step, no log-probabilities computed before it
-(``bypass_ppo_clip``), and answers of 12 tokens: the model's turns end with a token that it never says. Arms take turns.
-The first step of each run warms up; the last of ours is not counted, since nothing is sampled beside it.
+on-policy as TRL). The ratio is that of the faster mode; all are printed. TRL's one process has two threads, passes of
+the size that suits it best, and no gradient checkpointing (``processes/trl_step.py``). All: bfloat16 passes over
+float32 weights, the same prompts, reward, learning rate and clipped loss, one optimizer step, no log-probabilities
+computed before it (``bypass_ppo_clip``), and answers of 12 tokens: the model's turns end with a token that it never
+says. Arms take turns. The first step of each run warms up; the last of ours is not counted, since nothing is sampled
+beside it.
 
 Memory is VmHWM of the trainer's process, all that it holds at once, also pages of libraries and files: a machine must
 have it. The estimate is that of ``--dry-run`` for the same config, which counts them, too. It leaves out the host copy
@@ -58,7 +59,7 @@ class Shape:
 
 SHAPES = {
     "real_step_vs_trl": Shape(groups=8, group_size=8, prompt=0, counted=1, rounds=2),
-    "real_step_vs_trl_long_prompts": Shape(groups=2, group_size=16, prompt=400, counted=2, rounds=1),
+    "real_step_vs_trl_long_prompts": Shape(groups=2, group_size=16, prompt=400, counted=1, rounds=1),
 }
 
 

@@ -30,7 +30,7 @@ from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.sequence import Sequence
 
 GOAL = 0.85
-STEPS = 10
+STEPS = 9
 SAMPLES = 4
 SHOWN = 2  # evaluations after the one that passed
 
