@@ -94,6 +94,7 @@ def ours(setting: Setting, folder: Path) -> list[Step]:
     ]
     run = folder / "ours"
     metrics, _ = launch(PRESET, "disaggregated", overrides, run, range(1, STEPS), DEADLINE_S)
+    print(f"  ours: of {STEPS} steps {sum(m['time/checkpoint_s'] for m in metrics):.0f} s copied weights to be saved")
     began = metrics[0]["time"] - metrics[0]["time/step_s"]
     saved = run / "checkpoints"
     return [
