@@ -16,6 +16,7 @@ from rl_async.agent_loop.episodes.row_tokens import trajectories
 from rl_async.agent_loop.gateway.chat import ASSISTANT, ChatRequest, Completion, read_answer
 from rl_async.agent_loop.gateway.fields import prefill_refused
 from rl_async.agent_loop.gateway.recorder import EpisodeRecorder, Prompt, cut_at_stop, stopped_by
+from rl_async.agent_loop.gateway.responses.kept import KeptResponses
 from rl_async.agent_loop.tools.registry import task_tools
 from rl_async.configs.derived.rewards import unbounded
 from rl_async.configs.schema.run import RunConfig
@@ -47,6 +48,7 @@ class GatewayEpisode:
         self.id = secrets.token_urlsafe(ID_BYTES)
         self.group, self.sample = group, sample
         self.tools = task_tools(config, group.task)  # which the program runs, if it wants to
+        self.responses = KeptResponses()
         self.closed = False
         self.ending = asyncio.Lock()
         self.began = time.monotonic()

@@ -72,6 +72,20 @@ OPENAI: dict[str, Field] = {
     "add_generation_prompt": Field((True,), _OWN_TURN),
     "continue_final_message": Field((False,), _OWN_TURN),
 }
+RESPONSES: dict[str, Field] = {
+    **dict.fromkeys(("metadata", "user", "service_tier", "safety_identifier", "client_metadata"), _NO_EFFECT),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"), _NO_EFFECT),
+    **dict.fromkeys(("stream_options", "max_tool_calls"), _NO_EFFECT),  # of OpenAI's own network and tools
+    **_SAMPLING,
+    "reasoning": Field(({}, {"summary": "auto"})),
+    "truncation": Field(("disabled",)),
+    "parallel_tool_calls": Field((True,)),
+    "tool_choice": Field(("auto", "none")),
+    "top_logprobs": Field((0,), _LOGPROBS),
+    "background": Field((False,), "leave it out: an answer comes with its request, or as a stream"),
+    "conversation": Field((), "name the previous response instead (previous_response_id)"),
+    "prompt": Field((), "leave it out: nothing is stored here; send instructions and input"),
+}
 ANTHROPIC: dict[str, Field] = {
     **dict.fromkeys(("metadata", "service_tier", "cache_control", "inference_geo"), _NO_EFFECT),
     **_SAMPLING,

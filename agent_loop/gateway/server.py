@@ -14,6 +14,9 @@ from rl_async.agent_loop.gateway.chat import UNREADABLE, ChatRequest, Completion
 from rl_async.agent_loop.gateway.episode import task_view
 from rl_async.agent_loop.gateway.fields import UnobeyedFields
 from rl_async.agent_loop.gateway.open_episodes import Ending, OpenEpisodes
+from rl_async.agent_loop.gateway.responses.answers import ResponseHead
+from rl_async.agent_loop.gateway.responses.requests import read_request as read_response_request
+from rl_async.agent_loop.gateway.responses.stream import ResponseStream
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EngineLost, EngineRejected, QueueLost, RequestRefused
@@ -54,6 +57,7 @@ class GatewayServer:
             f"POST {one}/heartbeat": (self.heartbeat, openai.error_body),
             f"POST {one}/reward": (self.end, openai.error_body),
             f"POST {one}/v1/chat/completions": (self.chat, openai.error_body),
+            f"POST {one}/v1/responses": (self.responses, openai.error_body),
             f"GET {one}/v1/models": (self.models, openai.error_body),
             f"POST {one}/v1/messages": (self.messages, anthropic.error_body),
             "GET /health": (self.health, openai.error_body),
@@ -69,6 +73,7 @@ class GatewayServer:
         answer = {
             "episode_id": episode.id,
             "base_url": f"{request.base_url}episodes/{episode.id}/v1",
+            "anthropic_base_url": f"{request.base_url}episodes/{episode.id}",
             "deadline_s": self._config.agent.episode_timeout_s,
             "idle_timeout_s": self._options.idle_timeout_s,
             "task": task_view(episode),
@@ -100,7 +105,7 @@ class GatewayServer:
         """Answer a chat completion request in OpenAI's dialect, streamed or not."""
         chat = await self._read(request, openai.read_request)
         done = await self._complete(request, chat)
-        name, model = request.path_params["id"][:8], chat.model or self._config.model.path
+        name, model = request.path_params["id"][:8], self._model(chat)
         if not chat.stream:
             return _json(openai.completion(done, name, model))
         events = [
@@ -113,13 +118,28 @@ class GatewayServer:
         """Answer a messages request in Anthropic's dialect, streamed or not."""
         chat = await self._read(request, anthropic.read_request)
         done = await self._complete(request, chat)
-        name, model = request.path_params["id"][:8], chat.model or self._config.model.path
+        name, model = request.path_params["id"][:8], self._model(chat)
         if not chat.stream:
             return _json(anthropic.message(done, name, model))
         return _stream(
             f"event: {event['type']}\ndata: ".encode() + msgspec.json.encode(event) + b"\n\n"
             for event in anthropic.events(done, name, model)
         )
+
+    async def responses(self, request: Request) -> Response:
+        """Answer a request in OpenAI's Responses dialect, streamed or not."""
+        episode, body = self._episodes.get(request.path_params["id"]), await self._bytes(request)
+        asked = await off_loop(len(body), read_response_request, body, episode.responses)
+        done = await self._complete(request, asked.chat)
+        head = ResponseHead(asked, request.path_params["id"][:8], done.number, self._model(asked.chat))
+        answer = head.answer(done)
+        if asked.body.store is not False:
+            episode.responses.keep(head.id, asked.previous, [*asked.said, done.message], answer["output"])
+        if not asked.chat.stream:
+            return _json(answer)
+        stream = ResponseStream(head)
+        events = [*stream.begin(), *stream.end(done, done.message.reasoning, done.message.text)]
+        return _stream(f"event: {e['type']}\ndata: ".encode() + msgspec.json.encode(e) + b"\n\n" for e in events)
 
     async def models(self, request: Request) -> Response:
         """List the only model of the run, for clients that check its name."""
@@ -129,6 +149,9 @@ class GatewayServer:
     async def health(self, request: Request) -> Response:
         """Answer health probes, with whether the run is over."""
         return _json({"finished": self._episodes.finished})
+
+    def _model(self, chat: ChatRequest) -> str:
+        return chat.model or self._config.model.path
 
     async def _read(self, request: Request, read: Callable[[bytes], ChatRequest]) -> ChatRequest:
         body = await self._bytes(request)

@@ -127,6 +127,21 @@ _MESSAGES = {
     "max_tokens": 20,
     "stream": True,
 }
+_RESPONSES = {
+    "model": "m",
+    "instructions": "be brief",
+    "input": [
+        {"role": "developer", "content": [{"type": "input_text", "text": "in words"}]},
+        {"type": "message", "role": "user", "content": "what is 2+3?"},
+        {"type": "reasoning", "id": "rs", "summary": [], "encrypted_content": "aG0="},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"x": 1}'},
+        {"type": "function_call_output", "call_id": "c", "output": "5"},
+    ],
+    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+    "max_output_tokens": 20,
+    "store": True,
+    "include": ["reasoning.encrypted_content"],
+}
 
 
 def _called_with(arguments: str) -> dict[str, Any]:
@@ -148,6 +163,8 @@ class GatewayTarget:
         Route("POST", "/episodes/{id}/v1/chat/completions", _CHAT),
         Route("POST", "/episodes/{id}/v1/chat/completions", _CHAT | {"stream": True}),
         *(Route("POST", "/episodes/{id}/v1/chat/completions", _called_with(text)) for text in ("{", "[1]")),
+        Route("POST", "/episodes/{id}/v1/responses", _RESPONSES),
+        Route("POST", "/episodes/{id}/v1/responses", {"input": "what is 2+3?", "stream": True}),
         Route("POST", "/episodes/{id}/v1/messages", _MESSAGES, anthropic=True),
         Route("GET", "/episodes/{id}/v1/models"),
         Route("GET", "/health"),

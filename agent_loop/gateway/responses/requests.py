@@ -1,0 +1,257 @@
+"""Requests for responses: their items as chat messages, their tools as JSON schemas. Pure."""
+
+import base64
+import binascii
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from rl_async.agent_loop.gateway.chat import ASSISTANT, UNREADABLE, ChatMessage, ChatRequest, FunctionCall
+from rl_async.agent_loop.gateway.fields import RESPONSES, content_refused, not_supported, tool_refused, unobeyed
+from rl_async.agent_loop.gateway.openai import Limit
+from rl_async.agent_loop.gateway.responses.kept import KeptResponses
+from rl_async.errors import RequestRefused
+
+SEARCHES = ("web_search", "web_search_preview")  # run by OpenAI's server, and offered by clients unasked
+ENCRYPTED = "reasoning.encrypted_content"
+TEXT = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+class Part(msgspec.Struct):
+    """A part of a text."""
+
+    type: str
+    text: str = ""
+
+
+class Item(msgspec.Struct):
+    """An item of the input, of any type; messages need not name theirs."""
+
+    type: str = "message"
+    role: str = ""
+    content: str | list[Part] | None = None
+    id: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+    encrypted_content: str | None = None
+
+
+class Tool(msgspec.Struct):
+    """A function, or a namespace of functions."""
+
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    tools: "list[Tool]" = []
+
+
+class TextOptions(msgspec.Struct):
+    format: dict[str, Any] | None = None
+
+
+class ResponsesBody(msgspec.Struct):
+    """The fields of a request that have an effect."""
+
+    input: str | list[Item] = []
+    model: str = ""
+    instructions: str | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Any = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    include: list[str] | None = None
+    text: TextOptions | None = None
+    max_output_tokens: Limit | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+
+
+class FunctionName(NamedTuple):
+    """What a client calls a function."""
+
+    name: str
+    namespace: str = ""
+
+    @property
+    def printed(self) -> str:
+        """The name that the model sees."""
+        return f"{self.namespace}__{self.name}" if self.namespace else self.name
+
+
+class ResponsesRequest(NamedTuple):
+    """A request as chat messages, and what its response needs besides the answer."""
+
+    chat: ChatRequest
+    said: list[ChatMessage]  # the messages without instructions, which do not carry over, and without kept ones
+    names: dict[str, FunctionName]  # by the name that the model sees
+    body: ResponsesBody
+    echoed: dict[str, Any]  # fields that a response repeats
+
+    @property
+    def previous(self) -> str:
+        """The id of the response that this one continues; empty if there is none."""
+        return self.body.previous_response_id or ""
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether reasoning is returned in a form to send back."""
+        return ENCRYPTED in (self.body.include or ())
+
+
+def read_request(body: bytes, kept: KeptResponses) -> ResponsesRequest:
+    """Decode a request. Raises RequestRefused naming a field that is not supported."""
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, Any])
+        wanted = msgspec.json.decode(body, type=ResponsesBody)
+    except UNREADABLE as error:
+        raise RequestRefused(str(error), code="invalid_request") from error
+    asked = unobeyed(fields, ResponsesBody.__struct_fields__, RESPONSES)
+    if wanted.text is not None and (wanted.text.format or {}).get("type", "text") != "text":
+        asked["text.format"] = wanted.text.format
+    if searches := [tool.type for tool in wanted.tools or () if tool.type in SEARCHES]:
+        asked["tools"] = searches
+    names, tools = _tools([tool for tool in wanted.tools or () if tool.type not in SEARCHES])
+    items = [Item(role="user", content=wanted.input)] if isinstance(wanted.input, str) else wanted.input
+    said = messages(items, kept)
+    system = [ChatMessage("system", wanted.instructions)] if wanted.instructions else []
+    past = kept.history(wanted.previous_response_id) if wanted.previous_response_id else []
+    chat = ChatRequest(
+        messages=[*system, *past, *said],
+        tools=[] if wanted.tool_choice == "none" else tools,
+        stops=[],
+        max_tokens=wanted.max_output_tokens,
+        temperature=wanted.temperature,
+        top_p=wanted.top_p,
+        stream=bool(wanted.stream),
+        usage=True,
+        model=wanted.model,
+        unobeyed=asked,
+    )
+    echoed = {name: fields[name] for name in ("tools", "metadata", "reasoning", "text") if fields.get(name)}
+    return ResponsesRequest(chat, said, names, wanted, echoed)
+
+
+def messages(items: Iterable[Item], kept: KeptResponses) -> list[ChatMessage]:
+    """Convert items. Reasoning, text and calls that follow one another are one message of the assistant.
+
+    Raises RequestRefused for items that no chat template prints.
+    """
+    said: list[ChatMessage] = []
+    answer: _Answer | None = None  # the assistant's, to which items are still added
+    for item in items:
+        if item.type == "item_reference":
+            item = msgspec.convert(kept.item(item.id or ""), Item)
+        if item.type in ("reasoning", "function_call") or (item.type, item.role) == ("message", ASSISTANT):
+            if answer is not None and not answer.takes(item):
+                said.append(answer.message)
+                answer = None
+            answer = answer or _Answer()
+            answer.add(item)
+            continue
+        if answer is not None:
+            said.append(answer.message)
+            answer = None
+        said.append(_message(item))
+    return said if answer is None else [*said, answer.message]
+
+
+class _Answer:
+    """Collects the items of one answer."""
+
+    def __init__(self) -> None:
+        self._reasoning = ""
+        self._text: str | None = None
+        self._calls: list[FunctionCall] = []
+
+    def takes(self, item: Item) -> bool:
+        """Whether the item may be of the same answer: reasoning comes before text, and text before calls."""
+        if item.type == "function_call":
+            return True
+        return not self._calls and self._text is None
+
+    def add(self, item: Item) -> None:
+        if item.type == "reasoning":
+            self._reasoning += _reasoning(item)
+        elif item.type == "function_call":
+            self._calls.append(_call(item))
+        else:
+            self._text = _text(item.content)
+
+    @property
+    def message(self) -> ChatMessage:
+        return ChatMessage(ASSISTANT, self._text or "", tuple(self._calls), self._reasoning)
+
+
+def encrypt(reasoning: str) -> str:
+    """Encode reasoning as the opaque text that a client without a store sends back."""
+    return base64.b64encode(reasoning.encode(errors="replace")).decode()
+
+
+def _reasoning(item: Item) -> str:
+    if item.content:
+        return _text(item.content)
+    try:
+        return base64.b64decode(item.encrypted_content or "", validate=True).decode()
+    except (binascii.Error, ValueError) as error:
+        raise RequestRefused(
+            "encrypted_content is not of this gateway", code="invalid_request", param="input"
+        ) from error
+
+
+def _message(item: Item) -> ChatMessage:
+    if item.type == "function_call_output":
+        return ChatMessage("tool", _text(item.output), answers=item.call_id or "")
+    if item.type != "message":
+        raise not_supported(f"an input item of type {item.type[:80]}", "leave it out", "input")
+    roles: dict[str, Literal["system", "user"]] = {"developer": "system", "system": "system", "user": "user"}
+    if item.role not in roles:
+        raise RequestRefused(
+            f"a message of role {item.role[:80]!r} is none of {', '.join([*roles, ASSISTANT])}",
+            code="invalid_request",
+            param="input",
+        )
+    return ChatMessage(roles[item.role], _text(item.content))
+
+
+def _call(item: Item) -> FunctionCall:
+    arguments = item.arguments or "{}"
+    try:
+        msgspec.json.decode(arguments, type=dict[str, Any])
+    except (*UNREADABLE, RecursionError) as error:
+        raise RequestRefused(
+            f"the arguments of a call of {(item.name or '')[:80]} must be a JSON object: {error}",
+            code="invalid_request",
+            param="input",
+        ) from error
+    return FunctionCall(FunctionName(item.name or "", item.namespace or "").printed, arguments, item.call_id or "")
+
+
+def _text(content: str | list[Part] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    other = [part.type for part in content if part.type not in TEXT]
+    if other:
+        raise content_refused(other[0])
+    return "\n".join(part.text for part in content)
+
+
+def _tools(tools: Sequence[Tool]) -> tuple[dict[str, FunctionName], list[dict[str, Any]]]:
+    """Return what clients call the functions, by the names that the model sees, and the functions' schemas."""
+    names: dict[str, FunctionName] = {}
+    schemas: list[dict[str, Any]] = []
+    for tool in tools:
+        namespace = tool.name if tool.type == "namespace" else ""
+        for function in tool.tools if tool.type == "namespace" else [tool]:
+            if function.type != "function":
+                raise tool_refused(function.type)
+            name = FunctionName(function.name, namespace)
+            names[name.printed] = name
+            schema: dict[str, Any] = {"name": name.printed, "description": function.description or ""}
+            schemas.append({"type": "function", "function": schema | {"parameters": function.parameters or {}}})
+    return names, schemas
