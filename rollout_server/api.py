@@ -5,6 +5,7 @@ streams and probes (``pool.py``), the weight-sync coordinator updates (``weight_
 ``vllm/`` and ``sglang/`` implement all of them.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -13,6 +14,7 @@ from rl_async.messages import Sampling, Version, VersionRun
 
 PauseMode = Literal["keep", "wait", "abort"]
 FinishReason = Literal["stop", "length", "abort"]
+Heard = Callable[[Sequence[int]], None]  # called with all tokens sampled so far, whenever there are more
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,4 +58,12 @@ class Generator(Protocol):
 
         Raises EngineRejected for a request that no engine will accept, EngineLost when none could serve it in time.
         """
+        ...
+
+
+class StreamingGenerator(Protocol):
+    """A Generator that reports tokens while they are sampled."""
+
+    async def generate(self, request: GenerateRequest, *, session: str, heard: Heard | None = None) -> GenerateResult:
+        """Sample a continuation, as a Generator does."""
         ...

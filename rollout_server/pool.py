@@ -17,7 +17,7 @@ import msgspec
 from rl_async.errors import EngineLost, EngineRejected, QueueLost
 from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.rollout_server.answers import EMPTY, continuation, join
-from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult
+from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult, Heard
 from rl_async.rollout_server.routing import PoolMember, Router
 
 BACKOFF_S = 1.0  # in which an engine that failed a request gets no other
@@ -47,8 +47,8 @@ class RegistryReader(Protocol):
 class _Progress:
     """A request, what was sampled for it so far, and its deadline, which every new token extends."""
 
-    def __init__(self, request: GenerateRequest, session: str, timeout_s: float) -> None:
-        self.request, self.session, self._timeout_s = request, session, timeout_s
+    def __init__(self, request: GenerateRequest, session: str, timeout_s: float, heard: Heard | None) -> None:
+        self.request, self.session, self._timeout_s, self._heard = request, session, timeout_s, heard
         self.done = EMPTY
         self.extend_deadline()
 
@@ -83,6 +83,8 @@ class _Progress:
         self.done = join(self.done, part)
         if part.token_ids:
             self.extend_deadline()
+            if self._heard is not None:
+                self._heard(self.done.token_ids)
 
     def extend_deadline(self) -> None:
         """Start the timeout again: a token arrived, or none could have."""
@@ -148,13 +150,13 @@ class EnginePool:
             group.create_task(self._follow(registry), name="engine registry")
             group.create_task(self._probe_all(), name="engine probes")
 
-    async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
+    async def generate(self, request: GenerateRequest, *, session: str, heard: Heard | None = None) -> GenerateResult:
         """Sample on engines that serve at least ``request.min_version``, keeping the tokens of engines that were lost
-        or gave the request up.
+        or gave the request up. ``heard`` gets the tokens as they come.
 
         Raises EngineRejected at once, and EngineLost when no token arrived within the deadline.
         """
-        progress = _Progress(request, session, self._timeout_s)
+        progress = _Progress(request, session, self._timeout_s, heard)
         while progress.unfinished:
             member = await self._route(progress)
             try:

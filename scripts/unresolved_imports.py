@@ -8,7 +8,7 @@ import sys
 # Packages that `make setup-test` leaves out.
 OPTIONAL = {"liger_kernel", "megatron", "mlflow", "ray", "sglang", "vllm", "wandb"}  # extras
 OPTIONAL |= {"gymnasium", "openenv", "textarena", "verifiers"}  # that scripts/install_environments installs
-OPTIONAL |= {"datasets", "pydantic_ai", "tensordict", "trl", "verl"}  # of tests and benchmarks that compare with others
+OPTIONAL |= {"anthropic", "datasets", "pydantic_ai", "tensordict", "trl", "verl"}  # of tests and benchmarks
 
 command = ["basedpyright", "--outputjson", "--pythonpath", sys.executable]
 report = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=False).stdout)

@@ -10,7 +10,7 @@ import msgspec
 from transformers import PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.cache import TokenCache
-from rl_async.agent_loop.chat_formats.format import Answer, Message, TooLong, text_size
+from rl_async.agent_loop.chat_formats.format import Answer, Message, Settled, TooLong, text_size
 from rl_async.template_tokens import TemplateTokens, encode
 
 CACHE_BYTES = 64 << 20
@@ -47,6 +47,17 @@ class TokenizerFormat(ABC):
         stops: Sequence[str] = (),
     ) -> Answer:
         """Read a turn sampled after ``prompt_ids``, up to the first of the texts ``stops``. ``tools`` were offered."""
+
+    def settled(
+        self,
+        token_ids: Sequence[int],
+        *,
+        prompt_ids: Sequence[int] = (),
+        tools: Sequence[dict[str, Any]] = (),
+        stops: Sequence[str] = (),
+    ) -> Settled:
+        """Settle nothing before the end of the turn."""
+        return Settled()
 
     @abstractmethod
     def _written(self, message: Message, *, sampled: bool) -> Message:

@@ -1,6 +1,6 @@
 """What agent loops, gateway and fine-tuning need to know about the way in which a family of models chats."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from rl_async.messages import CallProblem
@@ -42,6 +42,13 @@ class Answer(NamedTuple):
     content: str
     calls: list[ParsedCall]
     reasoning: str = ""
+
+
+class Settled(NamedTuple):
+    """The beginnings of an answer's reasoning and content that no further token changes."""
+
+    reasoning: str = ""
+    content: str = ""
 
 
 class ChatFormat(Protocol):
@@ -99,6 +106,20 @@ class ChatFormat(Protocol):
         """Read a turn sampled after ``prompt_ids``, up to the first of the texts ``stops``. ``tools`` were offered."""
         ...
 
+    def settled(
+        self,
+        token_ids: Sequence[int],
+        *,
+        prompt_ids: Sequence[int] = (),
+        tools: Sequence[dict[str, Any]] = (),
+        stops: Sequence[str] = (),
+    ) -> Settled:
+        """Read the beginning of a turn that is still being sampled: what `parse` will return, however it goes on.
+
+        With ``tools``, of what is said outside calls; without, calls are content.
+        """
+        ...
+
     def keeps_past(
         self,
         messages: Sequence[Message],
@@ -111,6 +132,10 @@ class ChatFormat(Protocol):
 
         False if the chat template leaves out reasoning of earlier turns by now.
         """
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Encode text of the policy, or of a bare prompt: special tokens count as such."""
         ...
 
     def turn_text(self, token_ids: Sequence[int]) -> str:
@@ -147,3 +172,11 @@ def _texts(message: Message) -> Iterator[object]:
 def before_stops(text: str, stops: Sequence[str]) -> str:
     """Return the text before the first of ``stops``, or all of it."""
     return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
+
+
+def without_beginnings(text: str, marks: Iterable[str]) -> str:
+    """Leave out the end of an unfinished text as far as it may belong to what comes: the beginning of one of ``marks``,
+    a character whose bytes are not all there, and white space, which answers are stripped of."""
+    text = text.rstrip("\ufffd")
+    held = (size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size]))
+    return text[: len(text) - max(held, default=0)].rstrip()

@@ -23,7 +23,9 @@ from rl_async.agent_loop.chat_formats.format import (
     CannotBridge,
     Message,
     ParsedCall,
+    Settled,
     before_stops,
+    without_beginnings,
 )
 from rl_async.agent_loop.chat_formats.render import nested
 from rl_async.messages import CallProblem
@@ -81,6 +83,30 @@ class HarmonyFormat(TokenizerFormat):
         content = before_stops("".join(said).strip(), stops)
         text = "\n".join([*filter(None, [content]), *(call.raw for call in calls)])
         return Answer(text, content, calls, "".join(reasoning).strip())
+
+    def settled(
+        self,
+        token_ids: Sequence[int],
+        *,
+        prompt_ids: Sequence[int] = (),
+        tools: Sequence[dict[str, Any]] = (),
+        stops: Sequence[str] = (),
+    ) -> Settled:
+        """Settle the texts of channels, as far as no stop string may come; calls are said in none of them."""
+        if any(stop in self.turn_text(token_ids) for stop in stops):  # it ends there, wherever that is
+            return Settled()
+        reasoning, said = list[str](), list[str]()
+        parts = list(self._parts(token_ids))
+        for number, part in enumerate(parts):
+            channel = _CHANNEL.search(part.header)
+            if _RECIPIENT.search(part.header) is not None:
+                continue
+            if part.body is not None:
+                (reasoning if channel is not None and channel[1] == "analysis" else said).append(part.body)
+            elif number == 0 and channel is None and (part.ended or len(parts) > 1):
+                said.append(part.header)  # text instead of a channel
+        thought, text = ("".join(texts).lstrip() for texts in (reasoning, said))
+        return Settled(without_beginnings(thought, stops), without_beginnings(text, stops))
 
     def bridge(
         self,

@@ -14,7 +14,7 @@ import msgspec
 from transformers import PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.encoded import CACHE_BYTES
-from rl_async.agent_loop.chat_formats.format import Answer, Message, ParsedCall
+from rl_async.agent_loop.chat_formats.format import Answer, Message, ParsedCall, Settled
 from rl_async.agent_loop.chat_formats.hermes import read_object
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.chat_formats.syntax import CallSyntax
@@ -22,6 +22,7 @@ from rl_async.messages import CallProblem
 
 CALLS = "[TOOL_CALLS]"
 _NAMED = re.compile(r"([^\[{]*)(?:\[CALL_ID\]([^\[{]*))?(?:\[ARGS\])?(.*)", re.DOTALL)
+_THINK = "[THINK]"
 _THOUGHT = re.compile(r"\s*\[THINK\](.*?)(?:\[/THINK\]|\Z)", re.DOTALL)
 _ID = re.compile(r"[A-Za-z0-9]{9}")
 
@@ -50,7 +51,21 @@ class MistralFormat(ChatRenderer):
             return found
         text = found.text[thought.end() :]
         calls = parse(text)
-        return Answer(text, text.partition(CALLS)[0].strip() if calls else text, calls, thought[1].strip())
+        return Answer(text, text.partition(CALLS)[0].rstrip() if calls else text, calls, thought[1].strip())
+
+    def settled(
+        self,
+        token_ids: Sequence[int],
+        *,
+        prompt_ids: Sequence[int] = (),
+        tools: Sequence[dict[str, Any]] = (),
+        stops: Sequence[str] = (),
+    ) -> Settled:
+        """Settle as other templates' formats do, but nothing of an answer that may have begun with reasoning."""
+        begun = self.turn_text(token_ids).lstrip()[: len(_THINK)]
+        if _THINK.startswith(begun):
+            return Settled()
+        return super().settled(token_ids, prompt_ids=prompt_ids, tools=tools, stops=stops)
 
     def _render_delta(self, messages: list[Message], sampled: list[int]) -> tuple[int, ...]:
         """Encode what results add after the calls that they answer, and other messages after an answer."""

@@ -13,9 +13,9 @@ import msgspec
 from transformers import PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.encoded import CACHE_BYTES, TokenizerFormat
-from rl_async.agent_loop.chat_formats.format import Answer, Message, before_stops
+from rl_async.agent_loop.chat_formats.format import Answer, Message, Settled, before_stops, without_beginnings
 from rl_async.agent_loop.chat_formats.hermes import HERMES
-from rl_async.agent_loop.chat_formats.syntax import CallSyntax, split_reasoning
+from rl_async.agent_loop.chat_formats.syntax import THINK_END, THINK_START, CallSyntax, split_reasoning
 
 _MARK = "rendermark"  # the assistant's text in the placeholder conversation
 _TAIL = 16  # tokens of a prompt in which an open <think> is looked for
@@ -88,10 +88,37 @@ class ChatRenderer(TokenizerFormat):
         """Read a sampled turn up to the first of the texts ``stops``. ``tools`` make no difference to this format."""
         text, reasoning = before_stops(self.turn_text(token_ids), stops), ""
         if self._thinks:
-            opened = self.decode(prompt_ids[-_TAIL:]).rstrip().endswith("<think>")
-            reasoning, text = split_reasoning(text, opened=opened)
+            reasoning, text = split_reasoning(text, opened=self._opened(prompt_ids))
         calls = self._syntax.parse(text)
-        return Answer(text, text.partition(self._syntax.call_start)[0].strip() if calls else text, calls, reasoning)
+        return Answer(text, text.partition(self._syntax.call_start)[0].rstrip() if calls else text, calls, reasoning)
+
+    def settled(
+        self,
+        token_ids: Sequence[int],
+        *,
+        prompt_ids: Sequence[int] = (),
+        tools: Sequence[dict[str, Any]] = (),
+        stops: Sequence[str] = (),
+    ) -> Settled:
+        """Settle what comes before anything that may become a stop string, the end of reasoning, or with ``tools`` a
+        call."""
+        text, reasoning = without_beginnings(before_stops(self.turn_text(token_ids), stops), stops), ""
+        if self._thinks:
+            begun = text.lstrip()
+            if THINK_START.startswith(begun):
+                return Settled()
+            if begun.startswith(THINK_START) or self._opened(prompt_ids):
+                if THINK_END not in begun:
+                    return Settled(without_beginnings(begun.removeprefix(THINK_START), [THINK_END]).lstrip())
+                reasoning, text = split_reasoning(text, opened=True)
+        start = self._syntax.call_start
+        if tools and start:
+            text = without_beginnings(text.partition(start)[0], [start])
+        return Settled(reasoning, text)
+
+    def _opened(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the prompt has opened the turn's reasoning."""
+        return self.decode(prompt_ids[-_TAIL:]).rstrip().endswith(THINK_START)
 
     def delta(
         self, messages: Sequence[Message], *, sampled: Collection[int] = (), limit: int = sys.maxsize

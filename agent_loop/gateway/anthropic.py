@@ -1,6 +1,6 @@
 """Anthropic's dialect: messages requests in; messages, events and errors out. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -58,6 +58,15 @@ class MessagesBody(msgspec.Struct):
     stream: bool | None = None
 
 
+def read_count(body: bytes) -> ChatRequest:
+    """Decode a request for the number of tokens that a messages request would have; it has no ``max_tokens``."""
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, Any])
+    except UNREADABLE as error:
+        raise RequestRefused(str(error), code="invalid_request") from error
+    return read_request(msgspec.json.encode({"max_tokens": 1} | fields))
+
+
 def read_request(body: bytes) -> ChatRequest:
     """Decode a messages request. Raises RequestRefused naming a field that is not supported."""
     try:
@@ -73,7 +82,7 @@ def read_request(body: bytes) -> ChatRequest:
             *(message for body in wanted.messages for message in _messages(body)),
         ],
         tools=[_schema(tool) for tool in tools],
-        stops=[stop for stop in wanted.stop_sequences or [] if stop],
+        stops=[text for text in wanted.stop_sequences or [] if text],
         max_tokens=wanted.max_tokens,
         temperature=wanted.temperature,
         top_p=wanted.top_p,
@@ -130,37 +139,11 @@ def _schema(tool: AnthropicTool) -> dict[str, Any]:
 
 def message(done: Completion, episode: str, model: str) -> dict[str, Any]:
     """Return an answer that is not streamed."""
-    return _head(done, episode, model) | {
-        "content": _blocks(done),
-        **_stop(done),
+    return head(done.number, episode, model) | {
+        "content": blocks(done),
+        **stop(done),
         "usage": {"input_tokens": done.prompt_tokens, "output_tokens": done.sampled_tokens},
     }
-
-
-def events(done: Completion, episode: str, model: str) -> Iterator[dict[str, Any]]:
-    """Yield the events of a streamed answer."""
-    usage = {"input_tokens": done.prompt_tokens, "output_tokens": 0}
-    yield {"type": "message_start", "message": _head(done, episode, model) | {"content": [], "usage": usage}}
-    for index, block in enumerate(_blocks(done)):
-        empty, deltas = _deltas(block)
-        yield {"type": "content_block_start", "index": index, "content_block": empty}
-        for delta in deltas:
-            yield {"type": "content_block_delta", "index": index, "delta": delta}
-        yield {"type": "content_block_stop", "index": index}
-    yield {"type": "message_delta", "delta": _stop(done), "usage": {"output_tokens": done.sampled_tokens}}
-    yield {"type": "message_stop"}
-
-
-def _deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return a block as its stream begins, and what is added to it."""
-    if block["type"] == "text":
-        return block | {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
-    if block["type"] == "thinking":
-        thought = {"type": "thinking_delta", "thinking": block["thinking"]}
-        signed = {"type": "signature_delta", "signature": block["signature"]}
-        return block | {"thinking": "", "signature": ""}, [thought, signed]
-    arguments = msgspec.json.encode(block["input"]).decode()
-    return block | {"input": {}}, [{"type": "input_json_delta", "partial_json": arguments}]
 
 
 def error_body(error: RequestRefused) -> dict[str, Any]:
@@ -170,9 +153,21 @@ def error_body(error: RequestRefused) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
-def _head(done: Completion, episode: str, model: str) -> dict[str, Any]:
+def models(names: Sequence[str]) -> dict[str, Any]:
+    """Return the response that lists the models."""
+    ends = {"first_id": names[0], "last_id": names[-1]}
+    return {"data": [model_entry(name) for name in names], "has_more": False, **ends}
+
+
+def model_entry(name: str) -> dict[str, Any]:
+    """Return what is said of a model."""
+    return {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+
+
+def head(number: int, episode: str, model: str) -> dict[str, Any]:
+    """Return what messages begin with."""
     return {
-        "id": f"msg_{episode}_{done.number}",
+        "id": f"msg_{episode}_{number}",
         "type": "message",
         "role": "assistant",
         "model": model,
@@ -181,7 +176,8 @@ def _head(done: Completion, episode: str, model: str) -> dict[str, Any]:
     }
 
 
-def _blocks(done: Completion) -> list[dict[str, Any]]:
+def blocks(done: Completion) -> list[dict[str, Any]]:
+    """Return the content of an answer."""
     said = done.message
     thought = [{"type": "thinking", "thinking": said.reasoning, "signature": SIGNATURE}] if said.reasoning else []
     text = [{"type": "text", "text": said.text}] if said.text else []
@@ -197,7 +193,8 @@ def _blocks(done: Completion) -> list[dict[str, Any]]:
     return [*thought, *text, *calls]
 
 
-def _stop(done: Completion) -> dict[str, Any]:
+def stop(done: Completion) -> dict[str, Any]:
+    """Return why an answer ended."""
     if done.message.calls:
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if done.stop:

@@ -3,9 +3,10 @@
 import asyncio
 import math
 import secrets
+import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import msgspec
@@ -14,19 +15,30 @@ from rl_async.agent_loop.chat_formats.format import ChatFormat, TooLong
 from rl_async.agent_loop.episodes.episode import policy_sampling
 from rl_async.agent_loop.episodes.row_tokens import trajectories
 from rl_async.agent_loop.gateway.chat import ASSISTANT, ChatRequest, Completion, read_answer
+from rl_async.agent_loop.gateway.completions import PlainText
 from rl_async.agent_loop.gateway.fields import prefill_refused
 from rl_async.agent_loop.gateway.recorder import EpisodeRecorder, Prompt, cut_at_stop, stopped_by
-from rl_async.agent_loop.gateway.responses.kept import KeptResponses
+from rl_async.agent_loop.gateway.release import Reader, Release
+from rl_async.agent_loop.gateway.responses_requests import KeptResponses
 from rl_async.agent_loop.tools.registry import task_tools
 from rl_async.configs.derived.rewards import unbounded
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RequestRefused
 from rl_async.messages import LeasedGroup, Trajectory
 from rl_async.offload import off_loop
-from rl_async.rollout_server.api import GenerateRequest, Generator
+from rl_async.rollout_server.api import GenerateRequest, StreamingGenerator
 
 ID_BYTES = 16
 UNTRAINED = "untrained"  # how the model's name ends in a request whose answer is not to be trained on
+
+
+class Asked(NamedTuple):
+    """A request that may be answered. ``bare``: its prompt is no conversation."""
+
+    request: ChatRequest
+    prompt: Prompt
+    number: int
+    bare: bool
 
 
 class GatewayEpisode:
@@ -42,7 +54,7 @@ class GatewayEpisode:
         *,
         config: RunConfig,
         chat: ChatFormat,
-        generator: Generator,
+        generator: StreamingGenerator,
         max_answers: int,
     ) -> None:
         self.id = secrets.token_urlsafe(ID_BYTES)
@@ -90,20 +102,45 @@ class GatewayEpisode:
         }
 
     async def complete(self, request: ChatRequest, *, train: bool = True) -> Completion:
-        """Return the policy's answer, and record it if the episode is still open and it is to ``train``.
+        """Return the policy's answer; see ``answer``."""
+        return await self.answer(await self.prepare(request), train=train)
 
-        Raises RequestRefused for unsupported requests, EngineRejected or EngineLost if no engine answers.
+    async def prepare(self, request: ChatRequest, bare: str | list[int] | None = None) -> Asked:
+        """Make the prompt of a request: its messages, or without a template what is ``bare``.
+
+        Raises RequestRefused for unsupported requests.
         """
         self.heard()
-        self._check(request)
+        self._check(request, bare)
         number = self._requests
         self._requests += 1
+        return Asked(request, await self._prompt(request, bare, self._limit), number, bare is not None)
+
+    async def count(self, request: ChatRequest) -> int:
+        """Return the number of tokens that the prompt of a request would have. Raises RequestRefused."""
+        self.heard()
+        self._check_messages(request)
+        return len((await self._prompt(request, None, sys.maxsize)).token_ids)
+
+    def release(self, asked: Asked) -> Release:
+        """Return what decides about the answer's text while it is sampled."""
+        return Release(self._reader(asked), asked.prompt.token_ids, asked.request)
+
+    async def answer(self, asked: Asked, *, train: bool = True, release: Release | None = None) -> Completion:
+        """Return the policy's answer, and record it if the episode is still open and it is to ``train``.
+
+        ``release`` hears the tokens while they are sampled. Raises EngineRejected or EngineLost if no engine answers.
+        """
+        request, prompt = asked.request, asked.prompt
+        self._check_number()
+        generate = self._generate(request, prompt, asked.number)
         self._in_flight += 1
+        began = time.monotonic()
         try:
-            size = sum(len(message.text) + 100 for message in request.messages)  # a message alone takes time, too
-            prompt = await off_loop(size, self._prompt, request)
-            began = time.monotonic()
-            result = await self._generator.generate(self._generate(request, prompt, number), session=self._name)
+            if release is None:
+                result = await self._generator.generate(generate, session=self._name)
+            else:
+                result = await self._generator.generate(generate, session=self._name, heard=release.hear)
         finally:
             self._in_flight -= 1
             self.heard()
@@ -112,19 +149,28 @@ class GatewayEpisode:
             raise RequestRefused("the episode ended before this answer was complete", code="episode_ended", status=404)
         sampled = len(result.token_ids)
         result = cut_at_stop(result, request.stops, self._chat)
-        stop = stopped_by(result, request.stops, self._chat)
-        answer = self._chat.parse(
+        answer = self._reader(asked).parse(
             result.token_ids, prompt_ids=prompt.token_ids, tools=request.tools, stops=request.stops
         )
         said = read_answer(answer, tools=bool(request.tools))
+        if release is not None:
+            release.check(said)
         malformed = [call for call in answer.calls if call.problem] if request.tools else []
         if train and not request.model.endswith(UNTRAINED):
             self._recorder.record(prompt, result, said, seconds, malformed)
         self._answers += 1
         self._generate_s += seconds
-        reason = "stop" if result.finish_reason == "stop" else "length"
-        shown = said if request.reasoning else msgspec.structs.replace(said, reasoning="")
-        return Completion(number, shown, reason, len(prompt.token_ids), sampled, stop)
+        return Completion(
+            asked.number,
+            said if request.reasoning else msgspec.structs.replace(said, reasoning=""),
+            "stop" if result.finish_reason == "stop" else "length",
+            len(prompt.token_ids),
+            sampled,
+            stopped_by(result, request.stops, self._chat),
+        )
+
+    def _reader(self, asked: Asked) -> Reader:
+        return PlainText(self._chat) if asked.bare else self._chat
 
     def unobeyed(self, request: ChatRequest) -> dict[str, Any]:
         """Return the fields of a request that ask for other sampling than the run's."""
@@ -135,12 +181,19 @@ class GatewayEpisode:
                 found[name] = wanted
         return found
 
-    def _check(self, request: ChatRequest) -> None:
+    def _check(self, request: ChatRequest, bare: str | list[int] | None) -> None:
+        self._check_number()
+        if bare is None:
+            self._check_messages(request)
+
+    def _check_number(self) -> None:
         if self._answers + self._in_flight >= self._max_answers:
             raise RequestRefused(
                 f"this episode has used up its {self._max_answers} answers (agent.gateway.max_answers)",
                 code="too_many_answers",
             )
+
+    def _check_messages(self, request: ChatRequest) -> None:
         if not request.messages:
             raise RequestRefused("there are no messages", code="invalid_request", param="messages")
         if request.messages[-1].role == ASSISTANT:
@@ -153,15 +206,20 @@ class GatewayEpisode:
                 param="tools",
             )
 
-    def _prompt(self, request: ChatRequest) -> Prompt:
+    async def _prompt(self, request: ChatRequest, bare: str | list[int] | None, limit: int) -> Prompt:
         try:
-            return self._recorder.prompt(request.messages, request.tools, self._limit)
+            if bare is not None:
+                prompt = await off_loop(len(bare), self._recorder.bare, bare)
+                if len(prompt.token_ids) >= limit:
+                    raise TooLong(len(prompt.token_ids))
+                return prompt
+            size = sum(len(message.text) + 100 for message in request.messages)  # a message alone takes time, too
+            return await off_loop(size, self._recorder.prompt, request.messages, request.tools, limit)
         except TooLong as error:
             raise RequestRefused(
-                f"the messages have {error} and leave no room within {self._limit} (agent.max_tokens, "
-                "rollout.max_model_len)",
+                f"the messages have {error} and leave no room within {limit} (agent.max_tokens, rollout.max_model_len)",
                 code="context_length_exceeded",
-                param="messages",
+                param="messages" if bare is None else "prompt",
             ) from None
         except jinja2.TemplateError as error:
             raise RequestRefused(

@@ -72,6 +72,17 @@ OPENAI: dict[str, Field] = {
     "add_generation_prompt": Field((True,), _OWN_TURN),
     "continue_final_message": Field((False,), _OWN_TURN),
 }
+COMPLETIONS: dict[str, Field] = {
+    **dict.fromkeys(("seed", "user", "metadata", "store", "service_tier", "safety_identifier"), _NO_EFFECT),
+    **_SAMPLING,
+    "n": OPENAI["n"],
+    "best_of": OPENAI["best_of"],
+    "logprobs": Field((), _LOGPROBS),
+    "prompt_logprobs": OPENAI["prompt_logprobs"],
+    "echo": Field((False,), "leave it out: your program has the prompt"),
+    "suffix": Field(("",), "the policy continues a prompt; it fills no gaps"),
+    "add_special_tokens": Field((False,)),
+}
 RESPONSES: dict[str, Field] = {
     **dict.fromkeys(("metadata", "user", "service_tier", "safety_identifier", "client_metadata"), _NO_EFFECT),
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"), _NO_EFFECT),

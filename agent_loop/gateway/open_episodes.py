@@ -20,7 +20,7 @@ from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RequestRefused, UserError
 from rl_async.messages import Done, Leased, LeasedGroup, Refused, SampleKey
-from rl_async.rollout_server.api import Generator
+from rl_async.rollout_server.api import StreamingGenerator
 
 log = logging.getLogger("rl_async.gateway")
 
@@ -71,7 +71,12 @@ class OpenEpisodes:
     """The open episodes by their secret ids. ``run`` must run beside the server."""
 
     def __init__(
-        self, config: RunConfig, chat: ChatFormat, generator: Generator, queue: GatewayQueue, rewards: RewardScorer
+        self,
+        config: RunConfig,
+        chat: ChatFormat,
+        generator: StreamingGenerator,
+        queue: GatewayQueue,
+        rewards: RewardScorer,
     ) -> None:
         self._config, self._chat, self._generator = config, chat, generator
         self._queue, self._rewards = queue, rewards

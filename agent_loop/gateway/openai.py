@@ -1,7 +1,7 @@
 """OpenAI's dialect: chat completion requests in; completions, chunks and errors out. Pure."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -93,8 +93,8 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 def _message(body: OpenAIMessage) -> ChatMessage:
     role = "system" if body.role == "developer" else body.role
-    calls = [_call(call) for call in body.tool_calls or []]
-    return ChatMessage(role, _text(body.content), tuple(calls), answers=body.tool_call_id or "")
+    made = [_call(call) for call in body.tool_calls or []]
+    return ChatMessage(role, _text(body.content), tuple(made), answers=body.tool_call_id or "")
 
 
 def _call(body: ToolCallBody) -> FunctionCall:
@@ -123,27 +123,11 @@ def completion(done: Completion, episode: str, model: str) -> dict[str, Any]:
     """Return an answer that is not streamed."""
     message: dict[str, Any] = {"role": "assistant", "content": done.message.text, "refusal": None}
     if done.message.calls:
-        message |= {"content": done.message.text or None, "tool_calls": _calls(done)}
+        message |= {"content": done.message.text or None, "tool_calls": calls(done)}
     if done.message.reasoning:
         message["reasoning_content"] = done.message.reasoning
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason(done)}
-    return _head(done, episode, model, "chat.completion") | {"choices": [choice], "usage": _usage(done)}
-
-
-def chunks(done: Completion, episode: str, model: str, *, usage: bool) -> Iterator[dict[str, Any]]:
-    """Yield the chunks of a streamed answer."""
-    head = _head(done, episode, model, "chat.completion.chunk")
-    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-    if done.message.reasoning:
-        deltas.append({"reasoning_content": done.message.reasoning})
-    if done.message.text:
-        deltas.append({"content": done.message.text})
-    deltas += [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(_calls(done))]
-    for delta in deltas:
-        yield head | {"choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}]}
-    yield head | {"choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": finish_reason(done)}]}
-    if usage:
-        yield head | {"choices": [], "usage": _usage(done)}
+    return head(done.number, episode, model, "chat.completion") | {"choices": [choice], "usage": usage(done)}
 
 
 def finish_reason(done: Completion) -> str:
@@ -151,12 +135,14 @@ def finish_reason(done: Completion) -> str:
     return "tool_calls" if done.message.calls else done.finish_reason
 
 
+def model_entry(name: str) -> dict[str, Any]:
+    """Return what is said of a model."""
+    return {"id": name, "object": "model", "created": 0, "owned_by": "rl-async"}
+
+
 def models(names: Sequence[str]) -> dict[str, Any]:
     """Return the response that lists the models."""
-    return {
-        "object": "list",
-        "data": [{"id": name, "object": "model", "created": 0, "owned_by": "rl-async"} for name in names],
-    }
+    return {"object": "list", "data": [model_entry(name) for name in names]}
 
 
 def error_body(error: RequestRefused) -> dict[str, Any]:
@@ -165,11 +151,13 @@ def error_body(error: RequestRefused) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
 
 
-def _head(done: Completion, episode: str, model: str, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{episode}-{done.number}", "object": kind, "created": int(time.time()), "model": model}
+def head(number: int, episode: str, model: str, kind: str) -> dict[str, Any]:
+    """Return what answers and chunks begin with."""
+    return {"id": f"chatcmpl-{episode}-{number}", "object": kind, "created": int(time.time()), "model": model}
 
 
-def _calls(done: Completion) -> list[dict[str, Any]]:
+def calls(done: Completion) -> list[dict[str, Any]]:
+    """Return the calls of an answer."""
     return [
         {
             "id": call.id or f"call_{done.number}_{i}",
@@ -180,6 +168,7 @@ def _calls(done: Completion) -> list[dict[str, Any]]:
     ]
 
 
-def _usage(done: Completion) -> dict[str, int]:
+def usage(done: Completion) -> dict[str, int]:
+    """Return the numbers of tokens."""
     total = done.prompt_tokens + done.sampled_tokens
     return {"prompt_tokens": done.prompt_tokens, "completion_tokens": done.sampled_tokens, "total_tokens": total}

@@ -133,6 +133,12 @@ class EpisodeRecorder:
             turns = [_turn(m, answer.tokens, len(token_ids)) for m in new]
         return Prompt(token_ids, turns, answer, messages, tools, offered)
 
+    def bare(self, given: str | list[int]) -> Prompt:
+        """Return a prompt that is no conversation: a text, in which control tokens count as such, or token ids."""
+        token_ids = self._chat.encode(given) if isinstance(given, str) else given
+        text = given if isinstance(given, str) else self._chat.turn_text(given)
+        return Prompt(token_ids, [Turn(role="user", text=text, start=0, end=len(token_ids))], None, (), (), b"")
+
     def record(
         self,
         prompt: Prompt,
@@ -155,9 +161,10 @@ class EpisodeRecorder:
             Turn(role=ASSISTANT, text=text, start=start, end=len(row.tokens), tool_calls=calls, seconds=seconds)
         )
         row.finish_reason = result.finish_reason
-        key = history_keys([*prompt.messages, said], prompt.offered)[-1]
-        self._answers[key].append(RecordedAnswer(row, len(row.tokens), len(row.turns)))
-        self._texts[said.identity()] = text
+        if prompt.messages:  # no conversation continues a bare prompt
+            key = history_keys([*prompt.messages, said], prompt.offered)[-1]
+            self._answers[key].append(RecordedAnswer(row, len(row.tokens), len(row.turns)))
+            self._texts[said.identity()] = text
         self.last = next(number for number, other in enumerate(self.rows) if other is row)
 
     def _longest(self, messages: Sequence[ChatMessage], offered: bytes) -> tuple[int, RecordedAnswer | None]:

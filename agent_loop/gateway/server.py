@@ -2,24 +2,29 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
+from types import ModuleType
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
-from rl_async.agent_loop.gateway import anthropic, openai
+from rl_async.agent_loop.gateway import anthropic, completions, openai
 from rl_async.agent_loop.gateway.chat import UNREADABLE, ChatRequest, Completion
-from rl_async.agent_loop.gateway.episode import task_view
+from rl_async.agent_loop.gateway.completions import CompletionStream
+from rl_async.agent_loop.gateway.episode import Asked, GatewayEpisode, task_view
+from rl_async.agent_loop.gateway.event_stream import PING_S, AnswerStream, EventStream
 from rl_async.agent_loop.gateway.fields import UnobeyedFields
 from rl_async.agent_loop.gateway.open_episodes import Ending, OpenEpisodes
-from rl_async.agent_loop.gateway.responses.answers import ResponseHead
-from rl_async.agent_loop.gateway.responses.requests import read_request as read_response_request
-from rl_async.agent_loop.gateway.responses.stream import ResponseStream
+from rl_async.agent_loop.gateway.refusals import FAILURES, instead, refusal
+from rl_async.agent_loop.gateway.responses_answers import ResponseHead, ResponseStream
+from rl_async.agent_loop.gateway.responses_requests import read_request as read_response_request
+from rl_async.agent_loop.gateway.streams import ChatStream, MessageStream
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import EngineLost, EngineRejected, QueueLost, RequestRefused
+from rl_async.errors import RequestRefused
 from rl_async.offload import off_loop
 from rl_async.process.http_server import application, read_body
 
@@ -27,6 +32,7 @@ T = TypeVar("T")
 MAX_WAIT_S = 60.0
 TRAIN = "X-RL-Async-Train"  # header of a request; no: its answer is not trained on
 Handler = Callable[[Request], Awaitable[Response]]
+_Route = tuple[Handler, Callable[[RequestRefused], dict[str, Any]]]
 
 
 class Begin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,24 +51,30 @@ class GiveBack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class GatewayServer:
     """Routes over the episodes. ``app`` is the ASGI application."""
 
-    def __init__(self, config: RunConfig, episodes: OpenEpisodes) -> None:
-        self._config, self._episodes = config, episodes
+    def __init__(self, config: RunConfig, episodes: OpenEpisodes, ping_s: float = PING_S) -> None:
+        self._config, self._episodes, self._ping_s = config, episodes, ping_s
         self._options = config.agent.gateway or GatewayConfig()
         self.fields = UnobeyedFields(self._options.unsupported)
-        one = "/episodes/{id}"
-        routes: dict[str, tuple[Handler, Callable[[RequestRefused], dict[str, Any]]]] = {
+        routes: dict[str, _Route] = {
             "POST /episodes": (self.begin, openai.error_body),
             "GET /episodes": (self.listing, openai.error_body),
             "POST /episodes/give-back": (self.give_back, openai.error_body),
-            f"POST {one}/heartbeat": (self.heartbeat, openai.error_body),
-            f"POST {one}/reward": (self.end, openai.error_body),
-            f"POST {one}/v1/chat/completions": (self.chat, openai.error_body),
-            f"POST {one}/v1/responses": (self.responses, openai.error_body),
-            f"GET {one}/v1/models": (self.models, openai.error_body),
-            f"POST {one}/v1/messages": (self.messages, anthropic.error_body),
+            "POST /episodes/{id}/heartbeat": (self.heartbeat, openai.error_body),
+            "POST /episodes/{id}/reward": (self.end, openai.error_body),
             "GET /health": (self.health, openai.error_body),
         }
+        for base in ("/episodes/{id}/v1", "/episodes/{id}/v1/v1"):  # some clients append /v1 to a URL that has it
+            routes |= {
+                f"POST {base}/chat/completions": (self.chat, openai.error_body),
+                f"POST {base}/responses": (self.responses, openai.error_body),
+                f"POST {base}/completions": (self.completions, openai.error_body),
+                f"POST {base}/messages": (self.messages, anthropic.error_body),
+                f"POST {base}/messages/count_tokens": (self.count_tokens, anthropic.error_body),
+                f"GET {base}/models": (self.models, openai.error_body),
+                f"GET {base}/models/{{model:path}}": (self.model, openai.error_body),
+            }
         self.app = application({key: _guarded(handler, body) for key, (handler, body) in routes.items()})
+        self.app.add_exception_handler(HTTPException, _not_served)
 
     async def begin(self, request: Request) -> Response:
         """Lease an episode: 200 with its URL and task, or 503 with whether the run is over."""
@@ -104,47 +116,62 @@ class GatewayServer:
     async def chat(self, request: Request) -> Response:
         """Answer a chat completion request in OpenAI's dialect, streamed or not."""
         chat = await self._read(request, openai.read_request)
-        done = await self._complete(request, chat)
-        name, model = request.path_params["id"][:8], self._model(chat)
-        if not chat.stream:
-            return _json(openai.completion(done, name, model))
-        events = [
-            b"data: " + msgspec.json.encode(chunk) + b"\n\n"
-            for chunk in openai.chunks(done, name, model, usage=chat.usage)
-        ]
-        return _stream([*events, b"data: [DONE]\n\n"])
+        asked = await self._prepare(request, chat)
+        name, model = _short(request), self._model(chat)
+        if chat.stream:
+            return self._stream(request, asked, ChatStream(asked.number, name, model, usage=chat.usage))
+        return _json(openai.completion(await self._answer(request, asked), name, model))
+
+    async def completions(self, request: Request) -> Response:
+        """Continue a bare prompt in OpenAI's oldest dialect, streamed or not."""
+        chat, prompt = await self._read(request, completions.read_request)
+        asked = await self._prepare(request, chat, prompt)
+        name, model = _short(request), self._model(chat)
+        if chat.stream:
+            return self._stream(request, asked, CompletionStream(asked.number, name, model, usage=chat.usage))
+        return _json(completions.completion(await self._answer(request, asked), name, model))
 
     async def messages(self, request: Request) -> Response:
         """Answer a messages request in Anthropic's dialect, streamed or not."""
         chat = await self._read(request, anthropic.read_request)
-        done = await self._complete(request, chat)
-        name, model = request.path_params["id"][:8], self._model(chat)
-        if not chat.stream:
-            return _json(anthropic.message(done, name, model))
-        return _stream(
-            f"event: {event['type']}\ndata: ".encode() + msgspec.json.encode(event) + b"\n\n"
-            for event in anthropic.events(done, name, model)
-        )
+        asked = await self._prepare(request, chat)
+        name, model = _short(request), self._model(chat)
+        if chat.stream:
+            tokens = len(asked.prompt.token_ids)
+            return self._stream(request, asked, MessageStream(asked.number, name, model, tokens))
+        return _json(anthropic.message(await self._answer(request, asked), name, model))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Count the tokens of a messages request's prompt."""
+        chat = await self._read(request, anthropic.read_count)
+        return _json({"input_tokens": await self._episode(request).count(chat)})
 
     async def responses(self, request: Request) -> Response:
         """Answer a request in OpenAI's Responses dialect, streamed or not."""
-        episode, body = self._episodes.get(request.path_params["id"]), await self._bytes(request)
-        asked = await off_loop(len(body), read_response_request, body, episode.responses)
-        done = await self._complete(request, asked.chat)
-        head = ResponseHead(asked, request.path_params["id"][:8], done.number, self._model(asked.chat))
-        answer = head.answer(done)
-        if asked.body.store is not False:
-            episode.responses.keep(head.id, asked.previous, [*asked.said, done.message], answer["output"])
-        if not asked.chat.stream:
-            return _json(answer)
-        stream = ResponseStream(head)
-        events = [*stream.begin(), *stream.end(done, done.message.reasoning, done.message.text)]
-        return _stream(f"event: {e['type']}\ndata: ".encode() + msgspec.json.encode(e) + b"\n\n" for e in events)
+        kept = self._episode(request).responses
+        wanted = await self._read(request, lambda body: read_response_request(body, kept))
+        asked = await self._prepare(request, wanted.chat)
+        head = ResponseHead(wanted, _short(request), asked.number, self._model(wanted.chat))
+
+        def keep(done: Completion) -> None:
+            if wanted.body.store is not False:
+                kept.keep(head.id, wanted.previous, [*wanted.said, done.message], head.output(done))
+
+        if wanted.chat.stream:
+            return self._stream(request, asked, ResponseStream(head), keep)
+        done = await self._answer(request, asked)
+        keep(done)
+        return _json(head.answer(done))
 
     async def models(self, request: Request) -> Response:
         """List the only model of the run, for clients that check its name."""
-        self._episodes.get(request.path_params["id"])
-        return _json(openai.models([self._config.model.path]))
+        self._episode(request)
+        return _json(_dialect(request).models([self._config.model.path]))
+
+    async def model(self, request: Request) -> Response:
+        """Describe a model by the name that a client uses for it; the gateway accepts any."""
+        self._episode(request)
+        return _json(_dialect(request).model_entry(request.path_params["model"]))
 
     async def health(self, request: Request) -> Response:
         """Answer health probes, with whether the run is over."""
@@ -153,7 +180,10 @@ class GatewayServer:
     def _model(self, chat: ChatRequest) -> str:
         return chat.model or self._config.model.path
 
-    async def _read(self, request: Request, read: Callable[[bytes], ChatRequest]) -> ChatRequest:
+    def _episode(self, request: Request) -> GatewayEpisode:
+        return self._episodes.get(request.path_params["id"])
+
+    async def _read(self, request: Request, read: Callable[[bytes], T]) -> T:
         body = await self._bytes(request)
         return await off_loop(len(body), read, body)
 
@@ -167,29 +197,70 @@ class GatewayServer:
     async def _bytes(self, request: Request) -> bytes:
         return await read_body(request, self._options.max_body_bytes, "agent.gateway.max_body_bytes")
 
-    async def _complete(self, request: Request, chat: ChatRequest) -> Completion:
-        episode = self._episodes.get(request.path_params["id"])
+    async def _prepare(self, request: Request, chat: ChatRequest, bare: str | list[int] | None = None) -> Asked:
+        episode = self._episode(request)
+        _trains(request)
         self.fields.settle(episode.unobeyed(chat), request.headers.get("user-agent", ""))
-        return await _unless_gone(request, episode.complete(chat, train=_trains(request)))
+        return await _unless_gone(request, episode.prepare(chat, bare))
+
+    async def _answer(self, request: Request, asked: Asked) -> Completion:
+        return await _unless_gone(request, self._episode(request).answer(asked, train=_trains(request)))
+
+    def _stream(
+        self,
+        request: Request,
+        asked: Asked,
+        stream: AnswerStream,
+        keep: Callable[[Completion], None] = lambda _: None,
+    ) -> Response:
+        episode = self._episode(request)
+        release = episode.release(asked)
+
+        async def work() -> Completion:
+            done = await episode.answer(asked, train=_trains(request), release=release)
+            keep(done)
+            return done
+
+        return EventStream(stream, release, work, self._ping_s)
 
 
 def _guarded(handler: Handler, error_body: Callable[[RequestRefused], dict[str, Any]]) -> Handler:
-    """Turn errors into the route's dialect: a lost engine may be retried (503), a rejected request may not (400)."""
+    """Turn errors into the route's dialect."""
 
     async def guarded(request: Request) -> Response:
         try:
             return await handler(request)
-        except RequestRefused as error:
-            refusal = error
-        except RecursionError:
-            refusal = RequestRefused("the request is nested too deeply", code="invalid_request")
-        except EngineRejected as error:
-            refusal = RequestRefused(str(error), code="engine_rejected")
-        except (EngineLost, QueueLost) as error:
-            refusal = RequestRefused(str(error), code=type(error).__name__, status=503)
-        return _json(error_body(refusal), refusal.status)
+        except FAILURES as error:
+            told = refusal(error)
+        return _json(error_body(told), told.status)
 
     return guarded
+
+
+def _not_served(request: Request, error: Exception) -> Response:
+    """Answer requests for other paths, and by other methods, in the dialect that they seem to be of."""
+    assert isinstance(error, HTTPException)
+    allowed = (error.headers or {}).get("Allow")
+    way_out = f"use {allowed}" if allowed else instead(request.url.path)
+    told = RequestRefused(
+        f"{request.method} {request.url.path[:200]} is not served: {way_out}",
+        code="method_not_allowed" if allowed else "not_found",
+        status=error.status_code,
+    )
+    answer = _json(_dialect(request).error_body(told), told.status)
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+def _dialect(request: Request) -> ModuleType:
+    """Return the dialect of a request for what several have."""
+    theirs = "anthropic-version" in request.headers or "/messages" in request.url.path
+    return anthropic if theirs else openai
+
+
+def _short(request: Request) -> str:
+    """Return the part of the episode's secret id that may be in the ids of answers."""
+    return str(request.path_params["id"])[:8]
 
 
 def _trains(request: Request) -> bool:
@@ -216,11 +287,3 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
-
-
-def _stream(events: Iterable[bytes]) -> Response:
-    async def send() -> AsyncIterator[bytes]:
-        for event in events:
-            yield event
-
-    return StreamingResponse(send(), media_type="text/event-stream")

@@ -20,7 +20,7 @@ from rl_async.messages import Done, Leased, LeasedGroup, SampleKey, Task, Trajec
 from rl_async.process.http_auth import Access
 from rl_async.process.http_server import server_of
 from rl_async.reward_loop.service import RewardService
-from rl_async.rollout_server.api import GenerateRequest, GenerateResult
+from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Heard
 from tests.fuzz.http_client import ask
 from tests.fuzz.http_requests import Route
 from tests.fuzz.http_served import Served
@@ -80,13 +80,16 @@ class TalkingEngine:
         self._renderer = renderer
         self._usual = renderer.prompt(PROMPT)
 
-    async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
+    async def generate(self, request: GenerateRequest, *, session: str, heard: Heard | None = None) -> GenerateResult:
         digest = hashlib.sha256(repr(request.token_ids).encode()).digest()
         if digest[0] == 0:
             raise EngineRejected("this engine rejects this prompt")
         says = "5" if request.token_ids == self._usual else SAYS[digest[1] % len(SAYS)]
         spoken = [*self._renderer.encode(says), self._renderer.end_of_turn][: request.max_tokens]
         await asyncio.sleep(0)
+        for size in range(1, len(spoken) if heard is not None else 0):
+            heard(spoken[:size])
+            await asyncio.sleep(0)
         return GenerateResult(
             token_ids=spoken,
             logprobs=[-0.5] * len(spoken),
@@ -166,7 +169,11 @@ class GatewayTarget:
         Route("POST", "/episodes/{id}/v1/responses", _RESPONSES),
         Route("POST", "/episodes/{id}/v1/responses", {"input": "what is 2+3?", "stream": True}),
         Route("POST", "/episodes/{id}/v1/messages", _MESSAGES, anthropic=True),
+        Route("POST", "/episodes/{id}/v1/messages/count_tokens", _MESSAGES, anthropic=True),
+        Route("POST", "/episodes/{id}/v1/completions", {"prompt": "2+3=", "max_tokens": 5, "stop": ["x"]}),
+        Route("POST", "/episodes/{id}/v1/completions", {"prompt": [5, 6, 7], "stream": True}),
         Route("GET", "/episodes/{id}/v1/models"),
+        Route("GET", "/episodes/{id}/v1/models/m"),
         Route("GET", "/health"),
     )
 

@@ -8,12 +8,14 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import uvicorn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.gateway.event_stream import PING_S
 from rl_async.agent_loop.gateway.open_episodes import OpenEpisodes
 from rl_async.agent_loop.gateway.server import GatewayServer
 from rl_async.configs.load.loader import dump
@@ -21,10 +23,11 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.reward import RewardConfig
 from rl_async.configs.schema.rollout import AgentConfig, RolloutConfig
 from rl_async.configs.schema.run import RunConfig
+from rl_async.gateway import Gateway
 from rl_async.messages import Done, Leased, LeasedGroup, SampleKey, Trajectory, Version
 from rl_async.process.role import bind
 from rl_async.reward_loop.service import RewardService
-from rl_async.rollout_server.api import GenerateRequest, GenerateResult
+from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Heard
 from tests.contracts.engines.engine_peers import Peer
 from tests.unit.agent_loop.fakes import ScriptedEngine
 
@@ -61,9 +64,13 @@ class Engine:
         self.scripted = ScriptedEngine(renderer, says)
         self.waiting, self.cancelled = threading.Event(), threading.Event()
 
-    async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
+    async def generate(self, request: GenerateRequest, *, session: str, heard: Heard | None = None) -> GenerateResult:
         if self.scripted.says[len(self.scripted.requests)]:
-            return await self.scripted.generate(request, session=session)
+            result = await self.scripted.generate(request, session=session)
+            for size in range(1, len(result.token_ids) if heard is not None else 0):
+                heard(result.token_ids[:size])
+                await asyncio.sleep(0)
+            return result
         self.scripted.says.pop(len(self.scripted.requests))
         self.waiting.set()
         try:
@@ -77,9 +84,19 @@ class Engine:
 class RunningGateway:
     """A gateway on a thread with its own event loop; real HTTP on a free port."""
 
-    def __init__(self, config: RunConfig, group: LeasedGroup, renderer: ChatRenderer, says: Sequence[str]) -> None:
-        self._config, self._renderer = config, renderer
-        self.queue, self.engine = Queue(group), Engine(renderer, says)
+    def __init__(
+        self,
+        config: RunConfig,
+        group: LeasedGroup,
+        renderer: ChatRenderer,
+        says: Sequence[str],
+        *,
+        engine: Any = None,
+        ping_s: float = PING_S,
+    ) -> None:
+        self._config, self._renderer, self._ping_s = config, renderer, ping_s
+        self.queue, self.engine = Queue(group), engine or Engine(renderer, says)
+        self.begun: dict[str, Any] = {}
         self._listener = bind("127.0.0.1", 0, "port")
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -103,6 +120,17 @@ class RunningGateway:
     def dropped(self) -> dict[tuple[str, str], int]:
         """Requests by client and field that the gateway dropped."""
         return dict(self._gateway.fields.dropped)
+
+    def taken(self) -> str:
+        """The id of the episode that the test plays."""
+        if not self.begun:
+            status, self.begun = Gateway(self.url).post("/episodes", {"wait_s": 60})
+            assert status == 200
+        return str(self.begun["episode_id"])
+
+    def end(self) -> None:
+        status, ended = Gateway(self.url).post(f"/episodes/{self.taken()}/reward", {"reward": 1.0})
+        assert status == 200 and ended["accepted"]
 
     def stop(self) -> None:
         if self._loop is not None and self._thread.is_alive():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.gateway.client import Gateway, RemoteEpisode
+from rl_async.gateway import Gateway, RemoteEpisode
 from tests.contracts.gateway.peers import RunningGateway
 
 openai = pytest.importorskip("openai", reason="install the openai client: pip install openai")

@@ -8,6 +8,7 @@ import pytest
 
 from rl_async.agent_loop.gateway import anthropic, openai
 from rl_async.agent_loop.gateway.chat import ChatMessage, Completion, FunctionCall
+from rl_async.agent_loop.gateway.streams import ChatStream, MessageStream
 from rl_async.errors import RequestRefused
 
 HELLO = {"role": "user", "content": "hello"}
@@ -19,6 +20,19 @@ SPEAKING = Completion(0, ChatMessage("assistant", "hi"), "length", 5, 7)
 
 def chat(**fields: Any) -> Any:
     return openai.read_request(msgspec.json.encode({"messages": [HELLO], **fields}))
+
+
+def chunks(done: Completion, *, usage: bool = False) -> list[dict[str, Any]]:
+    return streamed(ChatStream(done.number, "ep", "m", usage=usage), done)
+
+
+def events_of(done: Completion) -> list[dict[str, Any]]:
+    return streamed(MessageStream(done.number, "ep", "m", done.prompt_tokens), done)
+
+
+def streamed(stream: Any, done: Completion) -> list[dict[str, Any]]:
+    """The events of an answer of which nothing was sent before its end."""
+    return [*stream.begin(), *stream.end(done, done.message.reasoning, done.message.text)]
 
 
 def messages(**fields: Any) -> Any:
@@ -173,19 +187,19 @@ def test_reasoning_is_apart_from_the_text_and_need_not_be_sent_back() -> None:
     done = SPEAKING._replace(message=said)
     message = openai.completion(done, "ep", "m")["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("hi", "so")
-    deltas = [part["choices"][0]["delta"] for part in openai.chunks(done, "ep", "m", usage=False)]
+    deltas = [part["choices"][0]["delta"] for part in chunks(done)]
     assert {"reasoning_content": "so"} in deltas and {"content": "hi"} in deltas
     assert "reasoning_content" not in openai.completion(SPEAKING, "ep", "m")["choices"][0]["message"]
     assert said.identity() == ChatMessage("assistant", "hi").identity()
 
 
 def test_chunks_add_up_to_the_completion() -> None:
-    *parts, last, usage = openai.chunks(CALLING, "ep", "m", usage=True)
+    *parts, last, usage = chunks(CALLING, usage=True)
     deltas = [part["choices"][0]["delta"] for part in parts]
     assert "".join(delta.get("content", "") for delta in deltas) == "so"
     assert [call["function"]["name"] for delta in deltas for call in delta.get("tool_calls", [])] == ["f", "g"]
     assert last["choices"][0]["finish_reason"] == "tool_calls" and usage["usage"]["total_tokens"] == 12
-    assert len(list(openai.chunks(CALLING, "ep", "m", usage=False))) == len(parts) + 1
+    assert len(chunks(CALLING)) == len(parts) + 1
 
 
 def test_anthropic_messages_become_the_same_form() -> None:
@@ -263,7 +277,7 @@ def test_thinking_is_shown_if_it_was_asked_for_and_may_come_back() -> None:
     done = SPEAKING._replace(message=ChatMessage("assistant", "hi", reasoning="so"))
     thought, said = anthropic.message(done, "ep", "m")["content"]
     assert (thought["type"], thought["thinking"], bool(thought["signature"])) == ("thinking", "so", True)
-    events = list(anthropic.events(done, "ep", "m"))
+    events = events_of(done)
     deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
     assert [delta["type"] for delta in deltas] == ["thinking_delta", "signature_delta", "text_delta"]
     assert deltas[1]["signature"] == thought["signature"]
@@ -301,7 +315,7 @@ def test_a_stop_sequence_is_reported() -> None:
     done = SPEAKING._replace(finish_reason="stop", stop="END")
     answer = anthropic.message(done, "ep", "m")
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "END")
-    assert list(anthropic.events(done, "ep", "m"))[-2]["delta"] == {
+    assert events_of(done)[-2]["delta"] == {
         "stop_reason": "stop_sequence",
         "stop_sequence": "END",
     }
@@ -310,7 +324,7 @@ def test_a_stop_sequence_is_reported() -> None:
 
 
 def test_anthropic_events_add_up_to_the_message() -> None:
-    events = list(anthropic.events(CALLING, "ep", "m"))
+    events = events_of(CALLING)
     assert [event["type"] for event in events[:2]] == ["message_start", "content_block_start"]
     inputs = [json.loads(e["delta"]["partial_json"]) for e in events if e.get("delta", {}).get("partial_json")]
     assert inputs == [{"a": 1}, {}]

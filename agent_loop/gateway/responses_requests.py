@@ -1,4 +1,9 @@
-"""Requests for responses: their items as chat messages, their tools as JSON schemas. Pure."""
+"""Requests in OpenAI's Responses dialect: their items as chat messages, their tools as JSON schemas. Pure.
+
+They become the same chat messages as those of chat completions, so they are recorded in the same rows. Items of one
+answer (reasoning, message, calls) are one message of the assistant. What was answered before is kept, since later
+requests of the episode may name it instead of sending it again.
+"""
 
 import base64
 import binascii
@@ -10,7 +15,6 @@ import msgspec
 from rl_async.agent_loop.gateway.chat import ASSISTANT, UNREADABLE, ChatMessage, ChatRequest, FunctionCall
 from rl_async.agent_loop.gateway.fields import RESPONSES, content_refused, not_supported, tool_refused, unobeyed
 from rl_async.agent_loop.gateway.openai import Limit
-from rl_async.agent_loop.gateway.responses.kept import KeptResponses
 from rl_async.errors import RequestRefused
 
 SEARCHES = ("web_search", "web_search_preview")  # run by OpenAI's server, and offered by clients unasked
@@ -102,6 +106,48 @@ class ResponsesRequest(NamedTuple):
     def encrypted(self) -> bool:
         """Whether reasoning is returned in a form to send back."""
         return ENCRYPTED in (self.body.include or ())
+
+
+class _Kept(NamedTuple):
+    previous: str
+    messages: tuple[ChatMessage, ...]
+
+
+class KeptResponses:
+    """Responses by their ids, and their output items by the items' ids."""
+
+    def __init__(self) -> None:
+        self._responses: dict[str, _Kept] = {}
+        self._items: dict[str, dict[str, Any]] = {}
+
+    def keep(self, name: str, previous: str, messages: Sequence[ChatMessage], output: Sequence[dict[str, Any]]) -> None:
+        """Remember what the response ``name`` adds to the conversation up to ``previous`` (empty: none)."""
+        self._responses[name] = _Kept(previous, tuple(messages))
+        self._items |= {item["id"]: item for item in output}
+
+    def history(self, name: str) -> list[ChatMessage]:
+        """Return the conversation up to and including a response. Raises RequestRefused if it is not kept."""
+        parts: list[tuple[ChatMessage, ...]] = []
+        while name:
+            if (kept := self._responses.get(name)) is None:
+                raise RequestRefused(
+                    f"there is no response {name[:80]} in this episode, or it was made with store=false",
+                    code="previous_response_not_found",
+                    param="previous_response_id",
+                )
+            parts.append(kept.messages)
+            name = kept.previous
+        return [message for part in reversed(parts) for message in part]
+
+    def item(self, name: str) -> dict[str, Any]:
+        """Return an output item. Raises RequestRefused if it is not kept."""
+        if (found := self._items.get(name)) is None:
+            raise RequestRefused(
+                f"there is no item {name[:80]} in this episode, or its response was made with store=false",
+                code="invalid_request",
+                param="input",
+            )
+        return found
 
 
 def read_request(body: bytes, kept: KeptResponses) -> ResponsesRequest:

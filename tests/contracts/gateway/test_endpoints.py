@@ -1,0 +1,123 @@
+"""The gateway's smaller endpoints, and what is said of those that it does not have."""
+
+import http.client
+import json
+from typing import Any
+
+import pytest
+
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from tests.contracts.gateway.peers import RunningGateway
+
+END = "<|im_end|>"
+USER = {"role": "user", "content": "a?"}
+
+
+def ask(gateway: RunningGateway, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, Any]:
+    """Status, JSON and headers of an answer under the episode's path."""
+    connection = http.client.HTTPConnection(gateway.url.removeprefix("http://"), timeout=60)
+    place = f"/episodes/{gateway.taken()}{path}"
+    connection.request(method, place, None if body is None else json.dumps(body), headers)
+    answer = connection.getresponse()
+    read = json.loads(answer.read())
+    connection.close()
+    return answer.status, read, answer.headers
+
+
+def test_both_base_urls_are_returned(start: Any) -> None:
+    gateway = start("5")
+    episode = gateway.taken()
+    assert gateway.begun["base_url"] == f"{gateway.url}/episodes/{episode}/v1"
+    assert gateway.begun["anthropic_base_url"] == f"{gateway.url}/episodes/{episode}"
+
+
+@pytest.mark.parametrize("prefix", ["/v1", "/v1/v1"])
+def test_a_doubled_v1_is_accepted(start: Any, prefix: str) -> None:
+    gateway = start("5")
+    status, answer, _ = ask(gateway, "POST", f"{prefix}/messages", {"messages": [USER], "max_tokens": 9})
+    assert (status, answer["content"]) == (200, [{"type": "text", "text": "5"}])
+
+
+def test_tokens_are_counted_as_they_are_used(start: Any) -> None:
+    gateway = start("5")
+    asked = {"messages": [USER], "system": "be brief", "model": "m"}
+    status, counted, _ = ask(gateway, "POST", "/v1/messages/count_tokens", asked)
+    _, answer, _ = ask(gateway, "POST", "/v1/messages", asked | {"max_tokens": 9})
+    assert (status, counted) == (200, {"input_tokens": answer["usage"]["input_tokens"]})
+    status, counted, _ = ask(
+        gateway, "POST", "/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "1+" * 3000}]}
+    )
+    assert status == 200 and counted["input_tokens"] > 3000  # more than fit; nothing is sampled
+    gateway.end()
+    assert [len(rows) for rows in gateway.queue.rows] == [1]
+
+
+@pytest.mark.parametrize("name", ["gpt-5", "some/model"])
+def test_any_model_is_there(start: Any, name: str) -> None:
+    gateway = start("5")
+    assert ask(gateway, "GET", f"/v1/models/{name}")[1]["id"] == name
+    theirs = {"anthropic-version": "2023-06-01"}
+    assert ask(gateway, "GET", f"/v1/models/{name}", **theirs)[1]["type"] == "model"
+    assert ask(gateway, "GET", "/v1/models", **theirs)[1]["has_more"] is False
+
+
+def test_each_bare_prompt_is_a_row(start: Any, renderer: ChatRenderer) -> None:
+    gateway = start("1+2", "3", "4", "5")
+    status, first, _ = ask(gateway, "POST", "/v1/completions", {"prompt": "<|im_start|>x", "max_tokens": 50})
+    assert (status, first["choices"][0]["text"], first["choices"][0]["finish_reason"]) == (200, "1+2", "stop")
+    ids = renderer.encode("<|im_start|>x")
+    assert first["usage"]["prompt_tokens"] == len(ids)
+    ask(gateway, "POST", "/v1/completions", {"prompt": ids})
+    ask(gateway, "POST", "/v1/completions", {"prompt": ["<|im_start|>x"]})
+    ask(gateway, "POST", "/v1/chat/completions", {"messages": [{"role": "assistant", "content": "3"}, USER]})
+    gateway.end()
+    (rows,) = gateway.queue.rows
+    assert [row.token_ids[: len(ids)].tolist() for row in rows[:3]] == [ids] * 3
+    said = [renderer.decode(row.token_ids[row.loss_mask].tolist()) for row in rows]
+    assert said == [f"1+2{END}", f"3{END}", f"4{END}", f"5{END}"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[1], [2]]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": "1+" * 3000}, "prompt"),
+        ({"prompt": "a", "n": 2}, "n"),
+        ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+    ],
+)
+def test_prompts_that_cannot_be_continued_are_refused(start: Any, body: dict[str, Any], param: str) -> None:
+    status, answer, _ = ask(start("5"), "POST", "/v1/completions", body)
+    assert (status, answer["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("path", "word"),
+    [
+        ("/v1/embeddings", "embedding"),
+        ("/v1beta/models/gemini:streamGenerateContent", "Gemini"),
+        ("/chat/completions", "/v1"),
+        ("/v1/responses/resp_1/cancel", "previous_response_id"),
+        ("/v1/audio/speech", "text"),
+        ("/v1/messages/batches", "one by one"),
+        ("/v1/anything", "chat/completions"),
+    ],
+)
+def test_other_paths_say_what_to_use(start: Any, path: str, word: str) -> None:
+    status, answer, _ = ask(start("5"), "POST", path, {})
+    assert status == 404 and word in answer["error"]["message"]
+    assert ("type" in answer) == ("messages" in path)  # as Anthropic's errors
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [("GET", "/v1/chat/completions", "POST"), ("DELETE", "/v1/responses", "POST"), ("POST", "/v1/models", "GET")],
+)
+def test_wrong_methods_name_the_right_one(start: Any, method: str, path: str, allowed: str) -> None:
+    status, answer, headers = ask(start("5"), method, path)
+    assert status == 405 and allowed in headers["Allow"] and allowed in answer["error"]["message"]
