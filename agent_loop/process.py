@@ -31,7 +31,8 @@ async def run_worker(config: RunConfig, index: int, address: str, *, folder: Pat
     async with contextlib.AsyncExitStack() as stack:
         pool = engine_pool(config.rollout, run_token(folder, "engines"))
         runner = EpisodeRunner(config, load_format(config.model.path, config.agent), pool)
-        rewards = await stack.enter_async_context(RewardService(config.reward, model_url=reward_model, folder=folder))
+        service = RewardService(config.reward, model_url=reward_model, folder=folder, sandbox=config.sandbox)
+        rewards = await stack.enter_async_context(service)
         forget_api_keys(config)
         client = QueueClient(address, role="agent", name=f"agent-{index}", keys=client_keys(config, folder, "worker"))
         queue = await stack.enter_async_context(client)

@@ -10,17 +10,21 @@ from typing import Self
 import msgspec
 
 from rl_async.configs.derived.rewards import unbounded
+from rl_async.configs.derived.sandbox import CODE_SCORER
 from rl_async.configs.schema.reward import RewardConfig
+from rl_async.configs.schema.sandbox import SandboxConfig
 from rl_async.extraction import Extraction, extract
 from rl_async.messages import Task, Trajectory
 from rl_async.process.http_auth import run_token
 from rl_async.reward_loop.api import ENVIRONMENT, Conversation, Score, ScorerFailed, to_score
 from rl_async.reward_loop.limits import MINUTE_S, RateLimit
 from rl_async.reward_loop.process_pool import ProcessPool
+from rl_async.reward_loop.scorers.code import CodeScorer
 from rl_async.reward_loop.scorers.judge import Judge
 from rl_async.reward_loop.scorers.model import RewardModel
 from rl_async.reward_loop.scorers.registry import ScorerSpec, describe, get_scorer
 from rl_async.reward_loop.scorers.verdicts import Verdicts
+from rl_async.sandbox.registry import make_sandbox
 
 VERDICTS_FILE = "verdicts.sqlite"  # in the run folder
 
@@ -29,12 +33,21 @@ class RewardService:
     """An async context manager. Its constructor raises ConfigError for scorers that are missing or lack a dependency.
 
     ``model_url``: URL of the run's own reward model. ``folder``: the run folder, which has that model's
-    token and the judge's verdicts.
+    token and the judge's verdicts. ``sandbox``: where the scorer ``code`` runs programs.
     """
 
-    def __init__(self, config: RewardConfig, *, model_url: str = "", folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        *,
+        model_url: str = "",
+        folder: Path | None = None,
+        sandbox: SandboxConfig = SandboxConfig(),  # noqa: B008  frozen
+    ) -> None:
         self._config = config
-        self._models = _models(config, model_url, folder)
+        self._models: dict[str, RewardModel | Judge | CodeScorer] = {**_models(config, model_url, folder)}
+        if CODE_SCORER in {term.name for term in config.functions}:
+            self._models[CODE_SCORER] = CodeScorer(config.code, make_sandbox(sandbox))
         self._terms = [(self._spec(term.name), term) for term in config.functions]
         blocking = [spec.name for spec, _ in self._terms if spec.place == "process"]
         self._pool = ProcessPool(blocking, config.processes, config.process_bytes)

@@ -10,18 +10,23 @@ from rl_async.agent_loop.environments.registry import EnvironmentFactory, get_en
 from rl_async.agent_loop.environments.session import Session, joined
 from rl_async.agent_loop.episodes.episode import Episode
 from rl_async.agent_loop.episodes.loops import get_loop
+from rl_async.agent_loop.tools.code import TOOLS_OF_CODE, CodeTools
 from rl_async.agent_loop.tools.registry import get_tool, require_listed, task_tools
+from rl_async.configs.derived.sandbox import CODE_TOOLS
 from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import LeasedGroup, Task, Trajectory
 from rl_async.offload import off_loop
 from rl_async.reward_loop.api import ENVIRONMENT, Score
 from rl_async.rollout_server.api import Generator
+from rl_async.sandbox.api import Sandbox
+from rl_async.sandbox.registry import make_sandbox
 
 log = logging.getLogger("rl_async.agent_loop")
 
 
 class EpisodeRunner:
-    """Runs episodes of one config. Its constructor raises ConfigError for missing loops, tools or environments."""
+    """Runs episodes of one config. Its constructor raises ConfigError for missing loops, tools, environments
+    or, if the tools run code, a missing sandbox."""
 
     def __init__(self, config: RunConfig, chat: ChatFormat, generator: Generator) -> None:
         self._config, self._chat, self._generator = config, chat, generator
@@ -29,6 +34,9 @@ class EpisodeRunner:
         get_loop(config.agent.loop)
         for name in config.agent.tools:
             get_tool(name)
+        self._sandbox: Sandbox | None = None
+        if not set(CODE_TOOLS).isdisjoint(config.agent.tools):
+            self._open_sandbox()
         environment = config.agent.environment
         self._host = Host(config, chat, generator)
         self._environment: EnvironmentFactory | None = get_environment(environment) if environment else None
@@ -50,6 +58,9 @@ class EpisodeRunner:
         loop, tools = get_loop(task.agent or self._config.agent.loop), task_tools(self._config, task)
         async with contextlib.AsyncExitStack() as stack:
             session, prompt = None, task.prompt
+            if any(tool in TOOLS_OF_CODE for tool in tools):  # a task may name them itself
+                code = await stack.enter_async_context(CodeTools(self._open_sandbox(), self._config))
+                tools = code.bind(tools)
             if self._environment is not None:
                 session = await stack.enter_async_context(self._session(self._environment, task))
                 prompt = joined(prompt, await session.reset())
@@ -88,6 +99,12 @@ class EpisodeRunner:
                 self._config.agent.environment,
                 ENVIRONMENT,
             )
+
+    def _open_sandbox(self) -> Sandbox:
+        """Return the sandbox, made at the first call. Raises ConfigError where none can be."""
+        if self._sandbox is None:
+            self._sandbox = make_sandbox(self._config.sandbox)
+        return self._sandbox
 
     def _check(self, episode: Episode) -> None:
         at = episode.drift()

@@ -43,7 +43,8 @@ async def run_gateway(
     async with contextlib.AsyncExitStack() as stack:
         pool = engine_pool(config.rollout, run_token(folder, "engines"))
         chat = load_format(config.model.path, config.agent)
-        rewards = await stack.enter_async_context(RewardService(config.reward, model_url=reward_model, folder=folder))
+        service = RewardService(config.reward, model_url=reward_model, folder=folder, sandbox=config.sandbox)
+        rewards = await stack.enter_async_context(service)
         forget_api_keys(config)
         client = QueueClient(queue_address, role="agent", name="gateway", keys=client_keys(config, folder, "worker"))
         queue = await stack.enter_async_context(client)

@@ -3,6 +3,7 @@
 import functools
 
 from rl_async.agent_loop.tools.arithmetic import evaluate
+from rl_async.agent_loop.tools.code import BASH, PYTHON
 from rl_async.agent_loop.tools.tool import Tool
 from rl_async.configs.derived.code import code_problem, listed_code
 from rl_async.configs.schema.run import RunConfig
@@ -17,7 +18,7 @@ def calculator(expression: str) -> str:
 
 
 CALCULATOR = Tool(calculator, quick=True)
-TOOLS = {"calculator": CALCULATOR}
+TOOLS = {"calculator": CALCULATOR, "python": PYTHON, "bash": BASH}
 
 
 def task_tools(config: RunConfig, task: Task) -> list[Tool]:

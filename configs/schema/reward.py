@@ -74,6 +74,17 @@ class JudgeConfig(Config, frozen=True):
     ] = "disk"
 
 
+class CodeConfig(Config, frozen=True):
+    all_or_nothing: Annotated[
+        bool, doc("1 if all tests pass, else 0, and the first failure ends the scoring; false: the share that passes.")
+    ] = False
+    test_timeout_s: Annotated[Seconds, doc("Time of one test; sandbox.timeout_s may shorten it.")] = 4.0
+    timeout_s: Annotated[Seconds, doc("Time of all tests of an answer; those that it does not reach have failed.")] = (
+        60.0
+    )
+    max_concurrent: Annotated[Positive, doc("Answers whose tests run at the same time, per worker.")] = 4
+
+
 class RewardTerm(Config, frozen=True):
     name: Annotated[
         str, doc("exact_answer, math, reasoning_gym, environment, reward_model, judge, or your own as path.py:name.")
@@ -113,3 +124,4 @@ class RewardConfig(Config, frozen=True):
     per_minute: Annotated[Count, doc("Scorings started per minute, per worker; 0: no limit.")] = 0
     model: Annotated[RewardModelConfig | None, doc("The model behind the scorer reward_model.")] = None
     judge: Annotated[JudgeConfig | None, doc("The model behind the scorer judge.")] = None
+    code: Annotated[CodeConfig, doc("How the scorer code runs hidden tests (docs/sandbox.md).")] = CodeConfig()

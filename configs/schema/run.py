@@ -15,6 +15,7 @@ from rl_async.configs.schema.finetune import FinetuneConfig, WarmStartConfig
 from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.reward import RewardConfig
 from rl_async.configs.schema.rollout import AgentConfig, RolloutConfig
+from rl_async.configs.schema.sandbox import SandboxConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
 
@@ -74,6 +75,7 @@ class RunConfig(Config, frozen=True):
     data: DataConfig
     agent: AgentConfig = AgentConfig()
     rollout: RolloutConfig = RolloutConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     reward: RewardConfig = RewardConfig()
     queue: QueueConfig = QueueConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()

@@ -10,15 +10,22 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from rl_async.configs.derived.sandbox import uses_sandbox
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_USER, ConfigError
+from rl_async.sandbox.registry import make_sandbox
 from rl_async.userload import is_user_reference, load_user_object
 
 LOAD_S = 180.0  # importing torch from a slow disk takes a minute
 
 
 def check_user_code(config: RunConfig) -> None:
-    """Raise ConfigError naming the key if something that the run would load does not exist, load or fit."""
+    """Raise ConfigError naming the key if something that the run would load does not exist, load or fit.
+
+    So, too, if the run needs a sandbox and none can be made here.
+    """
+    if uses_sandbox(config):
+        make_sandbox(config.sandbox)
     named = list(named_code(config))
     _load([(key, name) for key, name in named if not is_user_reference(name)])
     if own := [(key, name) for key, name in named if is_user_reference(name)]:

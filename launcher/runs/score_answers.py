@@ -42,7 +42,7 @@ async def score_answers(config: RunConfig, data: str, answers: Path) -> list[Sco
     given = list(_read(answers))
     tasks = _tasks(_source(config, data), config.seed, [row for row, _ in given])
     scored = []
-    async with RewardService(config.reward) as service:
+    async with RewardService(config.reward, sandbox=config.sandbox) as service:
         for (row, answer), task in zip(given, tasks, strict=True):
             trajectory = _trajectory(task, answer)
             await service.score(task, trajectory)
@@ -61,6 +61,8 @@ def report(config: RunConfig, scored: Sequence[Scored]) -> list[str]:
         for term in config.reward.functions:
             value = trajectory.reward_parts.get(term.name)
             lines.append(f"  {term.name} {'failed' if value is None else f'{value:g}'} (weight {term.weight:g})")
+            more = {key: number for key, number in trajectory.reward_parts.items() if key.startswith(f"{term.name}/")}
+            lines += [f"    {key.removeprefix(f'{term.name}/')} {number:g}" for key, number in more.items()]
             lines += [f"    {step}" for step in _steps(trajectory.turns[-1].text, term.extract)]
     mean = sum(trajectory.reward for _, _, trajectory in scored) / len(scored)
     return [*lines, f"{len(scored)} answers, mean reward {mean:.4f}"]

@@ -85,7 +85,7 @@ async def _play(config: RunConfig, engine: LocalEngine, renderer: ChatRenderer, 
         return sum(episode_rewards(row.header() for row in rows).values())
 
     try:
-        async with RewardService(config.reward) as rewards:
+        async with RewardService(config.reward, sandbox=config.sandbox) as rewards:
             scores = await asyncio.gather(*(play(number, task, rewards) for number, task in enumerate(tasks)))
     finally:
         engine.close()  # its thread delivers to this event loop

@@ -50,7 +50,11 @@ BUILT_IN: dict[str, ScorerSpec] = {
     "reasoning_gym": ScorerSpec("reasoning_gym", reasoning_gym.score, "process"),
     ENVIRONMENT: ScorerSpec(ENVIRONMENT, environment, "inline"),
 }
-SERVED = {"reward_model": "model", "judge": "judge"}  # name -> section of `reward` that the service makes it from
+SERVED = {
+    "reward_model": "model",
+    "judge": "judge",
+    "code": "code",
+}  # name -> section of `reward` that the service makes it from
 _NEEDS = {"math": ("math_verify", "math"), "reasoning_gym": ("reasoning_gym", "reasoning-gym")}  # module, extra
 
 

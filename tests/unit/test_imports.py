@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MIDDLE = {"weight_sync", "transfer_queue", "rollout_server", "reward_loop"}
+MIDDLE = {"sandbox", "weight_sync", "transfer_queue", "rollout_server", "reward_loop"}
 MAY_IMPORT: dict[str, set[str]] = {
     "rl_async": set(),
     "configs": set(),
     "weight_sync": {"configs"},
     "transfer_queue": {"configs"},
-    "reward_loop": {"configs"},
+    "sandbox": {"configs"},
+    "reward_loop": {"configs", "sandbox"},
     "rollout_server": {"configs", "weight_sync"},
     "agent_loop": {"configs", *MIDDLE},
     "trainer": {"configs", *MIDDLE},

@@ -1,0 +1,68 @@
+"""The tools `python` and `bash`: programs of the model in a workspace of its episode, in a sandbox."""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from rl_async.agent_loop.tools.tool import Tool
+from rl_async.configs.schema.run import RunConfig
+from rl_async.sandbox.api import Language, Result, Sandbox, Workspace
+
+SHARE = 0.8  # of agent.tool_timeout_s, so that a program is ended, with its output kept, before the call is given up
+
+
+class CodeTools:
+    """The workspace of one episode, an async context manager. It is opened by the first call and closed at the end."""
+
+    def __init__(self, sandbox: Sandbox, config: RunConfig) -> None:
+        self._sandbox = sandbox
+        self._seconds = min(config.sandbox.timeout_s, SHARE * config.agent.tool_timeout_s)
+        self._workspace: Workspace | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._workspace is not None:
+            await self._workspace.close()
+
+    def bind(self, tools: Sequence[Tool]) -> list[Tool]:
+        """Return ``tools`` with those of code working in this workspace."""
+        own = {tool: getattr(self, tool.name) for tool in TOOLS_OF_CODE}
+        return [tool.bound(own[tool]) if tool in own else tool for tool in tools]
+
+    async def python(self, code: str) -> str:
+        """Run a Python program. Print what you want to see. Files in the current folder stay for later calls."""
+        return await self._run("python", code)
+
+    async def bash(self, command: str) -> str:
+        """Run a bash command. Files in the current folder stay for later calls."""
+        return await self._run("bash", command)
+
+    async def _run(self, language: Language, code: str) -> str:
+        if self._workspace is None:
+            self._workspace = await self._sandbox.open()
+        return _text(await self._workspace.run(language, code, seconds=self._seconds), self._seconds)
+
+
+def _text(result: Result, seconds: float) -> str:
+    """Write for the model what a program printed, and how it ended unless well."""
+    printed = (result.stdout + result.stderr).decode(errors="replace")
+    reasons = {
+        "seconds": f"stopped: it ran longer than {seconds:g} s",
+        "cpu": "stopped: it used too much processor time",
+        "memory": "stopped: it used too much memory",
+        "output": "stopped: it printed too much",
+        "files": "stopped: it made too many files",
+    }
+    if result.limit:
+        return f"{printed.rstrip()}\n[{reasons[result.limit]}]".lstrip()
+    if result.exit < 0:
+        return f"{printed.rstrip()}\n[ended by signal {-result.exit}]".lstrip()
+    return f"{printed.rstrip()}\n[exit code {result.exit}]".lstrip() if result.exit else printed
+
+
+PYTHON, BASH = Tool(CodeTools.python), Tool(CodeTools.bash)
+TOOLS_OF_CODE = (PYTHON, BASH)

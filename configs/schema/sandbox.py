@@ -1,0 +1,36 @@
+"""Section `sandbox`: where the code runs that models write, and what it may use there."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from rl_async.configs.base import Config, Positive, Seconds, doc
+
+SandboxKind = Literal["bubblewrap"]
+
+
+class SandboxConfig(Config, frozen=True):
+    kind: Annotated[SandboxKind, doc("bubblewrap: namespaces of this machine's kernel (docs/sandbox.md).")] = (
+        "bubblewrap"
+    )
+    timeout_s: Annotated[
+        Seconds, doc("Wall-clock time of one program; a tool's is also below agent.tool_timeout_s.")
+    ] = 8.0
+    cpu_s: Annotated[Positive, doc("Processor time of one process.")] = 8
+    memory_bytes: Annotated[
+        int,
+        Meta(
+            ge=64 << 20,
+            description="Address space of one process, refused beyond; a program whose processes hold more together is "
+            "ended, at most a twentieth of a second late.",
+        ),
+    ] = 1 << 30
+    workspace_bytes: Annotated[
+        int, Meta(ge=1 << 16, description="All files of one episode or answer; they are kept in memory.")
+    ] = 64 << 20
+    processes: Annotated[Positive, doc("Processes and threads of one program at a time.")] = 64
+    output_bytes: Annotated[Positive, doc("What one program may print; it is ended beyond.")] = 1 << 20
+    packages: Annotated[
+        tuple[str, ...],
+        doc("Folders with Python packages that programs may read and import, such as a virtual environment's."),
+    ] = ()

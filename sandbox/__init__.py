@@ -1,0 +1,6 @@
+"""Runs code that nobody vouches for: programs in, what they printed out, and nothing else gets in or out.
+
+A `Sandbox` (`api.py`) opens workspaces; the tools `python` and `bash` have one per episode, the scorer `code` one per
+answer. `registry.make_sandbox` makes the kind that the config names. To add one, write a class with the interface in
+a file here, a line in `registry.py`, and its name in `configs/schema/sandbox.py`. docs/sandbox.md says what holds.
+"""

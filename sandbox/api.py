@@ -1,0 +1,71 @@
+"""What any sandbox offers: workspaces in which programs run, one after another, under limits."""
+
+from typing import Literal, Protocol
+
+import msgspec
+
+from rl_async.errors import RlAsyncError
+
+Language = Literal["python", "bash"]
+Limit = Literal["", "seconds", "cpu", "memory", "output", "files"]
+
+
+class Result(msgspec.Struct, frozen=True):
+    """How a program ended.
+
+    ``exit``: its exit code, or minus the signal that ended it. ``limit``: the limit for which it was ended, or empty;
+    a program that is refused memory, a process or space by the kernel may go on, so these refusals are not in it.
+    """
+
+    stdout: bytes
+    stderr: bytes
+    exit: int
+    limit: Limit
+    seconds: float
+
+
+class SandboxLost(RlAsyncError):
+    """A workspace ended or did not answer; what was in it is gone, and it does not come back."""
+
+
+class SandboxRefused(RlAsyncError):
+    """A workspace could not do what was asked of it, such as write a file for which there is no space."""
+
+
+class Workspace(Protocol):
+    """A folder and what runs in it. Programs run one at a time; files stay from one to the next, processes do not.
+
+    Every method raises SandboxLost once the workspace is gone. Paths are relative to the folder, and lead nowhere else.
+    """
+
+    async def run(self, language: Language, code: str, *, stdin: bytes = b"", seconds: float | None = None) -> Result:
+        """Run a program in the folder; ``seconds`` shortens the limit. Raises SandboxRefused if it cannot start."""
+        ...
+
+    async def put(self, path: str, data: bytes) -> None:
+        """Write a file, and the folders on its way. Raises SandboxRefused."""
+        ...
+
+    async def get(self, path: str) -> bytes:
+        """Read a file. Raises SandboxRefused if it is none, or leads out of the folder."""
+        ...
+
+    async def snapshot(self) -> bytes:
+        """Return the folder's content, for ``restore`` of this or another workspace. Raises SandboxRefused."""
+        ...
+
+    async def restore(self, snapshot: bytes) -> None:
+        """Replace the folder's content. Raises SandboxRefused if that fails, which leaves the folder incomplete."""
+        ...
+
+    async def close(self) -> None:
+        """End whatever runs, and forget the files: nothing is left when this returns. May be called again."""
+        ...
+
+
+class Sandbox(Protocol):
+    """Opens workspaces that share nothing. Making one raises ConfigError where it cannot work."""
+
+    async def open(self) -> Workspace:
+        """Open an empty workspace, to be closed by the caller. Raises SandboxLost if it does not start."""
+        ...

@@ -1,0 +1,309 @@
+"""The first process of a sandbox: runs programs and moves files for the process outside, over the socket that is fd 0.
+
+It is started by ``python -I -S`` where nothing of this project is, so it imports the standard library alone. Programs
+cannot reach it: it is process 1 of its namespace, so their signals do not arrive, and it is not dumpable, so its memory
+and its files are closed to them. It ends with the socket, and with it the kernel ends everything else in the namespace.
+
+Consumes requests: two lengths of four bytes, a JSON object and bytes. Produces a reply for each, in the same form.
+Waits for the next request, or for the program that runs; a byte on the socket in the meantime ends that program.
+"""
+
+import contextlib
+import ctypes
+import io
+import json
+import os
+import resource
+import selectors
+import shutil
+import signal
+import socket
+import stat
+import struct
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from typing import Any, BinaryIO, NoReturn, cast
+
+Reply = tuple[dict[str, Any], bytes]  # the object and the bytes of a reply
+
+LENGTHS = struct.Struct(">II")
+WORKSPACE = "/workspace"
+TEMPORARY = f"{WORKSPACE}/.tmp"  # where /tmp leads, so that one limit covers both
+WATCH_S = 0.05
+MOST_FILES = 50_000  # an empty file costs the kernel memory that no file system counts
+PIECE = 1 << 16
+PR_SET_DUMPABLE = 4
+
+
+class Refused(Exception):
+    """The request cannot be done; the message says why."""
+
+
+def serve(control: socket.socket) -> None:
+    """Answer requests until the socket ends."""
+    while (head := _exactly(control, LENGTHS.size)) is not None:
+        header, body = [_exactly(control, length) for length in LENGTHS.unpack(head)]
+        if header is None or body is None:
+            return
+        request = json.loads(header)
+        if request["do"] == "end":  # meant for a program that had ended by itself
+            continue
+        try:
+            reply, data = DO[request.pop("do")](control, body, **request)
+        except Refused as refusal:
+            reply, data = {"refused": str(refusal)}, b""
+        except OSError as error:
+            reply, data = {"refused": f"{error.strerror}: {error.filename}" if error.filename else str(error)}, b""
+        text = json.dumps(reply).encode()
+        try:
+            control.sendall(LENGTHS.pack(len(text), len(data)) + text + data)
+        except (BrokenPipeError, ConnectionResetError):  # nobody waits any more
+            return
+
+
+def _exactly(control: socket.socket, length: int) -> bytes | None:
+    """Return the next ``length`` bytes, or None at the end of the stream."""
+    parts = []
+    while length:
+        part = control.recv(min(length, 1 << 20))
+        if not part:
+            return None
+        parts.append(part)
+        length -= len(part)
+    return b"".join(parts)
+
+
+def run(control: socket.socket, stdin: bytes, *, argv: list[str], limits: dict[str, Any]) -> Reply:
+    """Run a program; reply how it ended, with its output as bytes."""
+    with contextlib.suppress(OSError):  # a program may have put something else there, or filled the workspace
+        os.makedirs(TEMPORARY, exist_ok=True)
+    began = time.monotonic()
+    program = Program(argv, stdin, limits)
+    limit = program.follow(control, began + limits["seconds"])
+    status, usage = program.finish()
+    exit_code = os.waitstatus_to_exitcode(status)
+    killed = exit_code == -signal.SIGKILL and usage.ru_utime + usage.ru_stime >= limits["cpu"]
+    if not limit and (killed or exit_code == -signal.SIGXCPU):
+        limit = "cpu"
+    out, err, limit = *program.output(), limit or program.limit
+    reply: dict[str, Any] = {"exit": exit_code, "limit": limit, "seconds": time.monotonic() - began, "stdout": len(out)}
+    return reply, out + err
+
+
+class Program:
+    """A running program with its pipes, of which at most so many bytes are kept as it may print."""
+
+    def __init__(self, argv: list[str], stdin: bytes, limits: dict[str, Any]) -> None:
+        self.limits, self.limit = limits, ""
+        self._stdin = memoryview(stdin)
+        (theirs_in, self._in), (self._out, theirs_out), (self._err, theirs_err) = (os.pipe() for _ in range(3))
+        self._pid = os.fork()
+        if not self._pid:
+            _become(argv, (theirs_in, theirs_out, theirs_err), limits)
+        for fd in (theirs_in, theirs_out, theirs_err):
+            os.close(fd)
+        for fd in (self._in, self._out, self._err):
+            os.set_blocking(fd, False)
+        self._kept: dict[int, list[bytes]] = {self._out: [], self._err: []}
+        self._room = limits["output"]
+        self._ended = os.pidfd_open(self._pid)
+
+    def follow(self, control: socket.socket, deadline: float) -> str:
+        """Move bytes until the program ends or must be ended; return the limit for which it must, or an empty text."""
+        with selectors.DefaultSelector() as selector:
+            for fd in (self._out, self._err, self._ended, control.fileno()):
+                selector.register(fd, selectors.EVENT_READ)
+            selector.register(self._in, selectors.EVENT_WRITE)
+            watch = time.monotonic() + WATCH_S
+            while True:
+                now = time.monotonic()
+                if now >= deadline:
+                    return "seconds"
+                if now >= watch:
+                    if limit := _exceeded(self.limits["memory"]):
+                        return limit
+                    watch = time.monotonic() + WATCH_S
+                ready = {key.fd for key, _ in selector.select(max(0.0, min(deadline, watch) - now))}
+                if self._in in ready and not self._feed():
+                    selector.unregister(self._in)
+                    os.close(self._in)
+                    self._in = -1
+                for fd in ready & self._kept.keys():
+                    if not self._read(fd):
+                        selector.unregister(fd)
+                if self.limit:
+                    return self.limit
+                if control.fileno() in ready:
+                    return "seconds"  # nobody waits any more
+                if self._ended in ready:
+                    return ""
+
+    def _feed(self) -> bool:
+        """Write a piece of its input; return whether any is left."""
+        try:
+            self._stdin = self._stdin[os.write(self._in, self._stdin[:PIECE]) :]
+        except BlockingIOError:
+            return True
+        except BrokenPipeError:  # it does not want the rest
+            return False
+        return bool(self._stdin)
+
+    def _read(self, fd: int) -> bool:
+        """Keep a piece of its output, as far as there is room; return whether more may come."""
+        try:
+            piece = os.read(fd, PIECE)
+        except BlockingIOError:
+            return True
+        if len(piece) > self._room:
+            self.limit = "output"
+        self._kept[fd].append(piece[: self._room])
+        self._room -= min(len(piece), self._room)
+        return bool(piece)
+
+    def finish(self) -> tuple[int, resource.struct_rusage]:
+        """End the program and all that it started, wherever in the namespace; return its status and usage."""
+        found = None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)  # everything but this process
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status, usage = os.wait4(-1, 0)  # orphans become this process's children
+                if pid == self._pid:
+                    found = status, usage
+        assert found is not None
+        return found
+
+    def output(self) -> tuple[bytes, bytes]:
+        """Return stdout and stderr, with what is left in the pipes, whose writers are dead."""
+        for fd in (self._out, self._err):
+            while not self.limit and self._read(fd):
+                pass
+        for fd in (self._in, self._out, self._err, self._ended):
+            if fd >= 0:
+                os.close(fd)
+        return b"".join(self._kept[self._out]), b"".join(self._kept[self._err])
+
+
+def _become(argv: list[str], files: tuple[int, int, int], limits: dict[str, Any]) -> NoReturn:
+    """Become the program, in the child; never returns."""
+    try:
+        os.setsid()
+        for place, fd in enumerate(files):
+            os.dup2(fd, place)
+        for which, most in (
+            (resource.RLIMIT_AS, limits["memory"]),
+            (resource.RLIMIT_FSIZE, limits["workspace"]),
+            (resource.RLIMIT_NPROC, limits["processes"] + 1),  # and process 1
+            (resource.RLIMIT_NOFILE, 256),
+            (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_MEMLOCK, 0),
+            (resource.RLIMIT_MSGQUEUE, 0),
+        ):
+            resource.setrlimit(which, (most, most))
+        resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu"], limits["cpu"] + 1))
+        for ignored in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):  # by Python, and below
+            signal.signal(ignored, signal.SIG_DFL)
+        os.execvp(argv[0], argv)
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the program
+        os.write(2, f"cannot start: {error}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def _exceeded(memory: int) -> str:
+    """Name the limit that all processes together, or all files, are beyond; else an empty text."""
+    pages = 0
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and name != "1":
+            with contextlib.suppress(OSError), open(f"/proc/{name}/statm") as file:
+                pages += int(file.read().split()[1])
+    if pages * resource.getpagesize() > memory:
+        return "memory"
+    for place in (WORKSPACE, "/dev/shm"):
+        space = os.statvfs(place)
+        if space.f_files - space.f_ffree > MOST_FILES:
+            return "files"
+    return ""
+
+
+def _inside(path: str) -> str:
+    """Return the absolute path of a file in the workspace, links resolved; nothing runs that could change them."""
+    real = os.path.realpath(os.path.join(WORKSPACE, path))
+    if not real.startswith(f"{WORKSPACE}/"):
+        raise Refused(f"{path} leads out of the workspace")
+    return real
+
+
+def put(_: socket.socket, data: bytes, *, path: str) -> Reply:
+    """Write a file."""
+    real = _inside(path)
+    os.makedirs(os.path.dirname(real), exist_ok=True)
+    with _regular(real, "wb", os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
+        file.write(data)
+    return {}, b""
+
+
+def get(_: socket.socket, __: bytes, *, path: str, most: int) -> Reply:
+    """Reply with a file's content."""
+    with _regular(_inside(path), "rb", os.O_RDONLY) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise Refused(f"{path} has more than {most} bytes")
+    return {}, data
+
+
+def _regular(real: str, mode: str, flags: int) -> BinaryIO:
+    """Open a regular file, without waiting for what else may have its name."""
+    fd = os.open(real, flags | os.O_NONBLOCK | os.O_NOCTTY, 0o644)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise Refused(f"{os.path.relpath(real, WORKSPACE)} is not a regular file")
+    return cast(BinaryIO, os.fdopen(fd, mode))
+
+
+def snapshot(_: socket.socket, __: bytes, *, most: int) -> Reply:
+    """Reply with the workspace as an archive. The sizes that its files claim count, however few blocks they have."""
+    claimed = 0
+    for folder, _folders, files in os.walk(WORKSPACE):
+        claimed += sum(os.lstat(os.path.join(folder, name)).st_size for name in files)
+    if claimed > most:
+        raise Refused(f"the workspace's files claim {claimed} bytes, more than {most}")
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        archive.add(WORKSPACE, ".")
+    return {}, buffer.getvalue()
+
+
+def restore(_: socket.socket, data: bytes) -> Reply:
+    """Replace the workspace by an archive's content. Whatever it contains, it can only harm this sandbox."""
+    for entry in os.scandir(WORKSPACE):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        else:
+            os.unlink(entry.path)
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+            trust: Any = {"filter": "fully_trusted"} if hasattr(tarfile, "fully_trusted_filter") else {}  # since 3.11.4
+            archive.extractall(WORKSPACE, **trust)
+    except tarfile.TarError as error:
+        raise Refused(f"not a snapshot: {error}") from error
+    return {}, b""
+
+
+DO: dict[str, Callable[..., Reply]] = {"run": run, "put": put, "get": get, "snapshot": snapshot, "restore": restore}
+
+
+def main() -> None:
+    """Serve the socket that is standard input."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a handler, Python's too, would let programs interrupt process 1
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0 or os.getpid() != 1:
+        sys.exit("cannot protect the first process of the sandbox")
+    control = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+    serve(control)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The tools that run code: one workspace per episode, whose life is the episode's, and what the model reads."""
+
+import pytest
+
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.episodes import runner
+from rl_async.agent_loop.tools.code import BASH, PYTHON, CodeTools
+from rl_async.agent_loop.tools.registry import CALCULATOR
+from rl_async.configs.schema.sandbox import SandboxConfig
+from rl_async.errors import ConfigError
+from rl_async.messages import Trajectory
+from rl_async.sandbox.api import Language, Result, SandboxLost
+from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
+
+
+class ScriptedWorkspace:
+    """Answers each program with the next of the given results, or raises it."""
+
+    def __init__(self, results: list[Result | Exception]) -> None:
+        self.results, self.programs, self.seconds, self.closed = results, list[tuple[str, str]](), 0.0, 0
+
+    async def run(self, language: Language, code: str, *, stdin: bytes = b"", seconds: float | None = None) -> Result:
+        self.programs.append((language, code))
+        self.seconds = seconds or 0.0
+        result = self.results.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+class ScriptedSandbox:
+    def __init__(self, *results: Result | Exception) -> None:
+        self.results, self.opened = list(results), list[ScriptedWorkspace]()
+
+    async def open(self) -> ScriptedWorkspace:
+        self.opened.append(ScriptedWorkspace(self.results))
+        return self.opened[-1]
+
+
+def ended(stdout: bytes = b"", stderr: bytes = b"", exit: int = 0, limit: str = "") -> Result:
+    return Result(stdout, stderr, exit, limit, 0.1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        (ended(b"5\n"), "5\n"),
+        (ended(b"a\n", b"Error: b\n", 1), "a\nError: b\n[exit code 1]"),
+        (ended(exit=2), "[exit code 2]"),
+        (ended(exit=-11), "[ended by signal 11]"),
+        (ended(b"\xff", exit=-9, limit="output"), "�\n[stopped: it printed too much]"),
+        (ended(exit=-9, limit="seconds"), "[stopped: it ran longer than 8 s]"),
+    ],
+)
+async def test_what_the_model_reads(result: Result, text: str) -> None:
+    async with CodeTools(ScriptedSandbox(result), run_config()) as code:  # type: ignore[arg-type]
+        (tool,) = code.bind([PYTHON])
+        assert (await tool.call({"code": "1"}, timeout_s=60.0))[:2] == (text, "")
+
+
+async def test_a_lost_sandbox_is_a_failed_call() -> None:
+    async with CodeTools(ScriptedSandbox(SandboxLost("gone")), run_config()) as code:  # type: ignore[arg-type]
+        (tool,) = code.bind([BASH])
+        assert (await tool.call({"command": "ls"}, timeout_s=60.0)).error == "gone"
+
+
+async def test_other_tools_stay_as_they_are_and_no_call_opens_no_workspace() -> None:
+    sandbox = ScriptedSandbox()
+    async with CodeTools(sandbox, run_config()) as code:  # type: ignore[arg-type]
+        assert code.bind([CALCULATOR]) == [CALCULATOR]
+    assert sandbox.opened == []
+
+
+CALL = '<tool_call>\n{"name":"%s","arguments":{"%s":"%s"}}\n</tool_call>'
+
+
+async def play(renderer: ChatRenderer, *tools: str) -> Trajectory:
+    says = [CALL % ("python", "code", "a"), CALL % ("bash", "command", "b"), "5"]
+    config = run_config(tools=("python", "bash"), max_tokens=256, tool_timeout_s=5.0)
+    engine = ScriptedEngine(renderer, says)
+    task = leased(tools=list(tools)) if tools else leased()
+    (row,) = await runner.EpisodeRunner(config, renderer, engine).run(task, 0)
+    return row
+
+
+@pytest.mark.parametrize("tools", [(), ("bash", "python")])
+async def test_an_episode_has_one_workspace(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch, tools: tuple[str, ...]
+) -> None:
+    sandbox = ScriptedSandbox(ended(b"1"), ended(b"2"))
+    monkeypatch.setattr(runner, "make_sandbox", lambda config: sandbox)
+    row = await play(renderer, *tools)
+    (workspace,) = sandbox.opened
+    assert (workspace.programs, workspace.closed) == ([("python", "a"), ("bash", "b")], 1)
+    assert workspace.seconds == 4.0  # the program is ended before the call is given up
+    assert [call.result for turn in row.turns for call in turn.tool_calls] == ["1", "2"]
+
+
+def test_without_a_sandbox_a_run_with_such_tools_does_not_start(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match=r"sandbox\.kind.*apt-get install"):
+        runner.EpisodeRunner(run_config(tools=("python",)), renderer, ScriptedEngine(renderer, []))
+    runner.EpisodeRunner(run_config(tools=("calculator",)), renderer, ScriptedEngine(renderer, []))
+    assert SandboxConfig().kind == "bubblewrap"

@@ -1,0 +1,47 @@
+"""The filter of system calls, run by an interpreter of classic BPF."""
+
+import errno
+import struct
+
+import pytest
+
+from rl_async.errors import ConfigError
+from rl_async.sandbox.seccomp import system_call_filter
+
+ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
+X86_64, AARCH64, I386 = 0xC000003E, 0xC00000B7, 0x40000003
+
+
+def verdict(machine: str, arch: int, number: int, argument: int = 0) -> int:
+    """Run the machine's filter on one system call."""
+    program = list(struct.iter_unpack("=HBBI", system_call_filter(machine)))
+    data = struct.pack("=IIQ6Q", number, arch, 0, argument, *[0] * 5)
+    at = loaded = 0
+    while True:
+        code, if_true, if_false, operand = program[at]
+        at += 1
+        if code == 0x06:
+            return operand
+        if code == 0x20:
+            (loaded,) = struct.unpack_from("=I", data, operand)
+        else:
+            holds = loaded == operand if code == 0x15 else loaded >= operand
+            at += if_true if holds else if_false
+
+
+@pytest.mark.parametrize(
+    ("machine", "arch", "read", "ptrace", "memfd_create", "socket"),
+    [("x86_64", X86_64, 0, 101, 319, 41), ("aarch64", AARCH64, 63, 117, 279, 198)],
+)
+def test_calls_by_machine(machine: str, arch: int, read: int, ptrace: int, memfd_create: int, socket: int) -> None:
+    assert verdict(machine, arch, read) == ALLOW
+    assert verdict(machine, arch, ptrace) == verdict(machine, arch, memfd_create) == REFUSE
+    assert [verdict(machine, arch, socket, family) for family in (1, 2, 10, 16)] == [ALLOW] * 4
+    assert [verdict(machine, arch, socket, family) for family in (0, 17, 38, 40)] == [REFUSE] * 4
+    assert verdict(machine, I386, read) == KILL
+    assert verdict(machine, arch, 0x40000000 | ptrace) == REFUSE
+
+
+def test_an_unknown_machine_has_none() -> None:
+    with pytest.raises(ConfigError, match=r"sandbox\.kind"):
+        system_call_filter("riscv64")
