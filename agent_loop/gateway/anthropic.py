@@ -150,7 +150,7 @@ def error_body(error: RequestRefused) -> dict[str, Any]:
     """Return the body of an error response, as Anthropic's clients expect it."""
     kind = {404: "not_found_error", 429: "rate_limit_error"}.get(error.status, "invalid_request_error")
     kind = "overloaded_error" if error.status >= 500 else kind
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    return {"type": "error", "error": {"type": kind, "message": str(error), "details": {"error_code": error.code}}}
 
 
 def models(names: Sequence[str]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ class Field(NamedTuple):
 
     neutral: tuple[Any, ...] | None = ()
     way_out: str = ""
+    code: str = "unsupported_value"  # of the refusal
 
 
 _NO_EFFECT = Field(None)
@@ -105,6 +106,8 @@ ANTHROPIC: dict[str, Field] = {
             {"type": kind, **more} for kind in ("auto", "none") for more in ({}, {"disable_parallel_tool_use": False})
         )
     ),
+    # The vendor's client knows this code, and sends whole conversations from then on.
+    "thread": Field((), "send the whole conversation in each request", "thread_unsupported_request"),
     "context_management": Field(({}, {"edits": []})),
     "output_config": Field(({},)),
     "mcp_servers": Field(([],), _SERVER_TOOL),
@@ -125,14 +128,14 @@ def unobeyed(fields: Mapping[str, Any], read: Collection[str], table: Mapping[st
         if field.neutral is None or value in field.neutral:
             continue
         if field.way_out:
-            raise not_supported(f"{name[:SHOWN]}={_shown(value)}", field.way_out, name)
+            raise not_supported(f"{name[:SHOWN]}={_shown(value)}", field.way_out, name, field.code)
         found[name] = value
     return found
 
 
-def not_supported(what: str, way_out: str, param: str = "messages") -> RequestRefused:
+def not_supported(what: str, way_out: str, param: str = "messages", code: str = "unsupported_value") -> RequestRefused:
     """Return the refusal of ``what``, which says what to do instead."""
-    return RequestRefused(f"{what} is not supported: {way_out}", code="unsupported_value", param=param)
+    return RequestRefused(f"{what} is not supported: {way_out}", code=code, param=param)
 
 
 def tool_refused(kind: str) -> RequestRefused:

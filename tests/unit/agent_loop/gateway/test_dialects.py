@@ -234,7 +234,7 @@ def test_anthropic_messages_become_the_same_form() -> None:
         {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
         {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
         {"output_config": {"effort": "medium"}},
-        {"thread": "x"},
+        {"frobnicate": "x"},
     ],
     ids=str,
 )
@@ -266,6 +266,13 @@ def test_anthropic_tools_of_the_vendor_are_refused_by_their_type(kind: str) -> N
         messages(mcp_servers=[{"type": "url", "url": "x", "name": "y"}])
     with pytest.raises(RequestRefused, match="input_schema"):
         messages(tools=[{"name": "f"}])
+
+
+def test_a_conversation_that_the_server_is_to_keep_is_refused_as_the_client_expects() -> None:
+    with pytest.raises(RequestRefused) as refused:
+        messages(thread={"type": "create"})
+    body = anthropic.error_body(refused.value)
+    assert body["error"]["details"]["error_code"] == "thread_unsupported_request" and refused.value.status == 400
 
 
 def test_thinking_is_shown_if_it_was_asked_for_and_may_come_back() -> None:
