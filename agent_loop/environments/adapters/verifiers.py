@@ -39,7 +39,6 @@ class Verifiers:
         row = {
             "prompt": task.prompt,
             "answer": task.ground_truth,
-            "task": task.data_source,
             "example_id": task.extra.get("index", 0),
             "info": task.extra.get("info") or {},
         }
