@@ -1,5 +1,6 @@
 """The list of all rules, ``check``, and the rules that concern several sections."""
 
+import re
 from collections.abc import Iterator
 
 from rl_async.configs.checks.algorithm import ALGORITHM_RULES, Rule
@@ -45,6 +46,17 @@ def _lengths(c: RunConfig) -> str | None:
     return None
 
 
+def _sandbox(c: RunConfig) -> str | None:
+    url = c.sandbox.url
+    if c.sandbox.kind != "sandbox_fusion":
+        return "sandbox.url has an effect with sandbox.kind=sandbox_fusion only; leave it out" if url else None
+    if not re.fullmatch(r"https?://[^\s@?#]+", url):
+        return (
+            "sandbox.url must be http://... or https://... of a Sandbox Fusion server, without a password and a query"
+        )
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     *ALGORITHM_RULES,
     *ENGINE_RULES,
@@ -53,7 +65,7 @@ RULES: tuple[Rule, ...] = (
     *DATA_RULES,
     *WEIGHT_SYNC_RULES,
     *REWARD_RULES,
-    *(_truncation, _minibatches, _lengths),
+    *(_truncation, _minibatches, _lengths, _sandbox),
     *(gateway, past_reasoning),
     finetune,
     warm_start,

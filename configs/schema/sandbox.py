@@ -6,13 +6,15 @@ from msgspec import Meta
 
 from rl_async.configs.base import Config, Positive, Seconds, doc
 
-SandboxKind = Literal["bubblewrap"]
+SandboxKind = Literal["bubblewrap", "sandbox_fusion"]
 
 
 class SandboxConfig(Config, frozen=True):
-    kind: Annotated[SandboxKind, doc("bubblewrap: namespaces of this machine's kernel (docs/sandbox.md).")] = (
-        "bubblewrap"
-    )
+    kind: Annotated[
+        SandboxKind,
+        doc("bubblewrap: namespaces of this machine's kernel; sandbox_fusion: a server at url (docs/sandbox.md)."),
+    ] = "bubblewrap"
+    url: Annotated[str, doc("Base URL of a Sandbox Fusion server, e.g. http://127.0.0.1:8080.")] = ""
     timeout_s: Annotated[
         Seconds, doc("Wall-clock time of one program; a tool's is also below agent.tool_timeout_s.")
     ] = 8.0
