@@ -3,7 +3,7 @@
 Ours are runs of ``rl-async launch`` in both modes, each with two threads for the engine and two for the trainer, which
 work at the same time (disaggregated, as ``make real`` runs the preset, one step off-policy) or in turns (colocated,
 on-policy as TRL). The ratio is that of the faster mode; all are printed. TRL's one process has two threads, passes of
-the size that suits it best, and no gradient checkpointing (``processes/trl_step.py``). All: bfloat16 passes over
+at most 1,024 tokens, and no gradient checkpointing (``processes/trl_step.py``). All: bfloat16 passes over
 float32 weights, the same prompts, reward, learning rate and clipped loss, one optimizer step, no log-probabilities
 computed before it (``bypass_ppo_clip``), and answers of 12 tokens: the model's turns end with a token that it never
 says. Arms take turns. The first step of each run warms up; the last of ours is not counted, since nothing is sampled
