@@ -10,6 +10,8 @@ import uvloop
 
 from rl_async.agent_loop.chat_formats.registry import load_format
 from rl_async.agent_loop.episodes.runner import EpisodeRunner
+from rl_async.agent_loop.tools.mcp.connect import connect_servers
+from rl_async.agent_loop.tools.mcp.servers import forget_variables
 from rl_async.agent_loop.worker import AgentWorker
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import RunConfig
@@ -30,7 +32,9 @@ async def run_worker(config: RunConfig, index: int, address: str, *, folder: Pat
     """
     async with contextlib.AsyncExitStack() as stack:
         pool = engine_pool(config.rollout, run_token(folder, "engines"))
-        runner = EpisodeRunner(config, load_format(config.model.path, config.agent), pool)
+        toolbox = await stack.enter_async_context(connect_servers(config.agent, folder / "logs", f"agent-{index}"))
+        forget_variables(config.agent.mcp)
+        runner = EpisodeRunner(config, load_format(config.model.path, config.agent), pool, toolbox)
         service = RewardService(config.reward, model_url=reward_model, folder=folder, sandbox=config.sandbox)
         rewards = await stack.enter_async_context(service)
         forget_api_keys(config)

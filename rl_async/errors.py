@@ -14,6 +14,7 @@ RlAsyncError
 ├── WeightSyncError      names the engine, the phase and the bucket
 │   └── RanksLost        another rank of the trainer died or hangs; names it. All ranks restart together
 ├── EnvironmentFailed    an environment raised, missed a deadline or broke the protocol; names it and the method
+├── McpServerLost        an MCP server cannot be used; names it and what it said last
 ├── RequestRefused       an agent program sent the gateway an unsupported request; names the field
 ├── RowsChanged          rows came with other tokens than their producer announced; names them and who kept them
 ├── RowsLost             trajectories were lost with a payload shard, and are generated again
@@ -87,6 +88,10 @@ class EpisodeTimeout(RlAsyncError):
 
 class EnvironmentFailed(RlAsyncError):
     """A user's environment or simulated user raised, missed its deadline, or answered with something unusable."""
+
+
+class McpServerLost(RlAsyncError):
+    """An MCP server cannot be started or reached, or ended too often; names it and what it said last."""
 
 
 class RequestRefused(RlAsyncError):

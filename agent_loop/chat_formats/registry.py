@@ -90,7 +90,7 @@ def load_format(model_path: str, agent: AgentConfig) -> ChatFormat:
             f"agent.past_reasoning={agent.past_reasoning}: Mistral's templates take no results after a broken call, so "
             "conversations cannot be rendered again; set keep"
         )
-    if not (agent.tools or agent.environment):
+    if not (agent.tools or agent.environment or agent.mcp):
         return chat
     if chat.name == "plain":
         known = ", ".join([*SYNTAXES, *OWN, *LIBRARY_NAMES])

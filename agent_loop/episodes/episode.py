@@ -18,7 +18,7 @@ from rl_async.agent_loop.chat_formats.format import (
 )
 from rl_async.agent_loop.environments.session import Session
 from rl_async.agent_loop.episodes.row_tokens import RowTokens, Segment, trajectories
-from rl_async.agent_loop.tools.tool import Tool, ToolResult
+from rl_async.agent_loop.tools.tool import CallableTool, ToolResult
 from rl_async.configs.derived.samples import is_baseline
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError
@@ -43,7 +43,7 @@ class Episode:
         config: RunConfig,
         chat: ChatFormat,
         generator: Generator,
-        tools: Sequence[Tool],
+        tools: Sequence[CallableTool],
         environment: Session | None = None,
         prompt: Sequence[Message] | None = None,
     ) -> None:

@@ -11,7 +11,8 @@ from rl_async.agent_loop.environments.session import Session, joined
 from rl_async.agent_loop.episodes.episode import Episode
 from rl_async.agent_loop.episodes.loops import get_loop
 from rl_async.agent_loop.tools.code import TOOLS_OF_CODE, CodeTools
-from rl_async.agent_loop.tools.registry import get_tool, require_listed, task_tools
+from rl_async.agent_loop.tools.mcp.toolbox import McpToolbox
+from rl_async.agent_loop.tools.registry import NO_SERVERS, distinct, get_tool, require_listed, task_tools
 from rl_async.configs.derived.sandbox import CODE_TOOLS
 from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import LeasedGroup, Task, Trajectory
@@ -28,7 +29,10 @@ class EpisodeRunner:
     """Runs episodes of one config. Its constructor raises ConfigError for missing loops, tools, environments
     or, if the tools run code, a missing sandbox."""
 
-    def __init__(self, config: RunConfig, chat: ChatFormat, generator: Generator) -> None:
+    def __init__(
+        self, config: RunConfig, chat: ChatFormat, generator: Generator, toolbox: McpToolbox | None = None
+    ) -> None:
+        self._toolbox = toolbox
         self._config, self._chat, self._generator = config, chat, generator
         self._random = random.Random(config.seed)  # chooses the episodes whose rendering is checked
         get_loop(config.agent.loop)
@@ -55,8 +59,10 @@ class EpisodeRunner:
         """
         task = group.task
         require_listed(self._config, task)
-        loop, tools = get_loop(task.agent or self._config.agent.loop), task_tools(self._config, task)
+        loop = get_loop(task.agent or self._config.agent.loop)
         async with contextlib.AsyncExitStack() as stack:
+            of_servers = stack.enter_context(self._toolbox.episode()) if self._toolbox else NO_SERVERS
+            tools = task_tools(self._config, task, of_servers)
             session, prompt = None, task.prompt
             if any(tool in TOOLS_OF_CODE for tool in tools):  # a task may name them itself
                 code = await stack.enter_async_context(CodeTools(self._open_sandbox(), self._config))
@@ -64,7 +70,7 @@ class EpisodeRunner:
             if self._environment is not None:
                 session = await stack.enter_async_context(self._session(self._environment, task))
                 prompt = joined(prompt, await session.reset())
-                tools += session.tools()
+                tools += distinct(session.tools(), of_servers)
             episode = await off_loop(
                 text_size(prompt),
                 Episode,

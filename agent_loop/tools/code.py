@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from rl_async.agent_loop.tools.tool import Tool
+from rl_async.agent_loop.tools.tool import CallableTool, Tool
 from rl_async.configs.schema.run import RunConfig
 from rl_async.sandbox.api import Language, Result, Sandbox, Workspace
 
@@ -28,10 +28,10 @@ class CodeTools:
         if self._workspace is not None:
             await self._workspace.close()
 
-    def bind(self, tools: Sequence[Tool]) -> list[Tool]:
+    def bind(self, tools: Sequence[CallableTool]) -> list[CallableTool]:
         """Return ``tools`` with those of code working in this workspace."""
         own = {tool: getattr(self, tool.name) for tool in TOOLS_OF_CODE}
-        return [tool.bound(own[tool]) if tool in own else tool for tool in tools]
+        return [tool.bound(own[tool]) if isinstance(tool, Tool) and tool in own else tool for tool in tools]
 
     async def python(self, code: str) -> str:
         """Run a Python program. Print what you want to see. Files in the current folder stay for later calls."""

@@ -1,10 +1,11 @@
 """The built-in tools by name, and users' own."""
 
 import functools
+from collections.abc import Mapping, Sequence
 
 from rl_async.agent_loop.tools.arithmetic import evaluate
 from rl_async.agent_loop.tools.code import BASH, PYTHON
-from rl_async.agent_loop.tools.tool import Tool
+from rl_async.agent_loop.tools.tool import CallableTool, Tool
 from rl_async.configs.derived.code import code_problem, listed_code
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError
@@ -21,13 +22,29 @@ CALCULATOR = Tool(calculator, quick=True)
 TOOLS = {"calculator": CALCULATOR, "python": PYTHON, "bash": BASH}
 
 
-def task_tools(config: RunConfig, task: Task) -> list[Tool]:
-    """Return the tools of a task: its own, or the config's.
+NO_SERVERS: Mapping[str, CallableTool] = {}
+
+
+def task_tools(
+    config: RunConfig, task: Task, of_servers: Mapping[str, CallableTool] = NO_SERVERS
+) -> list[CallableTool]:
+    """Return the tools of a task: those that it names, or all of the config's. ``of_servers``: those of `agent.mcp`.
 
     Raises ConfigError for one that does not exist, and DataError for a task that names code not listed in the config.
     """
     require_listed(config, task)
-    return [get_tool(name) for name in (config.agent.tools if task.tools is None else task.tools)]
+    if task.tools is None:
+        return [*map(get_tool, config.agent.tools), *of_servers.values()]
+    return [of_servers.get(name) or get_tool(name) for name in task.tools]
+
+
+def distinct(tools: Sequence[Tool], of_servers: Mapping[str, CallableTool]) -> Sequence[Tool]:
+    """Return an environment's tools. Raises ConfigError if one has the name of a server's."""
+    if twice := next((tool.name for tool in tools if tool.name in of_servers), None):
+        raise ConfigError(
+            f"agent.environment: its tool {twice!r} is also one of agent.mcp; leave it out there by allow"
+        )
+    return tools
 
 
 def require_listed(config: RunConfig, task: Task) -> None:

@@ -5,7 +5,7 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self, get_type_hints
+from typing import Any, NamedTuple, Protocol, Self, get_type_hints
 
 import msgspec
 
@@ -30,6 +30,18 @@ class ToolResult(NamedTuple):
     done: bool = False
 
 
+class CallableTool(Protocol):
+    """What an episode needs of a tool: a function here, or one of a server elsewhere."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def schema(self) -> dict[str, Any]: ...
+    async def call(self, arguments: dict[str, Any], *, timeout_s: float) -> ToolResult:
+        """Call the tool. A failure becomes a result with an error; what it raises fails the sample."""
+        ...
+
+
 class Tool:
     """A function that the model may call. Arguments are checked against its parameters' types.
 
@@ -51,16 +63,16 @@ class Tool:
         try:
             accepted = msgspec.convert(arguments, self.arguments)
         except msgspec.ValidationError:
-            return _failed("bad arguments")
+            return failed("bad arguments")
         named = {field: getattr(accepted, field) for field in self.arguments.__struct_fields__}
         try:
             return _result(await self._run(named, timeout_s))
         except TimeoutError:
-            return _failed("timeout")
+            return failed("timeout")
         # A tool is the user's code and may raise anything; its errors go to the model and do not end the run.
         except Exception as error:
             self._log_once(error)
-            return _failed(str(error) or type(error).__name__)
+            return failed(str(error) or type(error).__name__)
 
     def _log_once(self, error: Exception) -> None:
         """Log an error once per place that raised it, since a model may call a tool wrongly thousands of times."""
@@ -85,7 +97,8 @@ class Tool:
         return other
 
 
-def _failed(reason: str) -> ToolResult:
+def failed(reason: str) -> ToolResult:
+    """Return the result of a call that failed, as a message to the model."""
     return ToolResult(f"error: {reason}", reason)
 
 

@@ -23,6 +23,10 @@ def gateway_problem(c: RunConfig) -> str | None:
             f"algorithm.advantage={name} needs every named part of the reward, and an agent program may post a reward "
             "without parts; with a gateway use another estimator, such as grpo or rloo"
         )
+    if c.agent.mcp:
+        return (
+            "agent.mcp gives tools to agent workers; agent programs behind a gateway connect to MCP servers themselves"
+        )
     return _row_problem(c, "behind a gateway")
 
 

@@ -9,6 +9,7 @@ from rl_async.configs.checks.engine import ENGINE_RULES
 from rl_async.configs.checks.finetune import finetune, warm_start
 from rl_async.configs.checks.fsdp2 import fsdp2, kernels
 from rl_async.configs.checks.gateway import gateway, past_reasoning
+from rl_async.configs.checks.mcp import mcp
 from rl_async.configs.checks.megatron import data_parallel, megatron, sharing
 from rl_async.configs.checks.queue import QUEUE_RULES
 from rl_async.configs.checks.reward import REWARD_RULES
@@ -66,7 +67,7 @@ RULES: tuple[Rule, ...] = (
     *WEIGHT_SYNC_RULES,
     *REWARD_RULES,
     *(_truncation, _minibatches, _lengths, _sandbox),
-    *(gateway, past_reasoning),
+    *(gateway, past_reasoning, mcp),
     finetune,
     warm_start,
 )

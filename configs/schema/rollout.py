@@ -9,6 +9,7 @@ from msgspec import Meta
 from rl_async.configs.base import Config, Count, Fraction, Positive, Seconds, doc
 from rl_async.configs.engines import EngineKind
 from rl_async.configs.schema.chat_formats import ChatFormatName, PastReasoning
+from rl_async.configs.schema.mcp import McpServerConfig
 from rl_async.configs.schema.user import UserConfig
 
 UnsupportedFields = Literal["ignore", "refuse"]
@@ -42,6 +43,9 @@ class AgentConfig(Config, frozen=True):
         ),
     ] = "single_turn"
     tools: Annotated[tuple[str, ...], doc("Built-in tool names, or typed functions as path.py:name.")] = ()
+    mcp: Annotated[
+        tuple[McpServerConfig, ...], doc("Servers of the Model Context Protocol, whose tools join these (docs/mcp.md).")
+    ] = ()
     chat_format: Annotated[
         ChatFormatName,
         doc("How the model writes turns, reasoning and calls (docs/chat_formats.md); auto: by its template."),

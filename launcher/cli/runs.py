@@ -29,6 +29,7 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
 def _launch(arguments: argparse.Namespace) -> int:
     from rl_async.configs.checks.gateway import without_effect
     from rl_async.launcher.folder.run_folder import new_run, resumed_run, unfinished
+    from rl_async.launcher.plan.mcp_servers import try_mcp_servers
     from rl_async.launcher.plan.user_code import check_user_code
     from rl_async.launcher.sources.fetch import fetch_sources, fetched_from
 
@@ -44,6 +45,8 @@ def _launch(arguments: argparse.Namespace) -> int:
         print(f"no effect with agent.gateway, whose programs play the episodes: {', '.join(idle)}", file=sys.stderr)
     if arguments.launcher == "local":  # elsewhere, the nodes may have what this machine lacks
         check_user_code(given)
+        for line in try_mcp_servers(given.agent):
+            print(line, flush=True)
     config = fetch_sources(given)
     fetched = fetched_from(given, config)
     if arguments.dry_run:

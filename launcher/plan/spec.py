@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from rl_async.configs.derived.mcp import secret_variables
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.ports import HOST
 from rl_async.process.http_auth import HOSTS, TOKEN_FILE, token_file
@@ -78,7 +79,7 @@ def http_environment(config: RunConfig, run_dir: Path) -> dict[str, str]:
 def secrets(config: RunConfig) -> dict[str, Role]:
     """Return the variables that hold secrets, with the only role that uses each."""
     reader: Role = "worker"
-    return {**SECRETS, **dict.fromkeys(api_key_variables(config), reader)}
+    return {**SECRETS, **dict.fromkeys([*api_key_variables(config), *secret_variables(config.agent.mcp)], reader)}
 
 
 def environment(config: RunConfig, role: Role) -> dict[str, str]:

@@ -125,7 +125,7 @@ async def prepare(config: RunConfig, planned: Plan, supervisor: Supervisor, cons
 def check_chat(config: RunConfig) -> None:
     """Raise ConfigError if the model's chat format does not go with the config; a model elsewhere is unknown."""
     agent = config.agent
-    wants = agent.tools or agent.environment or agent.chat_format != "auto"
+    wants = agent.tools or agent.environment or agent.mcp or agent.chat_format != "auto"
     if wants and Path(config.model.path).is_dir():
         from rl_async.agent_loop.chat_formats.registry import load_format  # imports Transformers, which takes seconds
 

@@ -1,0 +1,95 @@
+"""Runs an MCP server and ends all its processes with the worker: ``python guard.py WORKER_PID FOLDER COMMAND...``.
+
+The server inherits the pipes of this process, which reads and writes nothing itself. When the worker dies, however it
+dies, the kernel sends this process a signal; it then kills the server and whatever the server started, also what left
+its process group, and deletes FOLDER (empty: none), which it made. It needs the standard library alone, so that it
+starts in milliseconds (``python -I -S``).
+"""
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
+END, CHILD = signal.SIGTERM, signal.SIGCHLD
+CANNOT_START = 127  # as shells have it
+
+
+def main() -> int:
+    """Run the server until it ends or this process is asked to; return the server's exit code."""
+    worker, folder, *command = sys.argv[1:]
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the server become children of this process
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {END, CHILD})
+    libc.prctl(PR_SET_PDEATHSIG, END)
+    if os.getppid() != int(worker):
+        return CANNOT_START
+    if folder:
+        os.mkdir(folder, 0o700)
+
+    def in_child() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+
+    try:
+        server = subprocess.Popen(command, preexec_fn=in_child)
+    except OSError as error:
+        print(f"cannot start {command[0]}: {error}", file=sys.stderr)
+        return CANNOT_START
+    finally:
+        for stream in (0, 1):  # the server alone holds them, so that its end closes them
+            os.close(stream)
+    try:
+        while signal.sigwait({END, CHILD}) == CHILD:
+            code = reap(server.pid)
+            if code is not None:
+                return code
+        return 128 + END
+    finally:
+        kill_all()
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def reap(server: int) -> int | None:
+    """Collect the children that have ended; return the server's exit code if it is one of them."""
+    found = None
+    with suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if pid == server:
+                found = os.waitstatus_to_exitcode(status) % 256
+    return found
+
+
+def kill_all() -> None:
+    """Kill the children of this process until there are none: what a killed one leaves behind becomes a child."""
+    with suppress(ChildProcessError):
+        while True:
+            for pid in children():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            os.waitpid(-1, 0)
+
+
+def children() -> list[int]:
+    """Return the pids of the children of this process, by the parents in ``/proc/PID/stat``."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with suppress(OSError):  # it has ended
+                fields = Path("/proc", entry, "stat").read_text(errors="replace").rpartition(")")[2].split()
+                if int(fields[1]) == os.getpid():
+                    found.append(int(entry))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

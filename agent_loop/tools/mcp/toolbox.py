@@ -1,0 +1,106 @@
+"""All servers of a config, in one worker: asked for their tools at its start, closed at its end."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from rl_async.agent_loop.tools.mcp.descriptions import Listed, Offer, chosen, offers
+from rl_async.agent_loop.tools.mcp.servers import McpServer
+from rl_async.agent_loop.tools.mcp.sessions import Connect, Connection, McpSessions
+from rl_async.agent_loop.tools.tool import CallableTool, ToolResult
+from rl_async.errors import ConfigError, McpServerLost
+
+STARTS_AT_ONCE = 8  # sessions of one server that begin together
+
+
+class McpTool:
+    """A tool of a server, with the sessions of one episode or of the worker."""
+
+    def __init__(self, offer: Offer, sessions: McpSessions) -> None:
+        self.name: str = offer.schema["function"]["name"]
+        self.schema = offer.schema
+        self._at_server, self._sessions = offer.name, sessions
+
+    async def call(self, arguments: dict[str, Any], *, timeout_s: float) -> ToolResult:
+        """Call the tool at its server, which checks the arguments. Raises McpServerLost."""
+        return await self._sessions.call(self._at_server, arguments, timeout_s)
+
+
+class McpToolbox:
+    """The tools of all servers. ``taken``: names of other tools. Entering raises ConfigError, naming the key."""
+
+    def __init__(self, servers: Sequence[McpServer], connect: Connect, taken: Sequence[str] = ()) -> None:
+        self._connect_to, self._taken = connect, taken
+        self._connections = list[Connection]()
+        self._servers = [(server, asyncio.Semaphore(STARTS_AT_ONCE)) for server in servers]
+        self._shared = [McpSessions(server, self._connect, turns) for server, turns in self._servers]
+        self._offers: list[Offer] = []
+
+    async def __aenter__(self) -> Self:
+        try:
+            found = await asyncio.gather(*(self._listed(place) for place in range(len(self._servers))))
+            named = [(s.key, s.config.name, tools) for (s, _), tools in zip(self._servers, found, strict=True)]
+            self._offers = offers(named, self._taken)
+        except BaseException:
+            await self._close()
+            raise
+        for (server, _), sessions in zip(self._servers, self._shared, strict=True):
+            if server.config.scope == "episode":
+                sessions.close()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._close()
+
+    @property
+    def offered(self) -> list[tuple[str, str]]:
+        """The key of its server and the name of each tool."""
+        return [(self._servers[offer.place][0].key, offer.schema["function"]["name"]) for offer in self._offers]
+
+    @contextlib.contextmanager
+    def episode(self) -> Iterator[Mapping[str, CallableTool]]:
+        """Give an episode its tools by name, with sessions of its own where the scope is ``episode``.
+
+        They begin with the first call and end, soon, with the block.
+        """
+        sessions = [
+            McpSessions(server, self._connect, turns) if server.config.scope == "episode" else shared
+            for (server, turns), shared in zip(self._servers, self._shared, strict=True)
+        ]
+        try:
+            tools = [McpTool(offer, sessions[offer.place]) for offer in self._offers]
+            yield {tool.name: tool for tool in tools}
+        finally:
+            for own, shared in zip(sessions, self._shared, strict=True):
+                if own is not shared:
+                    own.close()
+
+    async def _listed(self, place: int) -> list[Listed]:
+        server, _ = self._servers[place]
+        limit = server.config.start_timeout_s
+        try:
+            connection = await self._shared[place].connection()
+            async with asyncio.timeout(limit):
+                listed = await connection.tools()
+        except McpServerLost as error:
+            raise ConfigError(str(error)) from error
+        except TimeoutError:
+            raise ConfigError(f"{server.label} listed no tools within {limit:g} s (start_timeout_s)") from None
+        return chosen(listed, server.config.allow, server.key)
+
+    def _connect(self, server: McpServer) -> Connection:
+        self._connections = [connection for connection in self._connections if not connection.ended]
+        self._connections.append(self._connect_to(server))
+        return self._connections[-1]
+
+    async def _close(self) -> None:
+        """End all sessions, those of episodes that were cut off, too, and wait for their servers' processes."""
+        for sessions in self._shared:
+            sessions.close()
+        for connection in self._connections:
+            connection.close()
+        await asyncio.gather(*(connection.closed() for connection in self._connections))

@@ -1,0 +1,67 @@
+"""Tries the servers of `agent.mcp`, in a process of its own: ``python -m rl_async.launcher.plan.mcp_servers``.
+
+A typing error in a command, a server that does not answer or an unknown tool is then found before the run has a folder.
+"""
+
+import asyncio
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from rl_async.configs.schema.rollout import AgentConfig
+from rl_async.errors import EXIT_USER, ConfigError
+
+SLACK_S = 60.0  # beside the servers' own deadlines: imports, and further tries of a server that ends at once
+
+
+def try_mcp_servers(agent: AgentConfig) -> list[str]:
+    """Begin a session with each server; return a line for each that names its tools.
+
+    Raises ConfigError, naming the key, for a server that the run could not use.
+    """
+    if not agent.mcp or agent.gateway is not None:
+        return []
+    from rl_async.agent_loop.tools.mcp.servers import mcp_servers
+
+    mcp_servers(agent.mcp, Path(), "")  # raises for what is wrong without starting anything
+    command = [sys.executable, "-m", "rl_async.launcher.plan.mcp_servers"]
+    limit = SLACK_S + 3 * max(server.start_timeout_s for server in agent.mcp)
+    try:
+        done = subprocess.run(command, input=msgspec.json.encode(agent), capture_output=True, timeout=limit)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"agent.mcp: the servers did not begin sessions and end them within {limit:g} s") from error
+    said = done.stderr.decode(errors="replace")
+    if done.returncode == EXIT_USER:
+        raise ConfigError(said.splitlines()[-1])
+    if done.returncode != 0:
+        raise ConfigError(f"agent.mcp: trying the servers ended with {done.returncode}: {said[-2000:]}")
+    return done.stdout.decode().splitlines()
+
+
+def main() -> int:
+    """Try the servers of the section `agent` on standard input; print their tools, or what is wrong at the end."""
+    agent = msgspec.json.decode(sys.stdin.buffer.read(), type=AgentConfig)
+    try:
+        print("\n".join(asyncio.run(_try(agent))))
+    except ConfigError as error:
+        print(" ".join(str(error).splitlines()), file=sys.stderr)
+        return EXIT_USER
+    return 0
+
+
+async def _try(agent: AgentConfig) -> list[str]:
+    from rl_async.agent_loop.tools.mcp.connect import connect_servers
+
+    with tempfile.TemporaryDirectory(prefix="rl-async-mcp-") as logs:
+        async with connect_servers(agent, Path(logs), "trial") as toolbox:
+            assert toolbox is not None
+            offered = toolbox.offered
+    keys = dict.fromkeys(key for key, _ in offered)
+    return [f"{key}: {', '.join(name for at, name in offered if at == key)}" for key in keys]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""Sessions over the SDK with servers that go wrong."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_async.agent_loop.tools.mcp.connect import connect_servers
+from rl_async.agent_loop.tools.mcp.results import MOST_CHARACTERS
+from rl_async.agent_loop.tools.mcp.sessions import MOST_LOST
+from rl_async.agent_loop.tools.mcp.toolbox import McpToolbox
+from rl_async.agent_loop.tools.tool import ToolResult
+from rl_async.configs.schema.mcp import McpServerConfig
+from rl_async.configs.schema.rollout import AgentConfig
+from rl_async.errors import ConfigError, McpServerLost
+from rl_async.process.kernel import ENDED, state_of
+
+pytest.importorskip("mcp", reason="python -m pip install 'rl-async[mcp]' installs the SDK for MCP servers")
+
+HERE = Path(__file__).parent
+FAULTY = (sys.executable, str(HERE / "faulty_server.py"))
+PATIENCE_S = 60.0
+LONG_S = 60.0  # a deadline that no call here reaches
+
+Connect = Callable[..., AbstractAsyncContextManager[McpToolbox]]
+
+
+@pytest.fixture
+def connect(tmp_path: Path) -> Connect:
+    @asynccontextmanager
+    async def connect(**config: Any) -> AsyncIterator[McpToolbox]:
+        servers = (McpServerConfig(**({"command": FAULTY} | config)),)
+        async with connect_servers(AgentConfig(mcp=servers), tmp_path, "test") as toolbox:
+            assert toolbox is not None
+            yield toolbox
+
+    return connect
+
+
+def is_there(folder: str) -> bool:
+    return Path(folder).exists()
+
+
+async def call(tools: Any, name: str, timeout_s: float = LONG_S, **arguments: Any) -> ToolResult:
+    result: ToolResult = await tools[name].call(arguments, timeout_s=timeout_s)
+    return result
+
+
+async def test_results_and_errors_of_tools(connect: Connect) -> None:
+    async with connect() as toolbox:
+        with toolbox.episode() as tools:
+            assert await call(tools, "add", a=2, b=3) == ToolResult("5")
+            assert "fail" in (await call(tools, "fail")).error
+            assert (await call(tools, "add", a="x")).error
+            assert "image/png" in (await call(tools, "picture")).text
+            assert (await call(tools, "junk")).text == "after junk"
+            assert (await call(tools, "add", a=2, b=3)).text == "5"
+
+
+async def test_ten_million_characters_are_cut_with_a_mark(connect: Connect) -> None:
+    async with connect(allow=("big",)) as toolbox:
+        with toolbox.episode() as tools:
+            assert list(tools) == ["big"]
+            text = (await call(tools, "big")).text
+            assert len(text) == MOST_CHARACTERS and text.endswith("of 10000000 characters]")
+
+
+async def test_a_slow_call_ends_at_its_deadline_and_the_session_goes_on(connect: Connect) -> None:
+    async with connect() as toolbox:
+        with toolbox.episode() as tools:
+            pid = json.loads((await call(tools, "about")).text)["pid"]
+            assert (await call(tools, "slow", timeout_s=0.2)).error == "timeout"
+            assert json.loads((await call(tools, "about")).text)["pid"] == pid
+
+
+@pytest.mark.parametrize("scope", ["episode", "worker"])
+async def test_a_server_that_dies_in_a_call_is_started_again(connect: Connect, scope: str) -> None:
+    async with connect(scope=scope) as toolbox:
+        with toolbox.episode() as tools:
+            assert (await call(tools, "die")).error
+            assert (await call(tools, "add", a=1, b=1)).text == "2"
+            for _ in range(MOST_LOST - 1):
+                assert (await call(tools, "die")).error
+            with pytest.raises(McpServerLost, match=r"agent\.mcp\[0\]"):
+                await call(tools, "die")
+
+
+async def test_each_episode_has_its_own_process_and_worker_scope_shares_one(connect: Connect) -> None:
+    for scope, count in (("episode", 2), ("worker", 1)):
+        async with connect(scope=scope) as toolbox:
+            with toolbox.episode() as one, toolbox.episode() as other:
+                pids = {json.loads((await call(tools, "about")).text)["pid"] for tools in (one, other)}
+        assert len(pids) == count
+        assert all(state_of(pid) in ENDED for pid in pids)
+
+
+async def test_a_server_gets_no_variables_but_its_own(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUR_API_KEY", "secret")
+    async with connect(env={"MODE": "x"}, command=(*FAULTY, "{workspace}")) as toolbox:
+        with toolbox.episode() as tools:
+            about = json.loads((await call(tools, "about")).text)
+            folder = about["arguments"][0]
+            assert is_there(folder)
+    assert "OUR_API_KEY" not in about["variables"] and {"MODE", "PATH"} <= set(about["variables"])
+    assert not is_there(folder)
+
+
+@pytest.fixture
+def http_server() -> Iterator[str]:
+    with subprocess.Popen([*FAULTY, "http"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}/mcp"
+        process.kill()
+
+
+@pytest.mark.parametrize("scope", ["episode", "worker"])
+async def test_a_session_over_http_that_expired_is_begun_again(connect: Connect, http_server: str, scope: str) -> None:
+    async with connect(command=(), url=http_server, scope=scope) as toolbox:
+        with toolbox.episode() as tools:
+            assert (await call(tools, "add", a=2, b=3)).text == "5"
+            assert not (await call(tools, "refuse")).error
+            assert (await call(tools, "add", a=2, b=3)).error
+            assert (await call(tools, "add", a=2, b=3)).text == "5"
+
+
+async def test_ten_million_characters_over_http(connect: Connect, http_server: str) -> None:
+    async with connect(command=(), url=http_server) as toolbox:
+        with toolbox.episode() as tools:
+            assert (await call(tools, "big")).text.endswith("of 10000000 characters]")
+
+
+async def test_a_server_over_http_that_is_killed_fails_the_sample(connect: Connect, http_server: str) -> None:
+    async with connect(command=(), url=http_server) as toolbox:
+        with toolbox.episode() as tools:
+            assert (await call(tools, "die")).error
+            with pytest.raises(McpServerLost, match=http_server):
+                await call(tools, "add", a=1, b=1)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"command": (sys.executable, "-m", "no_such_module")},
+        {"command": (sys.executable, "-c", "import time; time.sleep(3600)"), "start_timeout_s": 0.5},
+        {"command": (sys.executable, "-c", "print('hello')")},
+        {"command": (), "url": "http://127.0.0.1:1/mcp"},
+        {"allow": ("subtract",)},
+        {
+            "command": (
+                sys.executable,
+                str(HERE / "bare_server.py"),
+                '[{"name": "x", "inputSchema": {"type": "array"}}]',
+            )
+        },
+        {"command": (sys.executable, str(HERE / "bare_server.py"), '[{"name": "x", "inputSchema": "object"}]')},
+        {"command": (sys.executable, str(HERE / "bare_server.py"), "[]")},
+    ],
+)
+async def test_a_server_that_cannot_be_used_is_a_config_error(connect: Connect, config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"agent\.mcp\[0\]"):
+        async with connect(**config):
+            pass
+
+
+async def test_what_a_server_says_at_its_end_is_in_the_error(connect: Connect) -> None:
+    with pytest.raises(ConfigError, match="no_such_module"):
+        async with connect(command=(sys.executable, "-m", "no_such_module")):
+            pass
+
+
+async def test_a_loss_is_logged(connect: Connect, http_server: str, caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING, logger="rl_async.agent_loop"):
+        async with connect(command=(), url=http_server) as toolbox:
+            with toolbox.episode() as tools:
+                await call(tools, "die")
+    assert "agent.mcp[0]" in caplog.text
+
+
+def test_nothing_is_left_of_a_server_whose_worker_is_killed(tmp_path: Path) -> None:
+    argv = [sys.executable, str(HERE / "holder.py"), FAULTY[1], str(tmp_path)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=os.environ) as holder:
+        assert holder.stdout is not None
+        server, child, folder = json.loads(holder.stdout.readline())
+        assert Path(folder).is_dir()
+        assert not {state_of(server), state_of(child)} & set(ENDED)
+        holder.send_signal(signal.SIGKILL)
+    until = time.monotonic() + PATIENCE_S
+    while left := [pid for pid in (server, child) if state_of(pid) not in ENDED] or Path(folder).exists():
+        assert time.monotonic() < until, left
+        time.sleep(0.05)
