@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "config": ("list, show and explain configs", configs.add_config_commands),
     "data": ("make and inspect data sets", configs.add_data_commands),
     "show": ("the trajectories of a step, and why each token trained as it did", inspection.add_show),
+    "replay": ("play a recorded episode again, to debug its tools and rewards", inspection.add_replay),
     "engine": ("verify an engine; list, add and remove engines of a run", add_engine_commands),
     "queue": ("inspect a transfer queue, act on it, or serve one without a run", add_queue_commands),
     "gateway": ("let agent programs play episodes of a running run; list and end episodes", gateway.add_gateway),

@@ -29,6 +29,28 @@ def _show(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def add_replay(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Play a recorded episode again with the answers as they were sampled, and compare what its tools, environment "
+        "and rewards say now. They run as in a run, without an engine. Exit code 1: something differs."
+    )
+    add_run(parser)
+    parser.add_argument("episode", metavar="EPISODE", help="GROUP.SAMPLE, as `rl-async show RUN` lists them")
+    parser.set_defaults(command=_replay)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    import asyncio
+
+    from rl_async.launcher.runs.replay_episode import replay_episode
+    from rl_async.launcher.watch.terminal import printable
+
+    lines, same = asyncio.run(replay_episode(arguments.run, arguments.episode))
+    for line in lines:
+        print(printable(line))
+    return 0 if same else 1
+
+
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.description = "Diagnose a run that hangs, is slow or failed; or check this machine. See docs/diagnosis.md."
     parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="run folder; without it, check this machine")

@@ -113,21 +113,37 @@ class TaskStream:
         self._drawn, self._owed = list(found.drawn), list(found.owed) or [0.0] * len(rows)
 
 
+def find_task(config: RunConfig, task_id: str, partition: str) -> Task:
+    """Return the task that has this id in the data of ``partition``. Raises DataError if there is none any more."""
+    sources = _held_out_sources(config, listed_code(config)) if partition == "eval" else _training_sources(config)
+    label, _, number = task_id.rpartition(":")
+    for source in sources:
+        if source.label == label and number.isdigit() and int(number) < len(source.rows):
+            return source.at(int(number))
+    key = "data.eval_path" if partition == "eval" else "data.path"
+    raise DataError(f"{key} has no task {task_id}; was it made by another data set, or submitted by a client?")
+
+
 def make_sources(config: RunConfig) -> tuple[TaskStream, list[Task]]:
     """Return the training tasks, and the held-out tasks of one evaluation.
 
     All rows are read once, so that a bad one stops the run before it starts. Raises DataError naming it.
     """
     data = config.data
-    length, listed = prompt_length(config.model.path, data.max_prompt_tokens), listed_code(config)
+    length = prompt_length(config.model.path, data.max_prompt_tokens)
+    sources, held_out_sources = _training_sources(config), _held_out_sources(config, listed_code(config))
+    for source in (*held_out_sources, *sources):
+        source.check(length, data.max_prompt_tokens)
+    return TaskStream(sources), _held_out(held_out_sources, config.eval.tasks)
+
+
+def _training_sources(config: RunConfig) -> list[_Source]:
+    data, listed = config.data, listed_code(config)
     sources = []
     for part, label in zip(parts(data), labels(data), strict=True):
         rows = open_rows(part.path, seed=config.seed, parameters=part.parameters)
         sources.append(_Source(rows, part, label, config.seed if data.shuffle else None, listed))
-    held_out_sources = _held_out_sources(config, listed)
-    for source in (*held_out_sources, *sources):
-        source.check(length, data.max_prompt_tokens)
-    return TaskStream(sources), _held_out(held_out_sources, config.eval.tasks)
+    return sources
 
 
 def _held_out_sources(config: RunConfig, listed: ListedCode | None) -> list[_Source]:

@@ -1,0 +1,163 @@
+"""``rl-async replay``: plays a recorded episode again with the answers as they were sampled, without an engine.
+
+Tools, environment and rewards run as they are now; what they answer is compared with what was recorded.
+"""
+
+import gzip
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from rl_async.agent_loop.chat_formats.registry import load_format
+from rl_async.agent_loop.episodes.runner import EpisodeRunner
+from rl_async.agent_loop.tools.mcp.connect import connect_servers
+from rl_async.configs.load.loader import load_resolved
+from rl_async.errors import UserError
+from rl_async.messages import LeasedGroup, Trajectory, Turn, Version, VersionRun
+from rl_async.reward_loop.service import RewardService
+from rl_async.rollout_server.api import GenerateRequest, GenerateResult
+from rl_async.trainer.monitoring.records import read_trajectories
+from rl_async.transfer_queue.data.task_stream import find_task
+
+EPISODE = re.compile(r"\d+\.\d+(\.\d+)?")
+SHOWN = 300  # characters of a text
+
+
+class Fact(NamedTuple):
+    """Something that tools, environment or rewards say of an episode."""
+
+    place: str
+    text: str
+
+
+class RecordedAnswers:
+    """Says what was sampled, answer by answer, whatever it is asked; an empty answer when there is no more."""
+
+    def __init__(self, rows: Sequence[Trajectory], stop_token_ids: Sequence[int]) -> None:
+        self._answers = [answer for row in rows for answer in _sampled(row)]
+        self._stops = stop_token_ids
+        self.unused = len(self._answers)
+
+    async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
+        """Return the next answer, aborted after the last."""
+        if not self.unused:
+            return GenerateResult(token_ids=[], logprobs=[], versions=[], finish_reason="abort")
+        answer = self._answers[-self.unused]
+        self.unused -= 1
+        return GenerateResult(
+            token_ids=answer,
+            logprobs=[0.0] * len(answer),
+            versions=[VersionRun(Version(), 0, len(answer))],
+            finish_reason="stop" if answer[-1] in self._stops else "length",
+        )
+
+
+async def replay_episode(run: Path, episode: str) -> tuple[list[str], bool]:
+    """Play an episode of ``run`` again; return lines that compare the two, and whether all is as it was.
+
+    Raises UserError if there is no such episode, or its task, model or tools are not here any more.
+    """
+    config = load_resolved(run / "config.yaml")
+    if config.agent.gateway is not None:
+        raise UserError(f"{run}: agent programs played its episodes, which cannot be played again without them")
+    recorded = find_episode(run / "trajectories", episode)
+    last = recorded[-1]
+    group = LeasedGroup(
+        group_id=last.group_id,
+        partition=last.partition,
+        attempt=last.attempt,
+        samples=[last.sample],
+        task=find_task(config, last.task_id, last.partition),
+        min_version=Version(),
+    )
+    chat = load_format(config.model.path, config.agent)
+    answers = RecordedAnswers(recorded, chat.stop_token_ids)
+    with tempfile.TemporaryDirectory() as logs:
+        async with (
+            connect_servers(config.agent, Path(logs), "replay") as toolbox,
+            RewardService(config.reward) as rewards,
+        ):
+            rows = await EpisodeRunner(config, chat, answers, toolbox).run(group, last.sample)
+            await rewards.score(group.task, rows[-1], *rows[:-1])
+    lines, same = compare(facts(recorded), facts(rows))
+    if answers.unused:
+        lines.append(f"the episode ended {answers.unused} answers earlier than the recorded one")
+    return [f"episode {last.episode_id}, task {last.task_id}", *lines], same and not answers.unused
+
+
+def find_episode(folder: Path, episode: str) -> list[Trajectory]:
+    """Return the rows of an episode, given as GROUP.SAMPLE or with the attempt behind; of several the newest.
+
+    Raises UserError if none was recorded.
+    """
+    if not EPISODE.fullmatch(episode):
+        raise UserError(f"{episode!r} names no episode; give GROUP.SAMPLE, as `rl-async show RUN` lists them")
+    sought = f'"episode_id":"{episode}'.encode()
+    for path in sorted(folder.glob("*.jsonl.gz"), reverse=True):
+        with gzip.open(path, "rb") as file:
+            if not any(sought in line for line in file):
+                continue
+        rows = [row for row in read_trajectories(path) if f"{row.episode_id}.".startswith(f"{episode}.")]
+        if rows:
+            return sorted(rows, key=lambda row: row.segment)
+    raise UserError(f"{folder} has no episode {episode}; give GROUP.SAMPLE, as `rl-async show RUN` lists them")
+
+
+def facts(rows: Sequence[Trajectory]) -> list[Fact]:
+    """List what tools, environment and rewards said in an episode of these rows, in order."""
+    last = rows[-1]
+    turns = [max((row.turns[n] for row in rows if n < len(row.turns)), key=_rewarded) for n in range(len(last.turns))]
+    found = [fact for number, turn in enumerate(turns) for fact in _facts_of_turn(number, turn)]
+    found.append(Fact("finish reason", last.finish_reason))
+    found += [Fact(f"reward {name}", f"{value:g}") for name, value in sorted(last.reward_parts.items())]
+    return [*found, Fact("reward", f"{last.reward:g}" if last.scored else f"not scored: {last.error}")]
+
+
+def compare(before: Sequence[Fact], now: Sequence[Fact]) -> tuple[list[str], bool]:
+    """Return a line for each fact that stayed and three for each that differs, and whether all stayed."""
+    lines, same = list[str](), True
+    then, latest = dict(before), dict(now)
+    for place in dict.fromkeys([*then, *latest]):
+        if then.get(place) == latest.get(place):
+            lines.append(f"{place}: {_short(then[place])}")
+        else:
+            same = False
+            lines.append(f"{place} DIFFERS")
+            lines += [
+                f"  {when}: {_short(at[place]) if place in at else 'nothing'}" for when, at in _both(then, latest)
+            ]
+    return lines, same
+
+
+def _both(then: dict[str, str], latest: dict[str, str]) -> list[tuple[str, dict[str, str]]]:
+    return [("recorded", then), ("now     ", latest)]
+
+
+def _facts_of_turn(number: int, turn: Turn) -> Iterator[Fact]:
+    for place, call in enumerate(turn.tool_calls):
+        yield Fact(f"turn {number}, call {place} of {call.name}", call.result)
+    if turn.role != "assistant":
+        yield Fact(f"turn {number}, {turn.role}", turn.text)
+    if turn.reward is not None:
+        yield Fact(f"turn {number}, reward", f"{turn.reward:g} {turn.reason}".strip())
+
+
+def _rewarded(turn: Turn) -> bool:
+    return turn.reward is not None
+
+
+def _sampled(row: Trajectory) -> Iterator[list[int]]:
+    """Yield the tokens of each answer that was sampled in a row."""
+    for sampled, places in groupby(range(len(row.token_ids)), key=lambda place: bool(row.loss_mask[place])):
+        if sampled:
+            yield row.token_ids[np.fromiter(places, int)].tolist()
+
+
+def _short(text: str) -> str:
+    return msgspec.json.encode(text if len(text) <= SHOWN else f"{text[:SHOWN]}...").decode()

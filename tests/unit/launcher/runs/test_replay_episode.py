@@ -1,0 +1,87 @@
+"""``rl-async replay``: a recorded episode again, with tools and rewards as they are now."""
+
+import asyncio
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
+from rl_async.agent_loop.data.toy_tasks import KINDS
+from rl_async.agent_loop.episodes.runner import EpisodeRunner
+from rl_async.configs.load.loader import dump, from_values
+from rl_async.errors import EXIT_USER
+from rl_async.launcher.cli.__main__ import main
+from rl_async.reward_loop.service import RewardService
+from rl_async.trainer.monitoring.records import write_trajectories
+from rl_async.transfer_queue.data.task_stream import find_task
+from tests.unit.agent_loop.fakes import ScriptedEngine, leased
+
+CALL = '<tool_call>\n{"name":"price","arguments":{"item":"x"}}\n</tool_call>'
+
+
+def renderer_in(folder: Path) -> ChatRenderer:
+    source, shop = random.Random(5), KINDS["shop"]
+    samples = [shop.sample(source) for _ in range(50)]
+    assert shop.demonstrate is not None
+    talks = [[{"role": "user", "content": s.prompt}, *shop.demonstrate(s, source)] for s in samples]
+    tokenizer = train_tokenizer(talks, 200)
+    tokenizer.save_pretrained(folder)
+    return ChatRenderer(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with one episode of two answers, whose tool says what stands in ``price.txt``."""
+    run = tmp_path_factory.mktemp("run")
+    (run / "price.txt").write_text("5")
+    (run / "tools.py").write_text(
+        "from pathlib import Path\n\n\ndef price(item: str) -> str:\n"
+        '    """The price."""\n'
+        '    return (Path(__file__).parent / "price.txt").read_text()\n'
+    )
+    tasks = [{"prompt": f"price {n}?", "reward_model": {"ground_truth": "5"}} for n in range(3)]
+    (run / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
+    values = {
+        "model": {"path": str(run / "model")},
+        "data": {"path": str(run / "tasks.jsonl")},
+        "agent": {"loop": "tool_agent", "tools": [f"{run}/tools.py:price"], "unprinted_tools": "allow"},
+    }
+    config, renderer = from_values(values), renderer_in(run / "model")
+    (run / "config.yaml").write_text(dump(config))
+
+    async def play() -> None:
+        task = find_task(config, "tasks:1", "train")
+        group = leased(task_id=task.task_id)
+        group.task = task
+        rows = await EpisodeRunner(config, renderer, ScriptedEngine(renderer, [CALL, "5"])).run(group, 0)
+        async with RewardService(config.reward) as rewards:
+            await rewards.score(task, rows[-1])
+        write_trajectories(run / "trajectories" / "step-000000-lineage0-rank0.jsonl.gz", rows)
+
+    asyncio.run(play())
+    return run
+
+
+def test_an_episode_whose_tools_say_the_same_is_the_same(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(recorded), "7.0"]) == 0
+    out = capsys.readouterr().out
+    assert "DIFFERS" not in out and 'call 0 of price: "5"' in out and 'reward: "1"' in out
+
+
+def test_what_differs_is_shown_beside_what_was_recorded(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (recorded / "price.txt").write_text("6")
+    try:
+        assert main(["replay", str(recorded), "7.0.1"]) == 1
+    finally:
+        (recorded / "price.txt").write_text("5")
+    out = capsys.readouterr().out
+    assert "call 0 of price DIFFERS" in out and 'recorded: "5"' in out and 'now     : "6"' in out
+    assert 'reward: "1"' in out  # the policy said 5 all the same
+
+
+@pytest.mark.parametrize("episode", ["8.0", "7", "7.0.2", "7.1"])
+def test_an_episode_that_was_not_recorded_is_a_users_error(recorded: Path, episode: str) -> None:
+    assert main(["replay", str(recorded), episode]) == EXIT_USER
