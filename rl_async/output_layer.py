@@ -4,6 +4,7 @@ Rounded to bfloat16 a logit of 20 is off by up to 0.06, and the engine's log-pro
 by as much. Products of bfloat16 numbers that are summed in float32 and stay there have no such error.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+
+_changing = threading.Lock()  # two threads would restore each other's setting
 
 
 def widened(weight: Tensor) -> Tensor:
@@ -43,14 +46,16 @@ def bfloat16_products(kind: torch.dtype) -> Iterator[None]:
     """Have a CPU multiply float32 matrices as bfloat16 ones, summed in float32, if ``kind`` is bfloat16.
 
     Nothing is lost where their elements were bfloat16 before, and a CPU that has such instructions needs half the time.
-    The setting is PyTorch's and holds for all threads, so that no other thread of the process may compute meanwhile.
+    The setting is PyTorch's and holds for all threads: float32 products of another thread lose precision meanwhile.
     """
-    mkldnn: Any = torch.backends.mkldnn  # its types do not have all of it
-    matmul = mkldnn.matmul
-    before = matmul.fp32_precision
-    if kind == torch.bfloat16:
-        matmul.fp32_precision = "bf16"
-    try:
+    if kind != torch.bfloat16:
         yield
-    finally:
-        matmul.fp32_precision = before
+        return
+    mkldnn: Any = torch.backends.mkldnn  # its types do not have all of it
+    with _changing:
+        before = mkldnn.matmul.fp32_precision
+        mkldnn.matmul.fp32_precision = "bf16"
+        try:
+            yield
+        finally:
+            mkldnn.matmul.fp32_precision = before

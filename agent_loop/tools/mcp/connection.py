@@ -60,7 +60,8 @@ class SdkConnection:
         """Wait until the session has begun. Raises McpServerLost if it does not."""
         try:
             async with asyncio.timeout(self._server.config.start_timeout_s):
-                await asyncio.wait([self._client, self._task], return_when=asyncio.FIRST_COMPLETED)
+                either: list[asyncio.Future[Any]] = [self._client, self._task]
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             self.close()
             limit = f"{self._server.config.start_timeout_s:g} s (start_timeout_s)"
