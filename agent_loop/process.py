@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import signal
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import uvloop
@@ -19,9 +20,31 @@ from rl_async.errors import EXIT_SIGNAL
 from rl_async.process.http_auth import run_token
 from rl_async.reward_loop.api_keys import forget_api_keys
 from rl_async.reward_loop.service import RewardService
+from rl_async.rollout_server.api import Generator
 from rl_async.rollout_server.connect import engine_pool
 from rl_async.transfer_queue.auth.keys import client_keys
 from rl_async.transfer_queue.client.async_client import QueueClient
+
+
+@contextlib.asynccontextmanager
+async def played_and_scored(
+    config: RunConfig, generator: Generator, folder: Path, *, logs: Path, owner: str, reward_model: str = ""
+) -> AsyncIterator[tuple[EpisodeRunner, RewardService]]:
+    """Hold what plays episodes and what scores them; servers of tools write to ``logs``, in files called after
+    ``owner``.
+
+    The keys that the config names are read from the environment, and are not there any more. Raises UserError for what
+    the config names and does not exist.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        toolbox = await stack.enter_async_context(connect_servers(config.agent, logs, owner))
+        forget_variables(config.agent.mcp)
+        runner = EpisodeRunner(config, load_format(config.model.path, config.agent), generator, toolbox)
+        stack.push_async_callback(runner.close)
+        service = RewardService(config.reward, model_url=reward_model, folder=folder, sandbox=config.sandbox)
+        rewards = await stack.enter_async_context(service)
+        forget_api_keys(config)
+        yield runner, rewards
 
 
 async def run_worker(config: RunConfig, index: int, address: str, *, folder: Path, reward_model: str = "") -> None:
@@ -32,16 +55,12 @@ async def run_worker(config: RunConfig, index: int, address: str, *, folder: Pat
     """
     async with contextlib.AsyncExitStack() as stack:
         pool = engine_pool(config.rollout, run_token(folder, "engines"))
-        toolbox = await stack.enter_async_context(connect_servers(config.agent, folder / "logs", f"agent-{index}"))
-        forget_variables(config.agent.mcp)
-        runner = EpisodeRunner(config, load_format(config.model.path, config.agent), pool, toolbox)
-        service = RewardService(config.reward, model_url=reward_model, folder=folder, sandbox=config.sandbox)
-        rewards = await stack.enter_async_context(service)
-        forget_api_keys(config)
-        client = QueueClient(address, role="agent", name=f"agent-{index}", keys=client_keys(config, folder, "worker"))
+        owner = f"agent-{index}"
+        playing = played_and_scored(config, pool, folder, logs=folder / "logs", owner=owner, reward_model=reward_model)
+        runner, rewards = await stack.enter_async_context(playing)
+        client = QueueClient(address, role="agent", name=owner, keys=client_keys(config, folder, "worker"))
         queue = await stack.enter_async_context(client)
         stack.push_async_callback(pool.close)
-        stack.push_async_callback(runner.close)
         worker = AgentWorker(queue, runner, rewards, config)
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(pool.watch(queue), name="engine registry")

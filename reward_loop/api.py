@@ -35,6 +35,14 @@ class Score(msgspec.Struct, frozen=True):
         return {name: self.value} | {f"{name}/{key}": number for key, number in self.extra.items()}
 
 
+def is_time(part: str) -> bool:
+    """Whether an entry of ``Trajectory.reward_parts`` beside a score is a measured time: it ends in `_s` or `seconds`.
+
+    Times differ from one scoring to the next; nothing else may.
+    """
+    return "/" in part and part.endswith(("_s", "seconds"))
+
+
 class ScorerFailed(RlAsyncError):
     """A scorer raised, died, missed its deadline or returned no usable score; the message does not name the scorer."""
 

@@ -146,8 +146,11 @@ class FusionWorkspace:
         entry = tarfile.TarInfo(_inside(path))
         entry.size, entry.mode = len(data), 0o644
         buffer = io.BytesIO(self._archive)
-        with tarfile.open(fileobj=buffer, mode="a") as archive:
-            archive.addfile(entry, io.BytesIO(data))
+        try:
+            with tarfile.open(fileobj=buffer, mode="a") as archive:
+                archive.addfile(entry, io.BytesIO(data))
+        except (tarfile.TarError, ValueError) as error:  # ValueError: a name that cannot be encoded
+            raise SandboxRefused(f"{path!r} cannot be added to the workspace: {error}") from error
         self._archive = buffer.getvalue()
 
     async def get(self, path: str) -> bytes:
@@ -210,6 +213,8 @@ def _inside(path: str) -> str:
     name = posixpath.normpath(path)
     if name.startswith(("/", "..")) or name == ".":
         raise SandboxRefused(f"{path} leads out of the workspace")
+    if "\0" in name:
+        raise SandboxRefused(f"{path!r} has a zero byte")
     return name
 
 

@@ -56,6 +56,8 @@ def serve(control: socket.socket) -> None:
             reply, data = {"refused": str(refusal)}, b""
         except OSError as error:
             reply, data = {"refused": f"{error.strerror}: {error.filename}" if error.filename else str(error)}, b""
+        except (ValueError, RecursionError) as error:  # such as a zero byte in a path
+            reply, data = {"refused": str(error)}, b""
         text = json.dumps(reply).encode()
         try:
             control.sendall(LENGTHS.pack(len(text), len(data)) + text + data)

@@ -43,10 +43,12 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self._has("close"):
-                await self._call(self._environment, "close")
-            if hasattr(self._context, "__aexit__"):
-                await self._call(self._context, "__aexit__", kind, error, trace)
+            try:
+                if self._has("close"):
+                    await self._call(self._environment, "close")
+            finally:
+                if hasattr(self._context, "__aexit__"):
+                    await self._call(self._context, "__aexit__", kind, error, trace)
         except RlAsyncError as failure:
             if error is None:
                 raise

@@ -1,5 +1,7 @@
 """The tools `python` and `bash`: programs of the model in a workspace of its episode, in a sandbox."""
 
+import asyncio
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -16,8 +18,9 @@ class CodeTools:
 
     def __init__(self, sandbox: Sandbox, config: RunConfig) -> None:
         self._sandbox = sandbox
-        self._seconds = min(config.sandbox.timeout_s, SHARE * config.agent.tool_timeout_s)
+        self._limit, self._share = config.sandbox.timeout_s, SHARE * config.agent.tool_timeout_s
         self._workspace: Workspace | None = None
+        self._lock = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         return self
@@ -42,16 +45,22 @@ class CodeTools:
         return await self._run("bash", command)
 
     async def _run(self, language: Language, code: str) -> str:
-        if self._workspace is None:
-            self._workspace = await self._sandbox.open()
-        return _text(await self._workspace.run(language, code, seconds=self._seconds), self._seconds)
+        """Run a program after those of the same turn, which share the workspace, in what is left of its call's time."""
+        called = time.monotonic()
+        async with self._lock:
+            if self._workspace is None:
+                self._workspace = await self._sandbox.open()
+            seconds = min(self._limit, self._share - (time.monotonic() - called))
+            if seconds <= 0:
+                return "[not run: the calls before it took its time]"
+            return _text(await self._workspace.run(language, code, seconds=seconds), seconds)
 
 
 def _text(result: Result, seconds: float) -> str:
     """Write for the model what a program printed, and how it ended unless well."""
     printed = (result.stdout + result.stderr).decode(errors="replace")
     reasons = {
-        "seconds": f"stopped: it ran longer than {seconds:g} s",
+        "seconds": f"stopped: it ran longer than {seconds:.3g} s",
         "cpu": "stopped: it used too much processor time",
         "memory": "stopped: it used too much memory",
         "output": "stopped: it printed too much",

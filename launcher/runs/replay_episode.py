@@ -15,12 +15,13 @@ import msgspec
 import numpy as np
 
 from rl_async.agent_loop.chat_formats.registry import load_format
-from rl_async.agent_loop.episodes.runner import EpisodeRunner
-from rl_async.agent_loop.tools.mcp.connect import connect_servers
+from rl_async.agent_loop.process import played_and_scored
 from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
+from rl_async.launcher.watch.trajectory_view import place_of
 from rl_async.messages import LeasedGroup, Trajectory, Turn, Version, VersionRun
-from rl_async.reward_loop.service import RewardService
+from rl_async.reward_loop.api import is_time
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.trainer.monitoring.records import read_trajectories
 from rl_async.transfer_queue.data.task_stream import find_task
@@ -64,8 +65,7 @@ async def replay_episode(run: Path, episode: str) -> tuple[list[str], bool]:
     Raises UserError if there is no such episode, or its task, model or tools are not here any more.
     """
     config = load_resolved(run / "config.yaml")
-    if config.agent.gateway is not None:
-        raise UserError(f"{run}: agent programs played its episodes, which cannot be played again without them")
+    _require_playable(run, config)
     recorded = find_episode(run / "trajectories", episode)
     last = recorded[-1]
     group = LeasedGroup(
@@ -79,16 +79,31 @@ async def replay_episode(run: Path, episode: str) -> tuple[list[str], bool]:
     chat = load_format(config.model.path, config.agent)
     answers = RecordedAnswers(recorded, chat.stop_token_ids)
     with tempfile.TemporaryDirectory() as logs:
-        async with (
-            connect_servers(config.agent, Path(logs), "replay") as toolbox,
-            RewardService(config.reward) as rewards,
-        ):
-            rows = await EpisodeRunner(config, chat, answers, toolbox).run(group, last.sample)
+        playing = played_and_scored(config, answers, run, logs=Path(logs), owner="replay")
+        async with playing as (runner, rewards):
+            rows = await runner.run(group, last.sample)
             await rewards.score(group.task, rows[-1], *rows[:-1])
     lines, same = compare(facts(recorded), facts(rows))
     if answers.unused:
         lines.append(f"the episode ended {answers.unused} answers earlier than the recorded one")
     return [f"episode {last.episode_id}, task {last.task_id}", *lines], same and not answers.unused
+
+
+def _require_playable(run: Path, config: RunConfig) -> None:
+    """Raise UserError if episodes of a run need what only the run itself had."""
+    agent, reward = config.agent, config.reward
+    if agent.gateway is not None:
+        raise UserError(f"{run}: agent programs played its episodes, which cannot be played again without them")
+    if agent.environment == "simulated_user" and not (agent.user and agent.user.url):
+        raise UserError(
+            f"agent.user.url: the policy played the users of {run}, and what it said as one was not recorded, so its "
+            "episodes cannot be played again"
+        )
+    own_model = reward.model is not None and not reward.model.url
+    if own_model and "reward_model" in {term.name for term in reward.functions}:
+        raise UserError(
+            f"reward.model.url: the reward model of {run} ended with the run, so its episodes cannot be scored again"
+        )
 
 
 def find_episode(folder: Path, episode: str) -> list[Trajectory]:
@@ -99,23 +114,27 @@ def find_episode(folder: Path, episode: str) -> list[Trajectory]:
     if not EPISODE.fullmatch(episode):
         raise UserError(f"{episode!r} names no episode; give GROUP.SAMPLE, as `rl-async show RUN` lists them")
     sought = f'"episode_id":"{episode}'.encode()
-    for path in sorted(folder.glob("*.jsonl.gz"), reverse=True):
-        with gzip.open(path, "rb") as file:
-            if not any(sought in line for line in file):
-                continue
-        rows = [row for row in read_trajectories(path) if f"{row.episode_id}.".startswith(f"{episode}.")]
-        if rows:
+    files = sorted(folder.glob("step-*.jsonl.gz"), key=place_of, reverse=True)
+    for _, of_a_step in groupby(files, place_of):  # a file for each rank
+        rows = [row for path in of_a_step if _mentions(path, sought) for row in read_trajectories(path)]
+        if rows := [row for row in rows if f"{row.episode_id}.".startswith(f"{episode}.")]:
             return sorted(rows, key=lambda row: row.segment)
     raise UserError(f"{folder} has no episode {episode}; give GROUP.SAMPLE, as `rl-async show RUN` lists them")
 
 
+def _mentions(path: Path, sought: bytes) -> bool:
+    with gzip.open(path, "rb") as file:
+        return any(sought in line for line in file)
+
+
 def facts(rows: Sequence[Trajectory]) -> list[Fact]:
-    """List what tools, environment and rewards said in an episode of these rows, in order."""
+    """List what tools, environment and rewards said in an episode of these rows, in order, without measured times."""
     last = rows[-1]
     turns = [max((row.turns[n] for row in rows if n < len(row.turns)), key=_rewarded) for n in range(len(last.turns))]
     found = [fact for number, turn in enumerate(turns) for fact in _facts_of_turn(number, turn)]
     found.append(Fact("finish reason", last.finish_reason))
-    found += [Fact(f"reward {name}", f"{value:g}") for name, value in sorted(last.reward_parts.items())]
+    parts = [(name, value) for name, value in sorted(last.reward_parts.items()) if not is_time(name)]
+    found += [Fact(f"reward {name}", f"{value:g}") for name, value in parts]
     return [*found, Fact("reward", f"{last.reward:g}" if last.scored else f"not scored: {last.error}")]
 
 

@@ -89,6 +89,7 @@ async def _play(config: RunConfig, engine: LocalEngine, renderer: ChatRenderer, 
             scores = await asyncio.gather(*(play(number, task, rewards) for number, task in enumerate(tasks)))
     finally:
         engine.close()  # its thread delivers to this event loop
+        await runner.close()
     return sum(scores) / len(scores)
 
 

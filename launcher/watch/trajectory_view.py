@@ -89,10 +89,10 @@ def read_step(folder: Path, step: int | None) -> tuple[int, list[RecordedRow]]:
     if not files:
         which = "no trained trajectories" if step is None else f"no trajectories of step {step}"
         raise UserError(f"{folder} has {which}; name a run folder, such as runs/NAME")
-    lineage, number = max(_place(file) for file in files)
+    lineage, number = max(map(place_of, files))
     rows = []
     for file in files:
-        if _place(file) == (lineage, number):
+        if place_of(file) == (lineage, number):
             with gzip.open(file, "rb") as lines:
                 rows += [msgspec.json.decode(line, type=RecordedRow) for line in lines]
     return number, sorted(rows, key=lambda row: (row.group_id, row.sample, row.segment))
@@ -196,7 +196,7 @@ def _counts(rows: Sequence[RecordedRow]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
-def _place(file: Path) -> tuple[int, int]:
+def place_of(file: Path) -> tuple[int, int]:
     """Parse lineage and step from a name such as ``step-000012-lineage0-rank0.jsonl.gz``."""
     _, step, lineage, *_ = file.name.split("-")
     return int(lineage.removeprefix("lineage")), int(step)

@@ -170,5 +170,8 @@ def _same(found: Any, expected: Any) -> bool:
 
 
 def _close(found: float, expected: float) -> bool:
-    """Compare as NumPy's allclose does, which PRIME's scorer uses."""
-    return math.isfinite(found) and abs(found - expected) <= 1e-8 + 1e-5 * abs(expected)
+    """Compare as NumPy's allclose does, which PRIME's scorer uses; an integer beyond all floats is close to none."""
+    try:
+        return math.isfinite(found) and abs(found - expected) <= 1e-8 + 1e-5 * abs(expected)
+    except OverflowError:
+        return False

@@ -250,7 +250,7 @@ class EngineCore:
         positions = torch.tensor(lengths, device=self.device) - 1  # of the token that is fed, not yet in the cache
         self._cache.decode_at(positions, view)
         mask = visible(self.model.config, positions[:, None], view)
-        with _threads(self.model.config, count):
+        with _threads(self.model.config, count, self.device):
             hidden = self._forward(self._last[:count, None], positions[:, None], mask)
         if self._sampler is None:
             self._sampler = self._make_sampler(self.running)
@@ -340,10 +340,13 @@ class EngineCore:
 
 
 @contextmanager
-def _threads(config: Any, rows: int) -> Iterator[None]:
-    """Have one thread compute layers in which several would rather wait for one another than compute."""
+def _threads(config: Any, rows: int, device: torch.device) -> Iterator[None]:
+    """Have one thread compute layers in which several would rather wait for one another than compute.
+
+    The count is also what threads begin with that compute for the first time meanwhile; they must set their own.
+    """
     threads = torch.get_num_threads()
-    few = rows * config.hidden_size * config.intermediate_size <= ONE_THREAD
+    few = device.type == "cpu" and rows * config.hidden_size * config.intermediate_size <= ONE_THREAD
     if few:
         torch.set_num_threads(1)
     try:

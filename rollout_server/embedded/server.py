@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import torch
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -39,6 +40,7 @@ class EngineServer:
     def __init__(self, engine: EngineThread, model_name: str) -> None:
         self.engine, self.model_name = engine, model_name
         self._receiver = WeightReceiver(engine.load_weights, engine.core.device)
+        self._threads = torch.get_num_threads()
         self._update_active = False
         self._mixed = False  # an update was started, and none has finished since
         self._transfer = asyncio.Lock()  # the receiver handles one call at a time
@@ -167,7 +169,7 @@ class EngineServer:
     async def init_transfer(self, request: Request) -> Response:
         body = msgspec.json.decode(await read_body(request), type=InitTransferBody)
         async with self._transfer:
-            await asyncio.to_thread(self._receiver.init, body.init_info)
+            await self._receive(self._receiver.init, body.init_info)
         return _json({"message": "initialised"})
 
     async def start_update(self, request: Request) -> Response:
@@ -186,7 +188,7 @@ class EngineServer:
             return _error(400, "pause the engine first: only buckets to stage are accepted while it decodes")
         async with self._transfer:
             try:
-                await asyncio.to_thread(self._receiver.update, body.update_info)
+                await self._receive(self._receiver.update, body.update_info)
             except WeightSyncError:
                 self._update_active = False
                 raise
@@ -201,10 +203,19 @@ class EngineServer:
             return _error(400, "pause the engine before finishing an update: it would sample from mixed weights")
         self._mixed = True
         async with self._transfer:
-            await asyncio.to_thread(self._receiver.finish)
+            await self._receive(self._receiver.finish)
         await asyncio.wrap_future(self.engine.set_version(body.weight_version))
         self._update_active = self._mixed = False
         return _json({"message": "finished"})
+
+    async def _receive(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Run a call of the receiver in a thread, which would else keep the one thread that decoding has at times."""
+
+        def run() -> None:
+            torch.set_num_threads(self._threads)
+            call(*arguments)
+
+        await asyncio.to_thread(run)
 
     def _stopped(self) -> bool:
         return self.engine.paused or self.engine.asleep

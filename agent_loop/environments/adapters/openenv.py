@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from rl_async.agent_loop.environments.adapters.seeds import seed_of
 from rl_async.agent_loop.step import Step
 from rl_async.messages import Task
 
@@ -17,7 +18,7 @@ class OpenEnv:
     """
 
     def __init__(self, url: str, task: Task, options: Mapping[str, Any]) -> None:
-        self._url = url
+        self._url, self._task = url, task
         self._client: Any = None
         self._action, self._observation = options.get("action", "message"), options.get("observation")
 
@@ -25,7 +26,7 @@ class OpenEnv:
         from openenv.core.generic_client import GenericEnvClient
 
         self._client = GenericEnvClient(base_url=self._url)
-        result = await self._client.reset()
+        result = await self._client.reset(seed=seed_of(self._task))
         return self._shown(result.observation)
 
     async def step(self, answer: str) -> Step:

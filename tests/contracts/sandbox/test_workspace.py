@@ -30,6 +30,14 @@ async def test_files_stay_and_processes_do_not(workspace: Workspace) -> None:
     assert await workspace.get("folder/new") == b"new\n"
 
 
+async def test_a_path_that_is_none_is_refused_and_the_workspace_lives(workspace: Workspace) -> None:
+    with pytest.raises(SandboxRefused):
+        await workspace.put("zero\0byte", b"")
+    with pytest.raises(SandboxRefused):
+        await workspace.get("zero\0byte")
+    assert (await workspace.run("bash", "ls")).exit == 0
+
+
 async def test_packages_of_this_python_can_be_imported(workspace: Workspace) -> None:
     result = await workspace.run("python", "import json, sqlite3, ssl, ctypes, decimal; print(json.dumps([1]))")
     assert (result.stdout, result.stderr) == (b"[1]\n", b"")

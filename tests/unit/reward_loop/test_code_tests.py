@@ -102,6 +102,7 @@ def test_when_outputs_are_the_same(found: str, expected: str, same: bool) -> Non
     [
         (3, 3, True),
         (3, [3], True),
+        (10**400, 3.0, False),
         ([3], [3], True),
         ([3], 3, False),
         (1, True, False),

@@ -190,6 +190,25 @@ async def test_an_environment_may_be_a_context_and_is_left_at_a_deadline() -> No
     assert said == ["in", "step", "out"]
 
 
+async def test_a_context_is_left_when_close_fails() -> None:
+    class Context:
+        left = False
+
+        async def __aenter__(self) -> "Context":
+            return self
+
+        async def __aexit__(self, *error: object) -> None:
+            Context.left = True
+
+        async def close(self) -> None:
+            raise KeyError("lost")
+
+    with pytest.raises(EnvironmentFailed, match=r"close\(\)"):
+        async with Session("own", Context(), 60.0):
+            pass
+    assert Context.left
+
+
 async def test_an_environment_may_have_nothing() -> None:
     async with Session("own", object(), 30.0) as session:
         assert await session.reset() == [] and session.tools() == ()

@@ -3,7 +3,9 @@
 import asyncio
 import json
 import random
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +16,9 @@ from rl_async.agent_loop.episodes.runner import EpisodeRunner
 from rl_async.configs.load.loader import dump, from_values
 from rl_async.errors import EXIT_USER
 from rl_async.launcher.cli.__main__ import main
+from rl_async.launcher.runs.replay_episode import find_episode
 from rl_async.reward_loop.service import RewardService
-from rl_async.trainer.monitoring.records import write_trajectories
+from rl_async.trainer.monitoring.records import read_trajectories, write_trajectories
 from rl_async.transfer_queue.data.task_stream import find_task
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased
 
@@ -85,3 +88,46 @@ def test_what_differs_is_shown_beside_what_was_recorded(recorded: Path, capsys: 
 @pytest.mark.parametrize("episode", ["8.0", "7", "7.0.2", "7.1"])
 def test_an_episode_that_was_not_recorded_is_a_users_error(recorded: Path, episode: str) -> None:
     assert main(["replay", str(recorded), episode]) == EXIT_USER
+
+
+def test_measured_times_are_not_compared(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = shutil.copytree(recorded, tmp_path / "run")
+    file = run / "trajectories" / "step-000000-lineage0-rank0.jsonl.gz"
+    (row,) = read_trajectories(file)
+    row.reward_parts |= {"code/seconds": 0.5, "code/test_0_s": 0.5}
+    write_trajectories(file, [row])
+    assert main(["replay", str(run), "7.0"]) == 0
+    assert "code/" not in capsys.readouterr().out
+    row.reward_parts["code/passed"] = 1.0
+    write_trajectories(file, [row])
+    assert main(["replay", str(run), "7.0"]) == 1
+
+
+def test_an_episode_is_found_in_the_files_of_all_ranks_of_its_newest_step(recorded: Path, tmp_path: Path) -> None:
+    (row,) = read_trajectories(recorded / "trajectories" / "step-000000-lineage0-rank0.jsonl.gz")
+    for step, lineage, rank, segment in (
+        (2, 9, 0, 5),
+        (999_999, 10, 0, 6),
+        (1_000_000, 10, 0, 1),
+        (1_000_000, 10, 1, 0),
+    ):
+        row.segment = segment
+        write_trajectories(tmp_path / f"step-{step:06d}-lineage{lineage}-rank{rank}.jsonl.gz", [row])
+    assert [found.segment for found in find_episode(tmp_path, "7.0")] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"agent": {"environment": "simulated_user", "user": {"system": "You want {ground_truth}."}}},
+        {"reward": {"functions": [{"name": "reward_model"}], "model": {"path": "model"}}},
+    ],
+)
+def test_what_only_the_run_had_is_a_users_error(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any]
+) -> None:
+    run = shutil.copytree(recorded, tmp_path / "run")
+    config = {"model": {"path": str(run / "model")}, "data": {"path": str(run / "tasks.jsonl")}, **values}
+    (run / "config.yaml").write_text(dump(from_values(config)))
+    assert main(["replay", str(run), "7.0"]) == EXIT_USER
+    assert ".url" in capsys.readouterr().err
