@@ -4,7 +4,7 @@
     python examples/real_seeds.py --tasks sums tools --vllm .venv-vllm/bin/python --out docs/real_model.png
 
 Runs one after another by ``rl-async launch``, audits each, prints a row per run and plots the reward over steps. A run
-whose folder is there is not run again, so that what was interrupted goes on: delete a folder to repeat its run.
+that was interrupted is continued, and one that has ended is not run again: delete its folder to repeat it.
 """
 
 import argparse
@@ -13,6 +13,9 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
+
+from rl_async.configs.load.loader import load_resolved
+from rl_async.launcher.folder.run_folder import unfinished
 
 PRESETS = {"sums": "smollm2", "tools": "smollm2-tools"}
 ARMS = ("disaggregated", "vllm", "colocated")
@@ -46,20 +49,23 @@ def flags(arm: str, vllm: Path | None) -> list[str]:
 
 
 def run(task: str, arm: str, seed: int, arguments: argparse.Namespace) -> Run:
-    """Launch and audit one run, unless it was before, and read its records."""
+    """Launch one run unless it has ended, audit it, and read its records. Exits if steps are missing."""
     name = f"real-{task}-{arm}-seed{seed}"
     folder = arguments.runs / name
-    if not folder.exists():
-        mode = flags(arm, arguments.vllm)
-        options = [f"seed={seed}", *arguments.override]
-        command = ["launch", *mode[:2], "--config", PRESETS[task], "--name", name, *mode[2:], *options]
+    _, mode, *options = flags(arm, arguments.vllm)
+    options += [f"seed={seed}", f"launcher.run_dir={arguments.runs}", *arguments.override]
+    if not folder.exists() or unfinished(PRESETS[task], options, name):
+        command = ["launch", "--mode", mode, "--config", PRESETS[task], "--name", name, *options]
         print("$ rl-async", " ".join(command), flush=True)
         subprocess.run([RL_ASYNC, *command], check=True)
-        subprocess.run([RL_ASYNC, "audit", str(folder)], check=True)
-    steps, evaluations = (
+    subprocess.run([RL_ASYNC, "audit", str(folder)], check=True)
+    lines, evaluations = (
         [json.loads(line) for line in (folder / name).read_text().splitlines()]
         for name in ("metrics.jsonl", "evaluations.jsonl")
     )
+    steps = list({line["step"]: line for line in lines}.values())  # of a step that was trained again, the newest
+    if len(steps) < (wanted := load_resolved(folder / "config.yaml").trainer.steps):
+        sys.exit(f"{folder} has {len(steps)} of {wanted} steps; delete it to repeat the run")
     return Run(
         task=task,
         arm=arm,
