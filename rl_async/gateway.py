@@ -58,7 +58,7 @@ class RemoteEpisode:
         """The gateway's token, for the client that talks to ``base_url``."""
         return self.gateway.token
 
-    def reward(self, value: float, **parts: float) -> dict[str, Any]:
+    def reward(self, value: float, /, **parts: float) -> dict[str, Any]:
         """End the episode with this reward; ``accepted`` is false, with the reason, if it had ended.
 
         Raises GatewayError for a reward that is refused.
@@ -107,16 +107,21 @@ class Heartbeats:
 
     def stop(self, episode: RemoteEpisode) -> None:
         """Send no more heartbeats for an episode."""
-        self._held.pop(episode.id, None)
+        with self._lock:
+            self._held.pop(episode.id, None)
+
+    def _now(self) -> list[RemoteEpisode]:
+        with self._lock:
+            return list(self._held.values())
 
     def _run(self) -> None:
         """Produces heartbeats until no episode is held. Waits for the clock, and for the gateway's answers."""
         while True:
             time.sleep(self._every_s)
-            for episode in list(self._held.values()):
+            for episode in self._now():
                 try:
                     lives = episode.heartbeat()
-                except OSError:
+                except (OSError, ValueError):  # ValueError: something else answered, and not in JSON
                     continue  # the program's own requests will tell it that the gateway is gone
                 if not lives:
                     self.stop(episode)

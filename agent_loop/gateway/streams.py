@@ -77,9 +77,9 @@ class MessageStream:
     def end(self, done: Completion, reasoning: str, text: str) -> Iterator[Event]:
         """Send the rest of reasoning and text, then calls and why the answer ended."""
         yield from self.more(reasoning, text)
-        for block in anthropic.blocks(done):
-            if block["type"] == "tool_use":
-                yield from self._switch(block["id"], block | {"input": {}})
+        for place, block in enumerate(anthropic.blocks(done)):
+            if block["type"] == "tool_use":  # its id may be the policy's own word, and be said twice
+                yield from self._switch(f"call {place}", block | {"input": {}})
                 arguments = msgspec.json.encode(block["input"]).decode()
                 yield self._delta({"type": "input_json_delta", "partial_json": arguments})
         yield from self._close()

@@ -1,8 +1,9 @@
 """Runs an agent program for one episode, behind a keeper, and waits for its end, a deadline, or a request to stop."""
 
+import contextlib
 import os
 import re
-import select
+import selectors
 import shutil
 import subprocess
 import sys
@@ -119,18 +120,20 @@ class Program:
         assert self._keeping.stdout is not None and self._keeping.stderr is not None
         out, err = self._keeping.stdout.fileno(), self._keeping.stderr.fileno()
         read = {out: b"", err: b"", self._status: b""}
-        reading = set(read)
-        while reading:
-            ready, _, _ = select.select([*reading, stop.fd], [], [], max(0.0, deadline - time.monotonic()))
-            if stop.fd in ready:
-                return Outcome("play was stopped", "")
-            if not ready:
-                return Outcome(f"its program did not end within {timeout_s:g} s", "")
-            for fd in ready:
-                piece = os.read(fd, 1 << 16)
-                read[fd] = (read[fd] + piece)[-KEPT_BYTES:]
-                if not piece:
-                    reading.discard(fd)
+        with selectors.DefaultSelector() as waiting:
+            for fd in (*read, stop.fd):
+                waiting.register(fd, selectors.EVENT_READ)
+            while len(waiting.get_map()) > 1:
+                ready = [key.fd for key, _ in waiting.select(max(0.0, deadline - time.monotonic()))]
+                if stop.fd in ready:
+                    return Outcome("play was stopped", "")
+                if not ready:
+                    return Outcome(f"its program did not end within {timeout_s:g} s", "")
+                for fd in ready:
+                    piece = os.read(fd, 1 << 16)
+                    read[fd] = (read[fd] + piece)[-KEPT_BYTES:]
+                    if not piece:
+                        waiting.unregister(fd)
         said = {fd: text.decode(errors="replace") for fd, text in read.items()}
         return Outcome(_problem(said[self._status].strip(), said[err]), said[out])
 
@@ -145,19 +148,27 @@ def _problem(code: str, stderr: str) -> str:
     return f"its program {how}" + (f": {last}" if last else "")
 
 
+def _pipe(opened: contextlib.ExitStack) -> tuple[int, int]:
+    pipe = os.pipe()
+    for end in pipe:
+        opened.callback(os.close, end)
+    return pipe
+
+
 @contextmanager
 def started(program: Sequence[str], episode: RemoteEpisode) -> Iterator[Program]:
     """Start the program in a fresh workspace; behind the block no process and no file of it is left.
 
     Raises CannotStart, such as for a prompt that is too long for a command line.
     """
-    folder = Path(tempfile.mkdtemp(prefix="rl-async-play-"))
-    workspace = folder / "workspace"
-    workspace.mkdir()
-    lifeline_end, lifeline = os.pipe()
-    status, status_end = os.pipe()
-    words = [sys.executable, "-I", "-S", keeper.__file__, str(lifeline_end), str(status_end), str(folder)]
+    opened = contextlib.ExitStack()  # what to undo if it cannot be started
     try:
+        folder = Path(tempfile.mkdtemp(prefix="rl-async-play-"))
+        opened.callback(shutil.rmtree, folder)
+        workspace = folder / "workspace"
+        workspace.mkdir()
+        (lifeline_end, lifeline), (status, status_end) = _pipe(opened), _pipe(opened)
+        words = [sys.executable, "-I", "-S", keeper.__file__, str(lifeline_end), str(status_end), str(folder)]
         keeping = subprocess.Popen(
             [*words, *arguments(program, episode, workspace)],
             env=environment(episode, os.environ),
@@ -168,9 +179,7 @@ def started(program: Sequence[str], episode: RemoteEpisode) -> Iterator[Program]
             start_new_session=True,
         )
     except OSError as error:
-        for fd in (lifeline_end, lifeline, status, status_end):
-            os.close(fd)
-        shutil.rmtree(folder)
+        opened.close()
         raise CannotStart(f"its program cannot be started: {error.strerror}") from error
     os.close(lifeline_end)
     os.close(status_end)

@@ -71,24 +71,26 @@ class Evaluator:
         Returns the results that ``after_step`` has not returned, oldest first. What agent programs have not played by
         then, since none is there, is skipped with a warning: the run is trained all the same.
         """
-        deadline = time.monotonic() + timeout_s
-        pending, final = self._wait(deadline), None
+        pending, final = self._wait(timeout_s), None
         if self._running is None:  # else it was skipped, and nobody would play another one
             if self._newest != published:
                 self._start(published)
-            final = self._wait(deadline)
+            final = self._wait(timeout_s)
         return [result for result in (pending, final) if result is not None]
 
     def _start(self, published: int) -> None:
         self._queue.evaluate(published)
         self._running = self._newest = published
 
-    def _wait(self, deadline: float) -> FinishedEvaluation | None:
-        result = None
+    def _wait(self, timeout_s: float) -> FinishedEvaluation | None:
+        """Wait for the running evaluation; its deadline begins anew when agent programs come back, or leave."""
+        result, alone, since = None, False, time.monotonic()
         while self._running is not None:
             result = self._collect(1.0)
-            if self._running is not None and time.monotonic() > deadline:
-                if self._unattended_s:
+            if alone != bool(self._unattended_s):
+                alone, since = not alone, time.monotonic()
+            if self._running is not None and time.monotonic() > since + timeout_s:
+                if alone:
                     log.warning(
                         "the evaluation of version step %d is skipped: no agent program has asked a gateway for an "
                         "episode for %.0f s, so nobody plays the held-out tasks",

@@ -214,6 +214,7 @@ def test_pings_come_while_nothing_is_sampled(held: Any, dialect: str) -> None:
     line = b""
     while b"ping" not in line:
         line = client._answer.readline()
+        assert line, "the stream ended without a ping"
     gateway.engine.say("5")
     gateway.engine.end()
     assert client.text() == "5"

@@ -160,6 +160,15 @@ async def test_a_reward_after_the_deadline_is_not_accepted(renderer: ChatRendere
     assert (late.accepted, late.rows, late.reward) == (False, 0, None) and "agent.episode_timeout_s" in late.reason
 
 
+async def test_an_error_without_words_fails_the_sample(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased()])
+    async with gateway(queue, renderer, ScriptedEngine(renderer, ["4"])) as episodes:
+        episode = await begin(episodes)
+        await episode.complete(ask("2+2"))
+        assert (await episodes.end(episode.id, Ending(error=""))).rows == 0
+    assert queue.rows == [] and len(queue.failures) == 1
+
+
 async def test_a_reward_with_an_error_is_refused(renderer: ChatRenderer) -> None:
     queue = FakeQueue([leased()])
     async with gateway(queue, renderer, ScriptedEngine(renderer, ["4"])) as episodes:

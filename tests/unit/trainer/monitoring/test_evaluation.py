@@ -1,5 +1,6 @@
 """Evaluations are named by the version that was sampled, and every result is returned and recorded once."""
 
+import types
 from collections.abc import Sequence
 
 import msgspec
@@ -7,6 +8,7 @@ import pytest
 
 from rl_async.errors import RlAsyncError
 from rl_async.messages import Done, NotReady, Reserved, RowKey, Trajectory, Version, VersionRun
+from rl_async.trainer.monitoring import evaluation
 from rl_async.trainer.monitoring.evaluation import Evaluator, FinishedEvaluation
 from tests.conftest import make_rows
 
@@ -133,3 +135,21 @@ def test_an_evaluation_that_nobody_plays_is_skipped_at_the_end(every: int, caplo
     assert evaluations.finish(2, 0.0) == [] and recorder.results == []
     assert queue.asked == ([1] if every else [2]), "behind a skipped one, none is asked for"
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+
+
+class Returning(Queue):
+    """For two replies nobody plays; then somebody comes, and has played with the fifth."""
+
+    replies = 0
+
+    def eval_result(self, eval_id: int, wait_s: float) -> Reserved | NotReady:
+        self.replies += 1
+        self.unattended_s, self.done = 280.0 if self.replies < 3 else 0.0, self.replies == 5
+        return super().eval_result(eval_id, wait_s)
+
+
+def test_a_program_that_comes_back_late_has_time_to_play(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 0.0, 1.0, 30.0, 60.0, 64.0, 66.0, 120.0])
+    monkeypatch.setattr(evaluation, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    (result,) = Evaluator(Returning(done=False), 0, Recorder()).finish(7, 65.0)
+    assert result.step == 7
