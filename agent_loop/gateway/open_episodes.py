@@ -37,7 +37,7 @@ class Ending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     reward: float | None = None
     parts: dict[str, float] = {}
-    error: str | None = None  # given, even if empty: the episode has failed
+    error: str | msgspec.UnsetType = msgspec.UNSET  # given, even if empty: the episode has failed
     idempotency_key: str = ""
 
 
@@ -249,7 +249,7 @@ class OpenEpisodes:
                 return self._ended[episode_id].answer_again(ending)
             if episode.closed:  # it is being failed right now
                 raise RequestRefused("this episode has ended", code="episode_ended", status=404)
-            if ending.error is not None:
+            if ending.error is not msgspec.UNSET:
                 why = ending.error or "no reason given"
                 return await self._fail(episode, f"{by}: {why}", ending.idempotency_key)
             return await self._put(episode, ending)
@@ -296,7 +296,7 @@ class OpenEpisodes:
 
 def _check(ending: Ending) -> None:
     """Raise RequestRefused for an ending that says two things at once."""
-    if ending.error is not None and (ending.reward is not None or ending.parts):
+    if ending.error is not msgspec.UNSET and (ending.reward is not None or ending.parts):
         raise RequestRefused(
             "reward and error exclude each other: post the reward if the episode is to be trained on, the error if it "
             "is to be played again",

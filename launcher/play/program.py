@@ -120,7 +120,7 @@ class Program:
         assert self._keeping.stdout is not None and self._keeping.stderr is not None
         out, err = self._keeping.stdout.fileno(), self._keeping.stderr.fileno()
         read = {out: b"", err: b"", self._status: b""}
-        with selectors.DefaultSelector() as waiting:
+        with selectors.PollSelector() as waiting:
             for fd in (*read, stop.fd):
                 waiting.register(fd, selectors.EVENT_READ)
             while len(waiting.get_map()) > 1:

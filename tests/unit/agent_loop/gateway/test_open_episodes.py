@@ -169,6 +169,11 @@ async def test_an_error_without_words_fails_the_sample(renderer: ChatRenderer) -
     assert queue.rows == [] and len(queue.failures) == 1
 
 
+def test_an_error_of_null_is_no_ending() -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(b'{"error": null}', type=Ending)
+
+
 async def test_a_reward_with_an_error_is_refused(renderer: ChatRenderer) -> None:
     queue = FakeQueue([leased()])
     async with gateway(queue, renderer, ScriptedEngine(renderer, ["4"])) as episodes:
