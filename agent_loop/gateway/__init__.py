@@ -2,6 +2,5 @@
 
 An agent program posts to `/episodes`, talks to the policy at the episode's own base URL, and ends it with a reward. The
 gateway leases samples from the queue for it, records exactly what the engines sampled (`recorder.py`) and puts the rows
-into the queue. To add a dialect, write its requests and answers in a file beside `openai.py` and its routes in
-`server.py`.
+into the queue. `dialects/` has what clients send and read.
 """

@@ -14,12 +14,12 @@ import msgspec
 from rl_async.agent_loop.chat_formats.format import ChatFormat, TooLong
 from rl_async.agent_loop.episodes.episode import policy_sampling
 from rl_async.agent_loop.episodes.row_tokens import trajectories
-from rl_async.agent_loop.gateway.chat import ASSISTANT, ChatRequest, Completion, read_answer
-from rl_async.agent_loop.gateway.completions import PlainText
-from rl_async.agent_loop.gateway.fields import prefill_refused
+from rl_async.agent_loop.gateway.dialects.chat import ASSISTANT, ChatRequest, Completion, read_answer
+from rl_async.agent_loop.gateway.dialects.completions import PlainText
+from rl_async.agent_loop.gateway.dialects.fields import prefill_refused
+from rl_async.agent_loop.gateway.dialects.responses_requests import KeptResponses
 from rl_async.agent_loop.gateway.recorder import EpisodeRecorder, Prompt, cut_at_stop, stopped_by
 from rl_async.agent_loop.gateway.release import Reader, Release
-from rl_async.agent_loop.gateway.responses_requests import KeptResponses
 from rl_async.agent_loop.tools.registry import task_tools
 from rl_async.configs.derived.rewards import unbounded
 from rl_async.configs.schema.run import RunConfig

@@ -14,7 +14,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from rl_async.agent_loop.gateway.chat import Completion
+from rl_async.agent_loop.gateway.dialects.chat import Completion
 from rl_async.agent_loop.gateway.refusals import FAILURES, refusal
 from rl_async.agent_loop.gateway.release import Release
 from rl_async.errors import RequestRefused

@@ -19,7 +19,7 @@ import msgspec
 
 from rl_async.agent_loop.chat_formats.format import CannotBridge, ChatFormat, Message, ParsedCall, TooLong
 from rl_async.agent_loop.episodes.row_tokens import RowTokens, Segment
-from rl_async.agent_loop.gateway.chat import ASSISTANT, ChatMessage, FunctionCall, history_keys
+from rl_async.agent_loop.gateway.dialects.chat import ASSISTANT, ChatMessage, FunctionCall, history_keys
 from rl_async.configs.schema.chat_formats import PastReasoning
 from rl_async.messages import ToolCall, Turn, VersionRun
 from rl_async.rollout_server.api import GenerateResult

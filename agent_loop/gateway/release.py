@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from rl_async.agent_loop.chat_formats.format import Answer, Settled
-from rl_async.agent_loop.gateway.chat import ChatMessage, ChatRequest
+from rl_async.agent_loop.gateway.dialects.chat import ChatMessage, ChatRequest
 from rl_async.errors import RequestRefused
 
 READS = 64  # an answer is read again when it has grown by one in so many tokens: reading it decodes all of it

@@ -11,17 +11,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from rl_async.agent_loop.gateway import anthropic, completions, openai
-from rl_async.agent_loop.gateway.chat import UNREADABLE, ChatRequest, Completion
-from rl_async.agent_loop.gateway.completions import CompletionStream
+from rl_async.agent_loop.gateway.dialects import anthropic, completions, openai
+from rl_async.agent_loop.gateway.dialects.chat import UNREADABLE, ChatRequest, Completion
+from rl_async.agent_loop.gateway.dialects.completions import CompletionStream
+from rl_async.agent_loop.gateway.dialects.fields import UnobeyedFields
+from rl_async.agent_loop.gateway.dialects.responses_answers import ResponseHead, ResponseStream
+from rl_async.agent_loop.gateway.dialects.responses_requests import read_request as read_response_request
+from rl_async.agent_loop.gateway.dialects.streams import ChatStream, MessageStream
 from rl_async.agent_loop.gateway.episode import Asked, GatewayEpisode, task_view
 from rl_async.agent_loop.gateway.event_stream import PING_S, AnswerStream, EventStream
-from rl_async.agent_loop.gateway.fields import UnobeyedFields
 from rl_async.agent_loop.gateway.open_episodes import Ending, OpenEpisodes
 from rl_async.agent_loop.gateway.refusals import FAILURES, instead, refusal
-from rl_async.agent_loop.gateway.responses_answers import ResponseHead, ResponseStream
-from rl_async.agent_loop.gateway.responses_requests import read_request as read_response_request
-from rl_async.agent_loop.gateway.streams import ChatStream, MessageStream
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RequestRefused

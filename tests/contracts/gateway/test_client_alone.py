@@ -11,8 +11,6 @@ CODE = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from rl_async.gateway import Gateway, RemoteEpisode
-from rl_async.agent_loop.gateway.client import Gateway as Same
-assert Gateway is Same
 standard = sys.stdlib_module_names | {"__main__"}
 print(sorted(name for name in sys.modules if name.partition(".")[0] not in standard))
 """

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rl_async.agent_loop.chat_formats.format import Message
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.gateway.chat import ChatMessage, FunctionCall, history_keys, read_answer
+from rl_async.agent_loop.gateway.dialects.chat import ChatMessage, FunctionCall, history_keys, read_answer
 from rl_async.agent_loop.gateway.recorder import EpisodeRecorder, Prompt, answered, cut_at_stop, stopped_by
 from rl_async.messages import Version, VersionRun
 from rl_async.rollout_server.api import GenerateResult

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from rl_async.agent_loop.gateway import fields
-from rl_async.agent_loop.gateway.fields import UnobeyedFields
+from rl_async.agent_loop.gateway.dialects import fields
+from rl_async.agent_loop.gateway.dialects.fields import UnobeyedFields
 from rl_async.errors import RequestRefused
 
 

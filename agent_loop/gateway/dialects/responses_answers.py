@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from rl_async.agent_loop.gateway.chat import Completion
-from rl_async.agent_loop.gateway.responses_requests import FunctionName, ResponsesRequest, encrypt
-from rl_async.agent_loop.gateway.streams import COMMENT, Event
+from rl_async.agent_loop.gateway.dialects.chat import Completion
+from rl_async.agent_loop.gateway.dialects.responses_requests import FunctionName, ResponsesRequest, encrypt
+from rl_async.agent_loop.gateway.dialects.streams import COMMENT, Event
 from rl_async.errors import RequestRefused
 
 

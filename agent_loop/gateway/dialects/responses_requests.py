@@ -12,9 +12,15 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from rl_async.agent_loop.gateway.chat import ASSISTANT, UNREADABLE, ChatMessage, ChatRequest, FunctionCall
-from rl_async.agent_loop.gateway.fields import RESPONSES, content_refused, not_supported, tool_refused, unobeyed
-from rl_async.agent_loop.gateway.openai import Limit
+from rl_async.agent_loop.gateway.dialects.chat import ASSISTANT, UNREADABLE, ChatMessage, ChatRequest, FunctionCall
+from rl_async.agent_loop.gateway.dialects.fields import (
+    RESPONSES,
+    content_refused,
+    not_supported,
+    tool_refused,
+    unobeyed,
+)
+from rl_async.agent_loop.gateway.dialects.openai import Limit
 from rl_async.errors import RequestRefused
 
 SEARCHES = ("web_search", "web_search_preview")  # run by OpenAI's server, and offered by clients unasked

@@ -16,10 +16,10 @@ from rl_async.agent_loop.chat_formats.format import (
     before_stops,
     without_beginnings,
 )
-from rl_async.agent_loop.gateway import openai
-from rl_async.agent_loop.gateway.chat import UNREADABLE, ChatRequest, Completion
-from rl_async.agent_loop.gateway.fields import COMPLETIONS, unobeyed
-from rl_async.agent_loop.gateway.streams import COMMENT, Event
+from rl_async.agent_loop.gateway.dialects import openai
+from rl_async.agent_loop.gateway.dialects.chat import UNREADABLE, ChatRequest, Completion
+from rl_async.agent_loop.gateway.dialects.fields import COMPLETIONS, unobeyed
+from rl_async.agent_loop.gateway.dialects.streams import COMMENT, Event
 from rl_async.errors import RequestRefused
 
 MAX_TOKENS = 16  # as OpenAI's, if a request names none

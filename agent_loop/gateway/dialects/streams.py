@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from rl_async.agent_loop.gateway import anthropic, openai
-from rl_async.agent_loop.gateway.chat import Completion
+from rl_async.agent_loop.gateway.dialects import anthropic, openai
+from rl_async.agent_loop.gateway.dialects.chat import Completion
 from rl_async.errors import RequestRefused
 
 Event = dict[str, Any]

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from rl_async.agent_loop.gateway.chat import UNREADABLE, ChatMessage, ChatRequest, Completion, FunctionCall
-from rl_async.agent_loop.gateway.fields import OPENAI, content_refused, tool_refused, unobeyed
+from rl_async.agent_loop.gateway.dialects.chat import UNREADABLE, ChatMessage, ChatRequest, Completion, FunctionCall
+from rl_async.agent_loop.gateway.dialects.fields import OPENAI, content_refused, tool_refused, unobeyed
 from rl_async.errors import RequestRefused
 
 Limit = Annotated[int, msgspec.Meta(ge=1)]

@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from rl_async.agent_loop.gateway.chat import UNREADABLE, ChatMessage, ChatRequest, Completion, FunctionCall
-from rl_async.agent_loop.gateway.fields import ANTHROPIC, content_refused, tool_refused, unobeyed
-from rl_async.agent_loop.gateway.openai import Limit
+from rl_async.agent_loop.gateway.dialects.chat import UNREADABLE, ChatMessage, ChatRequest, Completion, FunctionCall
+from rl_async.agent_loop.gateway.dialects.fields import ANTHROPIC, content_refused, tool_refused, unobeyed
+from rl_async.agent_loop.gateway.dialects.openai import Limit
 from rl_async.errors import RequestRefused
 
 THINKING = ("thinking", "redacted_thinking")

@@ -1,0 +1,194 @@
+"""An episode ends once: with a reward, an error, or neither."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.gateway.open_episodes import Ending
+from rl_async.errors import EngineLost, QueueLost, RequestRefused
+from rl_async.messages import Done, Refused, Trajectory
+from tests.unit.agent_loop.fakes import ScriptedEngine, leased
+from tests.unit.agent_loop.gateway.fakes import FakeQueue, Gone, ask, begin, gateway
+
+
+async def test_all_rows_are_put_at_once_with_the_programs_reward(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased()])
+    engine = ScriptedEngine(renderer, ["1", "2", "3"], versions=[3, 4, 5])
+    async with gateway(queue, renderer, engine) as episodes:
+        episode = await begin(episodes)
+        first = await episode.complete(ask("a?"))
+        assert (first.message.text, first.finish_reason, first.sampled_tokens) == ("1", "stop", 2)
+        await episode.complete(ask("a?", "1", "b?"))
+        await episode.complete(ask("a?", "1", "c?"))
+        ended = await episodes.end(episode.id, Ending(reward=0.5, parts={"x": 1.0}))
+        assert (ended.accepted, ended.rows, ended.reward) == (True, 2, 0.5)
+    ((one, two),) = queue.rows
+    assert [row.segment for row in (one, two)] == [0, 1] and one.episode_id == two.episode_id == "7.0.1"
+    assert [(row.reward, row.reward_parts) for row in (one, two)] == [(0.5, {"x": 1.0})] * 2
+    assert [run.version.step for row in (one, two) for run in row.versions] == [3, 4, 5]
+    assert [int(row.loss_mask.sum()) for row in (one, two)] == [4, 2]
+    assert queue.failures == [] and set(engine.sessions) == {"7.0.1"}
+
+
+async def test_a_second_end_is_not_accepted_and_a_repeated_one_gets_its_answer(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased()])
+    async with gateway(queue, renderer, ScriptedEngine(renderer, ["4"])) as episodes:
+        episode = await begin(episodes)
+        await episode.complete(ask("2+2"))
+        ending = Ending(reward=0.5, idempotency_key="k")
+        ended = await episodes.end(episode.id, ending)
+        assert ended.accepted and ended == await episodes.end(episode.id, ending)
+        for second in (
+            Ending(reward=1.0),
+            Ending(reward=0.5),
+            Ending(error="x"),
+            Ending(),
+            Ending(idempotency_key="l"),
+        ):
+            late = await episodes.end(episode.id, second)
+            assert (late.accepted, late.rows, late.reward) == (False, 1, 0.5) and "0.5" in late.reason
+    assert len(queue.rows) == 1 and queue.failures == []
+
+
+async def test_a_reward_after_the_deadline_is_not_accepted(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased()])
+    async with gateway(queue, renderer, ScriptedEngine(renderer, ["4"]), episode_timeout_s=0.05) as episodes:
+        episode = await begin(episodes)
+        await episode.complete(ask("2+2"))
+        async with asyncio.timeout(30):
+            await queue.failed.wait()
+            late = await episodes.end(episode.id, Ending(reward=1.0))
+    assert (late.accepted, late.rows, late.reward) == (False, 0, None) and "agent.episode_timeout_s" in late.reason
+
+
+async def test_an_error_without_words_fails_the_sample(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased()])
+    async with gateway(queue, renderer, ScriptedEngine(renderer, ["4"])) as episodes:
+        episode = await begin(episodes)
+        await episode.complete(ask("2+2"))
+        assert (await episodes.end(episode.id, Ending(error=""))).rows == 0
+    assert queue.rows == [] and len(queue.failures) == 1
+
+
+def test_an_error_of_null_is_no_ending() -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(b'{"error": null}', type=Ending)
+
+
+async def test_a_reward_with_an_error_is_refused(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased()])
+    async with gateway(queue, renderer, ScriptedEngine(renderer, ["4"])) as episodes:
+        episode = await begin(episodes)
+        await episode.complete(ask("2+2"))
+        for both in (Ending(reward=1.0, error="x"), Ending(parts={"a": 1.0}, error="x")):
+            with pytest.raises(RequestRefused) as refused:
+                await episodes.end(episode.id, both)
+            assert (refused.value.status, refused.value.param) == (400, "error") and "reward" in str(refused.value)
+        assert (await episodes.end(episode.id, Ending(reward=1.0))).accepted, "the episode stays open"
+    assert queue.failures == []
+
+
+async def test_an_end_that_could_not_be_handed_over_may_be_posted_again(renderer: ChatRenderer) -> None:
+    class Deaf(FakeQueue):
+        """Loses the first of everything that it is told."""
+
+        lost = 0
+
+        async def put(self, *rows: Trajectory) -> Done | Refused:
+            self.lost += 1
+            if self.lost == 1:
+                raise QueueLost("no answer")
+            return await super().put(*rows)
+
+    queue = Deaf([leased()])
+    async with gateway(queue, renderer, ScriptedEngine(renderer, ["4"])) as episodes:
+        episode = await begin(episodes)
+        await episode.complete(ask("2+2"))
+        with pytest.raises(QueueLost):
+            await episodes.end(episode.id, Ending(reward=1.0))
+        ended = await episodes.end(episode.id, Ending(reward=1.0))
+        assert (ended.accepted, ended.rows, ended.reward) == (True, 1, 1.0)
+    assert len(queue.rows) == 1
+
+
+async def test_without_a_reward_the_runs_functions_score_the_last_answer(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased()])
+    async with gateway(queue, renderer, ScriptedEngine(renderer, ["4", "5"])) as episodes:
+        episode = await begin(episodes)
+        await episode.complete(ask("a?"))
+        await episode.complete(ask("what is 2+3?"))
+        assert (await episodes.end(episode.id, Ending())).reward == 1.0
+    ((one, two),) = queue.rows
+    assert [(row.reward, row.scored, row.reward_parts) for row in (one, two)] == [
+        (1.0, True, {"exact_answer": 1.0})
+    ] * 2
+
+
+async def test_a_refusal_leaves_the_episode_open(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased()])
+    async with gateway(queue, renderer, ScriptedEngine(renderer, ["5"])) as episodes:
+        episode = await begin(episodes)
+        with pytest.raises(RequestRefused) as refused:
+            await episodes.end(episode.id, Ending(reward=1.0))
+        assert refused.value.code == "no_answers"
+        await episode.complete(ask("a?"))
+        for ending in (
+            Ending(reward=float("inf")),
+            Ending(reward=1e39),
+            Ending(reward=1.0, parts={"x": float("nan")}),
+            Ending(parts={"x": 1}),
+        ):
+            with pytest.raises(RequestRefused):
+                await episodes.end(episode.id, ending)
+        assert (await episodes.end(episode.id, Ending(reward=1.0))).accepted
+        with pytest.raises(RequestRefused) as refused:
+            episodes.get(episode.id)
+        assert refused.value.code == "episode_ended"
+        with pytest.raises(RequestRefused) as refused:
+            await episodes.end("guessed", Ending(reward=1.0))
+        assert refused.value.code == "unknown_episode"
+    assert len(queue.rows) == 1
+
+
+async def test_what_the_queue_does_not_want_any_more_is_said(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased()])
+    queue.answer = Refused(code="fenced", reason="too late")
+    async with gateway(queue, renderer, ScriptedEngine(renderer, ["5"])) as episodes:
+        episode = await begin(episodes)
+        await episode.complete(ask("a?"))
+        ended = await episodes.end(episode.id, Ending(reward=1.0))
+    assert (ended.accepted, ended.reason) == (False, "too late")
+
+
+async def test_a_program_may_give_up(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased()])
+    async with gateway(queue, renderer, Gone()) as episodes:
+        episode = await begin(episodes)
+        with pytest.raises(EngineLost):
+            await episode.complete(ask("a?"))
+        assert (await episodes.end(episode.id, Ending(error="sandbox"))).accepted
+    assert queue.failures == [(7, 0, "the agent program: sandbox")] and queue.rows == []
+
+
+async def test_an_end_that_comes_while_the_episode_is_given_up_is_refused(renderer: ChatRenderer) -> None:
+    failing, failed = asyncio.Event(), asyncio.Event()
+
+    class SlowQueue(FakeQueue):
+        async def fail(self, group_id: int, sample: int, attempt: int, error: str) -> Done | Refused:
+            failing.set()
+            await failed.wait()
+            return await super().fail(group_id, sample, attempt, error)
+
+    queue = SlowQueue([leased()])
+    async with gateway(queue, renderer, ScriptedEngine(renderer, ["5"]), episode_timeout_s=0.05) as episodes:
+        episode = await begin(episodes)
+        await episode.complete(ask("a?"))
+        await asyncio.wait_for(failing.wait(), 10)
+        with pytest.raises(RequestRefused) as refused:
+            await episodes.end(episode.id, Ending(reward=1.0))
+        assert refused.value.code == "episode_ended"
+        failed.set()
+        await asyncio.wait_for(queue.failed.wait(), 10)
+    assert queue.rows == [] and len(queue.failures) == 1

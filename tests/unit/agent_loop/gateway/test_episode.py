@@ -1,0 +1,151 @@
+"""What one episode answers and records, and what it refuses."""
+
+import asyncio
+import threading
+from typing import Any
+
+import msgspec
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.gateway.dialects.chat import ChatRequest
+from rl_async.agent_loop.gateway.open_episodes import Ending
+from rl_async.configs.schema.rollout import GatewayConfig
+from rl_async.errors import RequestRefused
+from rl_async.rollout_server.api import GenerateRequest, GenerateResult
+from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
+from tests.unit.agent_loop.gateway.fakes import FakeQueue, Gone, ask, begin, gateway
+
+
+async def test_requests_can_be_kept_out_of_training(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased()])
+    async with gateway(queue, renderer, ScriptedEngine(renderer, ["1", "2", "3"])) as episodes:
+        episode = await begin(episodes)
+        assert (await episode.complete(ask("title?"), train=False)).message.text == "1"
+        assert (await episode.complete(ask("title?", model="x/policy-untrained"))).message.text == "2"
+        with pytest.raises(RequestRefused) as refused:
+            await episodes.end(episode.id, Ending(reward=1.0))
+        assert refused.value.code == "no_answers", "there is nothing to train on"
+        await episode.complete(ask("title?", "1", "a?"))
+        assert (await episodes.end(episode.id, Ending(reward=1.0))).rows == 1
+    ((row,),) = queue.rows
+    assert renderer.decode(row.token_ids[row.loss_mask].tolist()) == "3<|im_end|>"
+
+
+async def test_an_answer_that_comes_after_the_end_is_not_recorded(renderer: ChatRenderer) -> None:
+    released = asyncio.Event()
+    scripted = ScriptedEngine(renderer, ["4", "5"])
+
+    class Slow:
+        async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
+            if scripted.requests:
+                await released.wait()
+            return await scripted.generate(request, session=session)
+
+    queue = FakeQueue([leased()])
+    async with gateway(queue, renderer, Slow()) as episodes:
+        episode = await begin(episodes)
+        await episode.complete(ask("a?"))
+        late = asyncio.create_task(episode.complete(ask("b?")))
+        await asyncio.sleep(0)
+        await episodes.end(episode.id, Ending(reward=0.0))
+        released.set()
+        with pytest.raises(RequestRefused) as refused:
+            await late
+        assert refused.value.code == "episode_ended"
+    assert [len(rows) for rows in queue.rows] == [1]
+
+
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        (ask("a?", "b"), "unsupported_value"),
+        (ask(), "invalid_request"),
+        (ask("a" * 300), "context_length_exceeded"),
+    ],
+    ids=["assistant last", "nothing", "long"],
+)
+async def test_requests_that_cannot_be_trained_on(renderer: ChatRenderer, request_: ChatRequest, code: str) -> None:
+    queue = FakeQueue([leased()])
+    engine = ScriptedEngine(renderer, ["5"])
+    async with gateway(queue, renderer, engine) as episodes:
+        episode = await begin(episodes)
+        with pytest.raises(RequestRefused) as refused:
+            await episode.complete(request_)
+        assert refused.value.code == code and engine.requests == []
+        await episode.complete(ask("a?"))
+
+
+async def test_tools_that_the_template_does_not_print_are_refused(renderer: ChatRenderer) -> None:
+    request = ask("a?")._replace(tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}])
+    for unprinted in ("refuse", "allow"):
+        engine = ScriptedEngine(renderer, ['<tool_call>{"arguments": {}}</tool_call>'])
+        queue = FakeQueue([leased()])
+        async with gateway(queue, renderer, engine, unprinted_tools=unprinted) as episodes:
+            episode = await begin(episodes)
+            if unprinted == "refuse":
+                with pytest.raises(RequestRefused) as refused:
+                    await episode.complete(request)
+                assert refused.value.param == "tools" and engine.requests == []
+                continue
+            assert (await episode.complete(request)).message.text == engine.says[0], "a broken call is text"
+            await episodes.end(episode.id, Ending(reward=0.0))
+            assert [call.problem for call in queue.rows[0][0].turns[-1].tool_calls] == ["no_name"]
+
+
+class WaitsForTheLoop(ChatRenderer):
+    """Encodes a prompt only once the event loop has had a turn."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        super().__init__(tokenizer)
+        self.turn = threading.Event()
+
+    def prompt(self, *given: Any, **options: Any) -> list[int]:
+        assert self.turn.wait(5.0), "the event loop was blocked"
+        return super().prompt(*given, **options)
+
+
+async def test_a_long_prompt_does_not_block_the_event_loop(tokenizer: PreTrainedTokenizerFast) -> None:
+    renderer = WaitsForTheLoop(tokenizer)
+    queue = FakeQueue([leased()])
+    async with gateway(queue, renderer, Gone()) as episodes:
+        episode = await begin(episodes)
+        asyncio.get_running_loop().call_later(0.01, renderer.turn.set)
+        with pytest.raises(RequestRefused) as refused:
+            await episode.complete(ask("a" * 100_000))
+    assert refused.value.code == "context_length_exceeded"
+
+
+async def test_limits_of_tokens_and_answers(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased()])
+    engine = ScriptedEngine(renderer, ["1+2+3+4", "1+2", "7"])
+    options = {"gateway": GatewayConfig(max_answers=3), "max_tokens": 64}
+    async with gateway(queue, renderer, engine, {"max_tokens": 8}, **options) as episodes:
+        episode = await begin(episodes)
+        done = await episode.complete(ask("a?", max_tokens=3))
+        assert (done.message.text, done.finish_reason, done.sampled_tokens) == ("1+2", "length", 3)
+        done = await episode.complete(ask("a?", stops=["2"]))
+        assert (done.message.text, done.finish_reason, done.stop) == ("1+", "stop", "2")
+        await episode.complete(ask("a?", "1+", "b?", max_tokens=99))
+        assert [request.max_tokens for request in engine.requests] == [3, 8, 8]
+        with pytest.raises(RequestRefused, match="max_answers"):
+            await episode.complete(ask("a?"))
+        await episodes.end(episode.id, Ending(reward=0.0))
+    cut, stopped = queue.rows[0]
+    assert (cut.finish_reason, int(cut.loss_mask.sum())) == ("length", 3)
+    text = renderer.decode(stopped.token_ids[stopped.loss_mask].tolist())
+    assert text == "1+27<|im_end|>", "the stop string is in the row, what came behind it is not"
+
+
+async def test_held_out_tasks_are_sampled_as_evaluations_are(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([msgspec.structs.replace(leased(), partition="eval")])
+    engine = ScriptedEngine(renderer, ["5"])
+    async with gateway(queue, renderer, engine) as episodes:
+        episode = await begin(episodes)
+        await episode.complete(ask("a?", temperature=0.9))
+        assert episode.unobeyed(ask("a?", temperature=1.0, top_p=1.0)) == {}
+        assert episode.unobeyed(ask("a?", temperature=0.9, unobeyed={"top_k": 5})) == {"temperature": 0.9, "top_k": 5}
+        await episodes.end(episode.id, Ending())
+    assert engine.requests[0].sampling.temperature == run_config().eval.temperature
+    assert queue.rows[0][0].partition == "eval"
