@@ -119,6 +119,7 @@ class GatewayEpisode:
     async def count(self, request: ChatRequest) -> int:
         """Return the number of tokens that the prompt of a request would have. Raises RequestRefused."""
         self.heard()
+        self._check_open()
         self._check_messages(request)
         return len((await self._prompt(request, None, sys.maxsize)).token_ids)
 
@@ -132,6 +133,7 @@ class GatewayEpisode:
         ``release`` hears the tokens while they are sampled. Raises EngineRejected or EngineLost if no engine answers.
         """
         request, prompt = asked.request, asked.prompt
+        self._check_open()
         self._check_number()
         generate = self._generate(request, prompt, asked.number)
         self._in_flight += 1
@@ -182,9 +184,15 @@ class GatewayEpisode:
         return found
 
     def _check(self, request: ChatRequest, bare: str | list[int] | None) -> None:
+        self._check_open()
         self._check_number()
         if bare is None:
             self._check_messages(request)
+
+    def _check_open(self) -> None:
+        """Refuse what comes while the episode is scored or given back: nobody would record the answer."""
+        if self.closed:
+            raise RequestRefused("this episode is being ended", code="episode_ended", status=404)
 
     def _check_number(self) -> None:
         if self._answers + self._in_flight >= self._max_answers:

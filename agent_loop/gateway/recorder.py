@@ -24,6 +24,7 @@ from rl_async.configs.schema.chat_formats import PastReasoning
 from rl_async.messages import ToolCall, Turn, VersionRun
 from rl_async.rollout_server.api import GenerateResult
 
+OFFERS = 256  # sets of tools whose print is remembered
 _PROBE: tuple[Message, ...] = ({"role": "system", "content": "x"}, {"role": "user", "content": "y"})
 
 
@@ -48,7 +49,16 @@ class Prompt(NamedTuple):
     continues: RecordedAnswer | None
     messages: Sequence[ChatMessage]
     tools: Sequence[dict[str, Any]]
-    offered: bytes  # what the chat format prints of the tools
+    offered: bytes  # a hash of what the chat format prints of the tools
+
+
+class _Given(NamedTuple):
+    """The messages of a request, as they are shown to the chat template, and its tools."""
+
+    messages: Sequence[ChatMessage]
+    shown: Sequence[ChatMessage]  # late system messages may be the user's
+    tools: Sequence[dict[str, Any]]
+    offered: bytes  # a hash of what is printed of the tools
 
 
 class EpisodeRecorder:
@@ -60,7 +70,7 @@ class EpisodeRecorder:
         self.last = -1  # the row with the answer recorded last
         self._answers: defaultdict[bytes, list[RecordedAnswer]] = defaultdict(list)  # by the history that each ends
         self._texts: dict[bytes, str] = {}  # sampled text, by the identity of the answer that was returned for it
-        self._offered: dict[bytes, bytes] = {}  # what is printed of tools, by their JSON
+        self._offered: dict[bytes, bytes] = {}  # hashes of what is printed of tools, by hashes of their JSON
         self._recasts = False  # late system messages to user messages
 
     def prompt(
@@ -71,34 +81,36 @@ class EpisodeRecorder:
         Raises jinja2.TemplateError for messages that the chat template rejects, and TooLong unless there are fewer than
         ``limit`` tokens.
         """
+        recasts = self._recasts  # read once: several threads may be here
         try:
-            return self._extend(messages, tools, limit)
+            return self._extend(messages, tools, limit, recasts)
         except jinja2.TemplateError:
-            if self._recasts or not _has_late_system(messages):
+            if recasts or not _has_late_system(messages):
                 raise
+        found = self._extend(messages, tools, limit, True)
         self._recasts = True
-        try:
-            return self._extend(messages, tools, limit)
-        except jinja2.TemplateError:
-            self._recasts = False
-            raise
+        return found
 
-    def _extend(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]], limit: int) -> Prompt:
-        offered = self._printed(tools, limit)
-        known, answer = self._longest(messages, offered)
-        if answer is not None and not self._continues(messages, tools, known - 1):
+    def _extend(
+        self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]], limit: int, recasts: bool
+    ) -> Prompt:
+        given = _Given(messages, _recast(messages) if recasts else messages, tools, self._printed(tools, limit))
+        known, answer = self._longest(messages, given.offered)
+        if answer is not None and not self._continues(given, known - 1):
             known, answer = 0, None
         try:
-            return self._prompt(messages, tools, offered, limit, known, answer)
+            return self._prompt(given, limit, known, answer)
         except CannotBridge:
-            return self._prompt(messages, tools, offered, limit, 0, None)
+            return self._prompt(given, limit, 0, None)
 
     def _printed(self, tools: Sequence[dict[str, Any]], limit: int) -> bytes:
-        """Return what the chat format prints of tools, so that what it does not print begins no row."""
-        given = msgspec.json.encode(tools, order="sorted")
-        if given not in self._offered:
-            self._offered[given] = self._probe(tools, limit) or given
-        return self._offered[given]
+        """Hash what the chat format prints of tools, so that what it does not print begins no row."""
+        given = hashlib.sha256(msgspec.json.encode(tools, order="sorted")).digest()
+        if (found := self._offered.get(given)) is None:
+            if len(self._offered) >= OFFERS:
+                self._offered.clear()
+            found = self._offered[given] = self._probe(tools, limit) or given
+        return found
 
     def _probe(self, tools: Sequence[dict[str, Any]], limit: int) -> bytes:
         for messages in (_PROBE, _PROBE[1:]):  # some templates take no system message
@@ -111,16 +123,9 @@ class EpisodeRecorder:
             return hashlib.sha256(msgspec.json.encode(token_ids)).digest()
         return b""
 
-    def _prompt(
-        self,
-        messages: Sequence[ChatMessage],
-        tools: Sequence[dict[str, Any]],
-        offered: bytes,
-        limit: int,
-        known: int,
-        answer: RecordedAnswer | None,
-    ) -> Prompt:
-        new, sampled = self._plain_messages(messages, known)
+    def _prompt(self, given: _Given, limit: int, known: int, answer: RecordedAnswer | None) -> Prompt:
+        messages, shown, tools, offered = given
+        new, sampled = self._plain_messages(shown, known)
         if answer is None:
             token_ids = self._chat.prompt(new, tools, sampled=sampled, limit=limit)
             turns = [_turn(m, 0, len(token_ids)) for m in new]
@@ -178,20 +183,18 @@ class EpisodeRecorder:
                 return size, next((answer for answer in reversed(found) if answer.newest), found[-1])
         return 0, None
 
-    def _continues(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]], place: int) -> bool:
+    def _continues(self, given: _Given, place: int) -> bool:
         """Whether the answer at ``place`` stays in the context as it was sampled (``agent.past_reasoning``)."""
         if self._past_reasoning == "keep":
             return True
         if self._past_reasoning == "split":
             return False
-        plain, sampled = self._plain_messages(messages)
-        return self._chat.keeps_past(plain, place, tools, sampled=sampled)
+        plain, sampled = self._plain_messages(given.shown)
+        return self._chat.keeps_past(plain, place, given.tools, sampled=sampled)
 
     def _plain_messages(self, messages: Sequence[ChatMessage], start: int = 0) -> tuple[list[Message], set[int]]:
         """Convert the messages from ``start`` on for templates; say which of these were sampled in this episode."""
         calls = answered(messages)
-        if self._recasts:
-            messages = _recast(messages)
         plain = [self._plain(message, calls.get(place)) for place, message in enumerate(messages[start:], start)]
         return plain, {place for place, message in enumerate(messages[start:]) if message.identity() in self._texts}
 

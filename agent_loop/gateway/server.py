@@ -105,8 +105,8 @@ class GatewayServer:
         return _json({"deadline_s": max(0.0, left_s)})
 
     async def listing(self, request: Request) -> Response:
-        """List the open episodes, without their secret ids, for ``rl-async gateway ls``."""
-        return _json(self._episodes.listing())
+        """List the open episodes, without their secret ids, and what was ignored, for ``rl-async gateway ls``."""
+        return _json(self._episodes.listing() | {"ignored": self.fields.listing()})
 
     async def give_back(self, request: Request) -> Response:
         """Fail an episode that is named as the listing does, for ``rl-async gateway end``."""

@@ -6,9 +6,9 @@ from typing import Any
 
 from rl_async.errors import UserError
 
-USAGE = """rl-async gateway [--host HOST] [--port PORT] RUN
-       rl-async gateway ls [--url URL] RUN
-       rl-async gateway end [--url URL] RUN EPISODE"""
+USAGE = """rl-async gateway RUN [--host HOST] [--port PORT]
+       rl-async gateway ls RUN [--url URL]
+       rl-async gateway end RUN EPISODE [--url URL]"""
 
 
 def add_gateway(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +61,9 @@ def _list(run: Path, url: str) -> int:
         f"{listing['samples_waiting']} samples wait for a program"
         + (f"; no program has asked for {silence:.0f} s" if silence else "")
     )
+    for one in listing["ignored"]:
+        client, field = printable(one["client"]) or "a client without a name", printable(one["field"])
+        print(f"{client}: {field} ignored in {one['requests']} requests (agent.gateway.unsupported)")
     return 0
 
 

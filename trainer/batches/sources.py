@@ -41,13 +41,13 @@ class QueueVerbs(Protocol):
 class Absence:
     """Notices that ``what`` waits for agent programs, of which none plays, and logs it: first at once, then rarely."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, what: str, clock: Callable[[], float]) -> None:
+        self._what, self._clock = what, clock
         self._logged = -math.inf
 
     def lasts(self, reply: NotReady) -> bool:
         """Whether the queue says that no program plays."""
-        now = time.monotonic()
+        now = self._clock()
         if reply.unattended_s and now - self._logged > REMIND_S:
             self._logged = now
             log.warning(
@@ -67,9 +67,13 @@ class QueueSource:
     """
 
     def __init__(
-        self, queue: QueueVerbs, timeout_s: float, refused: Callable[[int, Mapping[RowKey, str]], None]
+        self,
+        queue: QueueVerbs,
+        timeout_s: float,
+        refused: Callable[[int, Mapping[RowKey, str]], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._queue, self._timeout_s, self._refused = queue, timeout_s, refused
+        self._queue, self._timeout_s, self._refused, self._clock = queue, timeout_s, refused, clock
         self._step = 0  # reserved last
 
     def reserve(self, step: int, stopping: Callable[[], bool]) -> Reserved | None:
@@ -77,8 +81,8 @@ class QueueSource:
 
         Raises RlAsyncError with what is missing when the deadline passes.
         """
-        deadline = time.monotonic() + self._timeout_s
-        absence = Absence(f"step {step}")
+        deadline = self._clock() + self._timeout_s
+        absence = Absence(f"step {step}", self._clock)
         while True:
             reply = self._queue.reserve(step, POLL_S)
             if isinstance(reply, Reserved):
@@ -87,8 +91,8 @@ class QueueSource:
             if stopping():
                 return None
             if absence.lasts(reply):
-                deadline = time.monotonic() + self._timeout_s
-            if time.monotonic() > deadline:
+                deadline = self._clock() + self._timeout_s
+            if self._clock() > deadline:
                 raise RlAsyncError(
                     f"no batch for step {step} within {self._timeout_s:.0f} s (trainer.batch_timeout_s): {reply.why}"
                 )

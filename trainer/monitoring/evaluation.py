@@ -43,9 +43,13 @@ class Evaluator:
     """
 
     def __init__(
-        self, queue: EvalVerbs, every: int, record: Callable[[FinishedEvaluation, list[Trajectory]], None]
+        self,
+        queue: EvalVerbs,
+        every: int,
+        record: Callable[[FinishedEvaluation, list[Trajectory]], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._queue, self._every, self._record = queue, every, record
+        self._queue, self._every, self._record, self._clock = queue, every, record, clock
         self._running: int | None = None
         self._newest = -1  # requested last
         self._unattended_s = 0.0  # as the queue said last
@@ -83,14 +87,18 @@ class Evaluator:
         self._running = self._newest = published
 
     def _wait(self, timeout_s: float) -> FinishedEvaluation | None:
-        """Wait for the running evaluation; its deadline begins anew when agent programs come back, or leave."""
-        result, alone, since = None, False, time.monotonic()
+        """Wait for the running evaluation: ``timeout_s`` in all while it is played, and as long while nobody plays.
+
+        A program that comes back late still has time, and one that comes and goes does not keep the run waiting.
+        """
+        result, before = None, self._clock()
+        waited = {"played": 0.0, "alone": 0.0}
         while self._running is not None:
             result = self._collect(1.0)
-            if alone != bool(self._unattended_s):
-                alone, since = not alone, time.monotonic()
-            if self._running is not None and time.monotonic() > since + timeout_s:
-                if alone:
+            state, now = "alone" if self._unattended_s else "played", self._clock()
+            waited[state], before = waited[state] + now - before, now
+            if self._running is not None and waited[state] > timeout_s:
+                if state == "alone":
                     log.warning(
                         "the evaluation of version step %d is skipped: no agent program has asked a gateway for an "
                         "episode for %.0f s, so nobody plays the held-out tasks",

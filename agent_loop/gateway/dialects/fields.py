@@ -56,6 +56,7 @@ OPENAI: dict[str, Field] = {
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "prediction"), _NO_EFFECT),
     **_SAMPLING,
     "response_format": Field(({"type": "text"},)),
+    "verbosity": Field(("medium",)),
     "parallel_tool_calls": Field((True,)),
     "tool_choice": Field(("auto", "none")),
     "chat_template_kwargs": Field(({},)),
@@ -98,6 +99,10 @@ RESPONSES: dict[str, Field] = {
     "conversation": Field((), "name the previous response instead (previous_response_id)"),
     "prompt": Field((), "leave it out: nothing is stored here; send instructions and input"),
 }
+RESPONSES_TEXT: dict[str, Field] = {  # the members of `text`
+    "format": Field(({}, {"type": "text"})),
+    "verbosity": Field(("medium",)),
+}
 ANTHROPIC: dict[str, Field] = {
     **dict.fromkeys(("metadata", "service_tier", "cache_control", "inference_geo"), _NO_EFFECT),
     **_SAMPLING,
@@ -125,12 +130,19 @@ def unobeyed(fields: Mapping[str, Any], read: Collection[str], table: Mapping[st
         if value is None or (name in read and name not in table):
             continue
         field = table.get(name, Field())
-        if field.neutral is None or value in field.neutral:
+        if field.neutral is None or value in field.neutral or _given(value) in field.neutral:
             continue
         if field.way_out:
             raise not_supported(f"{name[:SHOWN]}={_shown(value)}", field.way_out, name, field.code)
         found[name] = value
     return found
+
+
+def _given(value: Any) -> Any:
+    """Return the value without members of null, which clients write for what they do not ask."""
+    if not isinstance(value, dict):
+        return value
+    return {name: _given(member) for name, member in value.items() if member is not None}
 
 
 def not_supported(what: str, way_out: str, param: str = "messages", code: str = "unsupported_value") -> RequestRefused:
@@ -178,6 +190,13 @@ class UnobeyedFields:
                 log.warning(
                     "%r asks for %r=%s, which the gateway ignores (agent.gateway.unsupported)", *key, _shown(value)
                 )
+
+    def listing(self) -> list[dict[str, Any]]:
+        """Return how many requests of each client had which field, the most frequent first."""
+        return [
+            {"client": client, "field": field, "requests": requests}
+            for (client, field), requests in self.dropped.most_common()
+        ]
 
 
 def _shown(value: Any) -> str:

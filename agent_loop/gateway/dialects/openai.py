@@ -86,7 +86,8 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     """Return a tool that is a function. Raises RequestRefused for any other."""
     if (kind := tool.get("type", "function")) != "function":
         raise tool_refused(str(kind))
-    if not isinstance(tool.get("function"), dict) or not isinstance(tool["function"].get("name"), str):
+    function = tool.get("function")
+    if not isinstance(function, dict) or not (isinstance(function.get("name"), str) and function["name"]):
         raise RequestRefused("a tool has no function with a name", code="invalid_request", param="tools")
     return tool
 

@@ -135,7 +135,7 @@ class ResponseStream:
     def end(self, done: Completion, reasoning: str, text: str) -> Iterator[Event]:
         """Send the rest of reasoning and text, then calls, and the whole response."""
         yield from self.more(reasoning, text)
-        if self._open is None and not (done.message.calls or done.message.text):
+        if not (done.message.calls or done.message.text):
             yield from self._append("message", "")
         yield from self._close(status(done))
         for place in range(len(done.message.calls)):

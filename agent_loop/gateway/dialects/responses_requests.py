@@ -15,6 +15,7 @@ import msgspec
 from rl_async.agent_loop.gateway.dialects.chat import ASSISTANT, UNREADABLE, ChatMessage, ChatRequest, FunctionCall
 from rl_async.agent_loop.gateway.dialects.fields import (
     RESPONSES,
+    RESPONSES_TEXT,
     content_refused,
     not_supported,
     tool_refused,
@@ -60,10 +61,6 @@ class Tool(msgspec.Struct):
     tools: "list[Tool]" = []
 
 
-class TextOptions(msgspec.Struct):
-    format: dict[str, Any] | None = None
-
-
 class ResponsesBody(msgspec.Struct):
     """The fields of a request that have an effect."""
 
@@ -75,7 +72,7 @@ class ResponsesBody(msgspec.Struct):
     previous_response_id: str | None = None
     store: bool | None = None
     include: list[str] | None = None
-    text: TextOptions | None = None
+    text: dict[str, Any] | None = None
     max_output_tokens: Limit | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -114,36 +111,53 @@ class ResponsesRequest(NamedTuple):
         return ENCRYPTED in (self.body.include or ())
 
 
-class _Kept(NamedTuple):
-    previous: str
-    messages: tuple[ChatMessage, ...]
+class _Said(NamedTuple):
+    """A message of a conversation, and the number of the one before it; -1 if it is the first."""
+
+    before: int
+    message: ChatMessage
 
 
 class KeptResponses:
-    """Responses by their ids, and their output items by the items' ids."""
+    """Responses by their ids, and their output items by the items' ids.
+
+    Conversations share what they begin with, so that whole ones in every request take no more than their messages do.
+    """
 
     def __init__(self) -> None:
-        self._responses: dict[str, _Kept] = {}
+        self._ends: dict[str, int] = {}  # the number of a response's last message, by the response's id
+        self._said: list[_Said] = []
+        self._numbers: dict[_Said, int] = {}
         self._items: dict[str, dict[str, Any]] = {}
+
+    def __len__(self) -> int:
+        """Return the number of messages that are kept."""
+        return len(self._said)
 
     def keep(self, name: str, previous: str, messages: Sequence[ChatMessage], output: Sequence[dict[str, Any]]) -> None:
         """Remember what the response ``name`` adds to the conversation up to ``previous`` (empty: none)."""
-        self._responses[name] = _Kept(previous, tuple(messages))
+        end = self._ends[previous] if previous else -1
+        for message in messages:
+            said = _Said(end, message)
+            end = self._numbers.setdefault(said, len(self._said))
+            if end == len(self._said):
+                self._said.append(said)
+        self._ends[name] = end
         self._items |= {item["id"]: item for item in output}
 
     def history(self, name: str) -> list[ChatMessage]:
         """Return the conversation up to and including a response. Raises RequestRefused if it is not kept."""
-        parts: list[tuple[ChatMessage, ...]] = []
-        while name:
-            if (kept := self._responses.get(name)) is None:
-                raise RequestRefused(
-                    f"there is no response {name[:80]} in this episode, or it was made with store=false",
-                    code="previous_response_not_found",
-                    param="previous_response_id",
-                )
-            parts.append(kept.messages)
-            name = kept.previous
-        return [message for part in reversed(parts) for message in part]
+        if (end := self._ends.get(name)) is None:
+            raise RequestRefused(
+                f"there is no response {name[:80]} in this episode, or it was made with store=false",
+                code="previous_response_not_found",
+                param="previous_response_id",
+            )
+        found = []
+        while end >= 0:
+            end, message = self._said[end]
+            found.append(message)
+        return found[::-1]
 
     def item(self, name: str) -> dict[str, Any]:
         """Return an output item. Raises RequestRefused if it is not kept."""
@@ -164,8 +178,7 @@ def read_request(body: bytes, kept: KeptResponses) -> ResponsesRequest:
     except UNREADABLE as error:
         raise RequestRefused(str(error), code="invalid_request") from error
     asked = unobeyed(fields, ResponsesBody.__struct_fields__, RESPONSES)
-    if wanted.text is not None and (wanted.text.format or {}).get("type", "text") != "text":
-        asked["text.format"] = wanted.text.format
+    asked |= {f"text.{name}": value for name, value in unobeyed(wanted.text or {}, (), RESPONSES_TEXT).items()}
     if searches := [tool.type for tool in wanted.tools or () if tool.type in SEARCHES]:
         asked["tools"] = searches
     names, tools = _tools([tool for tool in wanted.tools or () if tool.type not in SEARCHES])
@@ -302,6 +315,8 @@ def _tools(tools: Sequence[Tool]) -> tuple[dict[str, FunctionName], list[dict[st
         for function in tool.tools if tool.type == "namespace" else [tool]:
             if function.type != "function":
                 raise tool_refused(function.type)
+            if not function.name:
+                raise RequestRefused("a function has no name", code="invalid_request", param="tools")
             name = FunctionName(function.name, namespace)
             names[name.printed] = name
             schema: dict[str, Any] = {"name": name.printed, "description": function.description or ""}

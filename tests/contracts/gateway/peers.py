@@ -33,11 +33,12 @@ from tests.unit.agent_loop.fakes import ScriptedEngine
 
 
 class Queue:
-    """Has one group, keeps what comes, and is over when told to."""
+    """Has one group, keeps what comes (once ``takes`` is set, as it is), and is over when told to."""
 
     def __init__(self, group: LeasedGroup) -> None:
         self.groups, self.rows, self.failures = [group], list[tuple[Trajectory, ...]](), list[str]()
-        self.over = asyncio.Event()
+        self.over, self.takes, self.putting = asyncio.Event(), asyncio.Event(), threading.Event()
+        self.takes.set()
 
     async def lease(self, max_groups: int, wait_s: float, *, idle_s: float | None = None) -> Leased:
         if max_groups and self.groups:
@@ -49,6 +50,8 @@ class Queue:
         return Done()
 
     async def put(self, *rows: Trajectory) -> Done:
+        self.putting.set()
+        await self.takes.wait()
         self.rows.append(rows)
         return Done()
 
@@ -109,7 +112,7 @@ class RunningGateway:
         self._loop = asyncio.get_running_loop()
         async with RewardService(RewardConfig()) as rewards:
             episodes = OpenEpisodes(self._config, self._renderer, self.engine, self.queue, rewards)
-            self._gateway = GatewayServer(self._config, episodes)
+            self._gateway = GatewayServer(self._config, episodes, self._ping_s)
             server = uvicorn.Server(uvicorn.Config(self._gateway.app, log_level="warning", lifespan="off"))
             serving = asyncio.create_task(server.serve(sockets=[self._listener]))
             self._ready.set()
@@ -131,6 +134,10 @@ class RunningGateway:
     def end(self) -> None:
         status, ended = Gateway(self.url).post(f"/episodes/{self.taken()}/reward", {"reward": 1.0})
         assert status == 200 and ended["accepted"]
+
+    def take_rows(self) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self.queue.takes.set)
 
     def stop(self) -> None:
         if self._loop is not None and self._thread.is_alive():

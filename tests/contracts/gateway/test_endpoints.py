@@ -2,11 +2,13 @@
 
 import http.client
 import json
+import threading
 from typing import Any
 
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.gateway.server import TRAIN
 from tests.contracts.gateway.peers import RunningGateway
 
 END = "<|im_end|>"
@@ -50,6 +52,31 @@ def test_tokens_are_counted_as_they_are_used(start: Any) -> None:
     assert status == 200 and counted["input_tokens"] > 3000  # more than fit; nothing is sampled
     gateway.end()
     assert [len(rows) for rows in gateway.queue.rows] == [1]
+
+
+@pytest.mark.parametrize("train", ["yes", "no"])
+def test_while_an_episode_is_being_ended_each_client_is_refused_in_its_own_way(start: Any, train: str) -> None:
+    gateway = start("5")
+    ask(gateway, "POST", "/v1/chat/completions", {"messages": [USER]})
+    gateway.queue.takes.clear()
+    ending = threading.Thread(target=gateway.end)
+    ending.start()
+    try:
+        assert gateway.queue.putting.wait(60)
+        for path, body in {
+            "/v1/chat/completions": {"messages": [USER], "stream": True},
+            "/v1/responses": {"input": "a?"},
+            "/v1/completions": {"prompt": "a?"},
+            "/v1/messages": {"messages": [USER], "max_tokens": 9, "stream": True},
+        }.items():
+            status, answer, _ = ask(gateway, "POST", path, body, **{TRAIN: train})
+            error, anthropic = answer["error"], path == "/v1/messages"
+            code = error["details"]["error_code"] if anthropic else error["code"]
+            assert (status, code, "type" in answer) == (404, "episode_ended", anthropic)
+    finally:
+        gateway.take_rows()
+        ending.join(60)
+    assert [len(rows) for rows in gateway.queue.rows] == [1] and len(gateway.engine.scripted.requests) == 1
 
 
 @pytest.mark.parametrize("name", ["gpt-5", "some/model"])

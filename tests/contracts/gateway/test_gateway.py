@@ -195,7 +195,9 @@ def test_errors_are_those_that_the_client_knows(start: Any) -> None:
 
 
 @pytest.mark.parametrize("unsupported", ["ignore", "refuse"])
-def test_other_sampling_is_dropped_and_counted_or_refused(start: Any, unsupported: str) -> None:
+def test_other_sampling_is_dropped_and_counted_or_refused(
+    start: Any, unsupported: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     gateway = start("5", "6", unsupported=unsupported)
     episode, client = take(gateway)
     question, asked = [{"role": "user", "content": "a?"}], {"temperature": 0, "seed": 5, "extra_body": {"top_k": 7}}
@@ -207,6 +209,9 @@ def test_other_sampling_is_dropped_and_counted_or_refused(start: Any, unsupporte
         client.chat.completions.create(model="any", messages=question, **asked)
     client.chat.completions.create(model="any", messages=question)
     episode.reward(1.0)
+    make_tokens(tmp_path / "keys")
+    assert main(["gateway", "ls", str(tmp_path), "--url", gateway.url]) == 0
+    assert ("top_k" in capsys.readouterr().out) == (unsupported == "ignore")
     assert gateway.queue.rows[0][0].sampling.temperature == 1.0
     found = {(client.partition("/")[0], field): count for (client, field), count in gateway.dropped().items()}
     name = "OpenAI"

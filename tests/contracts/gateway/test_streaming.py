@@ -246,15 +246,16 @@ def test_an_engine_lost_for_good_ends_the_stream_with_an_error(held: Any, render
     assert renderer.decode(row.token_ids[row.loss_mask].tolist()) == f"5{END}"
 
 
-def test_a_client_that_hangs_up_in_the_middle_leaves_no_trace(held: Any, renderer: ChatRenderer) -> None:
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_client_that_hangs_up_in_the_middle_leaves_no_trace(held: Any, renderer: ChatRenderer, dialect: str) -> None:
     gateway = held()
-    client = Client(gateway, "chat")
+    client = Client(gateway, dialect)
     assert gateway.engine.asked.acquire(timeout=WAIT_S)
     gateway.engine.say("1+")
     assert client.text() == "1+"
     client.close()
     assert gateway.engine.cancelled.wait(WAIT_S)
-    again = Client(gateway, "chat")
+    again = Client(gateway, dialect)
     assert gateway.engine.asked.acquire(timeout=WAIT_S)
     gateway.engine.say("5")
     gateway.engine.end()

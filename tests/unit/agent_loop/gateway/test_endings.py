@@ -192,3 +192,55 @@ async def test_an_end_that_comes_while_the_episode_is_given_up_is_refused(render
         failed.set()
         await asyncio.wait_for(queue.failed.wait(), 10)
     assert queue.rows == [] and len(queue.failures) == 1
+
+
+class SlowQueue(FakeQueue):
+    """Takes rows only when told to."""
+
+    def __init__(self) -> None:
+        super().__init__([leased()])
+        self.putting, self.taken = asyncio.Event(), asyncio.Event()
+
+    async def put(self, *rows: Trajectory) -> Done | Refused:
+        self.putting.set()
+        await self.taken.wait()
+        return await super().put(*rows)
+
+
+@pytest.mark.parametrize("train", [True, False])
+async def test_an_episode_that_is_being_ended_samples_nothing(renderer: ChatRenderer, train: bool) -> None:
+    queue, engine = SlowQueue(), ScriptedEngine(renderer, ["4", "5"])
+    async with gateway(queue, renderer, engine) as episodes:
+        episode = await begin(episodes)
+        await episode.complete(ask("2+2"))
+        prepared = await episode.prepare(ask("3+3"))
+        ending = asyncio.create_task(episodes.end(episode.id, Ending(reward=1.0)))
+        await queue.putting.wait()
+        for late in (
+            episode.prepare(ask("3+3")),
+            episode.count(ask("3+3")),
+            episode.answer(prepared, train=train),
+            episode.complete(ask("3+3"), train=train),
+        ):
+            with pytest.raises(RequestRefused) as refused:
+                await late
+            assert (refused.value.code, refused.value.status) == ("episode_ended", 404)
+        assert len(engine.requests) == 1
+        queue.taken.set()
+        assert (await ending).rows == 1
+
+
+async def test_of_two_rewards_at_once_the_first_counts(renderer: ChatRenderer) -> None:
+    queue = SlowQueue()
+    async with gateway(queue, renderer, ScriptedEngine(renderer, ["4"])) as episodes:
+        episode = await begin(episodes)
+        await episode.complete(ask("2+2"))
+        first = asyncio.create_task(episodes.end(episode.id, Ending(reward=1.0, idempotency_key="k")))
+        await queue.putting.wait()
+        again = asyncio.create_task(episodes.end(episode.id, Ending(reward=1.0, idempotency_key="k")))
+        second = asyncio.create_task(episodes.end(episode.id, Ending(reward=0.0)))
+        await asyncio.sleep(0)
+        queue.taken.set()
+        assert (await first).accepted and await again == await first
+        assert not (await second).accepted and (await second).reward == 1.0
+    assert [[row.reward for row in rows] for rows in queue.rows] == [[1.0]]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rl_async.agent_loop.chat_formats.format import Message
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.gateway.dialects.chat import ChatMessage, FunctionCall, history_keys, read_answer
-from rl_async.agent_loop.gateway.recorder import EpisodeRecorder, Prompt, answered, cut_at_stop, stopped_by
+from rl_async.agent_loop.gateway.recorder import OFFERS, EpisodeRecorder, Prompt, answered, cut_at_stop, stopped_by
 from rl_async.messages import Version, VersionRun
 from rl_async.rollout_server.api import GenerateResult
 from tests.support.effort import examples
@@ -182,6 +182,47 @@ def test_a_late_system_message_is_the_users_where_the_template_takes_none(strict
     talk.say([ChatMessage("system", "s"), user("a?"), told, said, told, user("b?")], "2")
     assert talk.text(0).count("<|im_start|>" + ("user" if strict else "system") + "\nnow") == 2
     assert len(talk.recorder.rows) == 1 and talk.text(0).startswith("<|im_start|>system\ns")
+
+
+class Overtaken(ChatRenderer):
+    """Runs another request, as another thread may, when a prompt was rejected."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.meanwhile: Any = None
+
+    def prompt(self, *given: Any, **options: Any) -> list[int]:
+        try:
+            return super().prompt(*given, **options)
+        except jinja2.TemplateError:
+            if (meanwhile := self.meanwhile) is not None:
+                self.meanwhile = None
+                meanwhile()
+            raise
+
+
+def test_requests_at_the_same_time_do_not_disturb_one_another() -> None:
+    chat = Overtaken(byte_tokenizer(STRICT_ORDER + TEMPLATE, eos="<|im_end|>"))
+    late = [ChatMessage("system", "s"), user("a?"), ChatMessage("system", "now")]
+    expected = EpisodeRecorder(chat).prompt(late, ()).token_ids
+    recorder, others = EpisodeRecorder(chat), list[list[int]]()
+    chat.meanwhile = lambda: others.append(recorder.prompt(late, ()).token_ids)
+    assert recorder.prompt(late, ()).token_ids == expected
+    assert others == [expected]
+
+
+def test_tools_that_differ_in_every_request_take_bounded_space(talk: Talk) -> None:
+    def held(value: Any) -> int:
+        if isinstance(value, dict):
+            return sum(held(part) for pair in value.items() for part in pair)
+        if isinstance(value, list | tuple):
+            return sum(map(held, value))
+        return len(value) if isinstance(value, bytes | str) else 1
+
+    for number in range(2 * OFFERS):
+        described = [{"type": "function", "function": {"name": "f", "description": f"{number} " * 1000}}]
+        talk.recorder.prompt([user("a?")], described)
+    assert held([value for name, value in vars(talk.recorder).items() if name != "_chat"]) <= 100 * OFFERS
 
 
 @pytest.mark.parametrize(("past", "rows"), [("keep", 1), ("strip", 2), ("split", 2)])

@@ -1,7 +1,8 @@
 """A batch has a deadline, but not while its agent programs are away."""
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -40,8 +41,10 @@ MISSING = NotReady(why="one is missing")
 BATCH = Reserved(step=3, headers=[])
 
 
-def source(*answers: Reserved | NotReady, timeout_s: float = 1e-9) -> QueueSource:
-    return QueueSource(Queue(*answers), timeout_s, lambda step, rows: None)
+def source(
+    *answers: Reserved | NotReady, timeout_s: float = 1e-9, clock: Callable[[], float] = time.monotonic
+) -> QueueSource:
+    return QueueSource(Queue(*answers), timeout_s, lambda step, rows: None, clock)
 
 
 def test_no_deadline_passes_while_no_program_plays(caplog: pytest.LogCaptureFixture) -> None:
@@ -51,12 +54,11 @@ def test_no_deadline_passes_while_no_program_plays(caplog: pytest.LogCaptureFixt
     assert "280 s" in line and "step 3" in line
 
 
-def test_the_deadline_counts_from_when_a_program_was_there_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter(range(0, 10000, 100))
-    monkeypatch.setattr("rl_async.trainer.batches.sources.time.monotonic", lambda: float(next(now)))
-    assert source(*[AWAY] * 20, BATCH, timeout_s=300.0).reserve(3, lambda: False) is BATCH
+def test_the_deadline_counts_from_when_a_program_was_there_last() -> None:
+    clock = map(float, range(0, 10000, 100)).__next__
+    assert source(*[AWAY] * 20, BATCH, timeout_s=300.0, clock=clock).reserve(3, lambda: False) is BATCH
     with pytest.raises(RlAsyncError, match=r"trainer\.batch_timeout_s"):
-        source(*[AWAY] * 3, *[MISSING] * 9, timeout_s=300.0).reserve(3, lambda: False)
+        source(*[AWAY] * 3, *[MISSING] * 9, timeout_s=300.0, clock=clock).reserve(3, lambda: False)
 
 
 def test_a_request_to_stop_ends_the_wait() -> None:

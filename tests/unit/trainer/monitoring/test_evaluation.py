@@ -1,6 +1,5 @@
 """Evaluations are named by the version that was sampled, and every result is returned and recorded once."""
 
-import types
 from collections.abc import Sequence
 
 import msgspec
@@ -8,7 +7,6 @@ import pytest
 
 from rl_async.errors import RlAsyncError
 from rl_async.messages import Done, NotReady, Reserved, RowKey, Trajectory, Version, VersionRun
-from rl_async.trainer.monitoring import evaluation
 from rl_async.trainer.monitoring.evaluation import Evaluator, FinishedEvaluation
 from tests.conftest import make_rows
 
@@ -148,8 +146,25 @@ class Returning(Queue):
         return super().eval_result(eval_id, wait_s)
 
 
-def test_a_program_that_comes_back_late_has_time_to_play(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 0.0, 1.0, 30.0, 60.0, 64.0, 66.0, 120.0])
-    monkeypatch.setattr(evaluation, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
-    (result,) = Evaluator(Returning(done=False), 0, Recorder()).finish(7, 65.0)
+def test_a_program_that_comes_back_late_has_time_to_play() -> None:
+    clock = iter([0.0, 0.0, 30.0, 60.0, 64.0, 66.0, 120.0])
+    (result,) = Evaluator(Returning(done=False), 0, Recorder(), lambda: next(clock)).finish(7, 65.0)
     assert result.step == 7
+
+
+class Pausing(Queue):
+    """Somebody plays for five replies, and nobody for the next five, again and again."""
+
+    replies = 0
+
+    def eval_result(self, eval_id: int, wait_s: float) -> Reserved | NotReady:
+        self.replies += 1
+        assert self.replies < 1000, "it waits without end"
+        self.unattended_s = 11.0 if self.replies // 5 % 2 else 0.0
+        return super().eval_result(eval_id, wait_s)
+
+
+def test_programs_that_come_and_go_do_not_keep_a_run_waiting() -> None:
+    clock = map(float, range(100_000)).__next__
+    with pytest.raises(RlAsyncError, match=r"trainer\.batch_timeout_s"):
+        Evaluator(Pausing(done=False), 0, Recorder(), clock).finish(7, 65.0)

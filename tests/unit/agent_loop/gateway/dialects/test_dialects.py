@@ -89,6 +89,8 @@ def test_what_changes_nothing_is_accepted() -> None:
         "best_of": 1,
         "functions": [],
         "metadata": {"a": "b"},
+        "verbosity": "medium",
+        "chat_template_kwargs": {"enable_thinking": None},
     }
     neutral |= {"function_call": "none", "skip_special_tokens": True, "stop_token_ids": [], "parallel_tool_calls": True}
     request = chat(**neutral, tool_choice="auto", logprobs=None, user="me", stream_options={"include_usage": True})
@@ -101,7 +103,7 @@ def test_a_tool_that_is_no_function_of_the_program_is_refused_by_its_type(kind: 
     with pytest.raises(RequestRefused, match=kind) as refused:
         chat(tools=[{"type": kind, kind: {"name": "x"}}])
     assert (refused.value.code, refused.value.param) == ("unsupported_value", "tools")
-    for broken in ({}, {"type": "function"}, {"function": {"name": 5}}):
+    for broken in ({}, {"type": "function"}, {"function": {"name": 5}}, {"function": {"name": ""}}):
         with pytest.raises(RequestRefused) as refused:
             chat(tools=[broken])
         assert (refused.value.code, refused.value.param) == ("invalid_request", "tools")

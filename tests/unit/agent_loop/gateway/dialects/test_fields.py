@@ -22,6 +22,7 @@ def test_dropped_fields_are_counted_and_logged_once_for_each_client(caplog: pyte
         ("b/2", "top_k"): 1,
     }
     assert len(caplog.records) == 4
+    assert unobeyed.listing()[0] == {"client": "a/1", "field": "temperature", "requests": 2}
 
 
 def test_names_that_clients_choose_take_bounded_space(monkeypatch: pytest.MonkeyPatch) -> None:
