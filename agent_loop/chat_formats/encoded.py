@@ -59,6 +59,10 @@ class TokenizerFormat(ABC):
         """Settle nothing before the end of the turn."""
         return Settled()
 
+    def call_opening(self, name: str = "") -> list[int]:
+        """Say nothing of how calls begin."""
+        return []
+
     @abstractmethod
     def _written(self, message: Message, *, sampled: bool) -> Message:
         """Convert a message for the template. The content of a sampled one is the text as it was sampled."""

@@ -120,6 +120,13 @@ class ChatFormat(Protocol):
         """
         ...
 
+    def call_opening(self, name: str = "") -> list[int]:
+        """Return how a turn begins that calls the function ``name`` (empty: any), up to where the policy decides.
+
+        Nothing if the format cannot say, or if turns begin with reasoning.
+        """
+        ...
+
     def keeps_past(
         self,
         messages: Sequence[Message],

@@ -67,6 +67,10 @@ class MistralFormat(ChatRenderer):
             return Settled()
         return super().settled(token_ids, prompt_ids=prompt_ids, tools=tools, stops=stops)
 
+    def call_opening(self, name: str = "") -> list[int]:
+        """Return how a turn begins that calls ``name`` (empty: any), unless turns may begin with reasoning."""
+        return [] if _THINK in str(self._tokenizer.chat_template) else super().call_opening(name)
+
     def _render_delta(self, messages: list[Message], sampled: list[int]) -> tuple[int, ...]:
         """Encode what results add after the calls that they answer, and other messages after an answer."""
         results = next((n for n, message in enumerate(messages) if message["role"] != "tool"), len(messages))

@@ -4,6 +4,7 @@ The prompt is rendered by the tokenizer's chat template. A tool result is render
 only the text that it adds is encoded, so the tokens sampled before it stay as they are.
 """
 
+import re
 import sys
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from rl_async.agent_loop.chat_formats.hermes import HERMES
 from rl_async.agent_loop.chat_formats.syntax import THINK_END, THINK_START, CallSyntax, split_reasoning
 
 _MARK = "rendermark"  # the assistant's text in the placeholder conversation
+_PROBE, _PROBE_ID = "probe", "callid012"  # a function that is called to see how, and its call's id
+_NAME = re.compile(r"[\w.-]*")  # of functions, that no template would have to escape
 _TAIL = 16  # tokens of a prompt in which an open <think> is looked for
 
 
@@ -38,7 +41,7 @@ class ChatRenderer(TokenizerFormat):
         super().__init__(tokenizer, cache_bytes)
         self.name, self._syntax = name, syntax
         self._thinks = "</think>" in str(tokenizer.chat_template)
-        self._prints_calls = "probe" in self.printed_call()
+        self._prints_calls = _PROBE in self.printed_call()
         closing = self._after_mark([])
         first = self.encode(closing)[:1]
         if not first or first[0] not in tokenizer.added_tokens_decoder:
@@ -51,7 +54,7 @@ class ChatRenderer(TokenizerFormat):
         """Return what the template prints of an assistant's call; nothing if it accepts none."""
         given: tuple[Any, ...] = ({}, "{}")
         for arguments in given:  # some templates need JSON text
-            call = {"id": "callprobe", "type": "function", "function": {"name": "probe", "arguments": arguments}}
+            call = {"id": _PROBE_ID, "type": "function", "function": {"name": _PROBE, "arguments": arguments}}
             said: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
             try:
                 return self._render([{"role": "user", "content": "x"}, said], (), generate=False)
@@ -115,6 +118,23 @@ class ChatRenderer(TokenizerFormat):
         if tools and start:
             text = without_beginnings(text.partition(start)[0], [start])
         return Settled(reasoning, text)
+
+    def call_opening(self, name: str = "") -> list[int]:
+        """Return how a turn begins that calls ``name`` (empty: any function), as the template would write it.
+
+        Nothing for templates that know reasoning: a call comes behind it.
+        """
+        if self._thinks or not self._syntax.call_start or not _NAME.fullmatch(name):
+            return []
+        if not name:
+            return self.encode(self._syntax.call_start)
+        written = self.printed_call() if self._prints_calls else self._syntax.render(_PROBE, "{}")
+        _, start, call = written.partition(self._syntax.call_start)
+        opening, arguments, _ = call.partition("{}")
+        opening = opening.partition(_PROBE_ID)[0]  # which the policy chooses
+        if not arguments or opening.count(_PROBE) != 1:
+            return []
+        return self.encode(start + opening.replace(_PROBE, name).rstrip())
 
     def _opened(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the prompt has opened the turn's reasoning."""

@@ -121,11 +121,11 @@ class GatewayEpisode:
         self.heard()
         self._check_open()
         self._check_messages(request)
-        return len((await self._prompt(request, None, sys.maxsize)).token_ids)
+        return len((await self._prompt(request, None, sys.maxsize)).given)
 
     def release(self, asked: Asked) -> Release:
         """Return what decides about the answer's text while it is sampled."""
-        return Release(self._reader(asked), asked.prompt.token_ids, asked.request)
+        return Release(self._reader(asked), asked.prompt.token_ids, asked.request, asked.prompt.forced)
 
     async def answer(self, asked: Asked, *, train: bool = True, release: Release | None = None) -> Completion:
         """Return the policy's answer, and record it if the episode is still open and it is to ``train``.
@@ -152,7 +152,10 @@ class GatewayEpisode:
         sampled = len(result.token_ids)
         result = cut_at_stop(result, request.stops, self._chat)
         answer = self._reader(asked).parse(
-            result.token_ids, prompt_ids=prompt.token_ids, tools=request.tools, stops=request.stops
+            [*prompt.forced, *result.token_ids],
+            prompt_ids=prompt.token_ids,
+            tools=request.tools,
+            stops=request.stops,
         )
         said = read_answer(answer, tools=bool(request.tools))
         if release is not None:
@@ -166,7 +169,7 @@ class GatewayEpisode:
             asked.number,
             said if request.reasoning else msgspec.structs.replace(said, reasoning=""),
             "stop" if result.finish_reason == "stop" else "length",
-            len(prompt.token_ids),
+            len(prompt.given),
             sampled,
             stopped_by(result, request.stops, self._chat),
         )
@@ -181,7 +184,16 @@ class GatewayEpisode:
             wanted, known = getattr(request, name), [getattr(s, name) for s in (self._sampling, self._train_sampling)]
             if wanted is not None and not any(math.isclose(wanted, value) for value in known):
                 found[name] = wanted
+        if request.forces is not None and not self._forced(request):
+            found["tool_choice"] = request.forces or "required"
         return found
+
+    def _forced(self, request: ChatRequest) -> list[int]:
+        """Return how an answer begins that must be a call; nothing if the chat format cannot say.
+
+        No mask is put on the policy: what it samples behind this is from its own distribution, and all that is trained.
+        """
+        return [] if request.forces is None else self._chat.call_opening(request.forces)
 
     def _check(self, request: ChatRequest, bare: str | list[int] | None) -> None:
         self._check_open()
@@ -222,7 +234,9 @@ class GatewayEpisode:
                     raise TooLong(len(prompt.token_ids))
                 return prompt
             size = sum(len(message.text) + 100 for message in request.messages)  # a message alone takes time, too
-            return await off_loop(size, self._recorder.prompt, request.messages, request.tools, limit)
+            forced = self._forced(request)
+            asked = request.messages, request.tools, limit - len(forced)
+            return (await off_loop(size, self._recorder.prompt, *asked))._replace(forced=forced)
         except TooLong as error:
             raise RequestRefused(
                 f"the messages have {error} and leave no room within {limit} (agent.max_tokens, rollout.max_model_len)",
@@ -235,10 +249,11 @@ class GatewayEpisode:
             ) from error
 
     def _generate(self, request: ChatRequest, prompt: Prompt, number: int) -> GenerateRequest:
-        room = min(self._max_tokens, self._limit - len(prompt.token_ids))
+        given = prompt.given
+        room = min(self._max_tokens, self._limit - len(given))
         return GenerateRequest(
             request_id=f"{self._name}.{number}",
-            token_ids=prompt.token_ids,
+            token_ids=given,
             sampling=self._sampling,
             max_tokens=room if request.max_tokens is None else min(room, request.max_tokens),
             stop_token_ids=self._chat.stop_token_ids,

@@ -50,6 +50,12 @@ class Prompt(NamedTuple):
     messages: Sequence[ChatMessage]
     tools: Sequence[dict[str, Any]]
     offered: bytes  # a hash of what the chat format prints of the tools
+    forced: Sequence[int] = ()  # how the answer begins; the policy has not decided about it
+
+    @property
+    def given(self) -> list[int]:
+        """All tokens that the engine is to continue."""
+        return [*self.token_ids, *self.forced]
 
 
 class _Given(NamedTuple):
@@ -158,8 +164,9 @@ class EpisodeRecorder:
         """
         row = self._row(prompt)
         start = len(row.tokens)
+        row.tokens.add(prompt.forced)
         row.tokens.add_sampled(result)
-        text = self._chat.turn_text(result.token_ids)
+        text = self._chat.turn_text([*prompt.forced, *result.token_ids])
         calls = [ToolCall(name=call.name, arguments=call.arguments) for call in said.calls]
         calls += [ToolCall(name="", arguments=call.raw, error="bad call", problem=call.problem) for call in malformed]
         row.turns.append(

@@ -36,8 +36,10 @@ class Reader(Protocol):
 class Release:
     """The tokens of one answer so far, and what was sent of it. ``news`` is set when there are more."""
 
-    def __init__(self, reader: Reader, prompt_ids: Sequence[int], request: ChatRequest) -> None:
-        self._reader, self._prompt_ids, self._request = reader, prompt_ids, request
+    def __init__(
+        self, reader: Reader, prompt_ids: Sequence[int], request: ChatRequest, forced: Sequence[int] = ()
+    ) -> None:
+        self._reader, self._prompt_ids, self._request, self._forced = reader, prompt_ids, request, forced
         self._reasoning = self._text = ""  # as they were sent
         self._tokens: Sequence[int] = ()
         self._read = 0
@@ -45,7 +47,7 @@ class Release:
 
     def hear(self, token_ids: Sequence[int]) -> None:
         """Take all tokens sampled so far."""
-        self._tokens = token_ids
+        self._tokens = [*self._forced, *token_ids] if self._forced else token_ids
         self.news.set()
 
     def more(self) -> tuple[str, str]:

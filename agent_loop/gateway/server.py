@@ -137,7 +137,7 @@ class GatewayServer:
         asked = await self._prepare(request, chat)
         name, model = _short(request), self._model(chat)
         if chat.stream:
-            tokens = len(asked.prompt.token_ids)
+            tokens = len(asked.prompt.given)
             return self._stream(request, asked, MessageStream(asked.number, name, model, tokens))
         return _json(anthropic.message(await self._answer(request, asked), name, model))
 

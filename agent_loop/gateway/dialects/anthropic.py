@@ -5,7 +5,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from rl_async.agent_loop.gateway.dialects.chat import UNREADABLE, ChatMessage, ChatRequest, Completion, FunctionCall
+from rl_async.agent_loop.gateway.dialects.chat import (
+    UNREADABLE,
+    ChatMessage,
+    ChatRequest,
+    Completion,
+    FunctionCall,
+    forceable,
+)
 from rl_async.agent_loop.gateway.dialects.fields import ANTHROPIC, content_refused, tool_refused, unobeyed
 from rl_async.agent_loop.gateway.dialects.openai import Limit
 from rl_async.errors import RequestRefused
@@ -75,13 +82,18 @@ def read_request(body: bytes) -> ChatRequest:
     except UNREADABLE as error:
         raise RequestRefused(str(error), code="invalid_request") from error
     system = _text(wanted.system)
-    tools = [] if _choice(wanted) == "none" else wanted.tools or []
+    tools = [] if _choice(wanted) == "none" else [_schema(tool) for tool in wanted.tools or []]
+    asked = unobeyed(fields, MessagesBody.__struct_fields__, ANTHROPIC)
+    if (forces := forceable(_forced(wanted.tool_choice), tools)) is not None:
+        del asked["tool_choice"]
+        if wanted.tool_choice.get("disable_parallel_tool_use"):
+            asked["tool_choice"] = {"disable_parallel_tool_use": True}
     return ChatRequest(
         messages=[
             *([ChatMessage("system", system)] if system else []),
             *(message for body in wanted.messages for message in _messages(body)),
         ],
-        tools=[_schema(tool) for tool in tools],
+        tools=tools,
         stops=[text for text in wanted.stop_sequences or [] if text],
         max_tokens=wanted.max_tokens,
         temperature=wanted.temperature,
@@ -90,12 +102,23 @@ def read_request(body: bytes) -> ChatRequest:
         usage=True,
         model=wanted.model,
         reasoning=(wanted.thinking or {}).get("type", "disabled") != "disabled",
-        unobeyed=unobeyed(fields, MessagesBody.__struct_fields__, ANTHROPIC),
+        unobeyed=asked,
+        forces=forces,
     )
 
 
 def _choice(body: MessagesBody) -> Any:
     return body.tool_choice.get("type") if isinstance(body.tool_choice, dict) else body.tool_choice
+
+
+def _forced(choice: Any) -> str | None:
+    """Return the name of the function that must be called; empty for any, None if ``tool_choice`` names none."""
+    match choice:
+        case {"type": "any"}:
+            return ""
+        case {"type": "tool", "name": str(name)}:
+            return name
+    return None
 
 
 def _messages(body: AnthropicMessage) -> Iterator[ChatMessage]:

@@ -53,6 +53,7 @@ class ChatRequest(NamedTuple):
     model: str
     reasoning: bool = True  # whether the client wants to see any
     unobeyed: Mapping[str, Any] = {}  # fields that ask for something that the run does not do (`fields.py`)
+    forces: str | None = None  # the function that the answer must call; empty: any; None: the policy decides
 
 
 class Completion(NamedTuple):
@@ -67,6 +68,12 @@ class Completion(NamedTuple):
     prompt_tokens: int
     sampled_tokens: int
     stop: str = ""
+
+
+def forceable(name: str | None, tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return ``name``, which an answer must call (empty: any function), unless no such tool is offered."""
+    offered = [tool["function"]["name"] for tool in tools]
+    return name if offered and name in ("", *offered) else None
 
 
 def history_keys(messages: Sequence[ChatMessage], offered: bytes) -> list[bytes]:

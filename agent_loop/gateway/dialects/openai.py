@@ -6,7 +6,14 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from rl_async.agent_loop.gateway.dialects.chat import UNREADABLE, ChatMessage, ChatRequest, Completion, FunctionCall
+from rl_async.agent_loop.gateway.dialects.chat import (
+    UNREADABLE,
+    ChatMessage,
+    ChatRequest,
+    Completion,
+    FunctionCall,
+    forceable,
+)
 from rl_async.agent_loop.gateway.dialects.fields import OPENAI, content_refused, tool_refused, unobeyed
 from rl_async.errors import RequestRefused
 
@@ -39,6 +46,13 @@ class OpenAIMessage(msgspec.Struct):
     tool_call_id: str | None = None
 
 
+class ForcedCall(msgspec.Struct):
+    """A ``tool_choice`` that names a function."""
+
+    type: Literal["function"]
+    function: Function
+
+
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
@@ -68,9 +82,13 @@ def read_request(body: bytes) -> ChatRequest:
         raise RequestRefused(str(error), code="invalid_request") from error
     limits = [limit for limit in (chat.max_tokens, chat.max_completion_tokens) if limit is not None]
     stops = [chat.stop] if isinstance(chat.stop, str) else chat.stop or []
+    tools = [] if chat.tool_choice == "none" else [_tool(tool) for tool in chat.tools or []]
+    asked = unobeyed(fields, ChatBody.__struct_fields__, OPENAI)
+    if (forces := forceable(_forced(chat.tool_choice), tools)) is not None:
+        del asked["tool_choice"]
     return ChatRequest(
         messages=[_message(message) for message in chat.messages],
-        tools=[] if chat.tool_choice == "none" else [_tool(tool) for tool in chat.tools or []],
+        tools=tools,
         stops=[stop for stop in stops if stop],
         max_tokens=min(limits, default=None),
         temperature=chat.temperature,
@@ -78,8 +96,19 @@ def read_request(body: bytes) -> ChatRequest:
         stream=bool(chat.stream),
         usage=bool(chat.stream_options and chat.stream_options.include_usage),
         model=chat.model,
-        unobeyed=unobeyed(fields, ChatBody.__struct_fields__, OPENAI),
+        unobeyed=asked,
+        forces=forces,
     )
+
+
+def _forced(choice: Any) -> str | None:
+    """Return the name of the function that must be called; empty for any, None if ``tool_choice`` names none."""
+    if choice == "required":
+        return ""
+    try:
+        return msgspec.convert(choice, ForcedCall).function.name
+    except msgspec.ValidationError:
+        return None
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,14 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from rl_async.agent_loop.gateway.dialects.chat import ASSISTANT, UNREADABLE, ChatMessage, ChatRequest, FunctionCall
+from rl_async.agent_loop.gateway.dialects.chat import (
+    ASSISTANT,
+    UNREADABLE,
+    ChatMessage,
+    ChatRequest,
+    FunctionCall,
+    forceable,
+)
 from rl_async.agent_loop.gateway.dialects.fields import (
     RESPONSES,
     RESPONSES_TEXT,
@@ -185,10 +192,13 @@ def read_request(body: bytes, kept: KeptResponses) -> ResponsesRequest:
     items = [Item(role="user", content=wanted.input)] if isinstance(wanted.input, str) else wanted.input
     said = messages(items, kept)
     system = [ChatMessage("system", wanted.instructions)] if wanted.instructions else []
+    offered = [] if wanted.tool_choice == "none" else tools
+    if (forces := forceable(_forced(wanted.tool_choice), offered)) is not None:
+        del asked["tool_choice"]
     past = kept.history(wanted.previous_response_id) if wanted.previous_response_id else []
     chat = ChatRequest(
         messages=[*system, *past, *said],
-        tools=[] if wanted.tool_choice == "none" else tools,
+        tools=offered,
         stops=[],
         max_tokens=wanted.max_output_tokens,
         temperature=wanted.temperature,
@@ -197,9 +207,20 @@ def read_request(body: bytes, kept: KeptResponses) -> ResponsesRequest:
         usage=True,
         model=wanted.model,
         unobeyed=asked,
+        forces=forces,
     )
     echoed = {name: fields[name] for name in ("tools", "metadata", "reasoning", "text") if fields.get(name)}
     return ResponsesRequest(chat, said, names, wanted, echoed)
+
+
+def _forced(choice: Any) -> str | None:
+    """Return the name of the function that must be called; empty for any, None if ``tool_choice`` names none."""
+    match choice:
+        case "required":
+            return ""
+        case {"type": "function", "name": str(name)}:
+            return name
+    return None
 
 
 def messages(items: Iterable[Item], kept: KeptResponses) -> list[ChatMessage]:

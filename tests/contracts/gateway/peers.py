@@ -174,7 +174,7 @@ def gateway_process(folder: Path, model: Path, queue: str) -> Iterator[str]:
     config = RunConfig(
         model=ModelConfig(path=str(model)),
         data=DataConfig(path="none"),
-        agent=AgentConfig(max_tokens=200),
+        agent=AgentConfig(max_tokens=200, unprinted_tools="allow"),
         rollout=RolloutConfig(max_tokens=6, max_model_len=256),
     )
     (folder / "config.yaml").write_text(dump(config))

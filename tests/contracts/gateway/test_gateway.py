@@ -324,15 +324,18 @@ def test_what_a_real_engine_sampled_reaches_the_queue_as_it_was(
 
 
 def play(episode: RemoteEpisode) -> tuple[str, str, str]:
-    """Two turns and a branch of the second; what was said in each."""
+    """Two turns and a branch of the second, which must be a call; what was said in each."""
     client = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0)
 
-    def ask(*texts: str) -> str:
+    def ask(*texts: str, **options: Any) -> str:
         messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
-        return client.chat.completions.create(model="any", messages=messages).choices[0].message.content
+        return client.chat.completions.create(model="any", messages=messages, **options).choices[0].message.content
 
     first = ask("what is 2+3?")
-    said = first, ask("what is 2+3?", first, "and 4?"), ask("what is 2+3?", first, "and 5?")
+    second = ask("what is 2+3?", first, "and 4?")
+    call = ask("what is 2+3?", first, "and 5?", tools=[WEATHER], tool_choice="required")
+    assert call.startswith("<tool_call>"), "a broken one is text"
+    said = first, second, call.removeprefix("<tool_call>")
     assert episode.reward(0.25) == {"accepted": True, "reason": "", "rows": 2, "reward": 0.25}
     return said
 

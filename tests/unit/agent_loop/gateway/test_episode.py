@@ -9,11 +9,13 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.gateway.dialects.chat import ChatRequest
+from rl_async.agent_loop.data.tiny_tokenizer import CHAT_TEMPLATE
+from rl_async.agent_loop.gateway.dialects.chat import ChatMessage, ChatRequest
 from rl_async.agent_loop.gateway.open_episodes import Ending
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.errors import RequestRefused
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
+from tests.support.families import byte_tokenizer
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
 from tests.unit.agent_loop.gateway.fakes import FakeQueue, Gone, ask, begin, gateway
 
@@ -149,3 +151,63 @@ async def test_held_out_tasks_are_sampled_as_evaluations_are(renderer: ChatRende
         await episodes.end(episode.id, Ending())
     assert engine.requests[0].sampling.temperature == run_config().eval.temperature
     assert queue.rows[0][0].partition == "eval"
+
+
+CALCULATOR = {"type": "function", "function": {"name": "calculator", "parameters": {}}}
+ARGUMENTS = '{"expression":"2+3"}'
+
+
+@pytest.mark.parametrize(
+    ("forces", "begins", "goes_on"),
+    [
+        ("", "<tool_call>", '{"name": "calculator", "arguments": ' + ARGUMENTS + "}</tool_call>"),
+        ("calculator", '<tool_call>\n{"name": "calculator", "arguments":', " " + ARGUMENTS + "}</tool_call>"),
+    ],
+)
+async def test_a_forced_call_is_begun_for_the_policy_which_trains_on_what_it_sampled(
+    renderer: ChatRenderer, forces: str, begins: str, goes_on: str
+) -> None:
+    queue, engine = FakeQueue([leased()]), ScriptedEngine(renderer, [goes_on, "5"])
+    async with gateway(queue, renderer, engine) as episodes:
+        episode = await begin(episodes)
+        request = ask("2+3?", tools=[CALCULATOR], forces=forces)
+        assert episode.unobeyed(request) == {}
+        release = episode.release(asked := await episode.prepare(request))
+        release.hear(renderer.encode(goes_on))
+        assert release.more() == ("", "")
+        done = await episode.answer(asked)
+        assert [(call.name, call.arguments) for call in done.message.calls] == [("calculator", ARGUMENTS)]
+        release.check(done.message)
+        assert release.rest(done.message) == ("", "")
+        assert renderer.decode(engine.requests[0].token_ids).endswith("assistant\n" + begins)
+        assert done.prompt_tokens == len(engine.requests[0].token_ids) == await episode.count(request)
+        again = [*request.messages, done.message, ChatMessage("tool", "5")]
+        await episode.complete(ask(tools=[CALCULATOR])._replace(messages=again))
+        await episodes.end(episode.id, Ending(reward=1.0))
+    ((row,),) = queue.rows
+    assert renderer.decode(row.token_ids[row.loss_mask].tolist()) == f"{goes_on}<|im_end|>5<|im_end|>"
+    assert f"assistant\n{begins}{goes_on}<|im_end|>" in renderer.decode(row.token_ids.tolist())
+    assert [turn.text for turn in row.turns if turn.role == "assistant"] == [begins + goes_on, "5"]
+    assert row.token_ids[: len(engine.requests[1].token_ids)].tolist() == engine.requests[1].token_ids
+
+
+async def test_a_call_that_cannot_be_forced_is_counted() -> None:
+    thinking = ChatRenderer(byte_tokenizer("{#- </think> -#}" + CHAT_TEMPLATE, eos="<|im_end|>"))
+    queue, engine = FakeQueue([leased()]), ScriptedEngine(thinking, ["5"])
+    async with gateway(queue, thinking, engine) as episodes:
+        episode = await begin(episodes)
+        assert episode.unobeyed(ask("2+3?", tools=[CALCULATOR], forces="")) == {"tool_choice": "required"}
+        request = ask("2+3?", tools=[CALCULATOR], forces="calculator")
+        assert episode.unobeyed(request) == {"tool_choice": "calculator"}
+        assert (await episode.complete(request)).message.text == "5"
+
+
+async def test_a_forced_call_needs_room(renderer: ChatRenderer) -> None:
+    size = len(renderer.prompt([{"role": "user", "content": "a?"}]))
+    queue, engine = FakeQueue([leased()]), ScriptedEngine(renderer, ["5"])
+    async with gateway(queue, renderer, engine, max_tokens=size + 1) as episodes:
+        episode = await begin(episodes)
+        with pytest.raises(RequestRefused) as refused:
+            await episode.complete(ask("a?", tools=[CALCULATOR], forces=""))
+        assert refused.value.code == "context_length_exceeded"
+        await episode.complete(ask("a?", tools=[CALCULATOR]))

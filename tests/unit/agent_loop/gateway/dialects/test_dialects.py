@@ -339,3 +339,29 @@ def test_anthropic_events_add_up_to_the_message() -> None:
     assert inputs == [{"a": 1}, {}]
     assert events[-2]["delta"]["stop_reason"] == "tool_use" and events[-1] == {"type": "message_stop"}
     assert anthropic.message(SPEAKING, "ep", "m")["stop_reason"] == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("openai_choice", "anthropic_choice", "forces"),
+    [
+        ("required", {"type": "any"}, ""),
+        ({"type": "function", "function": {"name": "f"}}, {"type": "tool", "name": "f"}, "f"),
+        ("auto", {"type": "auto"}, None),
+        ("none", {"type": "none"}, None),
+        (None, None, None),
+    ],
+)
+def test_a_call_of_an_offered_function_may_be_forced(openai_choice: Any, anthropic_choice: Any, forces: Any) -> None:
+    one = chat(tools=[{"type": "function", "function": {"name": "f"}}], tool_choice=openai_choice)
+    two = messages(tools=[{"name": "f", "input_schema": {}}], tool_choice=anthropic_choice)
+    assert (one.forces, one.unobeyed) == (two.forces, two.unobeyed) == (forces, {})
+
+
+def test_what_of_a_choice_cannot_be_obeyed_is_named() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    other = {"type": "function", "function": {"name": "g"}}
+    for choice in (other, {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": tools}}, 7):
+        assert chat(tools=tools, tool_choice=choice).unobeyed == {"tool_choice": choice}
+    single = {"type": "any", "disable_parallel_tool_use": True}
+    request = messages(tools=[{"name": "f", "input_schema": {}}], tool_choice=single)
+    assert (request.forces, request.unobeyed) == ("", {"tool_choice": {"disable_parallel_tool_use": True}})

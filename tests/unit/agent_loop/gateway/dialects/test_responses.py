@@ -69,6 +69,20 @@ def test_a_function_without_a_name_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("choice", "forces"),
+    [
+        ("required", ""),
+        ({"type": "function", "name": "f"}, "f"),
+        ({"type": "function", "name": "g"}, None),
+        ("auto", None),
+    ],
+)
+def test_a_call_of_an_offered_function_may_be_forced(choice: Any, forces: Any) -> None:
+    request = ask(tools=[{"type": "function", "name": "f", "parameters": {}}], tool_choice=choice).chat
+    assert request.forces == forces and ("tool_choice" in request.unobeyed) == (choice != "auto" and forces is None)
+
+
+@pytest.mark.parametrize(
     "said",
     [
         ChatMessage("assistant", "", reasoning="so"),
