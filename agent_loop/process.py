@@ -11,6 +11,7 @@ import uvloop
 
 from rl_async.agent_loop.chat_formats.registry import load_format
 from rl_async.agent_loop.episodes.runner import EpisodeRunner
+from rl_async.agent_loop.recorded import AsRecorded, RecordedRunner
 from rl_async.agent_loop.tools.mcp.connect import connect_servers
 from rl_async.agent_loop.tools.mcp.servers import forget_variables
 from rl_async.agent_loop.worker import AgentWorker
@@ -45,6 +46,14 @@ async def played_and_scored(
         rewards = await stack.enter_async_context(service)
         forget_api_keys(config)
         yield runner, rewards
+
+
+async def hand_in(config: RunConfig, index: int, address: str, *, folder: Path) -> None:
+    """Run one worker that hands in recorded episodes until the run is over. Raises what ``run_worker`` does."""
+    async with QueueClient(
+        address, role="agent", name=f"agent-{index}", keys=client_keys(config, folder, "worker")
+    ) as queue:
+        await AgentWorker(queue, RecordedRunner(config), AsRecorded(), config).run()
 
 
 async def run_worker(config: RunConfig, index: int, address: str, *, folder: Path, reward_model: str = "") -> None:
@@ -89,7 +98,10 @@ def work(folder: Path, index: int, queue: str, reward_model: str) -> None:
     async def until_signalled() -> int:
         received = cancel_on_signals()
         try:
-            await run_worker(config, index, queue, folder=folder, reward_model=reward_model)
+            if config.rollout.replay:
+                await hand_in(config, index, queue, folder=folder)
+            else:
+                await run_worker(config, index, queue, folder=folder, reward_model=reward_model)
         except asyncio.CancelledError:
             if not received:
                 raise

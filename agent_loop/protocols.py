@@ -3,7 +3,7 @@
 from collections.abc import Awaitable
 from typing import Protocol
 
-from rl_async.messages import Done, Leased, Refused, SampleKey, Task, Trajectory
+from rl_async.messages import Done, Leased, LeasedGroup, Refused, SampleKey, Task, Trajectory
 
 
 class SampleQueue(Protocol):
@@ -19,6 +19,14 @@ class GatewayQueue(SampleQueue, Protocol):
     """A gateway's verbs: its leases say for how long no agent program has played or asked."""
 
     async def lease(self, max_groups: int, wait_s: float, *, idle_s: float | None = None) -> Leased: ...
+
+
+class Runner(Protocol):
+    """Plays the episodes of an agent worker."""
+
+    async def run(self, group: LeasedGroup, sample: int) -> list[Trajectory]:
+        """Return the rows of one sample, which are not scored yet. What it raises is reported to the queue."""
+        ...
 
 
 class RewardScorer(Protocol):

@@ -11,8 +11,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from rl_async.agent_loop.episodes.runner import EpisodeRunner
-from rl_async.agent_loop.protocols import RewardScorer, SampleQueue
+from rl_async.agent_loop.protocols import RewardScorer, Runner, SampleQueue
 from rl_async.configs.derived.samples import samples_per_group
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EpisodeTimeout, RlAsyncError
@@ -30,7 +29,7 @@ class AgentWorker:
     def __init__(
         self,
         queue: SampleQueue,
-        runner: EpisodeRunner,
+        runner: Runner,
         rewards: RewardScorer,
         config: RunConfig,
     ) -> None:

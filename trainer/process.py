@@ -140,13 +140,19 @@ def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None,
     keys = client_keys(config, run.folder, "trainer")
     with SyncQueueClient(address, role="trainer", name=f"trainer-{run.rank}", keys=keys, lineage=run.lineage) as queue:
         run.source = sources.QueueSource(queue, config.trainer.batch_timeout_s, run.recorder.refused)
+        if run.rank != 0 and config.rollout.replay:
+            return train(run)
         if run.rank != 0:
             run.publisher = _watched(run, _publisher(run, IdleCoordinator(), wire), None)
             return train(run)
         if snapshot is not None:
             resumed = queue.resume(run.start_step, run.lineage, snapshot)
             log.info("the queue kept %d groups and admits %d again", resumed.kept, resumed.readmitted)
-        run.depth, token = QueueDepth(queue), run_token(run.folder, "engines")
+        run.depth = QueueDepth(queue)
+        if config.rollout.replay:
+            run.publisher = NoEngines(lambda version: queue.publish(version, []))
+            return _finish(train(run), queue)
+        token = run_token(run.folder, "engines")
         if config.data.eval_path:
             run.evaluations = Evaluator(queue, config.eval.every, run.recorder.evaluated)
         with WeightCoordinator(
@@ -157,10 +163,14 @@ def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None,
             host,
         ) as coordinator:
             run.publisher = _watched(run, _publisher(run, coordinator, wire), queue)
-            done = train(run)
-            if done:
-                queue.finish()
-        return done
+            return _finish(train(run), queue)
+
+
+def _finish(done: bool, queue: SyncQueueClient) -> bool:
+    """Tell the queue that the run is over, if the last step is done."""
+    if done:
+        queue.finish()
+    return done
 
 
 def _resolved_sync(run: Run) -> WeightSyncConfig:

@@ -11,8 +11,11 @@ from pathlib import Path
 import zmq
 
 from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.schema.run import RunConfig
+from rl_async.messages import Task
 from rl_async.process.http_auth import run_token
 from rl_async.process.role import add_run, role_parser, run_role
+from rl_async.recording import Recording, task_of
 from rl_async.transfer_queue.auth.authenticator import Authenticator
 from rl_async.transfer_queue.auth.keys import client_keys, server_keys
 from rl_async.transfer_queue.auth.sockets import is_file
@@ -25,6 +28,7 @@ from rl_async.transfer_queue.reports.metrics import serve_metrics
 from rl_async.transfer_queue.server.loop import bind, serve
 from rl_async.transfer_queue.server.queue_server import QueueServer
 from rl_async.transfer_queue.state.store import Store
+from rl_async.transfer_queue.state.tasks import TaskList, TaskSource
 from rl_async.transfer_queue.state.transitions import Feed
 
 log = logging.getLogger("rl_async.queue")
@@ -38,7 +42,7 @@ def run_queue(run: Path, address: str, *, relaunched: bool, stopped: threading.E
     """
     config = load_resolved(run / "config.yaml")
     keys = server_keys(config, run)
-    source, eval_tasks = make_sources(config)
+    source, eval_tasks = _tasks(config)
     with (
         contextlib.closing(open_journal(config, run)) as journal,
         contextlib.closing(Ledger(run / "ledger.jsonl")) as ledger,
@@ -64,6 +68,13 @@ def run_queue(run: Path, address: str, *, relaunched: bool, stopped: threading.E
             server = QueueServer(store, journal, feed, limits=limits, allowed=keys.allowed)
             serve(socket, server, recorder.flush, stopped.is_set, auth=auth)
     log.info("ended")
+
+
+def _tasks(config: RunConfig) -> tuple[TaskSource, list[Task]]:
+    """Return the training tasks, and the held-out tasks of one evaluation; a replay has recorded groups alone."""
+    if config.rollout.replay:
+        return TaskList([task_of(group) for group in Recording(config.rollout.replay).groups]), []
+    return make_sources(config)
 
 
 def main(argv: list[str] | None = None) -> int:

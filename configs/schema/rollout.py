@@ -117,6 +117,10 @@ class RolloutConfig(Config, frozen=True):
     max_tokens: Annotated[Positive, doc("Sampled tokens per turn.")] = 64
     max_batch_size: Annotated[Positive, doc("Concurrent sequences per engine.")] = 256
     max_model_len: Annotated[Positive, doc("Longest sequence that an engine accepts, in tokens.")] = 256
+    replay: Annotated[
+        str,
+        doc("Folder of a run whose recorded episodes are trained again, in their order, instead of sampling any."),
+    ] = ""
     request_timeout_s: Annotated[
         Seconds, doc("Deadline of one generate request; time during which its engine sleeps does not count.")
     ] = 120.0

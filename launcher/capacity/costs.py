@@ -17,7 +17,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.launcher.folder.tail import MetricsTail, Record
 from rl_async.launcher.plan.memory import ModelSize
-from rl_async.trainer.monitoring.records import read_trajectories
+from rl_async.recording import read_trajectories
 
 SKIPPED = 1  # first steps of a run, which are slower
 

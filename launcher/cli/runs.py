@@ -45,7 +45,7 @@ def _launch(arguments: argparse.Namespace) -> int:
         print(f"no effect with agent.gateway, whose programs play the episodes: {', '.join(idle)}", file=sys.stderr)
     if arguments.launcher == "local":  # elsewhere, the nodes may have what this machine lacks
         check_user_code(given)
-        for line in try_mcp_servers(given.agent):
+        for line in () if given.rollout.replay else try_mcp_servers(given.agent):
             print(line, flush=True)
     config = fetch_sources(given)
     fetched = fetched_from(given, config)

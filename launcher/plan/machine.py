@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+from rl_async.agent_loop.recorded import needed_groups
 from rl_async.configs.derived.engines import engine_kinds, engine_traits
 from rl_async.configs.derived.models import warm_start_of
 from rl_async.configs.engines import ENGINES
@@ -17,7 +18,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.launcher.plan.artifacts import needs_preparation
 from rl_async.launcher.plan.memory import model_size, tiny_shape
-from rl_async.launcher.plan.planning import Plan, plan
+from rl_async.launcher.plan.planning import Plan, engines, plan
 from rl_async.launcher.plan.threads import cores, with_threads
 from rl_async.reward_loop.api_keys import read_api_key
 from rl_async.trainer.model.families import why_not_shared
@@ -37,14 +38,17 @@ def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: in
     if config.model.device == "cuda" and gpus == 0:
         raise UserError("model.device=cuda, but no GPU is visible; use auto or cpu")
     needs_preparation(config)
-    if not elsewhere:
-        check_engines(config, on_gpus=False)
     check_trainer(config, gpus)
-    check_api_keys(config)
+    if config.rollout.replay:
+        needed_groups(config)
+    else:
+        check_api_keys(config)
+    if not elsewhere and not config.rollout.replay:
+        check_engines(config, on_gpus=False)
     size = model_size(config)
     check_expert_names(config)
     if not elsewhere and (gpus == 0 or config.model.device == "cpu"):
-        config = with_threads(config, size, cores(), engines=config.rollout.engines)
+        config = with_threads(config, size, cores(), engines=engines(config))
     return plan(config, folder, size=size, gpus=gpus, resume=resume)
 
 

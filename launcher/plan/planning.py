@@ -11,6 +11,7 @@ from pathlib import Path
 from rl_async.configs.derived.models import warm_start_of
 from rl_async.configs.derived.queue import is_encrypted
 from rl_async.configs.derived.transport import Transport, resolve_transport
+from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.engines import engine_spec
 from rl_async.launcher.plan.memory import (
@@ -68,7 +69,7 @@ def plan(
         transport=resolve_transport(config),
         prepare=_prepare(config, run_dir),
         queue=_queue(config, run_dir),
-        engines=tuple(engine_spec(config, run_dir, i, devices.engine(i), size) for i in range(config.rollout.engines)),
+        engines=tuple(engine_spec(config, run_dir, i, devices.engine(i), size) for i in range(engines(config))),
         workers=_workers(config, run_dir),
         trainers=tuple(_trainer(config, run_dir, i, devices, size, resume) for i in range(config.trainer.ranks)),
         ports=_ports(config),
@@ -84,8 +85,18 @@ def plan(
 def serves_reward_model(config: RunConfig) -> bool:
     """Whether the run starts a reward model: a scorer uses one, and reward.model.url is not set."""
     model = config.reward.model
-    wanted = any(term.name == "reward_model" for term in config.reward.functions)
+    wanted = any(term.name == "reward_model" for term in config.reward.functions) and not config.rollout.replay
     return wanted and model is not None and not model.url
+
+
+def engines(config: RunConfig) -> int:
+    """Return how many engines the run starts: none if it replays what others have sampled."""
+    return 0 if config.rollout.replay else config.rollout.engines
+
+
+def gateway_of(config: RunConfig) -> GatewayConfig | None:
+    """Return the gateway that the run starts, if it does."""
+    return None if config.rollout.replay else config.agent.gateway
 
 
 @dataclass(frozen=True)
@@ -194,12 +205,10 @@ def _reward_model(config: RunConfig, run_dir: Path, devices: Devices) -> Process
 
 def _workers(config: RunConfig, run_dir: Path) -> tuple[ProcessSpec, ...]:
     """Return the processes that play episodes: agent workers, or instead of them a gateway for agent programs."""
-    gateway = config.agent.gateway
-    if gateway is not None:
+    if gateway_of(config) is not None:
         return (_worker(config, run_dir, GATEWAY, "agent_loop.gateway", "--port", f"{{{GATEWAY}}}"),)
-    return tuple(
-        _worker(config, run_dir, f"worker-{i}", "agent_loop", "--index", str(i)) for i in range(config.agent.workers)
-    )
+    workers = 1 if config.rollout.replay else config.agent.workers
+    return tuple(_worker(config, run_dir, f"worker-{i}", "agent_loop", "--index", str(i)) for i in range(workers))
 
 
 def _worker(config: RunConfig, run_dir: Path, name: str, program: str, *flags: str) -> ProcessSpec:
@@ -264,17 +273,15 @@ def _rank_environment(config: RunConfig, rank: int, devices: Devices) -> dict[st
 
 def _ports(config: RunConfig) -> tuple[PortWish, ...]:
     first = config.rollout.port
-    engines = (
-        PortWish(f"engine-{i}", first + i if first else 0, "rollout.port") for i in range(config.rollout.engines)
-    )
-    wishes = [*engines, PortWish(RENDEZVOUS)]
+    of_engines = (PortWish(f"engine-{i}", first + i if first else 0, "rollout.port") for i in range(engines(config)))
+    wishes = [*of_engines, PortWish(RENDEZVOUS)]
     if is_encrypted(config.queue):
         shards = (PortWish(f"shard-{i}") for i in range(config.queue.shards))
         wishes = [PortWish("queue", config.queue.port, "queue.port"), *shards, *wishes]
     if config.reward.model is not None and serves_reward_model(config):
         wishes.append(PortWish(REWARD_MODEL, config.reward.model.port, "reward.model.port"))
-    if config.agent.gateway is not None:
-        wishes.append(PortWish(GATEWAY, config.agent.gateway.port, "agent.gateway.port"))
+    if (gateway := gateway_of(config)) is not None:
+        wishes.append(PortWish(GATEWAY, gateway.port, "agent.gateway.port"))
     return tuple(wishes)
 
 
@@ -282,7 +289,7 @@ def endpoints(
     config: RunConfig, run_dir: Path, ports: Mapping[str, int], hosts: Mapping[str, str] = THIS_MACHINE
 ) -> Endpoints:
     """Return the addresses of those processes of a run to which others connect."""
-    gateway = config.agent.gateway
+    gateway = gateway_of(config)
     return Endpoints(
         queue=fill(queue_address(config, run_dir), ports),
         reward_model=f"http://{hosts.get(REWARD_MODEL, HOST)}:{ports[REWARD_MODEL]}" if REWARD_MODEL in ports else "",

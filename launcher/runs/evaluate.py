@@ -21,8 +21,8 @@ from rl_async.launcher.watch.terminal import say
 from rl_async.messages import EngineRecord, Reserved, Version, episode_rewards
 from rl_async.process.http_auth import run_token
 from rl_async.process.private_folder import hold_private_folder
+from rl_async.recording import write_trajectories
 from rl_async.rollout_server.connect import connect
-from rl_async.trainer.monitoring.records import write_trajectories
 from rl_async.transfer_queue.auth.keys import client_keys
 from rl_async.transfer_queue.client.async_client import QueueClient
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from rl_async.agent_loop.recorded import check_recording
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_SIGNAL, RlAsyncError, UserError
 from rl_async.launcher.doctor.report import FILE as DIAGNOSIS
@@ -66,7 +67,8 @@ def launch_on_ray(
 
 def make_ready(config: RunConfig, folder: Path, *, resume: bool = False) -> tuple[Plan, dict[str, int]]:
     """Check this machine, assign ports and create the run folder. Raises UserError before anything is created."""
-    check_engines(config, on_gpus=True)
+    if not config.rollout.replay:
+        check_engines(config, on_gpus=True)
     planned = plan_here(config, folder, resume=resume)
     ports = assign_ports(planned.ports)
     _make_folder(config, folder)
@@ -123,13 +125,16 @@ async def prepare(config: RunConfig, planned: Plan, supervisor: Supervisor, cons
 
 
 def check_chat(config: RunConfig) -> None:
-    """Raise ConfigError if the model's chat format does not go with the config; a model elsewhere is unknown."""
-    agent = config.agent
-    wants = agent.tools or agent.environment or agent.mcp or agent.chat_format != "auto"
+    """Raise ConfigError if the model's chat format does not go with the config or with what it replays; a model
+    elsewhere is unknown."""
+    agent, replay = config.agent, config.rollout.replay
+    wants = replay or agent.tools or agent.environment or agent.mcp or agent.chat_format != "auto"
     if wants and Path(config.model.path).is_dir():
         from rl_async.agent_loop.chat_formats.registry import load_format  # imports Transformers, which takes seconds
 
-        load_format(config.model.path, agent)
+        chat = load_format(config.model.path, agent)
+        if replay:
+            check_recording(config, chat)
 
 
 def announce(config: RunConfig, folder: Path, executor: Executor, console: Console) -> None:

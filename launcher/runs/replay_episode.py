@@ -21,9 +21,9 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.launcher.watch.trajectory_view import place_of
 from rl_async.messages import LeasedGroup, Trajectory, Turn, Version, VersionRun
+from rl_async.recording import read_trajectories
 from rl_async.reward_loop.api import is_time
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
-from rl_async.trainer.monitoring.records import read_trajectories
 from rl_async.transfer_queue.data.task_stream import find_task
 
 EPISODE = re.compile(r"\d+\.\d+(\.\d+)?")

@@ -22,7 +22,7 @@ from rl_async.configs.load.loader import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import DebugConfig, RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.trainer.monitoring.records import write_trajectories
+from rl_async.recording import write_trajectories
 from tests.conftest import make_model, make_rows
 from tests.support.ports import free_port
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from rl_async.errors import ProtocolError, RlAsyncError, RowsChanged, UserError
+from rl_async.errors import RlAsyncError, RowsChanged, UserError
 from rl_async.messages import NotReady, Reply, Reserved, RowKey, Trajectory, TrajectoryHeader
-from rl_async.trainer.monitoring.records import read_trajectories
+from rl_async.recording import files_of_step, read_trajectories
 
 POLL_S = 2.0
 REMIND_S = 1800.0
@@ -129,11 +129,10 @@ class RecordedSource:
 
     def reserve(self, step: int, stopping: Callable[[], bool]) -> Reserved | None:
         """Read the step's files. Raises UserError if the step was not recorded."""
-        paths = sorted(self._folder.glob(f"step-{step:06d}-*.jsonl.gz"), key=_lineage)
+        paths = files_of_step(self._folder, step)
         if not paths:
             raise UserError(f"{self._folder} has no recorded batch of step {step}")
-        newest = _lineage(paths[-1])
-        rows = [row for path in paths if _lineage(path) == newest for row in read_trajectories(path)]
+        rows = [row for path in paths for row in read_trajectories(path)]
         self._rows = {row.key: row for row in rows}
         return Reserved(step=step, headers=[self._rows[key].header() for key in sorted(self._rows)])
 
@@ -151,11 +150,3 @@ class RecordedSource:
 
     def tighten(self, max_staleness: int) -> None:
         """Do nothing: the staleness of recorded batches is fixed."""
-
-
-def _lineage(path: Path) -> int:
-    """Parse the number behind ``lineage`` in ``step-000012-lineage0-rank0.jsonl.gz``."""
-    for part in path.name.removesuffix(".jsonl.gz").split("-"):
-        if part.startswith("lineage"):
-            return int(part.removeprefix("lineage"))
-    raise ProtocolError(f"{path} does not name its lineage")

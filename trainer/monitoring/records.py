@@ -1,28 +1,15 @@
-"""Files the trainer writes: ``trained``, ``refused``, ``evaluations.jsonl``, ``trajectories/`` and the lineage."""
+"""Files the trainer appends to, ``trained``, ``refused`` and ``evaluations.jsonl``, and the lineage."""
 
-import gzip
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import numpy as np
 
 from rl_async.errors import TrainerReplaced
-from rl_async.files import append_durably, append_lines, make_durable_folder, replace_file, written_whole
-from rl_async.messages import Explanation, RowKey, Trajectory
-
-
-class TrainedRow(msgspec.Struct, frozen=True):
-    """One trained row, one line of ``trained.jsonl``."""
-
-    lineage: int
-    step: int
-    group: int
-    sample: int
-    segment: int
-    tokens_sha256: str
+from rl_async.files import append_durably, append_lines, replace_file
+from rl_async.messages import RowKey, Trajectory
+from rl_async.recording import TrainedRow
 
 
 class RefusedRow(msgspec.Struct, frozen=True):
@@ -55,46 +42,6 @@ def append_evaluation(path: Path, lineage: int, metrics: Mapping[str, float]) ->
     """Append the result of one evaluation to ``path``, one JSON object with its lineage and time."""
     with append_lines(path) as file:
         file.write(msgspec.json.encode({"lineage": lineage, "time": time.time(), **metrics}) + b"\n")
-
-
-def write_trajectories(
-    path: Path, rows: Sequence[Trajectory], explanations: Sequence[Explanation] | None = None
-) -> None:
-    """Write rows as compressed JSON lines, atomically and durably. Floats keep every bit.
-
-    ``explanations``, one per row, are added as ``correction``, which readers of trajectories skip.
-    Read them with ``import gzip, json`` and ``rows = [json.loads(line) for line in gzip.open(path, "rt")]``.
-    """
-    make_durable_folder(path.parent)
-    with written_whole(path, durable=True) as temporary, gzip.open(temporary, "wb", compresslevel=1) as file:
-        for number, row in enumerate(rows):
-            line = msgspec.structs.asdict(row)
-            if explanations is not None:
-                line["correction"] = explanations[number]
-            file.write(msgspec.json.encode(line, enc_hook=_array_to_list) + b"\n")
-
-
-def read_trajectories(path: Path) -> list[Trajectory]:
-    """Read the rows of a file that ``write_trajectories`` wrote, without the explanations."""
-    with gzip.open(path, "rb") as file:
-        rows = [msgspec.json.decode(line, type=Trajectory, dec_hook=_list_to_array) for line in file]
-    for row in rows:
-        row.token_ids = row.token_ids.astype(np.int32)
-        row.loss_mask = row.loss_mask.astype(bool)
-        row.logprobs = row.logprobs.astype(np.float32)
-    return rows
-
-
-def _array_to_list(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    raise NotImplementedError(f"cannot encode {type(value).__name__}")
-
-
-def _list_to_array(kind: type, value: Any) -> Any:
-    if kind is np.ndarray:
-        return np.asarray(value, dtype=np.float64)  # exact for int32, bool and float32, to which the caller narrows it
-    raise NotImplementedError(f"cannot decode {kind}")
 
 
 def next_lineage(run: Path, resuming: bool) -> int:

@@ -4,6 +4,7 @@ All ranks take part and rank 0 gathers. How training and generation share device
 (``weight_sync.phases``).
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch.distributed as dist
@@ -63,10 +64,15 @@ class EnginePublisher:
 
 
 class NoEngines:
-    """The publisher of a replay of recorded batches, in which there are no engines."""
+    """The publisher of a replay, in which there are no engines: it only announces versions, to the queue if there is
+    one."""
+
+    def __init__(self, announce: Callable[[Version], object] = lambda version: None) -> None:
+        self._announce = announce
 
     def before_train(self) -> None:
         """Do nothing: no engine shares this device."""
 
     def publish(self, version: Version, backend: Backend) -> dict[str, float]:
+        self._announce(version)
         return {}

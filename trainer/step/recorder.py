@@ -7,15 +7,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from rl_async.messages import RowKey, Trajectory
+from rl_async.recording import write_trajectories
 from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.batches.batch import Batch
 from rl_async.trainer.monitoring.evaluation import FinishedEvaluation
-from rl_async.trainer.monitoring.records import (
-    append_evaluation,
-    append_refused,
-    append_trained,
-    write_trajectories,
-)
+from rl_async.trainer.monitoring.records import append_evaluation, append_refused, append_trained
 from rl_async.trainer.step.explanation import explain
 
 log = logging.getLogger("rl_async.trainer")

@@ -70,7 +70,18 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, config: RunConfig) -> "QueueSettings":
-        """Derive the settings from the run's config."""
+        """Derive the settings from the run's config.
+
+        In a replay, one batch is admitted at a time and taken whole, whatever the policy of sampling and the age of its
+        tokens, so that each step trains what it trained when it was recorded.
+        """
+        settings = cls._sampled(config)
+        if not config.rollout.replay:
+            return settings
+        return msgspec.structs.replace(settings, max_staleness=0, slack=0, sampling="fifo", window=0, max_refills=0)
+
+    @classmethod
+    def _sampled(cls, config: RunConfig) -> "QueueSettings":
         return cls(
             steps=config.trainer.steps,
             batch_groups=config.data.train_batch_groups,

@@ -21,7 +21,7 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import Sampling, Trajectory
-from rl_async.trainer.monitoring.records import write_trajectories
+from rl_async.recording import write_trajectories
 from tests.conftest import make_rows
 from tests.support.forked import run_ranks
 

@@ -27,7 +27,7 @@ from rl_async.launcher.capacity.simulation import (
     SimulationResult,
 )
 from rl_async.launcher.plan.memory import ModelSize
-from rl_async.trainer.monitoring.records import write_trajectories
+from rl_async.recording import write_trajectories
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from tests.conftest import make_rows
 

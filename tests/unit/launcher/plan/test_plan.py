@@ -34,6 +34,18 @@ def test_one_process_per_engine_worker_and_rank() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("played", [[], ["agent.gateway={}"]])
+def test_a_replay_starts_nothing_that_samples_or_scores(played: list[str]) -> None:
+    reward = "reward={functions: [{name: reward_model}], model: {path: models/judge}}"
+    config = load_config(
+        "calculator", ["rollout.replay=runs/before", "rollout.engines=2", "agent.workers=3", reward, *played]
+    )
+    planned = plan(config, RUN)
+    assert [spec.name for spec in planned.processes] == ["queue", "worker-0", "trainer-0"]
+    assert [wish.name for wish in planned.ports] == ["rendezvous"]
+    assert endpoints(config, RUN, PORTS) == Endpoints(queue=QUEUE)
+
+
 def test_waiting_threads_sleep_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     config = load_config("calculator", ["launcher.threads=3"])

@@ -17,8 +17,8 @@ from rl_async.configs.load.loader import dump, from_values
 from rl_async.errors import EXIT_USER
 from rl_async.launcher.cli.__main__ import main
 from rl_async.launcher.runs.replay_episode import find_episode
+from rl_async.recording import read_trajectories, write_trajectories
 from rl_async.reward_loop.service import RewardService
-from rl_async.trainer.monitoring.records import read_trajectories, write_trajectories
 from rl_async.transfer_queue.data.task_stream import find_task
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rl_async.errors import UserError
 from rl_async.launcher.watch.evaluation_view import show_evaluations
 from rl_async.messages import Trajectory, Turn
-from rl_async.trainer.monitoring.records import write_trajectories
+from rl_async.recording import write_trajectories
 from tests.conftest import make_rows
 
 

@@ -12,15 +12,10 @@ import torch
 
 from rl_async.configs.schema.correction import RULES
 from rl_async.messages import Trajectory, codec
+from rl_async.recording import read_trajectories, write_trajectories
 from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.batches.sources import RecordedSource
-from rl_async.trainer.monitoring.records import (
-    append_evaluation,
-    append_trained,
-    next_lineage,
-    read_trajectories,
-    write_trajectories,
-)
+from rl_async.trainer.monitoring.records import append_evaluation, append_trained, next_lineage
 from rl_async.trainer.step.explanation import explain
 from tests.conftest import make_rows
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from rl_async.messages import Trajectory
+from rl_async.recording import read_trajectories
 from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.batches.batch import Batch
 from rl_async.trainer.monitoring.evaluation import FinishedEvaluation
-from rl_async.trainer.monitoring.records import read_trajectories
 from rl_async.trainer.step import recorder as module
 from rl_async.trainer.step.recorder import IN_FLIGHT, Recorder
 from tests.conftest import make_rows

@@ -5,8 +5,10 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_async.configs.schema.algorithm import AlgorithmConfig, ShapingConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.queue import QueueConfig
+from rl_async.configs.schema.rollout import RolloutConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.transfer_queue.policy.admission import (
     Candidate,
@@ -36,6 +38,19 @@ def test_settings_come_from_the_config():
     settings = QueueSettings.of(config)
     assert (settings.batch_groups, settings.slots, settings.on_straggler, settings.lease_s) == (3, 15, "drop", 2.0)
     assert (settings.steps, settings.group_size, settings.eval_samples) == (100, 16, 1)
+
+
+def test_a_replay_admits_one_batch_at_a_time_and_takes_it_whole() -> None:
+    config = RunConfig(
+        model=ModelConfig(path="m"),
+        data=DataConfig(path="d", train_batch_groups=3),
+        rollout=RolloutConfig(replay="runs/before"),
+        queue=QueueConfig(max_staleness=4, sampling="freshest", window=5),
+        algorithm=AlgorithmConfig(shaping=ShapingConfig(dynamic_sampling=True)),
+    )
+    settings = QueueSettings.of(config)
+    assert settings.slots == settings.slots_at(4) == settings.batch_groups == 3
+    assert (settings.sampling, settings.window, settings.max_refills) == ("fifo", 0, 0)
 
 
 def test_admission_stops_at_slots_run_length_and_bytes():

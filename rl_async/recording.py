@@ -1,0 +1,157 @@
+"""What a run records of the episodes that it trains: ``trained.jsonl`` and the files in ``trajectories/``.
+
+The trainer writes them. Viewers read them, and so do runs that train them again (``rollout.replay``).
+"""
+
+import gzip
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from rl_async.errors import ConfigError, ProtocolError
+from rl_async.files import make_durable_folder, written_whole
+from rl_async.messages import Explanation, Task, Trajectory
+
+KEY = "rollout.replay"
+
+
+class TrainedRow(msgspec.Struct, frozen=True):
+    """One trained row, one line of ``trained.jsonl``."""
+
+    lineage: int
+    step: int
+    group: int
+    sample: int
+    segment: int
+    tokens_sha256: str
+
+
+def write_trajectories(
+    path: Path, rows: Sequence[Trajectory], explanations: Sequence[Explanation] | None = None
+) -> None:
+    """Write rows as compressed JSON lines, atomically and durably. Floats keep every bit.
+
+    ``explanations``, one per row, are added as ``correction``, which readers of trajectories skip.
+    Read them with ``import gzip, json`` and ``rows = [json.loads(line) for line in gzip.open(path, "rt")]``.
+    """
+    make_durable_folder(path.parent)
+    with written_whole(path, durable=True) as temporary, gzip.open(temporary, "wb", compresslevel=1) as file:
+        for number, row in enumerate(rows):
+            line = msgspec.structs.asdict(row)
+            if explanations is not None:
+                line["correction"] = explanations[number]
+            file.write(msgspec.json.encode(line, enc_hook=_array_to_list) + b"\n")
+
+
+def read_trajectories(path: Path) -> list[Trajectory]:
+    """Read the rows of a file that ``write_trajectories`` wrote, without the explanations."""
+    with gzip.open(path, "rb") as file:
+        rows = [msgspec.json.decode(line, type=Trajectory, dec_hook=_list_to_array) for line in file]
+    for row in rows:
+        row.token_ids = row.token_ids.astype(np.int32)
+        row.loss_mask = row.loss_mask.astype(bool)
+        row.logprobs = row.logprobs.astype(np.float32)
+    return rows
+
+
+def files_of_step(folder: Path, step: int) -> list[Path]:
+    """Return the files of a step that its newest lineage wrote, one for each rank; none if it was not recorded."""
+    paths = list(folder.glob(f"step-{step:06d}-*.jsonl.gz"))
+    newest = max(map(_lineage, paths), default=0)
+    return sorted(path for path in paths if _lineage(path) == newest)
+
+
+class RecordedGroup(NamedTuple):
+    """A group that a step trained, by its numbers in the run that recorded it, with the samples that it had."""
+
+    step: int
+    group: int
+    samples: frozenset[int]
+
+
+class Recording:
+    """The groups that the run in ``folder`` trained. Every method raises ConfigError for what cannot be replayed."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._cached: tuple[int, dict[int, dict[int, list[Trajectory]]]] = (-1, {})
+
+    @cached_property
+    def groups(self) -> list[RecordedGroup]:
+        """The groups in the order of training; those of the last time, of a step that was trained again."""
+        path = self.folder / "trained.jsonl"
+        if not path.is_file():
+            raise ConfigError(f"{KEY}={self.folder}: it has no trained.jsonl; give the folder of a run that trained")
+        steps: dict[int, list[TrainedRow]] = {}
+        lines = path.read_bytes().split(b"\n")[:-1]  # the last may have been torn by a kill
+        for row in (msgspec.json.decode(line, type=TrainedRow) for line in lines):
+            before = steps.setdefault(row.step, [])
+            if before and row.lineage > before[0].lineage:
+                before.clear()
+            before.append(row)
+        return [group for step in sorted(steps) for group in _grouped(step, steps[step])]
+
+    def rows(self, step: int, group: int) -> dict[int, list[Trajectory]]:
+        """Return a group's rows by sample, in order of their segments."""
+        if self._cached[0] != step:
+            self._cached = step, self._read(step)
+        found = self._cached[1].get(group)
+        if found is None:
+            raise ConfigError(f"{KEY}={self.folder}: its trajectories of step {step} lack group {group}")
+        return found
+
+    def _read(self, step: int) -> dict[int, dict[int, list[Trajectory]]]:
+        groups: dict[int, dict[int, list[Trajectory]]] = {}
+        for path in files_of_step(self.folder / "trajectories", step):
+            for row in read_trajectories(path):
+                if row.media:
+                    raise ConfigError(f"{KEY}={self.folder}: images of its episodes were not recorded (step {step})")
+                groups.setdefault(row.group_id, {}).setdefault(row.sample, []).append(row)
+        for samples in groups.values():
+            for rows in samples.values():
+                rows.sort(key=lambda row: row.segment)
+        return groups
+
+
+def task_of(group: RecordedGroup) -> Task:
+    """Return what the queue admits for a recorded group: nothing but its place."""
+    place = {"step": group.step, "group": group.group}
+    return Task(
+        task_id=f"recorded:{group.step}.{group.group}", data_source=KEY, prompt=[], ground_truth="", extra=place
+    )
+
+
+def place_of(task: Task) -> tuple[int, int]:
+    """Return step and group of a task that ``task_of`` made."""
+    return task.extra["step"], task.extra["group"]
+
+
+def _grouped(step: int, rows: Iterable[TrainedRow]) -> list[RecordedGroup]:
+    samples: dict[int, set[int]] = {}
+    for row in rows:
+        samples.setdefault(row.group, set()).add(row.sample)
+    return [RecordedGroup(step, group, frozenset(samples[group])) for group in sorted(samples)]
+
+
+def _lineage(path: Path) -> int:
+    """Parse the number behind ``lineage`` in ``step-000012-lineage0-rank0.jsonl.gz``."""
+    for part in path.name.removesuffix(".jsonl.gz").split("-"):
+        if part.startswith("lineage"):
+            return int(part.removeprefix("lineage"))
+    raise ProtocolError(f"{path} does not name its lineage")
+
+
+def _array_to_list(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise NotImplementedError(f"cannot encode {type(value).__name__}")
+
+
+def _list_to_array(kind: type, value: Any) -> Any:
+    if kind is np.ndarray:
+        return np.asarray(value, dtype=np.float64)  # exact for int32, bool and float32, to which the caller narrows it
+    raise NotImplementedError(f"cannot decode {kind}")

@@ -1,0 +1,66 @@
+"""What a recording has: the groups of each step as they were trained last, and their rows."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rl_async.errors import ConfigError
+from rl_async.messages import Media
+from rl_async.recording import Recording, place_of, task_of, write_trajectories
+from rl_async.trainer.monitoring.records import append_trained
+from tests.conftest import make_rows
+
+
+def record(run: Path, step: int, lineage: int = 0, shift: int = 0) -> None:
+    rows = [msgspec.structs.replace(row, group_id=row.group_id + shift) for row in make_rows(step)]
+    write_trajectories(run / "trajectories" / f"step-{step:06d}-lineage{lineage}-rank0.jsonl.gz", rows[1::2])
+    write_trajectories(run / "trajectories" / f"step-{step:06d}-lineage{lineage}-rank1.jsonl.gz", rows[::2])
+    append_trained(run / "trained.jsonl", lineage, step, rows)
+
+
+def test_groups_come_in_the_order_of_training_with_their_rows(tmp_path: Path) -> None:
+    for step in (0, 1):
+        record(tmp_path, step)
+    recording = Recording(tmp_path)
+    trained = make_rows(0) + make_rows(1)
+    assert [group.group for group in recording.groups] == list(dict.fromkeys(row.group_id for row in trained))
+    for group in recording.groups:
+        expected = [row for row in make_rows(group.step) if row.group_id == group.group]
+        rows = recording.rows(group.step, group.group)
+        assert rows.keys() == group.samples == {row.sample for row in expected}
+        found = {row.key: row.tokens_sha256() for of_sample in rows.values() for row in of_sample}
+        assert found == {row.key: row.tokens_sha256() for row in expected}
+
+
+def test_a_step_that_was_trained_again_is_as_it_was_trained_last(tmp_path: Path) -> None:
+    record(tmp_path, 0)
+    record(tmp_path, 0, lineage=1, shift=100)
+    recording = Recording(tmp_path)
+    assert {group.group for group in recording.groups} == {row.group_id + 100 for row in make_rows(0)}
+    assert recording.rows(0, recording.groups[0].group)
+
+
+def test_a_task_names_its_place(tmp_path: Path) -> None:
+    record(tmp_path, 0)
+    group = Recording(tmp_path).groups[-1]
+    assert place_of(task_of(group)) == (group.step, group.group)
+
+
+def test_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.replay"):
+        _ = Recording(tmp_path).groups
+
+
+def test_a_group_whose_trajectories_are_missing_is_refused(tmp_path: Path) -> None:
+    append_trained(tmp_path / "trained.jsonl", 0, 0, make_rows(0))
+    with pytest.raises(ConfigError, match=r"rollout\.replay"):
+        Recording(tmp_path).rows(0, 0)
+
+
+def test_images_that_were_not_recorded_are_refused(tmp_path: Path) -> None:
+    image = Media.of(b"image", "image/png", 0)
+    rows = [msgspec.structs.replace(row, media=[image]) for row in make_rows(0)]
+    write_trajectories(tmp_path / "trajectories" / "step-000000-lineage0-rank0.jsonl.gz", rows)
+    with pytest.raises(ConfigError, match="images"):
+        Recording(tmp_path).rows(0, rows[0].group_id)
