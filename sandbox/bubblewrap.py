@@ -15,8 +15,9 @@ from rl_async.sandbox.seccomp import system_call_filter
 from rl_async.sandbox.workspace import ProcessWorkspace
 
 INSTALL = "apt-get install bubblewrap"
-CHECK_S = 60.0
+CHECK_S, CHECKS = 60.0, 3
 NOBODY = "65534"
+FIRST_SIGNAL = 128  # an exit code above it is that of a process which a signal ended, as shells have it
 SHARED_MEMORY_BYTES = 16 << 20  # /dev/shm, where semaphores are
 PYTHON = os.path.realpath(sys.executable)
 _TOP = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
@@ -57,7 +58,23 @@ class Bubblewrap:
         return ProcessWorkspace(process, reader, writer, self._config, {"python": PYTHON, "bash": "bash"})
 
     def _check(self) -> None:
-        """Start a sandbox whose socket ends at once; it ends well if everything that it needs is there."""
+        """Start a sandbox whose socket ends at once; it ends well if everything that it needs is there.
+
+        One that something killed says nothing about that, so another one is tried.
+        """
+        for left in reversed(range(CHECKS)):
+            code, said = self._trial()
+            if code == 0:
+                return
+            if not left or 0 < code < FIRST_SIGNAL:
+                raise ConfigError(
+                    f"sandbox.kind: bubblewrap cannot make a sandbox here: exit code {code}, {said!r}; it needs "
+                    "unprivileged user namespaces, or root with CAP_SYS_ADMIN (docs/sandbox.md), and nothing runs "
+                    "without"
+                )
+
+    def _trial(self) -> tuple[int, str]:
+        """Start a sandbox and let it end; return its exit code and its last words."""
         ours, theirs = socket.socketpair()
         with theirs:
             ours.close()
@@ -67,13 +84,8 @@ class Bubblewrap:
                 _, said = process.communicate(timeout=CHECK_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-                said = f"no answer within {CHECK_S:g} s".encode()
-            if process.returncode != 0:
-                raise ConfigError(
-                    "sandbox.kind: bubblewrap cannot make a sandbox here: "
-                    f"{said.decode(errors='replace').strip()[-500:]!r}; it needs unprivileged user namespaces, or root "
-                    "with CAP_SYS_ADMIN (docs/sandbox.md), and nothing runs without"
-                )
+                return 1, f"no answer within {CHECK_S:g} s"
+        return process.returncode, said.decode(errors="replace").strip()[-500:]
 
     def _start(self, control: socket.socket, *, stderr: int | None) -> subprocess.Popen[bytes]:
         """Start bwrap. It dies with the thread that called this, which is the one of the event loop."""

@@ -40,7 +40,7 @@ def main() -> int:
             pass
     finally:
         _kill_all()
-        _remove(folder)
+        remove(folder)
     return 0
 
 
@@ -93,7 +93,7 @@ def _children() -> list[int]:
     return found
 
 
-def _remove(folder: Path) -> None:
+def remove(folder: Path) -> None:
     """Remove the folder, also what the program made read-only in it."""
     for place, names, _ in os.walk(folder):
         for path in (os.path.join(place, name) for name in names):

@@ -19,10 +19,12 @@ from urllib.parse import urlsplit
 from rl_async.errors import UserError
 from rl_async.gateway import RemoteEpisode
 from rl_async.launcher.play import keeper
+from rl_async.process.strays import kill_marked
 
 KEPT_BYTES = 1 << 20  # of each output stream, its end
 REMOVAL_S = 60.0
 FILLED_IN = ("prompt", "workspace", "base_url", "anthropic_base_url")
+MARK = "OPENAI_BASE_URL"  # a variable of the program and of what it starts, of another value in each episode
 PLACEHOLDER = re.compile(rf"\{{({'|'.join(FILLED_IN)})\}}")
 
 
@@ -98,7 +100,7 @@ def environment(episode: RemoteEpisode, given: Mapping[str, str]) -> dict[str, s
     return {
         **given,
         **direct,
-        "OPENAI_BASE_URL": episode.base_url,
+        MARK: episode.base_url,
         "OPENAI_API_BASE": episode.base_url,  # older clients, and LiteLLM
         "OPENAI_API_KEY": episode.api_key,
         "ANTHROPIC_BASE_URL": episode.anthropic_base_url,
@@ -134,6 +136,8 @@ class Program:
                     read[fd] = (read[fd] + piece)[-KEPT_BYTES:]
                     if not piece:
                         waiting.unregister(fd)
+                if not read[self._status] and self._status not in waiting.get_map():
+                    break  # the keeper was killed; what it kept may hold the other pipes open
         said = {fd: text.decode(errors="replace") for fd, text in read.items()}
         return Outcome(_problem(said[self._status].strip(), said[err]), said[out])
 
@@ -192,3 +196,6 @@ def started(program: Sequence[str], episode: RemoteEpisode) -> Iterator[Program]
             assert pipe is not None
             pipe.close()
         keeping.wait(REMOVAL_S)
+        if folder.exists():  # the keeper was killed
+            kill_marked(MARK, episode.base_url)
+            keeper.remove(folder)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -21,9 +22,11 @@ from rl_async.agent_loop.tools.mcp.descriptions import Listed
 from rl_async.agent_loop.tools.mcp.servers import McpServer
 from rl_async.agent_loop.tools.mcp.sessions import ToolFailed
 from rl_async.errors import ConfigError, McpServerLost
+from rl_async.process.strays import kill_marked
 
 log = logging.getLogger("rl_async.agent_loop")
 
+MARK = "RL_ASYNC_MCP_FOLDER"  # a variable of a server and of what it starts, of another value in each session
 GUARD = Path(__file__).with_name("guard.py")
 MOST_LISTED = 1000  # tools that a server may name, before agent.mcp[].allow
 EVENT_BYTES = 16 << 20  # of one answer over HTTP, as long as server-sent events
@@ -39,6 +42,7 @@ class SdkConnection:
 
     def __init__(self, server: McpServer) -> None:
         self._server = server
+        self._folder = Path(tempfile.gettempdir()) / f"rl-async-mcp-{os.urandom(8).hex()}"  # the guard's
         self._over = asyncio.Event()
         self._scope = anyio.CancelScope()
         self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
@@ -80,6 +84,7 @@ class SdkConnection:
                 page = await client.list_tools(cursor=cursor)
             except MCPError as error:
                 if self.lost or error.code == CONNECTION_CLOSED:
+                    self.close()
                     raise McpServerLost(f"{self._server.label} ended its session{self._server.said()}") from error
                 raise ConfigError(f"{self._server.label} lists no tools: {error}") from error
             except ValidationError as error:
@@ -133,6 +138,13 @@ class SdkConnection:
             return f"cannot be used: {describe(error)}"
         finally:
             self._over.set()
+            if self._folder.exists():
+                await asyncio.to_thread(self._sweep)
+
+    def _sweep(self) -> None:
+        """Do what the guard could not, since it was killed."""
+        kill_marked(MARK, str(self._folder))
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     @contextlib.asynccontextmanager
     async def _transport(self) -> AsyncIterator[Any]:
@@ -148,11 +160,10 @@ class SdkConnection:
 
     def _parameters(self) -> StdioServerParameters:
         """Return the guard's command line, with the server's in it."""
-        argv, env, folder = self._server.argv, self._server.environment, ""
-        if any("{workspace}" in text for text in (*argv, *env.values())):
-            folder = os.path.join(tempfile.gettempdir(), f"rl-async-mcp-{os.urandom(8).hex()}")
-            argv = [text.replace("{workspace}", folder) for text in argv]
-            env = {name: text.replace("{workspace}", folder) for name, text in env.items()}
+        folder = str(self._folder)
+        argv = [text.replace("{workspace}", folder) for text in self._server.argv]
+        env = {name: text.replace("{workspace}", folder) for name, text in self._server.environment.items()}
+        env[MARK] = folder
         guard = ["-I", "-S", str(GUARD), str(os.getpid()), folder]
         return StdioServerParameters(command=sys.executable, args=[*guard, *argv], env=env)
 

@@ -2,7 +2,7 @@
 
 The server inherits the pipes of this process, which reads and writes nothing itself. When the worker dies, however it
 dies, the kernel sends this process a signal; it then kills the server and whatever the server started, also what left
-its process group, and deletes FOLDER (empty: none), which it made. It needs the standard library alone, so that it
+its process group, and deletes FOLDER, which it made. It needs the standard library alone, so that it
 starts in milliseconds (``python -I -S``).
 """
 
@@ -29,8 +29,7 @@ def main() -> int:
     libc.prctl(PR_SET_PDEATHSIG, END)
     if os.getppid() != int(worker):
         return CANNOT_START
-    if folder:
-        os.mkdir(folder, 0o700)
+    os.mkdir(folder, 0o700)
 
     def in_child() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -52,8 +51,7 @@ def main() -> int:
         return 128 + END
     finally:
         kill_all()
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def reap(server: int) -> int | None:

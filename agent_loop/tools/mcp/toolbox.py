@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from rl_async.agent_loop.tools.mcp.descriptions import Listed, Offer, chosen, offers
 from rl_async.agent_loop.tools.mcp.servers import McpServer
-from rl_async.agent_loop.tools.mcp.sessions import Connect, Connection, McpSessions
+from rl_async.agent_loop.tools.mcp.sessions import OPENINGS, Connect, Connection, McpSessions
 from rl_async.agent_loop.tools.tool import CallableTool, ToolResult
 from rl_async.errors import ConfigError, McpServerLost
 
@@ -80,17 +80,23 @@ class McpToolbox:
                     own.close()
 
     async def _listed(self, place: int) -> list[Listed]:
+        """Return a server's tools. If it is lost before it lists them, it gets another session."""
         server, _ = self._servers[place]
         limit = server.config.start_timeout_s
-        try:
-            connection = await self._shared[place].connection()
-            async with asyncio.timeout(limit):
-                listed = await connection.tools()
-        except McpServerLost as error:
-            raise ConfigError(str(error)) from error
-        except TimeoutError:
-            raise ConfigError(f"{server.label} listed no tools within {limit:g} s (start_timeout_s)") from None
-        return chosen(listed, server.config.allow, server.key)
+        for left in reversed(range(OPENINGS)):
+            try:
+                connection = await self._shared[place].connection()
+            except McpServerLost as error:
+                raise ConfigError(str(error)) from error
+            try:
+                async with asyncio.timeout(limit):
+                    return chosen(await connection.tools(), server.config.allow, server.key)
+            except McpServerLost as error:
+                if not left:
+                    raise ConfigError(str(error)) from error
+            except TimeoutError:
+                raise ConfigError(f"{server.label} listed no tools within {limit:g} s (start_timeout_s)") from None
+        raise AssertionError("unreachable")
 
     def _connect(self, server: McpServer) -> Connection:
         self._connections = [connection for connection in self._connections if not connection.ended]

@@ -187,6 +187,15 @@ def test_a_play_that_is_killed_leaves_nothing(playing: Playing) -> None:
     playing.nothing_is_left(*pids)
 
 
+def test_a_keeper_that_is_killed_leaves_nothing_and_its_episode_is_given_back(playing: Playing) -> None:
+    program, child = playing.begin("hang").hanging(1)
+    keeper = psutil.Process(program).parent()
+    assert keeper is not None
+    keeper.kill()
+    playing.nothing_is_left(program, child)
+    playing.wait_for(lambda: playing.gateway and playing.gateway.queue.failures)
+
+
 def test_mistakes_are_found_before_an_episode_is_taken(playing: Playing) -> None:
     gateway = ["play", str(playing.folder), "--url", "http://127.0.0.1:9"]
     for words in (

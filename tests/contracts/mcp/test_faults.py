@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rl_async.agent_loop.tools.mcp.connect import connect_servers
@@ -183,6 +184,17 @@ async def test_a_loss_is_logged(connect: Connect, http_server: str, caplog: Any)
             with toolbox.episode() as tools:
                 await call(tools, "die")
     assert "agent.mcp[0]" in caplog.text
+
+
+async def test_nothing_is_left_of_a_server_whose_guard_is_killed(connect: Connect) -> None:
+    async with connect(command=(*FAULTY, "{workspace}")) as toolbox:
+        with toolbox.episode() as tools:
+            about = json.loads((await call(tools, "about")).text)
+            child = int((await call(tools, "leave_behind")).text)
+            os.kill(psutil.Process(about["pid"]).ppid(), signal.SIGKILL)
+            assert (await call(tools, "add", a=1, b=1)).error
+            assert (await call(tools, "add", a=1, b=1)).text == "2"
+    assert all(state_of(pid) in ENDED for pid in (about["pid"], child)) and not is_there(about["arguments"][0])
 
 
 def test_nothing_is_left_of_a_server_whose_worker_is_killed(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ OBJECT: dict[str, Any] = {"type": "object"}
 class FakeConnection:
     """Answers with its number, unless the called tool says otherwise."""
 
-    def __init__(self, number: int, opens: bool) -> None:
-        self.number, self.opens = number, opens
+    def __init__(self, number: int, opens: bool, lists: bool = True) -> None:
+        self.number, self.opens, self.lists = number, opens, lists
         self.lost = self.ended = False
 
     async def opened(self) -> None:
@@ -32,6 +32,9 @@ class FakeConnection:
             raise McpServerLost("no such server")
 
     async def tools(self) -> list[Listed]:
+        if not self.lists:
+            self.lost = True
+            raise McpServerLost("it was killed")
         return [Listed("who", "", OBJECT)]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Mapping[str, Any]:
@@ -52,14 +55,18 @@ class FakeConnection:
 
 
 class Connections:
-    """Makes connections and keeps them; ``opens`` says of each, by number, whether it opens."""
+    """Makes connections and keeps them; ``opens`` says of each, by number, whether it opens, ``lists`` whether it lives
+    until it has listed its tools."""
 
-    def __init__(self, opens: Callable[[int], bool] = lambda number: True) -> None:
+    def __init__(
+        self, opens: Callable[[int], bool] = lambda number: True, lists: Callable[[int], bool] = lambda number: True
+    ) -> None:
         self.made: list[FakeConnection] = []
-        self._opens = opens
+        self._opens, self._lists = opens, lists
 
     def __call__(self, server: McpServer) -> FakeConnection:
-        self.made.append(FakeConnection(len(self.made), self._opens(len(self.made))))
+        number = len(self.made)
+        self.made.append(FakeConnection(number, self._opens(number), self._lists(number)))
         return self.made[-1]
 
 
@@ -184,3 +191,16 @@ async def test_a_server_that_is_not_there_at_the_start_is_a_config_error() -> No
     with pytest.raises(ConfigError, match="no such server"):
         async with McpToolbox([a_server()], Connections(lambda number: False)):
             pass
+
+
+async def test_a_server_that_is_killed_before_it_lists_its_tools_is_started_again() -> None:
+    connect = Connections(lists=lambda number: number == OPENINGS - 1)
+    async with McpToolbox([a_server()], connect) as toolbox:
+        assert toolbox.offered == [("agent.mcp[0]", "who")]
+    assert len(connect.made) == OPENINGS
+
+
+async def test_a_server_that_never_lists_its_tools_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="it was killed"):
+        async with McpToolbox([a_server()], Connections(lists=lambda number: False)):
+            raise AssertionError("the toolbox must not open")

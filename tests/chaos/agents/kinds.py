@@ -1,0 +1,98 @@
+"""The kinds of runs, and whom a round may kill in each.
+
+To add one, such as a run whose environments live in processes of their own: an entry in KINDS with its settings, and in
+VICTIMS what its processes look like.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from rl_async.agent_loop.tools.mcp.connection import GUARD
+from rl_async.launcher.play import keeper
+from tests.chaos.agents.leftovers import Process
+
+ROOT = Path(__file__).resolve().parents[3]
+HERE = Path(__file__).parent
+PROGRAM = HERE / "program.py"
+SERVER = ROOT / "examples" / "mcp_calculator.py"
+# A server that leaves a process behind, in a session of its own, before it becomes the server.
+START_SERVER = f"[bash, -c, 'setsid sleep 600 <&- >&- 2>&- & exec \"$@\"', bash, {sys.executable}, {SERVER}"
+
+Processes = dict[int, Process]
+IsVictim = Callable[[Process, Processes], bool]
+
+
+class Kind(NamedTuple):
+    """``played``: by agent programs, with ``rl-async play``. ``victims``: whom rounds kill, each as often."""
+
+    settings: tuple[str, ...]
+    victims: tuple[str, ...]
+    played: bool = False
+
+
+def _module(name: str) -> IsVictim:
+    return lambda process, _: process.argv[1:3] == ("-m", name)
+
+
+def _kept(by: str, *, last: str = "") -> IsVictim:
+    """What a keeper or guard of ours started; ``last``: within its last argument."""
+
+    def kept(process: Process, everyone: Processes) -> bool:
+        parent = everyone.get(process.parent)
+        return parent is not None and by in parent.argv and last in process.argv[-1:][0] and process.name != "sleep"
+
+    return kept
+
+
+def _in_sandbox(process: Process, everyone: Processes) -> bool:
+    parent = everyone.get(process.parent)
+    return parent is not None and _first_of_sandbox(parent, everyone)
+
+
+def _first_of_sandbox(process: Process, _: Processes) -> bool:
+    return process.name != "bwrap" and process.argv[1:4] == ("-I", "-S", "/inside.py")
+
+
+VICTIMS: dict[str, IsVictim] = {
+    "agent worker": _module("rl_async.agent_loop"),
+    "gateway": _module("rl_async.agent_loop.gateway"),
+    "MCP server of a worker": _kept(str(GUARD), last="shared"),
+    "MCP server of an episode": _kept(str(GUARD), last="own"),
+    "guard of an MCP server": lambda process, _: str(GUARD) in process.argv,
+    "sandbox": lambda process, _: process.name == "bwrap",
+    "first process of a sandbox": _first_of_sandbox,
+    "program in a sandbox": _in_sandbox,
+    "agent program": _kept(keeper.__file__),
+    "keeper of an agent program": lambda process, _: keeper.__file__ in process.argv,
+    "rl-async play": lambda process, _: process.argv[1:4] == ("-m", "rl_async.launcher.cli", "play"),
+}
+LOOP = f"agent.loop={HERE / 'loop.py'}:play"
+WORKERS = (LOOP, "agent.workers=2", "agent.concurrency=4")
+KINDS = {
+    "mcp": Kind(
+        (
+            *WORKERS,
+            "agent.tools=[]",
+            f"agent.mcp=[{{command: {START_SERVER}, shared], scope: worker, name: shared}}, "
+            f"{{command: {START_SERVER}, '{{workspace}}/own'], scope: episode, name: own}}]",
+        ),
+        ("MCP server of a worker", "MCP server of an episode", "guard of an MCP server", "agent worker"),
+    ),
+    "sandbox": Kind(
+        (*WORKERS, "agent.tools=[python, bash]"),
+        ("sandbox", "first process of a sandbox", "program in a sandbox", "agent worker"),
+    ),
+    "gateway": Kind(
+        ("agent.gateway={idle_timeout_s: 5}",),
+        ("agent program", "keeper of an agent program", "rl-async play", "gateway"),
+        played=True,
+    ),
+}
+
+
+def victims(role: str, running: list[Process]) -> list[Process]:
+    """Return the processes of a role."""
+    everyone = {process.pid: process for process in running}
+    return [process for process in running if process.argv and VICTIMS[role](process, everyone)]

@@ -1,0 +1,54 @@
+"""Which processes a chaos run of agents strikes, and how it tells what is left behind."""
+
+import random
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.agents.__main__ import all_rounds
+from tests.chaos.agents.kinds import KINDS, VICTIMS, victims
+from tests.chaos.agents.leftovers import Process, kill, processes
+
+
+def test_kinds_and_their_roles_are_struck_equally_often() -> None:
+    rounds = all_rounds(5 * 12, list(KINDS), random.Random(0))
+    assert {len(roles) for roles in rounds.values()} == {60 // len(KINDS)}
+    for name, roles in rounds.items():
+        assert set(Counter(roles).values()) == {len(roles) // len(KINDS[name].victims)}
+        assert set(roles) == set(KINDS[name].victims) <= set(VICTIMS)
+
+
+def process(pid: int, parent: int, *argv: str, name: str = "python") -> Process:
+    return Process(pid, 0, parent, name, argv)
+
+
+@pytest.mark.parametrize(
+    ("role", "argv", "name"),
+    [
+        ("agent worker", ("python", "-m", "rl_async.agent_loop", "--run", "x"), "python"),
+        ("gateway", ("python", "-m", "rl_async.agent_loop.gateway", "--run", "x"), "python"),
+        ("sandbox", ("bwrap", "--new-session"), "bwrap"),
+        ("first process of a sandbox", ("python3", "-I", "-S", "/inside.py"), "python3"),
+        ("rl-async play", ("python", "-m", "rl_async.launcher.cli", "play", "runs/x"), "python"),
+    ],
+)
+def test_a_process_is_known_by_its_command(role: str, argv: tuple[str, ...], name: str) -> None:
+    running = [process(1, 0, *argv, name=name), process(2, 1, "sleep", "600", name="sleep")]
+    assert [found.pid for found in victims(role, running)] == [1]
+
+
+def test_a_killed_process_is_gone_and_no_other_of_its_number_is_struck() -> None:
+    with subprocess.Popen(["sleep", "600"]) as child:
+        (found,) = [one for one in processes() if one.pid == child.pid]
+        assert not kill(found._replace(started=found.started + 1)) and child.poll() is None
+        assert kill(found)
+        child.wait()
+    assert not kill(found) and found.pid not in {one.pid for one in processes() if one.started == found.started}
+
+
+def test_what_the_kinds_start_is_there() -> None:
+    assert all(
+        Path(word).is_file() for kind in KINDS.values() for word in "".join(kind.settings).split() if word[-3:] == ".py"
+    )
