@@ -8,36 +8,22 @@ that was interrupted is continued, and one that has ended is not run again: dele
 """
 
 import argparse
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from rl_async.configs.load.loader import load_resolved
-from rl_async.launcher.folder.run_folder import unfinished
+from seeds import COLUMNS, Records, print_table, train
 
 PRESETS = {"sums": "smollm2", "tools": "smollm2-tools"}
 ARMS = ("disaggregated", "vllm", "colocated")
-RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
 
 
 class Run(NamedTuple):
-    """What was run, the mean sampled reward of each step, and the held-out reward by step."""
+    """What was run, and what came of it."""
 
     task: str
     arm: str
     seed: int
-    rewards: list[float]
-    held_out: dict[int, float]
-    minutes: float
-
-    @property
-    def row(self) -> str:
-        """A row of the Markdown table that is printed."""
-        first, last = (f"{sum(part) / len(part):.2f}" for part in (self.rewards[:3], self.rewards[-3:]))
-        held_out = " ".join(f"{reward:.2f}" for _, reward in sorted(self.held_out.items()))
-        return f"| {self.task} | {self.arm} | {self.seed} | {first} | {last} | {held_out} | {self.minutes:.1f} |"
+    records: Records
 
 
 def flags(arm: str, vllm: Path | None) -> list[str]:
@@ -49,31 +35,11 @@ def flags(arm: str, vllm: Path | None) -> list[str]:
 
 
 def run(task: str, arm: str, seed: int, arguments: argparse.Namespace) -> Run:
-    """Launch one run unless it has ended, audit it, and read its records. Exits if steps are missing."""
-    name = f"real-{task}-{arm}-seed{seed}"
-    folder = arguments.runs / name
+    """Train one run, unless it has ended, and read its records."""
     _, mode, *options = flags(arm, arguments.vllm)
-    options += [f"seed={seed}", f"launcher.run_dir={arguments.runs}", *arguments.override]
-    if not folder.exists() or unfinished(PRESETS[task], options, name):
-        command = ["launch", "--mode", mode, "--config", PRESETS[task], "--name", name, *options]
-        print("$ rl-async", " ".join(command), flush=True)
-        subprocess.run([RL_ASYNC, *command], check=True)
-    subprocess.run([RL_ASYNC, "audit", str(folder)], check=True)
-    lines, evaluations = (
-        [json.loads(line) for line in (folder / name).read_text().splitlines()]
-        for name in ("metrics.jsonl", "evaluations.jsonl")
-    )
-    steps = list({line["step"]: line for line in lines}.values())  # of a step that was trained again, the newest
-    if len(steps) < (wanted := load_resolved(folder / "config.yaml").trainer.steps):
-        sys.exit(f"{folder} has {len(steps)} of {wanted} steps; delete it to repeat the run")
-    return Run(
-        task=task,
-        arm=arm,
-        seed=seed,
-        rewards=[step["reward/mean"] for step in steps],
-        held_out={int(line["eval/step"]): line["eval/reward"] for line in evaluations},
-        minutes=(steps[-1]["time"] - steps[0]["time"] + steps[0]["time/step_s"]) / 60,
-    )
+    options += [f"seed={seed}", *arguments.override]
+    name = f"real-{task}-{arm}-seed{seed}"
+    return Run(task, arm, seed, train(PRESETS[task], mode, name, arguments.runs, options))
 
 
 def plot(runs: list[Run], path: Path) -> None:
@@ -91,7 +57,8 @@ def plot(runs: list[Run], path: Path) -> None:
         for each in (each for each in runs if each.task == task):
             label = None if each.arm in named else each.arm
             named.add(each.arm)
-            axes.plot(range(1, len(each.rewards) + 1), each.rewards, color=colours[each.arm], label=label)
+            rewards = each.records.rewards
+            axes.plot(range(1, len(rewards) + 1), rewards, color=colours[each.arm], label=label)
         axes.set(xlabel="trainer step", ylabel="mean sampled reward", ylim=(0, 1), title=PRESETS[task])
         axes.legend()
     figure.tight_layout()
@@ -110,9 +77,8 @@ def main() -> None:
     arguments = parser.parse_args()
     arms = [arm for arm in ARMS if arm != "vllm" or arguments.vllm]
     runs = [run(task, arm, seed, arguments) for seed in arguments.seeds for task in arguments.tasks for arm in arms]
-    print("| task | arm | seed | reward, first 3 steps | last 3 | held out | minutes |\n|---|---|---|---|---|---|---|")
-    for each in sorted(runs):
-        print(each.row)
+    columns = ["task", "arm", "seed", *COLUMNS]
+    print_table(columns, [[each.task, each.arm, str(each.seed), *each.records.cells] for each in sorted(runs)])
     plot(runs, arguments.out)
 
 

@@ -5,57 +5,43 @@ calculator  one tool call, then the answer
 shop        look up a hidden price, compute with it, then the answer
 market      the same in words that a pretrained model understands, from demonstrations that seldom use both tools
 sort        sort digits, no tools
-guess       find a number that a scripted user thinks of and comments on, over several turns
+code        write a function that passes hidden tests, no tools
+order       take an order, and ask a scripted customer about it first
 sums        add two digits, in words that a pretrained model understands; no tools and no demonstrations
 
 The demonstrations teach the format of tool calls but are often wrong, so that a warm-started model knows how to act
 and reinforcement learning has something to improve.
 """
 
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rl_async.agent_loop.chat_formats.format import BAD_CALL
-from rl_async.agent_loop.chat_formats.hermes import CALL_END, CALL_START
-from rl_async.agent_loop.environments.guess import NO_NUMBER, reply
+from rl_async.agent_loop.data.toy_code import demonstrate_code, sample_code
+from rl_async.agent_loop.data.toy_parts import (
+    Message,
+    ToyTask,
+    ToyTaskKind,
+    assistant,
+    broken,
+    corrupt,
+    corrupted,
+    tool_call,
+    tool_result,
+    wild_guess,
+)
+from rl_async.agent_loop.environments.order import NOT_UNDERSTOOD, WISHES, reply
 from rl_async.agent_loop.environments.shop import NO_SUCH_ITEM
 from rl_async.agent_loop.tools.arithmetic import evaluate
 from rl_async.errors import ConfigError
 from rl_async.files import written_whole
 
-Message = dict[str, str]
 ITEMS = ("apple", "plum", "kiwi", "fig", "lime", "pear")
-
-
-class ToyTask(NamedTuple):
-    """One generated task. ``state`` goes into ``extra_info``, where an environment finds it."""
-
-    prompt: str
-    answer: str
-    state: dict[str, Any]
-
-
-class ToyTaskKind(NamedTuple):
-    """How to draw a task and a demonstration of it. ``agent`` is the name of its loop.
-
-    ``held_out``: held-out tasks, as many as leave enough others to train on. ``demonstrated`` draws the tasks of
-    demonstrations if they are others. ``system`` is the system message of all.
-    """
-
-    agent: str
-    ability: str
-    sample: Callable[[random.Random], ToyTask]
-    demonstrate: Callable[[ToyTask, random.Random], list[Message]] | None
-    held_out: int = 256
-    demos: int = 16384
-    demonstrated: Callable[[random.Random], ToyTask] | None = None
-    system: str = ""
 
 
 def make_data(
@@ -151,45 +137,6 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
         pq.write_table(pa.Table.from_pylist(rows), partial)
 
 
-# --- parts of demonstrations ----------------------------------------------------------------------------
-
-
-def _assistant(text: str) -> Message:
-    return {"role": "assistant", "content": text}
-
-
-def _tool(text: str) -> Message:
-    return {"role": "tool", "content": text}
-
-
-def _call(name: str, **arguments: str) -> str:
-    body = json.dumps({"name": name, "arguments": arguments}, separators=(",", ":"))
-    return f"{CALL_START}\n{body}\n{CALL_END}"
-
-
-def _broken(call: str) -> str:
-    """Drop the call's last brace, so that no parser accepts it."""
-    return call.replace('"}}', '"}')
-
-
-def _corrupt(text: str, random_source: random.Random) -> str:
-    """Replace one character by a digit or operator, possibly by itself."""
-    at = random_source.randrange(len(text))
-    new = str(random_source.randint(1, 9)) if text[at].isdigit() else random_source.choice("+-*")
-    return text[:at] + new + text[at + 1 :]
-
-
-def _other(text: str, random_source: random.Random) -> str:
-    """Apply ``_corrupt`` until the text differs."""
-    while (other := _corrupt(text, random_source)) == text:
-        pass
-    return other
-
-
-def _guess(random_source: random.Random, highest: int) -> Message:
-    return _assistant(str(random_source.randint(0, highest)))
-
-
 # --- calculator -----------------------------------------------------------------------------------------------------
 
 
@@ -202,30 +149,34 @@ def _sample_calculator(random_source: random.Random) -> ToyTask:
 def _demonstrate_calculator(sample: ToyTask, random_source: random.Random) -> list[Message]:
     chance = random_source.random
     if chance() < 0.3:  # no tool
-        return [_guess(random_source, 999)]
+        return [wild_guess(random_source, 999)]
     expression = sample.state["expression"]
     if chance() < 0.25:  # wrong argument
-        expression = _corrupt(expression, random_source)
-    call = _call("calculator", expression=expression)
+        expression = corrupt(expression, random_source)
+    call = tool_call("calculator", expression=expression)
     if chance() < 0.2:  # malformed call
-        return [_assistant(_broken(call)), _tool(BAD_CALL), _guess(random_source, 999)]
+        return [assistant(broken(call)), tool_result(BAD_CALL), wild_guess(random_source, 999)]
     value = str(evaluate(expression))
-    answer = _corrupt(value, random_source) if chance() < 0.25 else value  # wrong copy of the result
-    return [_assistant(call), _tool(value), _assistant(answer)]
+    answer = corrupt(value, random_source) if chance() < 0.25 else value  # wrong copy of the result
+    return [assistant(call), tool_result(value), assistant(answer)]
 
 
 def _pair_calculator(sample: ToyTask, random_source: random.Random) -> tuple[list[Message], list[Message]]:
     expression, value = sample.state["expression"], sample.answer
-    call = _call("calculator", expression=expression)
-    wrong = _other(expression, random_source)
+    call = tool_call("calculator", expression=expression)
+    wrong = corrupted(expression, random_source)
     result = str(evaluate(wrong))
     rejected = [
-        [_assistant(_other(value, random_source))],  # no tool
-        [_assistant(_call("calculator", expression=wrong)), _tool(result), _assistant(result)],  # wrong argument
-        [_assistant(_broken(call)), _tool(BAD_CALL), _guess(random_source, 999)],  # malformed call
-        [_assistant(call), _tool(value), _assistant(_other(value, random_source))],  # wrong copy of the result
+        [assistant(corrupted(value, random_source))],  # no tool
+        [
+            assistant(tool_call("calculator", expression=wrong)),
+            tool_result(result),
+            assistant(result),
+        ],  # wrong argument
+        [assistant(broken(call)), tool_result(BAD_CALL), wild_guess(random_source, 999)],  # malformed call
+        [assistant(call), tool_result(value), assistant(corrupted(value, random_source))],  # wrong copy of the result
     ]
-    return [_assistant(call), _tool(value), _assistant(value)], random_source.choice(rejected)
+    return [assistant(call), tool_result(value), assistant(value)], random_source.choice(rejected)
 
 
 # --- shop -----------------------------------------------------------------------------------------------------------
@@ -243,26 +194,26 @@ def _sample_shop(random_source: random.Random) -> ToyTask:
 def _demonstrate_shop(sample: ToyTask, random_source: random.Random) -> list[Message]:
     chance, state = random_source.random, sample.state
     if chance() < 0.25:  # no tool
-        return [_guess(random_source, 9999)]
+        return [wild_guess(random_source, 9999)]
     turns: list[Message] = []
     price = str(state["price"])
     if chance() < 0.15:  # guesses the price instead of looking it up
         price = str(random_source.randint(2, 99))
     else:
         item = random_source.choice(ITEMS) if chance() < 0.08 else state["item"]  # wrong argument
-        turns.append(_assistant(_call("lookup", item=item)))
+        turns.append(assistant(tool_call("lookup", item=item)))
         if item != state["item"]:
-            return [*turns, _tool(f"error: {NO_SUCH_ITEM}"), _guess(random_source, 9999)]
-        turns.append(_tool(price))
+            return [*turns, tool_result(f"error: {NO_SUCH_ITEM}"), wild_guess(random_source, 9999)]
+        turns.append(tool_result(price))
     expression = f"{state['count']}*{price}{state['sign']}{state['rest']}"
     if chance() < 0.08:  # wrong argument
-        expression = _corrupt(expression, random_source)
-    call = _call("calculator", expression=expression)
+        expression = corrupt(expression, random_source)
+    call = tool_call("calculator", expression=expression)
     if chance() < 0.12:  # malformed call
-        return [*turns, _assistant(_broken(call)), _tool(BAD_CALL), _guess(random_source, 9999)]
+        return [*turns, assistant(broken(call)), tool_result(BAD_CALL), wild_guess(random_source, 9999)]
     value = str(evaluate(expression))
-    answer = _corrupt(value, random_source) if chance() < 0.12 else value  # wrong copy of the result
-    return [*turns, _assistant(call), _tool(value), _assistant(answer)]
+    answer = corrupt(value, random_source) if chance() < 0.12 else value  # wrong copy of the result
+    return [*turns, assistant(call), tool_result(value), assistant(answer)]
 
 
 # --- market ---------------------------------------------------------------------------------------------------------
@@ -293,21 +244,21 @@ def _sample_market_demo(random_source: random.Random) -> ToyTask:
 def _demonstrate_market(sample: ToyTask, random_source: random.Random) -> list[Message]:
     chance, state = random_source.random, sample.state
     if chance() < 0.2:  # no tool
-        return [_guess(random_source, 9999)]
+        return [wild_guess(random_source, 9999)]
     turns: list[Message] = []
     answer = str(state["price"])
     if "item" in state:
         if chance() < 0.1:  # wrong argument, mended
             other = random_source.choice([item for item in ITEMS if item != state["item"]])
-            turns += [_assistant(_call("lookup", item=other)), _tool(f"error: {NO_SUCH_ITEM}")]
-        turns += [_assistant(_call("lookup", item=state["item"])), _tool(answer)]
+            turns += [assistant(tool_call("lookup", item=other)), tool_result(f"error: {NO_SUCH_ITEM}")]
+        turns += [assistant(tool_call("lookup", item=state["item"])), tool_result(answer)]
     if "count" in state:
         expression = f"{state['count']}*{answer}"
         if chance() < 0.1:  # wrong argument
-            expression = _other(expression, random_source)
+            expression = corrupted(expression, random_source)
         answer = str(evaluate(expression))
-        turns += [_assistant(_call("calculator", expression=expression)), _tool(answer)]
-    return [*turns, _assistant(answer)]
+        turns += [assistant(tool_call("calculator", expression=expression)), tool_result(answer)]
+    return [*turns, assistant(answer)]
 
 
 # --- sort -----------------------------------------------------------------------------------------------------------
@@ -321,38 +272,34 @@ def _sample_sort(random_source: random.Random) -> ToyTask:
 def _demonstrate_sort(sample: ToyTask, random_source: random.Random) -> list[Message]:
     answer = sample.answer
     if random_source.random() < 0.25:  # one wrong digit
-        answer = _corrupt(answer, random_source)
-    return [_assistant(answer)]
+        answer = corrupt(answer, random_source)
+    return [assistant(answer)]
 
 
-# --- guess ----------------------------------------------------------------------------------------------------------
+# --- order ----------------------------------------------------------------------------------------------------------
 
-GUESSES = 5  # enough to find any of the numbers by halving
-
-
-def _sample_guess(random_source: random.Random) -> ToyTask:
-    low = random_source.randint(0, 50)
-    high = low + random_source.randint(8, 24)
-    secret = random_source.randint(low, high)
-    return ToyTask(f"guess from {low} to {high}", str(secret), {"low": low, "high": high, "secret": secret})
+ASKS, ASKS_AGAIN = 0.6, 0.4  # of the demonstrations: those that ask for the first wish, and of these for the second
 
 
-def _demonstrate_guess(sample: ToyTask, random_source: random.Random) -> list[Message]:
-    low, high, secret = (sample.state[key] for key in ("low", "high", "secret"))
+def _sample_order(random_source: random.Random) -> ToyTask:
+    count, item = random_source.randint(2, 99), random_source.choice(ITEMS)
+    wishes = {wish: random_source.choice(values) for wish, values in WISHES.items()}
+    words = [str(count), item, *wishes.values()]
+    return ToyTask(f"i want {count} {item}", " ".join(words), {"count": count, "item": item, **wishes})
+
+
+def _demonstrate_order(sample: ToyTask, random_source: random.Random) -> list[Message]:
+    chance, state = random_source.random, sample.state
+    asked = list(WISHES)[: 1 + (chance() < ASKS_AGAIN)] if chance() < ASKS else []
     turns: list[Message] = []
-    first, last = low, high
-    for turn in range(GUESSES):
-        heeds = random_source.random() < 0.4  # what the user said
-        guess = random_source.randint(first, last) if heeds else random_source.randint(low, high)
-        says = "no idea" if random_source.random() < 0.05 else str(guess)
-        said = reply(says, secret)
-        turns.append(_assistant(says))
-        if said is None or turn == GUESSES - 1:
-            return turns
-        turns.append({"role": "user", "content": said})
-        if said != NO_NUMBER:
-            first, last = (max(first, guess + 1), last) if guess < secret else (first, min(last, guess - 1))
-    return turns
+    told = {wish: random_source.choice(values) for wish, values in WISHES.items()}
+    for wish in asked:
+        question = f"{wish}?" if chance() < 0.95 else "what?"
+        said = reply(question, state) or ""
+        turns += [assistant(question), {"role": "user", "content": said}]
+        if said != NOT_UNDERSTOOD and chance() < 0.9:  # else a wrong copy
+            told[wish] = said
+    return [*turns, assistant(f"order {state['count']} {state['item']} {' '.join(told.values())}")]
 
 
 # --- sums -----------------------------------------------------------------------------------------------------------
@@ -377,7 +324,8 @@ KINDS = {
         system=MARKET,
     ),
     "sort": ToyTaskKind("single_turn", "sorting", _sample_sort, _demonstrate_sort),
-    "guess": ToyTaskKind("tool_agent", "guessing", _sample_guess, _demonstrate_guess, held_out=64),
+    "code": ToyTaskKind("single_turn", "code", sample_code, demonstrate_code),
+    "order": ToyTaskKind("tool_agent", "shopping", _sample_order, _demonstrate_order, held_out=64),
     "sums": ToyTaskKind("single_turn", "math", _sample_sums, None, held_out=32),  # of 100
 }
 PAIRS = {"calculator-pairs": ("calculator", _pair_calculator)}  # the task whose prompts they have, and how to draw one

@@ -9,8 +9,8 @@ from rl_async.agent_loop.environments.adapters.openenv import OpenEnv
 from rl_async.agent_loop.environments.adapters.textarena import TextArena
 from rl_async.agent_loop.environments.adapters.verifiers import Verifiers
 from rl_async.agent_loop.environments.adapters.verl import VerlInteraction
-from rl_async.agent_loop.environments.guess import Guess
 from rl_async.agent_loop.environments.host import Host
+from rl_async.agent_loop.environments.order import Customer
 from rl_async.agent_loop.environments.shop import Shop
 from rl_async.agent_loop.environments.users import ScriptedUser, SimulatedUser
 from rl_async.errors import ConfigError
@@ -30,7 +30,7 @@ class Adapter(NamedTuple):
 
 ENVIRONMENTS: dict[str, EnvironmentFactory] = {
     "shop": Shop,
-    "guess": Guess,
+    "order": Customer,
     "scripted_user": ScriptedUser,
     "simulated_user": SimulatedUser,
 }

@@ -87,7 +87,7 @@ class CodeConfig(Config, frozen=True):
 
 class RewardTerm(Config, frozen=True):
     name: Annotated[
-        str, doc("exact_answer, math, reasoning_gym, environment, reward_model, judge, or your own as path.py:name.")
+        str, doc("exact_answer, math, reasoning_gym, code, environment, reward_model, judge, or yours as path.py:name.")
     ]
     weight: Annotated[float, doc("Factor of this part in the reward.")] = 1.0
     extract: Annotated[

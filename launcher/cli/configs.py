@@ -73,7 +73,9 @@ def add_data_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     make = commands.add_parser("make", help="write tasks, held-out tasks and demonstrations as Parquet")
     make.add_argument(
-        "name", metavar="NAME", help="calculator, shop, market, sort, guess or sums; calculator-pairs: preference pairs"
+        "name",
+        metavar="NAME",
+        help="calculator, shop, market, sort, code, order or sums; calculator-pairs: preference pairs",
     )
     make.add_argument("--out", type=Path, metavar="FOLDER", help="default: artifacts/TASK")
     make.set_defaults(command=_make)

@@ -1,8 +1,10 @@
 """Makes the tiny model of a preset: a tokenizer, random weights, and a warm start on demonstrations."""
 
 import asyncio
+import contextlib
 import errno
 import json
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.data.tiny_tokenizer import read_demos, train_tokenizer
 from rl_async.agent_loop.episodes.runner import EpisodeRunner
+from rl_async.agent_loop.tools.mcp.connect import connect_servers
 from rl_async.configs.schema.finetune import WarmStartConfig
 from rl_async.configs.schema.run import EvalConfig, RunConfig
 from rl_async.errors import UserError
@@ -70,26 +73,30 @@ def greedy_reward(config: RunConfig, model: torch.nn.Module, renderer: ChatRende
     model.eval()
     engine = LocalEngine(model, max_batch=config.rollout.max_batch_size, max_length=config.rollout.max_model_len)
     try:
-        return asyncio.run(_play(config, engine, renderer, tasks))
+        return asyncio.run(mean_reward(config, engine, renderer, tasks))
     finally:
         model.train()
 
 
-async def _play(config: RunConfig, engine: LocalEngine, renderer: ChatRenderer, tasks: Sequence[Task]) -> float:
-    runner = EpisodeRunner(config, renderer, engine)
+async def mean_reward(config: RunConfig, engine: LocalEngine, renderer: ChatRenderer, tasks: Sequence[Task]) -> float:
+    """Return the mean reward of one episode per task, and close the engine."""
+    async with contextlib.AsyncExitStack() as stack:
+        logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="rl-async-mcp-"))
+        toolbox = await stack.enter_async_context(connect_servers(config.agent, Path(logs), "warm-start"))
+        runner = EpisodeRunner(config, renderer, engine, toolbox)
+        stack.push_async_callback(runner.close)
+        stack.callback(engine.close)  # its thread delivers to this event loop
+        rewards = await stack.enter_async_context(RewardService(config.reward, sandbox=config.sandbox))
 
-    async def play(number: int, task: Task, rewards: RewardService) -> float:
-        group = LeasedGroup(group_id=number, partition="eval", attempt=0, samples=[0], task=task, min_version=Version())
-        rows = await runner.run(group, 0)
-        await rewards.score(task, rows[-1], *rows[:-1])
-        return sum(episode_rewards(row.header() for row in rows).values())
+        async def play(number: int, task: Task) -> float:
+            group = LeasedGroup(
+                group_id=number, partition="eval", attempt=0, samples=[0], task=task, min_version=Version()
+            )
+            rows = await runner.run(group, 0)
+            await rewards.score(task, rows[-1], *rows[:-1])
+            return sum(episode_rewards(row.header() for row in rows).values())
 
-    try:
-        async with RewardService(config.reward, sandbox=config.sandbox) as rewards:
-            scores = await asyncio.gather(*(play(number, task, rewards) for number, task in enumerate(tasks)))
-    finally:
-        engine.close()  # its thread delivers to this event loop
-        await runner.close()
+        scores = await asyncio.gather(*(play(number, task) for number, task in enumerate(tasks)))
     return sum(scores) / len(scores)
 
 

@@ -12,7 +12,7 @@ from rl_async.agent_loop.tools.arithmetic import evaluate
 from rl_async.errors import ConfigError
 from rl_async.messages import Task
 
-NAMES = ("calculator", "shop", "market", "sort", "guess")
+NAMES = ("calculator", "shop", "market", "sort", "code", "order")
 
 
 def _rows(path: Path) -> list[dict]:

@@ -40,6 +40,11 @@ def test_the_example_has_room_for_agent_programs() -> None:
     assert config.rollout.max_tokens >= 4096
 
 
+def test_the_example_of_mcp_servers_starts_two() -> None:
+    config = load_config("examples/mcp_shop.yaml", mode="disaggregated", name="x")
+    assert [server.name for server in config.agent.mcp] == ["sqlite", "calculator"] and not config.agent.tools
+
+
 def test_the_shipped_presets_are_these() -> None:
     shipped = {"calculator", "calculator-sync", "calculator-async", "calculator-gae", "shop", "sort"}
     assert shipped <= set(preset_names())
