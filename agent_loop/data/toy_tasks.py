@@ -278,7 +278,7 @@ def _demonstrate_sort(sample: ToyTask, random_source: random.Random) -> list[Mes
 
 # --- order ----------------------------------------------------------------------------------------------------------
 
-ASKS, ASKS_AGAIN = 0.6, 0.4  # of the demonstrations: those that ask for the first wish, and of these for the second
+ASKED = {(): 0.35, ("colour",): 0.25, ("day",): 0.25, ("colour", "day"): 0.15}  # of the demonstrations
 
 
 def _sample_order(random_source: random.Random) -> ToyTask:
@@ -290,7 +290,7 @@ def _sample_order(random_source: random.Random) -> ToyTask:
 
 def _demonstrate_order(sample: ToyTask, random_source: random.Random) -> list[Message]:
     chance, state = random_source.random, sample.state
-    asked = list(WISHES)[: 1 + (chance() < ASKS_AGAIN)] if chance() < ASKS else []
+    (asked,) = random_source.choices(list(ASKED), list(ASKED.values()))
     turns: list[Message] = []
     told = {wish: random_source.choice(values) for wish, values in WISHES.items()}
     for wish in asked:
