@@ -9,6 +9,7 @@ import sys
 OPTIONAL = {"liger_kernel", "megatron", "mlflow", "ray", "sglang", "vllm", "wandb"}  # extras
 OPTIONAL |= {"gymnasium", "openenv", "textarena", "verifiers"}  # that scripts/install_environments installs
 OPTIONAL |= {"anthropic", "datasets", "pydantic_ai", "tensordict", "trl", "verl"}  # of tests and benchmarks
+OPTIONAL |= {"agents", "langchain", "langchain_openai", "litellm", "smolagents"}  # that try_agent_programs installs
 
 command = ["basedpyright", "--outputjson", "--pythonpath", sys.executable]
 report = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=False).stdout)

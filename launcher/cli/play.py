@@ -14,7 +14,7 @@ def add_play(parser: argparse.ArgumentParser) -> None:
         "arguments is the task; OPENAI_BASE_URL, ANTHROPIC_BASE_URL and their keys are set. See docs/gateway.md."
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a running run")
-    parser.add_argument("program", nargs="+", metavar="PROGRAM", help="the agent program and its arguments, behind --")
+    parser.add_argument("program", nargs="*", metavar="PROGRAM", help="the agent program and its arguments, behind --")
     parser.add_argument("-n", type=int, default=1, metavar="N", help="episodes played at once (default: 1)")
     parser.add_argument(
         "--reward",

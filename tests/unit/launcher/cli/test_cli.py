@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rl_async.launcher.cli.__main__ import main
+from rl_async.launcher.cli.__main__ import _parse, main
 
 
 @pytest.fixture(autouse=True)
@@ -167,3 +167,9 @@ def test_a_data_set_is_inspected_and_a_bad_row_named(tmp_path: Path, capsys: pyt
     bad = row | {"reward_model": {"style": "rule"}}
     pq.write_table(pa.Table.from_pylist([bad]), tmp_path / "bad.parquet")
     assert "row 0" in only_error(capsys, "data", "inspect", "bad.parquet")
+
+
+@pytest.mark.parametrize("options", [["-n", "2", "RUN"], ["RUN", "-n", "2"]])
+def test_a_programs_own_arguments_stay_as_they_are(options: list[str]) -> None:
+    arguments = _parse(["play", *options, "--", "agent", "-n", "3", "--", "{prompt}"])
+    assert arguments.program == ["agent", "-n", "3", "--", "{prompt}"] and arguments.n == 2
