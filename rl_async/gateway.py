@@ -187,9 +187,10 @@ class Gateway:
         deadline = time.monotonic() + (self._gone_s if self._answered else self._start_s)
         while True:
             try:
-                status, answer = _ask(request, self._wait_s + SLOW_S)
-            except (urllib.error.URLError, ConnectionError, http.client.HTTPException) as error:
-                # HTTPException: it died in the middle of its answer
+                status, text = _ask(request, self._wait_s + SLOW_S)
+                answer = json.loads(text)
+            except (urllib.error.URLError, ConnectionError, http.client.HTTPException, ValueError) as error:
+                # HTTPException: it died in the middle of its answer; ValueError: its server broke off what it was doing
                 if time.monotonic() > deadline and self._answered:
                     return 503, FINISHED
                 if time.monotonic() > deadline:
@@ -197,7 +198,7 @@ class Gateway:
                 time.sleep(0.5)
             else:
                 self._answered = True
-                return status, json.loads(answer)
+                return status, answer
 
 
 def _ask(request: urllib.request.Request, timeout_s: float) -> tuple[int, bytes]:

@@ -30,7 +30,7 @@ VOCABULARY = 4096
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = (CALL_START, CALL_END, "<tool_response>", "</tool_response>", "<think>", "</think>")
 OBEYS = 0.85  # of its turns; else it ends at once, or calls once more
-SETTINGS = WarmStartConfig(demos_path="", batch_size=12, min_steps=150, check_every=50, max_steps=600, gate=0.96)
+SETTINGS = WarmStartConfig(demos_path="", batch_size=8, min_steps=75, check_every=25, max_steps=600, gate=0.96)
 
 # Qwen's layout.
 TEMPLATE = """\

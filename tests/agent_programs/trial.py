@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.agent_programs.clients import PROMPT, Client
-from tests.agent_programs.puppet import CONTEXT, ROOT
+from tests.agent_programs.puppet import ROOT
 
 STEPS, EPISODES = 2, 4  # steps, and episodes of each, all of one group
 START_S, END_S = 120.0, 480.0
@@ -65,16 +65,17 @@ def run_trial(name: str, client: Client, folder: Path, installed: Path, model: P
 
 def write_inputs(folder: Path, model: Path) -> None:
     """Write the tasks and the config of the run."""
+    context = json.loads((model / "config.json").read_text())["max_position_embeddings"]
     rest = {"data_source": "digits", "reward_model": {"ground_truth": "9"}}
     tasks = [{"prompt": [{"role": "user", "content": f"{PROMPT} ({number})"}], **rest} for number in range(8)]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     config = {
         "model": {"path": str(model)},
         "data": {"path": str(folder / "tasks.jsonl"), "train_batch_groups": 1},
-        "agent": {"gateway": {}, "max_tokens": CONTEXT - 1, "episode_timeout_s": 300},
-        "rollout": {"group_size": EPISODES, "max_tokens": 256, "max_model_len": CONTEXT, "max_batch_size": EPISODES},
+        "agent": {"gateway": {}, "max_tokens": context - 1, "unprinted_tools": "allow"},
+        "rollout": {"group_size": EPISODES, "max_tokens": 256, "max_model_len": context, "max_batch_size": EPISODES},
         "queue": {"max_staleness": 0},
-        "trainer": {"steps": STEPS, "minibatches": 1, "learning_rate": 1e-3, "max_tokens_per_microbatch": CONTEXT},
+        "trainer": {"steps": STEPS, "minibatches": 1, "learning_rate": 1e-3, "max_tokens_per_microbatch": context},
         "eval": {"every": 0},
     }
     (folder / "trial.yaml").write_text(json.dumps(config, indent=1) + "\n")

@@ -60,6 +60,13 @@ def test_an_error_that_is_cut_off_is_asked_for_again(serve: Callable[..., str]) 
     assert list(Gateway(serve(over[:-1], over)).episodes()) == []
 
 
+def test_a_gateway_that_is_stopped_in_the_middle_of_a_request_has_ended(serve: Callable[..., str]) -> None:
+    """Its server then answers the request with a bare text."""
+    stopped = answer(b"Internal Server Error", "500 Internal Server Error")
+    played = Gateway(serve(answer(TASK), stopped), gone_s=0.0).episodes()
+    assert [episode.id for episode in played] == ["e"]
+
+
 def test_a_gateway_that_stays_away_in_the_middle_of_an_answer_has_ended(serve: Callable[..., str]) -> None:
     episodes = Gateway(serve(answer(TASK), answer(TASK)[:-1]), gone_s=0.0).episodes()
     assert next(episodes).id == "e"
