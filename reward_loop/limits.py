@@ -6,6 +6,7 @@ aiolimiter would not replace it: its leaky bucket lets up to twice the count sta
 import asyncio
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable
 
 MINUTE_S = 60.0
 
@@ -13,8 +14,14 @@ MINUTE_S = 60.0
 class RateLimit:
     """At most ``count`` starts within any ``period_s`` seconds; 0: no limit."""
 
-    def __init__(self, count: int, period_s: float) -> None:
-        self._count, self._period_s = count, period_s
+    def __init__(
+        self,
+        count: int,
+        period_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._count, self._period_s, self._clock, self._sleep = count, period_s, clock, sleep
         self._started: deque[float] = deque(maxlen=count or 1)
         self._turn = asyncio.Lock()
 
@@ -24,5 +31,5 @@ class RateLimit:
             return
         async with self._turn:
             if len(self._started) == self._count:
-                await asyncio.sleep(max(0.0, self._started[0] + self._period_s - time.monotonic()))
-            self._started.append(time.monotonic())
+                await self._sleep(max(0.0, self._started[0] + self._period_s - self._clock()))
+            self._started.append(self._clock())

@@ -20,7 +20,7 @@ from rl_async.agent_loop.chat_formats.syntax import THINK_END, THINK_START, Call
 
 _MARK = "rendermark"  # the assistant's text in the placeholder conversation
 _PROBE, _PROBE_ID = "probe", "callid012"  # a function that is called to see how, and its call's id
-_NAME = re.compile(r"[\w.-]*")  # of functions, that no template would have to escape
+_NAME = re.compile(r"[\w.-]{0,256}")  # of functions, that no template would have to escape
 _TAIL = 16  # tokens of a prompt in which an open <think> is looked for
 
 

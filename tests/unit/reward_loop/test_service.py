@@ -208,18 +208,19 @@ def test_what_reward_functions_may_return() -> None:
 class FakeClock:
     """Time that passes only while somebody sleeps."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.now = 100.0
-        monkeypatch.setattr("rl_async.reward_loop.limits.time.monotonic", lambda: self.now)
-        monkeypatch.setattr("rl_async.reward_loop.limits.asyncio.sleep", self.sleep)
+
+    def limit(self, count: int) -> RateLimit:
+        return RateLimit(count, 60.0, lambda: self.now, self.sleep)
 
     async def sleep(self, seconds: float) -> None:
         self.now += seconds
 
 
-async def test_the_rate_limit_spaces_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = FakeClock(monkeypatch)
-    limit = RateLimit(2, 60.0)
+async def test_the_rate_limit_spaces_starts() -> None:
+    clock = FakeClock()
+    limit = clock.limit(2)
     starts = []
     for _ in range(5):
         await limit.wait()
@@ -228,10 +229,10 @@ async def test_the_rate_limit_spaces_starts(monkeypatch: pytest.MonkeyPatch) -> 
     assert starts == [0.0, 10.0, 60.0, 70.0, 120.0]
 
 
-async def test_no_rate_limit_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = FakeClock(monkeypatch)
+async def test_no_rate_limit_never_waits() -> None:
+    clock = FakeClock()
     for _ in range(100):
-        await RateLimit(0, 60.0).wait()
+        await clock.limit(0).wait()
     assert clock.now == 100.0
 
 

@@ -61,4 +61,4 @@ def test_nothing_is_forced_where_reasoning_comes_first_or_calls_are_unknown() ->
         HarmonyFormat(byte_tokenizer(HARMONY, eos="<|return|>")),
     ]
     assert [chat.call_opening(name) for chat in thinking for name in ("", "f")] == [[]] * 6
-    assert CHATS["qwen"].call_opening('f"}') == []
+    assert CHATS["qwen"].call_opening('f"}') == CHATS["qwen"].call_opening("f" * 1000) == []
