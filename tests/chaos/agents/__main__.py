@@ -17,8 +17,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.chaos.agents.kinds import KINDS, PROGRAM, ROOT, Kind, victims
+from tests.chaos.agents.kinds import KINDS, PROGRAM, ROOT, TASKS, Kind, victims
 from tests.chaos.agents.leftovers import Seen, kill, left_behind, own_temporary_folders, processes
+from tests.chaos.agents.loop import write_tasks
 from tests.chaos.host.isolation import install, is_isolated, run_isolated, why_not_isolated
 
 PROGRESS_S = 300.0  # within which a step must be trained, whatever happens
@@ -106,7 +107,9 @@ def one_run(run: Run, roles: list[str], rng: random.Random) -> list[str]:
         if not left or in_a_row == STORM or time.monotonic() < next_kill or not steps:
             continue
         running = processes()
-        role, found = next(((role, found) for role in left if (found := victims(role, running))), ("", []))
+        role, found = next(
+            ((role, found) for role in rng.sample(left, len(left)) if (found := victims(role, running))), ("", [])
+        )
         if found and kill(rng.choice(found)):
             left.remove(role)
             struck.append(role)
@@ -169,6 +172,7 @@ def main() -> int:
         run_isolated("tests.chaos.agents", sys.argv[1:])
     home, rng = Path(os.environ[HOME]), random.Random(arguments.seed)
     (home / "aside").mkdir()
+    write_tasks(home / TASKS)
     own_temporary_folders([ROOT, Path(sys.prefix)], home / "aside")
     all_runs(home, all_rounds(arguments.rounds, arguments.kind or list(KINDS), rng), arguments.steps, rng)
     return 0

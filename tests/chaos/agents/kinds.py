@@ -15,6 +15,7 @@ from tests.chaos.agents.leftovers import Process
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).parent
+TASKS = "artifacts/calculator/tasks.jsonl"  # where the preset's other files are made
 PROGRAM = HERE / "program.py"
 SERVER = ROOT / "examples" / "mcp_calculator.py"
 # A server that leaves a process behind, in a session of its own, before it becomes the server.
@@ -69,7 +70,7 @@ VICTIMS: dict[str, IsVictim] = {
     "rl-async play": lambda process, _: process.argv[1:4] == ("-m", "rl_async.launcher.cli", "play"),
 }
 LOOP = f"agent.loop={HERE / 'loop.py'}:play"
-WORKERS = (LOOP, "agent.workers=2", "agent.concurrency=4")
+WORKERS = (LOOP, f"data.path={TASKS}", "agent.workers=2", "agent.concurrency=4")
 KINDS = {
     "mcp": Kind(
         (
