@@ -9,6 +9,7 @@ from pathlib import Path
 
 import uvloop
 
+from rl_async import tracing
 from rl_async.agent_loop.chat_formats.registry import load_format
 from rl_async.agent_loop.episodes.runner import EpisodeRunner
 from rl_async.agent_loop.recorded import AsRecorded, RecordedRunner
@@ -94,6 +95,7 @@ def cancel_on_signals() -> list[int]:
 def work(folder: Path, index: int, queue: str, reward_model: str) -> None:
     """Run one worker of the run in ``folder``. Raises what ``run_worker`` does, and SystemExit on a signal."""
     config = load_resolved(folder / "config.yaml")
+    endpoint = config.tracking.otlp_endpoint
 
     async def until_signalled() -> int:
         received = cancel_on_signals()
@@ -108,5 +110,7 @@ def work(folder: Path, index: int, queue: str, reward_model: str) -> None:
             return EXIT_SIGNAL + received[0]
         return 0
 
-    if code := uvloop.run(until_signalled()):
+    with tracing.traced(endpoint, folder, f"agent-{index}"):
+        code = uvloop.run(until_signalled())
+    if code:
         sys.exit(code)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
+from rl_async.agent_loop import spans
 from rl_async.agent_loop.protocols import RewardScorer, Runner, SampleQueue
 from rl_async.configs.derived.samples import samples_per_group
 from rl_async.configs.schema.run import RunConfig
@@ -99,9 +100,12 @@ class AgentWorker:
 
     async def _rows(self, group: LeasedGroup, sample: int) -> list[Trajectory] | str:
         """Return the sample's scored rows, or the error as text."""
+        name = f"{group.group_id}.{sample}.{group.attempt}"
         try:
-            rows = await self._episode(group, sample)
-            await self._rewards.score(group.task, rows[-1], *rows[:-1])
+            with spans.of_agent(name, group, group.task.agent or self._agent.loop):
+                rows = await self._episode(group, sample)
+            with spans.of_reward(name, rows[-1]):
+                await self._rewards.score(group.task, rows[-1], *rows[:-1])
             return rows
         except RlAsyncError as error:
             log.warning("sample %d.%d of task %s: %s", group.group_id, sample, group.task.task_id, error)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
+from rl_async import tracing
 from rl_async.configs.derived.transport import resolve_transport
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import RunConfig
@@ -59,7 +60,8 @@ def run_rank(folder: Path, queue: str | None, replay: Path | None, *, host: str,
     stop.listen()
     config = load_resolved(folder / "config.yaml")
     beat(folder, int(os.environ.get("RANK", "0")), 0, "starting")
-    with ranks_joined(config, folder) as (device, store):
+    role = f"trainer-{os.environ.get('RANK', '0')}"
+    with ranks_joined(config, folder) as (device, store), tracing.traced(config.tracking.otlp_endpoint, folder, role):
         models, kl = build_models(config, device), KlController(config.algorithm.kl)
         start = _restore(folder, models, kl, resume)
         run = _base_run(config, folder, replay or folder, models, kl, start, stop)

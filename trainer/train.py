@@ -13,6 +13,7 @@ without publishing it, saves and returns: nothing is lost, and it waits for no o
 
 import time
 
+from rl_async import tracing
 from rl_async.messages import Version
 from rl_async.trainer.batches.batch import take_batch
 from rl_async.trainer.batches.layout import mask_bound
@@ -43,12 +44,13 @@ def train(run: Run) -> bool:
         run.at(step, "training")
         run.publisher.before_train()
         has_device = time.perf_counter()
+        began_update = tracing.now()
         updated = update(models, batch, run.algorithm, config, run.kl.coef)
         updated_at = time.perf_counter()
         metrics = updated.metrics
         metrics |= run.kl.after_step(metrics["loss/kl_reference"], sum(not h.baseline for h in batch.headers))
         time.sleep(max(0.0, have_batch + config.debug.min_train_s - time.perf_counter()))
-        run.recorder.trained(batch, updated.corrected)
+        run.recorder.trained(batch, updated.corrected, began_update)
         run.at(step, "meeting the ranks")
         stopping = run.stop.agreed()  # a barrier: all ranks have trained and recorded before the queue is told
         if run.rank == 0:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import zmq
 
+from rl_async import tracing
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import Task
@@ -25,6 +26,7 @@ from rl_async.transfer_queue.journal.recovery import JournalRecorder, recover
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.reports.ledger import Ledger
 from rl_async.transfer_queue.reports.metrics import serve_metrics
+from rl_async.transfer_queue.reports.traces import QueueTraces
 from rl_async.transfer_queue.server.loop import bind, serve
 from rl_async.transfer_queue.server.queue_server import QueueServer
 from rl_async.transfer_queue.state.store import Store
@@ -57,6 +59,9 @@ def run_queue(run: Path, address: str, *, relaunched: bool, stopped: threading.E
             store.relaunch()
         recorder = JournalRecorder(store, journal, ledger)
         recorder.flush()
+        stack.enter_context(tracing.traced(config.tracking.otlp_endpoint, run, "queue"))
+        if tracing.now():
+            feed.subscribe(QueueTraces())
         limits, auth = config.queue.limits, None
         if not is_file(address):
             auth = stack.enter_context(Authenticator(context, keys.allowed, lambda: store.count("denied")))

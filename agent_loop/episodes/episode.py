@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import msgspec
 
+from rl_async.agent_loop import spans
 from rl_async.agent_loop.chat_formats.format import (
     BAD_CALL,
     Answer,
@@ -116,7 +117,9 @@ class Episode:
             min_version=self._group.min_version,
         )
         began = time.monotonic()
-        result = await self._generator.generate(request, session=self._id)
+        with spans.of_chat(self._id, self.config.model.path, request) as sampled:
+            result = await self._generator.generate(request, session=self._id)
+            sampled(result)
         seconds = time.monotonic() - began
         self._seconds["generate"] += seconds
         start = len(self._row)
@@ -239,7 +242,9 @@ class Episode:
         if tool is None:
             return ToolResult("error: unknown tool", "unknown tool"), 0.0
         began = time.monotonic()
-        result = await tool.call(call.arguments, timeout_s=self.config.agent.tool_timeout_s)
+        with spans.of_tool(self._id, call.name, call.id) as about:
+            result = await tool.call(call.arguments, timeout_s=self.config.agent.tool_timeout_s)
+            about |= {"error.type": "tool_error"} if result.error else {}
         return result, time.monotonic() - began
 
     def drift(self) -> int | None:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import jinja2
 import msgspec
 
+from rl_async import tracing
+from rl_async.agent_loop import spans
 from rl_async.agent_loop.chat_formats.format import ChatFormat, TooLong
 from rl_async.agent_loop.episodes.episode import policy_sampling
 from rl_async.agent_loop.episodes.row_tokens import trajectories
@@ -63,8 +65,9 @@ class GatewayEpisode:
         self.responses = KeptResponses()
         self.closed = False
         self.ending = asyncio.Lock()
-        self.began = time.monotonic()
+        self.began, self.traced_from = time.monotonic(), tracing.now()
         self._name = f"{group.group_id}.{sample}.{group.attempt}"
+        self._model = config.model.path
         self._chat, self._generator, self._max_answers = chat, generator, max_answers
         self._recorder = EpisodeRecorder(chat, config.agent.past_reasoning)
         unprinted = config.agent.unprinted_tools == "refuse" and not chat.prints_tools
@@ -139,10 +142,10 @@ class GatewayEpisode:
         self._in_flight += 1
         began = time.monotonic()
         try:
-            if release is None:
-                result = await self._generator.generate(generate, session=self._name)
-            else:
-                result = await self._generator.generate(generate, session=self._name, heard=release.hear)
+            with spans.of_chat(self._name, self._model, generate) as told:
+                heard = {} if release is None else {"heard": release.hear}
+                result = await self._generator.generate(generate, session=self._name, **heard)
+                told(result)
         finally:
             self._in_flight -= 1
             self.heard()

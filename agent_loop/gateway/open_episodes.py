@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rl_async.agent_loop import spans
 from rl_async.agent_loop.chat_formats.format import ChatFormat
 from rl_async.agent_loop.gateway.episode import GatewayEpisode, give_reward
 from rl_async.agent_loop.protocols import GatewayQueue, RewardScorer
@@ -264,9 +265,11 @@ class OpenEpisodes:
             )
         if ending.reward is not None:
             give_reward(rows, ending.reward, ending.parts, self._config.reward.limit)
+        spans.played(episode.name, episode.group, episode.traced_from)
         with _closing(episode):
-            if ending.reward is None:
-                await self._rewards.score(episode.group.task, rows[last], *rows[:last], *rows[last + 1 :])
+            with spans.of_reward(episode.name, rows[last]):
+                if ending.reward is None:
+                    await self._rewards.score(episode.group.task, rows[last], *rows[:last], *rows[last + 1 :])
             reply = await self._queue.put(*rows)
         self.put += 1
         reward = rows[last].reward if rows[last].scored else None
@@ -275,6 +278,7 @@ class OpenEpisodes:
 
     async def _fail(self, episode: GatewayEpisode, error: str, idempotency_key: str = "") -> Ended:
         log.warning("sample %d.%d: %s", episode.group.group_id, episode.sample, error)
+        spans.played(episode.name, episode.group, episode.traced_from, error)
         with _closing(episode):
             reply = await self._queue.fail(episode.group.group_id, episode.sample, episode.group.attempt, error)
         self.failed += 1

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import uvloop
 
+from rl_async import tracing
 from rl_async.agent_loop.chat_formats.registry import load_format
 from rl_async.agent_loop.gateway.open_episodes import OpenEpisodes
 from rl_async.agent_loop.gateway.server import GatewayServer
@@ -73,7 +74,8 @@ def serve(run: Path, queue: str, reward_model: str, host: str, port: int) -> Non
     listener.listen()
     address, number = listener.getsockname()[:2]
     print(f"gateway: http://{address}:{number} (token: {token_file(run, 'gateway')})", flush=True)
-    with contextlib.suppress(asyncio.CancelledError):
+    traced = tracing.traced(config.tracking.otlp_endpoint, run, "gateway")
+    with traced, contextlib.suppress(asyncio.CancelledError):
         uvloop.run(run_gateway(config, listener, access, queue, folder=run, reward_model=reward_model))
 
 

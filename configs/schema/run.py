@@ -37,6 +37,10 @@ class TrackingConfig(Config, frozen=True):
     ] = ()
     project: Annotated[str, doc("Project name for trackers that have one.")] = "rl-async"
     offline: Annotated[bool, doc("Record swanlab and wandb runs on this machine only.")] = True
+    otlp_endpoint: Annotated[
+        str,
+        doc("OTLP/HTTP collector that gets a trace of each episode; empty: OTEL_EXPORTER_OTLP_ENDPOINT, if it is set."),
+    ] = ""
 
 
 class LauncherConfig(Config, frozen=True):

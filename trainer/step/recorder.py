@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from rl_async import tracing
 from rl_async.messages import RowKey, Trajectory
 from rl_async.recording import write_trajectories
+from rl_async.tracing import EPISODE
 from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.batches.batch import Batch
 from rl_async.trainer.monitoring.evaluation import FinishedEvaluation
@@ -34,8 +36,11 @@ class Recorder:
         self._writer = ThreadPoolExecutor(1, "recorder")  # its thread is joined when the process exits
         self._in_flight: deque[Future[None]] = deque()
 
-    def trained(self, batch: Batch, corrected: Corrected) -> None:
-        """Record the rows that this rank trained, if it is the one of its data-parallel rank that records."""
+    def trained(self, batch: Batch, corrected: Corrected, began: int = 0) -> None:
+        """Record the rows that this rank trained, if it is the one of its data-parallel rank that records.
+
+        ``began``: when the update did, for the traces of the episodes.
+        """
         if not self._is_recorder:
             return
         keys = sorted(batch.rows)
@@ -49,6 +54,9 @@ class Recorder:
 
         self._submit(write)
         append_trained(self._folder / "trained.jsonl", self._lineage, batch.step, rows)
+        for name in {row.episode_id: None for row in rows}:
+            about = {"rl_async.step": batch.step, "rl_async.rank": self._rank}
+            tracing.add(name, "train", began, about, parent=EPISODE)
 
     def refused(self, step: int, tokens_sha256: Mapping[RowKey, str]) -> None:
         """Record rows that came to this rank with other tokens than were announced, for the audit."""
