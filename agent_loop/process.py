@@ -11,6 +11,7 @@ import uvloop
 
 from rl_async import tracing
 from rl_async.agent_loop.chat_formats.registry import load_format
+from rl_async.agent_loop.environments.hosts.pool import HostedEnvironments
 from rl_async.agent_loop.episodes.runner import EpisodeRunner
 from rl_async.agent_loop.recorded import AsRecorded, RecordedRunner
 from rl_async.agent_loop.tools.mcp.connect import connect_servers
@@ -32,8 +33,8 @@ from rl_async.transfer_queue.client.async_client import QueueClient
 async def played_and_scored(
     config: RunConfig, generator: Generator, folder: Path, *, logs: Path, owner: str, reward_model: str = ""
 ) -> AsyncIterator[tuple[EpisodeRunner, RewardService]]:
-    """Hold what plays episodes and what scores them; servers of tools write to ``logs``, in files called after
-    ``owner``.
+    """Hold what plays episodes and what scores them; servers of tools and hosts of environments write to ``logs``,
+    in files called after ``owner``.
 
     The keys that the config names are read from the environment, and are not there any more. Raises UserError for what
     the config names and does not exist.
@@ -41,11 +42,14 @@ async def played_and_scored(
     async with contextlib.AsyncExitStack() as stack:
         toolbox = await stack.enter_async_context(connect_servers(config.agent, logs, owner))
         forget_variables(config.agent.mcp)
-        runner = EpisodeRunner(config, load_format(config.model.path, config.agent), generator, toolbox)
+        hosted = HostedEnvironments(config, logs, owner) if config.agent.environment_hosts else None
+        runner = EpisodeRunner(config, load_format(config.model.path, config.agent), generator, toolbox, hosted)
         stack.push_async_callback(runner.close)
         service = RewardService(config.reward, model_url=reward_model, folder=folder, sandbox=config.sandbox)
         rewards = await stack.enter_async_context(service)
         forget_api_keys(config)
+        if hosted is not None:
+            await stack.enter_async_context(hosted)  # its processes do not inherit what was forgotten
         yield runner, rewards
 
 

@@ -41,6 +41,11 @@ class DaemonCalls:
         self._name, self._key = name, key
         self._overdue: set[Future[Any]] = set()
 
+    @property
+    def overdue(self) -> int:
+        """How many calls still run whose callers have stopped waiting."""
+        return len(self._overdue)
+
     async def call(self, function: Callable[[], T]) -> T:
         """Call ``function`` and await its result. Raises RuntimeError once too many calls are overdue."""
         if len(self._overdue) >= MOST_OVERDUE:

@@ -10,6 +10,7 @@ from rl_async.agent_loop.tools.tool import Tool
 class Environment:
     """A world or a simulated user that lives for one episode. Made from the episode's task; deriving is optional.
 
+    ``prepare``, a static method, may do beforehand what does not depend on the task; see ``registry.EnvironmentKind``.
     Called in this order: ``reset``, ``tools``, then ``step`` after every turn without tool calls until one is done,
     ``reward``, and ``close`` whatever happened. ``__aenter__`` and ``__aexit__``, if there are any, enclose them all.
     """

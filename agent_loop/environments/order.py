@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rl_async.agent_loop.environments.host import Host
+from rl_async.agent_loop.environments.services import Services
 from rl_async.agent_loop.step import Step
 from rl_async.errors import DataError
 from rl_async.messages import Task
@@ -26,7 +26,7 @@ def reply(answer: str, state: Mapping[str, Any]) -> str | None:
 class Customer:
     """An episode is worth the share of wishes that its order meets, and 0 if it orders something else or nothing."""
 
-    def __init__(self, task: Task, host: Host) -> None:
+    def __init__(self, task: Task, services: Services) -> None:
         missing = [key for key in ("count", "item", *WISHES) if key not in task.extra]
         if missing:
             raise DataError(f"task {task.task_id}: environment order needs extra_info.{missing[0]}")

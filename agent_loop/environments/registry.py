@@ -1,6 +1,7 @@
 """The built-in environments by name, adapters of other projects by their prefix, and users' own."""
 
 import importlib.util
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -9,15 +10,15 @@ from rl_async.agent_loop.environments.adapters.openenv import OpenEnv
 from rl_async.agent_loop.environments.adapters.textarena import TextArena
 from rl_async.agent_loop.environments.adapters.verifiers import Verifiers
 from rl_async.agent_loop.environments.adapters.verl import VerlInteraction
-from rl_async.agent_loop.environments.host import Host
 from rl_async.agent_loop.environments.order import Customer
+from rl_async.agent_loop.environments.services import Services
 from rl_async.agent_loop.environments.shop import Shop
 from rl_async.agent_loop.environments.users import ScriptedUser, SimulatedUser
 from rl_async.errors import ConfigError
 from rl_async.messages import Task
 from rl_async.userload import is_user_reference, load_user_object
 
-EnvironmentFactory = Callable[[Task, Host], Any]  # makes an interface.Environment, or what has some of its methods
+EnvironmentFactory = Callable[[Task, Services], Any]  # makes an interface.Environment, or what has some of its methods
 
 
 class Adapter(NamedTuple):
@@ -43,31 +44,66 @@ ADAPTERS = {
 }
 
 
-def get_environment(name: str) -> EnvironmentFactory:
+class EnvironmentKind(NamedTuple):
+    """How to make environments of one name: ``make(task, services)``, or with ``prepare`` ``make(task, services,
+    prepared)``, where ``prepared`` is what ``prepare(services)`` returned at any time before. Users' own may ``block``.
+    """
+
+    make: Callable[..., Any]
+    prepare: Callable[[Services], Any] | None = None
+    may_block: bool = False
+
+
+def get_environment(name: str) -> EnvironmentKind:
     """Return a built-in environment, an adapter's, or the user's class ``path.py:name``.
 
     Raises ConfigError if there is none, or its package is missing.
     """
     project, _, rest = name.partition(":")
     if rest and project in ADAPTERS:
-        return _adapted(name, ADAPTERS[project], rest)
+        return EnvironmentKind(_adapted(name, ADAPTERS[project], rest))
     if is_user_reference(name):
-        factory = load_user_object(name, "agent.environment")
-        if not callable(factory):
-            raise ConfigError(f"agent.environment: {name} is not a class")
-        return lambda task, host: factory(task, **host.config.agent.environment_options)
+        return _of_user(name)
     if name not in ENVIRONMENTS:
         raise ConfigError(
             f"agent.environment: no environment {name!r}; built in: {', '.join(ENVIRONMENTS)}; "
             f"{', '.join(f'{prefix}:NAME' for prefix in ADAPTERS)}; or path.py:class"
         )
-    return ENVIRONMENTS[name]
+    return EnvironmentKind(ENVIRONMENTS[name])
+
+
+def _of_user(name: str) -> EnvironmentKind:
+    factory = load_user_object(name, "agent.environment")
+    if not callable(factory):
+        raise ConfigError(f"agent.environment: {name} is not a class")
+    prepare = getattr(factory, "prepare", None)
+    if prepare is not None and not callable(prepare):
+        raise ConfigError(f"agent.environment: prepare of {name} is not a static method")
+
+    def make(task: Task, services: Services, *prepared: Any) -> Any:
+        return factory(task, *prepared, **services.config.agent.environment_options)
+
+    if prepare is None:
+        return EnvironmentKind(make, may_block=True)
+    return EnvironmentKind(make, _with_options(prepare), may_block=True)
+
+
+def _with_options(prepare: Callable[..., Any]) -> Callable[[Services], Any]:
+    """Return ``prepare`` called with the options of the environment, a coroutine function if it is one."""
+
+    async def awaited(services: Services) -> Any:
+        return await prepare(**services.config.agent.environment_options)
+
+    def plain(services: Services) -> Any:
+        return prepare(**services.config.agent.environment_options)
+
+    return awaited if inspect.iscoroutinefunction(prepare) else plain
 
 
 def _adapted(name: str, adapter: Adapter, rest: str) -> EnvironmentFactory:
     if adapter.package and not _installed(adapter.package):
         raise ConfigError(f"agent.environment: {name} needs `{adapter.install}`")
-    return lambda task, host: adapter.kind(rest, task, host.config.agent.environment_options)
+    return lambda task, services: adapter.kind(rest, task, services.config.agent.environment_options)
 
 
 def _installed(package: str) -> bool:

@@ -1,24 +1,48 @@
 """An environment in use by one episode: calls what it has of the protocol, each call with a deadline."""
 
-import asyncio
-import inspect
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from rl_async.agent_loop.chat_formats.format import Message
+from rl_async.agent_loop.environments.calls import call_user
 from rl_async.agent_loop.step import Step
-from rl_async.agent_loop.tools.tool import Tool
+from rl_async.agent_loop.tools.tool import CallableTool
 from rl_async.errors import EnvironmentFailed, RlAsyncError
+from rl_async.messages import Task
 from rl_async.reward_loop.api import Score, ScorerFailed, to_score
-from rl_async.threads import DaemonCalls
-from rl_async.userload import raised_at
 
 log = logging.getLogger("rl_async.agent_loop")
 
-KEY = "agent.environment_timeout_s"
-_THREADS = DaemonCalls("environment", KEY)
+
+class OpenEnvironment(Protocol):
+    """An environment in use by one episode, in this process or in another one. Methods raise EnvironmentFailed."""
+
+    async def reset(self) -> list[Message]:
+        """Begin the episode; return the messages to append to the task's prompt."""
+        ...
+
+    def tools(self) -> Sequence[CallableTool]:
+        """Return the environment's tools."""
+        ...
+
+    async def step(self, answer: str) -> tuple[Step, list[Message]]:
+        """Return the environment's answer to a turn, and what it says as messages: none where the episode is over."""
+        ...
+
+    async def reward(self) -> Score | None:
+        """Return the episode's reward; None if the environment gives none, 0 if it gives rewards to turns alone."""
+        ...
+
+
+class Environments(Protocol):
+    """Where a worker's episodes get their environments from."""
+
+    def open(self, task: Task) -> AbstractAsyncContextManager[OpenEnvironment]:
+        """Make an environment for an episode, and close it at the episode's end."""
+        ...
 
 
 class Session:
@@ -26,11 +50,12 @@ class Session:
 
     ``own_deadlines`` of a built-in environment says that what it waits for has deadlines. Every method raises
     EnvironmentFailed if the environment raises, misses its deadline or returns something unusable, except for errors
-    that name a user's mistake, which pass through.
+    that name a user's mistake, which pass through. ``start_limited``: the caller bounds how long ``__aenter__`` and
+    ``reset`` take.
     """
 
-    def __init__(self, name: str, environment: Any, timeout_s: float) -> None:
-        self._name = name
+    def __init__(self, name: str, environment: Any, timeout_s: float, *, start_limited: bool = False) -> None:
+        self._name, self._start_limited = name, start_limited
         self._timeout_s = None if getattr(environment, "own_deadlines", False) else timeout_s
         self._context = self._environment = environment
 
@@ -60,7 +85,7 @@ class Session:
             return []
         return self._messages("reset", await self._call(self._environment, "reset"))
 
-    def tools(self) -> Sequence[Tool]:
+    def tools(self) -> Sequence[CallableTool]:
         """Return the environment's tools."""
         return self._environment.tools() if self._has("tools") else ()
 
@@ -90,19 +115,9 @@ class Session:
         return hasattr(self._environment, method)
 
     async def _call(self, target: Any, method: str, *arguments: Any) -> Any:
-        function, what = getattr(target, method), f"environment {self._name}: {method}()"
-        try:
-            async with asyncio.timeout(self._timeout_s) as deadline:
-                if inspect.iscoroutinefunction(function):
-                    return await function(*arguments)
-                return await _THREADS.call(lambda: function(*arguments))
-        except RlAsyncError:
-            raise
-        # An environment is the user's code and may raise anything; its sample fails and is given out again.
-        except Exception as error:
-            if deadline.expired():
-                raise EnvironmentFailed(f"{what} did not finish within {self._timeout_s:g} s ({KEY})") from None
-            raise EnvironmentFailed(f"{what} raised {type(error).__name__}: {error} ({raised_at(error)})") from error
+        limit = None if self._start_limited and method in ("__aenter__", "reset") else self._timeout_s
+        what = f"environment {self._name}: {method}()"
+        return await call_user(what, getattr(target, method), *arguments, timeout_s=limit)
 
     def _messages(self, method: str, observation: Any) -> list[Message]:
         if observation is None:

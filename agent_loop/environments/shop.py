@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rl_async.agent_loop.environments.host import Host
+from rl_async.agent_loop.environments.services import Services
 from rl_async.agent_loop.tools.registry import CALCULATOR
 from rl_async.agent_loop.tools.tool import Tool
 from rl_async.errors import DataError
@@ -14,7 +14,7 @@ NO_SUCH_ITEM = "no such item"  # the demonstrations show the model this error
 class Shop:
     """One item with a hidden price, which the tool ``lookup`` returns and ``calculator`` computes with."""
 
-    def __init__(self, task: Task, host: Host) -> None:
+    def __init__(self, task: Task, services: Services) -> None:
         try:
             self._item, self._price = str(task.extra["item"]), str(task.extra["price"])
         except KeyError as error:

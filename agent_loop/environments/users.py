@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_async.agent_loop.chat_formats.format import Message
-from rl_async.agent_loop.environments.host import Host
+from rl_async.agent_loop.environments.services import Services
 from rl_async.agent_loop.step import Observation, Step
 from rl_async.errors import ConfigError, DataError, EnvironmentFailed
 from rl_async.extraction import last_number
@@ -18,7 +18,7 @@ GREETING = "Hi! How can I help you?"
 class ScriptedUser:
     """Says the texts of ``extra_info.user_turns``, one after each answer, whatever the answer was."""
 
-    def __init__(self, task: Task, host: Host) -> None:
+    def __init__(self, task: Task, services: Services) -> None:
         turns = task.extra.get("user_turns")
         if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
             raise DataError(f"task {task.task_id}: scripted_user needs extra_info.user_turns, a list of texts")
@@ -37,10 +37,10 @@ class SimulatedUser:
 
     own_deadlines = True  # waiting for other conversations' requests does not count
 
-    def __init__(self, task: Task, host: Host) -> None:
-        if host.user is None or host.config.agent.user is None:
+    def __init__(self, task: Task, services: Services) -> None:
+        if services.user is None or services.config.agent.user is None:
             raise ConfigError("agent.environment=simulated_user needs agent.user")
-        self._config, self._model = host.config.agent.user, host.user
+        self._config, self._model = services.config.agent.user, services.user
         self._stopped, self._said = False, 0
         asked = [message for message in task.prompt if message["role"] in ("user", "assistant")]
         place, row = f"task {task.task_id}", task.extra | {"ground_truth": task.ground_truth}

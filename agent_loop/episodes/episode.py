@@ -17,7 +17,7 @@ from rl_async.agent_loop.chat_formats.format import (
     ParsedCall,
     TooLong,
 )
-from rl_async.agent_loop.environments.session import Session
+from rl_async.agent_loop.environments.session import OpenEnvironment
 from rl_async.agent_loop.episodes.row_tokens import RowTokens, Segment, trajectories
 from rl_async.agent_loop.tools.tool import CallableTool, ToolResult
 from rl_async.configs.derived.samples import is_baseline
@@ -45,7 +45,7 @@ class Episode:
         chat: ChatFormat,
         generator: Generator,
         tools: Sequence[CallableTool],
-        environment: Session | None = None,
+        environment: OpenEnvironment | None = None,
         prompt: Sequence[Message] | None = None,
     ) -> None:
         """``prompt``: the task's with what the environment says first; None: the task's."""

@@ -5,9 +5,9 @@ import logging
 import random
 
 from rl_async.agent_loop.chat_formats.format import ChatFormat, text_size
-from rl_async.agent_loop.environments.host import Host
-from rl_async.agent_loop.environments.registry import EnvironmentFactory, get_environment
-from rl_async.agent_loop.environments.session import Session, joined
+from rl_async.agent_loop.environments.local import LocalEnvironments
+from rl_async.agent_loop.environments.services import Services
+from rl_async.agent_loop.environments.session import Environments, joined
 from rl_async.agent_loop.episodes.episode import Episode
 from rl_async.agent_loop.episodes.loops import get_loop
 from rl_async.agent_loop.tools.code import TOOLS_OF_CODE, CodeTools
@@ -15,7 +15,7 @@ from rl_async.agent_loop.tools.mcp.toolbox import McpToolbox
 from rl_async.agent_loop.tools.registry import NO_SERVERS, distinct, get_tool, require_listed, task_tools
 from rl_async.configs.derived.sandbox import CODE_TOOLS
 from rl_async.configs.schema.run import RunConfig
-from rl_async.messages import LeasedGroup, Task, Trajectory
+from rl_async.messages import LeasedGroup, Trajectory
 from rl_async.offload import off_loop
 from rl_async.reward_loop.api import ENVIRONMENT, Score
 from rl_async.rollout_server.api import Generator
@@ -30,8 +30,14 @@ class EpisodeRunner:
     or, if the tools run code, a missing sandbox."""
 
     def __init__(
-        self, config: RunConfig, chat: ChatFormat, generator: Generator, toolbox: McpToolbox | None = None
+        self,
+        config: RunConfig,
+        chat: ChatFormat,
+        generator: Generator,
+        toolbox: McpToolbox | None = None,
+        hosted: Environments | None = None,
     ) -> None:
+        """``hosted``: where episodes get their environments from; None: they are made in this process."""
         self._toolbox = toolbox
         self._config, self._chat, self._generator = config, chat, generator
         self._random = random.Random(config.seed)  # chooses the episodes whose rendering is checked
@@ -41,14 +47,14 @@ class EpisodeRunner:
         self._sandbox: Sandbox | None = None
         if not set(CODE_TOOLS).isdisjoint(config.agent.tools):
             self._open_sandbox()
-        environment = config.agent.environment
-        self._host = Host(config, chat, generator)
-        self._environment: EnvironmentFactory | None = get_environment(environment) if environment else None
+        self._services, self._environments = Services(config, chat, generator), hosted
+        if config.agent.environment and hosted is None:
+            self._environments = LocalEnvironments(config.agent.environment, self._services)
         self._unused_reward = ENVIRONMENT not in {term.name for term in config.reward.functions}  # to warn once
 
     async def close(self) -> None:
         """Close what its environments share."""
-        await self._host.close()
+        await self._services.close()
 
     async def run(self, group: LeasedGroup, sample: int) -> list[Trajectory]:
         """Run one episode, from the prompt to its rows; the last one ends with the last answer.
@@ -67,8 +73,8 @@ class EpisodeRunner:
             if any(tool in TOOLS_OF_CODE for tool in tools):  # a task may name them itself
                 code = await stack.enter_async_context(CodeTools(self._open_sandbox(), self._config))
                 tools = code.bind(tools)
-            if self._environment is not None:
-                session = await stack.enter_async_context(self._session(self._environment, task))
+            if self._environments is not None:
+                session = await stack.enter_async_context(self._environments.open(task))
                 prompt = joined(prompt, await session.reset())
                 tools += distinct(session.tools(), of_servers)
             episode = await off_loop(
@@ -92,10 +98,6 @@ class EpisodeRunner:
             rows[-1].reward_parts = score.named(ENVIRONMENT)
             self._warn_if_unused(score)
         return rows
-
-    def _session(self, factory: EnvironmentFactory, task: Task) -> Session:
-        agent = self._config.agent
-        return Session(str(agent.environment), factory(task, self._host), agent.environment_timeout_s)
 
     def _warn_if_unused(self, score: Score) -> None:
         if self._unused_reward and score.value:

@@ -38,7 +38,7 @@ def task_tools(
     return [of_servers.get(name) or get_tool(name) for name in task.tools]
 
 
-def distinct(tools: Sequence[Tool], of_servers: Mapping[str, CallableTool]) -> Sequence[Tool]:
+def distinct(tools: Sequence[CallableTool], of_servers: Mapping[str, CallableTool]) -> Sequence[CallableTool]:
     """Return an environment's tools. Raises ConfigError if one has the name of a server's."""
     if twice := next((tool.name for tool in tools if tool.name in of_servers), None):
         raise ConfigError(

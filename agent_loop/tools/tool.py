@@ -90,6 +90,11 @@ class Tool:
                 return await self.function(**named)
             return await self._threads.call(lambda: self.function(**named))
 
+    @property
+    def overdue(self) -> int:
+        """How many calls still run past their deadline, in threads that nothing can end."""
+        return self._threads.overdue
+
     def bound(self, function: Callable[..., Any]) -> Self:
         """Return the same tool with another function, such as a method of an environment."""
         other = copy.copy(self)

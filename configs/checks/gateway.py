@@ -9,7 +9,15 @@ from rl_async.userload import is_user_reference
 
 # Keys of `agent` that only agent workers read.
 WORKERS_KEYS = (
-    *("loop", "environment", "max_turns", "max_parallel_calls", "tool_timeout_s", "tool_response_tokens"),
+    *(
+        "loop",
+        "environment",
+        "environment_hosts",
+        "max_turns",
+        "max_parallel_calls",
+        "tool_timeout_s",
+        "tool_response_tokens",
+    ),
     *("workers", "concurrency", "check_rendering"),
 )
 PER_ROW_SHAPING = ("overlong_max_tokens", "overlong_filter", "reward_scale", "resample")  # of algorithm.shaping

@@ -58,6 +58,19 @@ def _sandbox(c: RunConfig) -> str | None:
     return None
 
 
+def _environment_hosts(c: RunConfig) -> str | None:
+    if c.agent.environment_hosts is None or c.agent.gateway is not None:
+        return None
+    if c.agent.environment is None:
+        return "agent.environment_hosts hold the environments of agent.environment; name one, or leave them out"
+    if c.agent.environment == "simulated_user":
+        return (
+            "agent.environment_hosts cannot hold agent.environment=simulated_user, whose model the worker asks; leave "
+            "them out"
+        )
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     *ALGORITHM_RULES,
     *ENGINE_RULES,
@@ -66,7 +79,7 @@ RULES: tuple[Rule, ...] = (
     *DATA_RULES,
     *WEIGHT_SYNC_RULES,
     *REWARD_RULES,
-    *(_truncation, _minibatches, _lengths, _sandbox),
+    *(_truncation, _minibatches, _lengths, _sandbox, _environment_hosts),
     *(gateway, past_reasoning, mcp),
     finetune,
     warm_start,

@@ -35,6 +35,22 @@ class GatewayConfig(Config, frozen=True):
     ] = "ignore"
 
 
+class EnvironmentHostsConfig(Config, frozen=True):
+    processes: Annotated[
+        Positive, doc("Host processes of each agent worker; its environments are spread over them.")
+    ] = 1
+    ready: Annotated[
+        Count, doc("Environments of each worker to prepare before an episode wants one, by their class's prepare().")
+    ] = 0
+    starting: Annotated[
+        Positive, doc("Environments of each worker that start at the same time; further ones wait.")
+    ] = 8
+    start_timeout_s: Annotated[
+        Seconds,
+        doc("Deadline of an environment's prepare(), and of its start: __init__, __aenter__ and reset together."),
+    ] = 120.0
+
+
 class AgentConfig(Config, frozen=True):
     loop: Annotated[
         str,
@@ -68,11 +84,16 @@ class AgentConfig(Config, frozen=True):
     environment_options: Annotated[
         dict[str, Any], doc("Further arguments of the environment, by name, e.g. {render_mode: ansi}.")
     ] = msgspec.field(default_factory=dict)
+    environment_hosts: Annotated[
+        EnvironmentHostsConfig | None,
+        doc("Environments live in processes of their own; {}: with defaults; null: in the worker's own process."),
+    ] = None
     user: Annotated[
         UserConfig | None, doc("The language model behind the environment simulated_user (docs/environments.md).")
     ] = None
     environment_timeout_s: Annotated[
-        Seconds, doc("Deadline of one call of an environment: its reset, a step, its reward, its end.")
+        Seconds,
+        doc("Deadline of one call of an environment: a step, its reward, its end; in-process its reset, too."),
     ] = 60.0
     max_turns: Annotated[Positive, doc("Assistant turns per episode.")] = 4
     max_tokens: Annotated[Positive, doc("Tokens per episode, including prompt and tool results.")] = 256

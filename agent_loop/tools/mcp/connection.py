@@ -22,12 +22,12 @@ from rl_async.agent_loop.tools.mcp.descriptions import Listed
 from rl_async.agent_loop.tools.mcp.servers import McpServer
 from rl_async.agent_loop.tools.mcp.sessions import ToolFailed
 from rl_async.errors import ConfigError, McpServerLost
+from rl_async.process import guard
 from rl_async.process.strays import kill_marked
 
 log = logging.getLogger("rl_async.agent_loop")
 
 MARK = "RL_ASYNC_MCP_FOLDER"  # a variable of a server and of what it starts, of another value in each session
-GUARD = Path(__file__).with_name("guard.py")
 MOST_LISTED = 1000  # tools that a server may name, before agent.mcp[].allow
 EVENT_BYTES = 16 << 20  # of one answer over HTTP, as long as server-sent events
 CLOSE_S = 10.0  # the SDK gives a command 2 s to end by itself and 2 s more after SIGTERM
@@ -164,8 +164,8 @@ class SdkConnection:
         argv = [text.replace("{workspace}", folder) for text in self._server.argv]
         env = {name: text.replace("{workspace}", folder) for name, text in self._server.environment.items()}
         env[MARK] = folder
-        guard = ["-I", "-S", str(GUARD), str(os.getpid()), folder]
-        return StdioServerParameters(command=sys.executable, args=[*guard, *argv], env=env)
+        ours = ["-I", "-S", guard.__file__, str(os.getpid()), folder]
+        return StdioServerParameters(command=sys.executable, args=[*ours, *argv], env=env)
 
     async def _answered(self, response: httpx2.Response) -> None:
         """Notice answers that end a session: an expired one, say, or a proxy whose server is gone."""

@@ -3,8 +3,8 @@
 from typing import Any
 
 from rl_async.agent_loop.chat_formats.format import Message
-from rl_async.agent_loop.environments.host import Host
 from rl_async.agent_loop.environments.registry import get_environment
+from rl_async.agent_loop.environments.services import Services
 from rl_async.agent_loop.environments.session import Session
 from rl_async.agent_loop.step import Step
 from rl_async.messages import Task
@@ -12,9 +12,9 @@ from tests.unit.agent_loop.fakes import run_config
 
 
 def session(name: str, options: dict[str, Any] | None = None, **task: Any) -> Session:
-    host = Host(run_config(environment=name, environment_options=options or {}), None, None)
+    services = Services(run_config(environment=name, environment_options=options or {}))
     given = {"task_id": "t", "data_source": "d", "prompt": [], "ground_truth": "", **task}
-    return Session(name, get_environment(name)(Task(**given), host), 120.0)
+    return Session(name, get_environment(name).make(Task(**given), services), 120.0)
 
 
 async def answered(world: Session, *answers: str) -> list[tuple[Step, list[Message]]]:

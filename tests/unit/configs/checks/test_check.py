@@ -172,6 +172,8 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
         ([*USER, "agent.user.api_key_env=sk-secret"], ["agent.user.api_key_env"]),
         ([*USER, "agent.user.lowest=10"], ["agent.user.highest", "agent.user.lowest"]),
         (["reward.functions=[{name: environment}]"], ["reward.functions", "agent.environment"]),
+        (["agent.environment_hosts={}"], ["agent.environment_hosts", "agent.environment"]),
+        ([*USER, "agent.environment_hosts={}"], ["agent.environment_hosts", "agent.environment=simulated_user"]),
         (["reward.functions=[{name: judge}]"], ["reward.functions", "reward.judge.url"]),
         (["reward.model.path=rm", "reward.model.url=localhost:8000"], ["reward.model.url", "http://"]),
         (["reward.judge={url: 'https://me:secret@x/v1', model: m}"], ["reward.judge.url"]),
@@ -221,8 +223,11 @@ def test_what_only_agent_workers_do_is_not_ignored_in_silence() -> None:
         with pytest.raises(ConfigError, match=mistake.partition("=")[0]):
             load_config("calculator", [GATEWAY, mistake])
         assert without_effect(load_config("calculator", [mistake])) == []
-    config = load_config("calculator", [GATEWAY, "agent.loop=single_turn", "agent.max_turns=4", "agent.workers=3"])
-    assert without_effect(config) == ["agent.workers"]
+    config = load_config(
+        "calculator",
+        [GATEWAY, "agent.loop=single_turn", "agent.max_turns=4", "agent.workers=3", "agent.environment_hosts={}"],
+    )
+    assert without_effect(config) == ["agent.environment_hosts", "agent.workers"]
 
 
 def test_ranks_that_share_rows_get_as_many_rows_as_one() -> None:

@@ -26,15 +26,20 @@ class UserModel(Protocol):
     async def close(self) -> None: ...
 
 
-class Host:
-    """One for each worker. Raises ConfigError if the environment lacks the API key of ``agent.user``."""
+class Services:
+    """One for each worker. Without ``chat`` and ``generator`` the policy plays no user.
 
-    def __init__(self, config: RunConfig, chat: ChatFormat, generator: Generator) -> None:
+    Raises ConfigError if the environment lacks the API key of ``agent.user``.
+    """
+
+    def __init__(self, config: RunConfig, chat: ChatFormat | None = None, generator: Generator | None = None) -> None:
         self.config = config
         user = config.agent.user
         self.user: UserModel | None = None
-        if user is not None:
-            self.user = ServedUser(user) if user.url else PolicyUser(config, user, chat, generator)
+        if user is not None and user.url:
+            self.user = ServedUser(user)
+        elif user is not None and chat is not None and generator is not None:
+            self.user = PolicyUser(config, user, chat, generator)
 
     async def close(self) -> None:
         """Close connections."""

@@ -1,9 +1,10 @@
-"""Runs an MCP server and ends all its processes with the worker: ``python guard.py WORKER_PID FOLDER COMMAND...``.
+"""Runs a server for an agent worker, an MCP server or an environment host, and ends all its processes with the worker:
+``python guard.py WORKER_PID FOLDER COMMAND...``.
 
 The server inherits the pipes of this process, which reads and writes nothing itself. When the worker dies, however it
 dies, the kernel sends this process a signal; it then kills the server and whatever the server started, also what left
-its process group, and deletes FOLDER, which it made. It needs the standard library alone, so that it
-starts in milliseconds (``python -I -S``).
+its process group, and deletes FOLDER, which it made. It needs the standard library alone, so that it starts in
+milliseconds (``python -I -S``).
 """
 
 import ctypes

@@ -1,0 +1,164 @@
+"""The messages between a worker and one of its environment hosts, over a socket pair that nobody else has."""
+
+import asyncio
+import struct
+from typing import Any, Literal
+
+import msgspec
+
+from rl_async.agent_loop.chat_formats.format import Message
+from rl_async.agent_loop.step import Step
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import ConfigError, DataError, EnvironmentFailed, RlAsyncError
+from rl_async.messages import Task
+
+LENGTH = struct.Struct(">I")
+MOST_BYTES = 1 << 26  # of one message
+
+
+class Setup(msgspec.Struct, tag=True):
+    """The first message to a host."""
+
+    config: RunConfig
+
+
+class Prepare(msgspec.Struct, tag=True):
+    """Do what can be done before the task of ``instance`` is known. Answered by nothing."""
+
+    call: int
+    instance: int
+
+
+class Begin(msgspec.Struct, tag=True):
+    """Make the environment of a task, and reset it. Answered by Begun."""
+
+    call: int
+    instance: int
+    task: Task
+
+
+class Say(msgspec.Struct, tag=True):
+    """Tell the environment what the policy said. Answered by Said."""
+
+    call: int
+    instance: int
+    answer: str
+
+
+class UseTool(msgspec.Struct, tag=True):
+    """Call a tool of the environment. Answered by a ToolResult."""
+
+    call: int
+    instance: int
+    name: str
+    arguments: dict[str, Any]
+    timeout_s: float
+
+
+class Judge(msgspec.Struct, tag=True):
+    """Ask for the episode's reward. Answered by a Score or nothing."""
+
+    call: int
+    instance: int
+
+
+class End(msgspec.Struct, tag=True):
+    """Close an environment, or release what was prepared for one. ``failure``: what ended its episode, if something
+    did. Answered by Ended, also if there is no such instance."""
+
+    call: int
+    instance: int
+    failure: str = ""
+
+
+class Cancel(msgspec.Struct, tag=True):
+    """Wait no longer for the answer to another call. Not answered itself."""
+
+    call: int
+
+
+Request = Setup | Prepare | Begin | Say | UseTool | Judge | End | Cancel
+
+
+class Described(msgspec.Struct):
+    """A tool as the model sees it."""
+
+    name: str
+    schema: dict[str, Any]
+
+
+class Begun(msgspec.Struct):
+    """What the environment says first, and its tools."""
+
+    messages: list[Message]
+    tools: list[Described]
+
+
+class Said(msgspec.Struct):
+    """What the environment answers to a turn."""
+
+    step: Step
+    messages: list[Message]
+
+
+class Ended(msgspec.Struct):
+    """An environment is gone. ``stuck``: a call of the host, of whichever environment, goes on past its deadline.
+    ``failure``: what closing it raised."""
+
+    stuck: bool
+    failure: str = ""
+
+
+class Welcome(msgspec.Struct, tag=True):
+    """The first message of a host. ``prepares``: whether Prepare has something to do."""
+
+    prepares: bool
+
+
+class Answer(msgspec.Struct, tag=True):
+    """The answer to a call."""
+
+    call: int
+    value: msgspec.Raw
+
+
+class Failure(msgspec.Struct, tag=True):
+    """The error of a call; of the host itself if ``call`` is 0."""
+
+    call: int
+    kind: Literal["ConfigError", "DataError", "EnvironmentFailed"]
+    text: str
+
+
+Reply = Welcome | Answer | Failure
+
+_KINDS: dict[str, type[RlAsyncError]] = {kind.__name__: kind for kind in (ConfigError, DataError, EnvironmentFailed)}
+
+
+def failure_of(call: int, error: RlAsyncError) -> Failure:
+    """Write an error down. One of a kind that has no name here becomes an EnvironmentFailed."""
+    kind = type(error).__name__
+    if kind in _KINDS:
+        return Failure(call, kind, str(error))  # type: ignore[arg-type]
+    return Failure(call, "EnvironmentFailed", f"{kind}: {error}")
+
+
+def error_of(failure: Failure) -> RlAsyncError:
+    """Return the error that was written down."""
+    return _KINDS[failure.kind](failure.text)
+
+
+def frame(message: Request | Reply) -> bytes:
+    """Encode a message. Raises ValueError if it is too long, and what msgspec raises for what it cannot encode."""
+    body = msgspec.msgpack.encode(message)
+    if len(body) > MOST_BYTES:
+        raise ValueError(f"a message of {len(body)} bytes is longer than {MOST_BYTES}")
+    return LENGTH.pack(len(body)) + body
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
+    """Read an encoded message. Raises IncompleteReadError or ConnectionError at the end, ValueError for a long one."""
+    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    if length > MOST_BYTES:
+        raise ValueError(f"a message of {length} bytes is longer than {MOST_BYTES}")
+    return await reader.readexactly(length)
