@@ -72,14 +72,14 @@ CLIENTS: dict[str, Client] = {
         player("pydantic_agent.py"),
         Lines(last='{"digit": N}', last_tool="final_result"),
     ),
-    "litellm": Client(("litellm==1.83.0",), player("litellm_client.py")),
+    "litellm": Client(("litellm[mcp]==1.106.2",), player("litellm_client.py")),
     "ai-sdk": Client(
         ("ai@6.0.326", "@ai-sdk/openai@3.0.141", "zod@4.6.7"),
         ("node", str(PLAYERS / "ai_sdk.mjs"), "{client}", "{prompt}"),
         registry="npm",
     ),
     "mini-swe-agent": Client(
-        ("mini-swe-agent==2.4.6",),
+        ("mini-swe-agent==2.4.6", "litellm[mcp]==1.106.2"),
         ("{client}/bin/mini", "-m", "openai/policy", "-t", "{prompt}", "-y", "--exit-immediately"),
         Lines("bash", '{"command": "echo N > answer"}', f'{{"command": "{DONE}"}}', last_tool="bash"),
         environment={"MSWEA_COST_TRACKING": "ignore_errors", "MSWEA_CONFIGURED": "true"},

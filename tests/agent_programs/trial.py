@@ -15,7 +15,7 @@ from tests.agent_programs.clients import PROMPT, Client
 from tests.agent_programs.puppet import ROOT
 
 STEPS, EPISODES = 2, 4  # steps, and episodes of each, all of one group
-START_S, END_S = 120.0, 480.0
+START_S, END_S = 240.0, 480.0
 HERE = Path(__file__).parent
 RL_ASYNC = [sys.executable, "-m", "rl_async.launcher.cli"]
 IGNORED = re.compile(r"asks for '([^']+)'=.* which the gateway ignores")
