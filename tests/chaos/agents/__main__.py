@@ -22,6 +22,7 @@ from tests.chaos.agents.leftovers import Seen, kill, left_behind, own_temporary_
 from tests.chaos.agents.loop import write_tasks
 from tests.chaos.host.isolation import install, is_isolated, run_isolated, why_not_isolated
 
+START_S = 600.0  # until the first step, with data and model to make, on a busy machine
 PROGRESS_S = 300.0  # within which a step must be trained, whatever happens
 BETWEEN_S = 1.5  # at most, from one kill to the next
 STORM = 8  # kills at most between two steps, so that most strike a run that works
@@ -102,8 +103,8 @@ def one_run(run: Run, roles: list[str], rng: random.Random) -> list[str]:
         time.sleep(0.05)
         if (steps := run.steps()) > before:
             before, since, in_a_row = steps, time.monotonic(), 0
-        if time.monotonic() - since > PROGRESS_S:
-            sys.exit(f"{run.name}: no step was trained within {PROGRESS_S:.0f} s, after {struck[-3:]}; see {run.log}")
+        if time.monotonic() - since > (limit := PROGRESS_S if steps else START_S):
+            sys.exit(f"{run.name}: no step was trained within {limit:.0f} s, after {struck[-3:]}; see {run.log}")
         if not left or in_a_row == STORM or time.monotonic() < next_kill or not steps:
             continue
         running = processes()
