@@ -316,13 +316,18 @@ def test_nothing_is_left_of_a_worker_that_is_killed(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-async def test_what_a_killed_host_had_started_is_ended(tmp_path: Path) -> None:
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.parametrize("killed", ["host", "its guard"])
+async def test_what_a_killed_host_had_started_is_ended(tmp_path: Path, killed: str) -> None:
     async with hosted("Parent", tmp_path) as environments:
-        with pytest.raises(EnvironmentFailed, match="was killed"):
+        with pytest.raises(EnvironmentFailed, match="environment host 0"):
             async with environments.open(task("a")) as parent:
                 stepping = asyncio.create_task(parent.step("go"))
                 host, child = json.loads((tmp_path / "pids-a").read_text())
-                os.kill(host, signal.SIGKILL)
+                os.kill(host if killed == "host" else parent_of(host), signal.SIGKILL)
                 await stepping
         await until(lambda: state_of(child) in ENDED)
         async with environments.open(task("b")):
