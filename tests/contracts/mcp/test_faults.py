@@ -1,5 +1,6 @@
 """Sessions over the SDK with servers that go wrong."""
 
+import asyncio
 import json
 import logging
 import os
@@ -186,12 +187,20 @@ async def test_a_loss_is_logged(connect: Connect, http_server: str, caplog: Any)
     assert "agent.mcp[0]" in caplog.text
 
 
+def wait_for_end(pid: int) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while state_of(pid) not in ENDED:
+        assert time.monotonic() < until, pid
+        time.sleep(0.02)
+
+
 async def test_nothing_is_left_of_a_server_whose_guard_is_killed(connect: Connect) -> None:
     async with connect(command=(*FAULTY, "{workspace}")) as toolbox:
         with toolbox.episode() as tools:
             about = json.loads((await call(tools, "about")).text)
             child = int((await call(tools, "leave_behind")).text)
             os.kill(psutil.Process(about["pid"]).ppid(), signal.SIGKILL)
+            await asyncio.to_thread(wait_for_end, about["pid"])  # which comes soon after the guard's, not with it
             assert (await call(tools, "add", a=1, b=1)).error
             assert (await call(tools, "add", a=1, b=1)).text == "2"
     assert all(state_of(pid) in ENDED for pid in (about["pid"], child)) and not is_there(about["arguments"][0])
