@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from rl_async.errors import EXIT_USER
 from tests.chaos.agents.kinds import KINDS, PROGRAM, ROOT, TASKS, Kind, victims
 from tests.chaos.agents.leftovers import Seen, kill, left_behind, own_temporary_folders, processes
 from tests.chaos.agents.loop import write_tasks
@@ -78,7 +79,7 @@ class Run:
 
     def check(self) -> None:
         """End the program unless the run trained all its steps and every group once."""
-        if self._player is not None and self._player.wait(PROGRESS_S) not in (0, -9):
+        if self._player is not None and self._player.wait(PROGRESS_S) not in (0, -9, EXIT_USER):  # started too late
             sys.exit(f"{self.name}: rl-async play ended with {self._player.returncode}; see {self.log}")
         if self.exit() != 0 or self.steps() != self._steps:
             sys.exit(f"{self.name} ended with {self.exit()} after {self.steps()} steps; see {self.log}")
