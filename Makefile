@@ -41,6 +41,7 @@ setup-test: $(VENV)/.test
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rl-async needs Python 3.11 or newer; set PYTHON=")'
+	@echo 'making $(VENV) and installing into it: some minutes, without output'
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.base: pyproject.toml constraints.txt | $(BIN)/python

@@ -128,6 +128,7 @@ def add_model_commands(parser: argparse.ArgumentParser) -> None:
 def _import(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.sources.importing import import_model
 
+    print(f"reading {arguments.source}", flush=True)
     import_model(arguments.source, arguments.folder)
     print(f"wrote {arguments.folder}; `rl-async model info {arguments.folder}` describes it")
     return 0
@@ -144,4 +145,6 @@ def _info(arguments: argparse.Namespace) -> int:
     paths = [f"model.path={json.dumps(str(folder))}", *([] if arguments.config else ["data.path=none"])]
     for line in describe(folder, load_config(arguments.config, [*arguments.overrides, *paths])):
         print(line)
+    if not arguments.config:
+        print("memory is that of the default settings; --config NAME|PATH sizes it for a run")
     return 0

@@ -30,10 +30,13 @@ def show_evaluations(run: Path, console: Console | None = None) -> None:
 
     Raises UserError unless the run has recorded two.
     """
+    if not run.is_dir():
+        raise UserError(f"no run folder {run}")
     files = sorted((run / "trajectories").glob("eval-*.jsonl.gz"))
     if len(files) < 2:
         raise UserError(
-            f"{run} has {len(files)} evaluations, and two are needed; train with data.eval_path and eval.before=true"
+            f"{run} has {len(files)} evaluations so far, and two are needed; they take data.eval_path, the first also "
+            "eval.before=true"
         )
     console = console or Console()
     console.print(side_by_side(files[0], files[-1]))

@@ -123,8 +123,9 @@ def summary_lines(history: History, folder: Path, seconds: float, bound: int) ->
     ]
     evaluations = MetricsTail(folder / "evaluations.jsonl").read()
     if evaluations:
-        last = evaluations[-1]
-        lines.insert(1, f"held-out: reward {last['eval/reward']:.3f} after step {last['eval/step']:.0f}")
+        first, last = evaluations[0], evaluations[-1]
+        before = f"{first['eval/reward']:.3f} before, " if first["eval/step"] == 0 and last is not first else ""
+        lines.insert(1, f"held-out reward: {before}{last['eval/reward']:.3f} after step {last['eval/step']:.0f}")
     return lines
 
 

@@ -41,6 +41,8 @@ def export(run: Path, out: Path, step: int | None = None, part: str = ".") -> in
     its own, whose value head is copied too. Raises UserError if there is no such checkpoint, it is damaged, or ``out``
     exists.
     """
+    if not run.is_dir():
+        raise UserError(f"no run folder {run}")
     found = {int(path.name.rpartition("-")[2]): path for path in list_checkpoints(run / "checkpoints")}
     chosen = max(found, default=None) if step is None else step
     if chosen is None or chosen not in found:

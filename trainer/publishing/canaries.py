@@ -83,7 +83,9 @@ class Canaries:
             async with asyncio.timeout(self._timeout_s):
                 got = await engine.generate(request, session="")
         except (EngineError, TimeoutError) as error:
-            log.warning("engine %s returned no tokens to compare: %s", record.engine_id, error or type(error).__name__)
+            log.warning(
+                "engine %s returned no tokens to compare: %s", record.engine_id, str(error) or type(error).__name__
+            )
             return None
         finally:
             await engine.close()

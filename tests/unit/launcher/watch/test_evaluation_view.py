@@ -41,3 +41,8 @@ def test_the_first_and_the_last_evaluation_stand_side_by_side(tmp_path: Path) ->
 def test_one_evaluation_cannot_be_compared(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"eval\.before"):
         show_evaluations(tmp_path)
+
+
+def test_a_run_that_is_not_there_is_told_from_one_without_evaluations(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run folder"):
+        show_evaluations(tmp_path / "missing")

@@ -128,6 +128,11 @@ def test_the_summary_tells_first_and_last_rewards_and_staleness(tmp_path: Path) 
     text = "\n".join(summary_lines(history, tmp_path, 61.0, bound=1))
     for part in ("0.200", "0.900", "0.950 after step 10", "at most 1 (bound 1)", "61 s", str(tmp_path)):
         assert part in text
+    assert "0.4" not in text  # which is no reward before training
+    (tmp_path / "evaluations.jsonl").write_text(
+        '{"lineage":0,"eval/step":0.0,"eval/reward":0.25}\n{"lineage":0,"eval/step":10.0,"eval/reward":0.95}\n'
+    )
+    assert "0.250 before, 0.950 after step 10" in "\n".join(summary_lines(history, tmp_path, 61.0, bound=1))
     assert "no step" in summary_lines(History(), tmp_path, 1.0, 1)[0]
 
 
