@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from rl_async.configs.schema.rollout import AgentConfig
-from rl_async.errors import EXIT_USER, ConfigError
+from rl_async.errors import EXIT_USER, ConfigError, McpServerLost
 
 SLACK_S = 60.0  # beside the servers' own deadlines: imports, and further tries of a server that ends at once
 
@@ -46,7 +46,7 @@ def main() -> int:
     agent = msgspec.json.decode(sys.stdin.buffer.read(), type=AgentConfig)
     try:
         print("\n".join(asyncio.run(_try(agent))))
-    except ConfigError as error:
+    except (ConfigError, McpServerLost) as error:  # the first start of all: what fails now is wrong in the config
         print(" ".join(str(error).splitlines()), file=sys.stderr)
         return EXIT_USER
     return 0

@@ -14,7 +14,8 @@ from rl_async.configs.schema.rollout import AgentConfig
 async def connect_servers(agent: AgentConfig, log_folder: Path, owner: str) -> AsyncIterator[McpToolbox | None]:
     """Hold the tools of all servers; None if there are no servers. Servers write to logs called after ``owner``.
 
-    Raises ConfigError for a server that cannot be used, before the block begins.
+    Raises, before the block begins, McpServerLost for a server that cannot be started or asked, and ConfigError for
+    tools that cannot be used.
     """
     if not (servers := mcp_servers(agent.mcp, log_folder, owner)):
         yield None

@@ -10,7 +10,7 @@ from rl_async.agent_loop.tools.mcp.descriptions import Listed, Offer, chosen, of
 from rl_async.agent_loop.tools.mcp.servers import McpServer
 from rl_async.agent_loop.tools.mcp.sessions import OPENINGS, Connect, Connection, McpSessions
 from rl_async.agent_loop.tools.tool import CallableTool, ToolResult
-from rl_async.errors import ConfigError, McpServerLost
+from rl_async.errors import McpServerLost
 
 STARTS_AT_ONCE = 8  # sessions of one server that begin together
 
@@ -29,7 +29,11 @@ class McpTool:
 
 
 class McpToolbox:
-    """The tools of all servers. ``taken``: names of other tools. Entering raises ConfigError, naming the key."""
+    """The tools of all servers. ``taken``: names of other tools.
+
+    Entering raises McpServerLost for a server that cannot be started or asked, and ConfigError, naming the key, for
+    tools that cannot be used.
+    """
 
     def __init__(self, servers: Sequence[McpServer], connect: Connect, taken: Sequence[str] = ()) -> None:
         self._connect_to, self._taken = connect, taken
@@ -80,23 +84,21 @@ class McpToolbox:
                     own.close()
 
     async def _listed(self, place: int) -> list[Listed]:
-        """Return a server's tools. If it is lost before it lists them, it gets another session."""
+        """Return a server's tools. If it is lost before it lists them, it gets another session, OPENINGS in all."""
         server, _ = self._servers[place]
         limit = server.config.start_timeout_s
-        for left in reversed(range(OPENINGS)):
-            try:
-                connection = await self._shared[place].connection()
-            except McpServerLost as error:
-                raise ConfigError(str(error)) from error
+        lost: McpServerLost | None = None
+        for _ in range(OPENINGS):
+            connection = await self._shared[place].connection()
             try:
                 async with asyncio.timeout(limit):
                     return chosen(await connection.tools(), server.config.allow, server.key)
             except McpServerLost as error:
-                if not left:
-                    raise ConfigError(str(error)) from error
+                lost = error
             except TimeoutError:
-                raise ConfigError(f"{server.label} listed no tools within {limit:g} s (start_timeout_s)") from None
-        raise AssertionError("unreachable")
+                raise McpServerLost(f"{server.label} listed no tools within {limit:g} s (start_timeout_s)") from None
+        assert lost is not None  # OPENINGS are more than none
+        raise lost
 
     def _connect(self, server: McpServer) -> Connection:
         self._connections = [connection for connection in self._connections if not connection.ended]

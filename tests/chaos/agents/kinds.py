@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from rl_async.agent_loop.tools.mcp.connection import GUARD
 from rl_async.launcher.play import keeper
+from rl_async.process import guard
 from tests.chaos.agents.leftovers import Process
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -59,9 +59,9 @@ def _first_of_sandbox(process: Process, _: Processes) -> bool:
 VICTIMS: dict[str, IsVictim] = {
     "agent worker": _module("rl_async.agent_loop"),
     "gateway": _module("rl_async.agent_loop.gateway"),
-    "MCP server of a worker": _kept(str(GUARD), last="shared"),
-    "MCP server of an episode": _kept(str(GUARD), last="own"),
-    "guard of an MCP server": lambda process, _: str(GUARD) in process.argv,
+    "MCP server of a worker": _kept(guard.__file__, last="shared"),
+    "MCP server of an episode": _kept(guard.__file__, last="own"),
+    "guard of an MCP server": lambda process, _: guard.__file__ in process.argv,
     "sandbox": lambda process, _: process.name == "bwrap",
     "first process of a sandbox": _first_of_sandbox,
     "program in a sandbox": _in_sandbox,

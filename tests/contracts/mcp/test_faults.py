@@ -155,6 +155,17 @@ async def test_a_server_over_http_that_is_killed_fails_the_sample(connect: Conne
         {"command": (sys.executable, "-c", "import time; time.sleep(3600)"), "start_timeout_s": 0.5},
         {"command": (sys.executable, "-c", "print('hello')")},
         {"command": (), "url": "http://127.0.0.1:1/mcp"},
+    ],
+)
+async def test_a_server_that_begins_no_session_is_lost(connect: Connect, config: dict[str, Any]) -> None:
+    with pytest.raises(McpServerLost, match=r"agent\.mcp\[0\]"):
+        async with connect(**config):
+            pass
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
         {"allow": ("subtract",)},
         {
             "command": (
@@ -167,14 +178,14 @@ async def test_a_server_over_http_that_is_killed_fails_the_sample(connect: Conne
         {"command": (sys.executable, str(HERE / "bare_server.py"), "[]")},
     ],
 )
-async def test_a_server_that_cannot_be_used_is_a_config_error(connect: Connect, config: dict[str, Any]) -> None:
+async def test_tools_that_cannot_be_used_are_a_config_error(connect: Connect, config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"agent\.mcp\[0\]"):
         async with connect(**config):
             pass
 
 
 async def test_what_a_server_says_at_its_end_is_in_the_error(connect: Connect) -> None:
-    with pytest.raises(ConfigError, match="no_such_module"):
+    with pytest.raises(McpServerLost, match="no_such_module"):
         async with connect(command=(sys.executable, "-m", "no_such_module")):
             pass
 
@@ -194,11 +205,14 @@ def wait_for_end(pid: int) -> None:
         time.sleep(0.02)
 
 
-async def test_nothing_is_left_of_a_server_whose_guard_is_killed(connect: Connect) -> None:
+@pytest.mark.parametrize("deletes", [False, True])
+async def test_nothing_is_left_of_a_server_whose_guard_is_killed(connect: Connect, deletes: bool) -> None:
     async with connect(command=(*FAULTY, "{workspace}")) as toolbox:
         with toolbox.episode() as tools:
             about = json.loads((await call(tools, "about")).text)
             child = int((await call(tools, "leave_behind")).text)
+            if deletes:  # as a server may do
+                os.rmdir(about["arguments"][0])
             os.kill(psutil.Process(about["pid"]).ppid(), signal.SIGKILL)
             await asyncio.to_thread(wait_for_end, about["pid"])  # which comes soon after the guard's, not with it
             assert (await call(tools, "add", a=1, b=1)).error

@@ -14,7 +14,7 @@ from rl_async.agent_loop.tools.mcp.sessions import MOST_LOST, MOST_TIMEOUTS, OPE
 from rl_async.agent_loop.tools.mcp.toolbox import McpToolbox
 from rl_async.agent_loop.tools.tool import ToolResult
 from rl_async.configs.schema.mcp import McpServerConfig
-from rl_async.errors import ConfigError, McpServerLost
+from rl_async.errors import McpServerLost
 
 OBJECT: dict[str, Any] = {"type": "object"}
 
@@ -187,8 +187,8 @@ async def test_an_episode_without_calls_begins_no_session() -> None:
         assert len(connect.made) == 1  # which was asked for the tools
 
 
-async def test_a_server_that_is_not_there_at_the_start_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="no such server"):
+async def test_a_server_that_is_not_there_at_the_start_is_lost() -> None:
+    with pytest.raises(McpServerLost, match="no such server"):
         async with McpToolbox([a_server()], Connections(lambda number: False)):
             pass
 
@@ -200,7 +200,9 @@ async def test_a_server_that_is_killed_before_it_lists_its_tools_is_started_agai
     assert len(connect.made) == OPENINGS
 
 
-async def test_a_server_that_never_lists_its_tools_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="it was killed"):
-        async with McpToolbox([a_server()], Connections(lists=lambda number: False)):
+async def test_a_server_that_never_lists_its_tools_is_lost() -> None:
+    connect = Connections(lists=lambda number: False)
+    with pytest.raises(McpServerLost, match="it was killed"):
+        async with McpToolbox([a_server()], connect):
             raise AssertionError("the toolbox must not open")
+    assert len(connect.made) == OPENINGS
