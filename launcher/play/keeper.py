@@ -3,14 +3,16 @@
 ``python -I -S keeper.py LIFELINE STATUS FOLDER PROGRAM...`` where LIFELINE and STATUS are file descriptors. The program
 runs in FOLDER/workspace, in a session of its own. Its exit code is written to STATUS once every process that it had
 started is gone. When LIFELINE is at its end, since ``play`` has closed it or died, the keeper kills what is left of the
-program, removes FOLDER, and exits. It needs the standard library only, so that it starts in milliseconds.
+program, removes FOLDER, which it made, and exits. It needs the standard library only: it starts in milliseconds.
 """
 
 import ctypes
+import errno
 import os
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -30,6 +32,7 @@ def main() -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(SUBREAPER, 1, 0, 0, 0):  # a process whose parent has ended becomes a child of the keeper
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    os.mkdir(folder, 0o700)
     try:
         code = _run(program, folder / "workspace", lifeline, lambda: libc.prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0))
         _kill_all()
@@ -47,6 +50,7 @@ def main() -> int:
 def _run(program: list[str], workspace: Path, lifeline: int, die_with_keeper: Callable[[], Any]) -> int:
     """Run the program to its end, or to that of the lifeline; its exit code, negative for a signal."""
     try:
+        workspace.mkdir()
         started = subprocess.Popen(
             program, cwd=workspace, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_keeper
         )
@@ -84,17 +88,20 @@ def _children() -> list[int]:
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
-                stat = Path("/proc", name, "stat").read_bytes()
+                fields = Path("/proc", name, "stat").read_bytes()
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            parent = int(stat.rpartition(b")")[2].split()[1])  # behind the name, which may hold anything
+            parent = int(fields.rpartition(b")")[2].split()[1])  # behind the name, which may hold anything
             if parent == os.getpid():
                 found.append(int(name))
     return found
 
 
 def remove(folder: Path) -> None:
-    """Remove the folder, also what the program made read-only in it."""
+    """Remove the folder, also what the program made read-only in it. Raises OSError, such as for a link instead."""
+    if not stat.S_ISDIR(os.lstat(folder).st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, "is no folder any more", str(folder))
+    os.chmod(folder, 0o700)
     for place, names, _ in os.walk(folder):
         for path in (os.path.join(place, name) for name in names):
             if not os.path.islink(path):

@@ -1,6 +1,7 @@
 """Runs an agent program for one episode, behind a keeper, and waits for its end, a deadline, or a request to stop."""
 
 import contextlib
+import logging
 import os
 import re
 import selectors
@@ -20,6 +21,8 @@ from rl_async.errors import UserError
 from rl_async.gateway import RemoteEpisode
 from rl_async.launcher.play import keeper
 from rl_async.process.strays import kill_marked
+
+log = logging.getLogger("rl_async.play")
 
 KEPT_BYTES = 1 << 20  # of each output stream, its end
 REMOVAL_S = 60.0
@@ -167,10 +170,8 @@ def started(program: Sequence[str], episode: RemoteEpisode) -> Iterator[Program]
     """
     opened = contextlib.ExitStack()  # what to undo if it cannot be started
     try:
-        folder = Path(tempfile.mkdtemp(prefix="rl-async-play-"))
-        opened.callback(shutil.rmtree, folder)
+        folder = Path(tempfile.gettempdir()) / f"rl-async-play-{os.urandom(8).hex()}"  # the keeper's
         workspace = folder / "workspace"
-        workspace.mkdir()
         (lifeline_end, lifeline), (status, status_end) = _pipe(opened), _pipe(opened)
         words = [sys.executable, "-I", "-S", keeper.__file__, str(lifeline_end), str(status_end), str(folder)]
         keeping = subprocess.Popen(
@@ -195,7 +196,20 @@ def started(program: Sequence[str], episode: RemoteEpisode) -> Iterator[Program]
         for pipe in (keeping.stdout, keeping.stderr):
             assert pipe is not None
             pipe.close()
+        _end(keeping, folder, episode)
+
+
+def _end(keeping: "subprocess.Popen[bytes]", folder: Path, episode: RemoteEpisode) -> None:
+    """Wait for the end of the keeper, and do what it could not; log what cannot be removed."""
+    try:
         keeping.wait(REMOVAL_S)
-        if folder.exists():  # the keeper was killed
-            kill_marked(MARK, episode.base_url)
+    except subprocess.TimeoutExpired:
+        keeping.kill()
+        keeping.wait()
+    if keeping.returncode != 0:
+        kill_marked(MARK, episode.base_url)
+    if os.path.lexists(folder):
+        try:
             keeper.remove(folder)
+        except OSError as error:
+            log.warning("%s cannot be removed: %s", folder, error.strerror)

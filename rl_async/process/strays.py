@@ -1,22 +1,32 @@
 """Ends processes whose keeper was killed before it could end them, found by a variable in their environment."""
 
+import logging
 import os
 import signal
 import time
 from contextlib import suppress
 from pathlib import Path
 
+log = logging.getLogger("rl_async.process")
 
-def kill_marked(variable: str, value: str) -> None:
-    """Kill all processes that were started with this variable, until there are none.
+GONE_S = 10.0
 
-    One that was started without what it should inherit escapes.
+
+def kill_marked(variable: str, value: str, within_s: float = GONE_S) -> None:
+    """Kill all processes that were started with this variable, until there are none; log those that do not end in time.
+
+    One that waits for a disk or a device ends when that answers. One that was started without what it should inherit
+    escapes.
     """
     marked = f"{variable}={value}".encode()
+    deadline = time.monotonic() + within_s
     while pids := [pid for pid in _others() if marked in _environment(pid)]:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            log.warning("processes did not end within %g s of being killed: %s", within_s, ", ".join(map(str, pids)))
+            return
         time.sleep(0.01)
 
 

@@ -158,7 +158,7 @@ class HostLink:
         except TimeoutError:
             self.kill("did not end")
             code = await self._process.wait()
-        if self._folder.exists():
+        if code < 0:  # the guard was killed
             await asyncio.to_thread(self._sweep)
         how = self._why or ("was killed" if code == KILLED else f"ended with {code}")
         return f"environment host {self._number} {how}; its log is {self._log_path}"

@@ -138,11 +138,11 @@ class SdkConnection:
             return f"cannot be used: {describe(error)}"
         finally:
             self._over.set()
-            if self._folder.exists():
+            if not self._server.config.url:
                 await asyncio.to_thread(self._sweep)
 
     def _sweep(self) -> None:
-        """Do what the guard could not, since it was killed."""
+        """Do what the guard could not if it was killed, which the SDK does not tell."""
         kill_marked(MARK, str(self._folder))
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -12,11 +12,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from msgspec.structs import replace
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
+from rl_async.agent_loop.environments.hosts.link import MARK
 from rl_async.agent_loop.environments.hosts.pool import HostedEnvironments
 from rl_async.agent_loop.environments.local import LocalEnvironments
 from rl_async.agent_loop.environments.services import Services
@@ -320,13 +322,15 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-@pytest.mark.parametrize("killed", ["host", "its guard"])
+@pytest.mark.parametrize("killed", ["host", "its guard", "its guard, without a folder"])
 async def test_what_a_killed_host_had_started_is_ended(tmp_path: Path, killed: str) -> None:
     async with hosted("Parent", tmp_path) as environments:
         with pytest.raises(EnvironmentFailed, match="environment host 0"):
             async with environments.open(task("a")) as parent:
                 stepping = asyncio.create_task(parent.step("go"))
                 host, child = json.loads((tmp_path / "pids-a").read_text())
+                if killed == "its guard, without a folder":  # as a host may delete it
+                    os.rmdir(psutil.Process(host).environ()[MARK])
                 os.kill(host if killed == "host" else parent_of(host), signal.SIGKILL)
                 await stepping
         await until(lambda: state_of(child) in ENDED)

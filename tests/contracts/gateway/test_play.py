@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
 from rl_async.gateway import Gateway, RemoteEpisode
+from rl_async.launcher.play import keeper
 from rl_async.launcher.play.program import CannotStart, StopPipe, started
 from rl_async.process.endpoints import Endpoints, write_endpoints
 from rl_async.process.http_auth import make_tokens
@@ -189,11 +190,46 @@ def test_a_play_that_is_killed_leaves_nothing(playing: Playing) -> None:
 
 def test_a_keeper_that_is_killed_leaves_nothing_and_its_episode_is_given_back(playing: Playing) -> None:
     program, child = playing.begin("hang").hanging(1)
-    keeper = psutil.Process(program).parent()
-    assert keeper is not None
-    keeper.kill()
+    parent = psutil.Process(program).parent()
+    assert parent is not None
+    parent.kill()
     playing.nothing_is_left(program, child)
     playing.wait_for(lambda: playing.gateway and playing.gateway.queue.failures)
+
+
+def test_a_keeper_whose_play_is_gone_when_it_starts_leaves_nothing(tmp_path: Path) -> None:
+    lifeline, gone = os.pipe()
+    os.close(gone)
+    status = os.open(os.devnull, os.O_WRONLY)
+    words = [keeper.__file__, str(lifeline), str(status), str(tmp_path / "its"), "sleep", "600"]
+    done = subprocess.run([sys.executable, "-I", "-S", *words], pass_fds=(lifeline, status), timeout=60)
+    os.close(lifeline)
+    os.close(status)
+    assert done.returncode == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_removed_costs_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (precious := tmp_path / "precious").mkdir(0o555)
+    (precious / "in").mkdir(0o555)
+    script = f"cd ..; mine=$PWD; cd /; rm -r $mine; ln -s {precious} $mine"
+    episode = RemoteEpisode("e", "http://127.0.0.1:9/e/v1", {"prompt": []}, Gateway("http://127.0.0.1:9"))
+    with StopPipe() as stop, started(["sh", "-c", script], episode) as program:
+        assert program.wait(150.0, stop).problem == ""
+    assert str(program.workspace.parent) in caplog.text
+    assert {path.stat().st_mode & 0o777 for path in (precious, precious / "in")} == {0o555}
+
+
+def test_what_a_program_locked_is_removed(tmp_path: Path) -> None:
+    (folder := tmp_path / "its").mkdir()
+    (folder / "workspace").mkdir()
+    (folder / "workspace").chmod(0o500)
+    folder.chmod(0)
+    keeper.remove(folder)
+    assert not folder.exists()
 
 
 def test_mistakes_are_found_before_an_episode_is_taken(playing: Playing) -> None:
