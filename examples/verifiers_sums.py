@@ -14,6 +14,8 @@ import pyarrow.parquet as pq
 import verifiers
 from verifiers.envs.integrations.reasoninggym_env import ReasoningGymEnv
 
+from rl_async.extraction import last_number
+
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
 
@@ -23,7 +25,8 @@ def load_environment() -> ReasoningGymEnv:
         gym=[{"name": "chain_sum", "weight": 1.0, "config": SUMS}],
         num_train_examples=256,
         num_eval_examples=32,
-        system_prompt="Write only the answer, like this: <answer>12</answer>",
+        system_prompt="Reply with the number only.",
+        parser=verifiers.Parser(extract_fn=lambda answer: last_number(answer) or ""),  # it knows no <answer> tags
     )
 
 
