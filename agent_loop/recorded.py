@@ -5,6 +5,7 @@ at a time, so every run over a recording trains the same rows in the same order.
 """
 
 import asyncio
+from collections import Counter
 
 import msgspec
 
@@ -46,19 +47,10 @@ def needed_groups(config: RunConfig) -> list[RecordedGroup]:
     Raises ConfigError if there are too few, or they are of another size than this run's, by the list of them alone.
     """
     recording, size, batch = Recording(config.rollout.replay), samples_per_group(config), config.data.train_batch_groups
+    _check_steps(recording, config.trainer.steps, batch)
     needed = recording.groups[: config.trainer.steps * batch]
-    if len(needed) < config.trainer.steps * batch:
-        raise ConfigError(
-            f"{KEY}={recording.folder}: it has {len(recording.groups)} groups, enough for "
-            f"{len(recording.groups) // batch} steps, not for trainer.steps={config.trainer.steps}"
-        )
-    for place, group in enumerate(needed):
-        if group.step != needed[0].step + place // batch:
-            raise ConfigError(
-                f"{KEY}={recording.folder}: its steps have another number of groups than "
-                f"data.train_batch_groups={batch} (step {needed[place - 1].step}), so its tokens would change their age"
-            )
-        if group.samples != frozenset(range(size)):
+    for group in needed:
+        if group.samples != set(range(size)):
             raise ConfigError(
                 f"{KEY}={recording.folder}: group {group.group} has {len(group.samples)} samples, and this run's have "
                 f"{size} (rollout.group_size={config.rollout.group_size})"
@@ -66,31 +58,54 @@ def needed_groups(config: RunConfig) -> list[RecordedGroup]:
     return needed
 
 
-def check_recording(config: RunConfig, chat: ChatFormat) -> None:
+def _check_steps(recording: Recording, steps: int, batch: int) -> None:
+    sizes = Counter(group.step for group in recording.groups)
+    for step in range(steps):
+        if step not in sizes and any(later > step for later in sizes):
+            raise ConfigError(f"{KEY}={recording.folder}: its trained.jsonl lacks step {step}, and has later ones")
+        if step not in sizes:
+            raise ConfigError(f"{KEY}={recording.folder}: it has {step} steps, not trainer.steps={steps}")
+        if sizes[step] != batch:
+            raise ConfigError(
+                f"{KEY}={recording.folder}: step {step} has {sizes[step]} groups, not data.train_batch_groups={batch}; "
+                "its tokens would change their age"
+            )
+
+
+def check_recording(config: RunConfig, chat: ChatFormat | None, vocabulary: int | None = None) -> None:
     """Read all that this run trains of ``rollout.replay``.
 
-    Raises ConfigError for what is missing, and for tokens that the tokenizer of ``chat`` does not read as they were.
+    Raises ConfigError for what is missing or not as it was trained, and for tokens that the tokenizer of ``chat`` does
+    not read as they were or a model with a ``vocabulary`` of that size does not have; None: unknown here.
     """
     recording = Recording(config.rollout.replay)
     for group in needed_groups(config):
         rows = recording.rows(group.step, group.group)
-        if rows.keys() != group.samples:
-            raise ConfigError(
-                f"{KEY}={recording.folder}: its trajectories of step {group.step}, group {group.group} are of the "
-                f"samples {sorted(rows)}, and {sorted(group.samples)} were trained"
-            )
         for row in (row for of_sample in rows.values() for row in of_sample):
-            _check_tokens(recording, row, chat)
+            if vocabulary is not None and not 0 <= row.token_ids.min() <= row.token_ids.max() < vocabulary:
+                raise ConfigError(
+                    f"{KEY}={recording.folder}: a row of group {row.group_id} has the token {row.token_ids.max()}, and "
+                    f"model.path has {vocabulary}: another tokenizer made it"
+                )
+            if chat is not None:
+                _check_tokens(recording, row, chat)
 
 
 def _check_tokens(recording: Recording, row: Trajectory, chat: ChatFormat) -> None:
+    unread = row.loss_mask.copy()
     for turn in row.turns:
         place = slice(turn.start, turn.end)
         if turn.role != "assistant" or not row.loss_mask[place].any():
             continue
+        unread[place] = False
         text = chat.turn_text(row.token_ids[place].tolist())
         if text != turn.text:
             raise ConfigError(
                 f"{KEY}={recording.folder}: its tokens are not of the tokenizer of model.path, which reads an answer "
                 f"of group {row.group_id} as {text[:80]!r}; {turn.text[:80]!r} was recorded"
             )
+    if unread.any():
+        raise ConfigError(
+            f"{KEY}={recording.folder}: a row of group {row.group_id} has {unread.sum()} trained tokens without a "
+            "recorded text, so nothing tells whether they are of the tokenizer of model.path"
+        )

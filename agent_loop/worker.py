@@ -15,13 +15,14 @@ from rl_async.agent_loop import spans
 from rl_async.agent_loop.protocols import RewardScorer, Runner, SampleQueue
 from rl_async.configs.derived.samples import samples_per_group
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import EpisodeTimeout, RlAsyncError
+from rl_async.errors import ConfigError, EpisodeTimeout, RlAsyncError
 from rl_async.messages import LeasedGroup, Refused, SampleKey, Trajectory
 
 log = logging.getLogger("rl_async.agent_loop")
 
 LEASE_WAIT_S = 5.0
 RENEWALS_PER_LEASE = 4
+OUTDATED = ("fenced", "unknown_group")  # refusals of what the queue has leased again or rolled back
 
 
 class AgentWorker:
@@ -36,6 +37,7 @@ class AgentWorker:
     ) -> None:
         self._queue, self._runner, self._rewards = queue, runner, rewards
         self._agent, self._lease_s, self._group_size = config.agent, config.queue.lease_s, samples_per_group(config)
+        self._replays = bool(config.rollout.replay)
         self._slots = asyncio.Semaphore(config.agent.concurrency)
         self._held: list[SampleKey] = []  # samples that were leased and neither put nor failed
         self._less_work = asyncio.Event()
@@ -46,7 +48,7 @@ class AgentWorker:
         """Work until the queue reports the end of the run.
 
         Raises an ExceptionGroup with QueueLost or ProtocolError if the queue is gone. An error in one sample is
-        reported to the queue instead.
+        reported to the queue instead, except in a replay, which it ends: the next group must not take the place.
         """
         async with asyncio.TaskGroup() as group:
             self._spawn(group, self._renew(), "renew")
@@ -94,12 +96,14 @@ class AgentWorker:
             if isinstance(reply, Refused):
                 self.refused += 1
                 log.info("sample %d.%d was refused: %s", group.group_id, sample, reply.reason)
+                if self._replays and reply.code not in OUTDATED:
+                    raise ConfigError(f"rollout.replay: the queue refused a recorded sample: {reply.reason}")
         finally:
             self._held.remove((group.group_id, sample, group.attempt))
             self._less_work.set()
 
     async def _rows(self, group: LeasedGroup, sample: int) -> list[Trajectory] | str:
-        """Return the sample's scored rows, or the error as text."""
+        """Return the sample's scored rows, or the error as text. In a replay, raises the error."""
         name = f"{group.group_id}.{sample}.{group.attempt}"
         try:
             with spans.of_agent(name, group, group.task.agent or self._agent.loop):
@@ -108,11 +112,15 @@ class AgentWorker:
                 await self._rewards.score(group.task, rows[-1], *rows[:-1])
             return rows
         except RlAsyncError as error:
+            if self._replays:
+                raise
             log.warning("sample %d.%d of task %s: %s", group.group_id, sample, group.task.task_id, error)
             return f"{type(error).__name__}: {error}"
         # Loops and environments are the user's code and may raise anything. The queue counts failures and dead-letters
         # a group that keeps failing, with this text.
         except Exception as error:
+            if self._replays:
+                raise
             log.exception("sample %d.%d of task %s", group.group_id, sample, group.task.task_id)
             return f"{type(error).__name__}: {error}"
 

@@ -4,7 +4,8 @@ The trainer writes them. Viewers read them, and so do runs that train them again
 """
 
 import gzip
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,11 +67,20 @@ def files_of_step(folder: Path, step: int) -> list[Path]:
 
 
 class RecordedGroup(NamedTuple):
-    """A group that a step trained, by its numbers in the run that recorded it, with the samples that it had."""
+    """A group that a step trained, by its numbers in the run that recorded it, with the tokens that it had.
+
+    ``tokens`` are hashes by sample and segment.
+    """
 
     step: int
     group: int
-    samples: frozenset[int]
+    lineage: int
+    tokens: Mapping[tuple[int, int], str]
+
+    @property
+    def samples(self) -> set[int]:
+        """The numbers of its samples."""
+        return {sample for sample, _ in self.tokens}
 
 
 class Recording:
@@ -82,32 +92,51 @@ class Recording:
 
     @cached_property
     def groups(self) -> list[RecordedGroup]:
-        """The groups in the order of training; those of the last time, of a step that was trained again."""
+        """The groups in the order of training.
+
+        A lineage voids what older ones trained from its first step on, even where it has not come as far itself.
+        """
         path = self.folder / "trained.jsonl"
         if not path.is_file():
             raise ConfigError(f"{KEY}={self.folder}: it has no trained.jsonl; give the folder of a run that trained")
         steps: dict[int, list[TrainedRow]] = {}
-        lines = path.read_bytes().split(b"\n")[:-1]  # the last may have been torn by a kill
-        for row in (msgspec.json.decode(line, type=TrainedRow) for line in lines):
-            before = steps.setdefault(row.step, [])
-            if before and row.lineage > before[0].lineage:
-                before.clear()
-            before.append(row)
+        newest = 0
+        for row in _trained_rows(path):
+            if row.lineage > newest:
+                newest = row.lineage
+                steps = {step: rows for step, rows in steps.items() if step < row.step}
+            if row.lineage == newest:
+                steps.setdefault(row.step, []).append(row)
         return [group for step in sorted(steps) for group in _grouped(step, steps[step])]
 
+    @cached_property
+    def _by_number(self) -> dict[tuple[int, int], RecordedGroup]:
+        return {(group.step, group.group): group for group in self.groups}
+
     def rows(self, step: int, group: int) -> dict[int, list[Trajectory]]:
-        """Return a group's rows by sample, in order of their segments."""
+        """Return a group's rows by sample, in order of their segments: those that ``trained.jsonl`` names."""
+        trained = self._by_number.get((step, group))
+        if trained is None:
+            raise ConfigError(f"{KEY}={self.folder}: it did not train group {group} in step {step}")
         if self._cached[0] != step:
-            self._cached = step, self._read(step)
-        found = self._cached[1].get(group)
-        if found is None:
-            raise ConfigError(f"{KEY}={self.folder}: its trajectories of step {step} lack group {group}")
+            self._cached = step, self._read(step, trained.lineage)
+        found = self._cached[1].get(group, {})
+        tokens = {(row.sample, row.segment): row.tokens_sha256() for rows in found.values() for row in rows}
+        if tokens != trained.tokens:
+            differs = sorted(
+                key for key in tokens.keys() | trained.tokens if tokens.get(key) != trained.tokens.get(key)
+            )
+            raise ConfigError(
+                f"{KEY}={self.folder}: trajectories/ and trained.jsonl disagree on step {step}, group {group}, "
+                f"(sample, segment) {', '.join(map(str, differs[:8]))}; only what is there as it was trained is "
+                "trained again"
+            )
         return found
 
-    def _read(self, step: int) -> dict[int, dict[int, list[Trajectory]]]:
+    def _read(self, step: int, lineage: int) -> dict[int, dict[int, list[Trajectory]]]:
         groups: dict[int, dict[int, list[Trajectory]]] = {}
-        for path in files_of_step(self.folder / "trajectories", step):
-            for row in read_trajectories(path):
+        for path in sorted((self.folder / "trajectories").glob(f"step-{step:06d}-lineage{lineage}-*.jsonl.gz")):
+            for row in self._rows_of(path):
                 if row.media:
                     raise ConfigError(f"{KEY}={self.folder}: images of its episodes were not recorded (step {step})")
                 groups.setdefault(row.group_id, {}).setdefault(row.sample, []).append(row)
@@ -115,6 +144,12 @@ class Recording:
             for rows in samples.values():
                 rows.sort(key=lambda row: row.segment)
         return groups
+
+    def _rows_of(self, path: Path) -> list[Trajectory]:
+        try:
+            return read_trajectories(path)
+        except (OSError, EOFError, zlib.error, msgspec.MsgspecError) as error:
+            raise ConfigError(f"{KEY}={self.folder}: {path.name} cannot be read: {error}") from error
 
 
 def task_of(group: RecordedGroup) -> Task:
@@ -131,10 +166,21 @@ def place_of(task: Task) -> tuple[int, int]:
 
 
 def _grouped(step: int, rows: Iterable[TrainedRow]) -> list[RecordedGroup]:
-    samples: dict[int, set[int]] = {}
+    tokens: dict[int, dict[tuple[int, int], str]] = {}
+    lineage = 0
     for row in rows:
-        samples.setdefault(row.group, set()).add(row.sample)
-    return [RecordedGroup(step, group, frozenset(samples[group])) for group in sorted(samples)]
+        lineage = row.lineage
+        tokens.setdefault(row.group, {})[row.sample, row.segment] = row.tokens_sha256
+    return [RecordedGroup(step, group, lineage, tokens[group]) for group in sorted(tokens)]
+
+
+def _trained_rows(path: Path) -> Iterator[TrainedRow]:
+    lines = path.read_bytes().split(b"\n")[:-1]  # the last may have been torn by a kill
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield msgspec.json.decode(line, type=TrainedRow)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{KEY}: {path}:{number}: {error}") from error
 
 
 def _lineage(path: Path) -> int:

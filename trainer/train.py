@@ -14,6 +14,7 @@ without publishing it, saves and returns: nothing is lost, and it waits for no o
 import time
 
 from rl_async import tracing
+from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import Version
 from rl_async.trainer.batches.batch import take_batch
 from rl_async.trainer.batches.layout import mask_bound
@@ -25,14 +26,14 @@ from rl_async.trainer.step.update import update
 
 def train(run: Run) -> bool:
     """Train from ``run.start_step`` to ``trainer.steps``. False if it was asked to stop, saved and left early."""
-    config, steps, models = run.config, run.config.trainer.steps, run.models
+    config, models = run.config, run.models
     schedule = CheckpointSchedule(config)
     published = Version(run.lineage, run.start_step)
     run.at(run.start_step, "starting")
     run.publisher.publish(published, models.policy)
     run.started(published)
     run.stop.wait_for_step(True)
-    for step in range(run.start_step, steps):
+    for step in range(run.start_step, config.trainer.steps):
         began = time.perf_counter()
         run.at(step, "waiting for a batch")
         batch = take_batch(step, run.source, run.stop, config, models.data_parallel, models.row_cost)
@@ -58,7 +59,7 @@ def train(run: Run) -> bool:
         trained = time.perf_counter()
 
         version = Version(run.lineage, step + 1)
-        if not stopping and (version.step % config.weight_sync.every == 0 or version.step == steps):
+        if not stopping and publishes_after(config, version.step):
             run.at(step, "publishing")
             metrics |= run.publisher.publish(version, models.policy)
             published = version
@@ -85,3 +86,11 @@ def train(run: Run) -> bool:
         run.watch(step, metrics)
     run.finish(published)
     return True
+
+
+def publishes_after(config: RunConfig, steps: int) -> bool:
+    """Whether a version is published after so many steps.
+
+    In a replay after each: no engine has to load it, and the queue admits the next batch when it hears of it.
+    """
+    return bool(config.rollout.replay) or steps % config.weight_sync.every == 0 or steps == config.trainer.steps

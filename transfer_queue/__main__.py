@@ -30,7 +30,7 @@ from rl_async.transfer_queue.reports.traces import QueueTraces
 from rl_async.transfer_queue.server.loop import bind, serve
 from rl_async.transfer_queue.server.queue_server import QueueServer
 from rl_async.transfer_queue.state.store import Store
-from rl_async.transfer_queue.state.tasks import TaskList, TaskSource
+from rl_async.transfer_queue.state.tasks import TaskSource, TaskStream
 from rl_async.transfer_queue.state.transitions import Feed
 
 log = logging.getLogger("rl_async.queue")
@@ -44,7 +44,7 @@ def run_queue(run: Path, address: str, *, relaunched: bool, stopped: threading.E
     """
     config = load_resolved(run / "config.yaml")
     keys = server_keys(config, run)
-    source, eval_tasks = _tasks(config)
+    source, eval_tasks = tasks_of(config)
     with (
         contextlib.closing(open_journal(config, run)) as journal,
         contextlib.closing(Ledger(run / "ledger.jsonl")) as ledger,
@@ -75,10 +75,11 @@ def run_queue(run: Path, address: str, *, relaunched: bool, stopped: threading.E
     log.info("ended")
 
 
-def _tasks(config: RunConfig) -> tuple[TaskSource, list[Task]]:
+def tasks_of(config: RunConfig) -> tuple[TaskSource, list[Task]]:
     """Return the training tasks, and the held-out tasks of one evaluation; a replay has recorded groups alone."""
     if config.rollout.replay:
-        return TaskList([task_of(group) for group in Recording(config.rollout.replay).groups]), []
+        needed = config.trainer.steps * config.data.train_batch_groups
+        return TaskStream([task_of(group) for group in Recording(config.rollout.replay).groups[:needed]]), []
     return make_sources(config)
 
 

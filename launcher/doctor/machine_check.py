@@ -17,6 +17,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.doctor.versions import ENGINE_PACKAGES, RANGES, holds
 from rl_async.launcher.plan.machine import count_gpus, has_megatron
 from rl_async.launcher.plan.memory import engine_bytes, model_size, queue_bytes, trainer_bytes, worker_bytes
+from rl_async.launcher.plan.planning import engines, workers
 from rl_async.launcher.plan.ports import HOST
 from rl_async.launcher.plan.threads import CGROUP, cores
 
@@ -137,7 +138,11 @@ def device_lines(found: Probe, files: int, config: RunConfig | None) -> list[Fin
 
 def engine_lines(here: Probe, config: RunConfig | None) -> list[Finding]:
     """Check the packages of the engines: rollout.python must have those that the config uses."""
-    used = [] if config is None else [t.package for t in engine_traits(config).values() if t.package]
+    used = (
+        []
+        if config is None or not engines(config)
+        else [t.package for t in engine_traits(config).values() if t.package]
+    )
     python = "" if config is None else config.rollout.python
     there = probe(python) if used and python else here
     lines = package_lines(there, tuple(sorted(used)), f"in {python or sys.executable}") if used else []
@@ -164,9 +169,9 @@ def needed_bytes(config: RunConfig | None) -> int:
     if config is None:
         return DEMO_BYTES
     size = model_size(config)
-    parts = [(config.rollout.engines, engine_bytes(config, size)), (config.trainer.ranks, trainer_bytes(config, size))]
+    parts = [(engines(config), engine_bytes(config, size)), (config.trainer.ranks, trainer_bytes(config, size))]
     known = sum(count * nbytes for count, nbytes in parts if nbytes is not None)
-    return known + config.agent.workers * worker_bytes(config) + queue_bytes(config)
+    return known + workers(config) * worker_bytes(config) + queue_bytes(config)
 
 
 def available_bytes(root: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:

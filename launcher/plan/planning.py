@@ -94,6 +94,11 @@ def engines(config: RunConfig) -> int:
     return 0 if config.rollout.replay else config.rollout.engines
 
 
+def workers(config: RunConfig) -> int:
+    """Return how many agent workers the run starts if it starts no gateway: a replay needs one."""
+    return 1 if config.rollout.replay else config.agent.workers
+
+
 def gateway_of(config: RunConfig) -> GatewayConfig | None:
     """Return the gateway that the run starts, if it does."""
     return None if config.rollout.replay else config.agent.gateway
@@ -119,13 +124,13 @@ def assign_devices(config: RunConfig, gpus: int) -> Devices:
     """
     if gpus == 0:
         return Devices()
-    ranks, engines = config.trainer.ranks, config.rollout.engines
+    ranks, count = config.trainer.ranks, engines(config)
     first_engine = 0 if config.mode == "colocated" else ranks
-    unused = max(first_engine + engines, ranks) % gpus
+    unused = max(first_engine + count, ranks) % gpus
     if config.model.device == "cpu":
         return Devices(unused=unused)
     return Devices(
-        engines=tuple((first_engine + i) % gpus for i in range(engines)),
+        engines=tuple((first_engine + i) % gpus for i in range(count)),
         trainers=tuple(i % gpus for i in range(ranks)),
         unused=unused,
     )
@@ -207,8 +212,8 @@ def _workers(config: RunConfig, run_dir: Path) -> tuple[ProcessSpec, ...]:
     """Return the processes that play episodes: agent workers, or instead of them a gateway for agent programs."""
     if gateway_of(config) is not None:
         return (_worker(config, run_dir, GATEWAY, "agent_loop.gateway", "--port", f"{{{GATEWAY}}}"),)
-    workers = 1 if config.rollout.replay else config.agent.workers
-    return tuple(_worker(config, run_dir, f"worker-{i}", "agent_loop", "--index", str(i)) for i in range(workers))
+    numbers = range(workers(config))
+    return tuple(_worker(config, run_dir, f"worker-{i}", "agent_loop", "--index", str(i)) for i in numbers)
 
 
 def _worker(config: RunConfig, run_dir: Path, name: str, program: str, *flags: str) -> ProcessSpec:

@@ -68,11 +68,11 @@ def evaluate(config: RunConfig, name_or_path: str) -> int:
 
 
 def without_training(config: RunConfig) -> RunConfig:
-    """Reduce the training groups, which the queue always admits too, to one small one."""
+    """Reduce the training groups, which the queue always admits too, to one small one that is played."""
     return msgspec.structs.replace(
         config,
         data=msgspec.structs.replace(config.data, train_batch_groups=1),
-        rollout=msgspec.structs.replace(config.rollout, group_size=2),
+        rollout=msgspec.structs.replace(config.rollout, group_size=2, replay=""),
         queue=msgspec.structs.replace(config.queue, max_staleness=0),
         trainer=TrainerConfig(steps=1, minibatches=1, batch_timeout_s=config.trainer.batch_timeout_s),
         weight_sync=msgspec.structs.replace(config.weight_sync, every=1, adapters=False),

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from rl_async.agent_loop.chat_formats.format import ChatFormat
 from rl_async.agent_loop.recorded import check_recording
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_SIGNAL, RlAsyncError, UserError
@@ -20,6 +21,7 @@ from rl_async.launcher.doctor.report import write_report
 from rl_async.launcher.folder.run_folder import begun, create, hold, note_sources
 from rl_async.launcher.plan.artifacts import needs_preparation
 from rl_async.launcher.plan.machine import check_engines, plan_here
+from rl_async.launcher.plan.memory import model_size
 from rl_async.launcher.plan.planning import Plan, endpoints
 from rl_async.launcher.plan.ports import assign_ports
 from rl_async.launcher.sources.fetch import Fetched
@@ -125,16 +127,18 @@ async def prepare(config: RunConfig, planned: Plan, supervisor: Supervisor, cons
 
 
 def check_chat(config: RunConfig) -> None:
-    """Raise ConfigError if the model's chat format does not go with the config or with what it replays; a model
-    elsewhere is unknown."""
+    """Raise ConfigError if the model's chat format does not go with the config or with what it replays, or if that
+    is not whole; a model elsewhere is unknown."""
     agent, replay = config.agent, config.rollout.replay
     wants = replay or agent.tools or agent.environment or agent.mcp or agent.chat_format != "auto"
+    chat: ChatFormat | None = None
     if wants and Path(config.model.path).is_dir():
         from rl_async.agent_loop.chat_formats.registry import load_format  # imports Transformers, which takes seconds
 
         chat = load_format(config.model.path, agent)
-        if replay:
-            check_recording(config, chat)
+    if replay:
+        size = model_size(config)
+        check_recording(config, chat, size.vocab if size else None)
 
 
 def announce(config: RunConfig, folder: Path, executor: Executor, console: Console) -> None:

@@ -31,8 +31,8 @@ def trained(home: Path, name: str) -> list[tuple[int, int, str]]:
 
 def test_a_run_is_trained_again_bit_by_bit(workplace: Path) -> None:
     launch(workplace, "before")
-    for name in ("again", "once-more"):
-        launch(workplace, name, "rollout.replay=runs/before")
+    for name, every in (("again", 1), ("once-more", 2)):
+        launch(workplace, name, "rollout.replay=runs/before", f"weight_sync.every={every}")
         assert trained(workplace, name) == trained(workplace, "before")
         for then, now in zip(
             lines(workplace, "before", "metrics.jsonl"), lines(workplace, name, "metrics.jsonl"), strict=True

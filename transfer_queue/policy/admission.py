@@ -53,6 +53,7 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
     reward_limit: float = sys.float_info.max  # of a reward and of those of its parts that are named below
     reward_parts: tuple[str, ...] = ()
     code: ListedCode | None = None  # that tasks of clients may name; None: any
+    replays: bool = False  # recorded groups alone, so clients submit none
 
     @property
     def slots(self) -> int:
@@ -78,7 +79,9 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
         settings = cls._sampled(config)
         if not config.rollout.replay:
             return settings
-        return msgspec.structs.replace(settings, max_staleness=0, slack=0, sampling="fifo", window=0, max_refills=0)
+        return msgspec.structs.replace(
+            settings, max_staleness=0, slack=0, sampling="fifo", window=0, max_refills=0, replays=True
+        )
 
     @classmethod
     def _sampled(cls, config: RunConfig) -> "QueueSettings":

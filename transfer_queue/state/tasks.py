@@ -43,7 +43,7 @@ class TaskList:
 
     def next(self, step: int = 0) -> Task | None:
         """The next task, the same at any step; None behind the last."""
-        if self._taken == len(self._tasks):
+        if self._taken >= len(self._tasks):
             return None
         self._taken += 1
         return self._tasks[self._taken - 1]
@@ -58,6 +58,18 @@ class TaskList:
         if total != str(len(self._tasks)) or not taken.isdecimal() or int(taken) > len(self._tasks):
             raise DataError(f"the queue continues a list of {total or '?'} tasks, here are {len(self._tasks)}")
         self._taken = int(taken)
+
+
+class TaskStream(TaskList):
+    """The beginning of a list that others continue: a resumed run may know more of it. Implements TaskSource."""
+
+    def cursor(self) -> bytes:
+        """How many were taken."""
+        return str(self._taken).encode()
+
+    def seek(self, cursor: bytes) -> None:
+        """Continue from a cursor, whatever was known of the list when it was made."""
+        self._taken = int(cursor)
 
 
 def numbered(number: int) -> Task:
@@ -114,6 +126,8 @@ class Tasks:
             return Done()
         if refused := self.refused(tasks):
             return refused
+        if book.settings.replays:
+            return Refused(code="replay", reason="this run trains recorded groups alone (rollout.replay)")
         if book.finished:
             return Refused(code="finished", reason="the run is over")
         if len(book.submitted) + len(tasks) > MOST_SUBMITTED:

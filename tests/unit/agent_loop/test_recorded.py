@@ -17,7 +17,7 @@ from rl_async.errors import ConfigError
 from rl_async.messages import LeasedGroup, Trajectory, Turn, Version
 from rl_async.recording import Recording, task_of, write_trajectories
 from rl_async.trainer.monitoring.records import append_trained
-from tests.conftest import make_rows
+from tests.conftest import VOCAB, make_rows
 
 STEPS, GROUPS, SAMPLES = 3, 2, 2
 
@@ -62,6 +62,7 @@ def test_the_groups_of_a_run_are_the_first_that_were_trained(recorded: Path) -> 
     [
         ({"steps": STEPS + 1}, "steps"),
         ({"groups": 3, "steps": 1}, "train_batch_groups"),
+        ({"groups": 1, "steps": 1}, "train_batch_groups"),
         ({"samples": 4}, "group_size"),
     ],
 )
@@ -103,6 +104,25 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path, renderer: ChatR
 def test_trajectories_that_lack_a_sample_are_refused(recorded: Path, renderer: ChatRenderer) -> None:
     rows = [row for row in make_rows(2, GROUPS, SAMPLES) if row.sample]
     write_trajectories(recorded / "trajectories" / "step-000002-lineage0-rank0.jsonl.gz", rows)
-    check_recording(config(recorded, steps=2), renderer)
+    check_recording(config(recorded, steps=2), None)
     with pytest.raises(ConfigError, match=r"rollout\.replay"):
+        check_recording(config(recorded), None)
+
+
+def test_trained_tokens_without_a_text_to_compare_are_refused(recorded: Path, renderer: ChatRenderer) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path"):
         check_recording(config(recorded), renderer)
+
+
+def test_tokens_that_the_model_does_not_have_are_refused(recorded: Path) -> None:
+    check_recording(config(recorded), None, VOCAB)
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        check_recording(config(recorded), None, 2)
+
+
+def test_a_step_that_was_not_recorded_is_not_taken_for_another_number_of_groups(recorded: Path) -> None:
+    lines = [line for line in (recorded / "trained.jsonl").read_text().splitlines(True) if '"step":1' not in line]
+    (recorded / "trained.jsonl").write_text("".join(lines))
+    with pytest.raises(ConfigError, match="step 1") as refusal:
+        needed_groups(config(recorded, steps=2))
+    assert "train_batch_groups" not in str(refusal.value)

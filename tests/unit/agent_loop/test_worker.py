@@ -11,13 +11,15 @@ from msgspec.structs import replace
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.episodes.runner import EpisodeRunner
+from rl_async.agent_loop.recorded import AsRecorded
 from rl_async.agent_loop.worker import AgentWorker
 from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.reward import RewardConfig
-from rl_async.errors import EngineLost, QueueLost
+from rl_async.errors import ConfigError, EngineLost, QueueLost
 from rl_async.messages import Done, Leased, LeasedGroup, Refused, SampleKey, Trajectory, Version, VersionRun
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
+from tests.conftest import make_rows
 from tests.unit.agent_loop.fakes import leased, run_config
 
 
@@ -96,6 +98,40 @@ async def run(
         worker = AgentWorker(queue, EpisodeRunner(config, renderer, engine), rewards, config)
         await worker.run()
     return worker
+
+
+class Unreadable:
+    async def run(self, group: LeasedGroup, sample: int) -> list[Trajectory]:
+        raise ConfigError("its rows are gone")
+
+
+class OneRow:
+    async def run(self, group: LeasedGroup, sample: int) -> list[Trajectory]:
+        return make_rows(0, 1, 1)
+
+
+class Refusing(FakeQueue):
+    code = "reward"
+
+    async def put(self, *rows: Trajectory) -> Done | Refused:
+        await super().put(*rows)
+        return Refused(code=self.code, reason="no")
+
+
+@pytest.mark.parametrize("runner", [Unreadable(), OneRow()])
+async def test_a_recorded_sample_that_cannot_be_handed_in_ends_the_run(runner: Unreadable | OneRow) -> None:
+    queue = Refusing([leased()], hold=True)
+    config = run_config(rollout={"replay": "runs/before"})
+    with pytest.raises(ExceptionGroup) as ended:
+        await AgentWorker(queue, runner, AsRecorded(), config).run()
+    assert ended.group_contains(ConfigError) and queue.failures == []
+
+
+async def test_a_recorded_sample_that_is_no_longer_wanted_ends_nothing() -> None:
+    queue = Refusing([leased()])
+    queue.code = "fenced"
+    await AgentWorker(queue, OneRow(), AsRecorded(), run_config(rollout={"replay": "runs/before"})).run()
+    assert len(queue.rows) == 1
 
 
 async def test_every_sample_is_put_or_failed(renderer: ChatRenderer) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from rl_async.errors import ConfigError
@@ -41,6 +42,44 @@ def test_a_step_that_was_trained_again_is_as_it_was_trained_last(tmp_path: Path)
     assert recording.rows(0, recording.groups[0].group)
 
 
+def test_a_resumed_lineage_voids_what_an_older_one_trained_from_there_on(tmp_path: Path) -> None:
+    for step in range(6):
+        record(tmp_path, step)
+    for step in (2, 3):
+        record(tmp_path, step, lineage=1, shift=100)
+    append_trained(tmp_path / "trained.jsonl", 0, 6, make_rows(6))  # by a trainer that did not know of its successor
+    groups = Recording(tmp_path).groups
+    assert sorted({(group.lineage, group.step) for group in groups}) == [(0, 0), (0, 1), (1, 2), (1, 3)]
+    assert [group.step for group in groups] == sorted(group.step for group in groups)
+
+
+def test_only_the_files_of_the_lineage_that_counts_are_read(tmp_path: Path) -> None:
+    record(tmp_path, 0)
+    rows = [msgspec.structs.replace(row, group_id=row.group_id + 100) for row in make_rows(0)]
+    write_trajectories(tmp_path / "trajectories" / "step-000000-lineage1-rank0.jsonl.gz", rows)
+    (group, *_) = Recording(tmp_path).groups
+    assert Recording(tmp_path).rows(0, group.group).keys() == group.samples
+
+
+@pytest.mark.parametrize("harm", ["segment", "tokens", "torn"])
+def test_rows_that_are_not_as_they_were_trained_are_refused(tmp_path: Path, harm: str) -> None:
+    file = tmp_path / "trajectories" / "step-000000-lineage0-rank0.jsonl.gz"
+    rows = make_rows(0, 1, 2)
+    rows.append(msgspec.structs.replace(rows[-1], segment=1, token_ids=rows[-1].token_ids[::-1].copy()))
+    append_trained(tmp_path / "trained.jsonl", 0, 0, rows)
+    write_trajectories(file, rows)
+    assert [row.segment for row in Recording(tmp_path).rows(0, 0)[1]] == [0, 1]
+    if harm == "segment":
+        write_trajectories(file, rows[:-1])
+    elif harm == "tokens":
+        other = msgspec.structs.replace(rows[0], token_ids=(rows[0].token_ids + 1).astype(np.int32))
+        write_trajectories(file, [other, *rows[1:]])
+    else:
+        file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(ConfigError, match=r"rollout\.replay"):
+        Recording(tmp_path).rows(0, 0)
+
+
 def test_a_task_names_its_place(tmp_path: Path) -> None:
     record(tmp_path, 0)
     group = Recording(tmp_path).groups[-1]
@@ -62,5 +101,6 @@ def test_images_that_were_not_recorded_are_refused(tmp_path: Path) -> None:
     image = Media.of(b"image", "image/png", 0)
     rows = [msgspec.structs.replace(row, media=[image]) for row in make_rows(0)]
     write_trajectories(tmp_path / "trajectories" / "step-000000-lineage0-rank0.jsonl.gz", rows)
+    append_trained(tmp_path / "trained.jsonl", 0, 0, rows)
     with pytest.raises(ConfigError, match="images"):
         Recording(tmp_path).rows(0, rows[0].group_id)

@@ -51,6 +51,15 @@ def test_a_package_is_ok_too_old_or_missing() -> None:
     assert "in /no/python: no such file; give a Python" in broken.text and "rollout.python" in broken.text
 
 
+def test_engines_that_a_replay_does_not_start_need_nothing() -> None:
+    many = ["rollout.engines=8", "agent.workers=8"]
+    replay = load_config("calculator", [*many, "rollout.replay=runs/before"])
+    fewest = load_config("calculator", ["rollout.engines=1", "agent.workers=1"])
+    assert s.needed_bytes(replay) < s.needed_bytes(fewest) < s.needed_bytes(load_config("calculator", many))
+    vllm = ["rollout.engine=vllm", "rollout.replay=runs/before"]
+    assert "missing" not in levels(s.engine_lines(s.Probe(HERE), load_config("calculator", vllm)))
+
+
 def test_megatron_is_missing_only_for_a_trainer_that_uses_it() -> None:
     config = load_config("calculator", ["trainer.backend=megatron"])
     assert levels(s.backend_lines(config, installed=False)) == ["missing"]

@@ -46,6 +46,11 @@ def test_a_replay_starts_nothing_that_samples_or_scores(played: list[str]) -> No
     assert endpoints(config, RUN, PORTS) == Endpoints(queue=QUEUE)
 
 
+def test_a_replay_needs_devices_for_its_ranks_alone() -> None:
+    config = load_config("calculator", ["rollout.replay=runs/before", "rollout.engines=2"], mode="disaggregated")
+    assert assign_devices(config, 4) == Devices(trainers=(0,), unused=1)
+
+
 def test_waiting_threads_sleep_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     config = load_config("calculator", ["launcher.threads=3"])

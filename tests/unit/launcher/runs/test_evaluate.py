@@ -49,8 +49,9 @@ def test_without_any_trajectory_there_is_still_an_answer() -> None:
 
 def test_one_small_group_is_left_to_train_on() -> None:
     adapters = ["trainer.lora={}", "weight_sync.adapters=true"]
-    config = without_training(load_config("calculator-async", ["trainer.ranks=2", *adapters]))
+    config = without_training(load_config("calculator-async", ["trainer.ranks=2", *adapters, "rollout.replay=runs/a"]))
     check(config)
+    assert config.rollout.replay == "", "its answers are sampled"
     alive = (config.queue.max_staleness + 1) * config.data.train_batch_groups
     assert (alive, config.trainer.steps, config.rollout.group_size) == (1, 1, 2)
     assert config.model == load_config("calculator-async").model

@@ -19,3 +19,8 @@ def test_a_chat_format_that_does_not_go_with_the_model_is_found_before_engines_s
     with pytest.raises(ConfigError):
         check_chat(load_config("calculator", [f"model.path={model_folder}", *overrides]))
     check_chat(load_config("calculator", [f"model.path={tmp_path}/elsewhere", *overrides]))
+
+
+def test_a_record_that_is_not_whole_is_found_where_the_model_is_not(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.replay"):
+        check_chat(load_config("calculator", [f"model.path={tmp_path}/elsewhere", f"rollout.replay={tmp_path}"]))

@@ -51,6 +51,7 @@ def test_a_replay_admits_one_batch_at_a_time_and_takes_it_whole() -> None:
     settings = QueueSettings.of(config)
     assert settings.slots == settings.slots_at(4) == settings.batch_groups == 3
     assert (settings.sampling, settings.window, settings.max_refills) == ("fifo", 0, 0)
+    assert settings.replays
 
 
 def test_admission_stops_at_slots_run_length_and_bytes():

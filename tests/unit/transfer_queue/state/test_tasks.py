@@ -4,7 +4,7 @@ import pytest
 
 from rl_async.errors import DataError
 from rl_async.messages import Done, NotReady, Refused
-from rl_async.transfer_queue.state.tasks import MOST_SUBMITTED, TaskList
+from rl_async.transfer_queue.state.tasks import MOST_SUBMITTED, TaskList, TaskStream
 from rl_async.transfer_queue.state.transitions import Admitted, Requeued, Submitted
 from tests.unit.transfer_queue.conftest import Rig, task
 
@@ -40,6 +40,20 @@ def test_too_many_submitted_tasks_are_refused_and_none_is_taken(make_rig):
     assert rig.store.tasks.submit([task(0)] * MOST_SUBMITTED) == Done()
     answer = rig.store.tasks.submit([task(0)])
     assert isinstance(answer, Refused) and answer.code == "full"
+
+
+def test_a_replay_takes_no_tasks_of_others(make_rig):
+    answer = make_rig(replays=True).store.tasks.submit([task(0)])
+    assert isinstance(answer, Refused) and answer.code == "replay"
+
+
+def test_a_stream_continues_where_more_of_it_is_known():
+    stream, longer = TaskStream([task(0)]), TaskStream([task(0), task(1)])
+    assert stream.next() == task(0) and stream.next() is None
+    longer.seek(stream.cursor())
+    assert longer.next() == task(1)
+    stream.seek(longer.cursor())
+    assert stream.next() is None
 
 
 def test_a_second_chance_is_a_new_group_under_the_same_rules(make_rig):
