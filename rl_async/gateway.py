@@ -121,8 +121,8 @@ class Heartbeats:
             for episode in self._now():
                 try:
                     lives = episode.heartbeat()
-                except (OSError, ValueError):  # ValueError: something else answered, and not in JSON
-                    continue  # the program's own requests will tell it that the gateway is gone
+                except (OSError, GatewayError):  # the second: something else answered, and not in JSON
+                    continue  # the program's own requests will tell it
                 if not lives:
                     self.stop(episode)
                 del episode
@@ -174,7 +174,10 @@ class Gateway:
                 return
 
     def post(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Post JSON; return status and body, or 503 and FINISHED if it is gone. Raises OSError if it never answered."""
+        """Post JSON; return status and body, or 503 and FINISHED if it is gone.
+
+        Raises OSError if it never answered, and GatewayError if what answers does not do so in JSON.
+        """
         return self._request(path, json.dumps(body).encode())
 
     def get(self, path: str) -> tuple[int, dict[str, Any]]:
@@ -188,17 +191,22 @@ class Gateway:
         while True:
             try:
                 status, text = _ask(request, self._wait_s + SLOW_S)
-                answer = json.loads(text)
-            except (urllib.error.URLError, ConnectionError, http.client.HTTPException, ValueError) as error:
-                # HTTPException: it died in the middle of its answer; ValueError: its server broke off what it was doing
+            except (urllib.error.URLError, ConnectionError, http.client.HTTPException) as error:
+                # HTTPException: it died in the middle of its answer
                 if time.monotonic() > deadline and self._answered:
                     return 503, FINISHED
                 if time.monotonic() > deadline:
                     raise OSError(f"no gateway at {self._url}: {error}") from error
-                time.sleep(0.5)
             else:
-                self._answered = True
-                return status, answer
+                try:
+                    answer = json.loads(text)
+                except (json.JSONDecodeError, UnicodeDecodeError) as error:  # a proxy's page, or its server is stopping
+                    if time.monotonic() > deadline:
+                        raise GatewayError(f"{status}: {text[:200].decode(errors='replace')}") from error
+                else:
+                    self._answered = True
+                    return status, answer
+            time.sleep(0.5)
 
 
 def _ask(request: urllib.request.Request, timeout_s: float) -> tuple[int, bytes]:

@@ -60,7 +60,7 @@ class TokenizerFormat(ABC):
         return Settled()
 
     def call_opening(self, name: str = "") -> list[int]:
-        """Say nothing of how calls begin."""
+        """Return nothing: how a call begins is unknown."""
         return []
 
     @abstractmethod

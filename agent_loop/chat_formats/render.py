@@ -41,7 +41,8 @@ class ChatRenderer(TokenizerFormat):
         super().__init__(tokenizer, cache_bytes)
         self.name, self._syntax = name, syntax
         self._thinks = "</think>" in str(tokenizer.chat_template)
-        self._prints_calls = _PROBE in self.printed_call()
+        self._printed_call = self.printed_call()
+        self._prints_calls = _PROBE in self._printed_call
         closing = self._after_mark([])
         first = self.encode(closing)[:1]
         if not first or first[0] not in tokenizer.added_tokens_decoder:
@@ -128,13 +129,14 @@ class ChatRenderer(TokenizerFormat):
             return []
         if not name:
             return self.encode(self._syntax.call_start)
-        written = self.printed_call() if self._prints_calls else self._syntax.render(_PROBE, "{}")
-        _, start, call = written.partition(self._syntax.call_start)
+        written = self._printed_call if self._prints_calls else self._syntax.render(_PROBE, "{}")
+        _, start, call = written.rpartition(self._syntax.call_start)  # earlier ones are the template's instructions
         opening, arguments, _ = call.partition("{}")
-        opening = opening.partition(_PROBE_ID)[0]  # which the policy chooses
+        opening = opening.partition(_PROBE_ID)[0]  # the policy chooses the id
         if not arguments or opening.count(_PROBE) != 1:
             return []
-        return self.encode(start + opening.replace(_PROBE, name).rstrip())
+        token_ids = self.encode(start + opening.replace(_PROBE, name).rstrip())
+        return [] if set(self.stop_token_ids) & set(token_ids) else token_ids
 
     def _opened(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the prompt has opened the turn's reasoning."""

@@ -69,12 +69,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (summary, add_arguments) in COMMANDS.items():
         add_arguments(commands.add_parser(name, help=summary))
-    end = argv.index("--") if "--" in argv else len(argv)
-    arguments, left = parser.parse_known_args(argv[:end])
-    if hasattr(arguments, "program"):
-        arguments.program += argv[end + 1 :]  # argparse would take a second "--" out of them
-    else:
-        left += argv[end + 1 :]
+    program: Sequence[str] = ()
+    if "--" in argv and argv[0] == "play":  # argparse would take a second "--" out of the program's arguments
+        end = argv.index("--")
+        argv, program = argv[:end], argv[end + 1 :]
+    arguments, left = parser.parse_known_args(argv)
+    if program:
+        arguments.program += program
     if left and not hasattr(arguments, "overrides"):
         parser.error(f"unknown arguments: {' '.join(left)}")
     for word in left:

@@ -139,7 +139,7 @@ def unobeyed(fields: Mapping[str, Any], read: Collection[str], table: Mapping[st
 
 
 def _given(value: Any) -> Any:
-    """Return the value without members of null, which clients write for what they do not ask."""
+    """Return the value without members of null, which clients write for options they leave unset."""
     if not isinstance(value, dict):
         return value
     return {name: _given(member) for name, member in value.items() if member is not None}

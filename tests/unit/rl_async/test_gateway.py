@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rl_async.gateway import FINISHED, Gateway, Heartbeats, RemoteEpisode
+from rl_async.gateway import FINISHED, Gateway, GatewayError, Heartbeats, RemoteEpisode
 
 BEGUN = {
     "episode_id": "e",
@@ -60,11 +60,39 @@ def test_an_error_that_is_cut_off_is_asked_for_again(serve: Callable[..., str]) 
     assert list(Gateway(serve(over[:-1], over)).episodes()) == []
 
 
-def test_a_gateway_that_is_stopped_in_the_middle_of_a_request_has_ended(serve: Callable[..., str]) -> None:
-    """Its server then answers the request with a bare text."""
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_gateway_that_is_stopped_in_the_middle_of_a_request_has_ended(
+    serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server may answer the request with a bare text before it stops; the last connection is cut."""
+    monkeypatch.setattr("rl_async.gateway.time", Clock())
     stopped = answer(b"Internal Server Error", "500 Internal Server Error")
-    played = Gateway(serve(answer(TASK), stopped), gone_s=0.0).episodes()
-    assert [episode.id for episode in played] == ["e"]
+    gateway = Gateway(serve(answer(b"{}"), stopped, stopped[:-1]), gone_s=0.1)
+    assert gateway.get("/healthz") == (200, {})
+    assert gateway.get("/healthz") == (503, FINISHED)
+
+
+@pytest.mark.parametrize("text", [b"Internal Server Error", b"<html>\xe9"], ids=["text", "latin-1"])
+@pytest.mark.parametrize("answers", [[], [answer(TASK)]], ids=["never a gateway", "once a gateway"])
+def test_what_answers_without_json_is_no_end_of_a_run(
+    serve: Callable[..., str], answers: list[bytes], text: bytes
+) -> None:
+    url = serve(*answers, answer(text, "500 Internal Server Error"))
+    with pytest.raises(GatewayError) as refused:
+        list(Gateway(url, start_s=0.0, gone_s=0.0).episodes())
+    assert str(refused.value).startswith("500: ")
 
 
 def test_a_gateway_that_stays_away_in_the_middle_of_an_answer_has_ended(serve: Callable[..., str]) -> None:

@@ -24,9 +24,12 @@ LISTED = MISTRAL.replace(
     '\'[TOOL_CALLS][{"name": "\' + c.function.name + \'", "arguments": \' + c.function.arguments | tojson'
     " + ', \"id\": \"' + c.id + '\"}]' }}",
 )
+INSTRUCTED = "{{ '<|im_start|>system\nCall as <tool_call>{}</tool_call>.<|im_end|>\n' }}" + QWEN
+ENDS_CALLS = QWEN.replace("'\n<tool_call>\n{", "'\n<tool_call>\n<|im_end|>{")
 CHATS: dict[str, TokenizerFormat] = {
     "toy": ChatRenderer(byte_tokenizer(CHAT_TEMPLATE, eos="<|im_end|>")),
     "qwen": ChatRenderer(byte_tokenizer(QWEN, eos="<|im_end|>")),
+    "instructed": ChatRenderer(byte_tokenizer(INSTRUCTED, eos="<|im_end|>")),
     "mistral": MistralFormat(byte_tokenizer(MISTRAL, eos="</s>")),
     "mistral 7": MistralFormat(byte_tokenizer(LISTED, eos="</s>")),
 }
@@ -39,6 +42,8 @@ CHATS: dict[str, TokenizerFormat] = {
         ("toy", "f", ' {"a": 1}}</tool_call>'),
         ("qwen", "", '\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'),
         ("qwen", "f", ' {"a": 1}}\n</tool_call>'),
+        ("instructed", "", '\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'),
+        ("instructed", "f", ' {"a": 1}}\n</tool_call>'),
         ("mistral", "", 'f[CALL_ID]abcdef123[ARGS]{"a": 1}'),
         ("mistral", "f", 'abcdef123[ARGS]{"a": 1}'),
         ("mistral 7", "", '[{"name": "f", "arguments": {"a": 1}}]'),
@@ -62,3 +67,16 @@ def test_nothing_is_forced_where_reasoning_comes_first_or_calls_are_unknown() ->
     ]
     assert [chat.call_opening(name) for chat in thinking for name in ("", "f")] == [[]] * 6
     assert CHATS["qwen"].call_opening('f"}') == CHATS["qwen"].call_opening("f" * 1000) == []
+
+
+def test_an_opening_is_nothing_but_the_beginning_of_a_call() -> None:
+    assert CHATS["instructed"].call_opening("f") == CHATS["qwen"].call_opening("f")
+    assert "<|im_end|>{" in ENDS_CALLS
+    assert ChatRenderer(byte_tokenizer(ENDS_CALLS, eos="<|im_end|>")).call_opening("f") == []
+
+
+def test_the_template_is_not_rendered_for_each_opening() -> None:
+    chat = ChatRenderer(tokenizer := byte_tokenizer(QWEN, eos="<|im_end|>"))
+    expected = chat.call_opening("f")
+    tokenizer.chat_template = "{{ this is no template"
+    assert chat.call_opening("f") == expected != []

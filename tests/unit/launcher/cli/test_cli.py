@@ -173,3 +173,8 @@ def test_a_data_set_is_inspected_and_a_bad_row_named(tmp_path: Path, capsys: pyt
 def test_a_programs_own_arguments_stay_as_they_are(options: list[str]) -> None:
     arguments = _parse(["play", *options, "--", "agent", "-n", "3", "--", "{prompt}"])
     assert arguments.program == ["agent", "-n", "3", "--", "{prompt}"] and arguments.n == 2
+
+
+def test_other_commands_take_arguments_behind_dashes_too() -> None:
+    assert _parse(["doctor", "--", "run"]).run == Path("run")
+    assert _parse(["audit", "--", "run"]).run == Path("run")
