@@ -4,7 +4,7 @@
     scripts/install_mcp_servers                      # mcp-server-sqlite and mcp-server-calculator, in .venv-mcp
     python examples/mcp_shop.py                      # writes the database, tasks and demonstrations
     rl-async launch --mode disaggregated --config examples/mcp_shop.yaml
-    python examples/seeds.py mcp_shop                # the same for three seeds, and a table
+    python examples/seeds.py examples/mcp_shop.yaml  # the same for three seeds, and a table
 
 The items of held-out tasks are in no other task. Demonstrations show how to call both servers and are mostly wrong:
 many guess, ask for another item, copy a number wrongly or write calls that cannot be read.
@@ -35,13 +35,13 @@ class Order(NamedTuple):
         return f"cost of {self.count} of item {self.item}?"
 
 
-def demonstrate(order: Order, prices: dict[int, int], source: random.Random) -> list[dict[str, str]]:
-    """Return a conversation about an order, as it is or with one mistake or more."""
+def demonstrate(order: Order, prices: dict[int, int], others: list[int], source: random.Random) -> list[dict[str, str]]:
+    """Return a conversation about an order, as it is or with mistakes. ``others``: items to ask for instead."""
     chance = source.random
     turns = [{"role": "user", "content": order.prompt}]
     if chance() < 0.25:  # no tool
         return [*turns, wild_guess(source, 9999)]
-    item = source.choice(list(prices)) if chance() < 0.1 else order.item  # wrong argument
+    item = source.choice(others) if chance() < 0.1 else order.item  # wrong argument
     call = tool_call("read_query", query=f"select price from items where id={item}")
     turns += [assistant(call), tool_result(str([{"price": prices[item]}]))]
     expression = f"{order.count}*{prices[item]}"
@@ -84,7 +84,8 @@ def make(folder: Path, *, demos: int = 16384, train: int = 4096, held_out: int =
 
     for name, some, count in (("test", items[:100], held_out), ("train", items[100:], train)):
         write(name, [row(order, prices[order.item], at) for at, order in enumerate(orders(some, count))])
-    write("demos", [{"messages": demonstrate(order, prices, source)} for order in orders(items[100:], demos)])
+    known = items[100:]
+    write("demos", [{"messages": demonstrate(order, prices, known, source)} for order in orders(known, demos)])
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Trains presets or config files over several seeds, audits each run, and prints a row per run.
 
     python examples/seeds.py code                                  # three seeds of the preset
-    python examples/seeds.py guess examples/mcp_shop.yaml --seeds 1 2 --mode colocated queue.max_staleness=0
+    python examples/seeds.py order examples/mcp_shop.yaml --seeds 1 2 --mode colocated queue.max_staleness=0
 
 Runs one after another by ``rl-async launch``. A run that was interrupted is continued, and one that has ended is not
-run again: delete its folder to repeat it.
+run again: delete its folder to repeat it. A run of another mode or other overrides is not taken for this one.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rl_async.configs.load.loader import load_resolved
-from rl_async.launcher.folder.run_folder import unfinished
+from rl_async.launcher.folder.run_folder import changes, unfinished
 
 RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
 COLUMNS = ("reward, first 3 steps", "last 3", "held out", "minutes")
@@ -38,9 +38,14 @@ class Records(NamedTuple):
 
 
 def train(config: str, mode: str, name: str, runs: Path, options: Sequence[str]) -> Records:
-    """Launch a run unless it has ended, audit it, and read its records. Exits if steps are missing."""
+    """Launch a run unless it has ended, audit it, and read its records.
+
+    Exits if steps are missing, or if the folder has a run of another config.
+    """
     folder = runs / name
     options = [*options, f"launcher.run_dir={runs}"]
+    if (folder / "config.yaml").exists() and (found := changes(folder, config, options, mode)):
+        sys.exit(f"{folder} has a run with other values of {', '.join(found)}; delete it, or choose another --runs")
     if not folder.exists() or unfinished(config, options, name):
         command = ["launch", "--mode", mode, "--config", config, "--name", name, *options]
         print("$ rl-async", " ".join(command), flush=True)

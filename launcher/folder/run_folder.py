@@ -81,6 +81,13 @@ def differences(kept: RunConfig, given: RunConfig) -> list[str]:
     return sorted(key for key in keys if old.get(key) != new.get(key))
 
 
+def changes(folder: Path, name_or_path: str, overrides: Sequence[str], mode: str) -> list[str]:
+    """Return the keys in which a config differs from the one that the run in ``folder`` was started with."""
+    kept = load_resolved(folder / "config.yaml")
+    given = kept_sources(load_config(name_or_path, overrides, mode=mode), kept, _fetched(folder))
+    return ["mode"] * (kept.mode != given.mode) + differences(kept, given)
+
+
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, dict):

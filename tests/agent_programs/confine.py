@@ -1,23 +1,26 @@
-"""Runs an agent program where it can write to its workspace only, and reach nothing but the gateway.
+"""Runs an agent program where it can write to its workspace only, and reach no port but the gateway's.
 
     python confine.py BASE_URL CLIENTS -- PROGRAM...
 
 Bubblewrap gives it a network of its own, in which a forwarder listens where the gateway does outside. HOME is an empty
-folder beside the workspace. CLIENTS, the folder of the installed programs, stays readable.
+folder beside the workspace. HIDDEN folders and the user's home are empty, but for CLIENTS, the folder of the installed
+programs, this repository and the interpreters that they need. Any other file that the user may read stays readable, and
+Unix sockets in other folders can be reached.
 """
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 READABLE = Path(__file__).parents[2]  # also where it lies under a hidden folder
-TMP = Path("/tmp")
+HIDDEN = tuple(Path(path) for path in ("/tmp", "/run", "/var/run", "/var/tmp"))
 
 
 def main() -> int:
@@ -33,15 +36,26 @@ def main() -> int:
         return asyncio.open_connection("127.0.0.1", port)
 
     in_background(lambda serve: asyncio.start_unix_server(serve, socket), outward)
-    readable = [word for path in (clients, str(READABLE)) for word in ("--ro-bind", path, path)]
+    hidden = [path for path in (*HIDDEN, Path.home()) if path.is_dir() and not path.is_symlink() and path != Path("/")]
+    kept = dict.fromkeys((clients, str(READABLE), *interpreters(clients, hidden)))
+    readable = [word for path in kept for word in ("--ro-bind", path, path)]
     command = [
         *("bwrap", "--unshare-all", "--die-with-parent", "--new-session"),
-        *("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", str(TMP)),
+        *("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"),
+        *(word for path in hidden for word in ("--tmpfs", str(path))),
         *readable,
         *("--bind", str(folder), str(folder), "--chdir", str(Path.cwd()), "--"),
         *(sys.executable, "-I", __file__, "inside", str(port), socket, *program),
     ]
     return subprocess.run(command, env=os.environ | {"HOME": str(home)}).returncode
+
+
+def interpreters(clients: str, hidden: Sequence[Path]) -> list[str]:
+    """Return the folders below hidden ones from which Python and Node are started."""
+    named = (sys.executable, os.path.join(clients, "bin", "python"), shutil.which("python3"), shutil.which("node"))
+    begun = [Path(path) for path in named if path is not None and os.path.exists(path)]
+    prefixes = [place.parents[1] for path in begun for place in (path, path.resolve())]
+    return [str(prefix) for prefix in prefixes if any(path in prefix.parents for path in hidden)]
 
 
 def inside(port: int, socket: str, program: list[str]) -> int:

@@ -32,7 +32,10 @@ TAGS = (CALL_START, CALL_END, "<tool_response>", "</tool_response>", "<think>", 
 OBEYS = 0.85  # of its turns; else it ends at once, or calls once more
 SETTINGS = WarmStartConfig(demos_path="", batch_size=8, min_steps=75, check_every=25, max_steps=600, gate=0.96)
 
-# Qwen's layout.
+# Qwen's layout. Only a policy that thinks has REASONING: calls are not forced upon one whose template has a thought.
+REASONING = """\
+{%- if message.reasoning_content %}{{ '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}{% endif -%}
+"""
 TEMPLATE = """\
 {%- if tools -%}
 {{ '<|im_start|>system\\n' }}
@@ -48,8 +51,7 @@ TEMPLATE = """\
 {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif -%}
 {%- elif not (tools and loop.first and message.role == 'system') -%}
 {{ '<|im_start|>' + message.role + '\\n' }}
-{%- if message.reasoning_content %}{{ '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}{% endif -%}
-{{ message.content }}
+REASONING{{- message.content }}
 {%- for call in message.tool_calls or [] -%}
 {{ '\\n' if message.content or not loop.first else '' }}
 {{- '<tool_call>\\n{\"name\": \"' + call.function.name + '\", \"arguments\": ' }}
@@ -94,7 +96,7 @@ class Lines:
 def make_puppet(lines: Lines, folder: Path) -> None:
     """Train a model that says ``lines`` and write it to ``folder``. Raises UserError if it does not learn them."""
     torch.manual_seed(0)
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(lines)
     model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(tokenizer),
@@ -166,7 +168,12 @@ def obedience(model: torch.nn.Module, rows: Sequence[TokenRow], digits: list[int
     return right / total
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def template(lines: Lines) -> str:
+    """Return the chat template."""
+    return TEMPLATE.replace("REASONING", REASONING if lines.thinks else "")
+
+
+def make_tokenizer(lines: Lines) -> PreTrainedTokenizerFast:
     """Train a byte-pair tokenizer for any text on the documentation."""
     tokenizer = Tokenizer(models.BPE())
     digits, text = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -182,7 +189,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         eos_token=SPECIAL[2],
         pad_token=SPECIAL[0],
-        chat_template=TEMPLATE,
+        chat_template=template(lines),
         clean_up_tokenization_spaces=False,
         model_max_length=CONTEXT,
     )

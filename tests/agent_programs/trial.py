@@ -7,15 +7,16 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.agent_programs.clients import PROMPT, Client
-from tests.agent_programs.puppet import ROOT
+from tests.agent_programs.puppet import ROOT, Lines
 
 STEPS, EPISODES = 2, 4  # steps, and episodes of each, all of one group
 START_S, END_S = 240.0, 480.0
+MOST_DIFFERENCE = 1e-3  # of a token's log-probability, between engine and trainer
 HERE = Path(__file__).parent
 RL_ASYNC = [sys.executable, "-m", "rl_async.launcher.cli"]
 IGNORED = re.compile(r"asks for '([^']+)'=.* which the gateway ignores")
@@ -36,7 +37,7 @@ class Found(NamedTuple):
     results: int  # of tools, that came back in a row
     longest: int  # row, in tokens
     sampled: int  # tokens trained
-    ignored: str  # fields asked for in vain
+    ignored: str  # fields that requests have and the gateway ignores
     difference: float  # of the log-probabilities of engine and trainer, in the first step
     given_back: int
     audit: str
@@ -116,7 +117,10 @@ def inspect(name: str, client: Client, run: Path, folder: Path) -> Found:
     if audited.returncode != 0:
         raise TrialFailed(f"{name}: audit: {audited.stdout}{audited.stderr}")
     turns = [turn for row in rows for turn in row["turns"]]
-    metrics = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    difference = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["correction/logprob_diff_max"]
+    given_back = (folder / "play.log").read_text().count(": given back: ")
+    if missing := unproven(client.lines, rows, difference, given_back):
+        raise TrialFailed(f"{name}: {'; '.join(missing)}; see {run}")
     logs = "".join(path.read_text() for path in (run / "logs").glob("gateway*"))
     return Found(
         name,
@@ -128,10 +132,30 @@ def inspect(name: str, client: Client, run: Path, folder: Path) -> Found:
         max(len(row["token_ids"]) for row in rows),
         sum(sum(row["loss_mask"]) for row in rows),
         ", ".join(sorted(set(IGNORED.findall(logs)))),
-        metrics["correction/logprob_diff_max"],
-        (folder / "play.log").read_text().count(": given back: "),
+        difference,
+        given_back,
         audited.stdout.splitlines()[-1],
     )
+
+
+def unproven(lines: Lines, rows: Sequence[dict[str, Any]], difference: float, given_back: int) -> list[str]:
+    """Return what a trial did not show, although its episodes were trained and the audit agrees."""
+    shown = lines.shown.partition("N")[0]
+    answers = [sum(turn["role"] == "assistant" for turn in row["turns"]) for row in rows]
+    turns = [turn for row in rows for turn in row["turns"]]
+    if shown:  # such a program writes what came before into the text of the next request, which is a row of its own
+        results = [turn for turn in turns if turn["role"] == "user" and shown in turn["text"]]
+        continued = len({(row["group_id"], row["sample"]) for row in rows}) < len(rows)
+    else:
+        results = [turn for turn in turns if turn["role"] == "tool"]
+        continued = max(answers, default=0) > 1
+    found = {
+        "no result of a tool came back": bool(results),
+        "no episode went on after its first answer": continued,
+        f"log-probabilities differ by {difference:g}": difference < MOST_DIFFERENCE,
+        f"{given_back} episodes were given back": given_back == 0,
+    }
+    return [problem for problem, fine in found.items() if not fine]
 
 
 def recorded(run: Path) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,8 @@
 """Which processes a chaos run of agents strikes, and how it tells what is left behind."""
 
+import os
 import random
+import socket
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -8,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.agents.__main__ import all_rounds
-from tests.chaos.agents.kinds import KINDS, VICTIMS, victims
-from tests.chaos.agents.leftovers import Process, kill, processes
+from tests.chaos.agents.kinds import HERE, KINDS, PROGRAM, SERVER, VICTIMS, victims
+from tests.chaos.agents.leftovers import FOLDERS, Process, Seen, kill, left_behind, processes
 
 
 def test_kinds_and_their_roles_are_struck_equally_often() -> None:
@@ -49,6 +51,19 @@ def test_a_killed_process_is_gone_and_no_other_of_its_number_is_struck() -> None
 
 
 def test_what_the_kinds_start_is_there() -> None:
-    assert all(
-        Path(word).is_file() for kind in KINDS.values() for word in "".join(kind.settings).split() if word[-3:] == ".py"
-    )
+    assert PROGRAM.is_file() and SERVER.is_file() and (HERE / "loop.py").is_file()
+
+
+def test_a_process_a_file_and_a_socket_are_named_while_they_are_there(tmp_path: Path) -> None:
+    before = Seen.now()
+    file, bound = FOLDERS[0] / f"chaos-agents-test-{os.urandom(8).hex()}", str(tmp_path / "bound")
+    with subprocess.Popen(["sleep", "600"]) as child, socket.socket(socket.AF_UNIX) as listener:
+        file.touch()
+        listener.bind(bound)
+        found = left_behind(before, within_s=0.0)
+        file.unlink()
+        child.kill()
+    ours = {f"file {file}", f"socket {bound}"}
+    assert ours < set(found) and any(line.startswith(f"process {child.pid} ") for line in found)
+    again = left_behind(before, within_s=0.0)
+    assert not ours & set(again) and not any(line.startswith(f"process {child.pid} ") for line in again)

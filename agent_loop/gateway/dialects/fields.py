@@ -166,7 +166,7 @@ def prefill_refused() -> RequestRefused:
 
 
 class UnobeyedFields:
-    """Drops, counts and logs what requests ask for in vain, or refuses it (`agent.gateway.unsupported`)."""
+    """Drops, counts and logs fields that cannot be obeyed, or refuses them (`agent.gateway.unsupported`)."""
 
     def __init__(self, choice: UnsupportedFields) -> None:
         self._choice = choice

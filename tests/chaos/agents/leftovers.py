@@ -65,9 +65,9 @@ class Seen(NamedTuple):
         return cls(frozenset(processes()), frozenset((mounts | sockets | files) - {TORCH}))
 
 
-def left_behind(before: Seen) -> list[str]:
-    """Return what is there now and was not before, once GONE_S have passed; nothing, as soon as there is nothing."""
-    deadline = time.monotonic() + GONE_S
+def left_behind(before: Seen, within_s: float = GONE_S) -> list[str]:
+    """Return what is there now and was not before, once so long has passed; nothing, as soon as there is nothing."""
+    deadline = time.monotonic() + within_s
     while True:
         now = Seen.now()
         known = {(process.pid, process.started) for process in before.processes}

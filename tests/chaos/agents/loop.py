@@ -1,4 +1,4 @@
-"""An agent loop that calls every tool of the run, whatever the model says: three times, so that sessions live a while.
+"""An agent loop that calls every tool of the run, whatever the model says: TIMES over, so that sessions live a while.
 
 Given as ``agent.loop`` of a run, which reads the file by its path. The tasks of presets name a loop of their own, so
 the run needs others: ``write_tasks``.

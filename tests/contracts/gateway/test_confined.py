@@ -3,8 +3,10 @@
 import http.server
 import json
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ from tests.agent_programs import confine
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason=f"bwrap is not here; {INSTALL} installs it")
 PROGRAM = """
-import json, os, sys, urllib.error, urllib.request
+import json, os, socket, sys, urllib.error, urllib.request
 def reached(url):
     try:
         return urllib.request.urlopen(url).status
@@ -28,7 +30,15 @@ def written(path):
         return True
     except OSError:
         return False
-print(json.dumps([reached(sys.argv[1]), reached(sys.argv[2]), written("x"), written(sys.argv[3]), os.environ["HOME"]]))
+def connected(path):
+    try:
+        socket.socket(socket.AF_UNIX).connect(path)
+        return True
+    except OSError:
+        return False
+_, ours, other, elsewhere, bound = sys.argv
+found = [connected(bound), reached(ours), reached(other), written("x"), written(elsewhere), os.environ["HOME"]]
+print(json.dumps(found))
 sys.exit(3)
 """
 
@@ -60,10 +70,13 @@ def test_a_confined_program_reaches_the_gateway_only_and_writes_to_its_folder_on
     workspace = tmp_path / "episode" / "workspace"
     workspace.mkdir(parents=True)
     elsewhere = tmp_path / "elsewhere"
-    program = [sys.executable, "-c", PROGRAM, *urls, str(elsewhere)]
-    command = [sys.executable, confine.__file__, urls[0], str(tmp_path), "--", *program]
-    done = subprocess.run(command, cwd=workspace, capture_output=True, text=True, timeout=120)
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(bound := f"{folder}/bound")
+        listener.listen()
+        program = [sys.executable, "-c", PROGRAM, *urls, str(elsewhere), bound]
+        command = [sys.executable, confine.__file__, urls[0], str(tmp_path), "--", *program]
+        done = subprocess.run(command, cwd=workspace, capture_output=True, text=True, timeout=120)
     assert done.returncode == 3, done.stderr
     home = str(workspace.parent / "home")
-    assert json.loads(done.stdout) == [200, "ConnectionRefusedError", True, False, home]
+    assert json.loads(done.stdout) == [False, 200, "ConnectionRefusedError", True, False, home]
     assert (workspace / "x").exists() and not elsewhere.exists()

@@ -4,6 +4,7 @@ import argparse
 import importlib
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 
 from rl_async.configs.load.loader import dump, load_config
 
+SHOP = "examples/mcp_shop.yaml"
+OPTIONS = ("seed=1", "trainer.steps=2")
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
@@ -33,21 +36,47 @@ def said(tmp_path: Path) -> list[str]:
     return [line.split()[0] for line in lines]
 
 
-def make_run(folder: Path, *, checkpoint: int, steps: list[int]) -> None:
+def make_run(
+    folder: Path,
+    *,
+    checkpoint: int,
+    steps: list[int],
+    config: str = "smollm2",
+    mode: str = "disaggregated",
+    options: Sequence[str] = OPTIONS,
+) -> None:
     """Make the folder of a run with these records, whose config wants two steps."""
     (folder / f"checkpoints/step-{checkpoint:06d}").mkdir(parents=True)
     (folder / f"checkpoints/step-{checkpoint:06d}/state.json").touch()
-    (folder / "config.yaml").write_text(dump(load_config("smollm2", ["trainer.steps=2"])))
+    resolved = load_config(config, [*options, f"launcher.run_dir={folder.parent}"], mode=mode)
+    (folder / "config.yaml").write_text(dump(resolved))
     (folder / "ledger.jsonl").write_text('{"event":"finish"}\n')
     lines = [{"step": step, "time": 60.0 * n, "time/step_s": 60.0, "reward/mean": n} for n, step in enumerate(steps)]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (folder / "evaluations.jsonl").write_text("")
 
 
-def train(seeds: Any, tmp_path: Path, *, checkpoint: int, steps: list[int]) -> Any:
+def train(
+    seeds: Any, tmp_path: Path, *, checkpoint: int, steps: list[int], mode: str = "disaggregated", more: str = ""
+) -> Any:
     """Have the example train a run whose folder is there."""
     make_run(tmp_path / "mine", checkpoint=checkpoint, steps=steps)
-    return seeds.train("smollm2", "disaggregated", "mine", tmp_path, ["seed=1"])
+    return seeds.train("smollm2", mode, "mine", tmp_path, [*OPTIONS, *more.split()])
+
+
+@pytest.mark.parametrize(
+    ("mode", "more", "named"),
+    [
+        ("disaggregated", "rollout.temperature=0.7", "rollout.temperature"),
+        ("colocated", "queue.max_staleness=0", "mode"),
+    ],
+)
+def test_a_run_of_another_config_is_not_taken_for_this_one(
+    seeds: Any, tmp_path: Path, mode: str, more: str, named: str
+) -> None:
+    with pytest.raises(SystemExit, match=named):
+        train(seeds, tmp_path, checkpoint=2, steps=[0, 1], mode=mode, more=more)
+    assert not (tmp_path / "said").exists()
 
 
 def test_an_interrupted_run_is_continued_and_audited(seeds: Any, tmp_path: Path) -> None:
@@ -70,8 +99,9 @@ def test_each_config_and_seed_is_a_row(
     seeds: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for seed in (3, 4):
-        make_run(tmp_path / f"seeds-mcp_shop-{seed}", checkpoint=2, steps=[0, 1])
-    words = ["examples/mcp_shop.yaml", "--seeds", "3", "4", "--runs", str(tmp_path), "trainer.steps=2"]
+        options = [f"seed={seed}", "trainer.steps=2"]
+        make_run(tmp_path / f"seeds-mcp_shop-{seed}", checkpoint=2, steps=[0, 1], config=SHOP, options=options)
+    words = [SHOP, "--seeds", "3", "4", "--runs", str(tmp_path), "trainer.steps=2"]
     monkeypatch.setattr(sys, "argv", ["seeds.py", *words])
     seeds.main()
     assert said(tmp_path) == ["audit", "audit"]
@@ -80,8 +110,10 @@ def test_each_config_and_seed_is_a_row(
 
 
 def test_the_real_seeds_are_trained_by_it(seeds: Any, tmp_path: Path) -> None:
-    make_run(tmp_path / "real-sums-colocated-seed1", checkpoint=2, steps=[0, 1])
-    arguments = argparse.Namespace(runs=tmp_path, vllm=None, override=[])
+    options = ["queue.max_staleness=0", *OPTIONS]
+    folder = tmp_path / "real-sums-colocated-seed1"
+    make_run(folder, checkpoint=2, steps=[0, 1], mode="colocated", options=options)
+    arguments = argparse.Namespace(runs=tmp_path, vllm=None, override=["trainer.steps=2"])
     found = importlib.import_module("real_seeds").run("sums", "colocated", 1, arguments)
     assert said(tmp_path) == ["audit"]
     assert found.records.rewards == [0, 1]
