@@ -38,7 +38,7 @@ def join_supervisor() -> None:
 def run_role(name: str, work: Callable[[], None], exits: Mapping[type[RlAsyncError], int] | None = None) -> int:
     """Do the work of the role ``name`` and return its exit code: 0 at its end, EXIT_USER for a mistake of the user.
 
-    ``exits`` has the codes of other errors that are expected, the most specific first; they may come in an
+    ``exits`` has the codes of other errors that are expected, the most specific first. All may come in an
     ExceptionGroup. Any other error is a bug and propagates.
     """
     join_supervisor()
@@ -51,6 +51,9 @@ def run_role(name: str, work: Callable[[], None], exits: Mapping[type[RlAsyncErr
         return EXIT_USER
     except expected as error:
         causes = list(_causes(error))
+        if all(isinstance(cause, UserError) for cause in causes):
+            print(f"error: {causes[0]}", file=sys.stderr)
+            return EXIT_USER
         codes = [next((code for kind, code in exits.items() if isinstance(cause, kind)), None) for cause in causes]
         if None in codes:
             raise
