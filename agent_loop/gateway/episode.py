@@ -13,7 +13,7 @@ import msgspec
 
 from rl_async import tracing
 from rl_async.agent_loop import spans
-from rl_async.agent_loop.chat_formats.format import ChatFormat, TooLong
+from rl_async.agent_loop.chat_formats.format import ChatFormat, TooLong, before_stops, without_beginnings
 from rl_async.agent_loop.episodes.episode import policy_sampling
 from rl_async.agent_loop.episodes.row_tokens import trajectories
 from rl_async.agent_loop.gateway.dialects.chat import ASSISTANT, ChatRequest, Completion, read_answer
@@ -194,9 +194,14 @@ class GatewayEpisode:
     def _forced(self, request: ChatRequest) -> list[int]:
         """Return how an answer begins that must be a call; nothing if the chat format cannot say.
 
+        Nothing either if a stop string is in it or may begin in it: the policy's answers end at those that it samples.
         No mask is put on the policy: what it samples behind this is from its own distribution, and all that is trained.
         """
-        return [] if request.forces is None else self._chat.call_opening(request.forces)
+        if request.forces is None:
+            return []
+        opening = self._chat.call_opening(request.forces)
+        text = self._chat.turn_text(opening).rstrip()
+        return opening if without_beginnings(before_stops(text, request.stops), request.stops) == text else []
 
     def _check(self, request: ChatRequest, bare: str | list[int] | None) -> None:
         self._check_open()

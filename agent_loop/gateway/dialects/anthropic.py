@@ -12,6 +12,7 @@ from rl_async.agent_loop.gateway.dialects.chat import (
     Completion,
     FunctionCall,
     forceable,
+    named,
 )
 from rl_async.agent_loop.gateway.dialects.fields import ANTHROPIC, content_refused, tool_refused, unobeyed
 from rl_async.agent_loop.gateway.dialects.openai import Limit
@@ -117,7 +118,7 @@ def _forced(choice: Any) -> str | None:
         case {"type": "any"}:
             return ""
         case {"type": "tool", "name": str(name)}:
-            return name
+            return named(name)
     return None
 
 

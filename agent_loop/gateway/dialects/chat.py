@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rl_async.agent_loop.chat_formats.format import Answer
+from rl_async.errors import RequestRefused
 
 ASSISTANT = "assistant"
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)  # what decoding a body raises
@@ -71,9 +72,28 @@ class Completion(NamedTuple):
 
 
 def forceable(name: str | None, tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return ``name``, which an answer must call (empty: any function), unless no such tool is offered."""
-    offered = [tool["function"]["name"] for tool in tools]
-    return name if offered and name in ("", *offered) else None
+    """Return ``name``, which an answer must call (empty: any function, if one is offered).
+
+    Raises RequestRefused for a function that is not offered.
+    """
+    if name and name not in [tool["function"]["name"] for tool in tools]:
+        raise _not_offered(name)
+    return name if tools else None
+
+
+def named(name: str) -> str:
+    """Return the name of a function that a request forces. Raises RequestRefused for an empty one."""
+    if not name:
+        raise _not_offered(name)
+    return name
+
+
+def _not_offered(name: str) -> RequestRefused:
+    return RequestRefused(
+        f"tool_choice names the function {name[:200]!r}, which is not among the tools; name one of them",
+        code="invalid_request",
+        param="tool_choice",
+    )
 
 
 def history_keys(messages: Sequence[ChatMessage], offered: bytes) -> list[bytes]:

@@ -13,6 +13,7 @@ from rl_async.agent_loop.gateway.dialects.chat import (
     Completion,
     FunctionCall,
     forceable,
+    named,
 )
 from rl_async.agent_loop.gateway.dialects.fields import OPENAI, content_refused, tool_refused, unobeyed
 from rl_async.errors import RequestRefused
@@ -106,7 +107,7 @@ def _forced(choice: Any) -> str | None:
     if choice == "required":
         return ""
     try:
-        return msgspec.convert(choice, ForcedCall).function.name
+        return named(msgspec.convert(choice, ForcedCall).function.name)
     except msgspec.ValidationError:
         return None
 

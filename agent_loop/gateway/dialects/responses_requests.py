@@ -7,7 +7,7 @@ requests of the episode may name it instead of sending it again.
 
 import base64
 import binascii
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -19,6 +19,7 @@ from rl_async.agent_loop.gateway.dialects.chat import (
     ChatRequest,
     FunctionCall,
     forceable,
+    named,
 )
 from rl_async.agent_loop.gateway.dialects.fields import (
     RESPONSES,
@@ -193,7 +194,7 @@ def read_request(body: bytes, kept: KeptResponses) -> ResponsesRequest:
     said = messages(items, kept)
     system = [ChatMessage("system", wanted.instructions)] if wanted.instructions else []
     offered = [] if wanted.tool_choice == "none" else tools
-    if (forces := forceable(_forced(wanted.tool_choice), offered)) is not None:
+    if (forces := forceable(_forced(wanted.tool_choice, names), offered)) is not None:
         del asked["tool_choice"]
     past = kept.history(wanted.previous_response_id) if wanted.previous_response_id else []
     chat = ChatRequest(
@@ -213,13 +214,17 @@ def read_request(body: bytes, kept: KeptResponses) -> ResponsesRequest:
     return ResponsesRequest(chat, said, names, wanted, echoed)
 
 
-def _forced(choice: Any) -> str | None:
-    """Return the name of the function that must be called; empty for any, None if ``tool_choice`` names none."""
+def _forced(choice: Any, names: Mapping[str, FunctionName]) -> str | None:
+    """Return the name that the model sees of the function that must be called; empty for any.
+
+    None if ``tool_choice`` names none.
+    """
     match choice:
         case "required":
             return ""
         case {"type": "function", "name": str(name)}:
-            return name
+            meant = [printed for printed, function in names.items() if function.name == name]
+            return meant[0] if len(meant) == 1 else named(name)
     return None
 
 

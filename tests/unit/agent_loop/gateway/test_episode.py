@@ -202,6 +202,39 @@ async def test_a_call_that_cannot_be_forced_is_counted() -> None:
         assert (await episode.complete(request)).message.text == "5"
 
 
+@pytest.mark.parametrize(("stop", "obeyed"), [("\n", False), (': {"', False), ("END", True)])
+async def test_nothing_is_forced_in_which_a_stop_string_may_begin(
+    renderer: ChatRenderer, stop: str, obeyed: bool
+) -> None:
+    arguments = " " + ARGUMENTS + "}</tool_call>"
+    whole = '<tool_call>{"name": "calculator", "arguments":' + arguments
+    engine = ScriptedEngine(renderer, [arguments if obeyed else whole.replace(": {", ":{")])
+    async with gateway(FakeQueue([leased()]), renderer, engine) as episodes:
+        episode = await begin(episodes)
+        request = ask("2+3?", tools=[CALCULATOR], forces="calculator", stops=[stop])
+        assert episode.unobeyed(request) == ({} if obeyed else {"tool_choice": "calculator"})
+        done = await episode.complete(request)
+        assert [(call.name, call.arguments) for call in done.message.calls] == [("calculator", ARGUMENTS)]
+        assert ("<tool_call>" in renderer.decode(engine.requests[0].token_ids)) == obeyed
+
+
+async def test_a_forced_call_that_the_policy_breaks_is_streamed_as_the_text_that_it_is(renderer: ChatRenderer) -> None:
+    broken = "calculator(2+3)</tool_call> so"
+    async with gateway(FakeQueue([leased()]), renderer, ScriptedEngine(renderer, [broken] * 2)) as episodes:
+        episode = await begin(episodes)
+        request = ask("2+3?", tools=[CALCULATOR], forces="")
+        release = episode.release(asked := await episode.prepare(request))
+        sampled, sent = renderer.encode(broken), ""
+        for size in range(1, len(sampled) + 1):
+            release.hear(sampled[:size])
+            sent += release.more()[1]
+        streamed = await episode.answer(asked)
+        release.check(streamed.message)
+        unstreamed = await episode.complete(request)
+        assert sent + release.rest(streamed.message)[1] == unstreamed.message.text == "<tool_call>" + broken
+        assert streamed.message.calls == unstreamed.message.calls == ()
+
+
 async def test_a_forced_call_needs_room(renderer: ChatRenderer) -> None:
     size = len(renderer.prompt([{"role": "user", "content": "a?"}]))
     queue, engine = FakeQueue([leased()]), ScriptedEngine(renderer, ["5"])

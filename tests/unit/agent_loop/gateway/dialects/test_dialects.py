@@ -48,7 +48,6 @@ def messages(**fields: Any) -> Any:
         {"response_format": {"type": "json_object"}},
         {"parallel_tool_calls": False},
         {"tool_choice": "required"},
-        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
         {"top_k": 5},
         {"guided_regex": ".*"},
         {"reasoning_effort": "low"},
@@ -232,7 +231,6 @@ def test_anthropic_messages_become_the_same_form() -> None:
     [
         {"top_k": 5},
         {"tool_choice": {"type": "any"}},
-        {"tool_choice": {"type": "tool", "name": "f"}},
         {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
         {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
         {"output_config": {"effort": "medium"}},
@@ -359,9 +357,23 @@ def test_a_call_of_an_offered_function_may_be_forced(openai_choice: Any, anthrop
 
 def test_what_of_a_choice_cannot_be_obeyed_is_named() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
-    other = {"type": "function", "function": {"name": "g"}}
-    for choice in (other, {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": tools}}, 7):
+    for choice in ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": tools}}, 7):
         assert chat(tools=tools, tool_choice=choice).unobeyed == {"tool_choice": choice}
     single = {"type": "any", "disable_parallel_tool_use": True}
     request = messages(tools=[{"name": "f", "input_schema": {}}], tool_choice=single)
     assert (request.forces, request.unobeyed) == ("", {"tool_choice": {"disable_parallel_tool_use": True}})
+
+
+@pytest.mark.parametrize("name", ["", "g"])
+@pytest.mark.parametrize("offered", [[], ["f"]])
+def test_forcing_a_function_that_is_not_offered_is_refused(name: str, offered: list[str]) -> None:
+    with pytest.raises(RequestRefused) as one:
+        tools = [{"type": "function", "function": {"name": name}} for name in offered]
+        chat(tools=tools, tool_choice={"type": "function", "function": {"name": name}})
+    with pytest.raises(RequestRefused) as two:
+        tools = [{"name": name, "input_schema": {}} for name in offered]
+        messages(tools=tools, tool_choice={"type": "tool", "name": name})
+    assert one.value.status == two.value.status == 400
+    assert openai.error_body(one.value)["error"]["param"] == "tool_choice"
+    assert anthropic.error_body(two.value)["error"]["type"] == "invalid_request_error"
+    assert (two.value.code, two.value.param) == ("invalid_request", "tool_choice")

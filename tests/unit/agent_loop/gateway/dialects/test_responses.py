@@ -73,13 +73,21 @@ def test_a_function_without_a_name_is_refused() -> None:
     [
         ("required", ""),
         ({"type": "function", "name": "f"}, "f"),
-        ({"type": "function", "name": "g"}, None),
+        ({"type": "function", "name": "g"}, "n__g"),
         ("auto", None),
     ],
 )
 def test_a_call_of_an_offered_function_may_be_forced(choice: Any, forces: Any) -> None:
-    request = ask(tools=[{"type": "function", "name": "f", "parameters": {}}], tool_choice=choice).chat
-    assert request.forces == forces and ("tool_choice" in request.unobeyed) == (choice != "auto" and forces is None)
+    space = {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "g"}]}
+    request = ask(tools=[{"type": "function", "name": "f", "parameters": {}}, space], tool_choice=choice).chat
+    assert request.forces == forces and "tool_choice" not in request.unobeyed
+
+
+@pytest.mark.parametrize("name", ["", "g"])
+def test_forcing_a_function_that_is_not_offered_is_refused(name: str) -> None:
+    with pytest.raises(RequestRefused) as refused:
+        ask(tools=[{"type": "function", "name": "f"}], tool_choice={"type": "function", "name": name})
+    assert (refused.value.status, refused.value.code, refused.value.param) == (400, "invalid_request", "tool_choice")
 
 
 @pytest.mark.parametrize(
