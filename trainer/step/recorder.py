@@ -46,11 +46,11 @@ class Recorder:
         keys = sorted(batch.rows)
         rows = [batch.rows[key] for key in keys]
         places = {header.key: index for index, header in enumerate(batch.headers)}
-        name = f"step-{batch.step:06d}-lineage{self._lineage}-rank{self._rank}.jsonl.gz"
+        file = self._folder / "trajectories" / f"step-{batch.step:06d}-lineage{self._lineage}-rank{self._rank}.jsonl.gz"
 
         def write() -> None:
             explanations = [explain(row, places[key], corrected) for key, row in zip(keys, rows, strict=True)]
-            write_trajectories(self._folder / "trajectories" / name, rows, explanations)
+            write_trajectories(file, rows, explanations)
 
         self._submit(write)
         append_trained(self._folder / "trained.jsonl", self._lineage, batch.step, rows)

@@ -42,6 +42,23 @@ def test_trained_rows_are_on_disk_at_once_and_trajectories_after_a_flush(tmp_pat
     assert [row.key for row in rows] == sorted(made.rows)
 
 
+def test_a_file_that_is_written_late_has_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_write = threading.Event()
+
+    def explain(*_: object) -> None:
+        assert may_write.wait(60)
+
+    monkeypatch.setattr(module, "explain", explain)
+    monkeypatch.setattr(module, "write_trajectories", lambda path, *_: path.write_bytes(b""))
+    (tmp_path / "trajectories").mkdir()
+    recorder = Recorder(tmp_path, 0, 0, is_recorder=True)
+    made = batch(0)
+    recorder.trained(made, verdicts(made))
+    may_write.set()
+    recorder.flush()
+    assert [file.name for file in (tmp_path / "trajectories").iterdir()] == ["step-000000-lineage0-rank0.jsonl.gz"]
+
+
 def test_a_rank_that_does_not_record_writes_nothing(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, 0, 1, is_recorder=False)
     made = batch(0)
