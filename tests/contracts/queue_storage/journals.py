@@ -38,7 +38,8 @@ def redis_server(
         pytest.skip("no redis-server here; install it with: apt-get install redis-server")
     if not port:
         port = free_port()
-    given = ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--appendonly", "yes", "--save", ""]
+    given = ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
+    given += ["--appendonly", "yes", "--appendfsync", "always"]  # with everysec a killed server may lose some
     server = subprocess.Popen([program, *given, *options], stdout=subprocess.DEVNULL)
     try:
         with redis.Redis(port=port) as client:

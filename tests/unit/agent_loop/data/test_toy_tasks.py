@@ -84,7 +84,8 @@ async def test_the_shop_answers_what_the_demonstrations_of_market_show(tmp_path:
     make_data("market", tmp_path, train=1)
     [row] = _rows(tmp_path / "train.parquet")
     state = row["extra_info"]
-    shop = Shop(Task(task_id="t", data_source="market", prompt=row["prompt"], ground_truth="", extra=state), services=None)
+    task = Task(task_id="t", data_source="market", prompt=row["prompt"], ground_truth="", extra=state)
+    shop = Shop(task, services=None)
     tools = {tool.name: tool for tool in shop.tools()}
     price = await tools["lookup"].call({"item": state["item"]}, timeout_s=60)
     wrong = await tools["lookup"].call({"item": "gold"}, timeout_s=60)
