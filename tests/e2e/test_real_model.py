@@ -1,4 +1,4 @@
-"""A pretrained model from a package to held-out answers before and after a step, as ``make real`` does."""
+"""A pretrained model from a package to held-out answers before and after a step."""
 
 import importlib.util
 import shutil
@@ -29,7 +29,7 @@ def test_a_pretrained_model_is_imported_described_trained_and_compared(tmp_path:
     info = succeed(tmp_path, "model", "info", MODEL)
     for said in ("LlamaForCausalLM", "134,515,008", "<|im_end|>", "engine embedded", "yes, rows packed"):
         assert said in info
-    launch = ("launch", "--mode", "disaggregated", "--config", "smollm2", "--name", "real")
+    launch = ("launch", "--mode", "disaggregated", "--config", "smollm2", "--name", "real", f"model.path={MODEL}")
     succeed(tmp_path, *launch, *SMALL, timeout_s=800)
     table = succeed(tmp_path, "show", "runs/real", "--eval")
     assert "step 0" in table and "step 1" in table and "mean reward of 4" in table

@@ -78,3 +78,5 @@ def test_the_only_gguf_file_of_a_package_is_found_without_importing_it(
         gguf_file("package:shipped_model_a", "model.path")
     (package / "tiny.gguf").touch()
     assert gguf_file("package:shipped_model_a", "model.path") == package / "tiny.gguf"
+    with pytest.raises(ConfigError, match="package:shipped_model_a"):
+        model_folder("shipped_model_a", "model.path")
