@@ -94,6 +94,7 @@ def trajectories(
             turns=row.turns,
             timings=dict(timings),
             ground_truth=group.task.ground_truth,
+            data_source=group.task.data_source,
         )
         for segment, row in enumerate(rows)
     ]

@@ -222,6 +222,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     timings: dict[str, float] = {}  # seconds: generate, tools, environment, reward, total
     media: list[Media] = []
     ground_truth: str = ""
+    data_source: str = ""  # the task's
 
     @property
     def key(self) -> RowKey:
@@ -278,8 +279,11 @@ class RuleRun(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Explanation(msgspec.Struct, kw_only=True):
-    """What the correction made of a row's sampled tokens; stands as ``correction`` beside a recorded trajectory's own
-    fields. Trainer -> viewer."""
+    """What the trainer made of a row's sampled tokens; stands as ``correction`` beside a recorded trajectory's own
+    fields. Numbers are rounded. Runs of older versions recorded no ``logprobs`` and ``advantages``. Trainer -> viewer.
+    """
 
-    weights: list[float]  # of each sampled token, rounded; 0 where it did not train
+    weights: list[float]  # of each sampled token; 0 where it did not train
     rules: list[RuleRun]
+    logprobs: list[float] = []  # of each sampled token, under the policy that its weight compares with the engine's
+    advantages: list[float] = []  # of each sampled token, or one number that all of them have

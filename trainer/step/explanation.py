@@ -1,6 +1,7 @@
 """Explains for the recorded trajectories why each token trained, or did not."""
 
 import itertools
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,7 +12,16 @@ from rl_async.messages import Explanation, RuleRun, Trajectory
 from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.step.whole_batch import WholeBatch
 
-DIGITS = 4  # of a weight that are recorded
+DIGITS = 4  # of a number that are recorded
+
+
+@dataclass(frozen=True)
+class TokenOutcomes:
+    """What became of each token of a batch, [N, T] on the host; position t stands for token t + 1 of its row."""
+
+    corrected: Corrected  # as ``attributed`` completes it
+    logprobs: Tensor  # the target of the correction: log pi_old, or with bypass log pi_theta of the first pass
+    advantages: Tensor
 
 
 def attributed(corrected: Corrected, whole: WholeBatch, filtered: Tensor) -> Corrected:
@@ -30,17 +40,23 @@ def attributed(corrected: Corrected, whole: WholeBatch, filtered: Tensor) -> Cor
     return Corrected(weights, corrected.keep, torch.where(unnamed, cause, corrected.rule))
 
 
-def explain(row: Trajectory, index: int, corrected: Corrected) -> Explanation:
-    """Collect weights and rules of the sampled tokens of row ``index``, in order, from an ``attributed`` correction."""
+def explain(row: Trajectory, index: int, outcomes: TokenOutcomes) -> Explanation:
+    """Collect what became of the sampled tokens of row ``index``, in order."""
     sampled = np.flatnonzero(row.loss_mask[1:])  # position t of the tensors stands for token t + 1
-    weights = corrected.weights[index].numpy()[sampled]
-    rule = corrected.rule[index].numpy()[sampled]
+    weights = outcomes.corrected.weights[index].numpy()[sampled]
+    rule = outcomes.corrected.rule[index].numpy()[sampled]
+    advantages = outcomes.advantages[index].numpy()[sampled]
     edges = [0, *(np.flatnonzero(np.diff(rule)) + 1).tolist(), len(rule)]
     runs = [RuleRun(RULES[rule[start]], start, end) for start, end in itertools.pairwise(edges) if start < end]
-    return Explanation(weights=_rounded(weights), rules=[run for run in runs if run.rule])
+    return Explanation(
+        weights=_rounded(weights),
+        rules=[run for run in runs if run.rule],
+        logprobs=_rounded(outcomes.logprobs[index].numpy()[sampled]),
+        advantages=_rounded(advantages[:1] if (advantages == advantages[:1]).all() else advantages),
+    )
 
 
 def _rounded(weights: np.ndarray) -> list[float]:
     values = weights.astype(np.float64)
-    exponents = np.floor(np.log10(np.where(values > 0, values, 1.0))).astype(int)
+    exponents = np.floor(np.log10(np.where(values != 0, np.abs(values), 1.0))).astype(int)
     return [round(value, DIGITS - 1 - exponent) for value, exponent in zip(values.tolist(), exponents.tolist())]

@@ -10,11 +10,10 @@ from rl_async import tracing
 from rl_async.messages import RowKey, Trajectory
 from rl_async.recording import write_trajectories
 from rl_async.tracing import EPISODE
-from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.batches.batch import Batch
 from rl_async.trainer.monitoring.evaluation import FinishedEvaluation
 from rl_async.trainer.monitoring.records import append_evaluation, append_refused, append_trained
-from rl_async.trainer.step.explanation import explain
+from rl_async.trainer.step.explanation import TokenOutcomes, explain
 
 log = logging.getLogger("rl_async.trainer")
 
@@ -36,7 +35,7 @@ class Recorder:
         self._writer = ThreadPoolExecutor(1, "recorder")  # its thread is joined when the process exits
         self._in_flight: deque[Future[None]] = deque()
 
-    def trained(self, batch: Batch, corrected: Corrected, began: int = 0) -> None:
+    def trained(self, batch: Batch, outcomes: TokenOutcomes, began: int = 0) -> None:
         """Record the rows that this rank trained, if it is the one of its data-parallel rank that records.
 
         ``began``: when the update did, for the traces of the episodes.
@@ -49,7 +48,7 @@ class Recorder:
         file = self._folder / "trajectories" / f"step-{batch.step:06d}-lineage{self._lineage}-rank{self._rank}.jsonl.gz"
 
         def write() -> None:
-            explanations = [explain(row, places[key], corrected) for key, row in zip(keys, rows, strict=True)]
+            explanations = [explain(row, places[key], outcomes) for key, row in zip(keys, rows, strict=True)]
             write_trajectories(file, rows, explanations)
 
         self._submit(write)

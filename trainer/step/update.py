@@ -27,7 +27,7 @@ from rl_async.trainer.batches.data_parallel import DataParallel
 from rl_async.trainer.batches.layout import cost_imbalance, mask_bound, token_imbalance
 from rl_async.trainer.batches.tensors import collate, empty_tensors
 from rl_async.trainer.step.critic import CriticUpdate, critic_update
-from rl_async.trainer.step.explanation import attributed
+from rl_async.trainer.step.explanation import TokenOutcomes, attributed
 from rl_async.trainer.step.models import Models
 from rl_async.trainer.step.objective import LossSums, Objective, Precomputed
 from rl_async.trainer.step.whole_batch import MicroBatch, WholeBatch, assemble, gather
@@ -35,10 +35,10 @@ from rl_async.trainer.step.whole_batch import MicroBatch, WholeBatch, assemble, 
 
 @dataclass(frozen=True)
 class Updated:
-    """Metrics of the step, equal on all ranks, and what became of each token of the batch, [N, T], and why."""
+    """Metrics of the step, equal on all ranks, and what became of each token of the batch, and why."""
 
     metrics: dict[str, float]
-    corrected: Corrected
+    tokens: TokenOutcomes
 
 
 def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig, kl_coef: float = 0.0) -> Updated:
@@ -86,7 +86,7 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     metrics["batch/token_imbalance"] = token_imbalance(batch.plan, headers, models.row_cost)
     metrics["batch/work_imbalance"] = cost_imbalance(batch.plan, headers, models.row_cost)
     metrics["batch/shared_tokens"] = shared_tokens(ranks, micros)
-    return Updated(metrics, attributed(corrected, whole, ~trains))
+    return Updated(metrics, TokenOutcomes(attributed(corrected, whole, ~trains), target, advantages))
 
 
 def shared_tokens(ranks: DataParallel, micros: Sequence[MicroBatch]) -> float:

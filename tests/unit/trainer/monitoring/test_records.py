@@ -16,7 +16,7 @@ from rl_async.recording import read_trajectories, write_trajectories
 from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.batches.sources import RecordedSource
 from rl_async.trainer.monitoring.records import append_evaluation, append_trained, next_lineage
-from rl_async.trainer.step.explanation import explain
+from rl_async.trainer.step.explanation import TokenOutcomes, explain
 from tests.conftest import make_rows
 
 
@@ -30,8 +30,11 @@ def test_trajectories_keep_every_bit(tmp_path: Path) -> None:
         assert before.header() == after.header()
 
 
-def corrected(rows: list[Trajectory]) -> Corrected:
-    """What became of the rows' tokens: row 0 in part zeroed and masked, the rest trained with weight 1/3."""
+def outcomes(rows: list[Trajectory]) -> TokenOutcomes:
+    """What became of the rows' tokens: row 0 in part zeroed and masked, the rest trained with weight 1/3.
+
+    The advantages of row 1 differ from token to token.
+    """
     width = max(len(row.token_ids) for row in rows) - 1
     keep = torch.zeros(len(rows), width, dtype=torch.bool)
     for i, row in enumerate(rows):
@@ -39,19 +42,27 @@ def corrected(rows: list[Trajectory]) -> Corrected:
     rule = torch.zeros(len(rows), width, dtype=torch.uint8)
     rule[0, 4:6], rule[0, 6] = RULES.index("band"), RULES.index("token_k3")
     keep[0, 6:8] = False
-    return Corrected(torch.where(keep & (rule == 0), 1 / 3, 0.0), keep, rule)
+    advantages = torch.full((len(rows), width), -2 / 3)
+    advantages[1] = torch.arange(width) / 3
+    logprobs = torch.full((len(rows), width), -1 / 7)
+    return TokenOutcomes(Corrected(torch.where(keep & (rule == 0), 1 / 3, 0.0), keep, rule), logprobs, advantages)
 
 
 def test_tokens_are_explained_beside_rows_that_replay_as_before(tmp_path: Path) -> None:
     rows = make_rows(3)[:4]
-    verdicts = corrected(rows)
+    verdicts = outcomes(rows)
     write_trajectories(tmp_path / "x.jsonl.gz", rows, [explain(row, index, verdicts) for index, row in enumerate(rows)])
     with gzip.open(tmp_path / "x.jsonl.gz", "rt") as file:
         first, second = (json.loads(line)["correction"] for line in list(file)[:2])
     sampled = int(rows[0].loss_mask.sum())  # positions 3 and on
     assert first["weights"] == [0.3333, *[0.0] * 4, *[0.3333] * (sampled - 5)]
     assert first["rules"] == [["band", 1, 3], ["token_k3", 3, 4]]
-    assert second == {"weights": [0.3333] * int(rows[1].loss_mask.sum()), "rules": []}
+    assert first["advantages"] == [-0.6667], "one number, as all its tokens have it"
+    trained = int(rows[1].loss_mask.sum())
+    assert (second["weights"], second["rules"]) == ([0.3333] * trained, [])
+    assert second["logprobs"] == [-0.1429] * trained
+    positions = [t for t in range(len(rows[1].loss_mask) - 1) if rows[1].loss_mask[t + 1]]
+    assert second["advantages"] == pytest.approx([t / 3 for t in positions], rel=1e-3)
     for before, after in zip(rows, read_trajectories(tmp_path / "x.jsonl.gz"), strict=True):
         assert before.header() == after.header() and np.array_equal(before.token_ids, after.token_ids)
 
@@ -61,7 +72,8 @@ def test_weights_are_told_with_four_digits(weight: float, told: float) -> None:
     row = make_rows(0)[0]
     n = len(row.token_ids) - 1
     keep = torch.from_numpy(row.loss_mask[1:])[None]
-    verdicts = Corrected(torch.full((1, n), weight), keep, torch.zeros(1, n, dtype=torch.uint8))
+    corrected = Corrected(torch.full((1, n), weight), keep, torch.zeros(1, n, dtype=torch.uint8))
+    verdicts = TokenOutcomes(corrected, torch.zeros(1, n), torch.zeros(1, n))
     assert explain(row, 0, verdicts).weights == [told] * int(row.loss_mask.sum())
 
 

@@ -14,6 +14,7 @@ from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.batches.batch import Batch
 from rl_async.trainer.monitoring.evaluation import FinishedEvaluation
 from rl_async.trainer.step import recorder as module
+from rl_async.trainer.step.explanation import TokenOutcomes
 from rl_async.trainer.step.recorder import IN_FLIGHT, Recorder
 from tests.conftest import make_rows
 
@@ -23,9 +24,10 @@ def batch(step: int) -> Batch:
     return Batch(step, [row.header() for row in rows], [], {row.key: row for row in rows})
 
 
-def verdicts(made: Batch) -> Corrected:
+def outcomes(made: Batch) -> TokenOutcomes:
     shape = len(made.headers), max(h.tokens for h in made.headers) - 1
-    return Corrected(torch.ones(shape), torch.ones(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.uint8))
+    kept, rule = torch.ones(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.uint8)
+    return TokenOutcomes(Corrected(torch.ones(shape), kept, rule), torch.zeros(shape), torch.zeros(shape))
 
 
 def trained_steps(folder: Path) -> list[int]:
@@ -35,7 +37,7 @@ def trained_steps(folder: Path) -> list[int]:
 def test_trained_rows_are_on_disk_at_once_and_trajectories_after_a_flush(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, 3, 1, is_recorder=True)
     made = batch(0)
-    recorder.trained(made, verdicts(made))
+    recorder.trained(made, outcomes(made))
     assert trained_steps(tmp_path) == [0, 0]
     recorder.flush()
     rows = read_trajectories(tmp_path / "trajectories" / "step-000000-lineage3-rank1.jsonl.gz")
@@ -53,7 +55,7 @@ def test_a_file_that_is_written_late_has_its_own_name(tmp_path: Path, monkeypatc
     (tmp_path / "trajectories").mkdir()
     recorder = Recorder(tmp_path, 0, 0, is_recorder=True)
     made = batch(0)
-    recorder.trained(made, verdicts(made))
+    recorder.trained(made, outcomes(made))
     may_write.set()
     recorder.flush()
     assert [file.name for file in (tmp_path / "trajectories").iterdir()] == ["step-000000-lineage0-rank0.jsonl.gz"]
@@ -62,7 +64,7 @@ def test_a_file_that_is_written_late_has_its_own_name(tmp_path: Path, monkeypatc
 def test_a_rank_that_does_not_record_writes_nothing(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, 0, 1, is_recorder=False)
     made = batch(0)
-    recorder.trained(made, verdicts(made))
+    recorder.trained(made, outcomes(made))
     recorder.flush()
     assert not list(tmp_path.iterdir())
 
@@ -82,7 +84,7 @@ def test_training_does_not_wait_until_too_many_files_are_in_flight(
     def run() -> None:
         for step in range(IN_FLIGHT + 1):
             made = batch(step)
-            recorder.trained(made, verdicts(made))
+            recorder.trained(made, outcomes(made))
             submitted.append(step)
 
     thread = threading.Thread(target=run)
@@ -106,12 +108,12 @@ def test_an_error_of_the_thread_is_logged_and_raised_by_the_next_call(
     (tmp_path / "trajectories").write_text("a file where the folder should be")
     recorder = Recorder(tmp_path, 0, 0, is_recorder=True)
     made = batch(0)
-    recorder.trained(made, verdicts(made))
+    recorder.trained(made, outcomes(made))
     with pytest.raises(FileExistsError):
         if raises == "flush":
             recorder.flush()
         for _ in range(IN_FLIGHT):
-            recorder.trained(made, verdicts(made))
+            recorder.trained(made, outcomes(made))
     assert "FileExistsError" in caplog.text
 
 

@@ -116,8 +116,8 @@ def test_estimators_see_what_the_correction_made_of_each_token(correction: str, 
     )
     assert (x.importance is not None) is given
     if given:
-        assert torch.equal(x.importance, updated.corrected.weights.double())
-        assert not updated.corrected.keep[x.mask].all()
+        assert torch.equal(x.importance, updated.tokens.corrected.weights.double())
+        assert not updated.tokens.corrected.keep[x.mask].all()
 
 
 def test_bypass_never_looks() -> None:
@@ -167,10 +167,24 @@ def test_a_filtered_row_never_trains(correction: str) -> None:
     assert (policy.table == -4.0).all() and updated.metrics["tokens/trained"] == 0
 
 
+@pytest.mark.parametrize("correction", ["decoupled_token_is", "bypass_ppo_clip"])
+def test_what_each_token_trained_with_is_recorded(correction: str) -> None:
+    """The policy is a table of -4 for every token when the step begins, and the advantages are GRPO's."""
+    rows = make_rows(0)
+    _, updated = train(rows, AlgorithmConfig(correction=correction))
+    explained = [explain(row, index, updated.tokens) for index, row in enumerate(rows)]
+    assert all(found.logprobs == [-4.0] * int(row.loss_mask.sum()) for row, found in zip(rows, explained, strict=True))
+    for index, row in enumerate(rows):
+        group = [other.reward for other in rows if other.group_id == row.group_id]
+        centred = row.reward - sum(group) / len(group)
+        (advantage,) = explained[index].advantages
+        assert advantage == 0 if centred == 0 else advantage * centred > 0
+
+
 def told(rows: list[Trajectory], algorithm: AlgorithmConfig, index: int) -> list[tuple[str, int, int]]:
     """What is recorded about row ``index``."""
     _, updated = train(rows, algorithm)
-    explained = explain(rows[index], index, updated.corrected)
+    explained = explain(rows[index], index, updated.tokens)
     assert not any(explained.weights[run.start : run.end] != [0.0] * (run.end - run.start) for run in explained.rules)
     return [(run.rule, run.start, run.end) for run in explained.rules]
 
